@@ -6,11 +6,13 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import vllmops
-from vllmops.codes import CODES, known
+from vllmops.codes import BY_EXIT, CODES, known
 from vllmops.diagnose.doctor import checks
 from vllmops.docs import pages
+from vllmops.errors import Exit
 
 PACKAGE = Path(vllmops.__file__).parent
 COLLECTIONS = (ast.Set, ast.List, ast.Tuple)
@@ -78,6 +80,11 @@ def test_every_code_that_is_compared_is_one_that_is_raised() -> None:
     words = {code for code in compared() if "." in code}
     assert {"agent.absent", "stacks.seccomp", "responses.unknown", "stack.crash"} <= words
     assert not words - raised() - {check.code for check in checks()}
+
+
+def test_every_code_is_in_the_group_of_one_exit_code() -> None:
+    assert sum(len(get_args(group)) for group in BY_EXIT.values()) == len(CODES)
+    assert set(BY_EXIT) == {*Exit} - {Exit.OK}
 
 
 def test_every_registered_code_is_raised() -> None:

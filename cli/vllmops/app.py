@@ -173,9 +173,9 @@ def quiet(unraisable: Any) -> None:
 def interrupted(*_: object) -> NoReturn:
     """End at Ctrl-C, before a command runs: an exception in the middle of an import shows."""
     try:
-        from .errors import Exit, VllmopsError  # noqa: PLC0415
+        from .errors import VllmopsError  # noqa: PLC0415
 
-        report_error(VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED))
+        report_error(VllmopsError("interrupted", "interrupted"))
     except BaseException:  # a half-imported module can't report it
         os.write(2, b"error: interrupted\n")
     finally:
@@ -206,7 +206,7 @@ def run() -> int:
     except VllmopsError as error:
         failure = error
     except (KeyboardInterrupt, typer.Abort):
-        failure = VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
+        failure = VllmopsError("interrupted", "interrupted")
     except ReaderGoneError:  # the reader has what it needs
         return Exit.OK
     except OutputError as error:

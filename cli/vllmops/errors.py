@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .codes import ErrorCode
+from .codes import EXITS, ErrorCode
 
 
 class Exit(IntEnum):
@@ -41,7 +39,7 @@ class VllmopsError(Exception):
         code: a stable word for scripts, such as ``target.unknown``; the name of its page, too.
         message: what is wrong, naming the thing that is.
         hint: what to do, best as a command; empty if nothing helps.
-        exit_code: the process's exit code.
+        exit_code: the process's exit code; that of the error code if not given.
         data: more for a ``--json`` reader, as plain data.
     """
 
@@ -51,15 +49,20 @@ class VllmopsError(Exception):
         message: str,
         hint: str = "",
         *,
-        exit_code: Exit = Exit.FAILED,
+        exit_code: Exit | None = None,
         data: object = None,
     ) -> None:
         super().__init__(message)
         self.code: ErrorCode = code
         self.message = shortened(message)
         self.hint = shortened(hint)
-        self.exit_code = exit_code
+        self.exit_code = Exit(EXITS[code]) if exit_code is None else exit_code
         self.data = data
+
+
+def usage(message: str, hint: str) -> VllmopsError:
+    """The error of a command line, or of a setting, that can't be meant."""
+    return VllmopsError("usage", message, hint)
 
 
 def needs_linux(what: str) -> VllmopsError:

@@ -56,7 +56,6 @@ def place() -> Path:
             "home.encoding",
             f"the state directory's name is not UTF-8: {os.fsencode(path)!r}",
             "rename the directory, or export VLLMOPS_HOME=/var/lib/vllmops, for example",
-            exit_code=Exit.USAGE,
         ) from error
     return path
 
@@ -148,7 +147,6 @@ def unsafe(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:
         "home.unsafe",
         f"{whose}: vllmops would run what another user puts there",
         f"{hint}set VLLMOPS_HOME to a directory of your own, for example {another()}",
-        exit_code=Exit.NOT_AUTHORISED,
     )
 
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
 import typer
 from typer.core import TyperCommand
 
-from .errors import Exit, VllmopsError
+from .errors import Exit, VllmopsError, usage
 from .numbers import CENTURY_S
 from .streams import ReaderGoneError, json_safe, on_interrupt, plain_log, printable
 
@@ -35,9 +35,7 @@ _invoked = ""
 # The server that this thread works for, where there are several.
 speaker: ContextVar[str] = ContextVar("speaker", default="")
 
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON envelope on stdout.", show_default=False)
-]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON envelope on stdout.")]
 
 P = ParamSpec("P")
 
@@ -115,7 +113,7 @@ def command(run: Callable[P, Result]) -> Callable[P, None]:
         try:
             result = run(*args, **kwargs)
         except KeyboardInterrupt as error:  # Typer would end without a word
-            raise VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED) from error
+            raise VllmopsError("interrupted", "interrupted") from error
         with suppress(ReaderGoneError):  # the exit code counts, whether all output was read or not
             if kwargs.get("json_"):
                 envelope(result.data, result.exit_code, *result.errors)
@@ -173,12 +171,7 @@ def repeat(look: Callable[[], Result], interval_s: float, *, watch: bool, as_jso
         VllmopsError: ``usage``, or as `look` does.
     """
     if watch and as_json:
-        raise VllmopsError(
-            "usage",
-            "--watch cannot be combined with --json",
-            "leave one of these options out",
-            exit_code=Exit.USAGE,
-        )
+        raise usage("--watch cannot be combined with --json", "leave one of these options out")
     try:
         while True:
             result = look()
@@ -277,6 +270,22 @@ def table(*columns: str, right: Sequence[str] = ()) -> Table:
     for name in columns:
         made.add_column(name, overflow="fold", justify="right" if name in right else "left")
     return made
+
+
+def facts(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+    """A table without a head: what a thing is called, and what it is."""
+    made = table("", "")
+    made.show_header = False
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def styled(text: str, style: str) -> Text:
+    """Text in a style; without one, a string is enough."""
+    from rich.text import Text  # noqa: PLC0415
+
+    return Text(text, style)
 
 
 @dataclass(frozen=True)

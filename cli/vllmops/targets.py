@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import Exit, VllmopsError
+from .errors import VllmopsError, usage
 
 if TYPE_CHECKING:
     from urllib.parse import SplitResult
@@ -140,4 +140,4 @@ def split(text: str) -> SplitResult:
 
 
 def refused(message: str) -> VllmopsError:
-    return VllmopsError("usage", message, FORMS, exit_code=Exit.USAGE)
+    return usage(message, FORMS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +20,12 @@ from vllmops.instances.record import Folder
 from vllmops.protocol.identity import boot_id
 from vllmops.protocol.probe import Verdict
 
+from ..live.conftest import free_port
 from ..support.commands import background
 from ..support.waiting import until
 
 Spawn = Callable[..., Any]
 KINDS = ("--liveness", "--readiness", "--startup")
-
-
-def free_port() -> int:
-    """None of those that `serve` would take for a server."""
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return int(made.getsockname()[1])
 
 
 def answers(vllmops: Any, *words: str, env: dict[str, str] | None = None) -> list[int]:

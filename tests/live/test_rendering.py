@@ -11,8 +11,8 @@ import pytest
 
 from vllmops.agent.responses import carried, wire
 from vllmops.agent.responses.history import History
+from vllmops.store.backend import Response
 from vllmops.store.packing import deflate
-from vllmops.store.store import Response
 
 pytestmark = pytest.mark.usefixtures("imported")
 

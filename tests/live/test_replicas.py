@@ -36,7 +36,7 @@ from agents import (
 )
 from pydantic import BaseModel
 
-from vllmops.store.store import GONE
+from vllmops.store.backend import GONE
 
 from ..support.databases import Server, Servers, folder_for_servers, postgres_parts
 from ..support.extent import combinations, long

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
+from dataclasses import replace
+from typing import Any
 
 import msgspec
 from hypothesis import given, settings
@@ -16,23 +17,27 @@ from vllmops.protocol.steps import ENDED, EXECUTING, StepsHead
 HEAD = msgspec.json.encode(StepsHead(pid=7, start_ticks=9, boot="b", started_at=1.0))
 
 
-def record(sequence: int, **fields: object) -> bytes:
-    values: dict[str, object] = {
-        "sequence": sequence,
-        "number": sequence + 1,
-        "began_at": 1000.0 + sequence,
-        "seconds": 0.5,
-        "steps": 1,
-        "ended": 1,
-        "tokens": 512,
-        "requests": 3,
-        "running": 3,
-        "waiting": 2,
-        "deferred": 1,
-        "kv_cache_usage": 0.25,
-        "phase": ENDED,
-    }
-    return steps.packed(SimpleNamespace(**values | fields))
+RUN = steps.Run(
+    sequence=0,
+    number=1,
+    began=0.0,
+    began_at=1000.0,
+    seconds=0.5,
+    steps=1,
+    ended=1,
+    tokens=512,
+    requests=3,
+    running=3,
+    waiting=2,
+    deferred=1,
+    kv_cache_usage=0.25,
+    phase=ENDED,
+)
+
+
+def record(sequence: int, **fields: Any) -> bytes:
+    of_it = {"sequence": sequence, "number": sequence + 1, "began_at": 1000.0 + sequence}
+    return steps.packed(replace(RUN, **of_it | fields))
 
 
 def content(records: dict[int, bytes]) -> bytes:

@@ -10,7 +10,8 @@ import sys
 import psutil
 
 from vllmops.store import opening
-from vllmops.store.store import EVERYBODY, Limits, Response, ResponseStore
+from vllmops.store.backend import EVERYBODY, Limits, Response
+from vllmops.store.store import ResponseStore
 
 ANSWER = " and more of the answer, number %d" * 8
 

@@ -17,7 +17,7 @@ import pytest
 from vllmops.agent.responses.writer import Writer
 from vllmops.store import opening
 from vllmops.store import store as stores
-from vllmops.store.backend import Chunk, Limits, Response
+from vllmops.store.backend import Chunk, Limits, Response, StoreUnavailable
 from vllmops.store.gathering import Gathered
 from vllmops.store.memory import Memory
 from vllmops.store.sqlite import Sqlite, Worker, transaction
@@ -212,7 +212,7 @@ def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
             await store.open()
-            with pytest.raises(stores.StoreUnavailable):
+            with pytest.raises(StoreUnavailable):
                 await store.create(RUN)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -257,7 +257,7 @@ def test_whoever_answers_instead_of_a_database(scheme: str, words: bytes) -> Non
         await store.open()
         store.attend(RUN, lambda: None)
         for _ in range(3):
-            with pytest.raises(stores.StoreUnavailable):
+            with pytest.raises(StoreUnavailable):
                 await store.create(RUN)
             await asyncio.sleep(0.3)
         assert not any(task.done() for task in store.background)

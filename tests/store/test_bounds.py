@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from vllmops.store import opening
+from vllmops.store.backend import Response
 from vllmops.store.postgresql import Postgresql
-from vllmops.store.store import Response, ResponseStore
+from vllmops.store.store import ResponseStore
 
 from ..support.databases import Server
 from ..support.extent import EVERYTHING, programs

@@ -25,9 +25,10 @@ from vllmops.commands.responses import selection
 from vllmops.commands.responses.sources import walk
 from vllmops.errors import Exit, VllmopsError
 from vllmops.store import opening
+from vllmops.store.backend import EVERYBODY, Query, Response
 from vllmops.store.direct import Storage
 from vllmops.store.fields import completed
-from vllmops.store.store import EVERYBODY, Query, Response, ResponseStore
+from vllmops.store.store import ResponseStore
 from vllmops.vllm_api.endpoint import Endpoint
 from vllmops.vllm_api.responses import Http
 

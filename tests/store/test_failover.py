@@ -16,7 +16,8 @@ import pytest
 import redis
 
 from vllmops.store import opening
-from vllmops.store.store import Response, ResponseStore, StoreUnavailable
+from vllmops.store.backend import Response, StoreUnavailable
+from vllmops.store.store import ResponseStore
 
 from ..support.databases import LOCAL, Server, Servers
 from ..support.extent import EVERYTHING

@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 from vllmops.errors import VllmopsError
 from vllmops.store import opening
-from vllmops.store.backend import Limits
+from vllmops.store.backend import Limits, Response
 from vllmops.store.conformance import response
 from vllmops.store.redis import Redis
-from vllmops.store.store import Response, ResponseStore
+from vllmops.store.store import ResponseStore
 
 from ..support.databases import Server, Servers
 

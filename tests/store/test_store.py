@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
 from vllmops.store import fields, opening, packing, redaction
-from vllmops.store.backend import Limits
-from vllmops.store.store import Response, document
+from vllmops.store.backend import Limits, Response
+from vllmops.store.store import document
 from vllmops.store.urls import shown
 
 URLS = {

@@ -15,15 +15,8 @@ import pytest
 from msgspec.structs import replace
 
 from vllmops.store import opening
-from vllmops.store.store import (
-    EVERYBODY,
-    GONE,
-    Limits,
-    Query,
-    Response,
-    ResponseStore,
-    StoreUnavailable,
-)
+from vllmops.store.backend import EVERYBODY, GONE, Limits, Query, Response, StoreUnavailable
+from vllmops.store.store import ResponseStore
 
 from ..support.databases import Servers
 from ..support.extent import EVERYTHING

@@ -15,7 +15,8 @@ import pytest
 
 from vllmops.errors import VllmopsError
 from vllmops.store import opening, sql
-from vllmops.store.store import Query, Response, ResponseStore, StoreUnavailable
+from vllmops.store.backend import Query, Response, StoreUnavailable
+from vllmops.store.store import ResponseStore
 
 from ..support.extent import EVERYTHING
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
 from vllmops.store import opening, settings, urls
-from vllmops.store.backend import Limits
-from vllmops.store.store import ResponseStore, StoreUnavailable
+from vllmops.store.backend import Limits, StoreUnavailable
+from vllmops.store.store import ResponseStore
 
 from ..support.extent import sampled
 

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from vllmops.store import opening
-from vllmops.store.store import Response, ResponseStore
+from vllmops.store.backend import Response
+from vllmops.store.store import ResponseStore
 
 from ..support.extent import EVERYTHING
 

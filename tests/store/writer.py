@@ -14,7 +14,8 @@ import sys
 from msgspec.structs import replace
 
 from vllmops.store import opening
-from vllmops.store.store import Limits, Response, ResponseStore
+from vllmops.store.backend import Limits, Response
+from vllmops.store.store import ResponseStore
 
 OWNER = "ann"
 

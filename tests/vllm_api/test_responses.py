@@ -16,7 +16,7 @@ import pytest
 from vllmops.commands.responses import sources
 from vllmops.commands.responses.sources import retried, walk
 from vllmops.errors import Exit, VllmopsError
-from vllmops.store.store import Query, Response, StoreUnavailable
+from vllmops.store.backend import Query, Response, StoreUnavailable
 from vllmops.vllm_api import http, responses
 from vllmops.vllm_api.endpoint import Endpoint
 from vllmops.vllm_api.responses import Http

@@ -14,7 +14,7 @@ import msgspec
 from ..host.shape import shape
 from ..protocol import identity
 from ..protocol.identity import Identity
-from ..protocol.place import Place, Standing, place
+from ..protocol.place import Standing, place
 from . import objects
 from .adapters import ranks
 
@@ -62,8 +62,7 @@ def create_time() -> float:
 
 def here() -> dict[str, Any]:
     """Role and place of this process, as fields of an answer."""
-    own = standing()
-    return {"role": role(), **{name: getattr(own, name) for name in Place.__struct_fields__}}
+    return {"role": role(), **standing().where()}
 
 
 def standing() -> Standing:

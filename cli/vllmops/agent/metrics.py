@@ -28,7 +28,8 @@ from .log import log
 if TYPE_CHECKING:
     from ..protocol.remote import Member
     from ..rpc.view import Viewer
-    from ..store.store import ResponseStore, Stats
+    from ..store.backend import Stats
+    from ..store.store import ResponseStore
 
 TIMEOUT_S = 2.0
 STORE_S = 60.0  # from one count of the store to the next; it goes through many rows
@@ -77,7 +78,8 @@ class Store:
             failed = store is None or counting.exception()
             self.last = None if failed else used(store, counting.result())
         if store is not None and self.counting is None and now >= self.due:
-            from ..store.store import EVERYBODY, ResponseStore  # noqa: PLC0415
+            from ..store.backend import EVERYBODY  # noqa: PLC0415
+            from ..store.store import ResponseStore  # noqa: PLC0415
 
             if not isinstance(store, ResponseStore):  # vLLM's own
                 return None

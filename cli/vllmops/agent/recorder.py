@@ -30,6 +30,7 @@ from ..protocol.steps import (
     EXECUTING,
     SCHEDULING,
     SHARED_S,
+    Run,
     StepsFile,
     StepsHead,
     packed,
@@ -44,42 +45,6 @@ KEPT_S = 24 * 3600.0
 NEW_S = 60.0
 SIZE = steps.RECORD.size
 OPEN = 64  # steps whose end is awaited; vLLM schedules a few ahead at most
-
-
-class Run:
-    """The steps of one record.
-
-    Args:
-        sequence: of the record.
-        number: of the first step.
-        now: monotonic, in seconds.
-    """
-
-    __slots__ = (
-        *(
-            "sequence",
-            "offset",
-            "number",
-            "began",
-            "began_at",
-            "seconds",
-            "steps",
-            "ended",
-            "phase",
-        ),
-        *("tokens", "requests", "running", "waiting", "deferred", "kv_cache_usage"),
-    )
-
-    def __init__(self, sequence: int, number: int, now: float) -> None:
-        self.sequence = sequence
-        self.offset = steps.offset(sequence)
-        self.number = number
-        self.began, self.began_at = now, time.time()
-        self.seconds = 0.0
-        self.steps = self.ended = self.tokens = self.requests = 0
-        self.running = self.waiting = self.deferred = 0
-        self.kv_cache_usage: float | None = None
-        self.phase = SCHEDULING
 
 
 class Recorder:

@@ -23,7 +23,7 @@ from typing import TypeVar
 import msgspec
 
 from .. import __version__
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host import proc, processes
 from ..host.nodes import connected
 from ..host.processes import ROLES, Process
@@ -207,10 +207,7 @@ class Node:
 
     def lost(self, why: str) -> VllmopsError:
         return VllmopsError(
-            "agent.node-lost",
-            self.silence(why).text,
-            "vllmops help agent.node-lost",
-            exit_code=Exit.NOT_FOUND,
+            "agent.node-lost", self.silence(why).text, "vllmops help agent.node-lost"
         )
 
     def passed_on(
@@ -353,9 +350,8 @@ def root(pid: int) -> int:
 
 def member(process: Process) -> Member:
     """A process, for the other machine; without a command line, which may hold keys."""
-    seen = state(process)
-    fields = {name: getattr(seen, name) for name in seen.__struct_fields__}
-    return Member(**fields, start_ticks=process.start_ticks, boot=process.boot)
+    seen = msgspec.structs.asdict(state(process))
+    return Member(**seen, start_ticks=process.start_ticks, boot=process.boot)
 
 
 def beat(process: Process) -> agent.Pulse | None:

@@ -179,7 +179,6 @@ def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
         f"the agent of {agent.name(process)} did not answer within {timeout_s:g} s: a thread "
         "holds the GIL, or Python does not run; the agent starts as soon as Python runs again",
         f"vllmops stacks dump --native -t {process.pid}",
-        exit_code=Exit.TIMED_OUT,
     )
 
 
@@ -252,9 +251,7 @@ def failed(process: Process, why: str) -> VllmopsError:
 
 
 def gone(process: Process) -> VllmopsError:
-    return VllmopsError(
-        "attach.gone", f"{agent.name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
-    )
+    return VllmopsError("attach.gone", f"{agent.name(process)} is gone", "vllmops ps")
 
 
 def refused(process: Process) -> VllmopsError:

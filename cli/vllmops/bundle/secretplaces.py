@@ -19,6 +19,7 @@ from .secretvalues import (
     phrase,
     value_end,
 )
+from .secretwords import BEFORE, BEFORE_LENGTH
 
 __all__ = ["BELOW", "PLACES", "mixed"]
 
@@ -39,8 +40,6 @@ NAMED = re.compile(
     rf"|{QUOTE}(?P<pair>\s?,\s?|\s(?:a\d+=)?)(?=[bru]?{QUOTE})"
     r"|[ \t]{1,40}(?:[|\u2502\u2192]|->)[ \t]{1,4}|\t+)(?=\S)"
 )
-BEFORE = re.compile(r"(?<![\w.-])((?:[A-Za-z]{1,20}[ -]){1,2})$")
-BEFORE_LENGTH = 42
 OPTION = re.compile(
     r"(?<![\w-])(?:--?(?P<name>[A-Za-z][\w.-]*+)"
     r"|(?:(?:ENV|ARG|setenv|set -\w{1,3}|con\w+ set) (?:[\w.@:/-]{0,100}[/:])?|&)"

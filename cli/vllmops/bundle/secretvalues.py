@@ -93,7 +93,6 @@ LEAST_RANDOM, LEAST_PIECE = 16, 10
 CAMEL = re.compile(r"[A-Z][a-z]{2,}")
 CLASS_NAME = 0.6  # of the name of a class, what such parts are at least
 CHANGES = 0.35  # of the places between two characters, those where their kind changes
-LEAST_STRICT = 16
 # Names with numbers, dates, sizes, ids: node-12, fp8_e4m3, 2026-11-22T10, 4096MiB, chatcmpl-….
 SEPARATOR = re.compile(r"[-_=+./]")
 PIECE = re.compile(
@@ -165,15 +164,12 @@ def mixed(run: str) -> bool:
     return kinds[0] != "u" or sum(map(len, CAMEL.findall(run))) < CLASS_NAME * len(run)
 
 
-def generated(word: str, *, strict: bool = False) -> bool:
+def generated(word: str) -> bool:
     """Whether a word beside the name of a secret is none that people or programs name things with.
 
     Args:
         word: without spaces and quotes.
-        strict: whether it has to be long, and no hash, too.
     """
-    if strict and (len(word) < LEAST_STRICT or HASH.fullmatch(word)):
-        return False
     if USUAL.fullmatch(word) or all(map(PIECE.fullmatch, SEPARATOR.split(word))):
         return False
     return bool(re.search(r"\d", word) and re.search(r"[A-Za-z]", word))

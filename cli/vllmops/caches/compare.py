@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host.processes import Process
 from ..host.roles import Role
 from ..instances.servers import Server
@@ -35,7 +35,6 @@ def take(server: Server, request: CompareRequest) -> tuple[list[Comparison], lis
             f"{server.label} has no engine process to compare with: it still starts, or the engine "
             "runs in the API server (VLLM_ENABLE_V1_MULTIPROCESSING=0)",
             f"vllmops wait {server.label} --for ready, or vllmops cache inspect -t {server.label}",
-            exit_code=Exit.NOT_FOUND,
         )
     # Ask first: vLLM logs a traceback for each call of a utility that an engine does not have.
     _, silent = agent.side_by_side(engines, capable)
@@ -60,7 +59,6 @@ def take(server: Server, request: CompareRequest) -> tuple[list[Comparison], lis
             "engine is stuck",
             f"vllmops stacks dump -t {server.label} --explain shows which; "
             f"vllmops cache inspect -t {server.label} works without a step",
-            exit_code=Exit.TIMED_OUT,
         )
     return [located(comparison, server) for comparison in comparisons], silent
 

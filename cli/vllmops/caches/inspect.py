@@ -6,7 +6,7 @@ import time
 from functools import partial
 
 from ..diagnose.caches import findings, undecided
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host.processes import ROLES, Process
 from ..host.roles import Role
 from ..instances.servers import Server
@@ -93,7 +93,6 @@ class Agents:
                 "cache.no-process",
                 f"{self.server.label} has no process with a cache yet",
                 f"vllmops wait {self.server.label} --for ready",
-                exit_code=Exit.NOT_FOUND,
             )
         return agent.nobody(
             "cache.no-agent", f"no process of {self.server.label} reported its caches", silent

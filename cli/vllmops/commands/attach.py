@@ -104,7 +104,6 @@ def nothing(server: Server) -> VllmopsError:
             "attach.no-process",
             f"{server.label} has no process yet to load the agent into",
             f"vllmops wait {server.label} --for ready",
-            exit_code=Exit.NOT_FOUND,
         )
     return VllmopsError(
         "attach.already",
@@ -130,8 +129,6 @@ def report(
     server: Server, done: Sequence[Attached], silent: Sequence[Silent]
 ) -> list[RenderableType]:
     """What was done, for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     table = output.table("ROLE", "PID", "STOPPED", "READY AFTER", right=("PID", "STOPPED"))
     for attached in done:
         stopped = "-" if attached.stopped_s is None else f"{1000 * attached.stopped_s:.1f} ms"
@@ -140,8 +137,8 @@ def report(
         table.add_row(*row)
     parts: list[RenderableType] = [table] if done else []
     for missing in silent:
-        parts.append(Text(f"{who(missing)}: {missing.why}", "bold red"))
-        parts.append(Text(f"  hint: {missing.hint}"))
+        parts.append(output.styled(f"{who(missing)}: {missing.why}", "bold red"))
+        parts.append(f"  hint: {missing.hint}")
     if done:
-        parts.append(Text(f"Next: vllmops cache inspect -t {server.label}"))
+        parts.append(f"Next: vllmops cache inspect -t {server.label}")
     return parts

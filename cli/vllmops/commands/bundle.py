@@ -16,7 +16,7 @@ from .. import files, output
 from ..bundle import bundle as bundles
 from ..bundle.collecting import COLLECT_ENV_S, TIMEOUT_S, collect
 from ..diagnose.findings import Finding
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..instances.servers import Server, find, resolve
 from ..output import Json, Progress, Result, size, table, typer_app
 from ..protocol.bundles import Index
@@ -44,7 +44,6 @@ def bundle(
             readable=False,
             callback=to_write,
             help="The file, or a folder for it [a name with server and time, in this directory].",
-            show_default=False,
         ),
     ] = None,
     timeout: Annotated[
@@ -109,7 +108,6 @@ def bundle(
     raise VllmopsError(
         "interrupted",
         f"interrupted; what was captured until then is in {path}",
-        exit_code=Exit.INTERRUPTED,
         data=data,
     )
 
@@ -171,23 +169,21 @@ def preview(server: Server, *, redact: bool) -> Result:
 
 def shown(path: Path, index: Index, findings: Sequence[Finding] | None) -> Iterator[RenderableType]:
     """The index for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     listed = table("part", "size", "took", right=("size", "took"))
     for part in index.parts:
         name = f"{part.name} {part.process}".rstrip()
         listed.add_row(name, size(part.bytes), f"{part.seconds:.1f} s")
     yield listed
-    yield Text()
+    yield ""
     if findings is not None:
         codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
-        yield Text(f"doctor: {codes or 'no findings'}", "bold" if findings else "")
+        yield output.styled(f"doctor: {codes or 'no findings'}", "bold" if findings else "")
     for missing in index.missing:
-        yield Text(f"not captured: {missing.name}: {missing.why}", "yellow")
+        yield output.styled(f"not captured: {missing.name}: {missing.why}", "yellow")
     redactions = ", ".join(f"{count} x {kind}" for kind, count in index.redactions.items())
     if index.redacted:
-        yield Text(f"redacted: {redactions or 'nothing: no secret was findings'}")
-    yield Text(
+        yield f"redacted: {redactions or 'nothing: no secret was findings'}"
+    yield output.styled(
         f"{index.note[0].upper()}{index.note[1:]}.", "bold" if index.redacted else "bold red"
     )
-    yield Text(f"{path}: {size(path.stat().st_size)}, {index.seconds:.1f} s")
+    yield f"{path}: {size(path.stat().st_size)}, {index.seconds:.1f} s"

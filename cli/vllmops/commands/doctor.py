@@ -13,7 +13,7 @@ import typer
 from ..diagnose import doctor as judge
 from ..diagnose.findings import Finding, Severity
 from ..diagnose.stacks import StackFinding
-from ..errors import Exit, VllmopsError
+from ..errors import usage
 from ..host import namesake
 from ..host.shape import shown
 from ..output import (
@@ -22,9 +22,11 @@ from ..output import (
     Line,
     Progress,
     Result,
+    facts,
     say,
     size,
     span,
+    styled,
     table,
     typer_app,
 )
@@ -32,7 +34,7 @@ from ..protocol.metrics import Metrics
 from ..protocol.server import ServerSnapshot, Unseen
 from . import steps
 from .findings import STYLES, FailOn, exit_code
-from .options import Target, seconds
+from .options import Target, seconds, typed
 from .several import per_target
 from .stacks.explanation import steps as lines_of
 
@@ -54,7 +56,6 @@ Codes = Annotated[
     typer.Option(
         metavar="CODE",
         help="A check's code, or the first word of several codes; repeatable.",
-        show_default=False,
         autocompletion=codes,
         rich_help_panel="Checks",
     ),
@@ -129,20 +130,11 @@ def doctor(
     if clean_shm:
         return cleaned(alone=file is None and not canary and not history)
     if history and canary:
-        raise VllmopsError(
-            "usage",
-            "--history can't be combined with --canary",
-            "vllmops doctor --history",
-            exit_code=Exit.USAGE,
-        )
+        raise usage("--history can't be combined with --canary", "vllmops doctor --history")
     if file is not None:
-        source = ctx.get_parameter_source("target")
-        if canary or (source is not None and source.name == "COMMANDLINE"):
-            raise VllmopsError(
-                "usage",
-                "a FILE can't be combined with --target or --canary",
-                "give a FILE or a server",
-                exit_code=Exit.USAGE,
+        if canary or typed(ctx, "target"):
+            raise usage(
+                "a FILE can't be combined with --target or --canary", "give a FILE or a server"
             )
         from ..bundle import bundle  # noqa: PLC0415
 
@@ -185,11 +177,9 @@ def cleaned(*, alone: bool) -> Result:
         VllmopsError: ``usage``.
     """
     if not alone:
-        raise VllmopsError(
-            "usage",
+        raise usage(
             "--clean-shm can't be combined with a FILE, --canary or --history",
             "vllmops doctor --clean-shm",
-            exit_code=Exit.USAGE,
         )
     from ..home import user  # noqa: PLC0415
     from ..host import shm  # noqa: PLC0415
@@ -243,12 +233,7 @@ def chosen(
         for word in words:
             here = {code for code in known if code == word or code.startswith(f"{word}.")}
             if not here:
-                raise VllmopsError(
-                    "usage",
-                    f"unknown check {word!r}",
-                    "vllmops doctor --list",
-                    exit_code=Exit.USAGE,
-                )
+                raise usage(f"unknown check {word!r}", "vllmops doctor --list")
             codes |= here
         return codes
 
@@ -266,33 +251,27 @@ def screen(
     snapshot: ServerSnapshot, findings: Sequence[Finding], *, skipped: bool
 ) -> Iterator[RenderableType]:
     """The result for a person: the server, what is wrong, its figures, what could not be seen."""
-    from rich.text import Text  # noqa: PLC0415
-
-    yield Text(headline(snapshot), "bold")
+    yield styled(headline(snapshot), "bold")
     for number, finding in enumerate(findings, 1):
-        yield Text()
+        yield ""
         yield Folded(tuple(paragraph(number, finding)))
     if findings:
-        yield Text()
+        yield ""
         more = " (each finding has its page)" if len(findings) > 1 else ""
-        yield Text(f"help: vllmops help {findings[0].code}{more}")
-    facts = figures(snapshot)
-    if facts:
-        yield Text()
-        shown = table("", "")
-        shown.show_header = False
-        shown.box = None
-        for name, value in facts.items():
-            shown.add_row(name, value)
-        yield shown
+        yield f"help: vllmops help {findings[0].code}{more}"
+    if told := figures(snapshot):
+        yield ""
+        rows = facts(told.items())
+        rows.box = None
+        yield rows
     if snapshot.unseen:
-        yield Text()
+        yield ""
         yield Folded(tuple(unseen(snapshot)))
     if not findings:
-        yield Text()
+        yield ""
         where = " in what could be seen" if snapshot.unseen else ""
         of_checks = " of the selected checks" if skipped else ""
-        yield Text(f"No findings{of_checks}{where}.", "green")
+        yield styled(f"No findings{of_checks}{where}.", "green")
 
 
 def headline(snapshot: ServerSnapshot) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..instances.control import STOP_TIMEOUT_S
 from ..instances.draining import set_draining
 from ..instances.servers import resolve
@@ -58,7 +58,6 @@ def drain(
             "drain.timeout",
             f"{server.label} still has {known} requests in flight after {timeout:g} s",
             f"vllmops requests list -t {server.label} shows them",
-            exit_code=Exit.TIMED_OUT,
             data=data,
         )
     return Result(data, lambda: [f"{server.label} is draining; {known} requests are in flight"])

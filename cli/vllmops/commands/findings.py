@@ -9,6 +9,7 @@ import typer
 
 from ..diagnose.findings import Finding, Severity, worst
 from ..errors import Exit
+from ..output import styled
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,13 +29,11 @@ def exit_code(findings: Iterable[Finding], fail_on: Severity) -> Exit:
 
 def lines(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     """The findings for a person, some lines for each."""
-    from rich.text import Text  # noqa: PLC0415
-
     for finding in findings:
         style = STYLES[finding.severity]
-        yield Text(f"{finding.severity}: {finding.title} [{finding.code}]", style)
-        yield Text(f"  where: {finding.subject}")
-        yield Text(f"  seen: {finding.evidence}")
-        yield Text(f"  next: {finding.next}")
+        yield styled(f"{finding.severity}: {finding.title} [{finding.code}]", style)
+        yield f"  where: {finding.subject}"
+        yield f"  seen: {finding.evidence}"
+        yield f"  next: {finding.next}"
         if finding.reference:
-            yield Text(f"  see: {finding.reference}")
+            yield f"  see: {finding.reference}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import output
-from ..errors import Exit, VllmopsError
+from ..errors import Exit, usage
 from ..heal import heal as healing
 from ..heal.action import Action
 from ..heal.beyond import Beyond, beyond
@@ -39,7 +39,6 @@ Names = Annotated[
         metavar="NAME",
         help="An action, as --list names it. Repeatable.",
         autocompletion=names,
-        show_default=False,
         rich_help_panel=CHOICE,
     ),
 ]
@@ -109,12 +108,7 @@ def chosen(only: Sequence[str] | None, skip: Sequence[str] | None) -> list[Actio
     known = {action.name for action in ACTIONS}
     for name in (*(only or ()), *(skip or ())):
         if name not in known:
-            raise VllmopsError(
-                "usage",
-                f"there is no action {name!r}",
-                "vllmops heal --list",
-                exit_code=Exit.USAGE,
-            )
+            raise usage(f"there is no action {name!r}", "vllmops heal --list")
     meant = (set(only) if only else known) - set(skip or ())
     return [action for action in ACTIONS if action.name in meant]
 
@@ -139,25 +133,25 @@ def table(actions: Sequence[Action]) -> RenderableType:
 
 def text(healed: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[RenderableType]:
     """What was done, for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     for outcome in healed.outcomes:
         verb, style = ("healed", "green") if outcome.done else ("not healed", "yellow")
         if dry_run and not outcome.left:
             verb = "would heal"
-        yield Text(f"{verb}: {outcome.action}, {outcome.process}, {outcome.subject}", style)
-        yield Text(f"  seen: {outcome.seen}")
-        yield Text(f"  action: {outcome.did}")
+        yield output.styled(
+            f"{verb}: {outcome.action}, {outcome.process}, {outcome.subject}", style
+        )
+        yield f"  seen: {outcome.seen}"
+        yield f"  action: {outcome.did}"
         if outcome.left:
-            yield Text(f"  left: {outcome.left}")
+            yield f"  left: {outcome.left}"
     for silent in healed.silent:
-        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
     for problem in healed.problems:
-        yield Text(problem, "yellow")
+        yield output.styled(problem, "yellow")
     if not healed.outcomes:
-        yield Text("Nothing to heal.", "" if rest else "green")
+        yield output.styled("Nothing to heal.", "" if rest else "green")
     if rest:
-        yield Text("Still stuck:", "bold red")
+        yield output.styled("Still stuck:", "bold red")
         yield from lines([rest.finding])
         count = "an unknown number of" if rest.in_flight is None else f"{rest.in_flight:,}"
         yield f"  a restart loses: {count} requests in flight ({rest.background:,} in background)"

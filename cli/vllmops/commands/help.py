@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..docs import Page, pages
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..output import Json, Result, command, table, typer_app
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ def help_(
             "help.unknown",
             f"no page {word!r} in the manual" + (f"; similar: {', '.join(near)}" if near else ""),
             "vllmops help",
-            exit_code=Exit.USAGE,
         )
     return Result({"name": page.name, "kind": page.kind, "text": page.text}, lambda: shown(page))
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import output
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import not_written, write_atomically
 from ..keys import file
 from ..keys.ring import Key, Ring, fresh, only
@@ -34,10 +34,7 @@ class Format(StrEnum):
 Out = Annotated[
     Path | None,
     typer.Option(
-        readable=False,
-        callback=to_write,
-        help="Write it to this file, readable by its owner only.",
-        show_default=False,
+        readable=False, callback=to_write, help="Write it to this file, readable by its owner only."
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
@@ -129,7 +126,6 @@ def save(path: Path, text: str, *, force: bool) -> None:
             "keys.exists",
             f"{path} exists already, and may hold a key in use",
             "choose another --out",
-            exit_code=Exit.USAGE,
         ) from error
     except OSError as error:
         hint = "choose another place with --out"

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host.roles import Role
 from ..instances.logs import WATCH, Tail, aside, parse, role_of
 from ..instances.record import Folder
@@ -51,11 +51,7 @@ def logs(
     Rotated parts of the log are included.
     """
     if json_ and follow:
-        raise VllmopsError(
-            "usage",
-            "--json prints one envelope: do not use it with --follow",
-            exit_code=Exit.USAGE,
-        )
+        raise VllmopsError("usage", "--json prints one envelope: do not use it with --follow")
     folder = Folder(instance_name(name or target))
     tail = Tail(folder.log)
     selected = select([*rotated(folder.log), *tail.lines()], part)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError, usage
 from ..files import STDIN
 from ..keys.admin_token import PLACE
 from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
@@ -97,12 +97,7 @@ def duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
     length = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not TINIEST_S <= length <= CENTURY_S:
-        raise VllmopsError(
-            "usage",
-            f"{text!r} is not a duration",
-            "write it as 15m, 36h or 30d, up to 36500d",
-            exit_code=Exit.USAGE,
-        )
+        raise usage(f"{text!r} is not a duration", "write it as 15m, 36h or 30d, up to 36500d")
     return length
 
 
@@ -136,10 +131,21 @@ def patch_ids(incomplete: str) -> list[str]:
     return [name for name in PATCHES if name.startswith(incomplete)]
 
 
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
+]
+
+
+def typed(ctx: typer.Context, name: str) -> bool:
+    """Whether a parameter stands on the command line, and is not from elsewhere."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Named:
     """Check a target that was typed, or several; one from the environment may not be needed."""
-    source = param.name and ctx.get_parameter_source(param.name)
-    if target is not None and source and source.name == "COMMANDLINE":
+    if target is not None and param.name and typed(ctx, param.name):
         if isinstance(target, str) and param.param_type_name == "option":
             only_one(ctx, param, target)
         for word in [target] if isinstance(target, str) else target:
@@ -151,12 +157,7 @@ def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Name
 def only_one(ctx: typer.Context, param: typer.CallbackParam, target: str) -> None:
     """Refuse several targets where one is taken: of options, the last one would win unnoticed."""
     if ctx.meta[ORDER].count(param) > 1 or target.startswith("@"):
-        raise VllmopsError(
-            "usage",
-            f"{ctx.info_name} works with one server, not with several",
-            "use one --target",
-            exit_code=Exit.USAGE,
-        )
+        raise usage(f"{ctx.info_name} works with one server, not with several", "use one --target")
 
 
 HELP = "Instance name, pid or URL of a server; not needed if only one runs."
@@ -179,7 +180,6 @@ AnyTarget = Annotated[
         "--target",
         "-t",
         help="Show this server alone: instance name, pid or URL.",
-        show_default=False,
         autocompletion=running_names,
         callback=named,
     ),
@@ -201,7 +201,6 @@ def admin_token_option(panel: str | None = None) -> Any:
         show_envvar=False,  # its name is too long for a narrow terminal
         help="File with the admin token, as keygen writes it. Whoever has the token can look into"
         " the server, repair it and change its keys remotely.",
-        show_default=False,
         rich_help_panel=panel,
     )
 

@@ -14,7 +14,7 @@ import typer
 
 from ..diagnose.progress import PATIENCE_S, stalls
 from ..doctor import examine
-from ..errors import Exit, VllmopsError
+from ..errors import Exit, VllmopsError, usage
 from ..instances.record import Folder, State
 from ..instances.servers import resolve
 from ..output import Json, Result, say, typer_app
@@ -47,7 +47,6 @@ def probe(
         typer.Option(
             parser=listening,
             help="Answer /livez, /readyz and /startupz there over HTTP, until Ctrl-C.",
-            show_default=False,
         ),
     ] = None,
     json_: Json = False,
@@ -64,11 +63,9 @@ def probe(
         kind for kind, asked in zip(WORDS, (liveness, readiness, startup), strict=True) if asked
     ]
     if len(kinds) + bool(listen) != 1:
-        raise VllmopsError(
-            "usage",
+        raise usage(
             "give one of --liveness, --readiness, --startup and --listen",
             "vllmops probe --readiness",
-            exit_code=Exit.USAGE,
         )
     if listen:
         raise serving(target, host_port(listen))
@@ -124,4 +121,4 @@ def serving(target: str | None, place: tuple[str, int]) -> VllmopsError:
     Listener(place, now)
     say(f"{label}: {', '.join(PATHS)} at {place[0]}:{place[1]}")
     stopped_by(signal.SIGINT, signal.SIGTERM).wait()
-    return VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
+    return VllmopsError("interrupted", "interrupted")

@@ -22,7 +22,7 @@ import typer
 from .. import demo as demos
 from ..agent.patches.registry import OFF, known
 from ..diagnose import packages
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import check, not_written, read
 from ..home import home
 from ..host import cudacore, namesake
@@ -128,11 +128,18 @@ def serve(
     cuda = cudacore.armed(cuda_coredump.absolute()) if cuda_coredump else {}
     behind = (*file.arguments, *ctx.meta[BEHIND])
     limits = stored(store, store_max_size, store_max_per_key, store_ttl)
-    env = [f"{name}={value}" for name, value in cuda.items()]
+    env = variables(cuda)
     env += [*given, *unpatched(no_patch or []), *limits]
     env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
     env += summarized(compaction_prompt)
-    env += connected(ws_max_message, ws_idle, ws_max_requests, ws_max_connections)
+    env += variables(
+        {
+            settings.SOCKET_MESSAGE: ws_max_message,
+            settings.SOCKET_IDLE: ws_idle and f"{duration(ws_idle):g}",
+            settings.SOCKET_REQUESTS: ws_max_requests,
+            settings.SOCKET_CONNECTIONS: ws_max_connections,
+        }
+    )
     order = place(model, demo, name, host, port, detach, env, behind)
     watcher = watching(
         watch,
@@ -325,8 +332,12 @@ def carried(form: settings.Format | None, ttl: str | None, env: Sequence[str]) -
     """
     given = {**os.environ, **added_by(env)}
     seconds = f"{duration(ttl):g}" if ttl else given.get(settings.CARRIER_TTL)
-    added = {settings.CARRIER: form, settings.CARRIER_TTL: seconds}
-    return [f"{name}={value}" for name, value in added.items() if value is not None]
+    return variables({settings.CARRIER: form, settings.CARRIER_TTL: seconds})
+
+
+def variables(given: Mapping[str, object]) -> list[str]:
+    """Environment variables as ``--env`` takes them, without those that have no value."""
+    return [f"{name}={value}" for name, value in given.items() if value is not None]
 
 
 def summarized(prompt: Path | None) -> list[str]:
@@ -361,26 +372,14 @@ def stored(
     """
     if url == "":
         raise usage("--store must not be empty; --store none stores no responses")
-    added = {
-        settings.STORE: url,
-        settings.MAX_SIZE: max_size,
-        settings.MAX_PER_KEY: max_per_key,
-        settings.TTL: ttl and f"{duration(ttl):g}",
-    }
-    return [f"{name}={value}" for name, value in added.items() if value is not None]
-
-
-def connected(
-    message: int | None, idle: str | None, requests: int | None, connections: int | None
-) -> list[str]:
-    """The environment variables for the limits of WebSockets."""
-    given = {
-        settings.SOCKET_MESSAGE: message,
-        settings.SOCKET_IDLE: idle and f"{duration(idle):g}",
-        settings.SOCKET_REQUESTS: requests,
-        settings.SOCKET_CONNECTIONS: connections,
-    }
-    return [f"{name}={value}" for name, value in given.items() if value is not None]
+    return variables(
+        {
+            settings.STORE: url,
+            settings.MAX_SIZE: max_size,
+            settings.MAX_PER_KEY: max_per_key,
+            settings.TTL: ttl and f"{duration(ttl):g}",
+        }
+    )
 
 
 def check_store(order: launch.Order) -> None:
@@ -473,7 +472,7 @@ def not_utf8(word: str) -> bool:
 
 
 def usage(message: str) -> VllmopsError:
-    return VllmopsError("usage", message, "vllmops serve --help", exit_code=Exit.USAGE)
+    return VllmopsError("usage", message, "vllmops serve --help")
 
 
 def stay(
@@ -520,7 +519,7 @@ def stay(
         raise failed(record, session.folder)
     if signals.interrupted:
         message = f"{record.name} has stopped" + (f" ({record.note})" if record.note else "")
-        raise VllmopsError("interrupted", message, exit_code=Exit.INTERRUPTED)
+        raise VllmopsError("interrupted", message)
     return record
 
 

@@ -14,6 +14,7 @@ import typer
 
 from .. import files
 from ..host.shape import option
+from .options import typed
 
 MAX_BYTES = 1 << 20
 ENV = "env"
@@ -150,18 +151,14 @@ def command_line_wins(ctx: typer.Context, behind: Sequence[str]) -> None:
         ctx: of a command line that is parsed.
         behind: the arguments of vLLM on the command line.
     """
-
-    def typed(name: str) -> bool:
-        source = ctx.get_parameter_source(name)
-        return source is not None and source.name == "COMMANDLINE"
-
-    if typed("model") != typed("demo"):
-        ctx.params["demo" if typed("model") else "model"] = None
+    model = typed(ctx, "model")
+    if model != typed(ctx, "demo"):
+        ctx.params["demo" if model else "model"] = None
     config = loaded(ctx)
     for name in ("host", "port"):
-        if typed(name) or option(behind, f"--{name}"):
+        if typed(ctx, name) or option(behind, f"--{name}"):
             config = replace(config, arguments=without(config.arguments, f"--{name}"))
-        if not typed(name) and option(behind, f"--{name}"):
+        if not typed(ctx, name) and option(behind, f"--{name}"):
             ctx.params[name] = None
     ctx.meta[META] = config
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import output
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError, usage
 from ..keys import admin_token as admin
 from ..output import Result, command
 from ..targets import Access, access, parsed
@@ -55,12 +55,7 @@ def per_target(run: Callable[..., Result]) -> Callable[..., None]:
             return run(target=next(iter(given), None), **options)
         for name, option in SINGLE.items():
             if options.get(name):
-                raise VllmopsError(
-                    "usage",
-                    f"{option} works with one server, not with several",
-                    "use one --target",
-                    exit_code=Exit.USAGE,
-                )
+                raise usage(f"{option} works with one server, not with several", "use one --target")
         return side_by_side(list(expanded(given)), functools.partial(run, **options))
 
     return remote(over, run, repeated)
@@ -138,9 +133,7 @@ def lines(path: Path) -> Iterator[str]:
     text = read(path, MOST_BYTES).decode(errors="replace")
     targets = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
     if not targets:
-        raise VllmopsError(
-            "usage", f"{path} names no target", "one target on each line", exit_code=Exit.USAGE
-        )
+        raise usage(f"{path} names no target", "one target on each line")
     yield from targets
 
 
@@ -197,14 +190,12 @@ def outcome(done: Future[Result]) -> Result:
 
 def text(outcomes: dict[str, Result]) -> Iterator[RenderableType]:
     """The results for a person, each below the name of its server."""
-    from rich.text import Text  # noqa: PLC0415
-
     for number, (target, outcome) in enumerate(outcomes.items()):
         if number:
-            yield Text()
-        yield Text(f"== {target}", "bold")
+            yield ""
+        yield output.styled(f"== {target}", "bold")
         yield from outcome.text()
         for error in outcome.errors:
-            yield Text(f"error: {error.message}", "bold red")
+            yield output.styled(f"error: {error.message}", "bold red")
             if error.hint:
-                yield Text(f"  hint: {error.hint}")
+                yield f"  hint: {error.hint}"

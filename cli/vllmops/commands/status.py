@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import RenderableType
 
+from .. import output
 from ..host.processes import ROLES
 from ..host.roles import Role
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
-from ..output import Json, Result, size, table, typer_app
+from ..output import Json, Result, size, typer_app
 from ..protocol.caches import LruCache, ProcessCaches, ShmCache
 from ..protocol.engine import EngineState
 from ..protocol.metrics import Metrics
@@ -107,8 +108,7 @@ def screen(
     caches: list[CacheUse],
     patched: dict[str, list[str]],
 ) -> list[RenderableType]:
-    facts = table("", "")
-    facts.show_header = False
+    facts = output.facts(())
     facts.box = None
     record = server.record
     if record and record.state == "starting":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..diagnose import history
-from ..output import Result, span, table
+from ..output import Result, span, styled, table
 from ..protocol import place
 from ..protocol.server import Unseen
 from ..protocol.steps import Step, StepsRecording
@@ -38,8 +38,7 @@ def fields(recording: StepsRecording) -> dict[str, Any]:
         "alive": recording.alive,
         "read_at": recording.read_at,
         "end": history.end(recording),
-        "open": recording.open
-        and {name: getattr(recording.open, name) for name in Step.__struct_fields__},
+        "open": recording.open and msgspec.structs.asdict(recording.open),
         "pauses": list(history.pauses(recording)),
         "rows": history.rows(recording),
         "steps": msgspec.to_builtins(recording.steps),
@@ -49,29 +48,27 @@ def fields(recording: StepsRecording) -> dict[str, Any]:
 def screen(
     server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Unseen]
 ) -> Iterator[RenderableType]:
-    from rich.text import Text  # noqa: PLC0415
 
     if not recordings:
-        yield Text(f"{server}: no steps were recorded")
+        yield f"{server}: no steps were recorded"
     for number, recording in enumerate(recordings):
         if number:
-            yield Text()
-        yield Text(
+            yield ""
+        yield styled(
             f"{place.who(recording)}{'' if recording.alive else ', which has ended'}", "bold"
         )
         yield from drawn(recording)
     for part in unseen:
-        yield Text(f"not seen: {part.part}: {part.why}", "yellow")
+        yield styled(f"not seen: {part.part}: {part.why}", "yellow")
         if part.hint:
-            yield Text(f"  hint: {part.hint}")
+            yield f"  hint: {part.hint}"
 
 
 def drawn(recording: StepsRecording) -> Iterator[RenderableType]:
-    from rich.text import Text  # noqa: PLC0415
 
     rows = history.rows(recording)
     if not rows:
-        yield Text("it has taken no step")
+        yield "it has taken no step"
         return
     most = max(row.tokens for row in rows) or 1
     names = ("time", "steps", "longest", "tokens", "running", "waiting", "deferred", "KV")
@@ -93,8 +90,8 @@ def drawn(recording: StepsRecording) -> Iterator[RenderableType]:
     yield shown
     for pause in [*history.pauses(recording)][-PAUSES:]:
         why = f"with {pause.pending} requests pending" if pause.pending else "idle"
-        yield Text(f"{history.clock(pause.at)}: no step for {pause.seconds:.1f} s, {why}")
+        yield f"{history.clock(pause.at)}: no step for {pause.seconds:.1f} s, {why}"
     style = "bold red" if recording.open and not recording.alive else "bold"
-    yield Text(history.end(recording), style)
+    yield styled(history.end(recording), style)
     if earlier := history.before(recording):
-        yield Text(earlier)
+        yield earlier

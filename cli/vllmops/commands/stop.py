@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError, usage
 from ..home import home, own
 from ..host.processes import alive
 from ..instances import launch
@@ -120,11 +120,9 @@ def restart(
     launch.ready_home()  # on a full disk a server that works would end, and none would start
     if hand_over:
         if force or rerun:
-            raise VllmopsError(
-                "usage",
+            raise usage(
                 "--hand-over ends no request, and the other two options do: give one way",
                 f"vllmops restart {record.name} --hand-over",
-                exit_code=Exit.USAGE,
             )
         return handed_over(folder, record, timeout, quiet=json_)
     if kept := not no_evidence and kept_of(record, quiet=json_):

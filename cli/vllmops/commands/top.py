@@ -82,7 +82,6 @@ def trouble(follower: look.Follower) -> VllmopsError | None:
         "top.timeout",
         f"{follower.target} did not answer within {ONCE_S:g} s: the machine is busy, or it hangs",
         f"vllmops status -t {follower.target}",
-        exit_code=Exit.TIMED_OUT,
     )
 
 

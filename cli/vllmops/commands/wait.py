@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host.processes import alive
 from ..instances.readiness import engines_up
 from ..instances.record import Folder, State
@@ -91,7 +91,6 @@ def until(
                     "wait.timeout",
                     f"{label} is not {goal} after {span(waited)}: it is {state}",
                     f"vllmops status {label}",
-                    exit_code=Exit.TIMED_OUT,
                 )
             progress.update(f"{label}: {state}")
             time.sleep(POLL_S)

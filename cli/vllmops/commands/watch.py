@@ -65,12 +65,7 @@ def watch(
     ] = False,
     for_: Annotated[
         float | None,
-        typer.Option(
-            "--for",
-            parser=seconds(most=YEAR_S),
-            help="End after this many seconds.",
-            show_default=False,
-        ),
+        typer.Option("--for", parser=seconds(most=YEAR_S), help="End after this many seconds."),
     ] = None,
     exec_: Annotated[
         str | None,
@@ -79,7 +74,6 @@ def watch(
             metavar="CMD",
             help="Run this with each event: VLLMOPS_EVENT, VLLMOPS_TEXT, VLLMOPS_BUNDLE and "
             "more in its environment, JSON on its input.",
-            show_default=False,
             rich_help_panel="Actions",
         ),
     ] = None,
@@ -88,7 +82,6 @@ def watch(
         typer.Option(
             metavar="URL",
             help="Post each event to this URL as JSON.",
-            show_default=False,
             rich_help_panel="Actions",
         ),
     ] = None,
@@ -131,15 +124,12 @@ def watch(
             "-o",
             readable=False,
             help="Folder for the evidence [bundles/ in VLLMOPS_HOME].",
-            show_default=False,
         ),
     ] = None,
     listen: Annotated[
         str | None,
         typer.Option(
-            parser=listening,
-            help="Answer /livez, /readyz and /startupz there, for probes.",
-            show_default=False,
+            parser=listening, help="Answer /livez, /readyz and /startupz there, for probes."
         ),
     ] = None,
     supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
@@ -210,9 +200,7 @@ def watch(
         "events": list(diary.events),
     }
     if stop.is_set() and not (once and diary.bad):
-        raise VllmopsError(
-            "interrupted", "interrupted", exit_code=Exit.INTERRUPTED, data=msgspec.to_builtins(data)
-        )
+        raise VllmopsError("interrupted", "interrupted", data=msgspec.to_builtins(data))
     return Result(
         data,
         lambda: [summary(diary, time.monotonic() - began)],

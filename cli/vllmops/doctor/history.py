@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import read_private
 from ..home import home
 from ..host.processes import ROLES, Process, alive
@@ -71,7 +71,6 @@ def take(target: str | None) -> History:
             "steps.none",
             f"there is no recording of the steps of {history.server}{why}",
             "vllmops help flight-recorder",
-            exit_code=Exit.NOT_FOUND,
         )
     return history
 

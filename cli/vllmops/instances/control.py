@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import peer
 from ..home import user
 from . import detached
@@ -183,7 +183,6 @@ def silent(folder: Folder) -> VllmopsError:
         f"the supervisor of {folder.name!r} does not stop",
         f"{LET_GO.format(name=folder.name)}; the next command starts another"
         " supervisor, which continues",
-        exit_code=Exit.TIMED_OUT,
     )
 
 
@@ -213,7 +212,6 @@ def connect(folder: Folder, request: Request = NOTHING) -> Control:
                 f" {error.strerror}",
                 "kill the supervisor and try again; the server keeps running: "
                 f"{LET_GO.format(name=folder.name)}",
-                exit_code=Exit.NOT_FOUND,
             ) from error
         control = Control(connection)
         control.send(request)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host.processes import ROLES
 from ..host.roles import Role
 from ..protocol.engine import Traffic
@@ -32,7 +32,6 @@ def set_draining(server: Server, *, on: bool) -> list[Traffic]:
             "drain.no-api-server",
             f"{server.label} has no API server here that could be told",
             "drain the server whose API server takes its requests; vllmops ps shows it",
-            exit_code=Exit.NOT_FOUND,
         )
     told, silent = agent.side_by_side(apis, lambda process: agent.reach(process).drain(on))
     if silent:

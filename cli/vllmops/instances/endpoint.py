@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..store.settings import STORE
 from ..targets import Pod, Url, parsed
 from ..vllm_api.endpoint import Endpoint
@@ -26,10 +26,7 @@ def endpoint(target: str | None) -> Endpoint:
         raise
     if server.url is None:
         raise VllmopsError(
-            "responses.no-url",
-            f"{server.label} has no known address",
-            "-t http://HOST:PORT",
-            exit_code=Exit.NOT_FOUND,
+            "responses.no-url", f"{server.label} has no known address", "-t http://HOST:PORT"
         )
     store = store_of(server.record) if server.record else None
     return Endpoint(server.url, server.label, store, vllm=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host import proc
 from .servers import Server
 
@@ -69,7 +69,6 @@ def of(server: Server) -> Interpreter:
             "interpreter.unreadable",
             f"the interpreter of pid {server.pid} can't be found: {error.strerror}",
             "run vllmops as the user who started the server",
-            exit_code=Exit.NOT_AUTHORISED,
         ) from error
     if elsewhere:
         raise VllmopsError(

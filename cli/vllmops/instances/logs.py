@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import ANYBODY, open_plain
 from ..host.roles import Role
 from ..numbers import whole
@@ -295,9 +295,7 @@ def limit() -> int:
     try:
         return whole(text, 1) if text else LIMIT_BYTES
     except ValueError as error:
-        raise VllmopsError(
-            "usage", f"{LIMIT}: {error}", f"export {LIMIT}={LIMIT_BYTES}", exit_code=Exit.USAGE
-        ) from error
+        raise VllmopsError("usage", f"{LIMIT}: {error}", f"export {LIMIT}={LIMIT_BYTES}") from error
 
 
 class Rotation:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import asked, open_plain, read_private, take, write_atomically
 from ..home import another, home, make, own, place
 from ..host.processes import Process
@@ -192,7 +192,6 @@ class Folder:
                 "registry.unreadable",
                 f"{self.record_file}: {error.strerror}",
                 "run vllmops as the user who started the server",
-                exit_code=Exit.NOT_AUTHORISED,
             ) from error
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             away = shlex.join(["mv", str(self.record_file), f"{self.record_file}.damaged"])
@@ -274,9 +273,7 @@ def named(name: str) -> Folder:
     """
     if not NAME.fullmatch(name):
         raise VllmopsError(
-            "name.invalid",
-            f"{name!r} is not a name: letters, digits, '.', '_' and '-', 63 at most",
-            exit_code=Exit.USAGE,
+            "name.invalid", f"{name!r} is not a name: letters, digits, '.', '_' and '-', 63 at most"
         )
     folder = Folder(name)
     spare = PATH_BYTES - len(os.fsencode(folder.control))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host import processes
 from ..host.listeners import here
 from ..host.nodes import unanswered
@@ -253,19 +253,14 @@ def unknown(target: str, asked: str | Url | Pod | None, why: str) -> VllmopsErro
                 "target.remote",
                 f"{there}, and this command works on the server's own machine only",
                 "run it there, with the name of the instance or its pid after -t",
-                exit_code=Exit.USAGE,
             )
         return VllmopsError(
             "target.remote",
             f"{there}, and its admin token is missing",
             "--admin-token FILE: a copy of the file that vllmops serve --admin-token has there",
-            exit_code=Exit.USAGE,
         )
     return VllmopsError(
-        "target.unknown",
-        f"no running vLLM server matches {label!r}; {why}",
-        "vllmops ps --all",
-        exit_code=Exit.NOT_FOUND,
+        "target.unknown", f"no running vLLM server matches {label!r}; {why}", "vllmops ps --all"
     )
 
 
@@ -294,13 +289,11 @@ def only(candidates: Sequence[Server], servers: Sequence[Server]) -> Server:
             "target.ambiguous",
             f"several servers run: name one; {choices(servers)}",
             f"for example --target {servers[0].label}",
-            exit_code=Exit.USAGE,
         )
     raise VllmopsError(
         "target.none",
         "no vLLM server runs on this machine",
         "vllmops serve MODEL, or vllmops serve --demo vision",
-        exit_code=Exit.NOT_FOUND,
     )
 
 
@@ -344,5 +337,4 @@ def over(record: Record) -> VllmopsError:
         "target.over",
         what,
         f"vllmops logs {record.name} shows its log, vllmops restart {record.name} starts it again",
-        exit_code=Exit.NOT_FOUND,
     )

@@ -75,12 +75,7 @@ def settled(
 ) -> int | None:
     """Wait for the requests in flight; returns how many are left, None if unknown.
 
-    Args:
-        tree: as in `drain`, like the others.
-        url: as there.
-        seconds: as there.
-        tell: as there.
-        hurry: as there.
+    Its parameters are those of `drain`.
     """
     here = [process for process in tree if not isinstance(process, agent.Distant)]
     vital = [process for process in here if process.role in VITAL]

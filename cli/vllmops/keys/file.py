@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import denied, not_written, take, write_atomically
 from ..home import home, make_missing, place
 from .ring import VERSION, Ring, Secret, from_hex, only
@@ -262,7 +262,6 @@ def locked(path: Path) -> Iterator[None]:
             "keys.locked",
             f"another command has been changing {path} for {LOCK_WAIT_S:.0f} s",
             "try again; vllmops keys list shows the keys",
-            exit_code=Exit.TIMED_OUT,
         )
     try:
         yield
@@ -285,7 +284,7 @@ def safe(path: Path, at: os.stat_result) -> None:
         wrong, hint = f"can be read or changed by others (mode {mode:o})", f"chmod 600 {path}"
     else:
         return
-    raise VllmopsError("keys.unsafe", f"{path} {wrong}", hint, exit_code=Exit.NOT_AUTHORISED)
+    raise VllmopsError("keys.unsafe", f"{path} {wrong}", hint)
 
 
 def missing(path: Path) -> VllmopsError:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import msgspec
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError, usage
 from ..protocol.keys import HeldKey
 
 VERSION = 1
@@ -199,7 +199,6 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             f"no key {kid!r}; the keyring has: "
             + (", ".join(key.kid for key in self.keys) or "none"),
             "vllmops keys list",
-            exit_code=Exit.NOT_FOUND,
         )
 
     def add(self, key: Key) -> Ring:
@@ -376,11 +375,9 @@ def in_seconds(what: str, given: float) -> float:
     """
     if 0 <= given <= LONGEST_S:
         return given
-    raise VllmopsError(
-        "usage",
+    raise usage(
         f"{what} is {given:g} s, which is not between 0 and a century",
         "give a number of seconds, for example 30",
-        exit_code=Exit.USAGE,
     )
 
 

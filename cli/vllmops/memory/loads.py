@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import httpx
 
 from ..demo.inputs import png, wav
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..instances.servers import Server
 from ..vllm_api import http
 from ..vllm_api.http import KEY, key_for
@@ -263,7 +263,6 @@ def no_command(request: str, why: str) -> VllmopsError:
         "load.no-command",
         f"--load {request!r} can't be run: {why}",
         f"one of {', '.join(KINDS)}, or a command (sh -c '…' where it needs a shell)",
-        exit_code=Exit.USAGE,
     )
 
 
@@ -297,12 +296,7 @@ def check(response: httpx.Response, what: str) -> None:
         if withheld:
             why = f"the API key in {KEY} was not sent: {withheld}"
             hint = "run vllmops as the user who started the server"
-        raise VllmopsError(
-            "load.not-authorised",
-            f"{what}: {why}",
-            hint,
-            exit_code=Exit.NOT_AUTHORISED,
-        )
+        raise VllmopsError("load.not-authorised", f"{what}: {why}", hint)
     try:
         body = response.json()
         why = body.get("error", body).get("message") or response.text

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .. import files
 from ..diagnose.memory import TOTAL
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..output import size
 from ..protocol.memory import MemorySample, ProcessMemory, Recording, RecordingHead
 from ..protocol.place import who
@@ -33,7 +33,6 @@ def check(path: Path) -> None:
             "plot.format",
             f"{path} does not end in {' or '.join(SUFFIXES)}",
             f"--plot {path.stem or 'memory'}.png",
-            exit_code=Exit.USAGE,
         )
     if not find_spec("matplotlib"):
         raise VllmopsError(

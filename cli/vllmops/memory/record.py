@@ -14,7 +14,7 @@ from urllib.parse import quote
 import msgspec
 import psutil
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import not_written, read_private, take
 from ..files import read as read_bounded
 from ..home import home, make, own
@@ -150,7 +150,6 @@ class Watch:
                 "memory.no-process",
                 f"{server.label} has no process yet",
                 f"vllmops wait {server.label} --for ready",
-                exit_code=Exit.NOT_FOUND,
             )
         self.gpus = Gpus()
         self.handles: dict[Process, psutil.Process] = {}
@@ -298,7 +297,7 @@ class Recorder:
             else:
                 self.by_time()
         except KeyboardInterrupt:
-            failure = VllmopsError("interrupted", "interrupted", exit_code=Exit.INTERRUPTED)
+            failure = VllmopsError("interrupted", "interrupted")
         except VllmopsError as error:
             failure = error
         self.recording.end = End(at=time.time(), why=failure.message if failure else "")

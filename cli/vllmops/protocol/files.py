@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..files import followed, not_written, read, through, write_atomically
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -130,7 +130,6 @@ def decode(path: Path, content: bytes, kind: type[T]) -> T:
                 "file.other-kind",
                 f"{path} holds {head.kind}, not {own.kind}",
                 "give it to the command that wrote it",
-                exit_code=Exit.USAGE,
             )
         if head.schema > own.schema:
             raise VllmopsError(

@@ -40,6 +40,10 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             name: rank for name, rank in zip(DIMENSIONS, ranks, strict=True) if rank is not None
         }
 
+    def where(self) -> dict[str, Any]:
+        """The node and the ranks, as fields of another struct that has them."""
+        return {name: getattr(self, name) for name in Place.__struct_fields__}
+
 
 class Standing(Place, frozen=True, kw_only=True):
     """What an agent says of its process's place; the command line adds the names.

@@ -9,7 +9,8 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterator
-from typing import Any, Final, Literal, Protocol
+from dataclasses import dataclass, field
+from typing import Final, Literal
 from zlib import crc32
 
 import msgspec
@@ -160,25 +161,38 @@ class StepsRecording(Answer, frozen=True, kw_only=True):
 HEADS = msgspec.json.Decoder(StepsHead)
 
 
-class Recorded(Protocol):
-    """What a record is made of, as in `Step`; `phase` is the number of one of `PHASES`."""
+@dataclass(slots=True)
+class Run:
+    """The steps of one record while they are counted, with the fields of `Step`.
+
+    Args:
+        sequence: of the record.
+        number: of the first step.
+        began: when that began, by the monotonic clock.
+        phase: the number of one of `PHASES`.
+    """
 
     sequence: int
     number: int
-    began_at: float
-    seconds: float
-    steps: int
-    ended: int
-    tokens: int
-    requests: int
-    running: int
-    waiting: int
-    deferred: int
-    kv_cache_usage: float | None
-    phase: int
+    began: float
+    began_at: float = field(default_factory=time.time)
+    seconds: float = 0.0
+    steps: int = 0
+    ended: int = 0
+    tokens: int = 0
+    requests: int = 0
+    running: int = 0
+    waiting: int = 0
+    deferred: int = 0
+    kv_cache_usage: float | None = None
+    phase: int = SCHEDULING
+    offset: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.offset = offset(self.sequence)
 
 
-def packed(run: Recorded) -> bytes:
+def packed(run: Run) -> bytes:
     """A record; numbers beyond its fields become the largest that fit."""
     usage = run.kv_cache_usage
     kv = UNKNOWN if usage is None else int(usage * KV_PARTS)
@@ -229,21 +243,15 @@ def head(content: bytes) -> StepsHead | None:
 def recording(content: bytes, pid: int, role: str, *, alive: bool = True) -> StepsRecording:
     """What the content of a file says; of one that is none, nothing."""
     head_ = head(content)
-    found_steps = steps(content) if head_ else ()
     return StepsRecording(
-        **place_of(head_),
+        **(head_.standing if head_ else Place()).where(),
         role=role,
         pid=pid,
         head=head_,
         alive=alive,
         read_at=time.time(),
-        steps=found_steps,
+        steps=steps(content) if head_ else (),
     )
-
-
-def place_of(head_: StepsHead | None) -> dict[str, Any]:
-    where = head_.standing if head_ else Place()
-    return {name: getattr(where, name) for name in Place.__struct_fields__}
 
 
 def steps(content: bytes) -> tuple[Step, ...]:

@@ -11,7 +11,7 @@ import msgspec
 
 from ..diagnose.findings import Finding
 from ..diagnose.requests import zombies
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..host.processes import Process
 from ..host.roles import Role
 from ..instances.servers import Server
@@ -123,7 +123,6 @@ def look(server: Server) -> tuple[list[ProcessRequests], list[Silent]]:
             "requests.no-process",
             f"{server.label} has no API server and no engine yet",
             f"vllmops wait {server.label} --for ready",
-            exit_code=Exit.NOT_FOUND,
         )
 
     def one(process: Process) -> ProcessRequests:

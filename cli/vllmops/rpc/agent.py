@@ -340,7 +340,6 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
             "agent.other-user",
             f"{name(process)} belongs to {user(uid)}; its agent answers only {user(uid)} and root",
             f"sudo -u {user(uid)} vllmops …, or sudo vllmops …",
-            exit_code=Exit.NOT_AUTHORISED,
         )
     path = socket_path(process)
     for part in (path.parent, path):
@@ -353,7 +352,6 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
             f"{path} answers for pid {hello.pid} that started {hello.start_ticks} ticks after boot,"
             f" not for {name(process)} that started after {process.start_ticks}",
             "vllmops ps",
-            exit_code=Exit.NOT_FOUND,
         )
     return agent
 
@@ -521,9 +519,7 @@ def owner(process: Process) -> int:
 
 
 def gone(process: Process) -> VllmopsError:
-    return VllmopsError(
-        "agent.gone", f"{name(process)} is gone", "vllmops ps", exit_code=Exit.NOT_FOUND
-    )
+    return VllmopsError("agent.gone", f"{name(process)} is gone", "vllmops ps")
 
 
 def safe(process: Process, path: Path, uid: int) -> None:
@@ -558,7 +554,6 @@ def unsafe(
         "agent.unsafe",
         f"{path} {wrong}: another program may answer there in place of {name(process)}",
         hint,
-        exit_code=Exit.NOT_AUTHORISED,
     )
 
 
@@ -608,7 +603,6 @@ def silent(process: Process, timeout_s: float) -> VllmopsError:
         "agent.timeout",
         what,
         f"vllmops stacks dump -t {process.pid}",
-        exit_code=Exit.NOT_FOUND,
         data={"beat_age_s": pulse.age_s if pulse else None},
     )
 
@@ -624,7 +618,6 @@ def unreachable(process: Process, path: Path, error: Exception) -> VllmopsError:
             "agent.stale",
             f"no process listens on {path}: the file is a leftover, {name(process)} has no agent",
             f"vllmops attach -t {process.pid}",
-            exit_code=Exit.NOT_FOUND,
         )
     return broken(process, f"{type(error).__name__}: {error}")
 
@@ -638,7 +631,6 @@ def absent(process: Process, path: Path) -> VllmopsError:
             "agent.unreadable",
             f"the agent of {name(process)} can't be found: {why.message}",
             why.hint,
-            exit_code=Exit.NOT_AUTHORISED,
         )
     except OSError:
         return gone(process)
@@ -649,14 +641,12 @@ def absent(process: Process, path: Path) -> VllmopsError:
             f"the agent of {name(process)} is off: the path of a Unix socket has at most "
             f"{PATH_BYTES} bytes, and {own} has {len(os.fsencode(own))}",
             "start the server with a shorter VLLMOPS_HOME",
-            exit_code=Exit.NOT_FOUND,
         )
     return VllmopsError(
         "agent.absent",
         f"{name(process)} has no agent (there is no {path})",
         f"vllmops attach -t {process.pid} loads it now; a server has it from its start where "
         "vllmops-cli is installed beside vLLM, unless VLLMOPS_DISABLE or VLLM_PLUGINS turn it off",
-        exit_code=Exit.NOT_FOUND,
     )
 
 
@@ -669,7 +659,6 @@ def invalid(who: str, why: str) -> VllmopsError:
         "agent.broken",
         f"{who} gave an invalid answer: {why}",
         "vllmops logs shows the errors of the agent",
-        exit_code=Exit.NOT_FOUND,
     )
 
 

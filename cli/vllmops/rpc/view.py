@@ -15,7 +15,7 @@ from ..protocol.engine import Answer, Hello
 from ..protocol.keys import ProcessKeys
 from ..protocol.packages import Packages
 from ..protocol.patches import ProcessPatches
-from ..protocol.place import Place, key, who
+from ..protocol.place import key, who
 from ..protocol.requests import ProcessRequests
 from ..protocol.server import Observation, ProcessState
 from ..protocol.view import KnownBad, View
@@ -120,8 +120,7 @@ def with_keys(reached: Iterable[tuple[ProcessState, Asks]]) -> Iterable[ProcessC
 
 def placed(answer: A, process: ProcessState) -> A:
     """An answer with the place that the other ones about its process have."""
-    where = {name: getattr(process, name) for name in Place.__struct_fields__}
-    own = {"role": process.role, "pid": process.pid} | where
+    own = {"role": process.role, "pid": process.pid, **process.where()}
     fields = type(answer).__struct_fields__
     return msgspec.structs.replace(
         answer, **{name: value for name, value in own.items() if name in fields}

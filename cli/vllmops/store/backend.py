@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import msgspec
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from .conversations import Conversations
 from .response import FINISHED, RUNNING, STATUSES, Response
 from .urls import shown, without
@@ -187,12 +187,7 @@ class StoreUnavailable(VllmopsError):  # noqa: N818 - the state, as messages nam
     """
 
     def __init__(self, message: str, retry_after_s: float = 1) -> None:
-        super().__init__(
-            "store.unavailable",
-            message,
-            "check that the store's server is running",
-            exit_code=Exit.NOT_FOUND,
-        )
+        super().__init__("store.unavailable", message, "check that the store's server is running")
         self.retry_after_s = retry_after_s
 
 

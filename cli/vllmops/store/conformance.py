@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from ..errors import VllmopsError
 from . import conformance_conversations as _checks_of_conversations
 from . import opening
+from .backend import EVERYBODY, FINISHED, GONE, ConversationBroken, CursorUnknown, Query, Response
 from .conformance_bench import (
     ANN,
     BOB,
@@ -35,18 +36,7 @@ from .conformance_bench import (
     same,
 )
 from .conversations import supported
-from .store import (
-    EVERYBODY,
-    FINISHED,
-    GONE,
-    ConversationBroken,
-    CursorUnknown,
-    Query,
-    Response,
-    ResponseStore,
-    document,
-    unpacked,
-)
+from .store import ResponseStore, document, unpacked
 
 __all__ = ["CHECKS", "CheckResult", "judge", "probe", "response", "run"]
 

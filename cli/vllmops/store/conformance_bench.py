@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from . import opening
-from .store import Limits, Response, ResponseStore
+from .backend import Limits, Response
+from .store import ResponseStore
 
 ANN, BOB, CID = "a" * 64, "b" * 64, "c" * 64
 SHORT_S = 0.6

@@ -5,21 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError, usage
 from . import opening
-from .backend import Limits
+from .backend import EVERYBODY, Limits, Page, Query, Response, Stats, StoreUnavailable
 from .source import ChangeResult, failed, refused, unknown
-from .store import (
-    EVERYBODY,
-    Events,
-    Page,
-    Query,
-    Response,
-    ResponseStore,
-    Stats,
-    StoreUnavailable,
-    logged,
-)
+from .store import Events, ResponseStore, logged
 from .urls import shown
 
 DEADLINE_S = 10.0
@@ -42,11 +32,9 @@ class Storage:
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         if url.partition(":")[0] == "memory":
-            raise VllmopsError(
-                "usage",
+            raise usage(
                 "a memory:// store is inside its server, and no other process can open it",
                 "ask the server: -t TARGET",
-                exit_code=Exit.USAGE,
             )
         self.name = shown(url)
         self.create = create
@@ -64,7 +52,6 @@ class Storage:
                 "store.none",
                 f"there is no store at {self.name}",
                 "give the URL that its server has for --store; vllmops ps --all lists instances",
-                exit_code=Exit.NOT_FOUND,
             )
         await self.store.open()
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError, usage
 from . import urls
 from .backend import Backend, Limits
 
@@ -82,7 +82,3 @@ def namespace(url: str) -> tuple[str, str]:
         "vllmops"
     ]
     return "?".join([start, *(["&".join(rest)] if rest else [])]), names[-1]
-
-
-def usage(message: str, hint: str) -> VllmopsError:
-    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from ..errors import Exit, VllmopsError
+from ..errors import usage
 from ..keys.ring import CARRIER_TTL_S, in_seconds
 from ..numbers import CENTURY_S, MOST, number
 from . import opening, urls
@@ -131,12 +131,7 @@ def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:
     """
     name = environment.get(CARRIER) or Format.V2
     if name not in set(Format):
-        raise VllmopsError(
-            "usage",
-            f"{CARRIER} is {name!r}",
-            f"{CARRIER}={' or '.join(Format)}",
-            exit_code=Exit.USAGE,
-        )
+        raise usage(f"{CARRIER} is {name!r}", f"{CARRIER}={' or '.join(Format)}")
     ttl_s = in_seconds(CARRIER_TTL, given(environment, CARRIER_TTL, CARRIER_TTL_S))
     return Carriers(Format(name), ttl_s)
 
@@ -169,6 +164,4 @@ def given(
     try:
         return number(text, least, most) if text else default
     except ValueError as error:
-        raise VllmopsError(
-            "usage", f"{name}: {error}", f"{name}={default:g}", exit_code=Exit.USAGE
-        ) from error
+        raise usage(f"{name}: {error}", f"{name}={default:g}") from error

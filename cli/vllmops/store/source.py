@@ -8,7 +8,8 @@ import msgspec
 
 from ..codes import ErrorCode
 from ..errors import Exit, VllmopsError
-from .store import Events, Page, Query, Response
+from .backend import Page, Query, Response
+from .store import Events
 
 
 class ChangeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +78,6 @@ def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
         "responses.unknown",
         f"{name} has no response {response_id!r}{route}",
         "vllmops responses list shows the responses of your API key",
-        exit_code=Exit.NOT_FOUND,
     )
 
 

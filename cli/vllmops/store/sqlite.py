@@ -22,7 +22,7 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError, usage
 from .backend import Limits, Response
 from .conversations import Outcome
 from .sql import Sql
@@ -168,11 +168,9 @@ class Sqlite(Sql):
         with suppress(OSError):  # not there yet, or not to be looked at: opening it tells
             if not stat.S_ISREG(self.path.stat().st_mode):
                 # SQLite would write its journal beside a device.
-                raise VllmopsError(
-                    "usage",
+                raise usage(
                     f"{self.path} is not a regular file",
                     "for example sqlite:////var/lib/vllmops/responses.db",
-                    exit_code=Exit.USAGE,
                 )
         self.reader: Worker | None = None
         self.writer: Worker | None = None
@@ -330,10 +328,5 @@ def path(url: str) -> Path:
     """
     found = url.removeprefix("sqlite://")
     if not found.startswith("/") or found == "/":
-        raise VllmopsError(
-            "usage",
-            f"{url} does not name a file",
-            "for example sqlite:///responses.db",
-            exit_code=Exit.USAGE,
-        )
+        raise usage(f"{url} does not name a file", "for example sqlite:///responses.db")
     return Path(found[1:]).expanduser().absolute()

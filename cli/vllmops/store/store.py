@@ -66,16 +66,13 @@ from ..background import ErrorReporter, repeat
 from ..errors import VllmopsError
 from . import redaction
 from .backend import (
-    EVERYBODY,
     FINISHED,
-    GONE,
     RUNNING,
     STATUSES,
     Backend,
     Chunk,
     ConversationBroken,
     CursorUnknown,
-    Limits,
     Log,
     Page,
     Query,
@@ -89,28 +86,6 @@ from .conversation_store import ConversationStore
 from .fields import completed
 from .ids import storable, valid
 from .packing import SOON_UNPACKED, inflate, pack, unpack
-
-__all__ = [
-    "EVERYBODY",
-    "FINISHED",
-    "GONE",
-    "RUNNING",
-    "Backend",
-    "ConversationBroken",
-    "CursorUnknown",
-    "Events",
-    "Limits",
-    "Page",
-    "Query",
-    "Response",
-    "ResponseStore",
-    "Stats",
-    "StoreUnavailable",
-    "Swap",
-    "document",
-    "unpacked",
-    "valid",
-]
 
 DEADLINE_S = 2.0
 # Sweeping and counting go through many rows.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple, NoReturn
 from urllib.parse import parse_qsl, unquote, unquote_plus
 
-from ..errors import Exit, VllmopsError
+from ..errors import usage
 
 MARK = "…"
 NAMESPACE = "namespace"
@@ -215,7 +215,7 @@ def host(text: str, who: str, form: str) -> tuple[str, int | None]:
 
 def refuse(message: str, hint: str) -> NoReturn:
     # Not the driver's own message: it may contain the password.
-    raise VllmopsError("usage", message, hint, exit_code=Exit.USAGE) from None
+    raise usage(message, hint) from None
 
 
 def shown(url: str) -> str:

@@ -253,7 +253,7 @@ def process(
         cpu = max(state.cpu_s - before.cpu_s, 0.0) / apart_s
     text, severity = words(state, pulse)
     return ProcessRow(
-        **{name: getattr(state, name) for name in Place.__struct_fields__},
+        **state.where(),
         role=state.role,
         pid=state.pid,
         state=text,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..diagnose.findings import Finding, Severity
 from ..diagnose.progress import LATE_S
 from ..host.shape import shown
-from ..output import Folded, Line, size, span, table
+from ..output import Folded, Line, size, span, styled, table
 from ..protocol.place import named
 from ..requests.listing import Row
 from .rows import CacheRow, Figures, ProcessRow, ServerRow
@@ -67,8 +67,6 @@ def figures(told: Figures) -> str:
 
 def processes(row: ServerRow) -> RenderableType:
     """A table of a server's processes, by node."""
-    from rich.text import Text  # noqa: PLC0415
-
     made = table(*("  process", "pid", "state", "cpu", "rss"), right=["pid", "cpu", "rss"])
     several = len(row.nodes) > 1
     for node in row.nodes:
@@ -78,7 +76,7 @@ def processes(row: ServerRow) -> RenderableType:
             made.add_row(
                 f"{'    ' if several else '  '}{named(one.role, one)}",
                 str(one.pid),
-                Text(doing(one) or "-", STYLES[one.severity] if one.severity else ""),
+                styled(doing(one) or "-", STYLES[one.severity] if one.severity else ""),
                 percent(one.cpu),
                 size(one.rss_bytes),
             )

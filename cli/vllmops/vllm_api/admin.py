@@ -49,14 +49,12 @@ class Admin:
                 "could read the admin token",
                 "use https:// or a tunnel, such as ssh -L; on a private network, keys push takes "
                 "--plain",
-                exit_code=Exit.USAGE,
             )
         if why := distrust(endpoint.url):
             raise VllmopsError(
                 "admin.other-user",
                 f"the admin token is not sent to {endpoint.url}: {why}",
                 "vllmops ps shows what runs; run vllmops as the user who started the server",
-                exit_code=Exit.NOT_AUTHORISED,
             )
         self.endpoint, self.token = endpoint, token
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -93,7 +91,6 @@ class Admin:
                 "admin.timeout",
                 f"{self.endpoint.name} did not answer within {timeout_s:g} s{done}",
                 "try again: what is done already is not done twice",
-                exit_code=Exit.TIMED_OUT,
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self.unreachable(error) from error
@@ -103,7 +100,6 @@ class Admin:
             "admin.unreachable",
             f"{shown(self.endpoint.url)} can't be reached: {str(error) or type(error).__name__}",
             "check the URL after -t, and that the server runs",
-            exit_code=Exit.NOT_FOUND,
         )
 
     def failed(self, answer: httpx.Response) -> VllmopsError:
@@ -126,7 +122,6 @@ class Admin:
                 "admin.refused",
                 f"{self.endpoint.name} rejected the admin token",
                 "--admin-token with a copy of the file that the server was started with",
-                exit_code=Exit.NOT_AUTHORISED,
             )
         hint = why.hint
         if why.code.startswith("agent.") and hint:

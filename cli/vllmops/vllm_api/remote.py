@@ -57,7 +57,7 @@ class Fleet:
                 title=member.title,
                 rss_bytes=member.rss_bytes,
                 boot=member.boot,
-                place=Place(**{name: getattr(member, name) for name in Place.__struct_fields__}),
+                place=Place(**member.where()),
                 began_at=member.create_time,
                 path=member.path,
                 fleet=self,

@@ -11,13 +11,21 @@ import httpx
 import msgspec
 from httpx_sse import EventSource
 
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..protocol.files import DAMAGE
 from ..store import shape
-from ..store.backend import FINISHED, owner_of
+from ..store.backend import (
+    FINISHED,
+    CursorUnknown,
+    Page,
+    Query,
+    Response,
+    StoreUnavailable,
+    owner_of,
+)
 from ..store.settings import STORE
 from ..store.source import ChangeResult, failed, refused, unknown
-from ..store.store import CursorUnknown, Events, Page, Query, Response, StoreUnavailable
+from ..store.store import Events
 from ..store.urls import shown
 from . import http
 from .endpoint import Endpoint
@@ -216,7 +224,6 @@ class Http:
                 "responses.not-authorised",
                 f"{self.name} needs an API key: {why}",
                 f"{hint}{self.endpoint.or_store}",
-                exit_code=Exit.NOT_AUTHORISED,
             )
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
             after = answer.headers.get("Retry-After", "")
@@ -242,7 +249,6 @@ class Http:
                 "responses.timeout",
                 f"{self.name} did not answer within {self.timeout_s:g} s",
                 f"{check}{self.endpoint.or_store}",
-                exit_code=Exit.TIMED_OUT,
             )
         bad = isinstance(error, httpx.RemoteProtocolError)
         fault = "gives no valid answer" if bad else "can't be reached"
@@ -250,7 +256,6 @@ class Http:
             "responses.unreachable",
             f"{shown(self.endpoint.url)} {fault}: {str(error) or type(error).__name__}",
             f"vllmops ps{self.endpoint.or_store}",
-            exit_code=Exit.NOT_FOUND,
         )
 
     def good(self, answer: httpx.Response, doing: str) -> httpx.Response:

@@ -18,7 +18,7 @@ import httpx
 import msgspec
 
 from .. import background
-from ..errors import Exit, VllmopsError
+from ..errors import VllmopsError
 from ..protocol.watch import Event
 from ..targets import split
 from ..vllm_api.http import ask
@@ -211,7 +211,6 @@ def no_command(command: str, why: str) -> VllmopsError:
         "watch.no-command",
         f"--exec {command!r} can't be run: {why}",
         "a program with its arguments (sh -c '…' where it needs a shell)",
-        exit_code=Exit.USAGE,
     )
 
 

@@ -15,7 +15,8 @@ from pydantic import TypeAdapter
 from vllmops.agent.responses import wire
 from vllmops.agent.responses.fields import dump
 from vllmops.store import fields
-from vllmops.store.store import Response, document
+from vllmops.store.backend import Response
+from vllmops.store.store import document
 
 EVENT: TypeAdapter[Any] = TypeAdapter(official.ResponseStreamEvent)
 BODY = {"id": "r", "created_at": 1, "model": "m", "object": "response", "output": []}

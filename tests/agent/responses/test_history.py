@@ -11,9 +11,9 @@ from msgspec.structs import replace
 from tests.agent.responses.test_wire import CALL, REASONING, USER, turn
 
 from vllmops.agent.responses.history import CACHE_BYTES, History, Part
+from vllmops.store.backend import Response
 from vllmops.store.conversations import Entry
 from vllmops.store.packing import deflate
-from vllmops.store.store import Response
 
 MESSAGE = {
     "type": "message",

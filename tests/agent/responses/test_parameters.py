@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from vllmops.agent.responses import fields, parameters, wire
 from vllmops.agent.responses.parameters import PARAMETERS, How
 from vllmops.agent.responses.wire import Frame, Refused
-from vllmops.store.store import Response
+from vllmops.store.backend import Response
 
 PAGE = Path(parameters.__file__).parents[2] / "docs/parameters.md"
 

@@ -23,8 +23,8 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from vllmops.agent.responses import websocket, wire
 from vllmops.agent.responses.wire import Frame, Refused
+from vllmops.store.backend import Response
 from vllmops.store.settings import Sockets
-from vllmops.store.store import Response
 
 Client = Callable[..., Any]
 KINDS = ("response.created", "response.completed")

@@ -9,7 +9,7 @@ import pytest
 
 from vllmops.agent.responses import wire
 from vllmops.agent.responses.wire import Refused
-from vllmops.store.store import Response
+from vllmops.store.backend import Response
 
 
 def turn(given: list[Any], output: list[Any]) -> Response:

@@ -11,7 +11,8 @@ import pytest
 
 from vllmops.agent.responses.writer import Writer
 from vllmops.store import opening
-from vllmops.store.store import Response, ResponseStore
+from vllmops.store.backend import Response
+from vllmops.store.store import ResponseStore
 
 RUN = Response(id="resp_1", owner="", model="m", status="in_progress", body=b"{}")
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...protocol.patches import ProcessPatches, State, Verdict
 from .. import account
 from ..adapters import features, places
@@ -62,7 +62,6 @@ def known(patch: str) -> Patch:
         "patch.unknown",
         f"there is no patch {patch!r}; the patches are {', '.join(PATCHES)}",
         "vllmops patches list",
-        exit_code=Exit.USAGE,
     )
 
 

@@ -15,11 +15,11 @@ from uuid import uuid4
 
 import msgspec
 
-from ...store.backend import CursorUnknown
+from ...store.backend import CursorUnknown, Response
 from ...store.conversation_store import Held
 from ...store.conversations import Conversation, Entry, Outcome
 from ...store.ids import valid
-from ...store.store import Response, ResponseStore
+from ...store.store import ResponseStore
 from . import wire
 from .parameters import KEY, PAIRS, VALUE
 from .wire import ENCODE, ENCRYPTED, INCLUDABLE, LOGPROBS, Refused

@@ -17,9 +17,9 @@ from msgspec.structs import replace
 from ...errors import VllmopsError
 from ...files import take
 from ...store import redaction
-from ...store.backend import EVERYBODY, FINISHED
+from ...store.backend import EVERYBODY, FINISHED, Query, Response
 from ...store.settings import RERUN, RUN
-from ...store.store import ASKED, Asked, Query, Response, ResponseStore
+from ...store.store import ASKED, Asked, ResponseStore
 from ..service import own_directory
 from .wire import ENCODE
 

@@ -18,9 +18,10 @@ from starlette.types import Receive, Scope, Send
 
 from ...errors import VllmopsError
 from ...keys.ring import Ring
-from ...store import store
-from ...store.backend import Backend, CursorUnknown
+from ...store.backend import Backend, CursorUnknown, StoreUnavailable
+from ...store.backend import Query as StoreQuery
 from ...store.settings import Carriers, Sockets
+from ...store.store import ResponseStore
 from .. import tracing
 from ..adapters import responses as adapter
 from ..adapters.responses import (
@@ -125,7 +126,7 @@ def install(
         raise TypeError("its router has no POST /v1/responses")
     count_store(backend)
     websocket.check_library()
-    StoredResponses.open_store = staticmethod(lambda: store.ResponseStore(backend))
+    StoredResponses.open_store = staticmethod(lambda: ResponseStore(backend))
     StoredResponses.carriers = carriers
     StoredResponses.ring = staticmethod(ring)
     StoredResponses.sockets = sockets
@@ -170,7 +171,7 @@ def answered(handler: Handler) -> Handler:
             return await handler(*args, **kwargs)
         except Refused as error:
             return refusal(error.status, error.message, error.param, error.code)
-        except store.StoreUnavailable as error:
+        except StoreUnavailable as error:
             response = refusal(503, error.message)
             response.headers["Retry-After"] = str(math.ceil(error.retry_after_s) or 1)
             return response
@@ -333,7 +334,7 @@ async def list_responses(
     status: Status | None = None,
 ) -> Response:
     """List responses."""
-    query = store.Query(
+    query = StoreQuery(
         after=after,
         before=before,
         limit=limit,

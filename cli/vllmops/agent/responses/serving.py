@@ -35,18 +35,18 @@ from openai.types.responses import (
 from starlette.requests import HTTPConnection
 
 from ...keys.ring import Ring
-from ...store.backend import EVERYBODY, owner_of
-from ...store.conversation_store import Held
-from ...store.settings import Carriers, Format, Sockets
-from ...store.store import (
+from ...store.backend import (
+    EVERYBODY,
     ConversationBroken,
     Query,
     Response,
-    ResponseStore,
     StoreUnavailable,
-    document,
-    valid,
+    owner_of,
 )
+from ...store.conversation_store import Held
+from ...store.ids import valid
+from ...store.settings import Carriers, Format, Sockets
+from ...store.store import ResponseStore, document
 from .. import tracing
 from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse, GenerationError, ResponsesResponse
@@ -635,10 +635,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     async def reopened(self, turn: Turn, text: str) -> list[Item] | None:
         """What a stored compaction item holds; None if it can't be opened any more."""
-        model = self.models.model_name(self._maybe_get_adapters(turn.request))
         try:
-            kept = Brought(text, -1, "previous_response_id")
-            return await sealing.opened(kept, self.ring(), model=model, owner=turn.owner)
+            return await self.unsealed(turn, Brought(text, -1, "previous_response_id"))
         except Refused as error:
             log.warning("vllmops: the turns before a compaction are read again: %s", error)
             return None
@@ -655,9 +653,13 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         if not turn.brought:
             return [], list(range(len(items)))
-        model = self.models.model_name(self._maybe_get_adapters(turn.request))
-        history = await sealing.opened(turn.brought, self.ring(), model=model, owner=turn.owner)
+        history = await self.unsealed(turn, turn.brought)
         return carried.merge(history, items, turn.brought.at)
+
+    async def unsealed(self, turn: Turn, brought: Brought) -> list[Item]:
+        """What a carrier holds; raises `Refused` where it is not one for this turn."""
+        model = self.models.model_name(self._maybe_get_adapters(turn.request))
+        return await sealing.opened(brought, self.ring(), model=model, owner=turn.owner)
 
     async def seal(self, turn: Turn | None, response: Any) -> Any:
         """The item with the carrier of a conversation and its answer; None if none is wanted.

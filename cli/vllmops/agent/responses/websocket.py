@@ -21,9 +21,8 @@ from fastapi import Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
 from ...errors import VllmopsError
-from ...store.backend import Response
+from ...store.backend import Response, StoreUnavailable
 from ...store.settings import Sockets
-from ...store.store import StoreUnavailable
 from .. import objects
 from ..gate import RESPONSES, counted, gate
 from ..log import log

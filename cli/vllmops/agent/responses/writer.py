@@ -11,7 +11,8 @@ from functools import partial
 from typing import Self, TypeVar
 
 from ...background import ErrorReporter, attempt
-from ...store.store import Response, ResponseStore, StoreUnavailable
+from ...store.backend import Response, StoreUnavailable
+from ...store.store import ResponseStore
 from ..log import log
 
 T = TypeVar("T")

@@ -101,32 +101,30 @@ def unique(groups: Iterable[Iterable[Any]]) -> list[Any]:
 
 def text(data: dict[str, Any]) -> Iterator[RenderableType]:
     """The data of `report` for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     for pair in data["pairs"]:
-        yield Text(TITLES[pair.kind], "bold")
+        yield output.styled(TITLES[pair.kind], "bold")
         yield sides(pair)
-        yield Text()
+        yield ""
     flight = data["in_flight"]
-    yield Text(
+    yield (
         f"in flight: {flight['http']} HTTP requests, {flight['rendering']} of them not yet handed "
         f"to the engine; the engine has {flight['engine']}, at step {data['step']}"
     )
     for note in data["notes"]:
-        yield Text(f"note: {note.text}")
+        yield f"note: {note.text}"
     for silent in data["silent"]:
-        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
     for problem in data["problems"]:
-        yield Text(problem, "yellow")
+        yield output.styled(problem, "yellow")
     yield from lines(data["findings"])
     if not data["findings"]:
         if not data["pairs"]:
-            yield Text("Nothing to compare.", "yellow")
+            yield output.styled("Nothing to compare.", "yellow")
         else:
             partly = any(note.code in judge.PARTLY for note in data["notes"])
             partly = partly or data["silent"] or data["problems"]
             where = " in what could be compared" if partly else ""
-            yield Text(f"No drift{where}.", "yellow" if where else "green")
+            yield output.styled(f"No drift{where}.", "yellow" if where else "green")
 
 
 def sides(pair: judge.Pair) -> RenderableType:

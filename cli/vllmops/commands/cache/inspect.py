@@ -14,7 +14,7 @@ from ... import output
 from ...caches import inspect as caches
 from ...diagnose import caches as judge
 from ...diagnose.findings import Finding, Severity
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...files import is_gzip
 from ...host.processes import alive
 from ...instances.servers import resolve
@@ -33,7 +33,7 @@ from ...protocol.caches import (
 from ...protocol.place import row as ranked
 from ...protocol.place import who
 from ..findings import FailOn, exit_code, lines
-from ..options import Target, seconds, to_write
+from ..options import Target, seconds, to_write, typed
 from ..several import per_target
 
 if TYPE_CHECKING:
@@ -72,10 +72,7 @@ def inspect(
     save: Annotated[
         Path | None,
         typer.Option(
-            readable=False,
-            callback=to_write,
-            help="Write the snapshot to this file as well.",
-            show_default=False,
+            readable=False, callback=to_write, help="Write the snapshot to this file as well."
         ),
     ] = None,
     json_: output.Json = False,
@@ -88,9 +85,7 @@ def inspect(
     or a higher one.
     """
     # FILE overrides a target from the environment; a typed target contradicts it.
-    source = ctx.get_parameter_source("target")
-    typed = source is not None and source.name == "COMMANDLINE"
-    if file is not None and (typed or watch or save):
+    if file is not None and (typed(ctx, "target") or watch or save):
         raise usage("FILE cannot be combined with --target, --watch or --save")
     if file is not None:
         return result(saved(file), fail_on, keys)
@@ -137,7 +132,7 @@ def saved(file: Path) -> CacheSnapshot:
 
 
 def usage(message: str) -> VllmopsError:
-    return VllmopsError("usage", message, "leave one of these options out", exit_code=Exit.USAGE)
+    return VllmopsError("usage", message, "leave one of these options out")
 
 
 def result(snapshot: CacheSnapshot, fail_on: Severity, keys: bool) -> Result:
@@ -259,29 +254,27 @@ def ends(order: Sequence[str] | None, keys: bool) -> dict[str, Any]:
 
 def text(data: dict[str, Any], findings: Sequence[Finding]) -> Iterator[RenderableType]:
     """The data of `result` for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     for kind, title in TITLES.items():
         sides = [cache for cache in data["caches"] if cache["kind"] == kind]
         if kind == "mm-processor-only" and len(sides) < len(data["caches"]):
             # Every process has one for the memory profiling at start; nothing else uses it.
             sides = [side for side in sides if side["entries"] or side["queries"]]
         for together in tables(sides):
-            yield Text(title, "bold")
+            yield output.styled(title, "bold")
             yield table(together)
             yield from key_lists(together)
-            yield Text()
+            yield ""
     for note in data["notes"]:
-        yield Text(f"note: {note.text}")
+        yield f"note: {note.text}"
     for silent in data["silent"]:
-        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
-        yield Text(f"  hint: {silent.hint}")
+        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield f"  hint: {silent.hint}"
     for problem in data["problems"]:
-        yield Text(f"{process_name(problem)}: {problem['problem']}", "yellow")
+        yield output.styled(f"{process_name(problem)}: {problem['problem']}", "yellow")
     yield from lines(findings)
     if not findings:
         where = " in what could be read" if data["silent"] or data["problems"] else ""
-        yield Text(f"No findings{where}.", "yellow" if where else "green")
+        yield output.styled(f"No findings{where}.", "yellow" if where else "green")
 
 
 LABELS = {
@@ -357,9 +350,7 @@ def cell(figures: dict[str, Any], name: str) -> str:
 
 def key_lists(sides: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
     """The keys of each side that lists them (--keys)."""
-    from rich.text import Text  # noqa: PLC0415
-
     for side in sides:
         if side.get("keys"):
-            yield Text(f"keys of {side['side']}, oldest first:")
-            yield Text("\n".join(f"  {key}" for key in side["keys"]))
+            yield f"keys of {side['side']}, oldest first:"
+            yield "\n".join(f"  {key}" for key in side["keys"])

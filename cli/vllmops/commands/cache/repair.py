@@ -73,25 +73,23 @@ def repair(
 
 def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
     """The data of `repair` for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     verb = "would repair" if data["dry_run"] else "repaired"
     for process in report.repairs:
         for cache in process.caches:
-            yield Text(f"{who(process)}, {cache.side} ({cache.name})", "bold")
+            yield output.styled(f"{who(process)}, {cache.side} ({cache.name})", "bold")
             for change in cache.changes:
-                yield Text(f"  {'found' if cache.left else verb}: {words(change)}")
+                yield f"  {'found' if cache.left else verb}: {words(change)}"
             if cache.left:
-                yield Text(f"  not repaired: {cache.left}", "yellow")
+                yield output.styled(f"  not repaired: {cache.left}", "yellow")
     if not data["repairs"]:
-        yield Text("Nothing to repair.", "green")
+        yield output.styled("Nothing to repair.", "green")
     for silent in data["silent"]:
-        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
     if data["findings"]:
-        yield Text("Checked again:")
+        yield "Checked again:"
         yield from lines(data["findings"])
     else:
-        yield Text("Checked again: no findings.", "green")
+        yield output.styled("Checked again: no findings.", "green")
 
 
 def words(change: Change) -> str:

@@ -108,7 +108,6 @@ def ask(server: Server, request: ResetRequest) -> ResetAnswers:
             "reset.no-agent",
             f"{server.label} has no API server",
             f"vllmops wait {server.label} --for ready",
-            exit_code=Exit.NOT_FOUND,
         )
     return outcome
 

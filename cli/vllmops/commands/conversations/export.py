@@ -9,14 +9,13 @@ from collections.abc import Callable
 import msgspec
 
 from ... import output
-from ...errors import VllmopsError
+from ...errors import VllmopsError, usage
 from ...output import Json, Progress, Result, command
 from ...store import conversation_archive
 from ...store.backend import CursorUnknown
 from ..options import Target
 from ..responses.export import SHOWN, Force, Out, sink
 from ..responses.progress import Counting, ended
-from ..responses.sources import usage
 from . import place
 from .place import Store, items, opened, walk
 

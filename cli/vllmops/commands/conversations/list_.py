@@ -9,12 +9,13 @@ import msgspec
 import typer
 
 from ... import output
+from ...errors import usage
 from ...output import Json, Result, command
 from ...store.backend import CursorUnknown
 from ..options import Target, count
 from ..responses.entries import OWNER_LETTERS, age
 from ..responses.show import json_of
-from ..responses.sources import PAGE, usage
+from ..responses.sources import PAGE
 from .place import Store, every_id, opened, walk
 
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ def list_(
             metavar="ID",
             autocompletion=every_id,
             help="List the conversations that follow this one in the list.",
-            show_default=False,
         ),
     ] = None,
     json_: Json = False,
@@ -98,11 +98,11 @@ def listing(found: Sequence[Conversation], *, more: bool) -> list[RenderableType
     for one in found:
         metadata = one.metadata.decode(errors="replace")
         table.add_row(
-            Text(one.id),
-            Text(f"{one.size:,}"),
-            Text(age(one.created_at)),
-            Text(one.owner[:OWNER_LETTERS] or "-"),
+            one.id,
+            f"{one.size:,}",
+            age(one.created_at),
+            one.owner[:OWNER_LETTERS] or "-",
             Text("" if metadata == "{}" else metadata, overflow="ellipsis", no_wrap=True),
         )
-    rest = Text(f"more follow: --all, or --after {found[-1].id}", style="dim")
+    rest = output.styled(f"more follow: --all, or --after {found[-1].id}", "dim")
     return [table, rest] if more else [table]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError, usage
 from ...store.backend import EVERYBODY, CursorUnknown
 from ..responses.entries import age
 from ..responses.selection import COMPLETION_S
-from ..responses.sources import PAGE, either, retried, usage
+from ..responses.sources import PAGE, either, retried
 
 if TYPE_CHECKING:
     from ...store.conversation_store import ConversationStore
@@ -26,10 +26,7 @@ LONGEST_LINE = 512 << 20
 Store = Annotated[
     str | None,
     typer.Option(
-        "--store",
-        metavar="URL",
-        help="The store itself: sqlite:///FILE, postgresql://, redis://.",
-        show_default=False,
+        "--store", metavar="URL", help="The store itself: sqlite:///FILE, postgresql://, redis://."
     ),
 ]
 
@@ -160,5 +157,4 @@ def unknown(name: str, *ids: str) -> VllmopsError:
         "conversations.unknown",
         f"{name} has no conversation {', '.join(ids)}",
         "vllmops conversations list",
-        exit_code=Exit.NOT_FOUND,
     )

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 import typer
 
 from ... import output
+from ...errors import usage
 from ...output import Json, Progress, Result, command
 from ...store.backend import EVERYBODY
-from ..options import Target, duration, time_
-from ..responses.changes import DryRun
+from ..options import DryRun, Target, Yes, duration, time_
 from ..responses.entries import age
 from ..responses.progress import Counting
-from ..responses.sources import retried, usage
+from ..responses.sources import retried
 from .place import Store, opened, walk
 
 OlderThan = Annotated[
@@ -26,7 +26,6 @@ OlderThan = Annotated[
         parser=time_,
         metavar="TIME",
         help="Only conversations created longer ago than this: 15m, 36h, 30d.",
-        show_default=False,
     ),
 ]
 
@@ -37,7 +36,7 @@ def purge(
     target: Target = None,
     store: Store = None,
     older_than: OlderThan = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> Result:

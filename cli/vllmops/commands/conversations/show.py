@@ -68,20 +68,14 @@ async def fetch(
 
 def render(found: Conversation, entries: Sequence[Entry]) -> Iterator[RenderableType]:
     """Human-readable output."""
-    from rich.text import Text  # noqa: PLC0415
-
-    yield Text(found.id, style="bold")
-    facts = output.table("", "")
-    facts.show_header = False
-    for name, value in (
+    yield output.styled(found.id, "bold")
+    rows = [
         ("created", f"{when(found.created_at)}, {age(found.created_at)} ago"),
         ("API key", found.owner and f"{found.owner} (SHA-256)"),
         ("metadata", found.metadata.decode(errors="replace") if found.metadata != b"{}" else ""),
         ("items", f"{len(entries):,}"),
-    ):
-        if value:
-            facts.add_row(name, Text(value))
-    yield facts
+    ]
+    yield output.facts((name, value) for name, value in rows if value)
     for one in entries:
         yield Verbatim(f"\n{one.id}")
         yield Folded(tuple(item_lines(partial(decoded, one))))

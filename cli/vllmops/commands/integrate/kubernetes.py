@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...keys import file as keys
 from ...metrics.alerts import Form, rules
 from ...output import Json, Result, Verbatim, command
@@ -57,7 +57,6 @@ def kubernetes(
             callback=image,
             metavar="IMAGE",
             help="Add a container with vllmops that may look into the server.",
-            show_default=False,
         ),
     ] = None,
     keyring: Annotated[
@@ -69,7 +68,6 @@ def kubernetes(
             metavar="KEYRING",
             readable=False,
             help="Print this Secret alone, with the keys of this file.",
-            show_default=False,
             rich_help_panel=OTHERS,
         ),
     ] = None,
@@ -97,9 +95,7 @@ def kubernetes(
         "image": debug,
     }
     if alerts and secret is not None:
-        raise VllmopsError(
-            "usage", "--alerts and --secret print an object each: give one", exit_code=Exit.USAGE
-        )
+        raise VllmopsError("usage", "--alerts and --secret print an object each: give one")
     if alerts:
         text = rules(Form.KUBERNETES)
         return Result({"manifest": text}, lambda: [Verbatim(text.rstrip())])

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ... import output
-from ...errors import Exit, VllmopsError
+from ...errors import usage
 from ...keys import file
 from ...keys.ring import Ring
 from ...output import Result, Verbatim, command
@@ -39,12 +39,7 @@ def export(
 ) -> Result:
     """Export keys with their secrets, for servers that do not share the file."""
     if not out and not reveal:
-        raise VllmopsError(
-            "usage",
-            "this would print secrets",
-            "use --out FILE, or --reveal to print them",
-            exit_code=Exit.USAGE,
-        )
+        raise usage("this would print secrets", "use --out FILE, or --reveal to print them")
     ring = file.source(os.environ, keyring).load()
     if kid:
         ring = Ring(keys=(ring.get(kid),))

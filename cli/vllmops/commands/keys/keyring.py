@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError, usage
 from ...keys import file
 from ...keys.ring import Key, Ring, Status, when
-from ...output import Result, table
+from ...output import Result, styled, table
 from ..options import time_
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ Keyring = Annotated[
         readable=False,
         metavar="FILE",
         help="The keyring file. Default: VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
-        show_default=False,
     ),
 ]
 Kid = Annotated[str, typer.Argument(metavar="KID", help="Key ID.", autocompletion=kids)]
@@ -50,7 +49,6 @@ Overlap = Annotated[
         metavar="TIME",
         help="How long the old primary stays verify-only [default: lifetime of carriers: 30d or"
         " the longest `serve --carrier-ttl`].",
-        show_default=False,
     ),
 ]
 
@@ -64,10 +62,10 @@ def ring_path(keyring: Path | None) -> Path:
     if str(keyring) == file.OFF:
         message = f"--keyring {file.OFF} is for vllmops serve: here it takes a file"
         hint = f"--keyring ./{file.OFF} for a file of that name"
-        raise VllmopsError("usage", message, hint, exit_code=Exit.USAGE)
+        raise usage(message, hint)
     if str(keyring) == "-":
         message = "--keyring needs a file, not stdin: the command changes it"
-        raise VllmopsError("usage", message, "--keyring FILE", exit_code=Exit.USAGE)
+        raise usage(message, "--keyring FILE")
     named = {file.PLACE: os.environ.get(file.PLACE, "")}
     return file.source(named, keyring).path or file.default_path()
 
@@ -83,28 +81,24 @@ def result(
         more: for ``--json``.
         notes: lines below it for a person.
     """
-    from rich.text import Text  # noqa: PLC0415
-
     data = {"keyring": where, "keys": [key.public() for key in ring.keys], **(more or {})}
-    return Result(data, lambda: [*listing(ring, where), *map(Text, notes)])
+    return Result(data, lambda: [*listing(ring, where), *notes])
 
 
 def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
     """A table of the keys."""
-    from rich.text import Text  # noqa: PLC0415
-
     if not ring.keys:
-        return [Text(f"{where}: no keys")]
+        return [f"{where}: no keys"]
     shown = table("kid", "status", "created", "until", "fingerprint")
     for key in ring.keys:
         shown.add_row(
             key.kid,
-            Text(key.status, STYLES[key.status]),
+            styled(key.status, STYLES[key.status]),
             when(key.created_at),
             when(key.not_after) + (", over" if key.over(time.time()) else ""),
             key.fingerprint,
         )
-    return [Text(where), shown]
+    return [where, shown]
 
 
 def first(ring: Ring, key: Key) -> Key:

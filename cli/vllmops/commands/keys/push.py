@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError, usage
 from ...keys import admin_token as admin
 from ...keys import file
 from ...keys.ring import Ring, Status
@@ -37,17 +37,13 @@ def push(
     rotate without refused requests: add, push to each server, rotate, push to
     each server again.
     """
-    from rich.text import Text  # noqa: PLC0415
-
     from ...instances.endpoint import endpoint  # noqa: PLC0415
     from ...vllm_api.admin import push  # noqa: PLC0415 - brings httpx
 
     if admin_token is None:
-        raise VllmopsError(
-            "usage",
+        raise usage(
             "the server's admin token is required",
             "--admin-token FILE: the file given to vllmops serve",
-            exit_code=Exit.USAGE,
         )
     ring = file.load(ring_path(keyring)).without_over(time.time())
     token, server = admin.token(admin_token), endpoint(target)
@@ -62,7 +58,7 @@ def push(
     text = f"{server.name} has {len(held.keys)} keys in {held.keyring}"
     sealing = f", and seals with {ring.primary.kid}" if ring.primary else ""
     data = {"server": server.name, "url": server.url, **msgspec.to_builtins(held)}
-    return Result(data, lambda: [Text(text + sealing)])
+    return Result(data, lambda: [text + sealing])
 
 
 def lacking(ring: Ring, held: ProcessKeys) -> str:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
-
-import typer
 
 from ... import output
 from ...keys import file
 from ...keys.ring import Key, Ring, Status, fresh
 from ...output import Result, command, confirm
+from ..options import Yes
 from .keyring import Keyring, Kid, result, ring_path
 from .servers import after
 
@@ -19,7 +17,7 @@ from .servers import after
 def revoke(
     kid: Kid,
     *,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:

@@ -15,7 +15,7 @@ from ...keys import file, rotation
 from ...keys.ring import Key, Ring, Status, fresh, in_seconds, when
 from ...output import Progress, Result, command
 from ...protocol.place import who
-from ..options import seconds
+from ..options import DryRun, seconds
 from .keyring import Keyring, Overlap, result, ring_path
 from .servers import Period, after, not_loaded, period
 
@@ -32,9 +32,7 @@ def rotate(
             parser=seconds(), help="Seconds to wait until every server has loaded the new key."
         ),
     ] = 30.0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     keyring: Keyring = None,
     json_: output.Json = False,
 ) -> Result:
@@ -45,8 +43,6 @@ def rotate(
     until the overlap ends; keys whose overlap has ended are removed. An
     interrupted rotation continues; two at the same time act as one.
     """
-    from rich.text import Text  # noqa: PLC0415
-
     in_seconds("--timeout", timeout)
     path = ring_path(keyring)
     overlap_period = period(overlap, path)
@@ -55,7 +51,7 @@ def rotate(
         steps = plan(path, spare, overlap_period)
         return Result(
             {"keyring": str(path), "overlap_s": overlap_period.seconds, "steps": steps},
-            lambda: [Text(f"{n}. {step}") for n, step in enumerate(steps, 1)],
+            lambda: [f"{n}. {step}" for n, step in enumerate(steps, 1)],
         )
     ring = file.change(path, lambda ring: rotation.begin(ring, spare, time.time()), create=True)
     assert ring.next

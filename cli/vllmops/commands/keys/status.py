@@ -72,9 +72,7 @@ def status(
 
 
 def next_step(stage: Stage) -> Iterator[RenderableType]:
-    from rich.text import Text  # noqa: PLC0415
-
-    yield Text(f"{stage}" + (f": {NEXT[stage]}" if NEXT[stage] else ""))
+    yield stage + (f": {NEXT[stage]}" if NEXT[stage] else "")
 
 
 def holders(holdings: Holdings, ring: Ring | None) -> dict[str, Any]:
@@ -97,10 +95,8 @@ def holders(holdings: Holdings, ring: Ring | None) -> dict[str, Any]:
 
 def render_servers(holdings: Holdings) -> Iterator[RenderableType]:
     """Human-readable output."""
-    from rich.text import Text  # noqa: PLC0415
-
     if not holdings.reported and not holdings.silent:
-        yield Text("no running server uses keys")
+        yield "no running server uses keys"
         return
     shown = table("server", "process", "keys", "from")
     for process in holdings.reported:
@@ -112,6 +108,6 @@ def render_servers(holdings: Holdings) -> Iterator[RenderableType]:
     yield shown
     for process in holdings.reported:
         if process.keys.problem:
-            yield Text(f"{process.who}: {process.keys.problem}", "yellow")
+            yield output.styled(f"{process.who}: {process.keys.problem}", "yellow")
     for server, silent in holdings.silent:
-        yield Text(f"{server} {who(silent)}: {silent.why}", "yellow")
+        yield output.styled(f"{server} {who(silent)}: {silent.why}", "yellow")

@@ -16,7 +16,7 @@ from ...errors import Exit
 from ...files import STDIN, read
 from ...keys import file
 from ...keys.ring import when
-from ...output import Result, command, span, table
+from ...output import Result, command, span
 from .keyring import Keyring
 
 if TYPE_CHECKING:
@@ -65,28 +65,26 @@ def verify(
 
 def verdict(reason: str) -> RenderableType:
     """Whether a carrier is valid, human-readable."""
-    from rich.text import Text  # noqa: PLC0415
-
-    return Text(f"refused: {reason}", "bold red") if reason else Text("valid", "bold green")
+    if reason:
+        return output.styled(f"refused: {reason}", "bold red")
+    return output.styled("valid", "bold green")
 
 
 def facts(opened: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[RenderableType]:
     """The facts in a genuine carrier, human-readable."""
-    from rich.text import Text  # noqa: PLC0415
-
-    shown = table("", "")
-    shown.show_header = False
-    shown.add_row("key", f"{opened.kid} ({data['key_status']})")
-    shown.add_row("format", "v2 (encrypted)" if opened.format == 2 else "signed-v1 (readable)")
+    rows = [
+        ("key", f"{opened.kid} ({data['key_status']})"),
+        ("format", "v2 (encrypted)" if opened.format == 2 else "signed-v1 (readable)"),
+    ]
     if opened.issued_at is not None:
-        shown.add_row(
-            "sealed", f"{when(opened.issued_at)}, {span(time.time() - opened.issued_at)} ago"
-        )
-        shown.add_row("valid until", when(opened.expires_at))
-        shown.add_row("model", Text(opened.model or ""))
-        shown.add_row("owner", Text(opened.owner or "none: no API key was used"))
-    shown.add_row("history", f"{len(opened.history)} items" + ("" if reveal else "; --reveal"))
-    yield shown
+        rows += [
+            ("sealed", f"{when(opened.issued_at)}, {span(time.time() - opened.issued_at)} ago"),
+            ("valid until", when(opened.expires_at)),
+            ("model", opened.model or ""),
+            ("owner", opened.owner or "none: no API key was used"),
+        ]
+    rows.append(("history", f"{len(opened.history)} items" + ("" if reveal else "; --reveal")))
+    yield output.facts(rows)
     if reveal:
         content = msgspec.json.format(msgspec.json.encode(opened.history), indent=2).decode()
         yield output.JsonText(content)

@@ -11,7 +11,7 @@ import typer
 
 from ... import output
 from ...diagnose.findings import Severity
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError, usage
 from ...instances.servers import resolve
 from ...memory import plot
 from ...memory.record import Recorder, Watch, keep
@@ -41,8 +41,7 @@ def record(
         str | None,
         typer.Option(
             help="images, audio, text, responses, or a command of yours, which gets VLLMOPS_URL, "
-            "VLLMOPS_MODEL and VLLMOPS_ROUND.",
-            show_default=False,
+            "VLLMOPS_MODEL and VLLMOPS_ROUND."
         ),
     ] = None,
     rounds: Annotated[
@@ -84,7 +83,6 @@ def record(
             parser=count(0, MOST),
             help="Seed of the inputs; by default a new one.",
             rich_help_panel=LOAD,
-            show_default=False,
         ),
     ] = None,
     tolerance: Tolerance = None,
@@ -95,7 +93,6 @@ def record(
             callback=to_write,
             help="Write each sample to this file at once. Without it, the newest recording is kept "
             "for doctor and bundle.",
-            show_default=False,
         ),
     ] = None,
     plot_: Plot = None,
@@ -205,7 +202,3 @@ def plan(
             f"--interval {duration / LEAST_SAMPLES:g}",
         )
     return None, interval, duration
-
-
-def usage(message: str, hint: str) -> VllmopsError:
-    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)

@@ -23,7 +23,6 @@ Plot = Annotated[
         readable=False,
         callback=to_write,
         help="Draw the recording to this .png or .svg file.",
-        show_default=False,
     ),
 ]
 Tolerance = Annotated[
@@ -32,7 +31,6 @@ Tolerance = Annotated[
         parser=size_,
         help="Growth per round or hour that is not reported: 500K, 2M, 1G. "
         "Default: 0.1 % of a process's RSS per round, 1 % per hour.",
-        show_default=False,
     ),
 ]
 

@@ -36,16 +36,16 @@ def shown(
     names = list(sizes)
     for start in range(0, len(names), COLUMNS):
         yield resident(recording, sizes, names[start : start + COLUMNS], trends)
-        yield Text()
+        yield ""
     yield other_figures(recording)
-    yield Text()
+    yield ""
     for trend in trends:
         verdict = Text.assemble(trend.subject, ": ", (trend.verdict, STYLES[trend.verdict]))
         yield verdict.append(f"  {sparks(sizes[trend.subject], trend.tolerance)}")
         for line in explained(trend):
-            yield Text(f"  {line}")
+            yield f"  {line}"
     for note in notes(recording):
-        yield Text(f"note: {note}", "yellow")
+        yield output.styled(f"note: {note}", "yellow")
     yield from lines(findings)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ...errors import Exit, VllmopsError
+from ...errors import usage
 from ...output import Json, Result
 from ..options import Target
 from ..several import per_target
@@ -30,11 +30,8 @@ def list_(*, target: Target = None, versions: Versions = False, json_: Json = Fa
     """
     if versions:
         if target is not None:
-            raise VllmopsError(
-                "usage",
-                "--versions shows what was tested, not a server",
-                "vllmops patches list --versions",
-                exit_code=Exit.USAGE,
+            raise usage(
+                "--versions shows what was tested, not a server", "vllmops patches list --versions"
             )
         return Result(tested.report(), tested.listing)
     processes, silent = asked(target, verify=False, quiet=json_)

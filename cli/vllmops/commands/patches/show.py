@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ... import output
 from ...agent.patches.registry import known
-from ...output import Json, Result, command, table
+from ...output import Json, Result, command, styled
 from ..options import patch_ids
 
 if TYPE_CHECKING:
@@ -30,12 +31,8 @@ def show(
 
 def facts(data: dict[str, Any]) -> list[RenderableType]:
     """The data of a patch, for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     live = "can be loaded" if data["live"] else "can't be loaded"
-    shown = table("", "")
-    shown.show_header = False
-    for label, text in (
+    rows = [
         ("defect", data["title"]),
         ("upstream", data["upstream"]),
         ("who is affected", data["hit"]),
@@ -43,6 +40,5 @@ def facts(data: dict[str, Any]) -> list[RenderableType]:
         ("modules", ", ".join(data["modules"])),
         ("live", f"{live} into a server that runs without it"),
         ("leave out", f"vllmops serve --no-patch {data['id']}"),
-    ):
-        shown.add_row(label, Text(text))
-    return [Text(data["id"], style="bold"), shown]
+    ]
+    return [styled(data["id"], "bold"), output.facts(rows)]

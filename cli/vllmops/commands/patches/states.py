@@ -13,11 +13,11 @@ import msgspec
 
 from ...agent.adapters.features import untested
 from ...agent.patches.registry import PATCHES
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...host.processes import ROLES
 from ...instances.launch import check_installed
 from ...instances.servers import resolve
-from ...output import Progress, table
+from ...output import Progress, styled, table
 from ...protocol.caches import Silent
 from ...protocol.patches import ProcessPatches, State, Verdict
 from ...protocol.place import row, who
@@ -60,7 +60,6 @@ def asked(
             "patches.no-agent",
             f"no process of {server.label} reported its patches: {reasons or 'it has none yet'}",
             f"vllmops restart {server.label}",
-            exit_code=Exit.NOT_FOUND,
         )
     return patches, silent
 
@@ -82,7 +81,6 @@ def here(*, quiet: bool) -> ProcessPatches:
             "vllm.slow",
             f"the import of vLLM took longer than {TIMEOUT_S:.0f} s",
             f"{sys.executable} -c 'import vllm'",
-            exit_code=Exit.TIMED_OUT,
         ) from error
     try:
         return msgspec.json.decode(done.stdout.splitlines()[-1], type=ProcessPatches)
@@ -138,8 +136,6 @@ def listing(
     verify: bool = False,
 ) -> list[RenderableType]:
     """A table with a line for each patch and state, and the processes in that state."""
-    from rich.text import Text  # noqa: PLC0415
-
     versions = sorted({process.vllm_version or "unknown version" for process in processes})
     shown = table("patch", "state", "processes")
     reasons: dict[str, dict[str, None]] = {}  # with the patches that have it
@@ -154,13 +150,13 @@ def listing(
                 if verdict.reason:
                     reasons.setdefault(verdict.reason, {})[name] = None
         for (word, style), names in groups.items():
-            shown.add_row(name, Text(word, style=style), ", ".join(names))
+            shown.add_row(name, styled(word, style), ", ".join(names))
         if not groups:
             shown.add_row(name, "no process has loaded it", "")
     notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     notes += problems(processes)
     notes += [f"{who(process)} did not answer: {process.why}" for process in silent]
-    return [f"vLLM {', '.join(versions)}", "", shown, *(Text(note) for note in notes)]
+    return [f"vLLM {', '.join(versions)}", "", shown, *notes]
 
 
 def state(verdict: Verdict, verify: bool) -> tuple[str, str]:

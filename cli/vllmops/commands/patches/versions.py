@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...agent.adapters.features import FEATURES, Tested, tested
 from ...agent.patches.registry import PATCHES
-from ...output import table
+from ...output import styled, table
 from ...protocol.patches import State
 
 if TYPE_CHECKING:
@@ -35,18 +35,16 @@ def report() -> dict[str, Any]:
 
 def listing() -> list[RenderableType]:
     """The table for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     versions = tested()
     shown = table("", *(short(version) for version in versions))
     shown.padding = (0, 0)  # so that all of it fits into 80 columns
     for name in (*FEATURES, *PATCHES):
         cells = [cell(row, name) for row in versions.values()]
         shown.add_row(
-            TITLES.get(name, name), *(Text(text, style=STYLES.get(text, "")) for text in cells)
+            TITLES.get(name, name), *(styled(text, STYLES.get(text, "")) for text in cells)
         )
     shown.add_row("a server ran", *("yes" if row.live else "-" for row in versions.values()))
-    return [shown, "", Text(NOTE)]
+    return [shown, "", NOTE]
 
 
 NOTE = (

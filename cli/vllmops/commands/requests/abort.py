@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ... import output
-from ...errors import Exit, VllmopsError
+from ...errors import Exit, VllmopsError, usage
 from ...instances.servers import Server, resolve
 from ...output import Json, Progress, Result
 from ...requests.ending import Ended, end
 from ...requests.listing import Listing, Row
 from ...vllm_api import http
-from ..options import Target, duration, time_
+from ..options import Target, Yes, duration, time_
 from ..several import remote
 from .list_ import table
 from .selection import STUCK_S, StuckAfter, gathered, named, request_ids
@@ -34,7 +34,6 @@ def abort(
             metavar="[ID]...",
             help="As requests list shows them, or vLLM's own.",
             autocompletion=request_ids,
-            show_default=False,
         ),
     ] = None,
     *,
@@ -55,7 +54,6 @@ def abort(
             parser=time_,
             metavar="TIME",
             help="All that arrived longer ago: 90s, 10m, 2h.",
-            show_default=False,
             rich_help_panel=CHOICE,
         ),
     ] = None,
@@ -68,7 +66,7 @@ def abort(
             show_default="an operator ended it",
         ),
     ] = "",
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be ended, and end nothing.")
     ] = False,
@@ -84,11 +82,9 @@ def abort(
     """
     chosen_by = [bool(ids), stuck, older_than is not None, every]
     if sum(chosen_by) != 1:
-        raise VllmopsError(
-            "usage",
+        raise usage(
             "give ids, or one of --stuck, --older-than and --all",
             "vllmops requests list shows the ids",
-            exit_code=Exit.USAGE,
         )
     server = resolve(target)
     try:
@@ -168,12 +164,13 @@ def report(server: Server, ended: Sequence[Ended]) -> Result:
     data = {"server": server.label, "requests": ended}
 
     def text() -> list[RenderableType]:
-        from rich.text import Text  # noqa: PLC0415
 
         shown: list[RenderableType] = []
         if gone := len(ended) - len(left):
-            shown.append(Text(f"ended {gone:,} requests", "green"))
-        shown += [Text(f"{one.http_id or one.id or '-'}: {one.left}", "yellow") for one in left]
+            shown.append(output.styled(f"ended {gone:,} requests", "green"))
+        shown += [
+            output.styled(f"{one.http_id or one.id or '-'}: {one.left}", "yellow") for one in left
+        ]
         return shown
 
     return Result(data, text, Exit.FAILED if left else Exit.OK)

@@ -126,26 +126,22 @@ def counted(server: Server, error: VllmopsError) -> Result:
 
 def text(data: dict[str, Any], limit: int) -> Iterator[RenderableType]:
     """The data of `look` for a person."""
-    from rich.text import Text  # noqa: PLC0415
-
     rows: Sequence[Row] = data["requests"]
     if rows:
         yield table(rows[:limit])
     if len(rows) > limit:
         yield f"{len(rows) - limit:,} more; --limit {len(rows)} shows all"
     if not rows:
-        yield Text("No requests.", "green")
+        yield output.styled("No requests.", "green")
     for silent in data["silent"]:
-        yield Text(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
     for problem in data["problems"]:
-        yield Text(problem, "yellow")
+        yield output.styled(problem, "yellow")
     yield from lines(data["findings"])
 
 
 def table(rows: Sequence[Row]) -> RenderableType:
     """A line for each request."""
-    from rich.text import Text  # noqa: PLC0415
-
     made = output.table(
         *("request", "state", "age", "still", "prompt", "output", "KV blocks", "owner", "route"),
         right=["age", "still", "prompt", "output", "KV blocks"],
@@ -154,7 +150,7 @@ def table(rows: Sequence[Row]) -> RenderableType:
         state = " ".join(filter(None, (row.state, row.ranks)))
         made.add_row(
             row.http_id or row.id or "-",
-            Text(f"{state}, stuck" if row.stuck else state, "red" if row.stuck else ""),
+            output.styled(f"{state}, stuck" if row.stuck else state, "red" if row.stuck else ""),
             span(row.age_s),
             span(row.still_s),
             number(row.prompt_tokens),

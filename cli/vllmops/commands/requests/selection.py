@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError
 from ...instances.servers import Server, resolve
 from ...output import Progress
 from ...requests import listing
@@ -60,5 +60,4 @@ def named(known: Listing, server: Server, word: str) -> list[Row]:
         "requests.unknown",
         f"{server.label} works on no request {word!r}",
         f"vllmops requests list -t {server.label}",
-        exit_code=Exit.NOT_FOUND,
     )

@@ -11,7 +11,7 @@ import typer
 from ...errors import Exit, VllmopsError
 from ...host.roles import Role
 from ...instances.servers import Server, resolve
-from ...output import Json, Result, Verbatim, span
+from ...output import Json, Result, Verbatim, span, styled
 from ...protocol.requests import Prompt
 from ...requests.listing import Row
 from ...rpc import agent
@@ -95,24 +95,21 @@ def revealed(server: Server, row: Row) -> Prompt:
         "requests.no-prompt",
         f"no API server of {server.label} has the prompt of {row.http_id or row.id or 'it'}",
         f"vllmops requests show {row.id} -t {server.label}",
-        exit_code=Exit.NOT_FOUND,
     )
 
 
 def text(rows: list[Row], prompts: list[Prompt]) -> Iterator[RenderableType]:
     """The rows for a person, a line for each figure that is known."""
-    from rich.text import Text  # noqa: PLC0415
-
     for number, row in enumerate(rows):
         if number:
             yield ""
-        yield Text(row.http_id or row.id, "bold")
+        yield styled(row.http_id or row.id, "bold")
         if row.http_id and row.id:
             yield f"  vLLM's id: {row.id}"
         fields = msgspec.structs.asdict(row)
         for name, label in LABELS.items():
             if (value := fields[name]) not in {None, ""}:
-                yield Text(f"  {label}: {span(value) if name in SECONDS else value}")
+                yield f"  {label}: {span(value) if name in SECONDS else value}"
         if number < len(prompts):
             prompt = prompts[number]
             yield "  prompt:"

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...errors import usage
 from ...output import Json, Progress, Result, command
 from ...store.backend import RUNNING
-from ..options import Target
-from .changes import DryRun, apply, dry_run_result, gathered, over, report, run_to_end
+from ..options import DryRun, Target
+from .changes import apply, dry_run_result, gathered, over, report, run_to_end
 from .progress import Counting
 from .selection import OlderThan, Selection, Store, running_id, selected
-from .sources import source, usage
+from .sources import source
 
 if TYPE_CHECKING:
     from ...store.source import ChangeResult

@@ -6,9 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import typer
 from msgspec.structs import replace
 
 from ... import output
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from ...store.source import ChangeResult
-
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")
-]
 
 
 class Found(NamedTuple):

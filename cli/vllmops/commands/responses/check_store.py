@@ -62,11 +62,9 @@ async def checked(url: str, progress: Progress) -> tuple[list[conformance.CheckR
 
 def render(outcomes: list[conformance.CheckResult], caveats: list[str]) -> Iterator[RenderableType]:
     """Human-readable output."""
-    from rich.text import Text  # noqa: PLC0415
-
     table = output.table("check", "passed", "seconds", right=["seconds"])
     for name, problem, seconds in outcomes:
-        table.add_row(name, Text("no", "red") if problem else "yes", f"{seconds:.2f}")
+        table.add_row(name, output.styled("no", "red") if problem else "yes", f"{seconds:.2f}")
     yield table
     for name, problem, _ in outcomes:
         if problem:

@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError, usage
 from ...files import not_written, written
 from ...output import Json, JsonText, Progress, Result, command
 from ...store import archive, shape
@@ -22,7 +22,7 @@ from ...store.backend import Response
 from ..options import Target, to_write
 from .progress import Counting, ended
 from .selection import Model, Selection, Since, Statuses, Store, selected
-from .sources import concurrently, retried, source, usage, walk
+from .sources import concurrently, retried, source, walk
 
 if TYPE_CHECKING:
     from ...store.source import Source
@@ -31,13 +31,7 @@ SHOWN = 10  # broken lines
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out",
-        "-o",
-        readable=False,
-        callback=to_write,
-        metavar="FILE",
-        help="Write to this file.",
-        show_default=False,
+        "--out", "-o", readable=False, callback=to_write, metavar="FILE", help="Write to this file."
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE.")]
@@ -123,12 +117,7 @@ def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], N
     if out is None:
         yield lambda lines: output.show(JsonText(b"\n".join(lines).decode()))
         return
-    exists = VllmopsError(
-        "responses.exists",
-        f"{out} exists already",
-        "choose another --out",
-        exit_code=Exit.USAGE,
-    )
+    exists = VllmopsError("responses.exists", f"{out} exists already", "choose another --out")
     if os.path.isfile(out) and not force:
         raise exists
     try:

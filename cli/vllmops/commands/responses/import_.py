@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import VllmopsError
+from ...errors import VllmopsError, usage
 from ...files import opened, too_large, unreadable
 from ...output import Json, Progress, Result, Verbatim, command
 from ...store import archive
@@ -23,7 +23,7 @@ from ...store.backend import EVERYBODY, Limits
 from ..options import Target
 from .progress import Counting, ended
 from .selection import Store
-from .sources import concurrently, either, retried, usage
+from .sources import concurrently, either, retried
 
 SHOWN = 10  # broken lines
 # A response with all that it was given: images and sounds among it.

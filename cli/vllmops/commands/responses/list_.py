@@ -11,13 +11,14 @@ import msgspec
 import typer
 
 from ... import output
+from ...errors import usage
 from ...output import Json, Progress, Result, command, size
 from ...store.backend import CursorUnknown
 from ..options import Target, count
 from .entries import OWNER_LETTERS, STYLES, Entry, age, entry_of, state, tokens
 from .progress import Counting
 from .selection import Model, Selection, Since, Statuses, Store, every_id, selected
-from .sources import PAGE, source, usage, walk
+from .sources import PAGE, source, walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -59,7 +60,6 @@ def list_(
             help="List the responses that follow this one in the list.",
             rich_help_panel=PAGES,
             autocompletion=every_id,
-            show_default=False,
         ),
     ] = None,
     json_: Json = False,
@@ -122,8 +122,6 @@ async def listed(
 
 def listing(entries: Sequence[Entry], *, more: bool) -> list[RenderableType]:
     """One line per response: 80 columns wide with vLLM's ids."""
-    from rich.text import Text  # noqa: PLC0415
-
     owners = {entry.owner for entry in entries if entry.owner is not None}
     columns = ["id", "status", "model", "age", "tokens", "size"]
     if len(owners) > 1:
@@ -136,29 +134,29 @@ def listing(entries: Sequence[Entry], *, more: bool) -> list[RenderableType]:
         for start in range(0, len(entries), AT_A_TIME)
     ]
     if len(owners) == 1 and (owner := owners.pop()):
-        shown.append(Text(f"all belong to API key {owner[:OWNER_LETTERS]}… (SHA-256)", style="dim"))
+        shown.append(
+            output.styled(f"all belong to API key {owner[:OWNER_LETTERS]}… (SHA-256)", "dim")
+        )
     if more:
         shown.append(
-            Text(f"more responses follow: --all, or --after {entries[-1].id}", style="dim")
+            output.styled(f"more responses follow: --all, or --after {entries[-1].id}", "dim")
         )
     return shown
 
 
 def rows(entries: Sequence[Entry], columns: list[str]) -> Table:
     """A table of some responses."""
-    from rich.text import Text  # noqa: PLC0415
-
     table = output.table(*columns, right=["age", "tokens", "size"])
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for entry in entries:
-        cells = {
-            "id": Text(entry.id),
-            "status": Text(state(entry), STYLES.get(state(entry), "")),
-            "model": Text(entry.model),
-            "age": Text(age(entry.created_at) if entry.created_at else "-"),
-            "owner": Text((entry.owner or "-")[:OWNER_LETTERS]),
-            "tokens": Text(tokens(entry)),
-            "size": Text(size(entry.bytes)),
+        cells: dict[str, RenderableType] = {
+            "id": entry.id,
+            "status": output.styled(state(entry), STYLES.get(state(entry), "")),
+            "model": entry.model,
+            "age": age(entry.created_at) if entry.created_at else "-",
+            "owner": (entry.owner or "-")[:OWNER_LETTERS],
+            "tokens": tokens(entry),
+            "size": size(entry.bytes),
         }
         table.add_row(*(cells[name] for name in columns))
     return table

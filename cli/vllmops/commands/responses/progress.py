@@ -49,7 +49,6 @@ class Counting:
             "interrupted",
             f"interrupted: {self.far} {self.what}",
             "repeat the command to continue",
-            exit_code=Exit.INTERRUPTED,
             data=data,
         )
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from ... import output
+from ...errors import usage
 from ...output import Json, Progress, Result, command
 from ...store.backend import FINISHED
-from ..options import Target
-from .changes import DryRun, Found, apply, dry_run_result, gathered, over, report, run_to_end
+from ..options import DryRun, Target, Yes
+from .changes import Found, apply, dry_run_result, gathered, over, report, run_to_end
 from .entries import age
 from .progress import Counting
 from .selection import Model, OlderThan, Selection, Statuses, Store, selected
-from .sources import source, usage
+from .sources import source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +32,7 @@ def purge(
     older_than: OlderThan = None,
     status: Statuses = None,
     model: Model = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: Yes = False,
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> Result:

@@ -11,10 +11,11 @@ from typing import Annotated, Protocol
 
 import typer
 
+from ...errors import usage
 from ...store.backend import STATUSES, Query, Response
 from ..options import duration, time_
 from .entries import age
-from .sources import PAGE, usage
+from .sources import PAGE
 
 COMPLETION_S = 0.5
 
@@ -75,7 +76,6 @@ Store = Annotated[
         metavar="URL",
         help="Read this store directly, with the responses of all API keys: sqlite:///FILE, "
         "postgresql://, redis://.",
-        show_default=False,
     ),
 ]
 Statuses = Annotated[
@@ -85,20 +85,15 @@ Statuses = Annotated[
         metavar="STATUS",
         help="Only responses with this status; repeatable.",
         autocompletion=statuses,
-        show_default=False,
     ),
 ]
 Model = Annotated[
-    str | None,
-    typer.Option(help="Only responses of this model.", autocompletion=models, show_default=False),
+    str | None, typer.Option(help="Only responses of this model.", autocompletion=models)
 ]
 Since = Annotated[
     str | None,
     typer.Option(
-        parser=time_,
-        metavar="TIME",
-        help="Only responses created within this time: 15m, 36h, 30d.",
-        show_default=False,
+        parser=time_, metavar="TIME", help="Only responses created within this time: 15m, 36h, 30d."
     ),
 ]
 OlderThan = Annotated[
@@ -108,7 +103,6 @@ OlderThan = Annotated[
         parser=time_,
         metavar="TIME",
         help="Only responses older than this: 15m, 36h, 30d.",
-        show_default=False,
     ),
 ]
 

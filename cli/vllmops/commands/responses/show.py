@@ -111,9 +111,7 @@ def render(
 
     style = STYLES.get(state(entry), "green")
     yield Text.assemble((entry.id, "bold"), "  ", (state(entry), style))
-    facts = output.table("", "")
-    facts.show_header = False
-    for name, value in (
+    rows = [
         ("model", entry.model),
         ("damaged", entry.damaged),
         ("created", entry.created_at and f"{when(entry.created_at)}, {age(entry.created_at)} ago"),
@@ -123,28 +121,24 @@ def render(
         ("size", size(entry.bytes)),
         ("API key", entry.owner and f"{entry.owner} (SHA-256)"),
         ("error", entry.error),
-    ):
-        if value:
-            facts.add_row(name, Text(value))
-    yield facts
+    ]
+    yield output.facts((name, value) for name, value in rows if value)
     if items is not None:
-        yield Text("\ninput", style="bold")
+        yield output.styled("\ninput", "bold")
         yield Folded(tuple(item_lines(lambda: shape.ITEMS.decode(items))))
-    yield Text("\noutput", style="bold")
+    yield output.styled("\noutput", "bold")
     yield Folded(
         tuple(item_lines(lambda: shape.DOCUMENT.decode(body).output)) or (Line(2, "none", "dim"),)
     )
     if events:
-        yield Text("\nevents", style="bold")
+        yield output.styled("\nevents", "bold")
         if not logs:
-            yield Text(
-                "  no stored events: it was not a background stream, or it ended too long ago"
-            )
+            yield "  no stored events: it was not a background stream, or it ended too long ago"
         for part in logs:
             for number, event in enumerate(part.events, part.first):
                 yield Verbatim(f"{number:>7}  {brief(event)}")
         if entry.status in {"queued", "in_progress"}:
-            yield Text("  the response is still running")
+            yield "  the response is still running"
 
 
 def item_lines(items: Callable[[], list[shape.Item]]) -> Iterator[Line]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ...errors import Exit, VllmopsError
+from ...errors import VllmopsError, usage
 from ...store.backend import CursorUnknown, Query, Response, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -124,7 +124,3 @@ async def concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]])
                 group.create_task(some())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-def usage(message: str, hint: str) -> VllmopsError:
-    return VllmopsError("usage", message, hint, exit_code=Exit.USAGE)

@@ -83,29 +83,28 @@ async def sum_of_pages(responses: Source, counting: Counting) -> Stats:
 
 def figures(data: dict[str, Any]) -> Iterator[RenderableType]:
     """Human-readable output."""
-    from rich.text import Text  # noqa: PLC0415
-
-    yield Text(f"{data['of']}: {data['count']:,} responses", style="bold")
+    yield output.styled(f"{data['of']}: {data['count']:,} responses", "bold")
     for name, head in (("statuses", "status"), ("models", "model")):
         if data[name]:
             table = output.table(head, "", right=[""])
             for word, count in sorted(data[name].items(), key=lambda pair: -pair[1]):
-                table.add_row(Text(word, STYLES.get(word, "")), f"{count:,}")
+                table.add_row(output.styled(word, STYLES.get(word, "")), f"{count:,}")
             yield table
     if data["owners"]:
         table = output.table("API key (SHA-256)", "", right=[""])
         for owner, count in list(data["owners"].items())[:OWNERS]:
-            table.add_row(Text(f"{owner[:OWNER_LETTERS]}…" if owner else "none"), f"{count:,}")
+            table.add_row(f"{owner[:OWNER_LETTERS]}…" if owner else "none", f"{count:,}")
         if len(data["owners"]) > OWNERS:
             table.add_row(f"and {len(data['owners']) - OWNERS:,} others", "", style="dim")
         yield table
-    rest = output.table("", "")
-    rest.show_header = False
-    rest.add_row("bytes", size(data["bytes"]))
-    rest.add_row("bytes of events", or_unavailable(data["event_bytes"], size))
-    rest.add_row("oldest", f"{age(data['oldest'])} ago" if data["oldest"] is not None else "-")
-    rest.add_row("evicted in total", or_unavailable(data["evictions"], "{:,}".format))
-    yield rest
+    yield output.facts(
+        [
+            ("bytes", size(data["bytes"])),
+            ("bytes of events", or_unavailable(data["event_bytes"], size)),
+            ("oldest", f"{age(data['oldest'])} ago" if data["oldest"] is not None else "-"),
+            ("evicted in total", or_unavailable(data["evictions"], "{:,}".format)),
+        ]
+    )
 
 
 def or_unavailable(value: Any, form: Any) -> str:

@@ -13,7 +13,7 @@ import typer
 
 from ... import output
 from ...diagnose.findings import Severity
-from ...errors import Exit, VllmopsError
+from ...errors import Exit, VllmopsError, usage
 from ...host.roles import Role
 from ...output import Folded, Line, Result
 from ...protocol.place import headed
@@ -59,7 +59,6 @@ def dump(
             readable=False,
             callback=to_write,
             help="Write the snapshot to this file as well; an existing file is replaced.",
-            show_default=False,
         ),
     ] = None,
     timeout: Annotated[
@@ -98,7 +97,6 @@ def dump(
             metavar="FILE",
             readable=False,
             help="Read the stacks from this core file of a process, not from a server.",
-            show_default=False,
             rich_help_panel=CAPTURE,
         ),
     ] = None,
@@ -163,7 +161,7 @@ def dump(
         ),
     ):
         if wrong:
-            raise VllmopsError("usage", what, hint, exit_code=Exit.USAGE)
+            raise usage(what, hint)
     options = Options(locals=locals_, native=native, nonblocking=nonblocking)
     if core:
         return _of_core(core, options, timeout, save, fail_on, explain=explain_)
@@ -176,7 +174,6 @@ def dump(
             "stacks.none",
             f"{server.label} has no process yet",
             f"vllmops wait {server.label} --for ready",
-            exit_code=Exit.NOT_FOUND,
         )
     if explain_:
         from .explanation import live  # noqa: PLC0415 - slow to import, and not needed for a dump

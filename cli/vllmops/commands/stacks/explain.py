@@ -31,7 +31,6 @@ def explain(
             "progress=frozen or moving (tokens), steps=frozen or moving (the scheduler's), "
             "still=12 (seconds without a token).",
             metavar="NAME=VALUE",
-            show_default=False,
         ),
     ] = None,
     fail_on: FailOn = Severity.ERROR,

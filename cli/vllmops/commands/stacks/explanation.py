@@ -17,7 +17,7 @@ from ...diagnose import stacks as judge
 from ...diagnose.facts import FACTS, PACES
 from ...diagnose.findings import Severity
 from ...diagnose.matching import ARROW
-from ...errors import Exit, VllmopsError
+from ...errors import Exit, VllmopsError, usage
 from ...files import STDIN, is_gzip, read, spelt
 from ...numbers import MOST, number
 from ...output import Folded, Line, Result
@@ -163,11 +163,9 @@ def facts(words: Sequence[str]) -> dict[str, str]:
         known = name in FACTS and sign
         right = value in {"frozen", "moving"} if name in PACES else is_number(value)
         if not known or not right:
-            raise VllmopsError(
-                "usage",
+            raise usage(
                 f"{word!r} is not a fact that vllmops knows, or its value is not valid",
                 f"--fact NAME=VALUE; the names are {', '.join(FACTS)}",
-                exit_code=Exit.USAGE,
             )
         values[name] = value
     return values
@@ -188,11 +186,9 @@ def load(file: Path | None) -> Pasted:
             ``stacks.binary`` or ``file.too-large``.
     """
     if file is None and sys.stdin is not None and sys.stdin.isatty():
-        raise VllmopsError(
-            "usage",
+        raise usage(
             "stacks explain needs a FILE, or stacks on standard input",
             "vllmops stacks explain FILE",
-            exit_code=Exit.USAGE,
         )
     source = file or Path(STDIN)
     where, content = spelt(source), read(source, MOST_BYTES)
