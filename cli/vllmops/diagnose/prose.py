@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from ..patterns import pattern
 from ..protocol.place import MOST_WRITTEN, NUMBERS, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from . import toml
@@ -16,13 +17,13 @@ from .waiting import Chain, chain
 
 MOST_READ = 1 << 15  # characters: what people write is short, and a log ends with what counts
 LONGEST = 2000  # characters of a sentence
-MARKUP = re.compile(r"[`*]")
-PAIRS = re.compile(r"(?:\b\w+ ?= ?[^\s,]+, ?){6,}")  # a configuration that is printed
+MARKUP = pattern(r"[`*]")
+PAIRS = pattern(r"(?:\b\w+ ?= ?[^\s,]+, ?){6,}")  # a configuration that is printed
 # A heading, an item of a list and a line of a log are sentences, too.
-SENTENCE = re.compile(
+SENTENCE = pattern(
     r"(?<=[.!?])\s+|\n\s*\n|\s+$|\n(?=\s*(?:[-*|>]|\d+[.)])\s|[^\n]{0,60}\d\d:\d\d:\d\d)"
 )
-HEADING = re.compile(r"(?m)^#+ .*$")
+HEADING = pattern(r"(?m)^#+ .*$")
 SUBJECT = (
     r"(?i:\b(?P<kind>ranks?|workers?|tp|pp|dp|gpus?|nodes?)[ _#-]?(?P<numbers>" + NUMBERS + r")\b"
     r"|\b(?:the )?(?P<others>others?|remaining|rest of the)(?: (?P<left>\d+))?"
@@ -31,14 +32,14 @@ SUBJECT = (
     r"(?: [\w-]+)? (?:ranks?|workers?|gpus?|processes)\b"
     r"|\b(?P<role>engine ?core|engine|scheduler|api ?server|worker)\b)"
 )
-SUBJECTS = re.compile(SUBJECT)
-CLAUSE = re.compile(
+SUBJECTS = pattern(SUBJECT)
+CLAUSE = pattern(
     r"(?<=[.!?;:])\s+|\n\s*\n|\n(?=\s*[-*|])|,?\s+\b(?:while|whereas|but)\b|,\s+(?="
     + re.sub(r"\?P<\w+>", "?:", SUBJECT)
     + r")"
 )
-NAME = re.compile(r"`(?P<tick>[A-Za-z_][\w.:]*)(?:\(\))?`|\b(?P<bare>[A-Za-z]\w*_\w+|\w+(?=\(\)))")
-IN = re.compile(r"(?i)\b(?:in|at|on|inside|within|under|calls?|calling|from|for)\W*$")
+NAME = pattern(r"`(?P<tick>[A-Za-z_][\w.:]*)(?:\(\))?`|\b(?P<bare>[A-Za-z]\w*_\w+|\w+(?=\(\)))")
+IN = pattern(r"(?i)\b(?:in|at|on|inside|within|under|calls?|calling|from|for)\W*$")
 ROLES = {"engine": "engine", "scheduler": "engine", "api": "api", "worker": "worker"}
 
 

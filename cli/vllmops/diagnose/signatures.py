@@ -11,7 +11,7 @@ from ..protocol.stacks import Frame
 from . import toml
 from .findings import Severity
 
-CACHED = 1 << 14  # frames and patterns: dumps repeat the same frames
+CACHED = 1 << 16  # frames and patterns: dumps repeat the same frames
 
 Confidence = Literal["possible", "likely", "sure"]
 

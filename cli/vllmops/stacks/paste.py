@@ -17,6 +17,7 @@ import msgspec
 
 from ..errors import VllmopsError
 from ..host.roles import Role, titled
+from ..patterns import pattern
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.place import MOST_WRITTEN, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
@@ -60,7 +61,7 @@ WAITS = {
     "accept", "sleep", "acquire", "_worker", "_recv", "_recv_bytes", "recv_bytes", "join",
     "readline", "read", "_run_event_loop",
 }  # fmt: skip
-NATIVE_WAITS = re.compile(
+NATIVE_WAITS = pattern(
     r"futex|epoll_wait|poll$|sem_wait|sem_timedwait|cond_(?:timed)?wait|select|nanosleep|accept"
     r"|recv|__read|syscall$"
 )
@@ -100,7 +101,7 @@ SGLANG = {
     "sglang::http_server": Role.API,
 }
 
-MARKS = re.compile(
+MARKS = pattern(
     r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<|[←→]|<-|->| < "
 )  # what every frame has one of
 # How far inside some functions are, to see which end of a stack stands first in a text.
@@ -381,8 +382,8 @@ class _Reader:
 
     def _header(self, line: str) -> bool:
         """Take a line that begins a process, a thread or a traceback; False if it is none."""
-        for words, pattern, take in HEADERS:
-            if words in line and (match := pattern.match(line)):
+        for words, known, take in HEADERS:
+            if words in line and (match := known.match(line)):
                 take(self, match)
                 return True
         return False
