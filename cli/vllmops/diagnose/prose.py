@@ -80,10 +80,13 @@ def table() -> Words:
 
 
 @functools.cache
-def _pattern(kind: str) -> re.Pattern[str]:
-    """The patterns of all rows of a kind."""
-    rows: tuple[Row, ...] = getattr(table(), kind)
-    return re.compile("|".join(f"(?:{row.words})" for row in rows), re.IGNORECASE | re.MULTILINE)
+def _patterns(kind: str) -> list[re.Pattern[str]]:
+    return [pattern(row.words, re.MULTILINE) for row in getattr(table(), kind)]
+
+
+def _says(kind: str, text: str) -> bool:
+    """Whether a row of a kind matches a text in lower case."""
+    return any(row.search(text) for row in _patterns(kind))
 
 
 def chain_of(text: str, facts: Mapping[str, str]) -> Chain | None:
@@ -118,12 +121,13 @@ def reported(text: str) -> str:
     """The sentences that say what happens: no question, no wish, no hang that is denied."""
     if len(text) > MOST_READ:
         text = f"{text[: MOST_READ // 2]}\n\n{text[-MOST_READ // 2 :]}"
-    if _pattern("text").search(text):
+    if _says("text", text.lower()):
         return ""
-    silent = _pattern("sentence").search
     text = HEADING.sub(r"\g<0>\n\n", text)
     return "\n\n".join(
-        part for part in SENTENCE.split(text) if not part.endswith("?") and not silent(plain(part))
+        part
+        for part in SENTENCE.split(text)
+        if not part.endswith("?") and not _says("sentence", plain(part))
     )
 
 
@@ -134,7 +138,7 @@ def plain(sentence: str) -> str:
 
 def is_stuck(report: str) -> bool:
     """Whether a report says that something is stuck."""
-    return any(_pattern("stuck").search(plain(part)) for part in report.split("\n\n"))
+    return any(_says("stuck", plain(part)) for part in report.split("\n\n"))
 
 
 def _names(clause: str) -> Iterator[Frame]:

@@ -21,6 +21,7 @@ from ..patterns import pattern
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.place import MOST_WRITTEN, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
+from . import pyspyjson
 from .cleaning import joined, streams
 from .issues import sections
 from .lines import (
@@ -225,10 +226,7 @@ def _json(text: str) -> Pasted | None:
     start = text.lstrip("\ufeff \r\n\t`")
     if start[:1] not in {"[", "{"}:
         return None
-    from . import pyspy  # noqa: PLC0415 - slow to import, and not needed for text
-
-    content = start.rstrip("` \r\n\t")
-    for document in list(_documents(content)):
+    for document in list(_documents(start.rstrip("` \r\n\t"))):
         if isinstance(document, dict) and isinstance(document.get("data"), dict):
             document = document["data"]  # noqa: PLW2901 - the envelope of `stacks dump --json`
         if isinstance(document, dict) and "processes" in document:
@@ -239,7 +237,7 @@ def _json(text: str) -> Pasted | None:
                 by_pid.setdefault(int(thread.get("pid") or 0), []).append(thread)
         for pid, threads in by_pid.items():
             try:
-                parsed = pyspy.parse(msgspec.json.encode(threads))
+                parsed = pyspyjson.parse(msgspec.json.encode(threads))
             except VllmopsError:
                 continue
             info = next((t["process_info"] for t in threads if t.get("process_info")), None)
@@ -346,8 +344,9 @@ class _Reader:
             if match := RANK_OF.match(line):
                 self._process(match)
                 line = match["rest"]
-            for frame in frames_in(line):
-                self.frame(frame)
+            if frames := list(frames_in(line)):
+                for frame in frames:
+                    self.frame(frame)
                 self.processes[-1].threads[-1].outermost |= CALLS.search(line) is not None
 
     def _mixed(self, match: re.Match[str]) -> None:
@@ -439,15 +438,20 @@ HEADERS: tuple[tuple[str, re.Pattern[str], Callable[[_Reader, re.Match[str]], No
     ("Traceback", LAST, _Reader._outermost_first),
     ("Traceback", FIRST, _Reader._innermost_first),
     ("Fatal", FATAL, _Reader._fatal),
-    ("", AGAIN, _Reader._again),
+    ("stack dump", AGAIN, _Reader._again),
+    ("Timeout", AGAIN, _Reader._again),
     (" pid ", OUR_PROCESS, _Reader._process),
     ("VLLM_STACK", FILE, _Reader._process),
     ("py-spy", COMMAND, _Reader._command),
     ("Attaching", COMMAND, _Reader._command),
-    ("", LABEL, _Reader._process),
+    ("Worker", LABEL, _Reader._process),
+    ("EngineCore", LABEL, _Reader._process),
+    ("APIServer", LABEL, _Reader._process),
+    ("DPCoordinator", LABEL, _Reader._process),
     ("Worker", NAMED, _Reader._process),
     ("EngineCore", NAMED, _Reader._process),
     ("APIServer", NAMED, _Reader._process),
+    ("DPCoordinator", NAMED, _Reader._process),
     ("", RANK, _Reader._process),
     ("Stack of", STACK_OF, _Reader._stack),
     (": ", OURS, _Reader._state_thread),
