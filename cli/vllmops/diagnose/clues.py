@@ -37,7 +37,7 @@ ABORTED = r"\bABORT\b|\"abort_flag\": ?true"
 # The kernel of cuda-gdb's table, of a backtrace, or of its focus.
 KERNELS = (
     r"Active +0x[0-9a-f]+ .*?\) +([A-Za-z_][^()]*)\(",
-    r"\bin ([A-Za-z_][\w:<>, ]*?)<<<\(",
+    r"[ \n]in ([A-Za-z_][\w:<>, ]*?)<<<\(",
     r"Switching focus to CUDA kernel.*\n(?:.*\n)?#0.*? in ([A-Za-z_][\w:]*)",
 )
 # A row of nvidia-smi's table, from the sign after the number of watts; and its query's.
@@ -47,8 +47,9 @@ NUMBER = pattern(r"[\d.]+(?= ?$)")
 LONGEST = 8  # characters of a number
 FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle
+COMPILERS = ("ptxas", "cicc", "nvcc", "cc1plus", "ninja")
 # A row of ps or top.
-COMPILERS = r"(?m)^ *(?:\w+ +)?\d+ [^\n]*?\b(?:ptxas|cicc|nvcc|cc1plus|ninja)\b"
+COMPILES = rf"(?m)^ *(?:\w+ +)?\d+ [^\n]*?\b(?:{'|'.join(COMPILERS)})\b"
 # Lines of a log.
 TIMED_OUT = {
     "".join(line.split()): line.replace(r"to \w+ ", "")
@@ -171,7 +172,7 @@ def _frozen(facts: Mapping[str, str]) -> Clue:
 
 def compiles(text: str) -> bool:
     """Whether a table of processes in the text shows a compiler."""
-    return re.search(COMPILERS, text) is not None
+    return any(map(text.__contains__, COMPILERS)) and re.search(COMPILES, text) is not None
 
 
 def gpu(text: str) -> str:

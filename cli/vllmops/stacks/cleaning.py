@@ -112,17 +112,14 @@ def joined(lines: list[str]) -> Iterator[str]:
         else:
             parts.append(line)
     width = max(map(len, parts), default=0)
-    at = 0
-    while at < len(parts):
-        raw = parts[at]
+    taken = 0
+    for at, raw in enumerate(parts, 1):
+        if taken:
+            taken -= 1
+            continue
         line = raw.strip()
-        at += 1
         if line and (len(raw) == width or not complete(line)) and at < len(parts):
-            taken, joined = _join(raw, parts[at : at + JOINED], width)
-            if taken:
-                yield joined
-                at += taken
-                continue
+            taken, line = _join(raw, parts[at : at + JOINED], width)
         yield line
 
 

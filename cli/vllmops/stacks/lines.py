@@ -50,7 +50,7 @@ RANK_OF = pattern(
 )
 # A sentence above a stack that says whose it is.
 SAID = pattern(
-    r"[^()`]{0,120}?\b(?:(?i:all|both)(?: of)?(?: the)?(?: (?P<count>\d+))?"
+    r"(?=.*:\W*$)[^()`]{0,120}?\b(?:(?i:all|both)(?: of)?(?: the)?(?: (?P<count>\d+))?"
     r" (?:ranks|workers|GPUs|processes)"
     rf"|(?P<kind>[Rr]ank|[Ww]orker|TP|PP|DP|GPU)s?[ _#-]?(?P<numbers>{NUMBERS}))\b"
     r"[^()`]{0,80}:\W*$"
@@ -92,7 +92,7 @@ TRACED = pattern(
 GDB_MIXED = pattern(r"(?:#\d+ +)?\(?py(?:thon)?\)?:? +(?=File \")")
 # A chain of calls by their names alone, among other words.
 NAMES = pattern(
-    r"[A-Za-z_][\w.]*(?:\(\))?(?:\s*(?:←|<-+|<|-+>|→|=>)\s*[A-Za-z_][\w.]*(?:\(\))?){2,}"
+    r"\b[A-Za-z_][\w.]*(?:\(\))?(?:\s*(?:←|<-+|<|-+>|→|=>)\s*[A-Za-z_][\w.]*(?:\(\))?){2,}"
 )
 # From a call to its caller, or back, as people type it; and a frame among other words.
 # From a function to the one that it calls: the outermost stands first.
