@@ -341,13 +341,17 @@ class _Reader:
             self.crash.error = line
             self.crash = None
         elif not self.crash and MARKS.search(line):
-            if match := RANK_OF.match(line):
-                self._process(match)
-                line = match["rest"]
-            if frames := list(frames_in(line)):
-                for frame in frames:
-                    self.frame(frame)
-                self.processes[-1].threads[-1].outermost |= CALLS.search(line) is not None
+            self._words(line)
+
+    def _words(self, line: str) -> None:
+        """Take the frames among other words, and the rank before them."""
+        if match := RANK_OF.match(line):
+            self._process(match)
+            line = match["rest"]
+        if frames := list(frames_in(line)):
+            for frame in frames:
+                self.frame(frame)
+            self.processes[-1].threads[-1].outermost |= CALLS.search(line) is not None
 
     def _mixed(self, match: re.Match[str]) -> None:
         """Take a Python frame among the native ones of gdb."""
