@@ -25,26 +25,27 @@ ANSWER_BYTES = 8 << 20
 PID = re.compile(r'(?:"pid": ?|managed by process )(\d+)')
 
 
-def captures(processes: Iterable[Process], began: float) -> Iterator[RasCapture]:
+def captures(own: Iterable[Process], began: float) -> Iterator[RasCapture]:
     """What the RAS services of a server answer; nothing where NCCL has none.
 
     Args:
-        processes: of the server; a service of anybody else is not asked.
+        own: the processes of the server; a service of anybody else is not asked.
         began: of the examination, by the monotonic clock.
     """
     pids, asked = set[int](), dict[tuple[str, int], int]()
-    for process in processes:
+    for process in own:
         with suppress(OSError, ValueError):
             pids |= {process.pid, proc.own_pid(process.pid)}
             for address in listening(process.pid):
                 asked.setdefault(address, process.pid)
     until = time.monotonic() + ANSWER_S
-    for address, pid in asked.items():
+    for (address, port), pid in asked.items():
         with suppress(OSError, ValueError):
-            text = ask(address, until)
-            if pids & about(text):
+            text = ask((address, port), until)
+            # Of ranks that are not behind, text names no process.
+            if about(text) & pids or (not about(text) and processes.listeners(port) <= pids):
                 at_s = time.monotonic() - began
-                yield RasCapture(at_s=at_s, pid=pid, port=address[1], text=text)
+                yield RasCapture(at_s=at_s, pid=pid, port=port, text=text)
 
 
 def about(text: str) -> set[int]:
