@@ -195,5 +195,5 @@ def test_an_answer_that_names_no_process_counts_where_nobody_else_listens(
     found = looks(process)
     assert [capture.text for capture in found] == [FINE, FINE]
     assert polled(found) == []  # no counts: whether they move is not known
-    monkeypatch.setattr(ras.processes, "listeners", lambda _: {process.pid, None})
+    monkeypatch.setattr(ras, "listeners", lambda _: {process.pid, None})
     assert looks(process) == []

@@ -244,7 +244,8 @@ def listeners(port: int) -> set[int | None]:
         sockets = psutil.net_connections("tcp")
     except psutil.Error:
         return {None}
-    return {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr.port == port}
+    listening = (s for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr)
+    return {s.pid for s in listening if s.laddr.port == port}
 
 
 def listening_ports(pid: int) -> list[int]:

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from ..protocol.server import RasCapture
-from . import proc, processes
-from .processes import Process
+from . import proc
+from .processes import Process, listeners
+from .processes import listening as ports
 
 PORT = 28028
 ASKED_S = 2  # for the ranks of other nodes
@@ -39,11 +40,12 @@ def captures(own: Iterable[Process], began: float) -> Iterator[RasCapture]:
             for address in listening(process.pid):
                 asked.setdefault(address, process.pid)
     until = time.monotonic() + ANSWER_S
-    for (address, port), pid in asked.items():
+    for address, pid in asked.items():
         with suppress(OSError, ValueError):
-            text = ask((address, port), until)
+            text, port = ask(address, until), address[1]
             # Of ranks that are not behind, text names no process.
-            if about(text) & pids or (not about(text) and processes.listeners(port) <= pids):
+            named = about(text)
+            if named & pids or (not named and listeners(port) <= pids):
                 at_s = time.monotonic() - began
                 yield RasCapture(at_s=at_s, pid=pid, port=port, text=text)
 
@@ -56,7 +58,7 @@ def about(text: str) -> set[int]:
 def listening(pid: int) -> list[tuple[str, int]]:
     """Where a process's RAS service listens: at most one address."""
     port = wanted(proc.environment(pid))
-    addresses = processes.listening(pid) if port else []
+    addresses = ports(pid) if port else []
     return [(local(address), port) for address, at in addresses if at == port][:1]
 
 
