@@ -244,8 +244,7 @@ def listeners(port: int) -> set[int | None]:
         sockets = psutil.net_connections("tcp")
     except psutil.Error:
         return {None}
-    listening = (s for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr)
-    return {s.pid for s in listening if s.laddr.port == port}
+    return {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr[1:] == (port,)}
 
 
 def listening_ports(pid: int) -> list[int]:
