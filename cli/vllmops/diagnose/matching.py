@@ -11,6 +11,7 @@ from ..protocol.pasted import Pasted
 from ..protocol.place import headed
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .facts import agrees
+from .places import computes
 from .signatures import Case, Confidence, Signature, ThreadPattern, functions, is_called, name_of
 
 RANKS: tuple[Confidence, ...] = ("possible", "likely", "sure")
@@ -285,7 +286,7 @@ def _spots(pattern: ThreadPattern, sample: StacksSnapshot, scene: Scene) -> Iter
             continue
         if pattern.state and thread.state != pattern.state:
             continue
-        if pattern.gil and not thread.owns_gil:
+        if pattern.gil and (not thread.owns_gil or any(map(computes, thread.frames[:1]))):
             continue
         if (frames := _matching_frames(pattern, thread)) is not None:
             yield Spot(process, thread, frames)

@@ -48,6 +48,7 @@ MODEL = pattern(
 FORWARD = pattern(r"forward(?:_\w+)?")
 # Threads of the agent, and of Python's small HTTP servers: what they wait for tells no hang.
 ASIDE = pattern(r"vllmops-|.*\(process_request_thread\)")
+PYTHON = {"admission", "structure"}  # waits for nothing, in Python
 LOCKS = {"acquire", "_acquire", "wait", "_acquire_restore"}
 SLEEPS = {"_process_engine_step", "step", "step_with_batch_queue", "run_busy_loop"}
 
@@ -225,6 +226,11 @@ def starts(frame: Frame) -> bool:
 def waits_of(frame: Frame) -> tuple[str, ...]:
     """The waits that a frame shows, the first in the file first."""
     return _rows("wait", frame.function, frame.short_file)
+
+
+def computes(frame: Frame) -> bool:
+    """Whether a frame is of Python that computes or calls more of it, and not of a call into C."""
+    return bool(phases_of(frame)) or not PYTHON.isdisjoint(waits_of(frame))
 
 
 @functools.cache
