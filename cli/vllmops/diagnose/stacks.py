@@ -314,9 +314,13 @@ def _ended(crashes: Sequence[Crash], text: str) -> Iterator[Hit]:
     for name, crash in crashed.items():
         if real and name != "input-thread-dead":
             continue
-        yield Hit(known(name), "likely", _told(crash), crash.process or "EngineCore")
+        cut = () if crash.error else (CUT,)
+        confidence: Confidence = "possible" if cut else "likely"
+        subject = crash.process or "EngineCore"
+        yield Hit(known(name), confidence, _told(crash), subject, doubts=cut)
 
 
+CUT = "the last line of the traceback, which names the exception"
 # Exceptions that another process's end or a shutdown causes; empty: the last line is missing.
 AFTERMATH = pattern(
     r"^$|EngineDead|[Cc]ancelled|EngineCore (?:encountered|failed|died)|Engine (?:core|process)"
@@ -340,7 +344,7 @@ def _crashed(crash: Crash) -> StackFinding:
         page="stack.crash",
         confidence="sure" if crash.error else "likely",
         lines=lines,
-        sure="" if crash.error else "the last line of the traceback, which names the exception",
+        sure="" if crash.error else CUT,
         hang=False,
     )
 

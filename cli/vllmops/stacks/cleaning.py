@@ -148,7 +148,7 @@ def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
     for count, more in enumerate(following, 1):
         part = more.strip()
         indented = more.startswith("  ")
-        if not part or _begins_anew(part):
+        if not part or _begins_anew(part) or (alone and _indent(more) > _indent(raw)):
             break
         # The end of a cut function name looks complete, too: it is a name.
         if complete(part) and (alone or not full or indented):
@@ -167,6 +167,10 @@ def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
             return count + 1, joined + following[count]
         return count, joined
     return 0, line
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _may_be_cut(line: str, full: bool) -> bool:
