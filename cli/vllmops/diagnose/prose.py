@@ -34,7 +34,7 @@ SUBJECT = (
 )
 SUBJECTS = pattern(SUBJECT)
 CLAUSE = pattern(
-    r"(?<=[.!?;:])\s+|\n\s*\n|\n(?=\s*[-*|])|,?\s+\b(?:while|whereas|but)\b|,\s+(?="
+    r"(?<=[.!?;:])\s+|\n\s*\n|\n(?=\s*[-*|])|,?\s+\b(?:while|whereas|but)\b|,\s+(?:and\s+)?(?:the\s+)?(?="
     + re.sub(r"\?P<\w+>", "?:", SUBJECT)
     + r")"
 )

@@ -31,7 +31,7 @@ OUR_PROCESS = pattern(r"(?P<title>[A-Z][\w ]*?) pid (?P<pid>\d+)$")
 LABEL = pattern(
     r"[#*=\-_` ]*(?P<title>(?:VLLM::)?(?:EngineCore|Worker|APIServer|DPCoordinator)[\w-]*)"
     r"[*`]*(?:[ ,:(\[]*(?:pid|PID)[ =:]*(?P<pid>\d+)[)\]]*)?"
-    r"[*`: ]*(?:(?:call )?stack(?: trace)?s?)?[#*=\-_`: ]*$"
+    r"(?:[*`: ]*(?:(?:call )?stack(?: trace)?s?)?| [\w -]{1,40}:)[#*=\-_`: ]*$"
 )
 # A process's name at the end of a line above its stack: "py-spy of Worker_TP2:".
 NAMED = pattern(
