@@ -97,7 +97,7 @@ class Ranks:
         *,
         engine: str = "engine",
         requests: int = 1,
-        seeds: tuple[int, ...] = (77,),
+        model: str = "",
         status: int = 200,
     ) -> Iterator[None]:
         """A worker that sleeps while others wait for it, with a request in its engine.
@@ -107,7 +107,7 @@ class Ranks:
             place: module, class and method.
             engine: that has a request then.
             requests: how many are sent, so that each engine has one.
-            seeds: of a request's images.
+            model: that is asked, in place of the one that takes images.
             status: of the answers in the end.
         """
         file = self.folder / "asleep"
@@ -116,8 +116,12 @@ class Ranks:
         code = SLEEP.format(module=module, owner=owner, method=method, file=str(file))
         self.run(name, code)
         beat = self.server.home / "agents" / f"{self.named()[engine]}.beat"
+        url, complete = self.server.url, self.server.complete
         with ThreadPoolExecutor(requests) as pool:
-            sent = [pool.submit(ask, self.server.url, *seeds) for _ in range(requests)]
+            sent = [
+                pool.submit(complete, model=model) if model else pool.submit(ask, url, 77)
+                for _ in range(requests)
+            ]
             try:
                 until(lambda: json.loads(beat.read_bytes())["running"])
                 yield

@@ -222,9 +222,9 @@ def test_the_data_parallel_rank_that_is_stuck_is_found(
 ) -> None:
     """Ranks of a model with experts run each step together; others do not."""
     words = ("--demo", demo, *plugged(cli, plug_in, tmp_path), *DP, "--api-server-count", "1")
-    ranks = Ranks(cli.serve("data", *words), tmp_path)
+    ranks, model = Ranks(cli.serve("data", *words), tmp_path), f"demo-{demo}"
     try:
-        with ranks.stuck("worker DP1", FORWARD, engine="engine DP1", requests=4, seeds=()):
+        with ranks.stuck("worker DP1", FORWARD, engine="engine DP1", requests=4, model=model):
             found, names = named_stuck(ranks), ranks.named()
             assert found["subject"] == f"Worker_DP1 {names['worker DP1']}"
             assert f"EngineCore_DP1 {names['engine DP1']}" in found["victims"]
@@ -240,7 +240,7 @@ def test_the_pipeline_stage_that_is_stuck_is_found(
     words = ("--demo", "text", *plugged(cli, plug_in, tmp_path), *PP)
     ranks = Ranks(cli.serve("pipeline", *words), tmp_path)
     try:
-        with ranks.stuck("worker PP1", FORWARD, seeds=(), status=500):
+        with ranks.stuck("worker PP1", FORWARD, model="demo-text", status=500):
             found, names = named_stuck(ranks), ranks.named()
             assert found["subject"] == f"Worker_PP1 {names['worker PP1']}"
             assert f"EngineCore {names['engine']}" in found["victims"]
