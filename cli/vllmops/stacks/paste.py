@@ -102,9 +102,8 @@ SGLANG = {
     "sglang::http_server": Role.API,
 }
 
-MARKS = pattern(
-    r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<|[←→]|<-|->| < "
-)  # what every frame has one of
+# What every frame among words has one of: a file, or an arrow.
+MARKS = pattern(r"\.(?:py|pyx|cu|cpp|so)\b|\(<|frame #|\[<|[←→⟵⟶⇐⇒]|<-|->|=>| < ")
 # How far inside some functions are, to see which end of a stack stands first in a text.
 LEVELS = {
     name: level
