@@ -21,6 +21,7 @@ from vllmops.bundle import bundle
 from vllmops.bundle.collecting import Collecting, collect, log, options, quietly
 from vllmops.doctor import examine
 from vllmops.errors import VllmopsError
+from vllmops.host import ras
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server, resolve
@@ -29,6 +30,7 @@ from vllmops.keys import file as keyring
 from ..support.commands import background
 
 OTHER = Path(__file__).parent.parent / "bundle" / "logs" / "other.log"
+NCCL = Path(__file__).parent.parent / "support" / "nccl_ras.py"
 KEY = "0123456789abcdef" * 4
 SECRETS = {
     "VLLM_API_KEY": "PLANTED-key-of-the-server",
@@ -139,6 +141,36 @@ def test_what_files_keep_secret_is_nowhere(
     for name, text in parts(path).items():
         for word in ("PLANTED", coded[:-8], key.hex(), key.hex().upper(), token.read_text()[14:]):
             assert word not in text, name
+
+
+def test_what_nccl_answers_is_kept(lab: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = lab.serve("a")
+    (engine,) = (process.pid for process in record.processes if process.role == Role.ENGINE)
+    answers = []
+    for number, count in enumerate((8, 9)):
+        ranks = [{"rank": 0, "pid": engine, "collective_counts": {"AllReduce": count}}]
+        answers.append(json.dumps({"communicators": [{"hash": "0x1", "ranks": ranks}]}))
+        (folder.parent / f"{number}").write_text(answers[-1])
+    files = [str(folder.parent / f"{number}") for number, _ in enumerate(answers)]
+    service = subprocess.Popen(
+        [sys.executable, str(NCCL), "json", *files], stdout=subprocess.PIPE, text=True
+    )
+    assert service.stdout
+    port = int(service.stdout.readline())
+    monkeypatch.setattr(
+        ras, "listening", lambda pid: [("127.0.0.1", port)] if pid == engine else []
+    )
+    try:
+        answer = lab.vllmops("bundle", "--json")
+    finally:
+        service.kill()
+        service.communicate()
+    assert answer.code == 0, answer
+    kept = bundle.load(Path(answer.data["file"])).ras
+    assert [(capture.pid, capture.port, capture.text) for capture in kept] == [
+        (engine, port, text) for text in answers
+    ]
+    assert kept[0].at_s < kept[1].at_s
 
 
 def test_what_a_person_sees(lab: Any, folder: Path) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from vllmops.host import processes
 from vllmops.host.cudacore import FLAGS, armed
 from vllmops.protocol import files
 from vllmops.protocol.pasted import Pasted
-from vllmops.protocol.stacks import StacksSnapshot
+from vllmops.protocol.stacks import Options, StacksSnapshot
 from vllmops.stacks import core as cores
+from vllmops.stacks import coreprocess
 
 from ..support.commands import Vllmops
 from ..support.waiting import until
@@ -129,6 +131,15 @@ def test_a_core_shows_what_a_live_dump_showed(vllmops: Vllmops, kept: Kept, home
     text = vllmops("stacks", "dump", "--core", str(path)).out
     assert text.startswith(f"Worker_TP1 pid {before.pid}\n")
     assert "    execute_model (" in text
+
+
+def test_the_main_thread_has_its_name_in_a_core_of_gdb() -> None:
+    """gdb keeps what the kernel calls a thread: the program, where nobody has named it."""
+    thread: Any = SimpleNamespace(
+        name="python", tid=7, holds_the_gil=0, all_frames=(), native_frames=(), python_version=()
+    )
+    assert coreprocess._thread(thread, 7, Options()).name == "MainThread"
+    assert coreprocess._thread(thread, 6, Options()).name == "python"
 
 
 def test_a_core_is_explained_as_a_live_dump_is(vllmops: Vllmops, kept: Kept) -> None:

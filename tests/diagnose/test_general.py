@@ -57,6 +57,26 @@ REST = """\
 """
 
 
+@pytest.mark.parametrize(
+    ("frame", "held"),
+    [
+        ("decompress (PIL/ImageFile.py:301)", True),
+        ("_update_request (vllm/v1/core/sched/scheduler.py:1400)", True),
+        ("step (vllm/v1/engine/core.py:470)", False),
+        ("schedule (vllm/v1/core/sched/scheduler.py:510)", False),
+        ("find_longest_cache_hit (vllm/v1/core/kv_cache_manager.py:201)", False),
+        ("evict (sglang/srt/mem_cache/radix_cache.py:330)", False),
+    ],
+)
+def test_who_holds_the_gil_at_a_call_into_python_may_move(frame: str, held: bool) -> None:
+    """Where a stack ends in a function that calls Python, the frames further in are missing."""
+    dump = f'Process 1: VLLM::EngineCore\nThread 1 (active+gil): "MainThread"\n    {frame}\n'
+    dump += "    step_with_batch_queue (vllm/v1/engine/core.py:512)\n"
+    dump += "    run_busy_loop (vllm/v1/engine/core.py:1164)\n\n"
+    found = explain(read(dump * 3), {"progress": "frozen"}).findings
+    assert ("stack.gil-held" in {finding.code for finding in found}) == held
+
+
 def first(text: str) -> StackFinding:
     return explain(read(text)).findings[0]
 

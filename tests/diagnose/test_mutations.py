@@ -16,7 +16,6 @@ from vllmops.diagnose.stacks import Explanation, explain
 from vllmops.protocol.stacks import Frame
 from vllmops.stacks.paste import read
 
-from ..support.extent import EVERYTHING
 from .forms import FORMS
 
 HERE = Path(__file__).parent
@@ -148,7 +147,7 @@ def test_there_are_texts_of_many_kinds() -> None:
     assert len({hangs(answer(name))[0][0] for name in TEXTS if hangs(answer(name))}) > 15
 
 
-@settings(max_examples=1400 if EVERYTHING else 500, deadline=None, derandomize=True, database=None,
+@settings(max_examples=1400, deadline=None, derandomize=True, database=None,
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(
     name=st.sampled_from(sorted(TEXTS)),
@@ -171,7 +170,7 @@ def test_what_says_the_same_has_the_same_answer(
     )
 
 
-@settings(max_examples=600 if EVERYTHING else 250, deadline=None, derandomize=True, database=None,
+@settings(max_examples=600, deadline=None, derandomize=True, database=None,
           suppress_health_check=list(HealthCheck))  # fmt: skip
 @given(
     name=st.sampled_from(sorted(TEXTS)),

@@ -177,3 +177,23 @@ def test_it_counts_where_a_server_makes_no_progress() -> None:
     assert (found.verdict, found.findings[0].code) == ("hang", "stack.collective-mismatch")
     assert found.findings[0].subject == "rank 1"
     assert explain(pasted, {"waiting": "0"}).findings == ()
+
+
+FINE = """Communicators... (0.00s)
+
+Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
+    #  in group  per comm  per node  per comm  in group
+    0         1         1         4         4         4   RUNNING      OK
+"""
+
+
+def test_an_answer_that_names_no_process_counts_where_nobody_else_listens(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In text, NCCL names the processes of ranks that are behind alone."""
+    process = start("old", FINE)
+    found = looks(process)
+    assert [capture.text for capture in found] == [FINE, FINE]
+    assert polled(found) == []  # no counts: whether they move is not known
+    monkeypatch.setattr(ras, "listeners", lambda _: {process.pid, None})
+    assert looks(process) == []

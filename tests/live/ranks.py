@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,20 +40,23 @@ def register():
     start()
     os.register_at_fork(after_in_child=start)
 """
-# As long as the file exists, the rank sleeps before it reduces with the others.
+# As long as the file exists, the rank sleeps in a method of a class.
 SLEEP = """
 import os, time
-from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from {module} import {owner} as owner
 
-reduce = CpuCommunicator.all_reduce
+method = owner.{method}
 
-def all_reduce(self, *args, **options):
+def {method}(self, *args, **options):
     while os.path.exists({file!r}):
         time.sleep(0.05)
-    return reduce(self, *args, **options)
+    return method(self, *args, **options)
 
-CpuCommunicator.all_reduce = all_reduce
+owner.{method} = {method}
 """
+# Before it reduces with the others of its group; and as it runs the model.
+REDUCE = ("vllm.distributed.device_communicators.cpu_communicator", "CpuCommunicator", "all_reduce")
+FORWARD = ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_model_forward")
 GHOST = """
 from vllmops.agent import objects
 
@@ -87,22 +90,44 @@ class Ranks:
         until(lambda: not place.exists())
 
     @contextmanager
-    def stuck(self, name: str) -> Iterator[None]:
-        """A worker that sleeps while the others of its group wait for it, with a request."""
+    def stuck(
+        self,
+        name: str,
+        place: tuple[str, str, str] = REDUCE,
+        *,
+        engine: str = "engine",
+        requests: int = 1,
+        model: str = "",
+        status: int = 200,
+    ) -> Iterator[None]:
+        """A worker that sleeps while others wait for it, with a request in its engine.
+
+        Args:
+            name: of the worker.
+            place: module, class and method.
+            engine: that has a request then.
+            requests: how many are sent, so that each engine has one.
+            model: that is asked, in place of the one that takes images.
+            status: of the answers in the end.
+        """
         file = self.folder / "asleep"
         file.touch()
-        self.run(name, SLEEP.format(file=str(file)))
-        url, answers = self.server.url, list[int]()
-        sender = threading.Thread(target=lambda: answers.append(ask(url, 77).status_code))
-        sender.start()
-        beat = self.server.home / "agents" / f"{self.named()['engine']}.beat"
-        try:
-            until(lambda: json.loads(beat.read_bytes())["running"])
-            yield
-        finally:
-            file.unlink()
-        sender.join(60)
-        assert answers == [200]
+        module, owner, method = place
+        code = SLEEP.format(module=module, owner=owner, method=method, file=str(file))
+        self.run(name, code)
+        beat = self.server.home / "agents" / f"{self.named()[engine]}.beat"
+        url, complete = self.server.url, self.server.complete
+        with ThreadPoolExecutor(requests) as pool:
+            sent = [
+                pool.submit(complete, model=model) if model else pool.submit(ask, url, 77)
+                for _ in range(requests)
+            ]
+            try:
+                until(lambda: json.loads(beat.read_bytes())["running"])
+                yield
+            finally:
+                file.unlink()
+            assert {answer.result().status_code for answer in sent} == {status}
 
 
 def plugged(cli: Cli, plug_in: PlugIn, folder: Path) -> tuple[str, ...]:

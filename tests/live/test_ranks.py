@@ -9,13 +9,14 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ..support.extent import EVERYTHING
+from ..support.extent import EVERYTHING, long
 from ..support.waiting import until
 from .conftest import Cli, Live, PlugIn, free_port, kill, side_by_side
-from .ranks import GHOST, NOBIND, Ranks, encoder_rows, plugged
+from .ranks import FORWARD, GHOST, NOBIND, Ranks, encoder_rows, plugged
 from .test_cache import ask
 
 TP = ("--env", "VLLM_CPU_OMP_THREADS_BIND=0|1", "--", "--tensor-parallel-size", "2")
@@ -70,16 +71,21 @@ def test_every_command_names_the_rank(tensor: Ranks) -> None:
     assert "worker TP1: " in cli("bundle", "-t", "tensor", "--dry-run").out
 
 
+def named_stuck(ranks: Ranks) -> dict[str, Any]:
+    """What doctor says that is stuck; it is one thing, said in time."""
+    began = time.monotonic()
+    ran = ranks.server.cli("doctor", "-t", ranks.server.name, "--json")
+    took_s = time.monotonic() - began
+    (found,) = (f for f in ran.data["findings"] if f["code"].startswith("stack."))
+    print(f"rank stuck: doctor took {took_s:.1f} s: {found}")  # pytest -rP shows it
+    assert took_s < NAMED_S
+    assert ran.code == 1, ran.out
+    return dict(found)
+
+
 def test_the_rank_that_is_stuck_is_found(tensor: Ranks) -> None:
     with tensor.stuck("worker TP1"):
-        began = time.monotonic()
-        ran = tensor.server.cli("doctor", "-t", "tensor", "--json")
-        took_s = time.monotonic() - began
-        print(f"rank stuck: doctor took {took_s:.1f} s")  # pytest -rP shows it
-        assert took_s < NAMED_S
-        assert ran.code == 1, ran.out
-        names = tensor.named()
-        (found,) = (f for f in ran.data["findings"] if f["code"].startswith("stack."))
+        found, names = named_stuck(tensor), tensor.named()
         assert found["subject"] == f"Worker_TP1 {names['worker TP1']}"
         victims = [f"Worker_TP0 {names['worker TP0']}", f"EngineCore {names['engine']}"]
         assert sorted(found["victims"]) == sorted(victims)
@@ -207,6 +213,39 @@ SHAPES: dict[str, tuple[tuple[tuple[str, ...], ...], list[str]]] = {
         ["api", "engine", "launcher", "worker TP0", "worker TP1"],
     ),
 }
+
+
+@long
+@pytest.mark.parametrize("demo", ["text", "moe"])
+def test_the_data_parallel_rank_that_is_stuck_is_found(
+    cli: Cli, plug_in: PlugIn, tmp_path: Path, demo: str
+) -> None:
+    """Ranks of a model with experts run each step together; others do not."""
+    words = ("--demo", demo, *plugged(cli, plug_in, tmp_path), *DP, "--api-server-count", "1")
+    ranks, model = Ranks(cli.serve("data", *words), tmp_path), f"demo-{demo}"
+    try:
+        with ranks.stuck("worker DP1", FORWARD, engine="engine DP1", requests=4, model=model):
+            found, names = named_stuck(ranks), ranks.named()
+            assert found["subject"] == f"Worker_DP1 {names['worker DP1']}"
+            assert f"EngineCore_DP1 {names['engine DP1']}" in found["victims"]
+    finally:
+        cli("stop", "data", "--force")
+
+
+@long
+def test_the_pipeline_stage_that_is_stuck_is_found(
+    cli: Cli, plug_in: PlugIn, tmp_path: Path
+) -> None:
+    """vLLM for the CPU answers 500 with stages; until then it waits for the one that sleeps."""
+    words = ("--demo", "text", *plugged(cli, plug_in, tmp_path), *PP)
+    ranks = Ranks(cli.serve("pipeline", *words), tmp_path)
+    try:
+        with ranks.stuck("worker PP1", FORWARD, model="demo-text", status=500):
+            found, names = named_stuck(ranks), ranks.named()
+            assert found["subject"] == f"Worker_PP1 {names['worker PP1']}"
+            assert f"EngineCore {names['engine']}" in found["victims"]
+    finally:
+        cli("stop", "pipeline", "--force")
 
 
 if EVERYTHING:

@@ -124,6 +124,14 @@ def test_a_crash_is_no_hang() -> None:
     assert read(CRASH).samples == ()
 
 
+def test_a_line_of_code_is_no_rest_of_the_longest_line() -> None:
+    """What a terminal cuts off begins where lines begin."""
+    lines = ['  File "/srv/vllm/v1/engine/core.py", line 510, in step_with_queue', "    raise e"]
+    text = "\n".join(["Traceback (most recent call last):", *lines])
+    (crash,) = read(text).crashes
+    assert crash.frames[0].function == "step_with_queue"
+
+
 def test_a_crash_whose_head_was_not_pasted() -> None:
     found = explain(read("".join(CRASH.splitlines(keepends=True)[2:])))
     assert (found.verdict, len(found.findings)) == ("crash", 1)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..patterns import pattern
 from .facts import STATS
 from .places import Position
 from .signatures import Confidence
@@ -18,36 +19,37 @@ if TYPE_CHECKING:
 
 # These are for texts without blanks, because lines may be wrapped anywhere.
 WATCHDOG = (
-    r"\[?Rank(?P<rank>\d+)\]?Watchdogcaughtcollectiveoperationtimeout:"
+    r"Rank(?P<rank>\d+)\]?Watchdogcaughtcollectiveoperationtimeout:"
     r"Work\w+\(SeqNum=(?P<seq>\d+),OpType=(?P<op>\w+)"
 )
 ENQUEUED = (
-    r"\[?Rank(?P<rank>\d+)\]?.{0,120}?lastenqueued(?:NCCL)?work:(?P<seq>\d+),"
+    r"Rank(?P<rank>\d+)\]?.{0,120}?lastenqueued(?:NCCL)?work:(?P<seq>\d+),"
     r"lastcompleted(?:NCCL)?work:(?P<done>\d+)"
 )
 LAUNCHED = r"Rank(?P<rank>\d+)haslauncheduptooperation(?P<seq>\d+)"
 # Ranks of one count together, in the text with its blanks; those of a small group are named below.
-TOGETHER = re.compile(
+TOGETHER = pattern(
     r"(?m)^\W*(?P<count>\d+) ranks have launched up to operation (?P<seq>\d+)"
     r"(?P<named>(?:\n\W*Rank \d+ -- .*)*)"
 )
-NAMED = re.compile(r"Rank (\d+) -- ")
+NAMED = pattern(r"Rank (\d+) -- ")
 ABORTED = r"\bABORT\b|\"abort_flag\": ?true"
-# The kernel of cuda-gdb's focus, of its table, or of a backtrace.
-KERNEL = (
-    r"(?m)^\*? *\d+ +(?:-|\d+) +\d+ +\d+ +Active +0x[0-9a-f]+ .*?\) +(?P<row>[A-Za-z_][^()]*)\("
-    r"|\bin (?P<frame>[A-Za-z_][\w:<>, ]*?)<<<\("
-    r"|Switching focus to CUDA kernel.*\n(?:.*\n)?#0.*? in (?P<focus>[A-Za-z_][\w:]*)"
+# The kernel of cuda-gdb's table, of a backtrace, or of its focus.
+KERNELS = (
+    r"Active +0x[0-9a-f]+ .*?\) +([A-Za-z_][^()]*)\(",
+    r"[ \n]in ([A-Za-z_][\w:<>, ]*?)<<<\(",
+    r"Switching focus to CUDA kernel.*\n(?:.*\n)?#0.*? in ([A-Za-z_][\w:]*)",
 )
 # A row of nvidia-smi's table, from the sign after the number of watts; and its query's.
 SMI = r"W\s*/\s*(?P<limit>\d+)W\s*\|[^|]*\|\s*(?P<busy>\d+)%"
 QUERY = r"%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts>[\d.]+) ?W"
-NUMBER = re.compile(r"[\d.]+(?= ?$)")
+NUMBER = pattern(r"[\d.]+(?= ?$)")
 LONGEST = 8  # characters of a number
 FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle
+COMPILERS = ("ptxas", "cicc", "nvcc", "cc1plus", "ninja")
 # A row of ps or top.
-COMPILERS = r"(?m)^ *(?:\w+ +)?\d+ [^\n]*?\b(?:ptxas|cicc|nvcc|cc1plus|ninja)\b"
+COMPILES = rf"(?m)^ *(?:\w+ +)?\d+ [^\n]*?\b(?:{'|'.join(COMPILERS)})\b"
 # Lines of a log.
 TIMED_OUT = {
     "".join(line.split()): line.replace(r"to \w+ ", "")
@@ -96,11 +98,8 @@ def clues(text: str, log: str) -> list[Clue]:
         text: as it was read.
         log: the same without blanks.
     """
-    read: list[Clue] = []
-    for words, reader in READERS:
-        if words in log:
-            read += reader(text, log)
-    return read
+    readers = dict.fromkeys(reader for words, reader in READERS if words in log)
+    return [clue for reader in readers for clue in reader(text, log)]
 
 
 def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
@@ -173,7 +172,7 @@ def _frozen(facts: Mapping[str, str]) -> Clue:
 
 def compiles(text: str) -> bool:
     """Whether a table of processes in the text shows a compiler."""
-    return re.search(COMPILERS, text) is not None
+    return any(map(text.__contains__, COMPILERS)) and re.search(COMPILES, text) is not None
 
 
 def gpu(text: str) -> str:
@@ -364,11 +363,8 @@ def _watts(text: str, _log: str) -> Iterator[Clue]:
 
 
 def _kernels(text: str, _log: str) -> Iterator[Clue]:
-    names = {
-        (row["row"] or row["frame"] or row["focus"]).strip(): None
-        for row in re.finditer(KERNEL, text)
-    }
-    if names:
+    found = (name.strip() for kernel in KERNELS for name in re.findall(kernel, text))
+    if names := list(dict.fromkeys(found)):
         shown = ", ".join(names)
         yield Clue(
             ("gpu-kernel-stuck", "launch-queue-full"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..patterns import pattern
 from ..protocol.metrics import Metrics
 
 PACES = ("progress", "steps")  # frozen or moving
@@ -12,13 +13,13 @@ FACTS = ("running", "waiting", "deferred", "kv_usage", "still", *PACES)
 FROZEN_S = 30.0
 # For a text without blanks, because the lines of a log may be wrapped anywhere.
 # It begins with what is searched fast.
-STATS = re.compile(
+STATS = pattern(
     r"Avgpromptthroughput:(?P<prompt>[\d.]+)tokens/s,"
     r"Avggenerationthroughput:(?P<generation>[\d.]+)tokens/s,"
     r"Running:(?P<running>\d+)reqs,Waiting:(?P<waiting>\d+)reqs"
     r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?KVcacheusage:(?P<kv>[\d.]+)%"
 )
-ENGINE = re.compile(r"Engine(?P<id>\d+):$")
+ENGINE = pattern(r"Engine(?P<id>\d+):$")
 LONGEST_ID = 16  # characters
 
 

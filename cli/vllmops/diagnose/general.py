@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Sequence
 
-from ..protocol.stacks import ProcessStacks, StacksSnapshot
+from ..patterns import pattern
+from ..protocol.stacks import ProcessStacks, StacksSnapshot, Thread
 from .clues import TIMED_OUT, Clue, clues, compiles, polled, weak
 from .matching import (
     ARROW,
@@ -38,7 +38,7 @@ HOST_BOUND = {
 TOGETHER = {"differ", "differ-dp", "elsewhere", "absent", "not-entered"}
 # Samples that agree are enough without a figure or a log line.
 ENOUGH = 3
-TIMED_OUT_LINE = re.compile("|".join(TIMED_OUT))
+TIMED_OUT_LINE = pattern("|".join(TIMED_OUT))
 
 
 def hypotheses(scene: Scene) -> list[Hit]:
@@ -163,16 +163,22 @@ def _agreeing(chain_: Chain, samples: Sequence[StacksSnapshot]) -> int:
     """In how many samples every thread at the root is at the same places."""
     if not all(has_lines(root.thread) for root in chain_.roots):
         return 1
-    return sum(all(_is_there(root, sample) for root in chain_.roots) for sample in samples)
-
-
-def _is_there(root: Position, sample: StacksSnapshot) -> bool:
-    key = Spot(root.process, root.thread, ()).key
-    return any(
-        Spot(process, thread, ()).key == key and places(thread) == places(root.thread)
-        for process in sample.processes
-        for thread in process.threads
+    roots = {_where(root.process, root.thread) for root in chain_.roots}
+    names = {key for key, _ in roots}
+    return sum(
+        roots
+        <= {
+            _where(process, thread)
+            for process in sample.processes
+            for thread in process.threads
+            if Spot(process, thread, ()).key in names
+        }
+        for sample in samples
     )
+
+
+def _where(process: ProcessStacks, thread: Thread) -> tuple[object, object]:
+    return Spot(process, thread, ()).key, tuple(places(thread))
 
 
 def _names(roots: Sequence[Position]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from ..protocol.pasted import Pasted
 from ..protocol.place import headed
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .facts import agrees
+from .places import computes
 from .signatures import Case, Confidence, Signature, ThreadPattern, functions, is_called, name_of
 
 RANKS: tuple[Confidence, ...] = ("possible", "likely", "sure")
@@ -30,17 +32,35 @@ class Scene:
         log: the text around the stacks, without blanks.
 
     Attributes:
-        functions: the functions of each thread; most threads have none of a pattern's.
-        everywhere: those of all threads together.
+        threads: those of each sample, by its ``id``.
     """
 
     def __init__(self, pasted: Pasted, facts: Mapping[str, str], log: str) -> None:
         self.pasted = pasted
         self.facts = facts
         self.log = log
-        threads = (t for s in pasted.samples for p in s.processes for t in p.threads)
-        self.functions = {id(thread): frozenset(_functions(thread)) for thread in threads}
-        self.everywhere = frozenset[str]().union(*self.functions.values())
+        self.threads = {id(sample): _Threads(sample) for sample in pasted.samples}
+
+
+class _Threads:
+    """The threads of a sample, by their functions: most have none of a pattern's."""
+
+    def __init__(self, sample: StacksSnapshot) -> None:
+        self.all = [(process, thread) for process in sample.processes for thread in process.threads]
+        self.having: defaultdict[str, set[int]] = defaultdict(set)
+        for number, (_, thread) in enumerate(self.all):
+            for name in _functions(thread):
+                self.having[name].add(number)
+
+    def calling(self, names: Sequence[frozenset[str]]) -> list[tuple[ProcessStacks, Thread]]:
+        """The threads that are in a function of each set, in their order."""
+        numbers: set[int] | None = None
+        for any_of in names:
+            calling = set[int]().union(*(self.having.get(name, ()) for name in any_of))
+            numbers = calling if numbers is None else numbers & calling
+            if not numbers:
+                return []
+        return [self.all[number] for number in sorted(numbers or ())]
 
 
 @dataclass(frozen=True)
@@ -261,21 +281,15 @@ def places(thread: Thread) -> list[tuple[str, int | None]]:
 
 def _spots(pattern: ThreadPattern, sample: StacksSnapshot, scene: Scene) -> Iterator[Spot]:
     """The threads of a sample that match a pattern."""
-    names = functions(pattern.frames)
-    if any(any_of.isdisjoint(scene.everywhere) for any_of in names):
-        return
-    for process in sample.processes:
+    for process, thread in scene.threads[id(sample)].calling(functions(pattern.frames)):
         if not _may_be(process, pattern.roles):
             continue
-        for thread in process.threads:
-            if pattern.state and thread.state != pattern.state:
-                continue
-            if pattern.gil and not thread.owns_gil:
-                continue
-            if any(any_of.isdisjoint(scene.functions[id(thread)]) for any_of in names):
-                continue
-            if (frames := _matching_frames(pattern, thread)) is not None:
-                yield Spot(process, thread, frames)
+        if pattern.state and thread.state != pattern.state:
+            continue
+        if pattern.gil and (not thread.owns_gil or any(map(computes, thread.frames[:1]))):
+            continue
+        if (frames := _matching_frames(pattern, thread)) is not None:
+            yield Spot(process, thread, frames)
 
 
 def _may_be(process: ProcessStacks, roles: Sequence[str]) -> bool:

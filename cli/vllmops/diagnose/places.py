@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
+from ..patterns import pattern
 from ..protocol.stacks import Frame, ProcessStacks, Thread
 from . import toml
 from .signatures import CACHED, name_of
 
 # Frames that say nothing of their own: what they wait for stands further out.
-GENERIC = re.compile(
+GENERIC = pattern(
     r"wait|_wait|get|poll|_poll|select|accept|acquire|recv|_recv|sleep|join|read|readline|result|"
     r"_worker|sched_yield|__get_result|wait4|waitpid|_try_wait|_wait_for_tstate_lock|next|"
     r"\w*futex\w*|epoll_wait|ppoll|\w*cond_\w*wait\w*|sem_\w*wait|\w*nanosleep|syscall|ioctl|"
@@ -22,31 +23,32 @@ GENERIC = re.compile(
     r"usleep|__\w*poll|os_sched_yield\w*|__GI_\w+"
 )
 # Wrappers, the interpreter, and addresses.
-WRAPPERS = re.compile(
+WRAPPERS = pattern(
     r"decorate_context|_?wrapper\w*|\w+_wrapper|wrapped\w*|_call_impl|_wrapped_call_impl|run_method|"
     r"__enter__|__exit__|inner|_fn|<lambda>|<genexpr>|<listcomp>|<module>|__call__|__torch_\w+__|"
     r"0x[0-9a-f]+|_?_?Py\w+|cfunction\w*|method_vectorcall\w*|\w+_vectorcall\w*|vectorcall\w*|"
     r"slot_tp\w*|type_call|function_code_fastcall|call_function|\?\?|THP\w+|call|call_boxed|boxed\w*|"
     r"helper|_start|start_thread|clone3?|__clone3?|__libc_start\w*|_bootstrap\w*|run"
 )
-DRIVERS = re.compile(
+DRIVERS = pattern(
     r"lib(?:cuda|cudart|amdhip|hsa|ze_|ze_loader|ur_|sycl|ascendcl|runtime|acl|musa|Synapse|nrt|tpu|"
     r"tt_metal|mcruntime|cnrt|ttmlir)"
 )
 # Files of the queues, locks and pollers of Python, and of Ray's own threads: a thread that is there
 # alone has nothing to do.
-PLUMBING = re.compile(
+PLUMBING = pattern(
     r"(?:^|/)(?:threading|queue|selectors|subprocess|socket|thread|poll|connection|popen_fork|"
     r"base_events|backend|_base|runners|process|garbage|_monitor|ssl|unix_events|contextlib)\.py$"
     r"|zmq/|asyncio/|uvloop|ray/_private/|^<|concurrent/futures|multiprocessing/|libc\.|libpthread"
 )
-MODEL = re.compile(
+MODEL = pattern(
     r"model_executor/|_custom_ops|_C\.|flashinfer/|flash_attn|attention|fused_moe|kernels?[/_.]|aiter/|"
     r"deep_gemm|/ops/|quantization|/models/|/layers/"
 )
-FORWARD = re.compile(r"forward(?:_\w+)?")
+FORWARD = pattern(r"forward(?:_\w+)?")
 # Threads of the agent, and of Python's small HTTP servers: what they wait for tells no hang.
-ASIDE = re.compile(r"vllmops-|.*\(process_request_thread\)")
+ASIDE = pattern(r"vllmops-|.*\(process_request_thread\)")
+PYTHON = {"admission", "structure"}  # waits for nothing, in Python
 LOCKS = {"acquire", "_acquire", "wait", "_acquire_restore"}
 SLEEPS = {"_process_engine_step", "step", "step_with_batch_queue", "run_busy_loop"}
 
@@ -139,43 +141,10 @@ def tables() -> Tables:
     return toml.read("frames.toml", Tables)
 
 
-APART = re.compile(r"\|(?![^(]*\))")  # between alternatives
-PLAIN = re.compile(r"\w+")
+APART = pattern(r"\|(?![^(]*\))")  # between alternatives
+PLAIN = pattern(r"\w+")
 # What need not be in a name that matches: groups, classes, escapes, and what may be missing.
-OPTIONAL = re.compile(r"\([^()]*\)[?*+]?|\[[^]]*\][?*+]?|\\.[?*+]?|.[?*]|\{[^}]*\}")
-
-
-@dataclass(frozen=True)
-class _Pattern:
-    """A pattern for frames. It is compiled if a name needs it: that takes most of a short run.
-
-    Args:
-        row: of the table.
-        function: for a frame's bare function; empty for any.
-        file: for its file; empty for any.
-        words: one of them is in every name that matches; empty if that is not known.
-    """
-
-    row: int
-    function: str
-    file: str
-    words: tuple[str, ...]
-
-    def matches(self, function: str, file: str) -> bool:
-        lower = function.lower()
-        if self.words and not any(word in lower for word in self.words):
-            return False
-        return (not self.function or self._function.fullmatch(function) is not None) and (
-            not self.file or self._file.search(file) is not None
-        )
-
-    @functools.cached_property
-    def _function(self) -> re.Pattern[str]:
-        return re.compile(self.function)
-
-    @functools.cached_property
-    def _file(self) -> re.Pattern[str]:
-        return re.compile(self.file)
+OPTIONAL = pattern(r"\([^()]*\)[?*+]?|\[[^]]*\][?*+]?|\\.[?*+]?|.[?*]|\{[^}]*\}")
 
 
 def _word(alternative: str) -> str:
@@ -184,25 +153,37 @@ def _word(alternative: str) -> str:
     return "" if "(" in left else max(left.lower().split(), key=len, default="")
 
 
-def _pattern(row: int, functions: Sequence[str], file: str = "") -> _Pattern:
-    words = tuple(map(_word, functions))
-    return _Pattern(row, "|".join(functions), file, words if all(words) else ())
+@dataclass(frozen=True)
+class _Index:
+    """A table to look frames up in; each of the parts gives row numbers.
+
+    Args:
+        plain: by names that are no pattern.
+        worded: patterns of functions, each with a word that is in a name if it matches; empty if
+            there is none.
+        filed: patterns of files, each with one of functions.
+    """
+
+    plain: dict[str, set[int]]
+    worded: list[tuple[str, re.Pattern[str], int]]
+    filed: list[tuple[re.Pattern[str], re.Pattern[str], int]]
 
 
 @functools.cache
-def _index(kind: str) -> tuple[dict[str, set[int]], list[_Pattern]]:
-    """A table to look frames up in: the rows of names that need no pattern, and patterns."""
+def _index(kind: str) -> _Index:
     plain: dict[str, set[int]] = {}
-    patterns: list[_Pattern] = []
-    for row, names in enumerate(row.names for row in _table(kind)):
-        functions = [w for n in names if not n.file for w in APART.split(n.function)]
-        for word in filter(PLAIN.fullmatch, functions):
-            plain.setdefault(word, set()).add(row)
-        others = [word for word in functions if not PLAIN.fullmatch(word)]
-        known = [word for word in others if _word(word)]
-        patterns += [_pattern(row, some) for some in (known, sorted({*others} - {*known})) if some]
-        patterns += [_pattern(row, APART.split(n.function), n.file) for n in names if n.file]
-    return plain, patterns
+    worded: list[tuple[str, re.Pattern[str], int]] = []
+    filed: list[tuple[re.Pattern[str], re.Pattern[str], int]] = []
+    for row, name in ((row, name) for row, each in enumerate(_table(kind)) for name in each.names):
+        if name.file:
+            filed.append((pattern(name.file), pattern(name.function or ".*"), row))
+            continue
+        for function in APART.split(name.function):
+            if PLAIN.fullmatch(function):
+                plain.setdefault(function, set()).add(row)
+            else:
+                worded.append((_word(function), pattern(function), row))
+    return _Index(plain, worded, filed)
 
 
 def _table(kind: str) -> Sequence[Phase | Wait]:
@@ -213,10 +194,18 @@ def _table(kind: str) -> Sequence[Phase | Wait]:
 def _rows(kind: str, function: str, path: str) -> tuple[str, ...]:
     """The ids of the rows that match a frame, in the order of the file."""
     name = name_of(function)
+    lower = name.lower()
+    index = _index(kind)
+    rows = [row for word, known, row in index.worded if word in lower and known.fullmatch(name)]
     file = f"{path} {function}" if "::" in function else path
-    plain, patterns = _index(kind)
-    rows = plain.get(name, set()) | {p.row for p in patterns if p.matches(name, file)}
-    return tuple(_table(kind)[row].id for row in sorted(rows))
+    rows += [row for known, row in _filed(kind, file) if known.fullmatch(name)]
+    return tuple(_table(kind)[row].id for row in sorted(index.plain.get(name, set()).union(rows)))
+
+
+@functools.lru_cache(CACHED)
+def _filed(kind: str, file: str) -> list[tuple[re.Pattern[str], int]]:
+    """What a function must match for a row, for each row that a file matches."""
+    return [(function, row) for known, function, row in _index(kind).filed if known.search(file)]
 
 
 @functools.cache
@@ -237,6 +226,11 @@ def starts(frame: Frame) -> bool:
 def waits_of(frame: Frame) -> tuple[str, ...]:
     """The waits that a frame shows, the first in the file first."""
     return _rows("wait", frame.function, frame.short_file)
+
+
+def computes(frame: Frame) -> bool:
+    """Whether a frame is of Python that computes or calls more of it, and not of a call into C."""
+    return bool(phases_of(frame)) or not PYTHON.isdisjoint(waits_of(frame))
 
 
 @functools.cache
@@ -287,8 +281,8 @@ def own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 # An operator of torch's that is the innermost frame is in its native code.
-NATIVE = re.compile(r"torch/_ops\.py$")
-ENTERED = re.compile(r"torch/distributed|distributed_c10d|lib\w*ccl|pynccl|gloo|c10d|libtorch")
+NATIVE = pattern(r"torch/_ops\.py$")
+ENTERED = pattern(r"torch/distributed|distributed_c10d|lib\w*ccl|pynccl|gloo|c10d|libtorch")
 
 
 def _phase(shown: Sequence[str]) -> Phase:
@@ -370,6 +364,4 @@ def is_helper(thread: Thread) -> bool:
     return inner or HELPERS.fullmatch(outermost) is not None
 
 
-HELPERS = re.compile(
-    r"(?:\w+\.)?_bootstrap|start_thread|clone3?|__clone3?|thread_run|(?:\w+\.)?run"
-)
+HELPERS = pattern(r"(?:\w+\.)?_bootstrap|start_thread|clone3?|__clone3?|thread_run|(?:\w+\.)?run")

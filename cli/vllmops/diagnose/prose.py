@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from ..patterns import pattern
 from ..protocol.place import MOST_WRITTEN, NUMBERS, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from . import toml
@@ -16,13 +17,13 @@ from .waiting import Chain, chain
 
 MOST_READ = 1 << 15  # characters: what people write is short, and a log ends with what counts
 LONGEST = 2000  # characters of a sentence
-MARKUP = re.compile(r"[`*]")
-PAIRS = re.compile(r"(?:\b\w+ ?= ?[^\s,]+, ?){6,}")  # a configuration that is printed
+MARKUP = pattern(r"[`*]")
+PAIRS = pattern(r"(?:\b\w+ ?= ?[^\s,]+, ?){6,}")  # a configuration that is printed
 # A heading, an item of a list and a line of a log are sentences, too.
-SENTENCE = re.compile(
+SENTENCE = pattern(
     r"(?<=[.!?])\s+|\n\s*\n|\s+$|\n(?=\s*(?:[-*|>]|\d+[.)])\s|[^\n]{0,60}\d\d:\d\d:\d\d)"
 )
-HEADING = re.compile(r"(?m)^#+ .*$")
+HEADING = pattern(r"(?m)^#+ .*$")
 SUBJECT = (
     r"(?i:\b(?P<kind>ranks?|workers?|tp|pp|dp|gpus?|nodes?)[ _#-]?(?P<numbers>" + NUMBERS + r")\b"
     r"|\b(?:the )?(?P<others>others?|remaining|rest of the)(?: (?P<left>\d+))?"
@@ -31,14 +32,14 @@ SUBJECT = (
     r"(?: [\w-]+)? (?:ranks?|workers?|gpus?|processes)\b"
     r"|\b(?P<role>engine ?core|engine|scheduler|api ?server|worker)\b)"
 )
-SUBJECTS = re.compile(SUBJECT)
-CLAUSE = re.compile(
-    r"(?<=[.!?;:])\s+|\n\s*\n|\n(?=\s*[-*|])|,?\s+\b(?:while|whereas|but)\b|,\s+(?="
+SUBJECTS = pattern(SUBJECT)
+CLAUSE = pattern(
+    r"(?<=[.!?;:])\s+|\n\s*\n|\n(?=\s*[-*|])|,?\s+\b(?:while|whereas|but)\b|,\s+(?:and\s+)?(?:the\s+)?(?="
     + re.sub(r"\?P<\w+>", "?:", SUBJECT)
     + r")"
 )
-NAME = re.compile(r"`(?P<tick>[A-Za-z_][\w.:]*)(?:\(\))?`|\b(?P<bare>[A-Za-z]\w*_\w+|\w+(?=\(\)))")
-IN = re.compile(r"(?i)\b(?:in|at|on|inside|within|under|calls?|calling|from|for)\W*$")
+NAME = pattern(r"`(?P<tick>[A-Za-z_][\w.:]*)(?:\(\))?`|\b(?P<bare>[A-Za-z]\w*_\w+|\w+(?=\(\)))")
+IN = pattern(r"(?i)\b(?:in|at|on|inside|within|under|calls?|calling|from|for)\W*$")
 ROLES = {"engine": "engine", "scheduler": "engine", "api": "api", "worker": "worker"}
 
 
@@ -79,10 +80,13 @@ def table() -> Words:
 
 
 @functools.cache
-def _pattern(kind: str) -> re.Pattern[str]:
-    """The patterns of all rows of a kind."""
-    rows: tuple[Row, ...] = getattr(table(), kind)
-    return re.compile("|".join(f"(?:{row.words})" for row in rows), re.IGNORECASE | re.MULTILINE)
+def _patterns(kind: str) -> list[re.Pattern[str]]:
+    return [pattern(row.words, re.MULTILINE) for row in getattr(table(), kind)]
+
+
+def _says(kind: str, text: str) -> bool:
+    """Whether a row of a kind matches a text in lower case."""
+    return any(row.search(text) for row in _patterns(kind))
 
 
 def chain_of(text: str, facts: Mapping[str, str]) -> Chain | None:
@@ -117,12 +121,13 @@ def reported(text: str) -> str:
     """The sentences that say what happens: no question, no wish, no hang that is denied."""
     if len(text) > MOST_READ:
         text = f"{text[: MOST_READ // 2]}\n\n{text[-MOST_READ // 2 :]}"
-    if _pattern("text").search(text):
+    if _says("text", text.lower()):
         return ""
-    silent = _pattern("sentence").search
     text = HEADING.sub(r"\g<0>\n\n", text)
     return "\n\n".join(
-        part for part in SENTENCE.split(text) if not part.endswith("?") and not silent(plain(part))
+        part
+        for part in SENTENCE.split(text)
+        if not part.endswith("?") and not _says("sentence", plain(part))
     )
 
 
@@ -133,7 +138,7 @@ def plain(sentence: str) -> str:
 
 def is_stuck(report: str) -> bool:
     """Whether a report says that something is stuck."""
-    return any(_pattern("stuck").search(plain(part)) for part in report.split("\n\n"))
+    return any(_says("stuck", plain(part)) for part in report.split("\n\n"))
 
 
 def _names(clause: str) -> Iterator[Frame]:

@@ -11,7 +11,7 @@ from ..protocol.stacks import Frame
 from . import toml
 from .findings import Severity
 
-CACHED = 1 << 14  # frames and patterns: dumps repeat the same frames
+CACHED = 1 << 16  # frames and patterns: dumps repeat the same frames
 
 Confidence = Literal["possible", "likely", "sure"]
 
@@ -30,7 +30,8 @@ class ThreadPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         state: ``active`` or ``idle``; empty for either.
         who: whether some process must have such a thread, every process, or none.
         frozen: whether the thread must be at the same frames in all samples.
-        gil: whether the thread must hold the GIL; only py-spy's dumps show this.
+        gil: whether the thread must hold the GIL, in what may be a call into C; only py-spy's dumps
+            show who holds it.
     """
 
     roles: tuple[str, ...]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
+from ..patterns import pattern
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.place import Place
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
@@ -32,7 +32,7 @@ from .signatures import Confidence, catalogue
 from .waiting import hang_of
 
 # Files that show what a thread does, for stacks that match no signature.
-LIBRARIES = re.compile(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
+LIBRARIES = pattern(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
 COMPILE = "jit-or-lock"
 CONNECTOR = "kv-connector-wait"
 MOST_SHOWN = 3  # hypotheses: more help nobody
@@ -314,16 +314,20 @@ def _ended(crashes: Sequence[Crash], text: str) -> Iterator[Hit]:
     for name, crash in crashed.items():
         if real and name != "input-thread-dead":
             continue
-        yield Hit(known(name), "likely", _told(crash), crash.process or "EngineCore")
+        cut = () if crash.error else (CUT,)
+        confidence: Confidence = "possible" if cut else "likely"
+        subject = crash.process or "EngineCore"
+        yield Hit(known(name), confidence, _told(crash), subject, doubts=cut)
 
 
+CUT = "the last line of the traceback, which names the exception"
 # Exceptions that another process's end or a shutdown causes; empty: the last line is missing.
-AFTERMATH = re.compile(
+AFTERMATH = pattern(
     r"^$|EngineDead|[Cc]ancelled|EngineCore (?:encountered|failed|died)|Engine (?:core|process)"
     r"|SystemExit|ConnectionReset|BrokenPipe|HTTPException|EOFError|KeyboardInterrupt|TimeoutError"
 )
 # The traceback of the input thread, in pieces that make no frame.
-INPUT_THREAD = re.compile(
+INPUT_THREAD = pattern(
     r"Exception in thread [^\n]{0,40}process_input_sockets\)?|in process_input_sockets\b"
 )
 
@@ -340,7 +344,7 @@ def _crashed(crash: Crash) -> StackFinding:
         page="stack.crash",
         confidence="sure" if crash.error else "likely",
         lines=lines,
-        sure="" if crash.error else "the last line of the traceback, which names the exception",
+        sure="" if crash.error else CUT,
         hang=False,
     )
 

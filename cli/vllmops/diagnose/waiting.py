@@ -117,7 +117,8 @@ def chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> Chain | None:
     relation, roots = _rooted(serving, rest)
     if not relation and any(place.process.role == "engine" for place in waiting):
         relation = "waited-for"
-    victims = [place for place in (*serving, *waiting) if place not in roots]
+    named = set(map(id, roots))
+    victims = [place for place in (*serving, *waiting) if id(place) not in named]
     ids = _ids(relation, roots[0], facts)
     return Chain(ids, relation, tuple(roots), tuple(victims)) if ids else None
 

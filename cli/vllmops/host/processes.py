@@ -238,6 +238,15 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return [(s.laddr.ip, s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN]
 
 
+def listeners(port: int) -> set[int | None]:
+    """Who listens on a TCP port: pids, and None for one that can't be looked into."""
+    try:
+        sockets = psutil.net_connections("tcp")
+    except psutil.Error:
+        return {None}
+    return {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr[1:] == (port,)}
+
+
 def listening_ports(pid: int) -> list[int]:
     """The TCP ports that a process listens on, none if it can't be looked into."""
     return sorted(port for _, port in listening(pid))

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from ..protocol.server import RasCapture
-from . import proc, processes
-from .processes import Process
+from . import proc
+from .processes import Process, listeners
+from .processes import listening as ports
 
 PORT = 28028
 ASKED_S = 2  # for the ranks of other nodes
@@ -25,15 +26,15 @@ ANSWER_BYTES = 8 << 20
 PID = re.compile(r'(?:"pid": ?|managed by process )(\d+)')
 
 
-def captures(processes: Iterable[Process], began: float) -> Iterator[RasCapture]:
+def captures(own: Iterable[Process], began: float) -> Iterator[RasCapture]:
     """What the RAS services of a server answer; nothing where NCCL has none.
 
     Args:
-        processes: of the server; a service of anybody else is not asked.
+        own: the processes of the server; a service of anybody else is not asked.
         began: of the examination, by the monotonic clock.
     """
     pids, asked = set[int](), dict[tuple[str, int], int]()
-    for process in processes:
+    for process in own:
         with suppress(OSError, ValueError):
             pids |= {process.pid, proc.own_pid(process.pid)}
             for address in listening(process.pid):
@@ -41,10 +42,12 @@ def captures(processes: Iterable[Process], began: float) -> Iterator[RasCapture]
     until = time.monotonic() + ANSWER_S
     for address, pid in asked.items():
         with suppress(OSError, ValueError):
-            text = ask(address, until)
-            if pids & about(text):
+            text, port = ask(address, until), address[1]
+            # Of ranks that are not behind, text names no process.
+            named = about(text)
+            if named & pids or (not named and listeners(port) <= pids):
                 at_s = time.monotonic() - began
-                yield RasCapture(at_s=at_s, pid=pid, port=address[1], text=text)
+                yield RasCapture(at_s=at_s, pid=pid, port=port, text=text)
 
 
 def about(text: str) -> set[int]:
@@ -55,7 +58,7 @@ def about(text: str) -> set[int]:
 def listening(pid: int) -> list[tuple[str, int]]:
     """Where a process's RAS service listens: at most one address."""
     port = wanted(proc.environment(pid))
-    addresses = processes.listening(pid) if port else []
+    addresses = ports(pid) if port else []
     return [(local(address), port) for address, at in addresses if at == port][:1]
 
 

@@ -7,20 +7,20 @@ split.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterator
 
+from ..patterns import pattern
 from .lines import CACHED, FRAME_END, HEADS, LOCAL, PROCESS, complete
 
-ESCAPES = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
-    r"|[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff\u200b]"
+ESCAPES = pattern(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff\u200b]"
+    r"(?:(?<=\x1b)(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_]))?"
 )
 # As programs print the escape character that they do not send, and where it was lost.
-SPELT = re.compile(r"\[\d{1,2}(?:;\d{1,3})*m")
-SPELT_ESCAPE = re.compile(r"(?:\^\[|ESC|\\x1b|\\u001b|\\033|␛)?\[\d{1,2}(?:;\d{1,3})*m")
+SPELT = pattern(r"\[\d{1,2}(?:;\d{1,3})*m")
+SPELT_ESCAPE = pattern(r"(?:\^\[\[|ESC\[|\\x1b\[|\\u001b\[|\\033\[|␛\[|\[)\d{1,2}(?:;\d{1,3})*m")
 # Any number of log prefixes; the last one of vLLM names the process.
-PREFIX = re.compile(
+PREFIX = pattern(
     r"(?:\s*(?:"
     r"(?:>\s?)+"
     r"|\((?P<title>[A-Za-z]\w*) pid=(?P<pid>\d+)(?:, ip=[^)\s]*)?\)(?=\s|$)"
@@ -33,16 +33,17 @@ PREFIX = re.compile(
     r"))+"
 )
 # A chain of calls that goes on in the next line of a paragraph.
-CHAINED = re.compile(r"(?<=[←→])[ \t]*\n[ \t>]*(?=`)|\n[ \t>]*(?=\(`|← ?`|→ ?`)")
-FENCE = re.compile(r"\s*(?:`{3,}|~{3,})[\w-]*\s*$")
+CHAINED = pattern(r"([←→])[ \t]*\n[ \t>]*(?=`)")
+CHAINS = pattern(r"\n[ \t>]*(?=\(`|[←→] ?`)")
+FENCE = pattern(r"\s*(?:`{3,}|~{3,})[\w-]*\s*$")
 
 # Where lines were run together, each of these begins a line.
-BEGINS = re.compile(
+BEGINS = pattern(
     r"\s*(?=(?:Thread (?:0x[0-9a-fA-F]+|\d+) \(|Current thread 0x|(?<!\w)Process \d+: "
     r"|Traceback \(most|(?<!Binary )File \"[^\"]+\", line|#\d+ +(?:0x|Frame |\w+ \()"
     r"|\([A-Za-z]\w* pid=\d+\)|Python v\d|Fatal Python error:|Call stack dump #))"
 )
-ENDS = re.compile(
+ENDS = pattern(
     r"(Thread (?:0x[0-9a-fA-F]+ |\d+ )?\((?:idle|active)(?:\+gil)?\)(?:: \"[^\"]*\")?"
     r"|most recent call first\):|\([^()\s]*(?::\d+|\.so[\d.]*)\)"
     r"|, holds the GIL|\bpid \d+(?= \S+: (?:idle|active)))\s*(?![\w\"]*\"|[:,])"
@@ -50,13 +51,13 @@ ENDS = re.compile(
 RUN_TOGETHER = 160
 NARROWEST = 19  # columns: no terminal that wraps lines is narrower
 JOINED = 14  # lines at most: a C++ name may take so many in a narrow terminal
-BEGUN = re.compile(
+BEGUN = pattern(
     r"==> |File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call "
     r"|(?P<call>\S.* ?\([^()]*$)"
 )
-STARTS = re.compile(r"File \"|#\d+ |Traceback ")
+STARTS = pattern(r"File \"|#\d+ |Traceback ")
 # What can be the first part of a line that a terminal cut; most lines of a log cannot.
-PLAUSIBLE = re.compile(
+PLAUSIBLE = pattern(
     r"Thread |Current |Process |File |Traceback |Fatal |Call |#\d"
     r"|[\w.<>-]+(?:, [\w.<>-]+)*,?(?: ?\([^()]*\)?:?)?(?: \w*)?$|[^:]*::|[A-Za-z]\w* pid"
 )
@@ -74,7 +75,7 @@ def streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
     if SPELT.search(text):
         text = SPELT_ESCAPE.sub("", text)
     if "←" in text or "→" in text:
-        text = CHAINED.sub(" ", text)
+        text = CHAINS.sub(" ", CHAINED.sub(r"\1 ", text))
     if text.count("\\n") > max(3, text.count("\n")):
         text = text.replace("\\r", "").replace("\\n", "\n").replace('\\"', '"').replace("\\t", " ")
     streams: dict[tuple[str, int], list[str]] = {}
@@ -111,21 +112,18 @@ def joined(lines: list[str]) -> Iterator[str]:
         else:
             parts.append(line)
     width = max(map(len, parts), default=0)
-    at = 0
-    while at < len(parts):
-        raw = parts[at]
+    taken = 0
+    for at, raw in enumerate(parts, 1):
+        if taken:
+            taken -= 1
+            continue
         line = raw.strip()
-        at += 1
         if line and (len(raw) == width or not complete(line)) and at < len(parts):
-            taken, joined = _join(raw, parts[at : at + JOINED], width)
-            if taken:
-                yield joined
-                at += taken
-                continue
+            taken, line = _join(raw, parts[at : at + JOINED], width)
         yield line
 
 
-REST = re.compile(r"\w+>?")
+REST = pattern(r"\w+>?")
 
 
 def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
@@ -150,7 +148,7 @@ def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
     for count, more in enumerate(following, 1):
         part = more.strip()
         indented = more.startswith("  ")
-        if not part or _begins_anew(part):
+        if not part or _begins_anew(part) or (alone and _indent(more) > _indent(raw)):
             break
         # The end of a cut function name looks complete, too: it is a name.
         if complete(part) and (alone or not full or indented):
@@ -169,6 +167,10 @@ def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
             return count + 1, joined + following[count]
         return count, joined
     return 0, line
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _may_be_cut(line: str, full: bool) -> bool:

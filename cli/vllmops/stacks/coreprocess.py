@@ -79,7 +79,7 @@ def _thread(thread: PyThread, pid: int, options: Options) -> Thread:
     frames = tuple(_frames(thread, options))[::-1]
     idle = not thread.holds_the_gil > 0 and waits(frames[:1])
     return Thread(
-        name=thread.name or ("MainThread" if thread.tid == pid else f"thread {thread.tid}"),
+        name="MainThread" if thread.tid == pid else thread.name or f"thread {thread.tid}",
         state="idle" if idle else "active",
         owns_gil=thread.holds_the_gil > 0,
         tid=thread.tid,

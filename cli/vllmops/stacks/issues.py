@@ -6,8 +6,10 @@ import json
 import re
 from collections.abc import Iterator
 
+from ..patterns import pattern
+
 # As `gh issue view --comments` prints it, and as a page that was copied shows it.
-AUTHOR = re.compile(
+AUTHOR = pattern(
     r"^author:\t.*\n(?:[a-z ]+:\t.*\n)*--\n"
     r"|^#{0,4} ?\**@?[\w-]{1,39}\** (?:\([^)\n]*\) )?(?:opened|commented)\b[^\n]{0,60}$",
     re.MULTILINE,

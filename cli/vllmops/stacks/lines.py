@@ -6,109 +6,106 @@ import functools
 import re
 from collections.abc import Iterator
 
+from ..patterns import pattern
 from ..protocol.place import NUMBERS
 from ..protocol.stacks import Frame
 
 CACHED = 1 << 14  # lines: dumps repeat themselves
 
-THREAD = re.compile(
+THREAD = pattern(
     r"Thread(?: (?:(?P<tid>0x[0-9a-fA-F]+|\d+)|None|<\w+>|[A-Z]\w*)(?:/0x[0-9a-fA-F]+)?)? "
     r"\((?P<state>idle|active)(?P<gil>\+gil)?\)(?::? ?\"(?P<name>.*)\"|:)?$"
 )
-OURS = re.compile(
+OURS = pattern(
     r"(?P<name>\S.*): (?P<state>idle|active)(?P<gil>, holds the GIL)?(?:, \d+ threads alike)?$"
 )
-FAULT = re.compile(
+FAULT = pattern(
     r"(?:Current thread|Thread) (?P<tid>0x[0-9a-fA-F]+)(?: \[(?P<name>[^\]]*)\])? "
     r"\(most recent call first\):?$"
 )
-GDB_THREAD = re.compile(
+GDB_THREAD = pattern(
     r"Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<tid>\d+)\)?(?: \"(?P<name>[^\"]*)\")?.*\):?$"
 )
-PROCESS = re.compile(r"Process (?:(?P<pid>\d+)|<\w+>)(?:: (?P<title>.*)|:)?$")
-OUR_PROCESS = re.compile(r"(?P<title>[A-Z][\w ]*?) pid (?P<pid>\d+)$")
-LABEL = re.compile(
+PROCESS = pattern(r"Process (?:(?P<pid>\d+)|<\w+>)(?:: (?P<title>.*)|:)?$")
+OUR_PROCESS = pattern(r"(?P<title>[A-Z][\w ]*?) pid (?P<pid>\d+)$")
+LABEL = pattern(
     r"[#*=\-_` ]*(?P<title>(?:VLLM::)?(?:EngineCore|Worker|APIServer|DPCoordinator)[\w-]*)"
     r"[*`]*(?:[ ,:(\[]*(?:pid|PID)[ =:]*(?P<pid>\d+)[)\]]*)?"
-    r"[*`: ]*(?:(?:call )?stack(?: trace)?s?)?[#*=\-_`: ]*$"
+    r"(?:[*`: ]*(?:(?:call )?stack(?: trace)?s?)?| [\w -]{1,40}:)[#*=\-_`: ]*$"
 )
 # A process's name at the end of a line above its stack: "py-spy of Worker_TP2:".
-NAMED = re.compile(
+NAMED = pattern(
     r"[^()`:]{0,60}\b(?:of|for|from|on)(?: the)? `?(?P<title>(?:VLLM::)?"
     r"(?:EngineCore|Worker|APIServer|DPCoordinator)\w*)`?(?: process)?"
     r"(?:[ ,(]*(?:pid|PID)[ =:]*(?P<pid>\d+)\)?)?:[*_ ]*$"
 )
 # A rank's name above its stack.
-RANK = re.compile(
+RANK = pattern(
     r"[#*=\-_`>( ]*(?P<title>(?:[Rr]ank|RANK|TP|PP|DP|[Ww]orker|[Nn]ode|GPU)[ _#-]?\d+)(?P<pid>)"
     r"[*`:) ]*(?:[^.:()\w][^.()]{0,40})?$"
 )
-RANK_OF = re.compile(
+RANK_OF = pattern(
     r"[|*\- ]*`?(?P<title>(?:[Rr]ank|TP|PP|DP|(?:VLLM::)?[Ww]orker\w*|(?:VLLM::)?EngineCore\w*)"
     r"[ _#]?\d*)`?\**(?P<pid>)(?: [\w ]{1,24})? ?[:=|] ?(?P<rest>.+)$"
 )
 # A sentence above a stack that says whose it is.
-SAID = re.compile(
-    r"[^()`]{0,120}?\b(?:(?i:all|both)(?: of)?(?: the)?(?: (?P<count>\d+))?"
+SAID = pattern(
+    r"(?=.*:\W*$)[^()`]{0,120}?\b(?:(?i:all|both)(?: of)?(?: the)?(?: (?P<count>\d+))?"
     r" (?:ranks|workers|GPUs|processes)"
     rf"|(?P<kind>[Rr]ank|[Ww]orker|TP|PP|DP|GPU)s?[ _#-]?(?P<numbers>{NUMBERS}))\b"
     r"[^()`]{0,80}:\W*$"
 )
-STACK_OF = re.compile(r"[~+ ]*Stack of (?P<name>\S.*?) \((?P<tid>\d+)\)[~+ ]*$")
-COMMAND = re.compile(
+STACK_OF = pattern(r"[~+ ]*Stack of (?P<name>\S.*?) \((?P<tid>\d+)\)[~+ ]*$")
+COMMAND = pattern(
     r"(?:.*\s)?py-spy dump\b.*?(?:--pid|-p)[ =]?(?P<pid>\d+)|Attaching to .*process "
     r"(?P<gdb>\d+)$"
 )
-FILE = re.compile(r".*VLLM_STACK_DUMP_for_(?P<title>\w+?)_(?P<pid>\d+)\.log")
-AGAIN = re.compile(r"Call stack dump #\d+ at |Timeout \(\d+:\d\d:\d\d.*\)!$")
-FATAL = re.compile(r"Fatal Python error: .+$")
-LAST = re.compile(r"Traceback \(most recent call last\):?$")
-FIRST = re.compile(r"Traceback \(most recent call first\):?$")
-ERROR = re.compile(
+FILE = pattern(r".*VLLM_STACK_DUMP_for_(?P<title>\w+?)_(?P<pid>\d+)\.log")
+AGAIN = pattern(r"Call stack dump #\d+ at |Timeout \(\d+:\d\d:\d\d.*\)!$")
+FATAL = pattern(r"Fatal Python error: .+$")
+LAST = pattern(r"Traceback \(most recent call last\):?$")
+FIRST = pattern(r"Traceback \(most recent call first\):?$")
+ERROR = pattern(
     r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Dead)\b(?:: .*)?$"
 )
 
-# A frame of py-spy; the name of a C++ function has blanks and brackets.
-FRAME = re.compile(
-    r"(?P<function>\S.*?) *\((?P<file><[\w .-]+>|[^()]*?[^()\s:])(?::(?P<line>\d+))?\)$"
-)
-NATIVE = re.compile(
+NATIVE = pattern(
     r"\.so(?:\.[\d.]+)?$|\.(?:pyx|pxd|cpp|cu|cc|c|h|hpp|dylib|dll|cubin)$"
     r"|^\[\w+\]$|(?:^|/)python[\d.]*$|^ld-linux"
 )
-QUOTED = re.compile(
+QUOTED = pattern(
     r"File \"(?P<file>[^\"]*)\", line (?P<line>\d+|\?+)(?P<comma>,?) ?in ?(?P<function>\S+)"
 )
-GDB_PYTHON = re.compile(
+GDB_PYTHON = pattern(
     r"#\d+ .*?Frame 0x[0-9a-f]+, for file (?P<file>.+?), line (?P<line>\d+), ?in ?(?P<function>\S+)"
 )
-GDB_FRAME = re.compile(
+GDB_FRAME = pattern(
     r"#\d+\s+(?:0x[0-9a-f]+ in )?(?P<function>\S.*?) ?\(.*?\)?"
     r"(?: (?:at (?P<file>[^\s:]+):(?P<line>\d+)|from (?P<library>\S+)))?$"
 )
 # vLLM's own trace of calls (VLLM_TRACE_FUNCTION).
-TRACED = re.compile(
+TRACED = pattern(
     r"(?:[\d :.-]+ )?(?P<way>Call to|Return from) (?P<function>\S+) in (?P<file>\S+):(?P<line>\d+) "
     r"(?:from|to) (?P<caller>\S+) in (?P<caller_file>\S+):(?P<caller_line>\d+)$"
 )
 # gdb's extension for Python prints the interpreter's frames among the native ones.
-GDB_MIXED = re.compile(r"(?:#\d+ +)?\(?py(?:thon)?\)?:? +(?=File \")")
+GDB_MIXED = pattern(r"(?:#\d+ +)?\(?py(?:thon)?\)?:? +(?=File \")")
 # A chain of calls by their names alone, among other words.
-NAMES = re.compile(
-    r"[A-Za-z_][\w.]*(?:\(\))?(?:\s*(?:←|<-+|<|-+>|→|=>)\s*[A-Za-z_][\w.]*(?:\(\))?){2,}"
+NAMES = pattern(
+    r"\b[A-Za-z_][\w.]*(?:\(\))?(?:\s*(?:←|<-+|<|-+>|→|=>)\s*[A-Za-z_][\w.]*(?:\(\))?){2,}"
 )
 # From a call to its caller, or back, as people type it; and a frame among other words.
 # From a function to the one that it calls: the outermost stands first.
-CALLS = re.compile(r"[\w)`] *(?:→|⟶|⇒|-+>|=>) *[\w(`]")
-ARROWS = re.compile(r"\s*(?:←|<-+|-+>|→|⟵|⟶|⇐|⇒|=>|<(?=\s))\s*")
-PIECE = re.compile(
+CALLS = pattern(r"[\w)`] *(?:→|⟶|⇒|-+>|=>) *[\w(`]")
+ARROWS = pattern(r"\s*(?:←|<-+|-+>|→|⟵|⟶|⇐|⇒|=>|<(?=\s))\s*")
+PIECE = pattern(
     r"(?<![\w.])`?(?P<function>(?:[A-Za-z_]|<(?=\w+>))[\w.<>:]*)`?\s*\(`?(?:"
     r"(?P<file>(?:<[\w .]+>|[^()`\s:,]*\.(?:py|pyx|cu|cpp|so[\d.]*)))"
     r"(?:(?:[:#, ]+(?:L|line )?)(?P<line>\d+))?"
     r"|(?P<number>\d+))`?\)"
 )
 # The same with the file first, as tools for tracebacks print it; of lldb; of the kernel.
-OTHERWISE = re.compile(
+OTHERWISE = pattern(
     r"(?:^|.*\s)`?(?P<file>[\w./~+-]+\.(?:py|pyx|cu|cpp)):(?P<line>\d+),? in "
     r"`?(?P<function>[\w.<>]+)(?:\(\))?`?$"
     r"|(?:#\d+ )?(?P<function2>[\w.<>]+)(?:\(\))? (?:from|at|@) "
@@ -118,17 +115,17 @@ OTHERWISE = re.compile(
     r"|.*\bframe #\d+: 0x[0-9a-f]+ (?P<file3>\S+?)`(?P<function3>.+?)(?: \+ \d+)?(?: at .*)?$"
     r"|\[<[0-9a-fx]+>\] (?P<function4>\w+)\+0x\S+(?: \[\w+\])?$"
 )
-WORD = re.compile(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
+WORD = pattern(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
 # A table of py-spy top: shares and times before the function.
-TOP = re.compile(r"[\d.]+%\s+[\d.]+%\s+[\d.]+s\s+[\d.]+s\s+(?=\S)")
-TOTAL = re.compile(r"\s*[\d.]+%\s+(?P<percent>[\d.]+)%\s+[\d.]+s\s")
+TOP = pattern(r"[\d.]+%\s+[\d.]+%\s+[\d.]+s\s+[\d.]+s\s+(?=\S)")
+TOTAL = pattern(r"\s*[\d.]+%\s+(?P<percent>[\d.]+)%\s+[\d.]+s\s")
 # A row of a profile: what runs, not what waits, unless it is nearly all.
-COUNTED = re.compile(r"\s*\d[\d/]*(?:\s+\d+\.\d+){4}\s")  # of cProfile
-SHARE = re.compile(r"(?:^|[|\s(])(?P<percent>\d{1,3}(?:\.\d+)?) ?%")
+COUNTED = pattern(r"\s*\d[\d/]*(?:\s+\d+\.\d+){4}\s")  # of cProfile
+SHARE = pattern(r"(?:^|[|\s(])(?P<percent>\d{1,3}(?:\.\d+)?) ?%")
 MOST_OF_TIME = 90.0
-LOCAL = re.compile(r"\w+: |(?:Arguments|Locals):$")
+LOCAL = pattern(r"\w+: |(?:Arguments|Locals):$")
 HEADS = (THREAD, FAULT, GDB_THREAD, PROCESS, STACK_OF)
-FRAME_END = re.compile(r":\d+\)|\.so[\d.]*\)|, line \d+")
+FRAME_END = pattern(r":\d+\)|\.so[\d.]*\)|, line \d+")
 UNITS = (
     THREAD,
     FAULT,
@@ -169,10 +166,16 @@ def complete(line: str) -> bool:
 @functools.lru_cache(CACHED)
 def frame_in(line: str) -> Frame | None:
     """The frame in a line of py-spy or of `stacks dump`; None if the line has none."""
-    match = FRAME.match(line)
-    if not match or line.startswith(("Python v", "Process ")):
+    if line[-1:] != ")" or line.startswith(("Python v", "Process ")):
         return None
-    function, file, number = match["function"], match["file"], match["line"]
+    # The name of a C++ function has blanks and brackets, too.
+    function, _, place = line[:-1].rpartition("(")
+    function = function.rstrip(" ")
+    file, _, number = place.rpartition(":")
+    if not number.isdecimal() or file[-1:] in {"", " ", ":"}:
+        file, number = place, ""
+    if not function or function[0].isspace() or not file or file[-1] in " :" or ")" in file:
+        return None
     python = file.endswith(".py") or file.startswith("<")
     # A script's file name may have no suffix; an address has no letters.
     script = number and " " not in function and not file.replace(".", "").isdigit()

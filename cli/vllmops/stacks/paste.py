@@ -17,9 +17,11 @@ import msgspec
 
 from ..errors import VllmopsError
 from ..host.roles import Role, titled
+from ..patterns import pattern
 from ..protocol.pasted import Crash, Pasted
 from ..protocol.place import MOST_WRITTEN, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
+from . import pyspyjson
 from .cleaning import joined, streams
 from .issues import sections
 from .lines import (
@@ -60,7 +62,7 @@ WAITS = {
     "accept", "sleep", "acquire", "_worker", "_recv", "_recv_bytes", "recv_bytes", "join",
     "readline", "read", "_run_event_loop",
 }  # fmt: skip
-NATIVE_WAITS = re.compile(
+NATIVE_WAITS = pattern(
     r"futex|epoll_wait|poll$|sem_wait|sem_timedwait|cond_(?:timed)?wait|select|nanosleep|accept"
     r"|recv|__read|syscall$"
 )
@@ -100,9 +102,8 @@ SGLANG = {
     "sglang::http_server": Role.API,
 }
 
-MARKS = re.compile(
-    r"\(|\.(?:py|pyx|cu|cpp):\d|frame #|\[<|[←→]|<-|->| < "
-)  # what every frame has one of
+# What every frame among words has one of: a file, or an arrow.
+MARKS = pattern(r"\.(?:py|pyx|cu|cpp|so)\b|\(<|frame #|\[<|[←→⟵⟶⇐⇒]|<-|->|=>| < ")
 # How far inside some functions are, to see which end of a stack stands first in a text.
 LEVELS = {
     name: level
@@ -224,10 +225,7 @@ def _json(text: str) -> Pasted | None:
     start = text.lstrip("\ufeff \r\n\t`")
     if start[:1] not in {"[", "{"}:
         return None
-    from . import pyspy  # noqa: PLC0415 - slow to import, and not needed for text
-
-    content = start.rstrip("` \r\n\t")
-    for document in list(_documents(content)):
+    for document in list(_documents(start.rstrip("` \r\n\t"))):
         if isinstance(document, dict) and isinstance(document.get("data"), dict):
             document = document["data"]  # noqa: PLW2901 - the envelope of `stacks dump --json`
         if isinstance(document, dict) and "processes" in document:
@@ -238,7 +236,7 @@ def _json(text: str) -> Pasted | None:
                 by_pid.setdefault(int(thread.get("pid") or 0), []).append(thread)
         for pid, threads in by_pid.items():
             try:
-                parsed = pyspy.parse(msgspec.json.encode(threads))
+                parsed = pyspyjson.parse(msgspec.json.encode(threads))
             except VllmopsError:
                 continue
             info = next((t["process_info"] for t in threads if t.get("process_info")), None)
@@ -342,12 +340,17 @@ class _Reader:
             self.crash.error = line
             self.crash = None
         elif not self.crash and MARKS.search(line):
-            if match := RANK_OF.match(line):
-                self._process(match)
-                line = match["rest"]
-            for frame in frames_in(line):
+            self._words(line)
+
+    def _words(self, line: str) -> None:
+        """Take the frames among other words, and the rank before them."""
+        if match := RANK_OF.match(line):
+            self._process(match)
+            line = match["rest"]
+        if frames := list(frames_in(line)):
+            for frame in frames:
                 self.frame(frame)
-                self.processes[-1].threads[-1].outermost |= CALLS.search(line) is not None
+            self.processes[-1].threads[-1].outermost |= CALLS.search(line) is not None
 
     def _mixed(self, match: re.Match[str]) -> None:
         """Take a Python frame among the native ones of gdb."""
@@ -381,8 +384,8 @@ class _Reader:
 
     def _header(self, line: str) -> bool:
         """Take a line that begins a process, a thread or a traceback; False if it is none."""
-        for words, pattern, take in HEADERS:
-            if words in line and (match := pattern.match(line)):
+        for words, known, take in HEADERS:
+            if words in line and (match := known.match(line)):
                 take(self, match)
                 return True
         return False
@@ -438,15 +441,20 @@ HEADERS: tuple[tuple[str, re.Pattern[str], Callable[[_Reader, re.Match[str]], No
     ("Traceback", LAST, _Reader._outermost_first),
     ("Traceback", FIRST, _Reader._innermost_first),
     ("Fatal", FATAL, _Reader._fatal),
-    ("", AGAIN, _Reader._again),
+    ("stack dump", AGAIN, _Reader._again),
+    ("Timeout", AGAIN, _Reader._again),
     (" pid ", OUR_PROCESS, _Reader._process),
     ("VLLM_STACK", FILE, _Reader._process),
     ("py-spy", COMMAND, _Reader._command),
     ("Attaching", COMMAND, _Reader._command),
-    ("", LABEL, _Reader._process),
+    ("Worker", LABEL, _Reader._process),
+    ("EngineCore", LABEL, _Reader._process),
+    ("APIServer", LABEL, _Reader._process),
+    ("DPCoordinator", LABEL, _Reader._process),
     ("Worker", NAMED, _Reader._process),
     ("EngineCore", NAMED, _Reader._process),
     ("APIServer", NAMED, _Reader._process),
+    ("DPCoordinator", NAMED, _Reader._process),
     ("", RANK, _Reader._process),
     ("Stack of", STACK_OF, _Reader._stack),
     (": ", OURS, _Reader._state_thread),

@@ -30,9 +30,9 @@ from ..host import proc
 from ..host.processes import ROLES, Process
 from ..host.ptrace import refusal, rights
 from ..protocol import identity
-from ..protocol.files import DAMAGE
-from ..protocol.stacks import Frame, Local, Options, Problem, ProcessStacks, StacksSnapshot, Thread
+from ..protocol.stacks import Options, Problem, ProcessStacks, StacksSnapshot, Thread
 from ..rpc import agent
+from . import pyspyjson
 
 SURE_SHARE = 0.8
 # A killed process ends at once, unless it is stuck in the kernel.
@@ -48,32 +48,6 @@ NOT_PYTHON = ("Failed to find python version", "Failed to find a python interpre
 STOPPED = "it is stopped by a signal"
 UNSTOPPED = "read without stopping it"
 REFUSED = ("Permission denied", "Permission Denied", "EPERM", "Operation not permitted")
-
-
-class _Local(msgspec.Struct):
-    name: str
-    arg: bool = False
-    repr: str | None = None
-
-
-class _Frame(msgspec.Struct):
-    name: str
-    filename: str
-    short_filename: str | None = None
-    line: int = 0
-    locals: list[_Local] | None = None
-
-
-class _Thread(msgspec.Struct):
-    frames: list[_Frame]
-    active: bool
-    owns_gil: bool
-    thread_name: str | None = None
-    os_thread_id: int | None = None
-
-
-# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
-THREADS = msgspec.json.Decoder(list[_Thread])
 
 
 class _LateError(VllmopsError):
@@ -141,44 +115,6 @@ def capture(
         server=server,
         options=options,
         processes=done,
-    )
-
-
-def parse(output: bytes, *, with_locals: bool = False) -> tuple[Thread, ...]:
-    """The threads in the output of ``py-spy dump --json``: holder of the GIL, active, idle.
-
-    Raises:
-        VllmopsError: ``stacks.unreadable`` if py-spy 0.4 does not print such output.
-    """
-    try:
-        threads = THREADS.decode(output)
-    except DAMAGE as error:
-        raise VllmopsError(
-            "stacks.unreadable",
-            f"the output of py-spy has an unknown format: {error}",
-            f"{sys.executable} -m pip install 'py-spy>=0.4.1,<0.5'",
-        ) from error
-    threads.sort(key=lambda t: (not t.owns_gil, not t.active, t.os_thread_id or 0))
-    return tuple(
-        Thread(
-            name=thread.thread_name or f"thread {thread.os_thread_id}",
-            state="active" if thread.active else "idle",
-            owns_gil=thread.owns_gil,
-            tid=thread.os_thread_id,
-            frames=tuple(_frame(frame, with_locals=with_locals) for frame in thread.frames),
-        )
-        for thread in threads
-    )
-
-
-def _frame(frame: _Frame, *, with_locals: bool) -> Frame:
-    locals_ = (Local(local.name, local.repr, local.arg) for local in frame.locals or ())
-    return Frame(
-        function=frame.name,
-        file=frame.filename,
-        short_file=frame.short_filename or frame.filename,
-        line=frame.line or None,
-        locals=tuple(locals_) if with_locals else None,
     )
 
 
@@ -288,7 +224,7 @@ def _attempts(
         limit_s = left_s * (1.0 if way is ways[-1] else SURE_SHARE if sure else 0.5)
         command = (program, "dump", "--json", "--pid", str(process.pid), *way, *locals_)
         try:
-            threads = parse(
+            threads = pyspyjson.parse(
                 _run(command, process, limit_s, halted=bool(halted)), with_locals=options.locals
             )
         except VllmopsError as error:

@@ -223,7 +223,7 @@ def lines(explanation: judge.Explanation) -> Iterator[Line]:
     for finding in explanation.findings:
         yield Line(0, "")
         yield from paragraph(finding)
-    if explanation.verdict in {"unknown", "maybe"}:
+    if explanation.verdict in {"unknown", "maybe"} and explanation.seen:
         yield Line(0, "")
         yield Line(0, "What the processes do:", "bold")
         for process in explanation.seen:
