@@ -78,11 +78,28 @@ BUNDLES = 20
 ACTION = "vllmops watch --heal by ", "vllmops heal by "
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A request of the load that did not end as it should.
+
+    Args:
+        began, ended: in monotonic seconds.
+        at: wall clock of its end, as the server's log has it.
+        what: kind of the request, and the error.
+    """
+
+    began: float
+    ended: float
+    at: str
+    what: str
+
+
 class Load(Soak):
     """Clients whose requests fit into the caches of a server that is prone to hang."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.lost = list[Lost]()
         self.client.timeout = httpx.Timeout(PATIENCE_S)
         self.open, self.busy, self.lock = threading.Event(), 0, threading.Lock()
         self.open.set()
@@ -97,6 +114,9 @@ class Load(Soak):
         finally:
             with self.lock:
                 self.busy -= 1
+
+    def lose(self, what: str, began: float) -> None:
+        self.lost.append(Lost(began, time.monotonic(), time.strftime("%H:%M:%S"), what))
 
     def images(self, number: int) -> None:
         self.post("/v1/chat/completions", chat([number], max_tokens=5))
@@ -165,14 +185,12 @@ class State:
         name: in the summary.
         made: puts the server into it; ends it where it was not healed.
         actions: what may be done about it.
-        loses: how many requests of the load may end with it.
         asks: whether it is healed by ``heal --resume`` alone.
     """
 
     name: str
     made: Callable[[Prone, Load], AbstractContextManager[Victims]]
     actions: frozenset[str]
-    loses: int = 0
     asks: bool = False
 
 
@@ -327,7 +345,8 @@ class Injected:
 
     Args:
         state: its name.
-        at_s: since the run began.
+        at_s: when it was begun, in seconds since the run began.
+        over_s: when it was over, likewise; None until then.
         took: whether the server got into it.
         healed_s: from then to its end; None if it did not end by itself.
         actions: what was done about it, as the server's log has it.
@@ -336,6 +355,7 @@ class Injected:
 
     state: str
     at_s: float
+    over_s: float | None = None
     took: bool = True
     healed_s: float | None = None
     actions: list[str] = field(default_factory=list)
@@ -408,7 +428,7 @@ class Run:
 
     def inject(self, chosen: State) -> None:
         self.unasked += self.tail.new()
-        lost_before, at = len(self.load.failed), time.monotonic()
+        lost_before, at = len(self.load.lost), time.monotonic()
         result = Injected(chosen.name, round(at - self.began, 1))
         self.injections.append(result)
         try:
@@ -418,8 +438,7 @@ class Run:
         except (httpx.HTTPError, AssertionError, OSError) as error:
             result.took = False
             result.wrong.append(f"not injected: {type(error).__name__}: {error}")
-        lost = self.load.failed[lost_before:]
-        del self.load.failed[lost_before : lost_before + chosen.loses]
+        result.over_s = round(time.monotonic() - self.began, 1)
         lines, until = self.tail.new(), time.monotonic() + TOLD_S
         while not lines and time.monotonic() < until:
             time.sleep(0.2)
@@ -428,10 +447,23 @@ class Run:
         result.actions += [action(line) for line in lines]
         result.wrong += [line for line in lines if action(line) not in chosen.actions]
         sys.stderr.write(
-            f"{result.at_s:7.1f} s  {chosen.name}: "
+            f"{time.strftime('%H:%M:%S')} {result.at_s:7.1f} s  {chosen.name}: "
             + (f"{result.healed_s} s" if result.took else "did not take")
-            + f"  {result.actions} {result.wrong} {lost}\n"
+            + f"  {result.actions} {result.wrong} {self.lost(lost_before)}\n"
         )
+
+    def lost(self, first: int = 0) -> list[str]:
+        """The requests of the load that were lost, and which states they met."""
+        told = []
+        for one in self.load.lost[first:]:
+            began_s, ended_s = one.began - self.began, one.ended - self.began
+            met = [
+                each.state
+                for each in self.injections
+                if each.at_s < ended_s and (each.over_s is None or each.over_s > began_s)
+            ]
+            told.append(f"{one.at} {began_s:.1f} to {ended_s:.1f} s, {met}: {one.what}")
+        return told
 
     def follow(self, chosen: State, victims: Victims, result: Injected, at: float) -> None:
         """Wait until a state is over."""
@@ -483,7 +515,7 @@ class Run:
             for one in took
             if one.healed_s is not None and one.healed_s > HEALED_S
         ]
-        found += [f"lost: {text}" for text in self.load.failed]
+        found += [f"lost: {text}" for text in self.lost()]
         found += [f"nothing was wrong: {text}" for text in self.unasked]
         grown = self.growth().items()
         return found + [f"{role}: memory x {rate}" for role, rate in grown if rate > FLAT]
@@ -494,7 +526,7 @@ class Run:
             "seconds": round(time.monotonic() - self.began),
             "injections": [asdict(one) for one in self.injections],
             "requests": dict(self.load.done),
-            "lost": self.load.failed,
+            "lost": self.lost(),
             "unasked": self.unasked,
             "memory_kib": self.memory[:: max(len(self.memory) // 500, 1)],
             "growth": self.growth(),
@@ -512,7 +544,7 @@ class Run:
             longest = f"{max(times):.1f} s" if times else ""
             rows.append(f"{one.name:26}{len(took):9}{len(times):8}{middle:>8}{longest:>9}")
         rows += [
-            f"other requests: {sum(self.load.done.values()):,}, lost {len(self.load.failed)}",
+            f"other requests: {sum(self.load.done.values()):,}, lost {len(self.load.lost)}",
             f"actions while nothing was injected: {len(self.unasked)}",
             f"memory, end by begin: {self.growth()}",
             *(f"WRONG {text}" for text in self.faults()),
