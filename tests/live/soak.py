@@ -147,7 +147,7 @@ class Soak:
         except (httpx.HTTPError, OSError, AssertionError, ValueError, LookupError) as error:
             self.lose(f"{kind.__name__}: {type(error).__name__}: {error}", began)
 
-    def lose(self, what: str, began: float) -> None:  # noqa: ARG002
+    def lose(self, what: str, began: float) -> None:
         """Note a request that did not end as it should; began at that monotonic time."""
         self.failed.append(what)
 
