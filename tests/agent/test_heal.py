@@ -171,7 +171,7 @@ def test_the_message_that_ended_a_thread_is_kept(monkeypatch: pytest.MonkeyPatch
         (process_output_sockets,),
     ):
         try:
-            target(*given)  # type: ignore[operator]
+            target(*given)
         except Exception as error:
             io_threads.note(error, error.__traceback__)
     read, written = fatal.messages().messages

@@ -12,7 +12,7 @@ import pytest
 
 from vllmops.bundle import bundle
 from vllmops.bundle.collecting import Contents, Piece
-from vllmops.bundle.messages import Message
+from vllmops.bundle.messages import Message, without_prompts
 from vllmops.protocol.fatal import Frame
 
 SCHEMA = {"a secret": {"type": "string"}}
@@ -69,7 +69,7 @@ def test_a_message_is_in_a_bundle(tmp_path: Path, *, redact: bool) -> None:
 
 @pytest.mark.parametrize("key", ["a secret", "x" * 50, 5])
 def test_what_may_be_a_user_s_name_is_not_shown(key: object) -> None:
-    (shown,) = bundle.messages.without_prompts(
+    (shown,) = without_prompts(
         [
             msgspec.structs.replace(
                 MESSAGE,

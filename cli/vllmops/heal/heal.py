@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from ..errors import VllmopsError
@@ -15,7 +16,8 @@ from ..protocol.caches import Silent
 from ..protocol.heal import HealRequest
 from ..protocol.place import named
 from ..rpc import agent
-from .action import Action, Case, Outcome, ask, proven
+from ..rpc.proofs import Case, ask, certain
+from .action import Action, Outcome
 from .actions.admission import Admission
 from .actions.broadcast import Broadcast
 from .actions.caches import Caches
@@ -41,7 +43,6 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Transfers(),
     Zombies(),
 )
-LOOKS, APART_S = 3, 0.3
 REACH_S = 2.0
 GONE_S, POLL_S = 3.0, 0.2
 # One request at the head of a queue may stand before the next one like it.
@@ -94,7 +95,7 @@ def heal(
         show(f"{server.label}: looking for {action.name}")
         for _ in range(1 if dry_run else ROUNDS):
             try:
-                cases = certain(server, action)
+                cases = certain(partial(action.look, server))
                 if not cases:
                     break
                 done = treated(server, action, cases, act=not dry_run, resume=resume)
@@ -109,15 +110,6 @@ def heal(
     if agents and not answers and not outcomes:
         raise agent.nobody("heal.no-agent", f"nothing of {server.label} can be healed", silent)
     return Healed(outcomes, silent, problems)
-
-
-def certain(server: Server, action: Action) -> list[Case]:
-    """What is proven of an action's state; raises VllmopsError."""
-    looks = [action.look(server)]
-    while looks[-1] and len(looks) < LOOKS:
-        time.sleep(APART_S)
-        looks.append(action.look(server))
-    return proven(looks) if len(looks) == LOOKS else []
 
 
 def treated(

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ...instances.servers import Server
 from ...requests.ending import end
 from ...requests.listing import Row
-from ..action import Case, InAgents
+from ...rpc.proofs import Case
+from ..action import InAgents
 
 
 class Admission(InAgents):

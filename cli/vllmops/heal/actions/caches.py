@@ -9,7 +9,8 @@ from ...caches import repair
 from ...instances.servers import Server
 from ...protocol.heal import Proof
 from ...protocol.repairs import CacheRepair
-from ..action import Action, Case, awake
+from ...rpc.proofs import Case, awake
+from ..action import Action
 
 
 class Caches(Action):
