@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 
+import numpy as np
+
+from vllmops.doctor import history
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
 from vllmops.requests import listing
@@ -20,7 +25,8 @@ from .setting import Server as Bench
 REQUESTS = 5000
 PROMPTS = 500  # of an HTTP request, which may have 1,024
 PATH = "/v1/completions"
-WATCH_S = 2.0  # between two lists of ``--watch``
+EVERY_S = 1.0  # twice as often as ``--watch`` does
+BESIDE_S, HALF_S = 0.4, 0.5
 STUCK_S = 30.0
 
 
@@ -32,12 +38,8 @@ def measure(setting: Setting) -> Iterator[Figure]:
         value, rival = sorted(lists)[len(lists) // 2], sorted(few)[len(few) // 2]
         name = f"requests list of {REQUESTS:,} requests"
         yield Figure(name, "s", value, "a question to its engine", rival, limit, len(lists))
-        rounds = 2 if setting.short else 40
-        pairs = [
-            (step_s(server, watched=True), step_s(server, watched=False)) for _ in range(rounds)
-        ]
-    watched, alone = zip(*pairs, strict=True)
-    name = "an engine's step, its requests listed every 2 s"
+        watched, alone = steps_s(server, 2 if setting.short else 400)
+    name = f"an engine's step, its requests listed every {EVERY_S:g} s"
     yield paired(name, watched, "not listed", alone, 1.01, short=setting.short)
 
 
@@ -65,21 +67,40 @@ def listed(server: Server) -> float:
 
 def pinged(server: Server) -> float:
     """Seconds that the engine takes to answer the shortest question."""
+    (engine,) = server.of(Role.ENGINE)
     began = time.perf_counter()
-    steps(server)
+    agent.reach(engine).engine()
     return time.perf_counter() - began
 
 
-def steps(server: Server) -> int:
-    """The engine's steps so far."""
-    (engine,) = server.of(Role.ENGINE)
-    return agent.reach(engine).engine().current_step or 0
+def steps_s(server: Server, rounds: int) -> tuple[list[float], list[float]]:
+    """Seconds that a step takes with a list every `EVERY_S` seconds, and without, in pairs.
 
+    A list can slow down only the steps beside it. So each round compares the `BESIDE_S` seconds
+    from the begin of a list with as many where nothing is asked, and the rest of the time counts
+    as equal: that keeps out the noise of the steps far from any list. The engine's own recording
+    tells when its steps were.
+    """
+    order, began = random.Random(1), list[tuple[float, float]]()
+    for _ in range(rounds):
+        halves = [HALF_S * number for number in order.sample(range(2), 2)]
+        at = time.time()
+        began.append((at + halves[0], at + halves[1]))
+        time.sleep(halves[0])
+        took_s = listed(server)
+        if took_s > BESIDE_S:  # it would be longer than what it is compared with
+            began.pop()
+        time.sleep(max(at + 2 * HALF_S - time.time(), 0.0))
+    time.sleep(1)
+    (recording,) = history.of(server).recordings
+    times = [step.began_at for step in recording.steps]
+    counts = list(accumulate((step.steps for step in recording.steps), initial=0))[:-1]
 
-def step_s(server: Server, *, watched: bool) -> float:
-    """Seconds that a step takes, over the time between two lists."""
-    began, before = time.perf_counter(), steps(server)
-    if watched:
-        listing.take(server, STUCK_S)
-    time.sleep(max(0.0, began + WATCH_S - time.perf_counter()))
-    return (time.perf_counter() - began) / (steps(server) - before)
+    def step_s(at: float) -> float:
+        first, last = np.interp((at, at + BESIDE_S), times, counts)
+        return float(BESIDE_S / (last - first))
+
+    beside = [(step_s(asked), step_s(left)) for asked, left in began]
+    share = BESIDE_S / EVERY_S
+    alone = [left for _, left in beside]
+    return [share * asked + (1 - share) * left for asked, left in beside], alone
