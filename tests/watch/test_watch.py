@@ -452,7 +452,7 @@ def test_a_look_that_takes_long_delays_the_next_one_by_no_more() -> None:
 
     scene = Slow(stuck(20.0))
     watched(scene)
-    assert scene.captured[0] <= 20 + 14
+    assert scene.captured[0] < 34
 
 
 def test_a_server_that_stalls_again_and_again_is_healed_as_long_as_that_helps() -> None:

@@ -10,13 +10,13 @@ from typing import Final, NamedTuple
 
 from ..errors import VllmopsError
 from ..home import user
-from ..host.processes import ROLES
+from ..host.processes import ROLES, Process
 from ..instances.servers import Server
 from ..protocol.caches import Silent
-from ..protocol.heal import HealRequest
+from ..protocol.heal import Healing, HealRequest
 from ..protocol.place import named
 from ..rpc import agent
-from ..rpc.proofs import Case, ask, certain
+from ..rpc.proofs import Case, ask, awake, certain
 from .action import Action, Outcome
 from .actions.admission import Admission
 from .actions.broadcast import Broadcast
@@ -86,9 +86,7 @@ def heal(
         VllmopsError: ``heal.no-agent``, if no agent answers and nothing else could be done.
     """
     agents = server.of(*ROLES)
-    answers, silent = agent.side_by_side(
-        agents, lambda process: ask(process, HealRequest(), REACH_S)
-    )
+    answers, silent = agent.side_by_side(agents, answer)
     outcomes: list[Outcome] = []
     problems: list[str] = []
     for action in actions:
@@ -110,6 +108,17 @@ def heal(
     if agents and not answers and not outcomes:
         raise agent.nobody("heal.no-agent", f"nothing of {server.label} can be healed", silent)
     return Healed(outcomes, silent, problems)
+
+
+def answer(process: Process) -> Healing:
+    """Whether an agent answers; one whose process runs no Python is not waited for.
+
+    Raises:
+        VllmopsError: it does not.
+    """
+    if not awake(process):
+        raise agent.silent(process)
+    return ask(process, HealRequest(), REACH_S)
 
 
 def treated(

@@ -608,10 +608,16 @@ def decode(who: str, content: bytes, kind: type[A]) -> A:
     )
 
 
-def silent(process: Process, timeout_s: float) -> VllmopsError:
-    """No answer in time: the heartbeat shows whether the process still runs Python."""
+def silent(process: Process, timeout_s: float | None = None) -> VllmopsError:
+    """No answer in time: the heartbeat shows whether the process still runs Python.
+
+    Args:
+        process: whose agent.
+        timeout_s: for how many seconds it was waited for; None where it was not asked.
+    """
     pulse = beat(process)
-    what = f"the agent of {name(process)} did not answer within {timeout_s:g} s"
+    did = "can't answer" if timeout_s is None else f"did not answer within {timeout_s:g} s"
+    what = f"the agent of {name(process)} {did}"
     if pulse is None:
         what += ", and it has no heartbeat"
     elif pulse.late:
