@@ -152,6 +152,8 @@ def engine():
             keep(self, *args, **fields)
 
     EngineCoreProc.add_request = add_unless_gone
+    # As it was before #45388: loads take what those need that were admitted before.
+    Scheduler._inflight_prefill_reserved_blocks = lambda self: 0
     # PyDLL keeps the GIL.
     Scheduler.schedule = blocking(Scheduler.schedule, "gil", ctypes.PyDLL(None).flock)
     Scheduler.schedule = spinning(Scheduler.schedule, "scheduler", lambda: sum(range(100_000)))
@@ -224,8 +226,9 @@ class Losing(base.KVConnectorBase_V1, base.SupportsHMA):
         self.loads, self.held = {}, {}
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        if (request.kv_transfer_params or {}).get("load"):
-            return request.num_tokens - num_computed_tokens, True
+        params = request.kv_transfer_params or {}
+        if params.get("load"):
+            return params.get("tokens", request.num_tokens) - num_computed_tokens, True
         return 0, False
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):

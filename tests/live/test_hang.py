@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from vllmops.bundle import messages
 from vllmops.instances.servers import resolve
 from vllmops.protocol.caches import EncoderCache
 from vllmops.requests import listing
@@ -490,6 +491,11 @@ def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
         assert (code, set(done) - {("caches", True)}) == (0, {("io-threads", True)})
         assert [one.answer(30) for one in asked] == [410, 200]
     assert stock.ask().answer(30) == 200
+    written, read = messages.of(resolve(stock.name))[-2:]  # for a bundle
+    assert (written.thread, read.thread) == ("output thread", "input thread")
+    (type_, *frames) = read.frames
+    assert (type_.head, len(frames[0].head)) == (b"\0", frames[0].size)
+    assert read.requests[0].encode() in frames[0].head
 
 
 @long

@@ -1,4 +1,4 @@
-"""A request at the head of the queue that can never be admitted."""
+"""A request at the head of the queue that can't be admitted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from ..action import InAgents
 
 class Admission(InAgents):
     name = "admission"
-    state = "the first request in the queue needs more of the KV cache than there is"
+    state = (
+        "the first request in the queue needs more of the KV cache than there is, or than other "
+        "requests leave free that wait themselves"
+    )
     does = "ends that request; its client is told why, and the queue goes on"
     risk = "that request's client gets status 410"
     reference = "https://github.com/vllm-project/vllm/issues/39734"
