@@ -298,7 +298,15 @@ def knot(scheduler: Any, holder: Any) -> None:
     scheduler.running = []
     passed = SimpleNamespace(status=holder.status, num_computed_tokens=0)
     scheduler.deferred_waiting, scheduler.skipped_waiting = {holder}, [holder]
-    scheduler.waiting, scheduler.kv_holding_waiting = [passed], []
+    scheduler.waiting, scheduler.kv_holding_waiting = [], []
+    scheduler._pause_state = SimpleNamespace(name="UNPAUSED")
+    objects.remember("scheduler", scheduler)
+    assert admission.look() == []  # the only one is passed over
+    big = SimpleNamespace(request_id="big", status=holder.status, **{**fields, "num_tokens": 64})
+    scheduler.deferred_waiting = scheduler.skipped_waiting = scheduler.waiting = [big]
+    assert [proof.subject for proof in admission.look()] == ["big"]  # its grammar took a while
+    scheduler.deferred_waiting, scheduler.skipped_waiting = {holder}, [holder]
+    scheduler.waiting = [passed]
     first, other = scheduling.waiting(scheduler)[:2]
     assert {id(first), id(other)} == {id(holder), id(passed)}
     assert scheduling.queued(scheduler) == [passed]

@@ -23,7 +23,7 @@ def look() -> list[Proof]:
     for head in waiting[:1] + [one for one in queue[:1] if one is not waiting[0]]:
         if why := too_large(scheduler, head):
             told = f"this request can never run here: {why}"
-        elif head is queue[0] and (why := held_up(scheduler, head)):
+        elif [head] == queue[:1] and (why := held_up(scheduler, head)):
             told = f"this request can't run now: {why}: send it again"
         else:
             continue
@@ -54,9 +54,11 @@ def too_large(scheduler: Any, request: Any) -> str:
 def held_up(scheduler: Any, request: Any) -> str:
     """Why a request can't be admitted although all of it would fit; empty if that may change.
 
-    While a request runs, or a transfer from or to elsewhere is under way, blocks become free.
+    Blocks become free while a request runs, while a transfer from or to elsewhere is under way, and
+    once a session that waits for input gets on.
     """
-    if scheduler.running or transfers.waiting(scheduler):
+    sessions = getattr(scheduler, "num_waiting_for_streaming_input", 0)
+    if scheduler.running or sessions or transfers.waiting(scheduler):
         return ""
     known = requests.scheduled(scheduler)
     if any(one.is_finished() for one in known):
