@@ -16,7 +16,12 @@ from vllmops.bundle.messages import Message, without_prompts
 from vllmops.protocol.fatal import Frame
 
 SCHEMA = {"a secret": {"type": "string"}}
-SAMPLING = {"temperature": 0.5, "structured_outputs": {"json": {"schema": SCHEMA}}, "stop": ["x"]}
+SAMPLING = {
+    "temperature": 0.5,
+    "_eos_token_id": 1,
+    "structured_outputs": {"json": {"schema": SCHEMA}},
+    "stop": ["x"],
+}
 REQUEST = ["chatcmpl-1", [1, 2, 3], msgspec.msgpack.Ext(4, b"pixels"), SAMPLING, None]
 WHOLE = msgspec.msgpack.encode(REQUEST)
 FRAMES = (
@@ -56,6 +61,7 @@ def test_a_message_is_in_a_bundle(tmp_path: Path, *, redact: bool) -> None:
     ]
     sampling = {
         "temperature": 0.5,
+        "_eos_token_id": 1,
         "structured_outputs": {"json": "map of 1"},
         "stop": ["str of 1"],
     }

@@ -15,7 +15,7 @@ from ..protocol.place import named
 from ..rpc import agent
 
 # A message's own fields are named so deep, among them those of its sampling parameters.
-NAMES_DEEP, NAME = 3, re.compile(r"[a-z][a-z_]{0,39}")
+NAMES_DEEP, NAME = 3, re.compile(r"[a-z_]{1,40}")
 ITEMS = 100
 
 
