@@ -37,7 +37,7 @@ from .hangs import (
     BACKTRACKING,
     CONNECTOR,
     ENVIRONMENT,
-    OLD,
+    OLD_CACHE,
     PLACE,
     PLUG_IN,
     TOOL,
@@ -561,7 +561,12 @@ def action(line: str) -> str:
 @contextmanager
 def prone(cli: Cli, place: Path) -> Iterator[Prone]:
     """A server of one's own with every defect, watched and healed."""
-    modules = {"old_code": OLD, "hangs": PLUG_IN, "lost_notify": LOST_NOTIFY, "losing": CONNECTOR}
+    modules = {
+        "old_code": OLD_CACHE,
+        "hangs": PLUG_IN,
+        "lost_notify": LOST_NOTIFY,
+        "losing": CONNECTOR,
+    }
     for name, module in modules.items():
         plug_ins.write(place / name, name, module)
     plug_ins.lean(place / "lean")
