@@ -426,7 +426,7 @@ class Watch:
             )
             return
         try:
-            found = self.subject.heal()  # beside a sweep, each looks once more before it acts
+            found = self.subject.heal()
         except VllmopsError as error:
             self.heals.append(now)
             self.report_failure(error)
