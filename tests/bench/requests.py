@@ -38,7 +38,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         value, rival = sorted(lists)[len(lists) // 2], sorted(few)[len(few) // 2]
         name = f"requests list of {REQUESTS:,} requests"
         yield Figure(name, "s", value, "a question to its engine", rival, limit, len(lists))
-        watched, alone = steps_s(server, 2 if setting.short else 400)
+        watched, alone = steps_s(server, 2 if setting.short else 300)
     name = f"an engine's step, its requests listed every {EVERY_S:g} s"
     yield paired(name, watched, "not listed", alone, 1.01, short=setting.short)
 
@@ -47,7 +47,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
 def waiting(bench: Bench) -> Iterator[Server]:
     """A server with that many requests: the prompts of a few HTTP requests."""
     server = Server(name=None, processes=bench.processes())
-    body = {"model": "demo-text", "prompt": [[1, 2, 3]] * PROMPTS, "max_tokens": 2000}
+    body = {"model": "demo-text", "prompt": [[1, 2, 3]] * PROMPTS, "max_tokens": 4000}
     asked = bench.request(PATH, {**body, "ignore_eos": True})
     with contextlib.ExitStack() as stack:
         for _ in range(REQUESTS // PROMPTS):
@@ -58,10 +58,10 @@ def waiting(bench: Bench) -> Iterator[Server]:
     until(lambda: not listing.take(server, STUCK_S).rows, 120)
 
 
-def listed(server: Server) -> float:
-    """Seconds that a list takes."""
+def listed(server: Server, least: int = REQUESTS - 100) -> float:
+    """Seconds that a list takes of no fewer requests."""
     began = time.perf_counter()
-    assert len(listing.take(server, STUCK_S).rows) >= REQUESTS - 100
+    assert len(listing.take(server, STUCK_S).rows) >= least
     return time.perf_counter() - began
 
 
@@ -87,7 +87,7 @@ def steps_s(server: Server, rounds: int) -> tuple[list[float], list[float]]:
         at = time.time()
         began.append((at + halves[0], at + halves[1]))
         time.sleep(halves[0])
-        took_s = listed(server)
+        took_s = listed(server, REQUESTS // 2)  # some end meanwhile
         if took_s > BESIDE_S:  # it would be longer than what it is compared with
             began.pop()
         time.sleep(max(at + 2 * HALF_S - time.time(), 0.0))
