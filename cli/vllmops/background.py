@@ -9,8 +9,11 @@ import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 # The same exception is reported again after this time.
 AGAIN_S = 3600.0
@@ -130,3 +133,17 @@ def thread(
     daemon = threading.Thread(target=run, name=name, daemon=True)
     daemon.start()
     return daemon
+
+
+def beside(work: Callable[[], T]) -> Future[T]:
+    """Call something once in a daemon thread; what it gives or raises comes with the future."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -256,6 +256,7 @@ def healing() -> None:
     assert admission.too_large(scheduler, request) == ""
     needs = SimpleNamespace(request_id="b", num_tokens=64, num_prompt_tokens=64)
     assert "need 4 blocks" in admission.too_large(scheduler, needs)
+    knot(scheduler, request)
     manager = imported("encoder-cache")(cache_size=6)
     first, second = (Request(request_id=name, hashes=tuple(name)) for name in ("ab", "cd"))
     for number in range(2):
@@ -279,6 +280,41 @@ def healing() -> None:
         "engine-client": ("is_paused", "resume_generation", "is_sleeping", "wake_up"),
     }.items():
         assert [word for word in words if word not in source(kind)] == []
+
+
+def knot(scheduler: Any, holder: Any) -> None:
+    """A request that needs what others hold that wait, too, is found; not while any gets on."""
+    fields = {"num_tokens": 48, "num_prompt_tokens": 48, "num_computed_tokens": 0}
+    head = SimpleNamespace(request_id="head", **fields)
+    scheduler.scheduler_reserve_full_isl, scheduler.connector = True, None
+    scheduler.requests = {holder.request_id: holder}
+    assert admission.held_up(scheduler, head) == ""  # it fits
+    scheduler.kv_cache_manager.allocate_slots(holder, 1)
+    assert scheduling.blocks_free(scheduler) == 2
+    assert "needs 3 more blocks" in admission.held_up(scheduler, head)
+    assert "and requests that wait hold 1" in admission.held_up(scheduler, head)
+    scheduler.running = [holder]
+    assert admission.held_up(scheduler, head) == ""
+    scheduler.running = []
+    passed = SimpleNamespace(status=holder.status, num_computed_tokens=0)
+    scheduler.deferred_waiting, scheduler.skipped_waiting = {holder}, [holder]
+    scheduler.waiting, scheduler.kv_holding_waiting = [], []
+    scheduler._pause_state = SimpleNamespace(name="UNPAUSED")
+    objects.remember("scheduler", scheduler)
+    assert admission.look() == []  # the only one is passed over
+    big = SimpleNamespace(request_id="big", status=holder.status, **{**fields, "num_tokens": 64})
+    scheduler.deferred_waiting = scheduler.skipped_waiting = scheduler.waiting = [big]
+    assert [proof.subject for proof in admission.look()] == ["big"]  # its grammar took a while
+    scheduler.deferred_waiting, scheduler.skipped_waiting = {holder}, [holder]
+    scheduler.waiting = [passed]
+    first, other = scheduling.waiting(scheduler)[:2]
+    assert {id(first), id(other)} == {id(holder), id(passed)}
+    assert scheduling.queued(scheduler) == [passed]
+    holder.num_computed_tokens = 1  # its blocks came from elsewhere
+    assert scheduling.queued(scheduler)[0] is holder
+    holder.num_computed_tokens = 0
+    scheduler.kv_cache_manager.free(holder)
+    scheduler.deferred_waiting, scheduler.skipped_waiting = set(), []
 
 
 def asleep() -> None:

@@ -8,17 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from vllmops.agent.heal import io_threads, sockets
+from vllmops.agent.heal import fatal, io_threads, sockets
 from vllmops.agent.heal.between import between_steps
 
 # Each letter makes it longer by half: it never ends.
@@ -138,6 +139,49 @@ def test_who_loses_by_the_end_of_a_thread_is_noted(monkeypatch: pytest.MonkeyPat
         "process_output_sockets": ("a",),
         "process_input_sockets": ("b",),
     }
+
+
+def test_the_message_that_ended_a_thread_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_threads, "_deaths", {})
+    monkeypatch.setattr(fatal, "_kept", deque[Any](maxlen=fatal.KEPT))
+    monkeypatch.setattr(fatal, "MESSAGE_BYTES", 10)
+
+    def decode(frames: list[Any]) -> None:
+        raise ValueError(f"{len(frames)} frames can't be read")
+
+    def wait() -> None:
+        raise OSError("no message has come")
+
+    wait = FunctionType(wait.__code__, {**globals(), "__name__": "zmq.sugar.poll"})
+
+    def process_input_sockets(receives: bool) -> None:
+        type_frame, *data_frames = b"\0", SimpleNamespace(buffer=memoryview(b"1234567")), b"89012"
+        if receives:
+            decode(data_frames)
+        assert type_frame
+        wait()
+
+    def process_output_sockets() -> None:
+        output = 0, Outputs([One("a", what=object())])
+        raise TypeError(f"{len(output)} parts can't be encoded")
+
+    for target, *given in (
+        (process_input_sockets, True),
+        (process_input_sockets, False),
+        (process_output_sockets,),
+    ):
+        try:
+            target(*given)
+        except Exception as error:
+            io_threads.note(error, error.__traceback__)
+    read, written = fatal.messages().messages
+    assert [(frame.size, frame.head) for frame in read.frames] == [
+        (1, b"\0"),
+        (7, b"1234567"),
+        (5, b"89"),
+    ]
+    assert (read.thread, read.error) == ("input thread", "ValueError: 2 frames can't be read")
+    assert (written.thread, len(written.frames)) == ("output thread", 1)
 
 
 class Outputs(msgspec.Struct):

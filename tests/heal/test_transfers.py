@@ -5,18 +5,25 @@ The processes are made up: a worker of another node needs a second machine.
 
 from __future__ import annotations
 
+from itertools import count
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
+from vllmops.diagnose import doctor
 from vllmops.errors import VllmopsError
-from vllmops.heal import action
 from vllmops.heal.actions import transfers
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
 from vllmops.protocol.heal import Healing, HealRequest, Proof
-from vllmops.rpc import agent
+from vllmops.protocol.requests import EngineRequest, ProcessRequests, State
+from vllmops.requests import listing, loads
+from vllmops.rpc import agent, proofs
+from vllmops.rpc.proofs import Case
+
+from ..diagnose.servers import healthy
 
 ENGINE, FIRST, SECOND = (
     Process(role, 11 + number, 1)
@@ -55,8 +62,38 @@ def test_only_what_no_worker_knows_is_lost(
     beat = SimpleNamespace(standing=SimpleNamespace(sizes=ranks))
     pulse = SimpleNamespace(beat=beat, age_s=0.5)
     monkeypatch.setattr(agent, "beat", lambda _: pulse)
-    monkeypatch.setattr(action, "awake", lambda _: True)
-    for module in (action, transfers):
+    monkeypatch.setattr(proofs, "awake", lambda _: True)
+    for module in (proofs, loads):
         monkeypatch.setattr(module, "ask", ask)
     server = Server(name="demo", processes=(ENGINE, FIRST, SECOND))
     assert [case.proof.subject for case in transfers.Transfers().look(server)] == found
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_load_that_is_lost_is_a_finding_of_list_and_doctor(
+    monkeypatch: pytest.MonkeyPatch, *, heard: bool
+) -> None:
+    held = [EngineRequest(id=name, state=State.WAITING_FOR_KV) for name in ("lost", "slow")]
+    processes = [ProcessRequests(pid=11, role="engine", engine=held, still_s=0.0)]
+    proof = Proof(subject="lost", what="nobody knows it", rises=5)
+    steps = count(step=5)
+
+    def look(_: Server) -> list[Case]:
+        if not heard:
+            raise VllmopsError("agent.timeout", "it does not answer", "")
+        return [Case(ENGINE, msgspec.structs.replace(proof, rises=next(steps)))]
+
+    monkeypatch.setattr(loads, "look", look)
+    monkeypatch.setattr(listing, "look", lambda _: (processes, []))
+    server = Server(name="demo", processes=(ENGINE,))
+    found = listing.take(server, 30)
+    assert {row.id: row.stuck for row in found.rows} == {
+        "lost": "nobody knows it" if heard else "",
+        "slow": "",
+    }
+    assert [(each.code, each.subject) for each in found.findings] == (
+        [("request.lost-load", "lost")] if heard else []
+    )
+    snapshot = msgspec.structs.replace(healthy(), lost_loads=(proof,) if heard else ())
+    (told,) = doctor.examine(snapshot).findings if heard else (None,)
+    assert told is None or told.next.startswith("vllmops heal --only transfers")

@@ -33,14 +33,9 @@ PATCHES = ("mm-lru-ghost-keys", "mm-lru-stale-eviction", "request-hash-cycle")
 # Of the demo model's images some five fit.
 FEW_IMAGES = ("--mm-processor-cache-gb", "0.00008", "--limit-mm-per-prompt", '{"image":8}')
 # vLLM 0.24 and newer leave no ghost keys, and 0.16 and newer no cycle in a request: a plug-in puts
-# the old code back, before ours looks. Requests of so small a model end while they are young, and
-# the garbage collector's first generations would take what in production only the last one does.
-OLD = """
-import gc
-import os
-from functools import partial, wraps
+# the old code back, before ours looks.
+OLD_CACHE = """
 from vllm.utils.cache import LRUCache
-from vllm.v1.request import Request
 
 def touch(self, key):  # as it was until vLLM 0.23
     try:
@@ -48,7 +43,20 @@ def touch(self, key):  # as it was until vLLM 0.23
     except KeyError:
         self._LRUCache__order[key] = None
 
-construct = Request.__init__
+def register():
+    LRUCache.touch = touch
+"""
+# Requests of so small a model end while they are young, and the garbage collector's first
+# generations would take what in production only the last one does. So memory grows with these.
+OLD = (
+    OLD_CACHE
+    + """
+import gc
+import os
+from functools import partial, wraps
+from vllm.v1.request import Request
+
+construct, keep_cache = Request.__init__, register
 
 @wraps(construct)
 def init(self, *args, block_hasher=None, **fields):  # as it was until vLLM 0.15.1
@@ -63,11 +71,12 @@ def update_block_hashes(self):
         self.block_hashes.extend(self.get_hash_new_full_blocks())
 
 def register():
-    LRUCache.touch = touch
+    keep_cache()
     Request.__init__ = init
     Request.update_block_hashes = update_block_hashes
     os.register_at_fork(after_in_child=gc.disable)
 """
+)
 PLACE = "VLLM_TEST_HANGS"  # a directory: a file in it puts the defect of that name in
 
 # What today's vLLM has mended is put back. The code that blocks looks for its file each time, and
@@ -152,6 +161,8 @@ def engine():
             keep(self, *args, **fields)
 
     EngineCoreProc.add_request = add_unless_gone
+    # As it was before #45388: loads take what those need that were admitted before.
+    Scheduler._inflight_prefill_reserved_blocks = lambda self: 0
     # PyDLL keeps the GIL.
     Scheduler.schedule = blocking(Scheduler.schedule, "gil", ctypes.PyDLL(None).flock)
     Scheduler.schedule = spinning(Scheduler.schedule, "scheduler", lambda: sum(range(100_000)))
@@ -224,8 +235,9 @@ class Losing(base.KVConnectorBase_V1, base.SupportsHMA):
         self.loads, self.held = {}, {}
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        if (request.kv_transfer_params or {}).get("load"):
-            return request.num_tokens - num_computed_tokens, True
+        params = request.kv_transfer_params or {}
+        if params.get("load"):
+            return params.get("tokens", request.num_tokens) - num_computed_tokens, True
         return 0, False
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):

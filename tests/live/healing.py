@@ -37,7 +37,7 @@ from .hangs import (
     BACKTRACKING,
     CONNECTOR,
     ENVIRONMENT,
-    OLD,
+    OLD_CACHE,
     PLACE,
     PLUG_IN,
     TOOL,
@@ -68,7 +68,7 @@ def register():
 """
 HEALED_S = 30.0  # from a stall to its end
 PATIENCE_S = 90.0  # until it counts as not healed
-TAKES_S = 4.0  # requests that a state stalls are not answered in this time
+PAUSE_S = 4.0  # before it is resumed
 TOLD_S = 8.0  # from then to the line in the log
 APART_S = (1.0, 6.0)  # healthy load between two states
 SAMPLE_S = 10.0
@@ -78,11 +78,28 @@ BUNDLES = 20
 ACTION = "vllmops watch --heal by ", "vllmops heal by "
 
 
+@dataclass(frozen=True)
+class Lost:
+    """A request of the load that did not end as it should.
+
+    Args:
+        began, ended: in monotonic seconds.
+        at: wall clock of its end, as the server's log has it.
+        what: kind of the request, and the error.
+    """
+
+    began: float
+    ended: float
+    at: str
+    what: str
+
+
 class Load(Soak):
     """Clients whose requests fit into the caches of a server that is prone to hang."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.lost = list[Lost]()
         self.client.timeout = httpx.Timeout(PATIENCE_S)
         self.open, self.busy, self.lock = threading.Event(), 0, threading.Lock()
         self.open.set()
@@ -98,6 +115,9 @@ class Load(Soak):
             with self.lock:
                 self.busy -= 1
 
+    def lose(self, what: str, began: float) -> None:
+        self.lost.append(Lost(began, time.monotonic(), time.strftime("%H:%M:%S"), what))
+
     def images(self, number: int) -> None:
         self.post("/v1/chat/completions", chat([number], max_tokens=5))
 
@@ -107,14 +127,15 @@ class Load(Soak):
     def long_prompt(self, number: int) -> None:
         self.ask(f"{number} " + "z" * 500)
 
-    # 1,280 tokens fit: the abort may come late, because a state blocks the event loop.
+    # An abort may come late, because a state blocks the event loop or what reads it. Meanwhile the
+    # engine gets on with these, so nothing has stalled: they are over after some seconds.
     def aborted(self, number: int) -> None:
-        asked = Asked(self.url, {**asking(f"Stop {number}.", 900), "ignore_eos": True})
+        asked = Asked(self.url, {**asking(f"Stop {number}.", 300), "ignore_eos": True})
         time.sleep(0.2)
         asked.abort()
 
     def aborted_stream(self, number: int) -> None:
-        next(self.lines(number, 900))
+        next(self.lines(number, 300))
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         answer = self.client.post(path, json=body)
@@ -165,14 +186,12 @@ class State:
         name: in the summary.
         made: puts the server into it; ends it where it was not healed.
         actions: what may be done about it.
-        loses: how many requests of the load may end with it.
         asks: whether it is healed by ``heal --resume`` alone.
     """
 
     name: str
     made: Callable[[Prone, Load], AbstractContextManager[Victims]]
     actions: frozenset[str]
-    loses: int = 0
     asks: bool = False
 
 
@@ -327,8 +346,9 @@ class Injected:
 
     Args:
         state: its name.
-        at_s: since the run began.
-        took: whether the server got into it.
+        at_s: when it was begun, in seconds since the run began.
+        over_s: when it was over, likewise; None until then.
+        took: whether the server got into it, and did not get out of it by itself.
         healed_s: from then to its end; None if it did not end by itself.
         actions: what was done about it, as the server's log has it.
         wrong: what should not have been.
@@ -336,6 +356,7 @@ class Injected:
 
     state: str
     at_s: float
+    over_s: float | None = None
     took: bool = True
     healed_s: float | None = None
     actions: list[str] = field(default_factory=list)
@@ -408,7 +429,7 @@ class Run:
 
     def inject(self, chosen: State) -> None:
         self.unasked += self.tail.new()
-        lost_before, at = len(self.load.failed), time.monotonic()
+        lost_before, at = len(self.load.lost), time.monotonic()
         result = Injected(chosen.name, round(at - self.began, 1))
         self.injections.append(result)
         try:
@@ -418,8 +439,7 @@ class Run:
         except (httpx.HTTPError, AssertionError, OSError) as error:
             result.took = False
             result.wrong.append(f"not injected: {type(error).__name__}: {error}")
-        lost = self.load.failed[lost_before:]
-        del self.load.failed[lost_before : lost_before + chosen.loses]
+        result.over_s = round(time.monotonic() - self.began, 1)
         lines, until = self.tail.new(), time.monotonic() + TOLD_S
         while not lines and time.monotonic() < until:
             time.sleep(0.2)
@@ -428,20 +448,33 @@ class Run:
         result.actions += [action(line) for line in lines]
         result.wrong += [line for line in lines if action(line) not in chosen.actions]
         sys.stderr.write(
-            f"{result.at_s:7.1f} s  {chosen.name}: "
+            f"{time.strftime('%H:%M:%S')} {result.at_s:7.1f} s  {chosen.name}: "
             + (f"{result.healed_s} s" if result.took else "did not take")
-            + f"  {result.actions} {result.wrong} {lost}\n"
+            + f"  {result.actions} {result.wrong} {self.lost(lost_before)}\n"
         )
+
+    def lost(self, first: int = 0) -> list[str]:
+        """The requests of the load that were lost, and which states they met."""
+        told = []
+        for one in self.load.lost[first:]:
+            began_s, ended_s = one.began - self.began, one.ended - self.began
+            met = [
+                each.state
+                for each in self.injections
+                if each.at_s < ended_s and (each.over_s is None or each.over_s > began_s)
+            ]
+            told.append(f"{one.at} {began_s:.1f} to {ended_s:.1f} s, {met}: {one.what}")
+        return told
 
     def follow(self, chosen: State, victims: Victims, result: Injected, at: float) -> None:
         """Wait until a state is over."""
         if chosen.asks:
-            time.sleep(TAKES_S)
+            time.sleep(PAUSE_S)
             self.server.cli("heal", "--resume", "-t", self.server.name, "--json")
         while time.monotonic() - at < PATIENCE_S:
             if victims.answered():
                 took_s = time.monotonic() - at
-                result.took = took_s > TAKES_S
+                result.took = False  # unless the log tells of an action: it was over by itself
                 result.healed_s = round(took_s, 1)
                 result.wrong += victims.wrong
                 break
@@ -483,7 +516,7 @@ class Run:
             for one in took
             if one.healed_s is not None and one.healed_s > HEALED_S
         ]
-        found += [f"lost: {text}" for text in self.load.failed]
+        found += [f"lost: {text}" for text in self.lost()]
         found += [f"nothing was wrong: {text}" for text in self.unasked]
         grown = self.growth().items()
         return found + [f"{role}: memory x {rate}" for role, rate in grown if rate > FLAT]
@@ -494,7 +527,7 @@ class Run:
             "seconds": round(time.monotonic() - self.began),
             "injections": [asdict(one) for one in self.injections],
             "requests": dict(self.load.done),
-            "lost": self.load.failed,
+            "lost": self.lost(),
             "unasked": self.unasked,
             "memory_kib": self.memory[:: max(len(self.memory) // 500, 1)],
             "growth": self.growth(),
@@ -512,7 +545,7 @@ class Run:
             longest = f"{max(times):.1f} s" if times else ""
             rows.append(f"{one.name:26}{len(took):9}{len(times):8}{middle:>8}{longest:>9}")
         rows += [
-            f"other requests: {sum(self.load.done.values()):,}, lost {len(self.load.failed)}",
+            f"other requests: {sum(self.load.done.values()):,}, lost {len(self.load.lost)}",
             f"actions while nothing was injected: {len(self.unasked)}",
             f"memory, end by begin: {self.growth()}",
             *(f"WRONG {text}" for text in self.faults()),
@@ -528,7 +561,12 @@ def action(line: str) -> str:
 @contextmanager
 def prone(cli: Cli, place: Path) -> Iterator[Prone]:
     """A server of one's own with every defect, watched and healed."""
-    modules = {"old_code": OLD, "hangs": PLUG_IN, "lost_notify": LOST_NOTIFY, "losing": CONNECTOR}
+    modules = {
+        "old_code": OLD_CACHE,
+        "hangs": PLUG_IN,
+        "lost_notify": LOST_NOTIFY,
+        "losing": CONNECTOR,
+    }
     for name, module in modules.items():
         plug_ins.write(place / name, name, module)
     plug_ins.lean(place / "lean")

@@ -140,11 +140,16 @@ class Soak:
                 thread.join()
 
     def one(self, kind: Callable[[int], None]) -> None:
+        began = time.monotonic()
         try:
             kind(next(self.numbers))
             self.done[kind.__name__] += 1
         except (httpx.HTTPError, OSError, AssertionError, ValueError, LookupError) as error:
-            self.failed.append(f"{kind.__name__}: {type(error).__name__}: {error}")
+            self.lose(f"{kind.__name__}: {type(error).__name__}: {error}", began)
+
+    def lose(self, what: str, began: float) -> None:
+        """Note a request that did not end as it should; began at that monotonic time."""
+        self.failed.append(what)
 
     @contextmanager
     def sleeping(self) -> Iterator[None]:

@@ -55,6 +55,9 @@ def test_a_load_that_nobody_will_report_is_failed(server: Prone) -> None:
         until(lambda: outcomes(server, "--dry-run") == (1, [("transfers", False)]), 40)
         assert server.ask().answer(30) == 200
         assert lost.answer(0.1) is None
+        for words in (("requests", "list"), ("doctor",)):
+            found = server.cli(*words, "-t", server.name, "--json").data["findings"]
+            assert [one["code"] for one in found].count("request.lost-load") == 1
         free.close()
         assert outcomes(server) == (0, 2 * [("transfers", True)])
         # By the policy "recompute", and because its sender is gone.
@@ -64,4 +67,28 @@ def test_a_load_that_nobody_will_report_is_failed(server: Prone) -> None:
         free.close()
         (server.place / "load").unlink()
     assert healthy.answer(30) == 200
+    until(lambda: in_flight(server) == [])
+
+
+@long
+def test_a_request_that_needs_what_others_hold_that_wait_is_ended(server: Prone) -> None:
+    """The KV cache has 10 blocks of 128 tokens. One needs 9, and the other 8, most of them loaded.
+
+    So each would fit, and not the rest of the first one beside what the other has loaded.
+    """
+    asked = list[Asked]()
+    (server.place / "load").touch()
+    try:
+        for letter, length, tokens in (("y", 1100, 256), ("x", 960, 896)):
+            load = {"load": "load", "tokens": tokens}
+            asked.append(server.ask(text=letter * length, kv_transfer_params=load))
+            waiting = ["waiting for KV"] * len(asked)
+            until(lambda: [row["state"] for row in in_flight(server)] == waiting)  # noqa: B023
+        assert outcomes(server, "--dry-run", "--only", "admission") == (0, [])
+    finally:
+        (server.place / "load").unlink()
+    until(lambda: outcomes(server, "--dry-run") == (1, [("admission", False)]), 40)
+    assert [one.answer(0.1) for one in asked] == [None, None]
+    assert outcomes(server) == (0, [("admission", True)])
+    assert [one.answer(30) for one in asked] == [410, 200]
     until(lambda: in_flight(server) == [])

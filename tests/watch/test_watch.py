@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,11 @@ class Scene:
         )
         return Healed([one], [], [])
 
+    def beside(self, work: Callable[[], Healed]) -> Future[Healed]:
+        done: Future[Healed] = Future()
+        done.set_result(work())
+        return done
+
     def restart(self) -> None:
         self.done.append("restart")
 
@@ -229,7 +235,14 @@ def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[Event]:
     """What a watch of it tells."""
     shown: list[Event] = []
     whole = Plan(FOLDER, for_s=for_s, **plan)
-    diary = Watch(scene, whole, shown.append, now=lambda: scene.time, wait=scene.pass_).run()
+    diary = Watch(
+        scene,
+        whole,
+        shown.append,
+        now=lambda: scene.time,
+        wait=scene.pass_,
+        beside=scene.beside,
+    ).run()
     assert list(diary.events) == shown
     return shown
 
@@ -405,6 +418,41 @@ def test_a_request_that_is_lost_while_others_go_on_is_healed_without_a_stall() -
     idle = Scene()
     watched(idle, for_s=600, heal=True)
     assert idle.done == []
+
+
+def test_a_sweep_that_waits_for_an_agent_delays_no_check() -> None:
+    class Slow(Scene):
+        """An agent that does not answer for 15 s."""
+
+        def beside(self, work: Callable[[], Healed]) -> Future[Healed]:
+            self.done.append("sweep")
+            return running
+
+        def look(self, *, ask: bool) -> Observation:
+            if self.time > 27 and not running.done():
+                running.set_result(Healed([], [], []))
+            return super().look(ask=ask)
+
+    running: Future[Healed] = Future()
+    scene = Slow(lambda at_s: busy(at_s) if at_s < 12 else stuck(12.0)(at_s))
+    watched(scene, for_s=40, heal=True)
+    assert scene.captured
+    assert scene.captured[0] <= 12 + 14
+    assert scene.done.count("sweep") == 1  # none beside one that runs
+    assert "heal" in scene.done
+
+
+def test_a_look_that_takes_long_delays_the_next_one_by_no_more() -> None:
+    class Slow(Scene):
+        """Its API server is blocked, so that ``/health`` times out."""
+
+        def look(self, *, ask: bool) -> Observation:
+            self.time += 2.0 if ask else 0.0
+            return super().look(ask=ask)
+
+    scene = Slow(stuck(20.0))
+    watched(scene)
+    assert scene.captured[0] < 34
 
 
 def test_a_server_that_stalls_again_and_again_is_healed_as_long_as_that_helps() -> None:

@@ -49,7 +49,7 @@ from . import (
 )
 from .adapters import features
 from .gate import gate
-from .heal import event_loop
+from .heal import event_loop, fatal
 from .heal import table as healing
 from .heartbeat import Heart
 from .identity import own, role, standing
@@ -351,6 +351,7 @@ GETS: dict[str, Callable[[], Any]] = {
     "/keys": keys.state,
     "/keys?reload=1": partial(keys.state, reload=True),
     "/memory": memory.snapshot,
+    "/messages": fatal.messages,
     "/packages": packages.of_this_process,
     "/requests": requests.snapshot,
     "/traffic": engine.traffic,

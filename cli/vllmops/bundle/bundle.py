@@ -32,7 +32,7 @@ from ..protocol.caches import CacheSnapshot
 from ..protocol.server import ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
 from ..protocol.steps import StepsRecording
-from . import archive
+from . import archive, messages
 from .collecting import LOG_LINES, STACKS, Contents, Piece
 from .redact import Redactor
 
@@ -43,7 +43,7 @@ LINE = re.compile(r"[^\n]*\n|[^\n]+\Z|(?<=\n)\Z|\A\Z")
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 NOTE = "review it before you share it: vllmops finds secrets by their names or their forms"
 UNREDACTED = "nothing is redacted: it may contain keys, tokens and prompts"
-INDEX = "index.json"
+INDEX, MESSAGES = "index.json", "messages.jsonl"
 PARTS = {
     INDEX: "what the bundle holds, what is missing, and what was redacted",
     "doctor.txt": "findings, for a person",
@@ -53,6 +53,7 @@ PARTS = {
     "caches.json": "multimodal and encoder caches",
     "memory.jsonl": "the newest recording of its memory",
     "steps.jsonl": "the last steps of its engines",
+    MESSAGES: "messages that ended a thread of an engine",
     "metrics.txt": "/metrics as it is",
     "log.txt": f"the beginning and the last {LOG_LINES} lines of its log",
     "supervisor.txt": "its supervisor's log",
@@ -172,6 +173,8 @@ def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
     if isinstance(content, str):
         return joined(redacted_lines(name, content, redactor)) if redactor else content.encode()
     if name.endswith(".jsonl"):
+        if redactor and name == MESSAGES:
+            content = messages.without_prompts(content)
         lines = map(msgspec.to_builtins, content)
         redacted = (redactor.walk(line, log=True) if redactor else line for line in lines)
         return joined(chain(map(msgspec.json.encode, redacted), [b""]))

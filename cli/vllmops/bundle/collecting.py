@@ -41,6 +41,7 @@ from ..protocol.place import named
 from ..protocol.server import ServerSnapshot
 from ..rpc import agent
 from ..vllm_api import http
+from . import messages
 from .redact import TEXT, secrets, values
 
 TIMEOUT_S = 20.0
@@ -245,6 +246,7 @@ class Collecting:
             self.begin("metrics.txt", lambda: metrics(server))
         if server.fleet:
             return  # all else is of its machine
+        self.begin("messages.jsonl", lambda: messages.of(server))
         self.begin("log.txt", lambda: log(server))
         if server.record:
             self.begin("supervisor.txt", lambda: supervisor(server))

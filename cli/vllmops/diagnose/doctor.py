@@ -74,6 +74,7 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
     explained = explanation(snapshot, patience_s)
     stopped = stalled(snapshot, explained, patience_s)
     findings = [*stalls(stopped, snapshot.recordings), *hung(explained), *server.diagnose(snapshot)]
+    findings += requests.lost_loads(snapshot.lost_loads)
     if snapshot.caches:
         findings += caches.diagnose(snapshot.caches)
     for comparison in snapshot.comparisons:

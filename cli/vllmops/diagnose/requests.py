@@ -1,10 +1,11 @@
-"""Requests that only one side knows; pure, from what each process knows."""
+"""Requests that only one side knows, or that wait in vain; pure, from what each process knows."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from ..protocol.caches import Silent
+from ..protocol.heal import Proof
 from ..protocol.place import who
 from ..protocol.requests import ProcessRequests, State
 from .findings import Finding, Rule, Severity
@@ -16,7 +17,14 @@ ZOMBIE = Rule(
     "vllmops requests abort ID: it ends the request and frees what it holds",
     "https://github.com/vllm-project/vllm/issues/55521",
 )
-RULES = (ZOMBIE,)
+LOST_LOAD = Rule(
+    "request.lost-load",
+    Severity.WARNING,
+    "a request waits in vain for KV blocks from another server",
+    "vllmops heal --only transfers: vLLM then computes the request itself, or ends it",
+    "https://github.com/vllm-project/vllm/issues/49829",
+)
+RULES = (ZOMBIE, LOST_LOAD)
 
 
 def zombies(looks: Sequence[dict[str, str]]) -> list[Finding]:
@@ -30,6 +38,11 @@ def zombies(looks: Sequence[dict[str, str]]) -> list[Finding]:
         for name, why in looks[-1].items()
         if all(name in look for look in looks)
     ]
+
+
+def lost_loads(proofs: Sequence[Proof]) -> list[Finding]:
+    """Requests of which three looks have proven that nobody will report the end of their load."""
+    return [LOST_LOAD.at(proof.subject, proof.what) for proof in proofs]
 
 
 def one_sided(processes: Sequence[ProcessRequests], silent: Sequence[Silent]) -> dict[str, str]:

@@ -30,6 +30,7 @@ from ..memory import record as memory
 from ..protocol import identity
 from ..protocol.caches import CacheSnapshot, Silent
 from ..protocol.compares import CompareRequest, Comparison
+from ..protocol.heal import Proof
 from ..protocol.pasted import Pasted
 from ..protocol.patches import ProcessPatches
 from ..protocol.place import who
@@ -49,6 +50,7 @@ from ..protocol.server import (
     Xid,
 )
 from ..protocol.stacks import StacksSnapshot
+from ..requests import loads
 from ..rpc import agent, membership
 from ..stacks import pyspy
 from ..vllm_api import http
@@ -134,7 +136,7 @@ class Examination:
         self.unseen: list[Unseen] = []
 
     def run(self) -> ServerSnapshot:
-        with ThreadPoolExecutor(11) as pool:  # a thread for each task
+        with ThreadPoolExecutor(12) as pool:  # a thread for each task
             probe = pool.submit(canary, self.server) if self.options.canary else None
             parts = Parts(pool, self.server)
             sample = pool.submit(self.sample)
@@ -285,6 +287,7 @@ class Examination:
             patches=tuple(patches),
             memory=None if began is None else memory.newest(server.label, began),
             recordings=parts.history.result().recordings,
+            lost_loads=tuple(parts.lost_loads.result()),
             guard=parts.guard.result(),
             machine=parts.machine.result(),
             canary=probe,
@@ -306,6 +309,7 @@ class Parts:
         self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
         self.comparisons: Future[tuple[Comparison, ...]] = pool.submit(self.compared)
         self.history: Future[history.History] = pool.submit(history.of, server)
+        self.lost_loads: Future[list[Proof]] = pool.submit(loads.lost, server)
         if server.fleet:
             what = "the machine: memory, disks, GPUs, log, and who can reach the server"
             why = "the server is on another machine"

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 from ..errors import VllmopsError
 from ..home import user
-from ..host.processes import ROLES
+from ..host.processes import ROLES, Process
 from ..instances.servers import Server
 from ..protocol.caches import Silent
-from ..protocol.heal import HealRequest
+from ..protocol.heal import Healing, HealRequest
 from ..protocol.place import named
 from ..rpc import agent
-from .action import Action, Case, Outcome, ask, proven
+from ..rpc.proofs import Case, ask, awake, certain
+from .action import Action, Outcome
 from .actions.admission import Admission
 from .actions.broadcast import Broadcast
 from .actions.caches import Caches
@@ -41,7 +43,6 @@ ACTIONS: Final[tuple[Action, ...]] = (
     Transfers(),
     Zombies(),
 )
-LOOKS, APART_S = 3, 0.3
 REACH_S = 2.0
 GONE_S, POLL_S = 3.0, 0.2
 # One request at the head of a queue may stand before the next one like it.
@@ -85,16 +86,14 @@ def heal(
         VllmopsError: ``heal.no-agent``, if no agent answers and nothing else could be done.
     """
     agents = server.of(*ROLES)
-    answers, silent = agent.side_by_side(
-        agents, lambda process: ask(process, HealRequest(), REACH_S)
-    )
+    answers, silent = agent.side_by_side(agents, answer)
     outcomes: list[Outcome] = []
     problems: list[str] = []
     for action in actions:
         show(f"{server.label}: looking for {action.name}")
         for _ in range(1 if dry_run else ROUNDS):
             try:
-                cases = certain(server, action)
+                cases = certain(partial(action.look, server))
                 if not cases:
                     break
                 done = treated(server, action, cases, act=not dry_run, resume=resume)
@@ -111,13 +110,15 @@ def heal(
     return Healed(outcomes, silent, problems)
 
 
-def certain(server: Server, action: Action) -> list[Case]:
-    """What is proven of an action's state; raises VllmopsError."""
-    looks = [action.look(server)]
-    while looks[-1] and len(looks) < LOOKS:
-        time.sleep(APART_S)
-        looks.append(action.look(server))
-    return proven(looks) if len(looks) == LOOKS else []
+def answer(process: Process) -> Healing:
+    """Whether an agent answers; one whose process runs no Python is not waited for.
+
+    Raises:
+        VllmopsError: it does not.
+    """
+    if not awake(process):
+        raise agent.silent(process)
+    return ask(process, HealRequest(), REACH_S)
 
 
 def treated(

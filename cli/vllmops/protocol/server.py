@@ -13,6 +13,7 @@ import msgspec
 from .caches import CacheSnapshot
 from .compares import Comparison
 from .engine import SCHEMA, Beat, EngineState, Hello, Traffic
+from .heal import Proof
 from .memory import Recording
 from .metrics import Metrics
 from .patches import ProcessPatches
@@ -297,6 +298,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         ras: NCCL's reports, in their order; empty if this NCCL gives none.
         memory: the newest recording of it, None without one.
         recordings: the last steps of its engines.
+        lost_loads: requests that wait for KV blocks in vain, as three looks have proven.
         guard: who can reach it.
         machine: that it runs on.
         canary: None unless asked for.
@@ -323,6 +325,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     ras: tuple[RasCapture, ...] = ()
     memory: Recording | None = None
     recordings: tuple[StepsRecording, ...] = ()
+    lost_loads: tuple[Proof, ...] = ()
     guard: Guard = Guard()
     machine: Machine
     canary: Canary | None = None

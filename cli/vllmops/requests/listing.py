@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from ..diagnose.findings import Finding
-from ..diagnose.requests import zombies
+from ..diagnose.requests import lost_loads, zombies
 from ..errors import VllmopsError
 from ..host.processes import Process
 from ..host.roles import Role
@@ -19,6 +19,7 @@ from ..protocol.caches import Silent
 from ..protocol.place import key, named
 from ..protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
 from ..rpc import agent
+from . import loads
 from .lost import lost
 
 LOOKS, APART_S = 3, 0.4
@@ -74,7 +75,7 @@ class Listing(NamedTuple):
 
     Args:
         rows: the oldest first.
-        findings: requests that only one side knows.
+        findings: requests that only one side knows, or that wait for KV blocks in vain.
         silent: the processes that did not answer.
         problems: what could not be read.
     """
@@ -102,10 +103,12 @@ def take(server: Server, stuck_s: float) -> Listing:
         if not seen[-1] or len(seen) == LOOKS:
             break
         time.sleep(APART_S)
-    lone = zombies(seen)
+    found = zombies(seen)
+    if any(one.state == State.WAITING_FOR_KV for each in processes for one in each.engine or ()):
+        found += lost_loads(loads.lost(server))
     return Listing(
-        rows=joined(processes, stuck_s, {finding.subject: finding.evidence for finding in lone}),
-        findings=lone,
+        rows=joined(processes, stuck_s, {finding.subject: finding.evidence for finding in found}),
+        findings=found,
         silent=silent,
         problems=[f"{named(p.role, p)} {p.pid}: {why}" for p in processes for why in p.problems],
     )
@@ -136,13 +139,13 @@ def look(server: Server) -> tuple[list[ProcessRequests], list[Silent]]:
     return processes, silent
 
 
-def joined(processes: Sequence[ProcessRequests], stuck_s: float, lone: dict[str, str]) -> list[Row]:
+def joined(processes: Sequence[ProcessRequests], stuck_s: float, lost: dict[str, str]) -> list[Row]:
     """A row for each request, the oldest first.
 
     Args:
         processes: of one server.
         stuck_s: as in `take`.
-        lone: evidence by the id of each request that one side alone knows.
+        lost: evidence by the id of each request that one side alone knows, or that waits in vain.
     """
     fronts: dict[str, tuple[ProcessRequests, FrontRequest]] = {}
     engines: dict[str, tuple[ProcessRequests, EngineRequest]] = {}
@@ -164,7 +167,7 @@ def joined(processes: Sequence[ProcessRequests], stuck_s: float, lone: dict[str,
     ]
     still = {key(process): process for process in processes if process.engine is not None}
     rows = [
-        msgspec.structs.replace(row, stuck=lone.get(row.id) or stuck(row, still, stuck_s))
+        msgspec.structs.replace(row, stuck=lost.get(row.id) or stuck(row, still, stuck_s))
         for row in rows
     ]
     return sorted(rows, key=lambda row: -(row.age_s or 0.0))

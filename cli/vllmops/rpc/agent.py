@@ -29,6 +29,7 @@ from ..host.processes import Process
 from ..protocol.caches import ProcessCaches, Silent
 from ..protocol.compares import CompareRequest, Comparison
 from ..protocol.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
+from ..protocol.fatal import FatalMessages
 from ..protocol.files import DAMAGE
 from ..protocol.heal import Healing, HealRequest
 from ..protocol.identity import Identity
@@ -56,7 +57,16 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
         *(Aborted, AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
-        *(Comparison, Healing, Members, Packages, ProcessKeys, ProcessPatches, ProcessRepair),
+        *(
+            Comparison,
+            FatalMessages,
+            Healing,
+            Members,
+            Packages,
+            ProcessKeys,
+            ProcessPatches,
+            ProcessRepair,
+        ),
         *(ProcessRequests, Prompt, ResetDone, StepsFile, StepsRecording, Traffic),
     )
 }
@@ -120,6 +130,10 @@ class Agent:
     def memory(self) -> AgentMemory:
         """What only the process itself knows of its memory."""
         return self.ask("GET", "/memory", AgentMemory)
+
+    def messages(self) -> FatalMessages:
+        """The messages that ended a thread of it."""
+        return self.ask("GET", "/messages", FatalMessages)
 
     def keys(self, *, reload: bool = False) -> ProcessKeys:
         """Its keys, without their secrets.
@@ -589,10 +603,16 @@ def decode(who: str, content: bytes, kind: type[A]) -> A:
     )
 
 
-def silent(process: Process, timeout_s: float) -> VllmopsError:
-    """No answer in time: the heartbeat shows whether the process still runs Python."""
+def silent(process: Process, timeout_s: float | None = None) -> VllmopsError:
+    """No answer in time: the heartbeat shows whether the process still runs Python.
+
+    Args:
+        process: whose agent.
+        timeout_s: for how many seconds it was waited for; None where it was not asked.
+    """
     pulse = beat(process)
-    what = f"the agent of {name(process)} did not answer within {timeout_s:g} s"
+    did = "can't answer" if timeout_s is None else f"did not answer within {timeout_s:g} s"
+    what = f"the agent of {name(process)} {did}"
     if pulse is None:
         what += ", and it has no heartbeat"
     elif pulse.late:

@@ -6,11 +6,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import background
 from ..background import ErrorReporter
 from ..bundle.redact import Redactor
 from ..caches.repair import Report
@@ -34,6 +37,7 @@ from .watched import Phase
 DOUBT_S = 60.0
 # This process was suspended or got no CPU, and so perhaps did the server.
 SLIP_S = 5.0
+LEAST_REST = 0.25  # of the time between two checks
 # A repaired server has this long to make progress before it is restarted.
 MENDING_S = 20.0
 # After how many seconds of a stall that is reported to heal it; and how often in an hour at most
@@ -149,6 +153,7 @@ class Watch:
         swapping: whether the machine swaps.
         now: the monotonic clock, in seconds.
         wait: waits for that many seconds, or until `stop`.
+        beside: calls something that may take long, beside the checks.
     """
 
     def __init__(
@@ -163,6 +168,7 @@ class Watch:
         swapping: Callable[[], bool] | None = None,
         now: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] | None = None,
+        beside: Callable[[Callable[[], Healed]], Future[Healed]] = background.beside,
     ) -> None:
         self.subject = subject
         self.plan = plan
@@ -173,6 +179,7 @@ class Watch:
         self.swapping = swapping or Swapping().now
         self.now = now
         self.wait = wait or self.stop.wait
+        self.beside = beside
         self.vigil = Vigil(plan.interval_s, plan.checks, plan.patience_s)
         self.diary = Diary()
         self.phase: Phase | None = None
@@ -182,6 +189,7 @@ class Watch:
         self.doubt_until = 0.0
         self.heals: deque[float] = deque(maxlen=HEALS)  # that did not help
         self.sweep_at = self.sweep_s = 0.0
+        self.sweeping: Future[Healed] | None = None
         # Stalls that were sure, in seconds since the epoch.
         self.apart: deque[tuple[float, float]] = deque(maxlen=KEPT)
         self.ask = True  # once at the beginning, to know the processes
@@ -191,7 +199,7 @@ class Watch:
         """Watch until the plan's end, or until nothing is left to watch."""
         began = self.now()
         while not self.stop.is_set():
-            after_s = self.plan.interval_s
+            round_at, after_s = self.now(), self.plan.interval_s
             try:
                 self.follow(self.subject.phase())
                 self.heed(self.subject.note)
@@ -209,6 +217,8 @@ class Watch:
             left_s = began + (self.plan.for_s or float("inf")) - self.now()
             if left_s <= 0:
                 break
+            # A server that does not answer makes a check last longer: the next one is as soon.
+            after_s = max(round_at + after_s - self.now(), LEAST_REST * after_s)
             self.rest(min(after_s, left_s))
         return self.diary
 
@@ -294,13 +304,15 @@ class Watch:
     def check(self) -> float:
         """Check once, and act; returns the seconds until the next check."""
         found = self.vigil.see(self.subject.look(ask=self.ask))
+        if self.sweeping and self.sweeping.done():
+            self.swept(self.sweeping)
         if self.ongoing:
             self.go_on(self.ongoing)
         elif found and not (all(s.doubt for s in found) and self.now() < self.doubt_until):
             self.show(verdicts.likely(found))  # to collect the evidence takes a while
             self.stalled(found)
         elif self.plan.heal and not self.vigil.standing and self.now() >= self.sweep_at:
-            self.sweep(self.vigil.looks[-1])
+            self.sweep()
         self.show()
         step = self.vigil.step()
         self.ask = step.ask
@@ -425,14 +437,19 @@ class Watch:
         elif ongoing.restart_at is not None:
             ongoing.restart_at = self.now() + MENDING_S
 
-    def sweep(self, look: Observation) -> None:
-        """Heal what is stuck while others go on; what can't be healed is tried ever less often."""
-        beats = [pulse.beat for pulse in look.pulses]
-        if not any(beat.handed or beat.running or beat.waiting for beat in beats):
-            return
-        found = None
+    def sweep(self) -> None:
+        """Begin to heal what is stuck while others go on, unless nothing is in flight."""
+        beats = [pulse.beat for pulse in self.vigil.looks[-1].pulses]
+        busy = any(beat.handed or beat.running or beat.waiting for beat in beats)
+        if busy and not self.sweeping:
+            # An agent may not answer, and the next check must not wait for that.
+            self.sweeping = self.beside(partial(self.subject.heal, unseen=True))
+
+    def swept(self, sweeping: Future[Healed]) -> None:
+        """Tell what was healed so; what can't be healed is tried ever less often."""
+        self.sweeping, found = None, None
         with suppress(VllmopsError):  # a stall is told; a server without agents has no such look
-            found = self.subject.heal(unseen=True)
+            found = sweeping.result()
         left = found is None or any(not outcome.done for outcome in found.outcomes)
         self.sweep_s = min(2 * self.sweep_s or SWEEP_S, HOUR_S) if left else SWEEP_S
         self.sweep_at = self.now() + self.sweep_s

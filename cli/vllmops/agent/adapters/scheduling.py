@@ -11,24 +11,44 @@ from . import requests
 QUEUED = frozenset({"WAITING", "PREEMPTED"})
 
 
+def waiting(scheduler: Any) -> list[Any]:
+    """The requests that only wait for their turn, in the order in which they are tried.
+
+    First come those that hold KV blocks; before vLLM 0.31, those that were passed over.
+    """
+    found, ranked = [], False
+    for name in ("kv_holding_waiting", "skipped_waiting", "waiting"):
+        queue = getattr(scheduler, name, ())
+        heap = getattr(queue, "_heap", None)  # of the priority queue
+        # One C call: the engine's thread goes on meanwhile.
+        found += list(queue) if heap is None else sorted(heap)
+        ranked |= name == "skipped_waiting" and heap is not None
+    found = sorted(found) if ranked else found
+    return [one for one in found if one.status.name in QUEUED]
+
+
 def queued(scheduler: Any) -> list[Any]:
-    """The requests that only wait for their turn, in the order in which they are tried."""
-    waiting = scheduler.waiting
-    heap = getattr(waiting, "_heap", None)  # of the priority queue
-    # One C call: the engine's thread goes on meanwhile.
-    ordered = list(waiting) if heap is None else sorted(heap)
+    """Those of them that the scheduler does not pass over: the first one is in the way of others.
+
+    One that has tokens already was passed over while they came.
+    """
     passed = requests.deferred(scheduler)
-    return [one for one in ordered if one.status.name in QUEUED and id(one) not in passed]
+    return [one for one in waiting(scheduler) if id(one) not in passed or one.num_computed_tokens]
 
 
-def blocks_needed(scheduler: Any, request: Any) -> int:
-    """The blocks of the KV cache that a request needs to begin, by vLLM's own count.
+def blocks_needed(scheduler: Any, request: Any, tokens: int | None = None) -> int:
+    """The blocks of the KV cache that a request needs besides what it holds, by vLLM's own count.
+
+    Args:
+        scheduler: of the request.
+        request: that waits.
+        tokens: for so many of its tokens; for all of them where None.
 
     Raises:
         TypeError: this version counts in an unknown way.
     """
     coordinator = scheduler.kv_cache_manager.coordinator
-    tokens = min(request.num_tokens, scheduler.max_model_len)
+    tokens = min(tokens or request.num_tokens, scheduler.max_model_len)
     known = {
         "request_id": request.request_id,
         "num_tokens": tokens,
@@ -48,6 +68,19 @@ def blocks_needed(scheduler: Any, request: Any) -> int:
 def blocks_usable(scheduler: Any) -> int:
     """The blocks of the KV cache that requests can have: one stands for no block."""
     return int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1
+
+
+def blocks_to_go_on(scheduler: Any, request: Any) -> int:
+    """The blocks that must be free for a request to be scheduled: for all of it, or a part."""
+    if getattr(scheduler, "scheduler_reserve_full_isl", False):
+        return blocks_needed(scheduler, request)
+    part = request.num_computed_tokens + scheduler.max_num_scheduled_tokens
+    return blocks_needed(scheduler, request, min(request.num_tokens, part))
+
+
+def blocks_free(scheduler: Any) -> int:
+    """The blocks of the KV cache that no request holds."""
+    return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
 def held(manager: Any, request: Any) -> dict[str, int]:

@@ -19,6 +19,7 @@ import msgspec
 from ...protocol.heal import Proof
 from .. import engine, objects
 from ..adapters import engine as adapter
+from . import fatal
 
 READER, WRITER, LOOP = "process_input_sockets", "process_output_sockets", "run_busy_loop"
 NAMES = {READER: "input thread", WRITER: "output thread"}
@@ -70,14 +71,18 @@ def note(error: BaseException, traceback: TracebackType | None) -> None:
         if name in NAMES:
             # In its own frame, the reader may still have the request of an earlier message.
             found = [frame.f_locals.get("output")] if name == WRITER else []
-            for inner in calls[number + 1 :]:
-                found += [inner.f_locals.get(word) for word in ("request", "req")]
+            inner = calls[number + 1 :]
+            for call in inner:
+                found += [call.f_locals.get(word) for word in ("request", "req")]
             rest = None
-            if any(inner.f_code.co_name in ENCODES for inner in calls[number + 1 :]):
+            if any(call.f_code.co_name in ENCODES for call in inner):
                 with suppress(Exception):  # another version's message: all of it is lost
                     found, rest = parted(frame.f_locals["output"], frame.f_locals["encoder"])
             text = f"{type(error).__name__}: {error}"[:ERROR_LETTERS]
-            _deaths[name] = Death(text, tuple(dict.fromkeys(ids(found))), rest)
+            _deaths[name] = death = Death(text, tuple(dict.fromkeys(ids(found))), rest)
+            with suppress(Exception):  # what is left of it would be for a bundle alone
+                parts = fatal.read(frame, inner) if name == READER else fatal.outputs(found)
+                fatal.keep(NAMES[name], text, death.requests, parts)
 
 
 def parted(message: tuple[int, Any], encoder: Any) -> tuple[list[Any], tuple[int, Any] | None]:

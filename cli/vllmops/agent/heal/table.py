@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
@@ -40,6 +41,10 @@ ACTIONS: Final = {
 }
 
 
+# Two may heal at once. Each act looks once more, and so finds what the one before it has left.
+_acting = threading.Lock()
+
+
 def heal(request: HealRequest) -> Healing:
     """``POST /heal``: look, or act."""
     proofs: list[Proof] = []
@@ -50,7 +55,8 @@ def heal(request: HealRequest) -> Healing:
         elif request.subjects is None:
             proofs = action.look()
         elif action.act:
-            left = action.act(request.subjects)
+            with _acting:
+                left = action.act(request.subjects)
             account.repairs[request.action] += len(set(request.subjects) - left.keys())
     if request.note:
         log.warning("vllmops: heal: %s", " ".join(request.note.split()))

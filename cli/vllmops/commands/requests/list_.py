@@ -62,9 +62,9 @@ def list_(
 
     API servers, engines and workers are compared. A request that only one
     of them knows is a finding: its client waits for an answer that does not
-    come, or the request holds KV blocks although it has no client. Prompts
-    are not shown. For a server without the agent, only the number of
-    requests is known.
+    come, or the request holds KV blocks although it has no client. So is one
+    that waits in vain for KV blocks from another server. Prompts are not
+    shown. For a server without the agent, only the number of requests is known.
     """
     server = cache(partial(resolve, target))  # found once
     quiet = json_ or watch

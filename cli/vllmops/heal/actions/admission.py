@@ -1,4 +1,4 @@
-"""A request at the head of the queue that can never be admitted."""
+"""A request at the head of the queue that can't be admitted."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from ...instances.servers import Server
 from ...requests.ending import end
 from ...requests.listing import Row
-from ..action import Case, InAgents
+from ...rpc.proofs import Case
+from ..action import InAgents
 
 
 class Admission(InAgents):
     name = "admission"
-    state = "the first request in the queue needs more of the KV cache than there is"
+    state = (
+        "the first request in the queue needs more of the KV cache than there is, or than other "
+        "requests leave free that wait themselves"
+    )
     does = "ends that request; its client is told why, and the queue goes on"
     risk = "that request's client gets status 410"
     reference = "https://github.com/vllm-project/vllm/issues/39734"

@@ -9,7 +9,8 @@ from ...caches import repair
 from ...instances.servers import Server
 from ...protocol.heal import Proof
 from ...protocol.repairs import CacheRepair
-from ..action import Action, Case, awake
+from ...rpc.proofs import Case, awake
+from ..action import Action
 
 
 class Caches(Action):
@@ -18,6 +19,8 @@ class Caches(Action):
     does = "what vllmops cache repair does"
     risk = "none: only keys with a fault change"
     reference = "https://github.com/vllm-project/vllm/pull/43595"
+    # A thread that takes new requests in may spin, while the engine goes on with those that it has.
+    unseen = True
 
     def look(self, server: Server) -> list[Case]:
         processes = {process.pid: process for process in server.processes if awake(process)}

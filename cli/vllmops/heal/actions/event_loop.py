@@ -12,8 +12,9 @@ from ...instances.takedown import kill
 from ...protocol.heal import Proof
 from ...protocol.parsers import parses
 from ...rpc import agent
+from ...rpc.proofs import Case
 from ...stacks import pyspy
-from ..action import Action, Case
+from ..action import Action
 
 BLOCKED_S = 3.0
 DUMP_S = 10.0

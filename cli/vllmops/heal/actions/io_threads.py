@@ -9,7 +9,8 @@ from ...instances.servers import Server
 from ...protocol.heal import HealRequest
 from ...requests.ending import end
 from ...requests.listing import Row
-from ..action import Case, InAgents, ask
+from ...rpc.proofs import Case, ask
+from ..action import InAgents
 
 WHY = "an error in the engine's {subject} lost a part of this request: send it again"
 

@@ -10,7 +10,8 @@ from ...errors import VllmopsError
 from ...host.roles import Role
 from ...instances.servers import Server
 from ...protocol.heal import HealRequest
-from ..action import Case, InAgents, ask, asked
+from ...rpc.proofs import Case, ask, asked
+from ..action import InAgents
 
 WAKE_S = 65.0  # weights come back from the host's memory
 
@@ -25,7 +26,7 @@ class Paused(InAgents):
 
     def look(self, server: Server) -> list[Case]:
         cases = super().look(server)
-        by = [case.proof.what for case in asked(server, "pauser", (Role.API,))] if cases else []
+        by = [case.proof.what for case in asked(server.of(Role.API), "pauser")] if cases else []
         return [
             Case(case.process, replace(case.proof, what="; ".join((case.proof.what, *by))))
             for case in cases

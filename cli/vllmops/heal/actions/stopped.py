@@ -10,7 +10,8 @@ from ...host.states import state
 from ...instances.servers import Server
 from ...instances.takedown import kill
 from ...protocol.heal import Proof
-from ..action import Action, Case
+from ...rpc.proofs import Case
+from ..action import Action
 
 
 class Stopped(Action):

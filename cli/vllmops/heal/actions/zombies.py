@@ -10,7 +10,8 @@ from ...requests import listing
 from ...requests.ending import end
 from ...requests.listing import Row
 from ...requests.lost import lost
-from ..action import Action, Case
+from ...rpc.proofs import Case
+from ..action import Action
 
 WHY = "the engine lost this request: send it again"
 

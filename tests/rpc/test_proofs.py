@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from vllmops.heal.action import LEAST_STEPS, Case, proven
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.protocol.heal import Proof
+from vllmops.rpc.proofs import LEAST_STEPS, Case, proven
 
 ENGINE, OTHER = Process(Role.ENGINE, 12, 1), Process(Role.ENGINE, 13, 1)
 

@@ -1,0 +1,80 @@
+"""Messages that ended a thread of an engine, whole or without what users wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ..host.roles import Role
+from ..instances.servers import Server
+from ..protocol.fatal import FatalMessage
+from ..protocol.place import named
+from ..rpc import agent
+
+# A message's own fields are named so deep, among them those of its sampling parameters.
+NAMES_DEEP, NAME = 3, re.compile(r"[a-z_]{1,40}")
+ITEMS = 100
+
+
+class Message(FatalMessage, frozen=True, kw_only=True):
+    """One of a process.
+
+    Args:
+        process: for a person.
+        shapes: of each frame that is whole, what is left of it without texts and tokens.
+    """
+
+    process: str
+    shapes: tuple[Any, ...] = ()
+
+
+def of(server: Server) -> list[Message]:
+    """Those that the engines of a server have kept; none where an agent does not answer."""
+    asked = server.of(Role.ENGINE)
+    answers, _ = agent.side_by_side(asked, lambda process: agent.reach(process).messages())
+    return [
+        Message(process=f"{named(answer.role, answer)} {answer.pid}", **msgspec.structs.asdict(one))
+        for answer in answers
+        for one in answer.messages
+    ]
+
+
+def without_prompts(kept: Sequence[Message]) -> Iterator[Message]:
+    """Messages with the shape of what they hold in its place."""
+    for one in kept:
+        shapes = tuple(
+            decoded(frame.head) if len(frame.head) == frame.size else "cut off"
+            for frame in one.frames
+        )
+        frames = tuple(msgspec.structs.replace(frame, head=b"") for frame in one.frames)
+        yield msgspec.structs.replace(one, frames=frames, shapes=shapes)
+
+
+def decoded(content: bytes) -> Any:
+    """The shape of a frame."""
+    try:
+        return shape(msgspec.msgpack.decode(content))
+    except (msgspec.MsgspecError, RecursionError, ValueError):
+        return "no msgpack"
+
+
+def shape(value: Any, deep: int = 0) -> Any:
+    """What a value is made of: numbers and names of fields stay, texts and tokens do not."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, Mapping):
+        names = [key if isinstance(key, str) and NAME.fullmatch(key) else "" for key in value]
+        if deep >= NAMES_DEEP or not all(names):
+            return f"map of {len(value)}"
+        return {
+            name: shape(item, deep + 1) for name, item in zip(names, value.values(), strict=True)
+        }
+    if isinstance(value, list):
+        if value and all(isinstance(item, int | float) for item in value):
+            return f"{len(value)} numbers"
+        return [shape(item, deep + 1) for item in value[:ITEMS]]
+    size = len(value) if isinstance(value, str | bytes) else len(getattr(value, "data", b""))
+    return f"{type(value).__name__} of {size}"

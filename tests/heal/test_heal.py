@@ -1,0 +1,28 @@
+"""Who is asked when a server is healed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllmops.errors import VllmopsError
+from vllmops.heal import heal
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
+from vllmops.instances.servers import Server
+from vllmops.protocol.heal import Healing, HealRequest
+from vllmops.rpc import agent
+
+
+def test_a_process_that_runs_no_python_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(process: Process, request: HealRequest, timeout_s: float) -> Healing:
+        raise AssertionError(f"{process.pid} was asked for {timeout_s} s: {request}")
+
+    monkeypatch.setattr(heal, "ask", ask)
+    monkeypatch.setattr(heal, "awake", lambda _: False)
+    monkeypatch.setattr(agent, "beat", lambda _: SimpleNamespace(age_s=9.0, late=True))
+    server = Server(name="demo", processes=(Process(Role.API, 11, 1),))
+    with pytest.raises(VllmopsError, match="can't answer; its last heartbeat is 9 s old") as caught:
+        heal.heal(server, ())
+    assert caught.value.code == "heal.no-agent"
