@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,33 @@ def test_those_that_open_a_new_file_at_once_wait_for_each_other(tmp_path: Path) 
 def response(name: str, **fields: Any) -> Response:
     given = {"owner": "me", "status": "completed", "body": b"body", "input": b"input", **fields}
     return Response(id=name, model="", created_at=1.0, **given)
+
+
+def test_a_close_that_takes_too_long_leaves_no_thread(tmp_path: Path) -> None:
+    busy, over = threading.Event(), threading.Event()
+
+    def wait(_: sqlite3.Connection) -> None:
+        busy.set()
+        over.wait(30)
+
+    async def play() -> list[threading.Thread]:
+        store = Sqlite(f"sqlite:///{tmp_path}/responses.db", Limits(), "test")
+        await store.open()
+        assert store.writer
+        assert store.reader
+        threads = [store.writer.thread, store.reader.thread]
+        work = asyncio.create_task(store.writer.run(wait))
+        await asyncio.to_thread(busy.wait, 30)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await store.close()
+        over.set()
+        await work
+        return threads
+
+    for thread in asyncio.run(play()):
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 async def queries(store: Sqlite, work: Awaitable[Any]) -> tuple[Any, int]:

@@ -112,11 +112,11 @@ def test_nobody_there() -> None:
 
 
 def test_a_server_that_takes_too_long(serve: Serve) -> None:
-    url = serve(delay_s=1.0)
+    url = serve(delay_s=2.0)
     began = time.monotonic()
     assert status(url, timeout_s=0.2) == 0
     assert metrics(url, timeout_s=0.2) is None
-    assert time.monotonic() - began < 0.9
+    assert time.monotonic() - began < 1.9
 
 
 @pytest.mark.parametrize("words", ["HTTP/1.1 200 OK\r\nx: ", "HTTP/1.1 200 OK\r\n\r\n"])

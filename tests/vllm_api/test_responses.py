@@ -26,7 +26,7 @@ Hostile = Callable[[Callable[[], Part]], Endpoint]
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 EVENT = b'data: {"type":"response.x","sequence_number":1}\n\n'
-TIMEOUT_S = 0.15
+TIMEOUT_S = 0.4
 
 
 @pytest.fixture

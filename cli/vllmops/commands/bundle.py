@@ -182,7 +182,7 @@ def shown(path: Path, index: Index, findings: Sequence[Finding] | None) -> Itera
         yield output.styled(f"not captured: {missing.name}: {missing.why}", "yellow")
     redactions = ", ".join(f"{count} x {kind}" for kind, count in index.redactions.items())
     if index.redacted:
-        yield f"redacted: {redactions or 'nothing: no secret was findings'}"
+        yield f"redacted: {redactions or 'nothing: no secrets were found'}"
     yield output.styled(
         f"{index.note[0].upper()}{index.note[1:]}.", "bold" if index.redacted else "bold red"
     )

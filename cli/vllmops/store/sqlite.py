@@ -199,11 +199,12 @@ class Sqlite(Sql):
             if self.unchanged:
                 self.unchanged.connection.close()  # not the last one, whose end may take a while
                 self.unchanged = None
-            for worker in (self.writer, self.reader):
-                if worker:
-                    worker.stop()
-                    await asyncio.to_thread(worker.thread.join)
+            workers = [worker for worker in (self.writer, self.reader) if worker]
             self.writer = self.reader = None
+            for worker in workers:  # also where the time is over before they have ended
+                worker.stop()
+            for worker in workers:
+                await asyncio.to_thread(worker.thread.join)
 
     def connect(self) -> sqlite3.Connection:
         self.path.parent.mkdir(parents=True, exist_ok=True)
