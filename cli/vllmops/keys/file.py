@@ -46,7 +46,7 @@ def hex_of(secret: Any) -> str:
     return secret.reveal().hex()
 
 
-class Head(msgspec.Struct, frozen=True):
+class KeyringVersion(msgspec.Struct, frozen=True):
     """The part of a ring's file that every version has."""
 
     version: int
@@ -54,7 +54,7 @@ class Head(msgspec.Struct, frozen=True):
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
 RING = msgspec.json.Decoder(Ring, dec_hook=secret_of)
-HEAD = msgspec.json.Decoder(Head)
+VERSION_OF = msgspec.json.Decoder(KeyringVersion)
 
 
 class Source(NamedTuple):
@@ -168,7 +168,7 @@ def private(path: Path) -> bytes:
 def decode(content: bytes, path: Path) -> Ring:
     """The ring in a file's content; `path` is for messages."""
     try:
-        version = HEAD.decode(content).version
+        version = VERSION_OF.decode(content).version
         if version > VERSION:
             raise VllmopsError(
                 "keys.newer",

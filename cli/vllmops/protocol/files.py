@@ -20,7 +20,7 @@ MOST_BYTES = 256 << 20
 DAMAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
-class Head(msgspec.Struct, frozen=True):
+class SnapshotHead(msgspec.Struct, frozen=True):
     """What every snapshot file begins with."""
 
     kind: str
@@ -116,15 +116,15 @@ def decode(path: Path, content: bytes, kind: type[T]) -> T:
     Raises:
         VllmopsError: ``file.not-a-snapshot``, ``file.other-kind`` or ``file.newer``.
     """
-    own = Head(
+    own = SnapshotHead(
         **{
             field.name: field.default
             for field in msgspec.structs.fields(kind)
-            if field.name in Head.__struct_fields__
+            if field.name in SnapshotHead.__struct_fields__
         }
     )
     try:
-        head = msgspec.json.decode(content, type=Head)
+        head = msgspec.json.decode(content, type=SnapshotHead)
         if head.kind != own.kind:
             raise VllmopsError(
                 "file.other-kind",

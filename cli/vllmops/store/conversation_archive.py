@@ -13,7 +13,7 @@ from .conversations import Conversation, Entry
 FORMAT = 1
 
 
-class Head(msgspec.Struct, kw_only=True):
+class Heading(msgspec.Struct, kw_only=True):
     """A conversation without its items."""
 
     id: str
@@ -40,7 +40,7 @@ class Line(msgspec.Struct, kw_only=True):
     """
 
     vllmops: int = FORMAT
-    conversation: Head
+    conversation: Heading
     items: list[Item]
 
 
@@ -56,7 +56,7 @@ def encode(conversation: Conversation, entries: Sequence[Entry]) -> bytes:
     """
     return msgspec.json.encode(
         Line(
-            conversation=Head(
+            conversation=Heading(
                 id=conversation.id,
                 owner=conversation.owner,
                 created_at=conversation.created_at,

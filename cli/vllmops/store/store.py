@@ -454,7 +454,7 @@ class Asked(msgspec.Struct):
     request: dict[str, Any]
 
 
-class Head(msgspec.Struct):
+class BodyStatus(msgspec.Struct):
     """As much of a body as tells whether it is up to date."""
 
     status: str = ""
@@ -463,7 +463,7 @@ class Head(msgspec.Struct):
 
 
 ASKED = "vllmops"  # the field of a body that is an `Asked`
-HEAD = msgspec.json.Decoder(Head)
+STATUS = msgspec.json.Decoder(BodyStatus)
 PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -473,7 +473,7 @@ def document(response: Response) -> bytes:
     Where its body is no object there is one in its place that says so.
     """
     try:
-        head = HEAD.decode(response.body)
+        head = STATUS.decode(response.body)
         changed = response.error or head.vllmops or head.status != response.status
         if not changed and head.completed_at is not msgspec.UNSET:
             return response.body
