@@ -226,8 +226,8 @@ def test_the_data_parallel_rank_that_is_stuck_is_found(
     try:
         with ranks.stuck("worker DP1", FORWARD, engine="engine DP1", requests=4, model=model):
             found, names = named_stuck(ranks), ranks.named()
-            assert found["subject"] == f"Worker_DP1 {names['worker DP1']}"
-            assert f"EngineCore_DP1 {names['engine DP1']}" in found["victims"]
+            assert found["subject"] == f"worker DP1 {names['worker DP1']}"
+            assert found["victims"] == [f"EngineCore_DP1 {names['engine DP1']}"]
     finally:
         cli("stop", "data", "--force")
 
