@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from vllmops.commands import steps
 from vllmops.commands.doctor import paragraph
 from vllmops.diagnose.doctor import checks
 from vllmops.diagnose.stacks import explain
 from vllmops.host.shm import SHM
+from vllmops.protocol.steps import Step, StepsRecording
 from vllmops.stacks.paste import read
 
 from ..support.waiting import until
@@ -142,3 +147,19 @@ def test_shared_memory_is_cleaned_without_any_server(home: Path, vllmops: Any) -
     answer = vllmops("doctor", "--clean-shm")
     assert answer.code == 0, answer
     assert vllmops("doctor", "--clean-shm", "--canary").code == 2
+
+
+def test_a_history_fits_a_narrow_terminal() -> None:
+    """Its bars get shorter, and stay in proportion."""
+    taken = tuple(
+        Step(number, 1000.0 + number, 0.01, 1, 1, tokens, 1, 1, 0, 0, 0.5, "ended")
+        for number, tokens in enumerate((40, 20, 40))
+    )
+    recording = StepsRecording(pid=20, read_at=1004.0, steps=taken)
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(*steps.screen("demo", [recording], []), sep="\n")
+    lines = console.export_text().splitlines()
+    bars = [line.count("#") for line in lines if "#" in line]
+    assert bars[0] == bars[2] > 8
+    assert abs(bars[0] - 2 * bars[1]) < 2
+    assert "deferred" in lines[1]

@@ -98,7 +98,6 @@ class Ranks:
         engine: str = "engine",
         requests: int = 1,
         model: str = "",
-        status: int = 200,
     ) -> Iterator[None]:
         """A worker that sleeps while others wait for it, with a request in its engine.
 
@@ -108,7 +107,6 @@ class Ranks:
             engine: that has a request then.
             requests: how many are sent, so that each engine has one.
             model: that is asked, in place of the one that takes images.
-            status: of the answers in the end.
         """
         file = self.folder / "asleep"
         file.touch()
@@ -127,7 +125,7 @@ class Ranks:
                 yield
             finally:
                 file.unlink()
-            assert {answer.result().status_code for answer in sent} == {status}
+            assert {answer.result().status_code for answer in sent} == {200}
 
 
 def plugged(cli: Cli, plug_in: PlugIn, folder: Path) -> tuple[str, ...]:

@@ -216,36 +216,20 @@ SHAPES: dict[str, tuple[tuple[tuple[str, ...], ...], list[str]]] = {
 
 
 @long
-@pytest.mark.parametrize("demo", ["text", "moe"])
 def test_the_data_parallel_rank_that_is_stuck_is_found(
-    cli: Cli, plug_in: PlugIn, tmp_path: Path, demo: str
-) -> None:
-    """Ranks of a model with experts run each step together; others do not."""
-    words = ("--demo", demo, *plugged(cli, plug_in, tmp_path), *DP, "--api-server-count", "1")
-    ranks, model = Ranks(cli.serve("data", *words), tmp_path), f"demo-{demo}"
-    try:
-        with ranks.stuck("worker DP1", FORWARD, engine="engine DP1", requests=4, model=model):
-            found, names = named_stuck(ranks), ranks.named()
-            assert found["subject"] == f"Worker_DP1 {names['worker DP1']}"
-            assert f"EngineCore_DP1 {names['engine DP1']}" in found["victims"]
-    finally:
-        cli("stop", "data", "--force")
-
-
-@long
-def test_the_pipeline_stage_that_is_stuck_is_found(
     cli: Cli, plug_in: PlugIn, tmp_path: Path
 ) -> None:
-    """vLLM for the CPU answers 500 with stages; until then it waits for the one that sleeps."""
-    words = ("--demo", "text", *plugged(cli, plug_in, tmp_path), *PP)
-    ranks = Ranks(cli.serve("pipeline", *words), tmp_path)
+    """The engine of that rank waits for it; the other rank works on."""
+    words = ("--demo", "text", *plugged(cli, plug_in, tmp_path), *DP, "--api-server-count", "1")
+    ranks = Ranks(cli.serve("data", *words), tmp_path)
+    stuck = ranks.stuck("worker DP1", FORWARD, engine="engine DP1", requests=4, model="demo-text")
     try:
-        with ranks.stuck("worker PP1", FORWARD, model="demo-text", status=500):
+        with stuck:
             found, names = named_stuck(ranks), ranks.named()
-            assert found["subject"] == f"Worker_PP1 {names['worker PP1']}"
-            assert f"EngineCore {names['engine']}" in found["victims"]
+            assert found["subject"] == f"worker DP1 {names['worker DP1']}"
+            assert found["victims"] == [f"EngineCore_DP1 {names['engine DP1']}"]
     finally:
-        cli("stop", "pipeline", "--force")
+        cli("stop", "data", "--force")
 
 
 if EVERYTHING:

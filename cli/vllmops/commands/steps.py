@@ -14,10 +14,26 @@ from ..protocol.server import Unseen
 from ..protocol.steps import Step, StepsRecording
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.measure import Measurement
 
 BAR = 20  # characters
 PAUSES = 5  # the last ones
+
+
+class Bar:
+    """A bar that gets shorter where the terminal is narrow."""
+
+    def __init__(self, share: float) -> None:
+        self.share = share
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        from rich.measure import Measurement  # noqa: PLC0415
+
+        return Measurement(min(BAR, options.max_width) // 4, min(BAR, options.max_width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[str]:
+        yield "#" * round(min(BAR, options.max_width) * self.share)
 
 
 def result(server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Unseen]) -> Result:
@@ -73,6 +89,7 @@ def drawn(recording: StepsRecording) -> Iterator[RenderableType]:
     most = max(row.tokens for row in rows) or 1
     names = ("time", "steps", "longest", "tokens", "running", "waiting", "deferred", "KV")
     shown = table(*names, f"tokens per {span(rows[0].seconds)}", right=names[1:])
+    shown.collapse_padding = True  # 80 columns have room for it all
     for row in rows:
         used = row.kv_cache_usage
         shown.add_row(
@@ -85,7 +102,7 @@ def drawn(recording: StepsRecording) -> Iterator[RenderableType]:
                 for count in (row.running, row.waiting, row.deferred)
             ),
             "-" if used is None else f"{used:.0%}",
-            "#" * round(BAR * row.tokens / most),
+            Bar(row.tokens / most),
         )
     yield shown
     for pause in [*history.pauses(recording)][-PAUSES:]:

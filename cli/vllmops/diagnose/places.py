@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -153,26 +153,37 @@ def _word(alternative: str) -> str:
     return "" if "(" in left else max(left.lower().split(), key=len, default="")
 
 
+def _matcher(alternative: str) -> Callable[[str], object]:
+    """What tells whether a name matches; most alternatives need no pattern for it."""
+    core = alternative.removeprefix(r"\w*").removesuffix(r"\w*")
+    if not PLAIN.fullmatch(core):
+        known = pattern(alternative)
+        return lambda name: known.fullmatch(name)  # noqa: PLW0108 - its attribute compiles it
+    if alternative == rf"\w*{core}\w*":
+        return lambda name: core in name
+    return lambda name: name.startswith(core) if alternative.endswith("*") else name.endswith(core)
+
+
 @dataclass(frozen=True)
 class _Index:
     """A table to look frames up in; each of the parts gives row numbers.
 
     Args:
         plain: by names that are no pattern.
-        worded: patterns of functions, each with a word that is in a name if it matches; empty if
-            there is none.
+        worded: of other functions a word that is in a name if it matches, or nothing, and what
+            tells whether it does.
         filed: patterns of files, each with one of functions.
     """
 
     plain: dict[str, set[int]]
-    worded: list[tuple[str, re.Pattern[str], int]]
+    worded: list[tuple[str, Callable[[str], object], int]]
     filed: list[tuple[re.Pattern[str], re.Pattern[str], int]]
 
 
 @functools.cache
 def _index(kind: str) -> _Index:
     plain: dict[str, set[int]] = {}
-    worded: list[tuple[str, re.Pattern[str], int]] = []
+    worded: list[tuple[str, Callable[[str], object], int]] = []
     filed: list[tuple[re.Pattern[str], re.Pattern[str], int]] = []
     for row, name in ((row, name) for row, each in enumerate(_table(kind)) for name in each.names):
         if name.file:
@@ -182,7 +193,7 @@ def _index(kind: str) -> _Index:
             if PLAIN.fullmatch(function):
                 plain.setdefault(function, set()).add(row)
             else:
-                worded.append((_word(function), pattern(function), row))
+                worded.append((_word(function), _matcher(function), row))
     return _Index(plain, worded, filed)
 
 
@@ -196,7 +207,7 @@ def _rows(kind: str, function: str, path: str) -> tuple[str, ...]:
     name = name_of(function)
     lower = name.lower()
     index = _index(kind)
-    rows = [row for word, known, row in index.worded if word in lower and known.fullmatch(name)]
+    rows = [row for word, matches, row in index.worded if word in lower and matches(name)]
     file = f"{path} {function}" if "::" in function else path
     rows += [row for known, row in _filed(kind, file) if known.fullmatch(name)]
     return tuple(_table(kind)[row].id for row in sorted(index.plain.get(name, set()).union(rows)))

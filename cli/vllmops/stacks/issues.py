@@ -10,8 +10,8 @@ from ..patterns import pattern
 
 # As `gh issue view --comments` prints it, and as a page that was copied shows it.
 AUTHOR = pattern(
-    r"^author:\t.*\n(?:[a-z ]+:\t.*\n)*--\n"
-    r"|^#{0,4} ?\**@?[\w-]{1,39}\** (?:\([^)\n]*\) )?(?:opened|commented)\b[^\n]{0,60}$",
+    r"\n(?:author:\t.*\n(?:[a-z ]+:\t.*\n)*--(?=\n)"
+    r"|#{0,4} ?\**@?[\w-]{1,39}\** (?:\([^)\n]*\) )?(?:opened|commented)\b[^\n]{0,60}$)",
     re.MULTILINE,
 )
 
@@ -25,7 +25,7 @@ def sections(text: str) -> list[str]:
         except (ValueError, RecursionError):
             bodies = []
         return bodies or [text]
-    parts = [part for part in AUTHOR.split(text) if part and part.strip()]
+    parts = [part for part in AUTHOR.split(f"\n{text}") if part and part.strip()]
     return parts if len(parts) > 1 else [text]
 
 

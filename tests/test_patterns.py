@@ -1,0 +1,41 @@
+"""Patterns that are compiled when a text first needs them."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import pytest
+
+from vllmops import patterns
+
+USERS = (
+    *("stacks.cleaning", "stacks.issues", "stacks.lines", "stacks.paste", "diagnose.clues"),
+    *("diagnose.facts", "diagnose.general", "diagnose.places", "diagnose.prose", "diagnose.stacks"),
+)
+
+
+def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, make = [], re.compile
+
+    def noted(text: str, flags: int) -> re.Pattern[str]:
+        compiled.append((text, flags))
+        return make(text, flags)
+
+    monkeypatch.setattr(re, "compile", noted)
+    known = patterns.pattern("(?P<word>a+)", re.IGNORECASE)
+    assert not compiled
+    assert [match["word"] for text in ("Aa", "b", "a") if (match := known.fullmatch(text))] == [
+        "Aa",
+        "a",
+    ]
+    assert compiled == [("(?P<word>a+)", re.IGNORECASE)]
+
+
+@pytest.mark.parametrize("name", USERS)
+def test_all_are_valid(name: str) -> None:
+    module = import_module(f"vllmops.{name}")
+    known = [value for value in vars(module).values() if isinstance(value, patterns._Later)]
+    assert known
+    for each in known:
+        assert each.pattern
