@@ -576,6 +576,8 @@ def prone(cli: Cli, place: Path) -> Iterator[Prone]:
         PLACE: str(place),
         "PYTHONPATH": os.pathsep.join((*folders, cli.environment["PYTHONPATH"])),
         "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+        # oneDNN keeps the code for 1,024 shapes of matrices: the worker would grow for an hour.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     }
     environment["VLLMOPS_NO_PATCH"] += ",broadcast-recheck"
     launched = launch(cli, place / "log", environment, *WITH_CONNECTOR)

@@ -114,9 +114,13 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
     pins = attempt(lambda: adapter.pins(scheduler)) or {}
     now, at = time.monotonic(), time.time()
     queue, limit = bottleneck(scheduler)
-    requests = []
+    requests, states = [], dict[int, tuple[State, str]]()
     for request in adapter.scheduled(scheduler):
-        state, reason = adapter.state(request)
+        # The engine's thread waits for this one: thousands of requests share a few states.
+        found = states.get(id(request.status))
+        if found is None:
+            found = states[id(request.status)] = adapter.state(request)
+        state, reason = found
         cause = ""
         if state is State.WAITING and id(request) in passed_over:
             state = State.DEFERRED
