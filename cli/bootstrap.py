@@ -157,10 +157,8 @@ def test(*, fast: bool, everything: bool) -> None:
 
 
 def pytest(workers: str, way: str, *which: str) -> None:
-    """Run tests; those that fail run once more, alone: some depend on an idle machine."""
-    if attempt("pytest", "--numprocesses", workers, "--dist", way, *which):
-        # Distributed as before, because that is part of a test's id.
-        run("pytest", "--numprocesses", "1", "--dist", way, "--last-failed", *which)
+    """Run tests in so many processes."""
+    run("pytest", "--numprocesses", workers, "--dist", way, *which)
 
 
 def main() -> None:
