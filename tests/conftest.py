@@ -53,12 +53,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if extent.STARTERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(extent.programs)
-    left_out = (
-        [] if extent.EVERYTHING else [item for item in items if item.get_closest_marker("long")]
-    )
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    if not extent.EVERYTHING:
+        long = [item for item in items if item.get_closest_marker("long")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    # First what waits: or at the end, one process still waits, and the others have nothing to do.
+    # Those of `live` have an order of their own.
+    items.sort(key=lambda item: not (LIVE in item.path.parents or waits(item)))
+
+
+def waits(item: pytest.Item) -> bool:
+    return item.get_closest_marker("programs") is not None
 
 
 def pytest_sessionstart() -> None:
@@ -71,6 +76,7 @@ def pytest_sessionfinish() -> None:
 
 
 START = detached.start
+LIVE = Path(__file__).with_name("live")
 STANDIN = Path(__file__).with_name("instances") / "standin.py"
 
 

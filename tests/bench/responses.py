@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.databases import Servers, folder_for_servers, postgres_parts
+from tests.support.ports import free_port
 
 from vllmops.demo import Kind
 from vllmops.store import settings
 
 from .figure import Figure, Limit, paired
-from .setting import HOST, PYTHON, START_TIMEOUT_S, Server, Setting, free_port, healthy
+from .setting import HOST, PYTHON, START_TIMEOUT_S, Server, Setting, healthy
 from .setting import LONG as ROOM
 
 PATH = "/v1/responses"

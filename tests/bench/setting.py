@@ -26,6 +26,7 @@ from typing import Any
 
 import psutil
 from tests.support import plug_ins
+from tests.support.ports import free_port
 
 from vllmops import demo
 from vllmops.host import processes
@@ -254,13 +255,6 @@ class Server:
             for _ in range(connections):
                 group.create_task(client())
         return taken
-
-
-def free_port() -> int:
-    with socket.socket() as trial:
-        trial.bind((HOST, 0))
-        port: int = trial.getsockname()[1]
-    return port
 
 
 def healthy(port: int) -> bool:

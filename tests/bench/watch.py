@@ -13,9 +13,11 @@ import urllib.request
 from collections.abc import Iterator
 from functools import partial
 
+from tests.support.ports import free_port
+
 from .figure import Figure, Limit, interleaved, ratio
 from .memory import cores
-from .setting import VLLMOPS, Setting, free_port
+from .setting import VLLMOPS, Setting
 
 WARM_UP_S = 6.0  # until it has found the server and asked it once
 PATH = "/v1/completions"

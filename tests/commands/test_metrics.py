@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllmops.commands.options import host_port
 
-from ..live.conftest import free_port
 from ..support import commands
 from ..support.children import Child
+from ..support.ports import free_port
 from ..support.waiting import until
 
 TITLE = "VLLM::APIServer_0"

@@ -20,8 +20,8 @@ from vllmops.instances.record import Folder
 from vllmops.protocol.identity import boot_id
 from vllmops.protocol.probe import Verdict
 
-from ..live.conftest import free_port
 from ..support.commands import background
+from ..support.ports import free_port
 from ..support.waiting import until
 
 Spawn = Callable[..., Any]

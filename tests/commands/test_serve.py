@@ -34,6 +34,7 @@ from vllmops.store.store import ResponseStore
 
 from ..support.commands import background
 from ..support.extent import long
+from ..support.ports import free_port
 from ..support.waiting import until
 
 LOGS = Path(__file__).parents[1] / "instances" / "logs"
@@ -275,7 +276,7 @@ def test_a_dry_run_needs_no_vllm(vllmops: Any, model: Path, monkeypatch: Any) ->
 
 
 def test_a_port_behind_the_dashes_is_the_port(lab: Any) -> None:
-    port = lab.free_port() + 7
+    port = free_port() + 7
     words = lab.words("a", "--detach", "--json", "--", "--port", str(port))
     answer = lab.vllmops(*words)
     assert answer.data["url"] == f"http://127.0.0.1:{port}"
@@ -500,7 +501,7 @@ def test_however_it_ends_nothing_is_left(lab: Any, number: signal.Signals, code:
 
 
 def test_interrupted_while_it_starts(lab: Any) -> None:
-    port = str(lab.free_port())
+    port = str(free_port())
     command = [sys.executable, "-m", "vllmops", *lab.words("a", "--port", port, ready_s=60)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as serve:
         until(lambda: lab.state("a") and len(lab.record("a").processes) >= 3)
@@ -514,7 +515,7 @@ def test_interrupted_while_it_starts(lab: Any) -> None:
 
 def test_a_terminal_that_is_closed(lab: Any) -> None:
     ours, theirs = pty.openpty()
-    port = str(lab.free_port())
+    port = str(free_port())
     serve = subprocess.Popen(
         [sys.executable, "-m", "vllmops", *lab.words("a", "--port", port)],
         stdin=theirs,

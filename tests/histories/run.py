@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..support.databases import free_port
+from ..support.ports import free_port
 from ..support.waiting import until
 from .checker import Op
 

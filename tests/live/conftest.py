@@ -30,6 +30,7 @@ from ..support import plug_ins
 from ..support.commands import answered
 from ..support.extent import EVERYTHING
 from ..support.fleet import token_file
+from ..support.ports import free_port
 from ..support.versions import INSTALLED, RUN
 from ..support.waiting import until
 from .clients import LENGTH, MODEL, talkative
@@ -183,14 +184,6 @@ class Footprint:
 
     def wait_gone(self, timeout_s: float = 30) -> None:
         until(lambda: not self.left(), timeout_s, self.left)
-
-
-def free_port() -> int:
-    """A port that nobody listens on, of those that the kernel gives in turn."""
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port: int = trial.getsockname()[1]
-    return port
 
 
 def alive(pid: int) -> bool:

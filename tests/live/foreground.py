@@ -6,8 +6,9 @@ import os
 import pty
 import threading
 
+from ..support.ports import free_port
 from ..support.waiting import until
-from .conftest import Cli, Live, free_port
+from .conftest import Cli, Live
 
 
 class Foreground:

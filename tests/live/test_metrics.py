@@ -18,9 +18,9 @@ from vllmops.metrics.boards import BOARDS
 from vllmops.metrics.families import PREFIX
 
 from ..support.extent import long
+from ..support.ports import free_port
 from ..support.prometheus import program
 from ..support.waiting import until
-from .conftest import free_port
 
 if TYPE_CHECKING:
     from .conftest import Live

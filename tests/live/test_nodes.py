@@ -23,8 +23,9 @@ import pytest
 from ..support.extent import EVERYTHING
 from ..support.far import certificate, ip, machine, switched
 from ..support.fleet import token_file
+from ..support.ports import free_port
 from ..support.waiting import until
-from .conftest import START_TIMEOUT_S, Cli, PlugIn, Ran, free_port
+from .conftest import START_TIMEOUT_S, Cli, PlugIn, Ran
 from .ranks import NOBIND
 from .test_ray import DEVICE
 

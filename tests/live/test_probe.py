@@ -15,8 +15,9 @@ import pytest
 from vllmops.rpc import agent
 
 from ..support.extent import EVERYTHING, long
+from ..support.ports import free_port
 from ..support.waiting import until
-from .conftest import Cli, Live, PlugIn, free_port
+from .conftest import Cli, Live, PlugIn
 from .hangs import HANGS, SPINS, Hang, Prone, livelock, prone, slow
 
 RED_S = 30.0

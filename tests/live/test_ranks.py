@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from ..support.extent import EVERYTHING, long
+from ..support.ports import free_port
 from ..support.waiting import until
-from .conftest import Cli, Live, PlugIn, free_port, kill, side_by_side
+from .conftest import Cli, Live, PlugIn, kill, side_by_side
 from .ranks import FORWARD, GHOST, NOBIND, Ranks, encoder_rows, plugged
 from .test_cache import ask
 

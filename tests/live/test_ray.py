@@ -23,8 +23,9 @@ import pytest
 
 from ..support.extent import EVERYTHING, long
 from ..support.fleet import token_file
+from ..support.ports import free_port
 from ..support.waiting import until
-from .conftest import Cli, PlugIn, free_port, kill, ringed
+from .conftest import Cli, PlugIn, kill, ringed
 from .ranks import FOLDER, NOBIND, RUN, Ranks, encoder_rows
 from .test_cache import ask
 

@@ -6,7 +6,6 @@ import fcntl
 import os
 import pickle
 import pwd
-import secrets
 import shutil
 import signal
 import socket
@@ -23,6 +22,7 @@ import psutil
 import redis
 
 from ..support.waiting import until
+from .ports import free_port
 
 LOCAL = "127.0.0.1"
 # The server is trusted with as little as its tests need.
@@ -224,17 +224,6 @@ class SentinelServer(ValkeyServer):
     def told(self, whom: str, count: int) -> bool:
         """Whether it knows of so many others."""
         return len(self.ask("SENTINEL", whom, "main")) == count
-
-
-def free_port() -> int:
-    """A port that nobody listens on, nor gets for a connection, while its server is down too.
-
-    A cluster's servers talk to each other on the one 10,000 above.
-    """
-    while True:
-        port = 10_000 + secrets.randbelow(10_000)
-        with suppress(OSError), socket.create_server((LOCAL, port)):
-            return port
 
 
 def nobodys() -> dict[str, str]:

@@ -24,6 +24,7 @@ from vllmops.vllm_api.http import healthy
 
 from .commands import Vllmops, background
 from .own import in_home
+from .ports import free_port
 from .waiting import until
 
 
@@ -62,7 +63,7 @@ class Lab:
 
     def starting(self, name: str, *words: str, **play: object) -> None:
         """Serve one in the foreground, and do not wait for it."""
-        port = str(self.free_port())
+        port = str(free_port())
         self.foreground.append(background(*self.words(name, "--port", port, *words, **play)))
         until(lambda: self.state(name) and self.record(name).processes)
 
@@ -75,7 +76,7 @@ class Lab:
 
     def stranger(self, **play: object) -> Stranger:
         """A server that vllmops did not start, serving."""
-        port = self.free_port()
+        port = free_port()
         server = self.stranger_with("--port", str(port), **play)
         server.port = port
         until(lambda: healthy(f"http://127.0.0.1:{port}"))
@@ -105,9 +106,6 @@ class Lab:
         """Send a request that gets no answer."""
         with pytest.raises(httpx.TransportError):
             httpx.get(url, timeout=60)
-
-    def free_port(self) -> int:
-        return launch.free_port("127.0.0.1", set())
 
     def state(self, name: str) -> str | None:
         record = Folder(name).read()
