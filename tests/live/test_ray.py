@@ -80,7 +80,9 @@ class Cluster:
         """Add a node; the first one gets this machine's own address."""
         where = ("--address", self.address, "--node-ip-address", ip)
         head = ("--head", "--port", str(self.port), "--temp-dir", str(self.place))
-        words = (*(where if ip else head), "--num-cpus", "4", "--num-gpus", str(gpus))
+        # Otherwise its workers' ports are 10,002 to 19,999, among which ours are, and it complains.
+        ports = ("--min-worker-port", "0", "--max-worker-port", "0")
+        words = (*(where if ip else head), *ports, "--num-cpus", "4", "--num-gpus", str(gpus))
         extra = () if ip else ("--include-dashboard", "false")
         subprocess.run(
             [shutil.which("ray") or "ray", "start", *words, *extra, "--disable-usage-stats"],
