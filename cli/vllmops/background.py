@@ -135,8 +135,13 @@ def thread(
     return daemon
 
 
-def beside(work: Callable[[], T]) -> Future[T]:
-    """Call something once in a daemon thread; what it gives or raises comes with the future."""
+def beside(work: Callable[[], T], name: str | None = None) -> Future[T]:
+    """Call something once in a daemon thread; what it gives or raises comes with the future.
+
+    Args:
+        work: what to call.
+        name: the thread's.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -145,5 +150,5 @@ def beside(work: Callable[[], T]) -> Future[T]:
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future

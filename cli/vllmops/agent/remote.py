@@ -14,7 +14,6 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from .. import __version__
+from .. import __version__, background
 from ..errors import VllmopsError
 from ..host import proc, processes
 from ..host.nodes import connected
@@ -86,18 +85,14 @@ async def aside(work: Callable[[], T]) -> T:
                 "admin.busy", f"{MOST_AT_ONCE} admin requests are being answered", "try again later"
             )
         await asyncio.sleep(WAIT_S)
-    done: Future[T] = Future()
 
-    def run() -> None:
+    def run() -> T:
         try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
+            return work()
         finally:
             _seats.release()
 
-    threading.Thread(target=run, name="vllmops-admin", daemon=True).start()
-    return await asyncio.wrap_future(done)
+    return await asyncio.wrap_future(background.beside(run, "vllmops-admin"))
 
 
 class Nearby:

@@ -81,7 +81,6 @@ def screen(
 
 
 def drawn(recording: StepsRecording) -> Iterator[RenderableType]:
-
     rows = history.rows(recording)
     if not rows:
         yield "it has taken no step"

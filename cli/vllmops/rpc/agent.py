@@ -57,17 +57,8 @@ DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
         *(Aborted, AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
-        *(
-            Comparison,
-            FatalMessages,
-            Healing,
-            Members,
-            Packages,
-            ProcessKeys,
-            ProcessPatches,
-            ProcessRepair,
-        ),
-        *(ProcessRequests, Prompt, ResetDone, StepsFile, StepsRecording, Traffic),
+        *(Comparison, FatalMessages, Healing, Members, Packages, ProcessKeys, ProcessPatches),
+        *(ProcessRepair, ProcessRequests, Prompt, ResetDone, StepsFile, StepsRecording, Traffic),
     )
 }
 BEATS = msgspec.json.Decoder(Beat)

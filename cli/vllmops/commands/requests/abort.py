@@ -164,7 +164,6 @@ def report(server: Server, ended: Sequence[Ended]) -> Result:
     data = {"server": server.label, "requests": ended}
 
     def text() -> list[RenderableType]:
-
         shown: list[RenderableType] = []
         if gone := len(ended) - len(left):
             shown.append(output.styled(f"ended {gone:,} requests", "green"))
