@@ -116,3 +116,28 @@ def test_a_report_that_cannot_be_made_raises_nothing() -> None:
 
     ErrorReporter("w", broken).report(KeyError("x"))
     ErrorReporter("w", print).report(OddError())
+
+
+def test_what_nobody_waits_for_any_more_ends_without_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    over, ended = threading.Event(), threading.Event()
+
+    def work() -> None:
+        over.wait(30)
+        ended.set()
+
+    async def play() -> None:
+        waiting = asyncio.wrap_future(background.beside(work, "beside"))
+        waiting.cancel()
+        await asyncio.sleep(0.05)  # for the cancellation to reach the thread's future
+
+    asyncio.run(play())
+    over.set()
+    assert ended.wait(30)
+    for thread in threading.enumerate():
+        if thread.name == "beside":
+            thread.join(30)
+    assert raised == []

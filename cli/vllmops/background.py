@@ -143,6 +143,7 @@ def beside(work: Callable[[], T], name: str | None = None) -> Future[T]:
         name: the thread's.
     """
     future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # whoever stops waiting can't cancel what runs
 
     def run() -> None:
         try:
