@@ -241,7 +241,7 @@ def test_a_process_that_nothing_can_stop_is_read_all_the_same() -> None:
         until_state(target.pid, psutil.STATUS_DISK_SLEEP)
         began = time.monotonic()
         stacks = dump(target.pid, timeout_s=2.0)
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 10.0  # on a busy machine; without the limit, for ever
     assert stacks.error is None
     assert "call_driver" in functions(stacks)
     assert f"thread {target.pid} is in a system call" in stacks.note

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..patterns import pattern
 from .facts import STATS
-from .places import Position
+from .places import Position, title_of
 from .signatures import Confidence
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ TIMED_OUT = {
     )
 }
 LATE = ("collective-stall", "collective-mismatch")
+APART = ("collective-mismatch", "dp-collective-mismatch")
 # vLLM's front end, every ten seconds, as long as an engine is not ready.
 NOT_READY = r"Waitingfor\d+(?:\w+,\d+\w+?)?coreengineproc\(s\)tostart"
 ENOUGH = 3  # lines with figures, ten seconds apart: a long prompt takes no longer
@@ -135,15 +136,23 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
     if len(starts) >= ENOUGH and len(log) - starts[-1].end() < LAST:
         line = f"log: it has waited for the engine {len(starts)} times"
         found.append(Clue(("startup-capture", "weight-load-io"), "the engine", line))
-    if len(list(STATS.finditer(log))) >= ENOUGH and facts.get("progress") == "frozen":
+    read = len(list(STATS.finditer(log))) >= ENOUGH or "generation_tokens_total" in log
+    if read and facts.get("progress") == "frozen":
         found.append(_frozen(facts))
     if stacks:
         return found
-    found += [
-        Clue((name,), "the server", f"as the text says: {sentence}")
-        for name, sentence in signs.read(text).items()
+    said = [
+        Clue(
+            (row.id,),
+            "the server",
+            f"as the text says: {row.sentence}",
+            phase=title_of(row.phase),
+        )
+        for row in signs.read(text)
     ]
-    return found
+    # Names of functions tell that ranks wait; words tell that one of them does not come.
+    late = [clue for clue in said[:1] if found and found[0].ids[0] in LATE and clue.ids[0] in APART]
+    return late + found + said
 
 
 def _titles(places: Sequence[Position]) -> tuple[str, ...]:
@@ -166,7 +175,8 @@ def _frozen(facts: Mapping[str, str]) -> Clue:
         elif float(facts.get("kv_usage") or 0) >= FULL:
             ids = ids[::-1]
     shown = ", ".join(f"{count:.0f} {name}" for name, count in figures.items() if count)
-    line = f"figures: {shown}, KV cache {facts.get('kv_usage')} %, and no tokens"
+    cache = f", KV cache {facts['kv_usage']} %" if "kv_usage" in facts else ""
+    line = f"figures: {shown}{cache}, and no tokens"
     return Clue(ids, "the engine", line)
 
 

@@ -41,6 +41,39 @@ def from_log(log: str) -> dict[str, str]:
     return facts
 
 
+# As /metrics shows them, or as somebody types them.
+FIGURE = pattern(
+    r"(?:\b(?:vllm:)?(?P<name>num_requests_(?:running|waiting)|generation_tokens_total)"
+    r"(?P<labels>\{[^}\n]*\})?[ \t:=]+|\b(?P<short>running|waiting)=)"
+    r"(?P<value>\d+(?:\.\d+)?(?:e\+?\d+)?)\b(?![/%])"
+)
+COUNTED = {"num_requests_running": "running", "num_requests_waiting": "waiting"}
+
+
+def from_figures(text: str) -> dict[str, str]:
+    """Facts from the metrics in a text; of one that occurs again, whether it stands still.
+
+    Args:
+        text: with its blanks.
+    """
+    if not any(words in text for words in ("num_requests_", "generation_tokens_", "running=")):
+        return {}
+    series: dict[tuple[str, str], list[float]] = {}
+    for row in FIGURE.finditer(text):
+        name = row["short"] or COUNTED.get(row["name"], row["name"])
+        series.setdefault((name, row["labels"] or ""), []).append(float(row["value"]))
+    facts = {}
+    for name in ("running", "waiting"):
+        if last := [values[-1] for (row, _), values in series.items() if row == name]:
+            facts[name] = f"{sum(last):g}"
+    tokens = [values for (row, _), values in series.items() if row == "generation_tokens_total"]
+    if any(len(set(values)) > 1 for values in tokens):
+        facts["progress"] = "moving"
+    elif any(len(values) > 1 for values in tokens) and any(map(float, facts.values())):
+        facts["progress"] = "frozen"
+    return facts
+
+
 def _engine(line: re.Match[str]) -> str:
     """The engine whose figures they are; empty if the line has none."""
     match = ENGINE.search(line.string, max(line.start() - LONGEST_ID, 0), line.start())

@@ -9,21 +9,20 @@ from ..patterns import pattern
 from ..protocol.stacks import ProcessStacks, StacksSnapshot, Thread
 from .clues import TIMED_OUT, Clue, clues, compiles, polled, weak
 from .matching import (
-    ARROW,
     PROOF,
     RANKS,
     SHOWN_FRAMES,
     Hit,
     Scene,
     Spot,
+    evidence,
     has_lines,
     label,
-    place,
     places,
 )
 from .places import NOWHERE, Position
 from .signatures import Confidence, Signature, catalogue
-from .waiting import COLLECTIVES, Chain, chain, telling
+from .waiting import COLLECTIVES, Chain, chain, gil_holders, telling
 
 # Work moves on from these within seconds; on the device and in a collective it looks the same.
 HOST_BOUND = {
@@ -118,6 +117,13 @@ def _hits(chain_: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Ite
     lines = [_evidence(root) for root in chain_.roots[:SHOWN_FRAMES]]
     if chain_.relation in TOGETHER:
         lines += [f"meanwhile {_evidence(place)}" for place in chain_.victims[:1]]
+    root = chain_.roots[0]
+    if root.wait == "gil":
+        holders = gil_holders(root.process, root.thread)
+        lines += [
+            f"meanwhile {evidence(root.process, thread, thread.frames[:SHOWN_FRAMES])}"
+            for thread in holders
+        ]
     if agreeing > 1:
         lines.append(f"the same in {agreeing} of {len(samples)} samples")
     for index, name in enumerate(chain_.ids):
@@ -128,8 +134,8 @@ def _hits(chain_: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Ite
             _names(chain_.roots),
             victims=tuple(dict.fromkeys(label(victim.process) for victim in chain_.victims)),
             doubts=tuple(_doubts(chain_, agreeing)) if confidence == "possible" else (),
-            phase=chain_.roots[0].phase.title,
-            waits_for=chain_.roots[0].waits_for,
+            phase=root.phase.title,
+            waits_for=root.waits_for,
         )
 
 
@@ -189,5 +195,4 @@ def _evidence(root: Position) -> str:
     frames = list(root.thread.frames[:SHOWN_FRAMES])
     if root.frame and root.frame not in frames:
         frames.append(root.frame)
-    steps = ARROW.join(map(place, frames))
-    return f"{label(root.process)}, {root.thread.name} ({root.thread.state}): {steps}"
+    return evidence(root.process, root.thread, frames)

@@ -342,8 +342,12 @@ def _is_gone(process: ProcessStacks) -> bool:
 def _evidence(spot: Spot) -> str:
     shown = list(spot.thread.frames[:SHOWN_FRAMES])
     shown += [frame for frame in spot.frames if frame.file and frame not in shown]
-    steps = ARROW.join(map(place, shown))
-    return f"{label(spot.process)}, {spot.thread.name} ({spot.thread.state}): {steps}"
+    return evidence(spot.process, spot.thread, shown)
+
+
+def evidence(process: ProcessStacks, thread: Thread, frames: Sequence[Frame]) -> str:
+    """Where a thread is, for a person."""
+    return f"{label(process)}, {thread.name} ({thread.state}): {ARROW.join(map(place, frames))}"
 
 
 def _absences(case: Case, sample: StacksSnapshot) -> Iterator[str]:

@@ -224,6 +224,11 @@ def _phases() -> dict[str, Phase]:
     return {phase.id: phase for phase in tables().phase}
 
 
+def title_of(phase: str) -> str:
+    """What a phase's id means in words; empty for none."""
+    return _phases()[phase].title if phase else ""
+
+
 def phases_of(frame: Frame) -> tuple[str, ...]:
     """The phases that a frame shows."""
     return _rows("phase", frame.function, frame.short_file)

@@ -17,6 +17,7 @@ from .waiting import Chain, chain
 
 MOST_READ = 1 << 15  # characters: what people write is short, and a log ends with what counts
 LONGEST = 2000  # characters of a sentence
+COMMENT = pattern(r"(?m)^[ +]*(?:#|//) ")  # of code, as a patch shows it
 MARKUP = pattern(r"[`*]")
 PAIRS = pattern(r"(?:\b\w+ ?= ?[^\s,]+, ?){6,}")  # a configuration that is printed
 # A heading, an item of a list and a line of a log are sentences, too.
@@ -57,9 +58,11 @@ class Sign(Row, frozen=True, forbid_unknown_fields=True):
         ids: of the catalogue, the most probable first.
         proof: whether the words alone say that something is stuck.
         part: whether they only name a part of the server.
+        phase: the id of what the server was doing, of ``frames.toml``; empty if they do not tell.
     """
 
     ids: tuple[str, ...]
+    phase: str = ""
     proof: bool = False
     part: bool = False
 
@@ -133,7 +136,8 @@ def reported(text: str) -> str:
 
 def plain(sentence: str) -> str:
     """A sentence in lower case, one blank between words, no markup and no configuration."""
-    return " ".join(MARKUP.sub("", PAIRS.sub(" ", sentence)).split())[:LONGEST].lower()
+    text = MARKUP.sub("", PAIRS.sub(" ", COMMENT.sub("", sentence)))
+    return " ".join(text.split())[:LONGEST].lower()
 
 
 def is_stuck(report: str) -> bool:

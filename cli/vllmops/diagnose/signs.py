@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import dataclass
 
 from .prose import HEADING, is_stuck, plain, reported, table
 
@@ -14,8 +15,23 @@ COUNTED = 2  # sentences with a sign; one with a part's name
 SHOWN = 200  # characters of a sentence
 
 
-def read(text: str) -> dict[str, str]:
-    """What may be stuck, the most probable first, with the sentence that says so.
+@dataclass(frozen=True)
+class Said:
+    """What a sentence says of a hang.
+
+    Args:
+        id: of the catalogue.
+        sentence: as it stands in the text.
+        phase: as of `prose.Sign`.
+    """
+
+    id: str
+    sentence: str
+    phase: str
+
+
+def read(text: str) -> list[Said]:
+    """What may be stuck, the most probable first.
 
     Args:
         text: a report without stacks.
@@ -27,7 +43,7 @@ def read(text: str) -> dict[str, str]:
     }
     stuck = max(weights.values()) > 1
     votes: Counter[str] = Counter()
-    signs: dict[str, str] = {}
+    said: dict[str, Said] = {}
     weak = True  # as long as only names of parts were found
     for sign in table().sign:
         if not (stuck or sign.proof) or (sign.part and votes and not weak):
@@ -41,7 +57,6 @@ def read(text: str) -> dict[str, str]:
             weight = sum(map(weights.__getitem__, best))
             for index, name in enumerate(sign.ids):
                 votes[name] += weight * (1 if index else FIRST)
-                signs.setdefault(
-                    name, " ".join(sentences[best[0]].split())[:SHOWN].lstrip("-*>#| ")
-                )
-    return {name: signs[name] for name, _ in votes.most_common(MOST)}
+                sentence = " ".join(sentences[best[0]].split())[:SHOWN].lstrip("-*>#| ")
+                said.setdefault(name, Said(name, sentence, "" if index else sign.phase))
+    return [said[name] for name, _ in votes.most_common(MOST)]

@@ -12,7 +12,7 @@ from ..protocol.pasted import Crash, Pasted
 from ..protocol.place import Place
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .clues import compiles, gpu
-from .facts import from_log
+from .facts import from_figures, from_log
 from .findings import Finding, Rule, Severity
 from .general import TIMED_OUT_LINE, hypotheses, known
 from .matching import (
@@ -136,7 +136,8 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
         return _merged([explain(section, facts) for section in pasted.sections])
     log = "".join(pasted.text.split())
     seen = {"gpu": state} if (state := gpu(pasted.text)) else {}
-    scene = Scene(pasted, {**seen, **from_log(log), **(facts or {})}, log)
+    told = from_figures(pasted.text) | from_log(log)
+    scene = Scene(pasted, {**seen, **told, **(facts or {})}, log)
     last = pasted.samples[-1].processes if pasted.samples else ()
     stopped = [process for process in last if process.stopped]
     # If a process is stopped by a signal, all others wait for it.
@@ -155,9 +156,9 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
     others = [crash for crash in crashes if not hang_of(crash)]
     if ended:  # it ends the other processes, too
         others = [crash for crash in others if not AFTERMATH.search(crash.error)]
-    elif hits and any(not crash.error for crash in others) and _waited(scene):
+    elif hits and any(AFTERMATH.search(crash.error) for crash in others) and _waited(scene):
         # What ended the wait is cut off: the traceback shows where it was, and no crash.
-        others = [crash for crash in others if crash.error]
+        others = [crash for crash in others if not AFTERMATH.search(crash.error)]
     findings = [*map(_crashed, others), *map(_stopped, stopped)]
     findings += map(_finding, hits)
     findings.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
@@ -238,7 +239,7 @@ def _rooted(match: Hit, general: Sequence[Hit]) -> Hit:
     """A signature's hit without the processes that only wait, as far as the waits tell."""
     names = set(match.subject.split(", "))
     for hit in general:
-        if names > set(hit.subject.split(", ")):
+        if names > set(hit.subject.split(", ")) or names <= set(hit.victims):
             return _placed(match, hit)
     return match
 
@@ -370,7 +371,8 @@ def _verdict(findings: Sequence[StackFinding], facts: Mapping[str, str]) -> str:
         return "hang"
     if any(finding.code == "stack.crash" for finding in findings):
         return "crash"
-    if any(not finding.hang for finding in findings):
+    idle = [finding for finding in findings if not finding.hang]
+    if idle and (idle[0] is findings[0] or idle[0].confidence != "possible"):
         return "idle"
     if facts.get("progress") == "moving":
         return "working"

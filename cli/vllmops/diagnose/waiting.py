@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from ..protocol.pasted import Crash
-from ..protocol.stacks import ProcessStacks, StacksSnapshot
+from ..protocol.stacks import ProcessStacks, StacksSnapshot, Thread
 from . import toml
 from .facts import agrees
 from .places import NOWHERE, Position, is_helper, is_main, own, place_of, waits_of
@@ -125,8 +126,33 @@ def chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> Chain | None:
 
 def telling(process: ProcessStacks) -> Position:
     """The place of the thread that says most about a process."""
+    if place := _without_gil(process):
+        return place
     places = [place_of(process, thread) for thread in process.threads]
     return min(places, key=functools.partial(_rank, process))
+
+
+def _without_gil(process: ProcessStacks) -> Position | None:
+    """A main thread that is idle amid Python code while another thread has the GIL."""
+    main = next((t for t in process.threads if t.name == "MainThread"), None)
+    if not main or main.state != "idle" or not gil_holders(process, main):
+        return None
+    place = place_of(process, main)
+    python = any(frame.short_file.endswith(".py") for frame in main.frames[:1])
+    return (
+        dataclasses.replace(place, wait="gil")
+        if place.wait in {"call", "sleep"} and python
+        else None
+    )
+
+
+def gil_holders(process: ProcessStacks, waiting: Thread) -> list[Thread]:
+    """The threads that have the GIL while another one waits, and of which no table says why."""
+    return [
+        thread
+        for thread in process.threads
+        if thread.owns_gil and thread is not waiting and place_of(process, thread).wait == "call"
+    ]
 
 
 def _is_helper(place: Position) -> bool:
@@ -143,8 +169,8 @@ def _rank(process: ProcessStacks, place: Position) -> tuple[bool, ...]:
     return (
         place.wait == "rest",
         place.wait in {"ipc-read", "sleep"},
-        # What no name explains tells less than what one does.
-        place.wait == "call" and place.phase == NOWHERE,
+        # What no name explains tells less than what one does; a scheduler that runs may be at work.
+        place.wait == "call" and place.phase.id in {"", "schedule", "step"},
         # Who waits for another thread of the process is not the one that is stuck.
         place.wait == "lock",
         not main,

@@ -30,6 +30,11 @@ PREFIX = pattern(
     r"|[A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \S+ [^\s:]+:(?=\s|$)"
     r"|\[pod/[^\]]+\]"
     r"|[\w.-]+\s*\|(?= |$)"
+    # What tools print before each line of a host or a rank, where a line of a stack follows; the
+    # names of local variables are indented.
+    r"|(?<!  )(?:\[[^\]<\n]{1,40}\]:?|(?!(?i:py|rank|tp|pp|dp|worker|engine))[\w.-]{1,40}[:>])"
+    r"(?= +(?:Thread (?:0x|\d)|Process \d|Python v\d|Traceback \(most|File \""
+    r"|[\w.<>]+ \([^()\s]*:\d+\)$|[A-Za-z_][\w.]*(?:Error|Exception)\b))"
     r"))+"
 )
 # A chain of calls that goes on in the next line of a paragraph.
@@ -118,7 +123,7 @@ def joined(lines: list[str]) -> Iterator[str]:
             taken -= 1
             continue
         line = raw.strip()
-        if line and (len(raw) == width or not complete(line)) and at < len(parts):
+        if (len(raw) == width or not complete(line)) and _may_be_cut(line, _is_full(raw, width)):
             taken, line = _join(raw, parts[at : at + JOINED], width)
         yield line
 
@@ -138,9 +143,7 @@ def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
         How many of the following lines belong to the line, 0 if none does, and the joined line.
     """
     line = raw.strip()
-    full = len(raw) >= width - 1 >= NARROWEST
-    if not _may_be_cut(line, full):
-        return 0, line
+    full = _is_full(raw, width)
     alone = complete(line)  # it makes sense without the following lines
     begun = BEGUN.match(line)
     open_call = begun is not None and begun["call"] is not None
@@ -173,6 +176,11 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
+def _is_full(raw: str, width: int) -> bool:
+    return len(raw) >= width - 1 >= NARROWEST
+
+
+@functools.lru_cache(CACHED)
 def _may_be_cut(line: str, full: bool) -> bool:
     """Whether a line can be the first part of one that a terminal has cut.
 

@@ -31,7 +31,7 @@ OUR_PROCESS = pattern(r"(?P<title>[A-Z][\w ]*?) pid (?P<pid>\d+)$")
 LABEL = pattern(
     r"[#*=\-_` ]*(?P<title>(?:VLLM::)?(?:EngineCore|Worker|APIServer|DPCoordinator)[\w-]*)"
     r"[*`]*(?:[ ,:(\[]*(?:pid|PID)[ =:]*(?P<pid>\d+)[)\]]*)?"
-    r"(?:[*`: ]*(?:(?:call )?stack(?: trace)?s?)?| [\w -]{1,40}:)[#*=\-_`: ]*$"
+    r"(?:[*`: ]*(?:(?:call )?stack(?: trace)?s?)?|,? [\w -]{1,40}:)[#*=\-_`: ]*$"
 )
 # A process's name at the end of a line above its stack: "py-spy of Worker_TP2:".
 NAMED = pattern(
@@ -191,13 +191,19 @@ def frame_in(line: str) -> Frame | None:
     return Frame(function, file, file, int(number) if number else None)
 
 
-def frames_in(line: str) -> Iterator[Frame]:
+@functools.lru_cache(CACHED)
+def frames_in(line: str) -> tuple[Frame, ...]:
     """The frames among other words: marked, with arrows between them, with remarks behind them."""
+    return tuple(_among_words(line))
+
+
+def _among_words(line: str) -> Iterator[Frame]:
     if match := OTHERWISE.match(line):
         function, file, at = _otherwise(match)
         yield Frame(function, file, file, at)
         return
-    line = TOP.sub("", line)
+    if "%" in line:
+        line = TOP.sub("", line)
     parts = ARROWS.split(line)
     if len(parts) > 2 and (chain := NAMES.search(line)) and "_" in chain[0]:
         line = chain[0]

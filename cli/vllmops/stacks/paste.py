@@ -11,6 +11,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -26,6 +27,7 @@ from .cleaning import joined, streams
 from .issues import sections
 from .lines import (
     AGAIN,
+    CACHED,
     CALLS,
     COMMAND,
     ERROR,
@@ -101,6 +103,11 @@ SGLANG = {
     "sglang::detokenizer": Role.API,
     "sglang::http_server": Role.API,
 }
+
+# The command line of a server; its engine has a title of its own.
+SERVES = pattern(
+    r"(?:^|[/ ])vllm serve\b|vllm\.entrypoints\.[\w.]*api_server\b|sglang\.launch_server\b"
+)
 
 # What every frame among words has one of: a file, or an arrow.
 MARKS = pattern(r"\.(?:py|pyx|cu|cpp|so)\b|\(<|frame #|\[<|[←→⟵⟶⇐⇒]|<-|->|=>| < ")
@@ -194,6 +201,7 @@ def _read(text: str, name: str) -> Pasted:
     for crash in [crash for crash in crashes if _is_stack(crash)]:
         crashes.remove(crash)
         reader.processes.append(_Process(threads=[_Thread(frames=crash.frames[::-1])]))
+    _name(reader.processes, cleaned)
     processes = [
         _Process(process.pid if not number else 0, title, process.threads)
         for process in reader.processes
@@ -206,6 +214,25 @@ def _read(text: str, name: str) -> Pasted:
         ),
         text="\n".join(cleaned),
     )
+
+
+# A row of ps or top.
+ROW = pattern(r"[^()\"]{0,40}?\b(?P<pid>\d+)\b[^()\"]*\b(?P<title>(?:VLLM|sglang)::\w+)")
+
+
+def _name(processes: Sequence[_Process], lines: Sequence[str]) -> None:
+    """Give the processes without a title the one that another dump or a table of processes has.
+
+    A main thread has its process's id.
+    """
+    rows = (ROW.match(line) for line in lines if "::" in line)
+    titles = {int(row["pid"]): row["title"] for row in rows if row}
+    titles |= {process.pid: process.title for process in processes if process.title}
+    for process in processes:
+        main = next((t.tid for t in process.threads if t.name == "MainThread" and t.tid), 0)
+        pid = process.pid or main
+        if not process.title and pid in titles:
+            process.pid, process.title = pid, titles[pid]
 
 
 def _is_stack(crash: _Crash) -> bool:
@@ -347,7 +374,7 @@ class _Reader:
         if match := RANK_OF.match(line):
             self._process(match)
             line = match["rest"]
-        if frames := list(frames_in(line)):
+        if frames := frames_in(line):
             for frame in frames:
                 self.frame(frame)
             self.processes[-1].threads[-1].outermost |= CALLS.search(line) is not None
@@ -384,11 +411,10 @@ class _Reader:
 
     def _header(self, line: str) -> bool:
         """Take a line that begins a process, a thread or a traceback; False if it is none."""
-        for words, known, take in HEADERS:
-            if words in line and (match := known.match(line)):
-                take(self, match)
-                return True
-        return False
+        if heading := _heading(line):
+            take, match = heading
+            take(self, match)
+        return heading is not None
 
     def _faulthandler_thread(self, match: re.Match[str]) -> None:
         self.thread(_Thread(match["name"] or "", int(match["tid"], 16), fault=True))
@@ -462,6 +488,15 @@ HEADERS: tuple[tuple[str, re.Pattern[str], Callable[[_Reader, re.Match[str]], No
     (" in ", TRACED, _Reader._traced),
     (":", SAID, _Reader._said),
 )
+
+
+@lru_cache(CACHED)
+def _heading(line: str) -> tuple[Callable[[_Reader, re.Match[str]], None], re.Match[str]] | None:
+    """What takes a line that begins something, and its match."""
+    for words, known, take in HEADERS:
+        if words in line and (match := known.match(line)):
+            return take, match
+    return None
 
 
 def _frame(function: str, file: str, line: str) -> Frame:
@@ -584,4 +619,5 @@ def role_of(title: str, threads: tuple[Thread, ...]) -> Role:
     if title == "API server":
         return Role.API
     functions = {frame.function.rsplit(".", 1)[-1] for thread in threads for frame in thread.frames}
-    return next((role for role, names in ROLES if names & functions), Role.OTHER)
+    other = Role.API if SERVES.search(title) else Role.OTHER
+    return next((role for role, names in ROLES if names & functions), other)
