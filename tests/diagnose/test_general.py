@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 from tests.bench.diagnosis import cases, wilson
 
 from vllmops.diagnose.matching import label
@@ -461,3 +463,17 @@ def test_the_agents_own_threads_are_no_cause(name: str) -> None:
 """
     assert explain(read(own)).findings == ()
     assert name not in str(explain(read(ENGINE + own)).findings)
+
+
+def test_of_a_core_file_no_further_dumps_are_asked_for() -> None:
+    stacks = 'Process 9: VLLM::Worker_TP0\nThread 9 (active): "MainThread"\n'
+    stacks += "    all_reduce (torch/distributed/distributed_c10d.py:2900)\n"
+    stacks += "    execute_model (vllm/v1/worker/gpu_worker.py:640)\n"
+    pasted = read(stacks)
+    (sample,) = pasted.samples
+    ended = [structs.replace(process, source="pystack") for process in sample.processes]
+    core = replace(pasted, samples=(structs.replace(sample, processes=tuple(ended)),))
+    for made, asks in ((pasted, True), (core, False)):
+        found = explain(made)
+        words = " ".join([*found.notes, *(finding.sure for finding in found.findings)])
+        assert ("three dumps" in words or "take 3" in words) is asks

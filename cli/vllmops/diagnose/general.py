@@ -19,6 +19,7 @@ from .matching import (
     has_lines,
     label,
     places,
+    too_few,
 )
 from .places import NOWHERE, Position
 from .signatures import Confidence, Signature, catalogue
@@ -133,7 +134,7 @@ def _hits(chain_: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Ite
             tuple(lines),
             _names(chain_.roots),
             victims=tuple(dict.fromkeys(label(victim.process) for victim in chain_.victims)),
-            doubts=tuple(_doubts(chain_, agreeing)) if confidence == "possible" else (),
+            doubts=tuple(_doubts(chain_, agreeing, scene)) if confidence == "possible" else (),
             phase=root.phase.title,
             waits_for=root.waits_for,
         )
@@ -155,10 +156,9 @@ def _confidence(chain_: Chain, agreeing: int, scene: Scene) -> Confidence:
     return "possible"
 
 
-def _doubts(chain_: Chain, agreeing: int) -> Iterator[str]:
+def _doubts(chain_: Chain, agreeing: int, scene: Scene) -> Iterator[str]:
     if agreeing < ENOUGH:
-        dumps = "one dump" if agreeing == 1 else f"{agreeing} dumps"
-        yield f"{dumps} can't tell this from work: take {ENOUGH} some seconds apart into one file"
+        yield too_few(scene.pasted, agreeing, ENOUGH)
     if chain_.relation in {"unseen", "remote"}:
         yield "the workers' stacks tell the rest: dump them, too"
     if not chain_.relation and chain_.roots[0].wait in COLLECTIVES:

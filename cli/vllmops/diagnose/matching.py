@@ -176,11 +176,7 @@ def _doubts(
 ) -> Iterator[str]:
     """Why a case is no more than possible."""
     if samples < case.samples and not corroborated:
-        dumps = "one dump" if samples == 1 else f"{samples} dumps"
-        yield (
-            f"{dumps} can't tell this from work: take {max(3, case.samples)} some seconds apart "
-            "into one file"
-        )
+        yield too_few(pasted, samples, max(3, case.samples))
     frozen = any(pattern.frozen for pattern in case.threads)
     if (
         frozen
@@ -197,6 +193,19 @@ def _doubts(
         yield "the dump does not show which process it is of"
     if any(pattern.who != "some" for pattern in case.threads) and _is_part(pasted):
         yield "some threads seem to be missing here"
+
+
+def too_few(pasted: Pasted, seen: int, needed: int) -> str:
+    """That so few samples can't tell a hang from work, and what would."""
+    if is_of_core(pasted):
+        return "a core file shows one moment: only figures or the log can tell this from work"
+    dumps = "one dump" if seen == 1 else f"{seen} dumps"
+    return f"{dumps} can't tell this from work: take {needed} some seconds apart into one file"
+
+
+def is_of_core(pasted: Pasted) -> bool:
+    """Whether stacks are of a process that has ended: there will be no others."""
+    return any(p.source == "pystack" for sample in pasted.samples for p in sample.processes)
 
 
 def _unseen(case: Case, sample: StacksSnapshot) -> Iterator[str]:

@@ -22,6 +22,7 @@ from .matching import (
     Hit,
     Scene,
     Spot,
+    is_of_core,
     label,
     match_signature,
     place,
@@ -419,7 +420,7 @@ def _significant(frames: Sequence[Frame]) -> Sequence[Frame]:
 
 
 def _notes(pasted: Pasted, *, idle: bool) -> Iterator[str]:
-    if len(pasted.samples) == 1 and not idle:
+    if len(pasted.samples) == 1 and not idle and not is_of_core(pasted):
         yield (
             "one dump can't tell an endless loop from work; three dumps, some seconds apart and in "
             "one file, can"
