@@ -49,7 +49,7 @@ FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle
 COMPILERS = ("ptxas", "cicc", "nvcc", "cc1plus", "ninja")
 # A row of ps or top.
-COMPILES = rf"(?m)^ *(?:\w+ +)?\d+ [^\n]*?\b(?:{'|'.join(COMPILERS)})\b"
+COMPILES = rf"(?m)^ *(?:\w+ +)?\d+ [^\n]*?(?<!\b[Nn]o )\b(?:{'|'.join(COMPILERS)})\b"
 # Lines of a log.
 TIMED_OUT = {
     "".join(line.split()): line.replace(r"to \w+ ", "")

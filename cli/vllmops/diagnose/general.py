@@ -35,7 +35,7 @@ HOST_BOUND = {
     "structure",
 }
 # What the ranks do together takes both places to see.
-TOGETHER = {"differ", "differ-dp", "elsewhere", "absent", "not-entered"}
+TOGETHER = {"differ", "differ-dp", "elsewhere", "absent", "absent-dp", "not-entered"}
 # Samples that agree are enough without a figure or a log line.
 ENOUGH = 3
 TIMED_OUT_LINE = pattern("|".join(TIMED_OUT))
@@ -143,7 +143,11 @@ def _hits(chain_: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Ite
 def _confidence(chain_: Chain, agreeing: int, scene: Scene) -> Confidence:
     """One dump is possible; dumps that agree, a figure or a log line make it likely."""
     alone = not chain_.relation and chain_.roots[0].wait in COLLECTIVES
-    if alone or chain_.relation == "connector":
+    # Names without files, as somebody types them, of which no table says what they wait for.
+    vague = chain_.roots[0].wait == "call" and not any(
+        f.file for f in chain_.roots[0].thread.frames
+    )
+    if alone or vague or chain_.relation == "connector":
         return "possible"  # whom it waits for is not in the text; a connector's thread may rest
     proof = any(scene.facts.get(name) == "frozen" for name in PROOF)
     proof = proof or scene.facts.get("gpu") == "spins"

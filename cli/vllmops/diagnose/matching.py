@@ -11,7 +11,7 @@ from ..protocol.pasted import Pasted
 from ..protocol.place import headed
 from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
 from .facts import agrees
-from .places import computes
+from .places import computes, place_of
 from .signatures import Case, Confidence, Signature, ThreadPattern, functions, is_called, name_of
 
 RANKS: tuple[Confidence, ...] = ("possible", "likely", "sure")
@@ -134,7 +134,12 @@ def _match_case(signature: Signature, case: Case, scene: Scene) -> Hit | None:
         tuple(lines),
         ", ".join(dict.fromkeys(label(spot.process) for spot in spots)),
         doubts,
+        phase=next((title for spot in spots if (title := _phase(spot))), ""),
     )
+
+
+def _phase(spot: Spot) -> str:
+    return place_of(spot.process, spot.thread).phase.title
 
 
 def _facts(case: Case, facts: Mapping[str, str]) -> dict[str, str] | None:

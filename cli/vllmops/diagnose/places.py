@@ -332,6 +332,8 @@ def _rests(
     if "_process_input_queue" in {name_of(frame.function) for frame in frames[:8]}:
         return "_handle_client_request" not in names
     waits = [waits_of(frame)[0] for frame in inner if waits_of(frame)]
+    if {name_of(frame.function) for frame in frames} >= DRIVEN:
+        return True
     if phase.id in {"worker", "step"} and "ipc-read" in waits and "collective" not in waits:
         # A worker reads its next call; SGLang's loop reads requests.
         return phase.id == "worker" or "recv_requests" in names
@@ -345,6 +347,8 @@ def _rests(
     )
 
 
+# A worker of vLLM's older engine, between two steps: its driver sends what the next one needs.
+DRIVEN = {"start_worker_execution_loop", "broadcast_tensor_dict", "dequeue"}
 ENTRIES = {"main", "cmd", "serve", "run_server", "run_server_worker", "serve_http", "spawn_main",
            "_main", "output_handler", "run_api_server_worker_proc", "monitor_engine_cores",
            "wait_for_completion_or_failure", "run_multi_api_server"}  # fmt: skip

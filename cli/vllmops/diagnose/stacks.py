@@ -326,6 +326,7 @@ CUT = "the last line of the traceback, which names the exception"
 # Exceptions that another process's end or a shutdown causes; empty: the last line is missing.
 AFTERMATH = pattern(
     r"^$|EngineDead|[Cc]ancelled|EngineCore (?:encountered|failed|died)|Engine (?:core|process)"
+    r"|Fatal Python error: (?:Aborted|Terminated|Quit)"  # somebody sent a signal
     r"|SystemExit|ConnectionReset|BrokenPipe|HTTPException|EOFError|KeyboardInterrupt|TimeoutError"
 )
 # The traceback of the input thread, in pieces that make no frame.

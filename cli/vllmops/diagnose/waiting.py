@@ -226,7 +226,8 @@ def _rooted(busy: Sequence[Position], rest: Sequence[Position]) -> tuple[str, li
         return ("differ-dp" if ranks or parallel else "differ"), _fewest(inside)
     if len(inside) > 1:
         return "same", inside
-    return ("absent", list(rest)) if rest else ("", inside)
+    parallel = any(place.wait == "dp-collective" for place in inside)
+    return ("absent-dp" if parallel else "absent", list(rest)) if rest else ("", inside)
 
 
 def _name(place: Position) -> str:

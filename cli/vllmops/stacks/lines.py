@@ -44,10 +44,6 @@ RANK = pattern(
     r"[#*=\-_`>( ]*(?P<title>(?:[Rr]ank|RANK|TP|PP|DP|[Ww]orker|[Nn]ode|GPU)[ _#-]?\d+)(?P<pid>)"
     r"[*`:) ]*(?:[^.:()\w][^.()]{0,40})?$"
 )
-RANK_OF = pattern(
-    r"[|*\- ]*`?(?P<title>(?:[Rr]ank|TP|PP|DP|(?:VLLM::)?[Ww]orker\w*|(?:VLLM::)?EngineCore\w*)"
-    r"[ _#]?\d*)`?\**(?P<pid>)(?: [\w ]{1,24})? ?[:=|] ?(?P<rest>.+)$"
-)
 # A sentence above a stack that says whose it is.
 SAID = pattern(
     r"(?=.*:\W*$)[^()`]{0,120}?\b(?:(?i:all|both)(?: of)?(?: the)?(?: (?P<count>\d+))?"
@@ -57,8 +53,8 @@ SAID = pattern(
 )
 STACK_OF = pattern(r"[~+ ]*Stack of (?P<name>\S.*?) \((?P<tid>\d+)\)[~+ ]*$")
 COMMAND = pattern(
-    r"(?:.*\s)?py-spy dump\b.*?(?:--pid|-p)[ =]?(?P<pid>\d+)|Attaching to .*process "
-    r"(?P<gdb>\d+)$"
+    r"(?:.*\s)?(?:py-spy dump|(?:cuda-|roc)?gdb)\b.*?(?:--pid|-p)[ =]?(?P<pid>\d+)"
+    r"|Attaching to .*process (?P<gdb>\d+)$"
 )
 FILE = pattern(r".*VLLM_STACK_DUMP_for_(?P<title>\w+?)_(?P<pid>\d+)\.log")
 AGAIN = pattern(r"Call stack dump #\d+ at |Timeout \(\d+:\d\d:\d\d.*\)!$")

@@ -24,6 +24,7 @@ from ..protocol.place import MOST_WRITTEN, numbers
 from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from . import pyspyjson
 from .cleaning import joined, streams
+from .headings import Heading, heading, owned, same
 from .issues import sections
 from .lines import (
     AGAIN,
@@ -47,7 +48,6 @@ from .lines import (
     PROCESS,
     QUOTED,
     RANK,
-    RANK_OF,
     SAID,
     STACK_OF,
     THREAD,
@@ -223,16 +223,15 @@ ROW = pattern(r"[^()\"]{0,40}?\b(?P<pid>\d+)\b[^()\"]*\b(?P<title>(?:VLLM|sglang
 def _name(processes: Sequence[_Process], lines: Sequence[str]) -> None:
     """Give the processes without a title the one that another dump or a table of processes has.
 
-    A main thread has its process's id.
+    A main thread has its process's id: it tells one process from another, too.
     """
-    rows = (ROW.match(line) for line in lines if "::" in line)
+    rows = (ROW.match(line) for line in lines if "VLLM::" in line or "sglang::" in line)
     titles = {int(row["pid"]): row["title"] for row in rows if row}
     titles |= {process.pid: process.title for process in processes if process.title}
     for process in processes:
         main = next((t.tid for t in process.threads if t.name == "MainThread" and t.tid), 0)
-        pid = process.pid or main
-        if not process.title and pid in titles:
-            process.pid, process.title = pid, titles[pid]
+        process.pid = process.pid or main
+        process.title = process.title or titles.get(process.pid, "")
 
 
 def _is_stack(crash: _Crash) -> bool:
@@ -296,6 +295,7 @@ class _Reader:
         self.open = False  # whether the last process may get more threads
         self.calls: list[Frame] = []  # of a trace of calls, innermost first
         self.first = False  # whether quoted frames are innermost first, as gdb's py-bt has them
+        self.above: Heading | None = None  # what the last line says of the stack that may follow
 
     def stream(self, title: str, pid: int) -> None:
         """The next lines are of this process, unless a header among them names another one."""
@@ -306,7 +306,7 @@ class _Reader:
             self.process(pid, title)
 
     def process(self, pid: int, title: str) -> None:
-        self.crash = None
+        self.crash = self.above = None
         last = self.processes[-1] if self.processes else None
         if last and self.open and not last.threads and (not last.pid or last.pid == pid or not pid):
             last.pid, last.title, last.alike = pid or last.pid, title or last.title, []
@@ -320,8 +320,21 @@ class _Reader:
             last = self.processes[-1]
             self.process(last.pid, last.title)
 
+    def headed(self, found: Heading) -> None:
+        """A stack of these processes begins."""
+        self.process(found.pid, found.titles[0])
+        self.processes[-1].alike = list(found.titles[1:])
+
+    def alike(self, found: Heading) -> None:
+        """These processes have the stack of another one."""
+        named = [process for process in self.processes if found.like in {"", process.title}]
+        if named:
+            named[-1].alike += found.titles
+
     def thread(self, made: _Thread) -> None:
         self.crash = None
+        if self.above:
+            self.headed(self.above)
         if not self.processes or not self.open:
             self.process(0, "")
         threads = self.processes[-1].threads
@@ -335,8 +348,10 @@ class _Reader:
         if self.crash:
             self.crash.frames.append(frame)
             return
-        if not self.processes or not self.open or not self.processes[-1].threads:
+        opens = self.above is not None and self.above.opens
+        if opens or not self.processes or not self.open or not self.processes[-1].threads:
             self.thread(_Thread())
+        self.above = None
         self.processes[-1].threads[-1].frames.append(frame)
 
     def line(self, line: str) -> None:
@@ -368,12 +383,16 @@ class _Reader:
             self.crash = None
         elif not self.crash and MARKS.search(line):
             self._words(line)
+        elif self.processes and (found := same(line)):
+            self.alike(found)
+        else:
+            self.above = heading(line)
 
     def _words(self, line: str) -> None:
         """Take the frames among other words, and the rank before them."""
-        if match := RANK_OF.match(line):
-            self._process(match)
-            line = match["rest"]
+        if known := owned(line):
+            found, line = known
+            self.headed(found)
         if frames := frames_in(line):
             for frame in frames:
                 self.frame(frame)
@@ -426,7 +445,7 @@ class _Reader:
         self.thread(_thread(match))
 
     def _process(self, match: re.Match[str]) -> None:
-        self.process(int(match["pid"] or 0), match["title"] or "")
+        self.process(int(match["pid"] or 0), (match["title"] or "").strip())
 
     def _command(self, match: re.Match[str]) -> None:
         self.process(int(match["pid"] or match["gdb"]), "")
@@ -472,6 +491,7 @@ HEADERS: tuple[tuple[str, re.Pattern[str], Callable[[_Reader, re.Match[str]], No
     (" pid ", OUR_PROCESS, _Reader._process),
     ("VLLM_STACK", FILE, _Reader._process),
     ("py-spy", COMMAND, _Reader._command),
+    ("gdb", COMMAND, _Reader._command),
     ("Attaching", COMMAND, _Reader._command),
     ("Worker", LABEL, _Reader._process),
     ("EngineCore", LABEL, _Reader._process),
@@ -538,7 +558,9 @@ def _samples(processes: list[_Process]) -> tuple[StacksSnapshot, ...]:
         threads = process.parsed or tuple(_finished(thread) for thread in process.threads)
         if not threads:
             continue
-        key: object = process.pid or process.title or object()
+        role = str(role_of(process.title, threads))
+        # Containers have the same pids.
+        key = (process.pid, process.title or role) if process.pid or process.title else object()
         index = seen.get(key, 0)
         seen[key] = index + 1
         if index == len(samples):
@@ -546,7 +568,7 @@ def _samples(processes: list[_Process]) -> tuple[StacksSnapshot, ...]:
         known = bool(process.parsed) or any(thread.state for thread in process.threads)
         samples[index].append(
             ProcessStacks(
-                role=str(role_of(process.title, threads)),
+                role=role,
                 pid=process.pid,
                 create_time=0.0,
                 title=title_of(process.title),
