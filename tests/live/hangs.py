@@ -185,15 +185,21 @@ def front_end():
     # As it was until vLLM 0.9.0: Python's own re, and no time limit. A signal ends it.
     def extract_tool_calls(self, model_output, request):
         try:
+            parsing.append(pattern)
             pattern.match(model_output)
         except InterruptedError:
             pass
+        finally:
+            parsing.clear()
         return ExtractedToolCallInformation(
             tools_called=False, tool_calls=[], content=model_output
         )
 
+    parsing = []
+
     def interrupt(*_):
-        raise InterruptedError
+        if parsing:  # the event loop would not survive it elsewhere
+            raise InterruptedError
 
     give, lost = AsyncMPClient.abort_requests_async, file_of("lost-abort")
 

@@ -364,14 +364,16 @@ def test_requests_that_nothing_schedules_can_be_ended(
     assert stock.ask().answer(30) == 200
 
 
-def test_a_request_is_ended_while_the_event_loop_is_blocked(stock: Prone) -> None:
+def test_a_request_is_ended_while_a_parser_blocks_the_event_loop(stock: Prone) -> None:
     endless = stock.ask(max_tokens=1000, ignore_eos=True)
-    with backtracking(stock):
+    with backtracking(stock) as asked:
         (ended, result) = end_all(stock)
         assert result == {"code": 1}
         # On a busy machine the command may end before the engine's step does.
         assert re.search("^the engine has freed it; API server|has the abort", ended["left"])
         until(lambda: holds(stock) == (0.0, 0), ENDED_S)
+        until(lambda: outcomes(stock, "--only", "event-loop") == (0, [("event-loop", True)]))
+        assert asked[0].answer(30) == 500
     assert endless.answer(30) == 200  # ended with what it had by then
     assert stock.ask().answer(30) == 200
 
@@ -420,7 +422,6 @@ def test_a_queue_that_does_not_go_on_is_healed(
     assert f"vllmops heal by root: {action}, engine" in stock.launched.log.read_text()
 
 
-@long
 def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) -> None:
     def ends(action: str, asked: Asked) -> None:
         assert outcomes(stock) == (1, [(action, False)])
@@ -434,15 +435,6 @@ def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) ->
     ends("paused", stock.ask())
     with stock.stopped("worker"):
         ends("stopped", stock.ask())
-
-
-@long
-def test_a_parser_that_blocks_the_event_loop_is_interrupted(stock: Prone) -> None:
-    before = stock.ask(max_tokens=300, ignore_eos=True)
-    with backtracking(stock) as asked:
-        until(lambda: outcomes(stock, "--only", "event-loop") == (0, [("event-loop", True)]))
-        assert asked[0].answer(30) == 500
-        assert before.answer(30) == 200
 
 
 def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
@@ -470,7 +462,6 @@ def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
     assert read.requests[0].encode() in frames[0].head
 
 
-@long
 def test_a_watch_heals_a_stall_after_its_evidence_is_kept(stock: Prone) -> None:
     with livelock(stock) as asked:
         words = ("watch", "--once", *QUICK, "--heal", "-o", str(stock.place / "healed"))
