@@ -103,7 +103,7 @@ class Probed:
         self.url = url
 
     def ask(self, kind: str) -> tuple[int, str]:
-        answer = httpx.get(f"{self.url}/{kind}", timeout=5)
+        answer = httpx.get(f"{self.url}/{kind}", timeout=30)
         return answer.status_code, answer.text
 
     def green(self, kind: str = "livez") -> bool:
@@ -116,7 +116,10 @@ class Probed:
 
         def look() -> None:
             while not over.wait(0.5):
-                words.append(self.ask("livez"))
+                try:
+                    words.append(self.ask("livez"))
+                except httpx.TransportError as error:
+                    words.append((0, repr(error)))
 
         looking = threading.Thread(target=look)
         looking.start()
