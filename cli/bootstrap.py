@@ -18,19 +18,21 @@ import hashlib
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import urllib.request
 import venv
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "installed"
 PACKAGE = ".[cpu,audio,dev]"
+SATURATED = "tests/live/test_probe.py::test_a_saturated_server_lives"
 # The package index has only CUDA builds of these. With a torch for the CPU, each of them stops vLLM
 # (`operator torchvision::nms does not exist`). The demo models do not need them.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
@@ -62,8 +64,8 @@ def beside(*words: str) -> Iterator[None]:
         process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=said, stderr=said)
         try:
             yield
-        except KeyboardInterrupt:
-            process.terminate()
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # on which pytest ends what it has started
             raise
         finally:
             code = process.wait()
@@ -145,14 +147,17 @@ def test(*, fast: bool, everything: bool) -> None:
         run("ruff", "format", "--check", ".")
         run("ruff", "check", ".")
         run("lint-imports")
-    # Tests wait half of their time, for processes above all; others, and mypy, use the cores then.
-    with beside("mypy"):
-        chosen = ("-m", "not programs") if fast else ()
-        pytest("6", "worksteal", "--ignore", "tests/live", *chosen)
-    if fast:
-        return
-    # Those of a file share servers, each of which takes 1 GB and, at work, one core.
-    pytest("3", "loadgroup", "tests/live")
+    # All other tests are the load on the machine of one that takes minutes and little else.
+    with nullcontext() if fast else beside("pytest", SATURATED):
+        # Tests wait half of their time, for processes above all; others, and mypy, use the cores
+        # then.
+        with beside("mypy"):
+            chosen = ("-m", "not programs") if fast else ()
+            pytest("6", "worksteal", "--ignore", "tests/live", *chosen)
+        if fast:
+            return
+        # Those of a file share servers, each of which takes 1 GB and, at work, one core.
+        pytest("3", "loadgroup", "tests/live", "--deselect", SATURATED)
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 
 

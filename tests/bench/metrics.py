@@ -26,35 +26,45 @@ GATHERED_S = 12.0
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    kind = Kind.TEXT if setting.short else Kind.VISION
-    with contextlib.ExitStack() as stack:
-        if setting.short:
-            ours, stock = setting.text, setting.stock
-        else:
-            ours, stock = (
-                stack.enter_context(setting.server(kind, agent=agent, environment=environment))
-                for agent, environment in ((True, {STORE: "memory://"}), (False, STOCK_STORE))
-            )
-        model = {"model": f"demo-{kind.value}"}
-        for server in (ours, stock):
-            for path, body in LOADS.items():
-                server.load([server.request(path, {**body, **model})] * REQUESTS, CONNECTIONS)
-            server.load([server.request(SCRAPE)], 1)
-        time.sleep(GATHERED_S)
-        yield scrapes(setting, ours, stock)
+    if setting.short:
+        yield from compared(setting, Kind.TEXT, setting.text, setting.stock)
+        yield gathering(setting, setting.text)
+        return
+    with pair(setting) as (ours, stock):
+        yield from compared(setting, Kind.VISION, ours, stock)
         yield gathering(setting, ours)
+    with pair(setting, "--api-server-count", "2") as (ours, stock):
+        yield from compared(setting, Kind.VISION, ours, stock, ", two API servers")
 
 
-def scrapes(setting: Setting, ours: Server, stock: Server) -> Figure:
-    """Scrapes of two servers by turns; the agent's shows all that it has."""
+@contextlib.contextmanager
+def pair(setting: Setting, *arguments: str) -> Iterator[tuple[Server, Server]]:
+    """A server with the agent and one without; both store responses in memory."""
+    with (
+        setting.server(Kind.VISION, *arguments, environment={STORE: "memory://"}) as ours,
+        setting.server(Kind.VISION, *arguments, agent=False, environment=STOCK_STORE) as stock,
+    ):
+        yield ours, stock
+
+
+def compared(
+    setting: Setting, kind: Kind, ours: Server, stock: Server, shape: str = ""
+) -> Iterator[Figure]:
+    """Scrapes of two servers by turns, once both have all their metrics."""
+    for server in (ours, stock):
+        for path, body in LOADS.items():
+            request = server.request(path, {**body, "model": f"demo-{kind.value}"})
+            server.load([request] * REQUESTS, CONNECTIONS)
+        server.load([server.request(SCRAPE)], 1)
+    time.sleep(GATHERED_S)
 
     def seconds(server: Server) -> float:
         return min(server.load([server.request(SCRAPE)] * EACH, 1))
 
     rounds = 10 if setting.short else 60
     values = interleaved(rounds, {"ours": lambda: seconds(ours), "stock": lambda: seconds(stock)})
-    return paired(
-        "a scrape of /metrics with the agent's metrics",
+    yield paired(
+        f"a scrape of /metrics with the agent's metrics{shape}",
         values["ours"],
         "a scrape of stock's",
         values["stock"],

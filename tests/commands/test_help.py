@@ -32,6 +32,8 @@ def test_without_a_word_it_lists_the_topics(vllmops: Any) -> None:
         ("Keys", "Keys that protect client-held conversation state"),
         ("mm-cache.ghost-keys", "How vllmops knows"),
         ("stack.mm-cache-eviction-spin", "What to do"),
+        ("VllmopsStall", "Keep the evidence"),
+        ("vllmopsstall", "Keep the evidence"),
     ],
 )
 def test_a_page_by_its_word(vllmops: Any, word: str, heading: str) -> None:
@@ -41,6 +43,9 @@ def test_a_page_by_its_word(vllmops: Any, word: str, heading: str) -> None:
 
 
 def test_an_unknown_word_names_near_ones(vllmops: Any) -> None:
+    answer = vllmops("help", "VllmopsStal")
+    assert (answer.code, answer.out) == (2, "")
+    assert "similar: VllmopsStall" in answer.err
     answer = vllmops("help", "mm-cache.ghost-key")
     assert (answer.code, answer.out) == (2, "")
     assert "mm-cache.ghost-keys" in answer.err
@@ -84,6 +89,8 @@ def test_names_of_pages_are_completed(vllmops: Any) -> None:
         "COMP_CWORD": "2",
     }
     assert vllmops(env=env).out.split() == ["mm-cache.ghost-keys"]
+    env["COMP_WORDS"] = "vllmops help VllmopsStore"
+    assert vllmops(env=env).out.split() == ["VllmopsStoreNearlyFull", "VllmopsStoreRefuses"]
 
 
 def test_in_a_locale_without_utf_8() -> None:

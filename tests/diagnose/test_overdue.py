@@ -84,6 +84,15 @@ def test_many_requests_that_get_a_token_each_share_the_cache() -> None:
     assert after_s(recording(*FEWEST * [(64, 0.05)], open_=64, **fields)) == pytest.approx(1.0)
 
 
+def test_a_batch_of_prompts_is_like_the_ones_before_it() -> None:
+    fields = {"requests": 10, "running": 10, "kv_cache_usage": 1.0}
+    steps = 10 * [*20 * [(10, 0.01)], (334, 0.04), (334, 0.04)]
+    found = overdue(recording(*steps, open_=334, **fields))
+    assert found
+    assert "by 20 earlier steps of its size" in found.why
+    assert found.after_s == pytest.approx(20 * 0.04)
+
+
 def test_what_has_taken_long_before_may_do_so_again() -> None:
     steps = [*500 * [(1, 0.01)], (1, 12.0)]
     assert after_s(recording(*steps, open_=1)) == pytest.approx(36.0)

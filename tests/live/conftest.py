@@ -223,15 +223,29 @@ class Launched:
             self.process.kill()
 
 
-def launch(cli: Cli, log: Path, environment: dict[str, str], *words: str) -> Launched:
-    """Start the demo vision model as anybody does who knows nothing of vllmops."""
+def launch(
+    cli: Cli, log: Path, environment: dict[str, str], *words: str, before: Sequence[str] = ()
+) -> Launched:
+    """Start the demo vision model as anybody does who knows nothing of vllmops.
+
+    Args:
+        cli: whose home has the model.
+        log: for what the server says.
+        environment: more of it.
+        words: more arguments for vLLM.
+        before: a command that runs the rest of its command line.
+    """
     port = str(free_port())  # not one that `serve` would take meanwhile
     options = ("--demo", "vision", "--port", port, "--dry-run", "--json", "--")
     plan = cli("serve", *options, *words).data
     command = plan["command"][plan["command"].index("serve") + 1 :]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", *command],
+            [
+                *before,
+                *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+                *("--model", *command),
+            ],
             env={**cli.environment, **plan["environment"], **environment},
             stdout=file,
             stderr=file,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import promql_parser
 import pytest
 import yaml
 
+from vllmops.docs import pages
 from vllmops.metrics import families
 from vllmops.metrics.alerts import Form, rules
 from vllmops.metrics.counters import COUNTERS
@@ -25,7 +25,6 @@ pytestmark = programs
 
 RULES: list[dict[str, Any]] = yaml.safe_load(rules(Form.PROMETHEUS))["groups"][0]["rules"]
 NAMES = [rule["alert"] for rule in RULES]
-PAGE = files("vllmops").joinpath("docs/alerts.md").read_text("utf-8")
 WHERE = 'job="vllm", instance="one:8000"'
 WORKER = f'{WHERE}, role="worker", node="n"'
 ENGINE = f'{WHERE}, role="engine", node="n"'
@@ -181,9 +180,11 @@ def test_none_fires_where_nothing_is_wrong(tmp_path: Path) -> None:
     assert not fired(tmp_path, *trials)
 
 
-def test_each_has_series_and_a_section_of_the_manual() -> None:
+def test_each_has_series_and_a_page_of_the_manual() -> None:
     assert list(FIRES) == list(QUIET) == NAMES
-    assert re.findall(r"^## (Vllmops\w+)$", PAGE, re.MULTILINE) == NAMES
+    assert [page.name for page in pages().values() if page.kind == "alert"] == NAMES
+    for rule in RULES:
+        assert rule["annotations"]["page"] == f"vllmops help {rule['alert']}"
 
 
 def test_the_rules_name_metrics_that_there_are() -> None:

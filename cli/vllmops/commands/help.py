@@ -32,7 +32,8 @@ def help_(
     word: Annotated[
         str | None,
         typer.Argument(
-            help="A topic, the code of a finding, or the code of an error.", autocompletion=names
+            help="A topic, the name of an alert, or the code of a finding or an error.",
+            autocompletion=names,
         ),
     ] = None,
     *,
@@ -52,8 +53,9 @@ def help_(
             },
             lambda: [topics(manual)],
         )
-    if (page := manual.get(word.lower())) is None:
-        near = difflib.get_close_matches(word.lower(), manual, n=3)
+    known = {name.lower(): page for name, page in manual.items()}
+    if (page := known.get(word.lower())) is None:
+        near = [known[w].name for w in difflib.get_close_matches(word.lower(), known, n=3)]
         raise VllmopsError(
             "help.unknown",
             f"no page {word!r} in the manual" + (f"; similar: {', '.join(near)}" if near else ""),

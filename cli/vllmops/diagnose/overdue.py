@@ -16,6 +16,7 @@ USUAL_FACTOR, LONGEST_FACTOR = 20.0, 3.0
 QUANTILE = 0.99
 FEWEST = 20  # records to compare with
 ALIKE = 4.0  # times the least difference in size
+ONE_SIZE = 1.25  # times the smaller of two
 LEAST_USAGE = 1e-4  # of the KV cache, as a record has it
 
 
@@ -78,8 +79,20 @@ def scale(step: Step, other: Step) -> float:
 
     A part of a step's time is always the same, one grows with its tokens, and one with what they
     look back at: at most all that is in the KV cache for each token beyond one of each request, and
-    in the other step the same share for each.
+    in the other step the same share for each. Of two steps of one size that is known no better for
+    one than for the other.
     """
+    if of_one_size(step, other):
+        return 1.0
     back = max(step.tokens - step.requests + 1, 1) * (step.kv_cache_usage or 0.0)
     before = other.tokens * (other.kv_cache_usage or 0.0) / max(other.running, 1)
     return max(step.tokens / max(other.tokens, 1), back / max(before, LEAST_USAGE), 1.0)
+
+
+def of_one_size(step: Step, other: Step) -> bool:
+    sizes = (
+        (step.tokens, other.tokens),
+        (step.requests, other.requests),
+        (step.kv_cache_usage or LEAST_USAGE, other.kv_cache_usage or LEAST_USAGE),
+    )
+    return all(max(pair) <= ONE_SIZE * min(pair) for pair in sizes)

@@ -1,8 +1,8 @@
 """The manual: pages of Markdown that are shipped, because a server room may have no internet.
 
-``docs/WORD.md`` is a topic, ``docs/findings/CODE.md`` a finding, and in ``docs/errors/AREA.md``
-each second-level heading is an error's code. The pages of stack signatures come
-from their catalogue.
+``docs/WORD.md`` is a topic, ``docs/findings/CODE.md`` a finding. A section of ``docs/alerts.md`` is
+an alert's page, too, and one of ``docs/errors/AREA.md`` an error's. The pages of stack signatures
+come from their catalogue.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Page:
 
     Args:
         name: what ``vllmops help`` takes.
-        kind: ``topic``, ``finding`` or ``error``.
+        kind: ``topic``, ``finding``, ``alert`` or ``error``.
         text: Markdown, its title first.
     """
 
@@ -38,20 +38,23 @@ class Page:
 
 
 def pages() -> dict[str, Page]:
-    """Every page by its name: topics first, then findings, then errors, each in order."""
+    """Every page by its name: topics first, then findings, alerts, errors, each in order."""
     root = files(__package__)
     all_pages = [Page(stem(file), "topic", file.read_text("utf-8")) for file in texts(root)]
     all_pages += [
         Page(stem(file), "finding", file.read_text("utf-8")) for file in texts(root / "findings")
     ]
     all_pages += [Page(f"stack.{each.id}", "finding", described(each)) for each in catalogue()]
+    all_pages += sections(root / "alerts.md", "alert")
     for file in texts(root / "errors"):
-        _, *sections = HEADING.split(file.read_text("utf-8"))
-        all_pages += [
-            Page(section.partition("\n")[0].strip(), "error", f"# {section}")
-            for section in sections
-        ]
+        all_pages += sections(file, "error")
     return {page.name: page for page in all_pages}
+
+
+def sections(file: Traversable, kind: str) -> list[Page]:
+    """A page for each section, whose heading is its name."""
+    _, *parts = HEADING.split(file.read_text("utf-8"))
+    return [Page(part.partition("\n")[0].strip(), kind, f"# {part}") for part in parts]
 
 
 def described(signature: Signature) -> str:
