@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from vllmops.protocol.probe import Verdict, judge
-from vllmops.protocol.server import Gpu
+from vllmops.protocol.server import Gpu, Turns
 from vllmops.protocol.steps import Step, StepsRecording
 from vllmops.stacks.paste import read
 from vllmops.watch.verdict import LONG_S
@@ -88,6 +88,19 @@ def busy(state: str = "R", share: float = 1.0) -> Any:
     return seen
 
 
+def starved(turn_s: float) -> Any:
+    """The same where others have the processors nearly all the time; it runs so long at once."""
+
+    def seen(at_s: float) -> Any:
+        ran_s = 0.02 * at_s
+        turns = Turns(ran_s, 0.8 * at_s, int(ran_s / turn_s))
+        found = busy("S", 0.02)(at_s)
+        states = tuple(msgspec.structs.replace(state, main=turns) for state in found.processes)
+        return msgspec.structs.replace(found, processes=states)
+
+    return seen
+
+
 def forward(*inner: str) -> Any:
     """Stacks of a worker that computes; an engine waits for it."""
     text = "".join(
@@ -124,6 +137,21 @@ def recorded(tokens: int, pid: int = 20, **fields: Any) -> StepsRecording:
     return StepsRecording(role="engine", pid=pid, steps=tuple(done))
 
 
+@pytest.mark.parametrize(
+    ("looks", "stacks"),
+    [(busy("S", 0.02), hangs()), (starved(0.00005), hangs())],
+    ids=["blocked", "it only wakes up to look"],
+)
+def test_stacks_of_what_does_not_compute_are_a_proof(looks: Any, stacks: Any) -> None:
+    words = published(Scene(looks, stacks=stacks))
+    assert min(item.at for item in words if not item.verdict.live) <= 20 + 30
+
+
+def test_stacks_of_what_gets_no_processor_are_none() -> None:
+    words = published(Scene(starved(0.003), stacks=hangs()))
+    assert all(item.verdict.live for item in words)
+
+
 @pytest.mark.parametrize("state", ["R", "S"])
 def test_a_step_that_is_too_long_for_its_size_is_not_live(state: str) -> None:
     seen = busy(state, 1.0 if state == "R" else 0.0)
@@ -149,6 +177,7 @@ def test_a_step_that_is_too_long_for_its_size_is_not_live(state: str) -> None:
             "image",
         ),
         ({"looks": busy(share=0.05)}, "others have the processors"),
+        ({"looks": starved(0.003)}, "others have them all the time"),
         ({"looks": busy("D", 0.0)}, "it waits for a disk"),
         ({"looks": busy("?", 0.0)}, "it is on another machine"),
         ({"looks": busy("?")}, "it was on another machine"),

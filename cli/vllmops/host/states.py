@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import msgspec
 
 from ..protocol import identity
-from ..protocol.server import ProcessState
+from ..protocol.server import ProcessState, Turns
 from . import proc
 from .processes import Process
 
+NANO = 1e9
 COMPILERS = frozenset(
     {"nvcc", "cicc", "ptxas", "fatbinary", "nvlink", "ninja", "gcc", "g++", "cc1plus", "cc1"}
     | {"clang", "clang++", "ld", "as", "hipcc"}
@@ -37,9 +39,19 @@ def state(process: Process) -> ProcessState:
         known,
         state=fields[0],
         cpu_s=(int(fields[11]) + int(fields[12])) / identity.TICKS,
+        main=turns(process.pid),
         threads=int(fields[17]),
         rss_bytes=int(fields[21]) * os.sysconf("SC_PAGESIZE"),
     )
+
+
+def turns(pid: int) -> Turns | None:
+    """The turns of a process's main thread; None if the kernel does not count them."""
+    try:
+        ran, waited, count = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
+    except (OSError, ValueError):
+        return None
+    return Turns(ran / NANO, waited / NANO, count)
 
 
 def compilers(processes: Iterable[Process]) -> Iterator[str]:

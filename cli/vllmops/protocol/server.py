@@ -38,6 +38,20 @@ class Unseen(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
+class Turns(msgspec.Struct, frozen=True):
+    """A thread's turns on a processor so far, as in the kernel's ``schedstat``.
+
+    Args:
+        ran_s: seconds that it ran.
+        waited_s: seconds that it could have run, and others did.
+        count: how often it began to run.
+    """
+
+    ran_s: float
+    waited_s: float
+    count: int
+
+
 class ProcessState(Place, frozen=True, kw_only=True):
     """A process as the kernel sees it.
 
@@ -49,6 +63,7 @@ class ProcessState(Place, frozen=True, kw_only=True):
         state: the kernel's letter: ``R``, ``S``, ``D``, ``T``, ``Z`` …; empty if it is gone,
             ``?`` if that can't be known now.
         cpu_s: user and system time so far, in seconds.
+        main: the turns of its main thread; None if the kernel does not tell.
         rss_bytes: resident.
         threads: how many.
     """
@@ -59,6 +74,7 @@ class ProcessState(Place, frozen=True, kw_only=True):
     title: str = ""
     state: str = ""
     cpu_s: float = 0.0
+    main: Turns | None = None
     rss_bytes: int | None = None
     threads: int | None = None
 

@@ -15,7 +15,7 @@ from ..instances.record import State
 from ..instances.servers import Server
 from ..protocol.place import who
 from ..protocol.probe import VITAL, Verdict, judge
-from ..protocol.server import Observation, ServerSnapshot
+from ..protocol.server import Observation, ProcessState, ServerSnapshot
 
 # Whatever it is, so long without progress is no work: not a prompt of many tokens.
 LONG_S = 120.0
@@ -28,6 +28,8 @@ PROOFS = {
     "stack.tool-parser-regex",
 }
 BUSY = 0.1  # of a core, or of a GPU's time; one that is blocked still beats and is looked into
+LEAST = 0.01  # of a core, for who gets hardly any of it
+TURN_S = 0.0005  # of a thread that computes, on average
 WINDOW_S = 8.0
 NUMBER = re.compile(r"\d+")
 STEPPING = {"engine", "worker"}  # the roles whose threads take part in a step
@@ -137,9 +139,11 @@ def slowness(snapshot: ServerSnapshot) -> float | None:
     inside = {process.pid for process in last if process.role in STEPPING}
     if any(process.state == UNSEEN for process in last):
         return None
-    busiest = max((shares(snapshot).get(pid, 0.0) for pid in inside), default=0.0)
-    if busiest >= BUSY:
-        return 1.0 / min(busiest, 1.0)
+    used, missed = shares(snapshot), waits(snapshot)
+    busiest = max(inside, key=lambda pid: used.get(pid, 0.0) + missed.get(pid, 0.0), default=0)
+    got = used.get(busiest, 0.0)
+    if got + missed.get(busiest, 0.0) >= BUSY:
+        return 1.0 / min(max(got, LEAST), 1.0)
     return None if inside & hindered(snapshot) else 1.0
 
 
@@ -154,15 +158,38 @@ def hindered(snapshot: ServerSnapshot) -> set[int]:
 
 def shares(snapshot: ServerSnapshot) -> dict[int, float]:
     """How much of a processor each process has used of late, by pid."""
-    first, last = dict[int, tuple[float, float]](), dict[int, tuple[float, float]]()
+    return {
+        pid: (after.cpu_s - before.cpu_s) / apart_s
+        for pid, (before, after, apart_s) in spans(snapshot).items()
+    }
+
+
+def waits(snapshot: ServerSnapshot) -> dict[int, float]:
+    """The share of time in which each main thread could compute, and others had the processor.
+
+    A thread that only wakes up to look for something waits for its turns, too, but they are short.
+    """
+    found = {}
+    for pid, (before, after, apart_s) in spans(snapshot).items():
+        if before.main and after.main:
+            turns = after.main.count - before.main.count
+            ran_s = after.main.ran_s - before.main.ran_s
+            if ran_s >= turns * TURN_S:
+                found[pid] = (after.main.waited_s - before.main.waited_s) / apart_s
+    return found
+
+
+def spans(snapshot: ServerSnapshot) -> dict[int, tuple[ProcessState, ProcessState, float]]:
+    """Each process at the first and at the last look of late, and the seconds between."""
+    first, last = dict[int, tuple[float, ProcessState]](), dict[int, tuple[float, ProcessState]]()
     for look in snapshot.looks:
         if snapshot.looks[-1].at_s - look.at_s <= WINDOW_S:
             for process in look.processes:
-                first.setdefault(process.pid, (look.at_s, process.cpu_s))
-                last[process.pid] = (look.at_s, process.cpu_s)
+                first.setdefault(process.pid, (look.at_s, process))
+                last[process.pid] = (look.at_s, process)
     return {
-        pid: (cpu_s - first[pid][1]) / (at_s - first[pid][0])
-        for pid, (at_s, cpu_s) in last.items()
+        pid: (first[pid][1], process, at_s - first[pid][0])
+        for pid, (at_s, process) in last.items()
         if at_s > first[pid][0]
     }
 
@@ -176,9 +203,9 @@ def works(snapshot: ServerSnapshot, why: Finding) -> bool:
 
 def active(snapshot: ServerSnapshot, pids: Collection[int]) -> bool:
     """Whether one of these processes, or any GPU, works, or would if it could."""
-    found = shares(snapshot)
+    used, missed = shares(snapshot), waits(snapshot)
     return (
-        max((found.get(pid, 0.0) for pid in pids), default=0.0) >= BUSY
+        max((used.get(pid, 0.0) + missed.get(pid, 0.0) for pid in pids), default=0.0) >= BUSY
         or not hindered(snapshot).isdisjoint(pids)
         or any(gpu.busy is None or gpu.busy >= BUSY for gpu in snapshot.machine.gpus)
     )
