@@ -402,8 +402,7 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
     except msgspec.DecodeError as error:
         raise Refused(400, f"Invalid items: {error}", "items") from error
     # Imported here, because they import vLLM.
-    from ..adapters.responses import invalid_item  # noqa: PLC0415
-    from .parsing import detailed  # noqa: PLC0415
+    from ..adapters.responses import detailed, invalid_item  # noqa: PLC0415
 
     if (wrong := invalid_item(list(map(detailed, decoded_items)))) is not None:
         raise Refused(400, f"items[{wrong}] is no valid item of an input", f"items[{wrong}]")
