@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 from openai.types.responses import ResponseContentPartAddedEvent, ResponseContentPartDoneEvent
 from pydantic import model_validator
 from vllm import envs
-from vllm.entrypoints.openai.responses import protocol, serving
+from vllm.entrypoints.openai.responses import serving
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as Request
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
@@ -147,7 +148,7 @@ def said(item: Any) -> Any:
     return detailed(item)
 
 
-BARE: Final = [
+BARE: Final[list[dict[str, Any]]] = [
     {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
     {"type": "message", "role": "assistant", "content": "text"},
 ]
@@ -172,9 +173,9 @@ def tolerant(model: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    ResponsesRequest = Request
 else:
-    ResponsesRequest = tolerant(protocol.ResponsesRequest)
+    ResponsesRequest = tolerant(Request)
 
 
 def parsed(items: list[dict[str, Any]]) -> list[Any]:
