@@ -470,6 +470,20 @@ ANSWER = (
 )
 
 
+def left_out() -> list[Any]:
+    """The content of what a request may say in short, as vLLM has read it."""
+    from vllmops.agent.adapters.responses import ResponsesRequest
+
+    image = {"type": "input_image", "image_url": "data:,"}
+    given = [
+        {"role": "user", "content": [image]},
+        {"role": "assistant", "content": "no type"},
+        {"type": "message", "role": "assistant", "content": "a type"},
+    ]
+    request = ResponsesRequest.model_validate({"input": given})
+    return [item["content"] for item in request.input]
+
+
 async def turns(serving: Any, request_type: Any, ours: Any) -> None:
     await serving.store.open()
     stored = Response(
@@ -516,7 +530,7 @@ async def filled(serving: Any) -> None:
     from vllmops.agent.responses import fields, parameters, wire
     from vllmops.agent.responses import serving as ours
 
-    protocol = importlib.import_module(adapter.ResponsesRequest.__module__)
+    protocol = importlib.import_module(adapter.ResponsesResponse.__module__)
     request = protocol.ResponsesRequest.model_validate(
         {"model": "m", "input": "hi", "safety_identifier": "s", "metadata": {"a": "b"}}
     )

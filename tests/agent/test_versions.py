@@ -46,6 +46,11 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
         features.tested.cache_clear()
     assert found == features.tested()[name].results
     assert process.run("out = healed()") == "works"
+    assert process.run("out = left_out()") == [
+        [{"type": "input_image", "image_url": "data:,", "detail": "auto"}],
+        "no type",
+        "a type",
+    ]
     assert process.run("out = objects.problems") == []
 
 

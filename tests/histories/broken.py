@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from vllmops.store.backend import EVERYBODY, Backend, Limits
+from vllmops.store.backend import EVERYBODY, Backend, Chunk, Limits, Log
 from vllmops.store.conversations import Addition, Entries, Entry, Outcome
 from vllmops.store.packing import deflate
 from vllmops.store.response import Response
@@ -141,6 +141,38 @@ class LosesResponse(Broken):
         done = await super().put(response, **given)
         await self.delete(response.owner, response.id)
         return done
+
+
+class DoublesEvent(Broken):
+    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
+        found = await super().log(owner, response_id, after - 1)
+        if found is None or after < 0:
+            return found
+        later = [Chunk(one.first + 1, one.last + 1, one.events) for one in found.chunks[:1]]
+        return Log([*later, *found.chunks[1:]], found.running)
+
+
+class LosesEvents(Broken):
+    async def append(self, response: Response, chunk: Chunk) -> bool:
+        return chunk.first > 0 or await super().append(response, chunk)
+
+
+class ForgetsBeginning(Broken):
+    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+        turns = await super().conversation(owner, response_id)
+        return [replace(turn, previous_id=None) for turn in turns[-1:]]
+
+
+class FollowsStale(Broken):
+    first: ClassVar[dict[str, bytes]] = {}
+
+    async def create(self, response: Response) -> bool:
+        self.first[response.id] = response.body
+        return await super().create(response)
+
+    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+        turns = await super().conversation(owner, response_id)
+        return [replace(turn, body=self.first.get(turn.id, turn.body)) for turn in turns]
 
 
 BROKEN: Sequence[type[Backend]] = Broken.__subclasses__()

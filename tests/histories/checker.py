@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 RANKS = {"queued": 0, "in_progress": 1, "lost": 2, "completed": 3, "failed": 3, "cancelled": 3}
 CODES = {200, 404, 409, 503}
+MAKES = {"create", "respond", "link", "stream"}
 
 
 class Op(NamedTuple):
     """One operation of a client.
 
     Args:
-        kind: create, add, turn, read, delete (of conversations); respond, get, cancel, remove.
+        kind: create, add, turn, read, delete (of conversations); respond, get, cancel, remove;
+            link, a response after another one; stream, one whose events are read to the end.
         target: id of the conversation or response.
         owner: who asked.
         began, ended: seconds.
@@ -22,6 +25,9 @@ class Op(NamedTuple):
         marks: the texts of the items that it adds or reads, in order.
         status: of the response that it reads; `lost` where its run was given up.
         maker: whose the target is.
+        asked: the text of the request.
+        before: the response that a link follows; empty for the first one.
+        events: of a stream without its last one: the number of each, and all of it.
     """
 
     kind: str
@@ -33,6 +39,9 @@ class Op(NamedTuple):
     marks: tuple[str, ...] = ()
     status: str = ""
     maker: str = "ann"
+    asked: str = ""
+    before: str = ""
+    events: tuple[tuple[int, str], ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -47,23 +56,24 @@ def check(history: Sequence[Op]) -> list[str]:
     found: list[str] = []
     for target, ops in by_target.items():
         ops.sort(key=lambda op: op.ended)
-        wrong = (*codes(ops), *lifetime(ops), *items(ops), *statuses(ops))
+        wrong = (*codes(ops), *lifetime(ops), *items(ops), *statuses(ops), *streams(ops))
         found += [f"{target}: {what}" for what in wrong]
-    return found
+    return [*found, *links(by_target)]
 
 
 def codes(ops: Sequence[Op]) -> Iterator[str]:
     """Each answer is one that the operation can have."""
     for op in ops:
         allowed = CODES if op.kind in {"turn", "add"} else CODES - {409}
-        allowed = allowed | {400} if op.kind == "cancel" else allowed
+        # One that has ended can't be cancelled, and one that runs can't be followed.
+        allowed = allowed | {400} if op.kind in {"cancel", "link"} else allowed
         if op.code and op.code not in allowed:
             yield f"{op.kind} was answered {op.code}"
 
 
 def lifetime(ops: Sequence[Op]) -> Iterator[str]:
     """What was made is there for its owner, and nobody else, until it is deleted."""
-    makes = [op for op in ops if op.kind in {"create", "respond"} and op.ok]
+    makes = [op for op in ops if op.kind in MAKES and op.ok]
     deletes = [op for op in ops if op.kind in {"delete", "remove"}]
     for op in ops:
         if op.owner != op.maker:
@@ -130,6 +140,63 @@ def seen(read: Op, adds: Sequence[Op]) -> Iterator[str]:
             stood = ",".join(read.marks[: read.marks.index(op.marks[0])])
             if stood != op.status.removeprefix("saw:"):
                 yield f"{op.marks} saw {op.status}, but {stood!r} stood before"
+
+
+def streams(ops: Sequence[Op]) -> Iterator[str]:
+    """A stream has each event once and in order, whoever reads it, and ends as it is stored."""
+    shown: dict[int, str] = {}
+    for op in ops:
+        numbers = [number for number, _ in op.events]
+        if numbers != list(range(len(numbers))):
+            yield f"events are lost, doubled or out of order: {numbers}"
+        for number, event in op.events:
+            if shown.setdefault(number, event) != event:
+                yield f"event {number} was {shown[number]} and is {event}"
+        if op.kind == "stream" and op.status == "completed":
+            text = "".join(json.loads(event).get("delta") or "" for _, event in op.events)
+            if (text.partition("|")[0],) != op.marks:
+                yield f"its events said {text!r}, and it is {op.marks}"
+
+
+def links(by_target: Mapping[str, Sequence[Op]]) -> Iterator[str]:
+    """Each link of a chain saw all that came before it, and is refused only where that is gone."""
+    made = {op.target: op for ops in by_target.values() for op in ops if op.kind in MAKES}
+    for op in made.values():
+        if op.kind != "link":
+            continue
+        earlier, name = list[Op](), op.before
+        while name:
+            earlier.insert(0, made[name])
+            name = made[name].before
+        others = [other for one in earlier for other in by_target[one.target]]
+        if op.ok and op.status != "saw:" + (seen := expected(earlier, op, by_target)):
+            yield f"{op.target}: it {op.status}, but {seen!r} came before"
+        elif op.code == 404 and all(one.ok and one.ended < op.began for one in earlier):
+            if not any(other.kind == "remove" and other.began < op.ended for other in others):
+                yield f"{op.target}: it did not find what is there"
+        elif op.code == 400 and ended(by_target[op.before], op.began):
+            yield f"{op.target}: it can't follow what has ended"
+
+
+def expected(earlier: Sequence[Op], op: Op, by_target: Mapping[str, Sequence[Op]]) -> str:
+    """What a link has to see; of a run whose end nobody has seen yet, what it saw."""
+    marks: list[str] = []
+    for one in earlier:
+        marks.append(one.asked)
+        if one.kind == "link":
+            sure = True
+        elif (end := ended(by_target[one.target], op.began)) is not None:
+            sure = end == "completed"
+        else:
+            sure = f"re:{one.asked}" in op.status.removeprefix("saw:").split(",")
+        marks += [f"re:{one.asked}"] if sure else []
+    return ",".join(marks)
+
+
+def ended(ops: Sequence[Op], at: float) -> str | None:
+    """How a response had ended by a time, as far as somebody was told; None if nobody was."""
+    told = [op.status for op in ops if op.ok and op.ended < at and RANKS.get(op.status) == 3]
+    return told[0] if told else None
 
 
 def statuses(ops: Sequence[Op]) -> Iterator[str]:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
+from collections.abc import AsyncGenerator
 from types import ModuleType
 from typing import Any
 from uuid import uuid4
@@ -77,6 +78,27 @@ class ResponsesResponse(BaseModel):
     usage: Any = None
 
 
+class Message(BaseModel):
+    """An item of an answer."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str = "message"
+    id: str
+    role: str = "assistant"
+    status: str = "completed"
+    content: list[Any]
+
+
+class Event(BaseModel):
+    """An event of a stream."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str
+    sequence_number: int
+    response: Any = None
+    delta: str | None = None
+
+
 class Engine:
     """vLLM's serving class, whose model says what it was asked and what it has seen before."""
 
@@ -100,11 +122,17 @@ class Engine:
             return await self.responses_full_generator(request)
         queued = response(request, "queued", [])
         self.response_store[request.request_id] = queued  # type: ignore[attr-defined]
-        task = asyncio.create_task(self._run_background_request(request))
+        run = self._run_background_request
+        if request.stream:
+            run = self._run_background_request_stream
+        task = asyncio.create_task(run(request))
         self.background_tasks[request.request_id] = task
         return queued
 
     async def _run_background_request(self, request: Any) -> None:
+        raise NotImplementedError
+
+    async def _run_background_request_stream(self, request: Any) -> None:
         raise NotImplementedError
 
     async def responses_full_generator(self, request: Any) -> Any:
@@ -112,10 +140,20 @@ class Engine:
         await asyncio.sleep(0.005 + 0.0001 * (crc32(texts[-1].encode()) % 300))
         seen = ",".join(text.partition("|")[0] for text in texts[:-1])
         part = {"type": "output_text", "text": f"re:{texts[-1]}|{seen}", "annotations": []}
-        message = {"type": "message", "role": "assistant", "status": "completed"}
-        return response(
-            request, "completed", [{**message, "id": f"msg_{uuid4().hex}", "content": [part]}]
-        )
+        message = Message(id=f"msg_{uuid4().hex}", content=[part])
+        return response(request, "completed", [message])
+
+    async def responses_stream_generator(self, request: Any) -> AsyncGenerator[Event, None]:
+        """Its answer, a letter in each event, over several of what the store writes at a time."""
+        begun = response(request, "in_progress", [])
+        yield Event(type="response.created", sequence_number=0, response=begun)
+        answer = await self.responses_full_generator(request)
+        letters = answer.output[0].content[0]["text"]
+        for number, letter in enumerate(letters, 1):
+            await asyncio.sleep(0.08 / len(letters))
+            kind = "response.output_text.delta"
+            yield Event(type=kind, sequence_number=number, delta=letter)
+        yield Event(type="response.completed", sequence_number=len(letters) + 1, response=answer)
 
 
 def response(request: Any, status: str, output: list[Any]) -> ResponsesResponse:

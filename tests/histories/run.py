@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,9 @@ from ..support.waiting import until
 from .checker import Op
 
 ROOT = Path(__file__).parents[2]
+ENDS = {f"response.{status}" for status in ("completed", "failed", "cancelled", "incomplete")}
+# Operations before the database's other server takes over.
+AMONG = 30
 LOST = "The server that ran this response is gone."
 
 
@@ -89,7 +92,62 @@ class Client:
         finally:
             talk.close()
 
-    def do(self, kind: str, target: str, mark: str) -> int:
+    def stream(self, target: str, mark: str) -> Op:
+        """Make a response and read its events to the end; who is cut off goes on anywhere."""
+        body = {"model": "m", "input": mark, "background": True, "stream": True}
+        asked: Any = {**body, "request_id": target}
+        method, path = "POST", "/v1/responses"
+        events: list[tuple[int, str]] = []
+        began, code, end = time.monotonic(), 0, dict[str, Any]()
+        for _ in range(8):
+            most = self.dice.choice([3, 10, 1000])
+            code, read, end = self.events(method, path, asked, most)
+            events += read
+            if end or code not in {0, 200, 503} or not events:
+                break
+            after = events[-1][0]
+            method, asked = "GET", None
+            path = f"/v1/responses/{target}?stream=true&starting_after={after}"
+        status = end.get("status", "")
+        marks = tuple(map(text, end.get("output", ())))
+        if (end.get("error") or {}).get("message") == LOST:
+            status, marks = "lost", ()
+        now = time.monotonic()
+        seen = tuple(events)
+        code = 200 if end else code if code not in {200, 503} else 0
+        return Op("stream", target, "ann", began, now, code, marks, status, events=seen)
+
+    def events(
+        self, method: str, path: str, body: Any, most: int
+    ) -> tuple[int, list[tuple[int, str]], dict[str, Any]]:
+        """So many events at most of one connection, and the response in the last one if it came."""
+        talk = http.client.HTTPConnection("127.0.0.1", self.dice.choice(self.ports), timeout=3)
+        headers = {"Authorization": "Bearer ann", "Content-Type": "application/json"}
+        found: list[tuple[int, str]] = []
+        code = 0
+        try:
+            talk.request(method, path, body and json.dumps(body), headers)
+            answer = talk.getresponse()
+            code = answer.status
+            while code == 200 and len(found) < most and (line := answer.readline()):
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if event["type"] in ENDS:
+                    return code, found, event["response"]
+                if event["type"] != "error":
+                    found.append((event["sequence_number"], line[6:].decode().strip()))
+        except (OSError, http.client.HTTPException, ValueError):
+            code = 0
+        finally:
+            talk.close()
+        return code, found, {}
+
+    def do(self, kind: str, target: str, mark: str, before: str = "") -> int:
+        if kind == "stream":
+            streamed = self.stream(target, mark)
+            self.history.append(streamed._replace(asked=mark))
+            return streamed.code
         owner = "bob" if kind in {"read", "get"} and self.dice.random() < 0.1 else "ann"
         cut = kind not in {"read", "get"} and self.dice.random() < 0.1
         conversation, one = f"/v1/conversations/{target}", f"/v1/responses/{target}"
@@ -107,6 +165,11 @@ class Client:
                 "/v1/responses",
                 {**body, "background": True, "request_id": target},
             ),
+            "link": (
+                "POST",
+                "/v1/responses",
+                {**body, "request_id": target, "previous_response_id": before or None},
+            ),
             "get": ("GET", one, None),
             "cancel": ("POST", one + "/cancel", None),
             "remove": ("DELETE", one, None),
@@ -121,14 +184,15 @@ class Client:
         elif kind in {"get", "cancel"}:
             marks = tuple(map(text, answer.get("output", ())))
         elif kind != "turn":
-            marks = ()
-        if kind == "turn" and code == 200:
+            marks = ()  # of a link, a later `get` tells
+        if kind in {"turn", "link"} and code == 200:
             status = "saw:" + answer["output"][0]["content"][0]["text"].partition("|")[2]
         elif kind in {"respond", "get", "cancel"} and code == 200:
             status = answer["status"]
             if (answer.get("error") or {}).get("message") == LOST:
                 status, marks = "lost", ()
-        op = Op(kind, target, owner, began, time.monotonic(), code, marks, status)
+        ended = time.monotonic()
+        op = Op(kind, target, owner, began, ended, code, marks, status, asked=mark, before=before)
         self.history.append(op)
         return code
 
@@ -138,13 +202,30 @@ def text(item: dict[str, Any]) -> str:
 
 
 KINDS = ["read"] * 4 + ["add"] * 3 + ["turn"] * 5 + ["respond"] * 3 + ["get"] * 6
-KINDS += ["cancel", "cancel", "remove", "delete"]
+KINDS += ["cancel", "cancel", "remove", "delete"] + ["link"] * 4 + ["stream"] * 2
 
 
 def run(
-    replicas: Replicas, url: str, seed: int, kind: str = "", *, ops: int = 25, faults: bool = True
+    replicas: Replicas,
+    url: str,
+    seed: int,
+    kind: str = "",
+    *,
+    ops: int = 25,
+    faults: bool = True,
+    fail_over: Callable[[], object] | None = None,
 ) -> list[Op]:
-    """The history of the run that a seed names."""
+    """The history of the run that a seed names.
+
+    Args:
+        replicas: which are started and ended.
+        url: of the store.
+        seed: of all dice.
+        kind: the class of a backend of the tests' own; empty for that of the URL.
+        ops: of each client.
+        faults: whether replicas suffer any.
+        fail_over: has another server of the database take over; called once.
+    """
     dice = random.Random(seed)
     history: list[Op] = []
     ports = [free_port(), free_port()]
@@ -163,20 +244,25 @@ def run(
             now = time.monotonic()
             history.append(Op("create", made["id"], "ann", began, now, code))
         responses: list[str] = []
+        links: list[str] = []
 
         def work(number: int) -> None:
             own = Client(random.Random(f"{seed}-{number}"), ports, history)
             for count in range(ops):
-                what = own.dice.choice(KINDS)
+                what, before = own.dice.choice(KINDS), ""
                 if what in {"read", "add", "turn", "delete"}:
                     # One alone is ever deleted.
                     target = own.dice.choice(conversations[2 * (what == "delete") :])
-                elif what == "respond" or not responses:
-                    what, target = "respond", f"resp_{seed}_{number}_{count}"
+                elif what in {"respond", "stream", "link"} or not responses:
+                    what = what if what in {"stream", "link"} else "respond"
+                    target = f"resp_{seed}_{number}_{count}"
+                    if what == "link":
+                        before = own.dice.choice(["", *links[-2:], *responses[-1:]])
+                        links.append(target)
                     responses.append(target)
                 else:
                     target = own.dice.choice(responses[-3:])
-                own.do(what, target, f"{number}.{count}")
+                own.do(what, target, f"{number}.{count}", before)
 
         threads = [
             threading.Thread(target=work, args=(number,)) for number in range(dice.randint(2, 4))
@@ -185,10 +271,13 @@ def run(
             thread.start()
         while faults and any(thread.is_alive() for thread in threads):
             time.sleep(0.1 + 0.2 * dice.random())
+            if fail_over and len(history) > AMONG:
+                fail_over()
+                fail_over = None
             fault(replicas, dice, ports, url, kind)
         for thread in threads:
             thread.join()
-        settle(first, conversations, responses)
+        settle(first, conversations, responses, seed)
     finally:
         replicas.clear()
     return history
@@ -212,11 +301,13 @@ def fault(replicas: Replicas, dice: random.Random, ports: list[int], url: str, k
             replicas.signal(port, signal.SIGUSR2)
 
 
-def settle(client: Client, conversations: list[str], responses: list[str]) -> None:
-    """Once the faults are over: each conversation takes a turn again, and everybody reads all."""
+def settle(client: Client, conversations: list[str], responses: list[str], seed: int) -> None:
+    """Once the faults are over: conversations and chains go on, and everybody reads all."""
     for target in conversations:
         marks = itertools.count()
         until(partial(takes_turn, client, target, marks), 20)
+    chain, names = list[str](), (f"resp_{seed}_end_{number}" for number in itertools.count())
+    until(partial(grows, client, chain, names), 20)
     for port in client.ports:
         reader = Client(client.dice, [port], client.history)
         for kind, targets in (("read", conversations), ("get", responses)):
@@ -230,6 +321,18 @@ def up(port: int) -> bool:
 
 def takes_turn(client: Client, target: str, marks: Iterator[int]) -> bool:
     return client.do("turn", target, f"end.{next(marks)}") in {200, 404}
+
+
+def grows(client: Client, chain: list[str], names: Iterator[str]) -> bool:
+    """Add a link to a chain, which begins with a run in the background; whether it has some."""
+    name = next(names)
+    kind, before = "respond", ""
+    if chain:
+        kind, before = "link", chain[-1]
+        client.do("get", before, "")
+    if client.do(kind, name, name, before) == 200:
+        chain.append(name)
+    return len(chain) > 3
 
 
 def answers(client: Client, kind: str, target: str) -> bool:

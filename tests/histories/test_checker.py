@@ -12,6 +12,15 @@ TURN = Op("turn", "c", "ann", 4, 5, 200, ("q", "re:q"), "saw:a,b")
 RESPOND = Op("respond", "r", "ann", 0, 1, 200, (), "queued")
 
 
+FIRST = Op("link", "l1", "ann", 0, 1, 200, (), "saw:", asked="a")
+STREAM = Op("stream", "s", "ann", 0, 1, 200, ("re:s",), "completed", asked="s")
+LETTERS = tuple((n, f'{{"delta": "{letter}"}}') for n, letter in enumerate("re:s|"))
+
+
+def link(saw: str, before: str, code: int = 200, at: float = 4) -> Op:
+    return Op("link", f"l{at}", "ann", at, at + 0.5, code, (), saw, asked="b", before=before)
+
+
 def read(*marks: str, code: int = 200, at: float = 6, owner: str = "ann") -> Op:
     return Op("read", "c", owner, at, at + 0.5, code, marks)
 
@@ -28,6 +37,18 @@ def test_a_right_history() -> None:
     later = read("a", "b", "q", "re:q", "y", "z", at=8)
     ends = [RESPOND, got("in_progress", 2), got("lost", 3), got("completed", 4, "re:r")]
     assert check([*ops, later, *ends]) == []
+    chain = [FIRST, link("saw:a,re:a", "l1"), link("saw:a,re:a,b,re:b", "l4", at=5)]
+    assert check([*chain, STREAM._replace(events=LETTERS)]) == []
+
+
+def test_a_link_may_not_see_the_answer_of_a_run_that_has_not_ended() -> None:
+    run = RESPOND._replace(asked="r")
+    assert check([run, link("saw:r", "r"), link("saw:r,re:r", "r", at=5)]) == []
+    assert check([run, link("", "r", code=400)]) == []
+    for after in (link("saw:r", "r"), link("", "r", code=400)):
+        assert check([run, got("completed", 2, "re:r"), after])
+    cancelled = Op("cancel", "r", "ann", 2, 3, 200, (), "cancelled")
+    assert check([run, cancelled, link("saw:r,re:r", "r")])
 
 
 @pytest.mark.parametrize(
@@ -52,8 +73,14 @@ def test_a_right_history() -> None:
         ([read("a", "b", "q", "re:q"), read("a", at=9)], "earlier one"),
         ([got("completed", 2), got("in_progress", 3)], "became in_progress"),
         ([got("cancelled", 2), got("completed", 3)], "became completed"),
+        ([link("saw:", "l1")], "came before"),
+        ([link("", "l1", code=404)], "did not find what is there"),
+        ([STREAM._replace(events=LETTERS[:3])], "its events said"),
+        ([STREAM._replace(events=LETTERS[1:])], "lost, doubled"),
+        ([STREAM._replace(events=(*LETTERS[:2], *LETTERS[1:]))], "lost, doubled"),
+        ([STREAM._replace(events=LETTERS), STREAM._replace(events=((0, "{}"),))], "event 0 was"),
         ([got("completed", 2, "x"), got("completed", 3, "y")], "changed"),
     ],
 )
 def test_a_wrong_history(wrong: list[Op], says: str) -> None:
-    assert any(says in line for line in check([MADE, ADDED, TURN, RESPOND, *wrong]))
+    assert any(says in line for line in check([MADE, ADDED, TURN, RESPOND, FIRST, *wrong]))

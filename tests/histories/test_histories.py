@@ -1,23 +1,28 @@
-"""Random histories on real stores are right; a seed replays what clients and faults did."""
+"""Random histories on real stores are right; a seed replays what clients and faults did.
+
+A store that fails over has acknowledged nothing that its next server does not have.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from vllmops.store.backend import Backend
 
+from ..support.databases import LOCAL, Servers
 from ..support.extent import EVERYTHING, programs
+from ..support.waiting import until
 from .broken import BROKEN
 from .checker import check
 from .run import Replicas, run
 
 pytestmark = programs
 
-KINDS = ("sqlite", "sqlite", "sqlite", "postgresql", "redis")
+KINDS = (*["sqlite"] * 3, "postgresql", "redis", *["sqlite"] * 3, "a standby", "a replica")
 
 
 @pytest.fixture(scope="module")
@@ -27,18 +32,57 @@ def replicas() -> Iterator[Replicas]:
     made.end()
 
 
+@pytest.fixture
+def pairs(postgres_parts: tuple[Path, Path]) -> Iterator[Servers]:
+    """Makes servers that a run may kill."""
+    made = Servers(postgres_parts)
+    yield made
+    made.end()
+
+
+def with_standby(servers: Servers) -> tuple[str, Callable[[], object]]:
+    """PostgreSQL that waits for a standby, and what has that one take over."""
+    primary = servers.postgres(None, "synchronous_standby_names=*", "fsync=off")
+    standby = servers.postgres(primary, "synchronous_standby_names=", "fsync=off")
+
+    def fail_over() -> None:
+        primary.kill()
+        standby.promote()
+
+    hosts = f"{LOCAL}:{primary.port},{LOCAL}:{standby.port}"
+    return f"postgresql://postgres@{hosts}/postgres", fail_over
+
+
+def with_replica(servers: Servers) -> tuple[str, Callable[[], object]]:
+    """Valkey that waits for a replica, and what has a Sentinel make that one the primary."""
+    primary = servers.valkey()
+    replica = servers.replica(primary)
+    (sentinel,) = servers.sentinels(primary, 1)
+
+    def fail_over() -> None:
+        primary.kill()
+        until(lambda: replica.ask("ROLE")[0] == "master")
+
+    return f"redis+sentinel://{LOCAL}:{sentinel.port}/main", fail_over
+
+
+PAIRS = {"a standby": with_standby, "a replica": with_replica}
+
+
 @pytest.mark.parametrize("seed", range(200 if EVERYTHING else 10))
 def test_a_random_history_is_right(
     seed: int, replicas: Replicas, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     kind = KINDS[seed % len(KINDS)]
-    url = f"sqlite:///{tmp_path}/r.db"
-    if kind != "sqlite":
+    url, fail_over = f"sqlite:///{tmp_path}/r.db", None
+    if kind in PAIRS:
+        url, fail_over = PAIRS[kind](request.getfixturevalue("pairs"))
+    elif kind != "sqlite":
         server = request.getfixturevalue("shared_servers")[kind]
         url = f"{server.url}?namespace=h{time.time_ns()}"
-    history = run(replicas, url, seed)
+    history = run(replicas, url, seed, fail_over=fail_over)
     assert check(history) == []
-    assert {op.kind for op in history if op.ok} >= {"turn", "read", "respond", "get"}
+    assert {op.kind for op in history if op.ok} >= {"turn", "read", "respond", "get", "link"}
 
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)

@@ -15,6 +15,7 @@ import pytest
 from vllmops.errors import VllmopsError
 from vllmops.store import opening, sqlite
 from vllmops.store.backend import EVERYBODY, Limits, Response
+from vllmops.store.conversations import Addition, Conversation
 from vllmops.store.sqlite import Sqlite, Worker
 
 FILES, AT_ONCE = 100, 4
@@ -119,12 +120,39 @@ def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         made = response("resp_a")
         await store.create(made)
+        assert store.recent
+        store.recent.kept.clear()  # as if another process had made it
         assert await queries(store, store.get("me", "resp_a")) == (made, 1)
+        store.recent.text = ""  # what is not read again needs no statement
         assert await queries(store, store.get("me", "resp_a")) == (made, 0)
         # Whose it is is part of the question.
         assert await queries(store, store.get("you", "resp_a")) == (None, 1)
         assert await queries(store, store.get(EVERYBODY, "resp_a")) == (made, 1)
 
+    with_store(tmp_path / "a.db", work)
+
+
+@pytest.mark.parametrize("way", ["created", "put", "added"])
+def test_what_was_just_written_waits_for_no_thread(tmp_path: Path, way: str) -> None:
+    async def work(store: Sqlite) -> None:
+        made = response("resp_a")
+        if way == "put":
+            await store.create(response("resp_a", status="queued"))
+            await store.put(made)
+        elif way == "added":
+            conversation = Conversation(id="conv_a", owner="me", metadata=b"{}")
+            await store.create_conversation(conversation, [])
+            await store.add_entries(addition, made, new=True)
+        else:
+            await store.create(made)
+        for _ in range(2):
+            assert await queries(store, store.get("me", "resp_a")) == (made, 0)
+        await store.create(response("resp_b"))  # a commit between reads
+        assert await queries(store, store.get("me", "resp_a")) == (made, 0)
+        # Nor is it anybody else's.
+        assert await queries(store, store.get("you", "resp_a")) == (None, 1)
+
+    addition = Addition(conversation_id="conv_a", owner="me", entries=[])
     with_store(tmp_path / "a.db", work)
 
 
@@ -154,6 +182,8 @@ def test_a_change_while_it_is_read_is_not_missed(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         await store.create(response("resp_a"))
         assert store.reader
+        assert store.recent
+        store.recent.kept.clear()
         run = store.reader.run
 
         async def slowly(job: Callable[[sqlite3.Connection], Any]) -> Any:
@@ -195,7 +225,7 @@ def test_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             await store.create(response(name))
         for name in names:
             await store.get("me", name)
-            assert store.unchanged
-            assert len(store.unchanged.kept) <= sqlite.KEPT
+            assert store.recent
+            assert len(store.recent.kept) <= sqlite.KEPT
 
     with_store(tmp_path / "a.db", work)

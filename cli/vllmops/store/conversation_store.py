@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 from weakref import WeakSet
 
@@ -28,7 +28,7 @@ class Store(Protocol):
 
     backend: Backend
 
-    def bounded(self) -> AbstractAsyncContextManager[None]: ...
+    def bounded(self) -> AbstractAsyncContextManager[Backend]: ...
     async def packed(self, response: Response) -> Response: ...
     def tell(self, response_id: str) -> None: ...
 
@@ -64,16 +64,14 @@ class ConversationStore:
         self.holds: WeakSet[Held] = WeakSet()
         self.releases: set[asyncio.Task[None]] = set()
 
-    @asynccontextmanager
-    async def bounded(self) -> AsyncIterator[Backend]:
+    def bounded(self) -> AbstractAsyncContextManager[Backend]:
         """What a call to the backend stands in.
 
         Raises:
             VllmopsError: ``store.no-conversations``.
         """
         supported(self.store.backend)
-        async with self.store.bounded():
-            yield self.store.backend
+        return self.store.bounded()
 
     async def create(self, conversation: Conversation, entries: Sequence[Entry]) -> Outcome:
         """Store a conversation that was not there; `TAKEN` where an id is."""

@@ -136,11 +136,12 @@ class SqlConversations(Backend):
     async def hold(
         self, owner: str, conversation_id: str, holder: str
     ) -> tuple[Outcome, list[Entry]]:
-        given = conversation_id, owner, holder, self.limits.lease_s, time.time()
+        given = conversation_id, owner, holder, self.limits.lease_s
         held, rows = await self.both(Step("hold", given), Step("entries", (conversation_id,)))
         if not held:
             there = await self.fetch("get conversation", conversation_id, owner)
             return (Outcome.LOCKED if there else Outcome.GONE), []
+        await self.conversation_uses.note([conversation_id])
         return Outcome.DONE, list(map(entry, rows))
 
     async def renew_holds(self, holders: Mapping[str, str]) -> None:
@@ -193,7 +194,10 @@ class SqlConversations(Backend):
                 raise Undo(Outcome.REFUSED)
             return Outcome.DONE
 
-        return await self.transact(steps)
+        outcome = await self.transact(steps)
+        if not addition.holder:  # who holds it has used it
+            await self.conversation_uses.note([addition.conversation_id])
+        return outcome
 
     def taking(
         self, conversation_id: str, owner: str, holder: str, count: int
@@ -209,7 +213,7 @@ class SqlConversations(Backend):
         Returns:
             The position behind its last item, and how many it has.
         """
-        given = conversation_id, owner, holder, count, time.time()
+        given = conversation_id, owner, holder, count
         if rows := (yield Step("change entries", given)):
             return rows[0][0], rows[0][1]
         there = yield Step("get conversation", (conversation_id, owner))

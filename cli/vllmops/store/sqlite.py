@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from ..errors import VllmopsError, usage
-from .backend import Limits, Response
-from .conversations import Outcome
-from .sql import Sql
+from .backend import FINISHED, Limits, Response
+from .conversations import Addition, Outcome
+from .sql import Sql, made
 from .sql_conversations import Rows, Step, Steps, Undo
 
 T = TypeVar("T")
@@ -119,42 +119,77 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
         future.set_result(result)
 
 
-class Unchanged:
-    """What was read from a file, kept as long as nobody changes the file.
+class Recent:
+    """Responses that were written or read lately, which the event loop itself may read.
 
-    SQLite tells so from memory that its connections share, without reading the file.
+    What nobody has changed since is not read at all: SQLite tells so from memory that its
+    connections share. Else the row is read again, from pages that the machine still has in its
+    memory: that takes less than the way to another thread and back.
 
     Args:
-        connection: for this alone; it reads nothing else.
+        connection: for this alone.
+        text: the statement that reads one.
     """
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, text: str) -> None:
         self.connection = connection
-        self.version: object = None
-        self.kept: dict[tuple[str, str], Response] = {}
+        self.text = text
+        # With what `look` gave before they were read; without a response where none was.
+        self.kept: dict[tuple[str, str], tuple[object, Response | None]] = {}
 
     def look(self) -> object:
-        """Forget all if the file was changed; a value that is another one after each change."""
+        """A value that is another one after each change of the file."""
         try:
             (version,) = self.connection.execute("PRAGMA data_version").fetchone()
-        except sqlite3.Error:  # it can't be told, so nothing is kept
+        except sqlite3.Error:  # it can't be told, so all is read again
             version = object()
-        if version != self.version:
-            self.kept.clear()
-            self.version = version
         return version
+
+    def find(self, owner: str, response_id: str, version: object) -> Response | None:
+        """A response as it is now; None where that is not to be told here.
+
+        Args:
+            owner: who asks.
+            response_id: of the response.
+            version: what `look` has just given.
+        """
+        known = self.kept.pop((owner, response_id), None)
+        if known is None:
+            return None
+        if known[0] != version or known[1] is None:
+            try:
+                given = numbered((response_id, owner))
+                rows = self.connection.execute(self.text, given).fetchall()
+            except sqlite3.Error:
+                rows = []
+            if not rows or not fits(found := made(rows[0])):
+                return None
+            known = version, found
+        self.note((owner, response_id), known)
+        return known[1]
 
     def keep(self, owner: str, response: Response, version: object) -> None:
         """Keep a response that was read after `look` gave that value."""
-        parts = (response.body, response.input)
-        # A file that was damaged may have values of any type.
-        sound = all(isinstance(part, bytes) for part in parts)
-        if version != self.version or response.running or not sound:
-            return
-        if sum(map(len, parts)) <= KEPT_BYTES:
-            if len(self.kept) >= KEPT:
-                self.kept.clear()
-            self.kept[owner, response.id] = response
+        if fits(response):
+            self.note((owner, response.id), (version, response))
+
+    def written(self, response: Response) -> None:
+        """Note what was written: its owner may read it next."""
+        if fits(response):
+            self.note((response.owner, response.id), (None, None))
+
+    def note(self, key: tuple[str, str], known: tuple[object, Response | None]) -> None:
+        self.kept.pop(key, None)
+        self.kept[key] = known
+        if len(self.kept) > KEPT:
+            del self.kept[next(iter(self.kept))]
+
+
+def fits(response: Response) -> bool:
+    """Whether a response has ended and is small; a damaged file may have values of any type."""
+    parts = (response.body, response.input)
+    sound = not response.running and all(isinstance(part, bytes) for part in parts)
+    return sound and sum(map(len, parts)) <= KEPT_BYTES
 
 
 class Sqlite(Sql):
@@ -174,7 +209,7 @@ class Sqlite(Sql):
                 )
         self.reader: Worker | None = None
         self.writer: Worker | None = None
-        self.unchanged: Unchanged | None = None
+        self.recent: Recent | None = None
 
     async def there(self) -> bool:
         return self.path.exists()
@@ -189,16 +224,17 @@ class Sqlite(Sql):
         self.writer = self.writer or Worker(self.connect, "responses-writer")
         self.reader = self.reader or Worker(self.connect, "responses-reader")
         await self.writer.run(self.upgrade)
-        self.unchanged = self.unchanged or Unchanged(await self.reader.run(self.another))
+        if self.recent is None:
+            self.recent = Recent(await self.reader.run(self.another), self.text["get"])
 
     async def close(self) -> None:
         try:
             if self.writer:
                 await super().close()
         finally:
-            if self.unchanged:
-                self.unchanged.connection.close()  # not the last one, whose end may take a while
-                self.unchanged = None
+            if self.recent:
+                self.recent.connection.close()  # not the last one, whose end may take a while
+                self.recent = None
             workers = [worker for worker in (self.writer, self.reader) if worker]
             self.writer = self.reader = None
             for worker in workers:  # also where the time is over before they have ended
@@ -212,7 +248,7 @@ class Sqlite(Sql):
         # Only where there is none: closing a file drops all locks that the process has on it.
         with suppress(FileExistsError):
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL, 0o600))
-        # `Unchanged` uses its connection in another thread than the one that makes it.
+        # `Recent` uses its connection in another thread than the one that makes it.
         connection = sqlite3.connect(
             self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
         )
@@ -239,14 +275,34 @@ class Sqlite(Sql):
                 connection.execute(statement)
 
     async def find(self, owner: str, response_id: str) -> Response | None:
-        assert self.unchanged
-        version = self.unchanged.look()
-        if kept := self.unchanged.kept.get((owner, response_id)):
-            return kept
+        assert self.recent
+        version = self.recent.look()
+        if known := self.recent.find(owner, response_id, version):
+            return known
         found = await super().find(owner, response_id)
-        if found is not None and self.unchanged:
-            self.unchanged.keep(owner, found, version)
+        if found is not None and self.recent:
+            self.recent.keep(owner, found, version)
         return found
+
+    async def add(self, response: Response) -> bool:
+        return self.noted(await super().add(response), response)
+
+    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
+        return self.noted(await super().put(response, unless_status=unless_status), response)
+
+    async def add_entries(
+        self, addition: Addition, response: Response | None = None, *, new: bool = False
+    ) -> Outcome:
+        outcome = await super().add_entries(addition, response, new=new)
+        if response:
+            self.noted(outcome is Outcome.DONE, response)
+        return outcome
+
+    def noted(self, done: bool, response: Response) -> bool:
+        """Whether a response was written, which is noted."""
+        if done and self.recent:
+            self.recent.written(response)
+        return done
 
     async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         assert self.reader

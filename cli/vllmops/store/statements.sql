@@ -191,7 +191,7 @@ ORDER BY created_at DESC, id DESC LIMIT $4
 UPDATE {name}_conversations SET accessed_at = $2 WHERE id = $1 AND accessed_at < $2
 
 -- name: hold
-UPDATE {name}_conversations SET holder = $3, accessed_at = $5,
+UPDATE {name}_conversations SET holder = $3,
     held_until = date_part('epoch', statement_timestamp()) + $4
 WHERE id = $1 AND $2 IN ('*', owner)
     AND (holder IS NULL OR holder = $3 OR held_until < date_part('epoch', statement_timestamp()))
@@ -205,7 +205,7 @@ WHERE id = $1 AND holder = $2
 UPDATE {name}_conversations SET holder = NULL WHERE id = $1 AND holder = $2 RETURNING 1
 
 -- name: change entries
-UPDATE {name}_conversations SET holder = NULL, accessed_at = $5,
+UPDATE {name}_conversations SET holder = NULL,
     size = size + CAST($4 AS BIGINT),
     next = next + CASE WHEN CAST($4 AS BIGINT) > 0 THEN CAST($4 AS BIGINT) ELSE 0 END
 WHERE id = $1 AND $2 IN ('*', owner) AND (

@@ -407,7 +407,7 @@ class Bounded:
         self.store = store
         self.timeout = asyncio.timeout(deadline_s)
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Backend:
         wait = self.store.paused_until - time.monotonic()
         if wait > 0:
             raise StoreUnavailable(self.store.problem, wait)
@@ -421,6 +421,7 @@ class Bounded:
             except BaseException as error:
                 await self.__aexit__(type(error), error, error.__traceback__)
                 raise
+        return self.store.backend
 
     async def __aexit__(
         self,

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import Any, Final, get_args
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from openai.types.responses import ResponseContentPartAddedEvent, ResponseContentPartDoneEvent
+from pydantic import model_validator
 from vllm import envs
 from vllm.entrypoints.openai.responses import serving
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as Request
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.serve.utils.api_utils import (
     load_aware_call,
     validate_json_request,
@@ -39,6 +41,7 @@ __all__ = [
     "agreeing",
     "api_key",
     "check",
+    "detailed",
     "invalid_item",
     "load_aware_call",
     "messages",
@@ -112,6 +115,67 @@ def check() -> None:
         if name not in source:
             raise TypeError(f"there is no {name}")
     parsed([])
+
+
+def detailed(item: dict[str, Any]) -> dict[str, Any]:
+    """An item with a ``detail`` in each image.
+
+    Clients may leave it out, vLLM's renderer requires it, and the request model of newer versions
+    adds it.
+    """
+    if not isinstance(content := item.get("content"), list):
+        return item
+    return {
+        **item,
+        "content": [
+            {"detail": "auto", **part}
+            if isinstance(part, dict) and part.get("type") == "input_image"
+            else part
+            for part in content
+        ],
+    }
+
+
+def said(item: Any) -> Any:
+    """An item of a request's input with what older versions require.
+
+    They take an answer whose content is a text for one with parts, unless it has no type.
+    """
+    if not isinstance(item, dict):
+        return item
+    if item.get("role") == "assistant" and isinstance(item.get("content"), str):
+        return {name: value for name, value in item.items() if name != "type"}
+    return detailed(item)
+
+
+BARE: Final[list[dict[str, Any]]] = [
+    {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
+    {"type": "message", "role": "assistant", "content": "text"},
+]
+
+
+def tolerant(model: Any) -> Any:
+    """A request model that takes what OpenAI's API lets clients leave out; vLLM's, if it does."""
+    with suppress(ValueError):
+        answer = model.model_validate({"input": BARE}).input[-1]
+        if not isinstance(answer, dict) or answer["content"] == BARE[-1]["content"]:
+            return model
+
+    class ResponsesRequest(model):  # type: ignore[misc]
+        @model_validator(mode="before")
+        @classmethod
+        def complete(cls, given: Any) -> Any:
+            if isinstance(given, dict) and isinstance(items := given.get("input"), list):
+                return {**given, "input": list(map(said, items))}
+            return given
+
+    return ResponsesRequest
+
+
+if TYPE_CHECKING:
+    ResponsesRequest = Request
+else:
+    ResponsesRequest = tolerant(Request)
 
 
 def parsed(items: list[dict[str, Any]]) -> list[Any]:

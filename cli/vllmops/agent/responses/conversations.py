@@ -14,6 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 import msgspec
+from openai.types.responses.response import Conversation as Reference
 
 from ...store.backend import CursorUnknown, Response
 from ...store.conversation_store import Held
@@ -342,10 +343,10 @@ def named_in(response: Any, turn: Any) -> Any:
         turn: a `serving.Turn`, or None.
     """
     if turn is not None and turn.held is not None:
-        # Imported here, because responses without a conversation don't need it.
-        from openai.types.responses.response import Conversation as Reference  # noqa: PLC0415
-
-        response.conversation = Reference(id=turn.held.conversation_id)
+        reference = Reference(id=turn.held.conversation_id)
+        declared = vars(response)  # as in `fields.fill`; vLLM's response does not declare it
+        known = PARAM in declared
+        (declared if known else response.__pydantic_extra__)[PARAM] = reference
     return response
 
 
@@ -401,8 +402,7 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
     except msgspec.DecodeError as error:
         raise Refused(400, f"Invalid items: {error}", "items") from error
     # Imported here, because they import vLLM.
-    from ..adapters.responses import invalid_item  # noqa: PLC0415
-    from .parsing import detailed  # noqa: PLC0415
+    from ..adapters.responses import detailed, invalid_item  # noqa: PLC0415
 
     if (wrong := invalid_item(list(map(detailed, decoded_items)))) is not None:
         raise Refused(400, f"items[{wrong}] is no valid item of an input", f"items[{wrong}]")

@@ -88,7 +88,8 @@ class History:
         """The items of a conversation, as the store keeps them."""
         items, parsed, size = list[Item](), list[Any](), 0
         for entry in entries:
-            part = self.answers.get(entry.body) or await self.entry(entry)
+            known = self.answers.get(entry.body) if entry.answer else None
+            part = known or await self.entry(entry)
             items += part.items
             parsed += part.parsed
             size += part.size

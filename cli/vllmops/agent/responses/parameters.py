@@ -120,7 +120,9 @@ PARAMETERS: dict[str, Parameter] = {
     "tools": Parameter(
         How.VLLM, "functions and custom tools; others only with vLLM's `--tool-server`"
     ),
-    "top_logprobs": Parameter(How.VLLM),
+    "top_logprobs": Parameter(
+        How.VLLM, "for the log probabilities that `include` asks for; there are none without it"
+    ),
     "top_p": Parameter(How.VLLM),
     "truncation": Parameter(
         How.WORKS,

@@ -10,25 +10,7 @@ from .carried import Item
 
 def parsed(items: list[Item]) -> list[Any]:
     """Items as vLLM's types."""
-    return adapter.parsed(list(map(detailed, items)))
-
-
-def detailed(item: Item) -> Item:
-    """An item with a ``detail`` in each image.
-
-    Clients may leave it out, vLLM's renderer requires it, and vLLM's request model adds it.
-    """
-    if not isinstance(content := item.get("content"), list):
-        return item
-    return {
-        **item,
-        "content": [
-            {"detail": "auto", **part}
-            if isinstance(part, dict) and part.get("type") == "input_image"
-            else part
-            for part in content
-        ],
-    }
+    return adapter.parsed(list(map(adapter.detailed, items)))
 
 
 def messages(items: list[Item]) -> list[Any]:

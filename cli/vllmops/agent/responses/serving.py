@@ -68,7 +68,7 @@ from .carried import Brought, Item
 from .conversations import ConversationTurns, named, named_in
 from .fields import dump
 from .history import History, legible
-from .parsing import detailed, messages, parsed
+from .parsing import messages, parsed
 from .wire import Frame, Refused
 from .writer import Writer, patiently
 
@@ -400,7 +400,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         same = compaction.asked(turn.request, self.model_config.max_model_len)
 
         def request(words: list[Item]) -> Any:
-            given = {**same, "input": list(map(detailed, words))}
+            given = {**same, "input": list(map(adapter.detailed, words))}
             return adapter.ResponsesRequest.model_validate(given)
 
         async def answer(words: list[Item]) -> Any:
