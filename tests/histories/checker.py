@@ -63,10 +63,13 @@ def check(history: Sequence[Op]) -> list[str]:
 
 def codes(ops: Sequence[Op]) -> Iterator[str]:
     """Each answer is one that the operation can have."""
+    lost = any(op.status == "lost" for op in ops)
     for op in ops:
         allowed = CODES if op.kind in {"turn", "add"} else CODES - {409}
-        # One that has ended can't be cancelled, and one that runs can't be followed.
-        allowed = allowed | {400} if op.kind in {"cancel", "link"} else allowed
+        # One that has ended can't be cancelled, and one that runs can't be followed. Of a run that
+        # died with its server, the last events that somebody saw may have died, too.
+        refused = op.kind in {"cancel", "link"} or (op.kind == "stream" and lost)
+        allowed = allowed | {400} if refused else allowed
         if op.code and op.code not in allowed:
             yield f"{op.kind} was answered {op.code}"
 

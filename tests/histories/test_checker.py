@@ -41,6 +41,12 @@ def test_a_right_history() -> None:
     assert check([*chain, STREAM._replace(events=LETTERS)]) == []
 
 
+def test_a_stream_is_refused_only_where_its_run_died_with_its_server() -> None:
+    cut = Op("stream", "r", "ann", 0, 1, 400, (), "", asked="r")
+    assert check([cut, got("lost", 3)]) == []
+    assert check([cut, got("completed", 3, "re:r")]) == ["r: stream was answered 400"]
+
+
 def test_a_link_may_not_see_the_answer_of_a_run_that_has_not_ended() -> None:
     run = RESPOND._replace(asked="r")
     assert check([run, link("saw:r", "r"), link("saw:r,re:r", "r", at=5)]) == []

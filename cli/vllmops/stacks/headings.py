@@ -16,6 +16,7 @@ HEADING = pattern(rf"[^()\"]{{0,40}}?(?<![\w.])(?P<names>{LISTED})(?P<rest>.*)$"
 # A title in brackets behind the name of a rank tells more than that.
 TITLED = pattern(rf"[^()\w]{{0,4}}\({TITLE}\b")
 PARTS = pattern(rf"(?P<title>{TITLE})\b|(?P<kind>{KIND})s?[ _#-]?(?P<numbers>{NUMBERS})\b")
+SHORT = {"TP", "PP", "DP", "EP"}  # before which no blank stands
 PID = pattern(r"\b(?:pid|PID)\b[ =:#]*(?P<pid>\d+)")
 # Whose the frames are that follow in the same line.
 OWNED = pattern(
@@ -86,5 +87,6 @@ def named(names: str) -> tuple[str, ...]:
         if part["title"]:
             titles.append(part["title"])
         else:
-            titles += [f"{part['kind']} {number}" for number in numbers(part["numbers"])]
+            kind = part["kind"] if part["kind"] in SHORT else f"{part['kind']} "
+            titles += [f"{kind}{number}" for number in numbers(part["numbers"])]
     return tuple(dict.fromkeys(titles[:MOST_WRITTEN]))
