@@ -25,7 +25,7 @@ import tempfile
 import urllib.request
 import venv
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,16 +147,15 @@ def test(*, fast: bool, everything: bool) -> None:
         run("ruff", "format", "--check", ".")
         run("ruff", "check", ".")
         run("lint-imports")
-    # All other tests are the load on the machine of one that takes minutes and little else.
-    with nullcontext() if fast else beside("pytest", SATURATED):
-        # Tests wait half of their time, for processes above all; others, and mypy, use the cores
-        # then.
-        with beside("mypy"):
-            chosen = ("-m", "not programs") if fast else ()
-            pytest("6", "worksteal", "--ignore", "tests/live", *chosen)
-        if fast:
-            return
-        # Those of a file share servers, each of which takes 1 GB and, at work, one core.
+    # Tests wait half of their time, for processes above all; others, and mypy, use the cores then.
+    with beside("mypy"):
+        chosen = ("-m", "not programs") if fast else ()
+        pytest("6", "worksteal", "--ignore", "tests/live", *chosen)
+    if fast:
+        return
+    # The others are the load on the machine of one that takes minutes and little else. Those of a
+    # file share servers, each of which takes 1 GB and, at work, one core.
+    with beside("pytest", SATURATED):
         pytest("3", "loadgroup", "tests/live", "--deselect", SATURATED)
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 

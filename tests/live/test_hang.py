@@ -462,6 +462,7 @@ def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
     assert read.requests[0].encode() in frames[0].head
 
 
+@long
 def test_a_watch_heals_a_stall_after_its_evidence_is_kept(stock: Prone) -> None:
     with livelock(stock) as asked:
         words = ("watch", "--once", *QUICK, "--heal", "-o", str(stock.place / "healed"))

@@ -211,7 +211,7 @@ def share(server: Prone, nice: str) -> None:
 
 
 def test_a_saturated_server_lives(starved: Probed) -> None:
-    """`bootstrap.py test` runs this one beside all others."""
+    """`bootstrap.py test` runs this one beside the other live tests."""
     with SATURATED.on(starved.server) as answers, starved.never_red():
         time.sleep(SATURATED_S)
     print(f"{len(answers)} requests in {SATURATED_S:g} s")
