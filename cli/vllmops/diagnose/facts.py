@@ -41,13 +41,16 @@ def from_log(log: str) -> dict[str, str]:
     return facts
 
 
-# As /metrics shows them, or as somebody types them.
-FIGURE = pattern(
-    r"(?:\b(?:vllm:)?(?P<name>num_requests_(?:running|waiting)|generation_tokens_total)"
-    r"(?P<labels>\{[^}\n]*\})?[ \t:=]+|\b(?P<short>running|waiting)=)"
-    r"(?P<value>\d+(?:\.\d+)?(?:e\+?\d+)?)\b(?![/%])"
-)
-COUNTED = {"num_requests_running": "running", "num_requests_waiting": "waiting"}
+# As /metrics shows them, or as somebody types them. Each begins with what is searched fast.
+VALUE = r"(?P<value>\d+(?:\.\d+)?(?:e\+?\d+)?)\b(?![/%])"
+SERIES = rf"(?P<labels>\{{[^}}\n]*\}})?[ \t:=]+{VALUE}"
+FIGURES = {
+    "num_requests_running": ("running", pattern(f"num_requests_running{SERIES}")),
+    "num_requests_waiting": ("waiting", pattern(f"num_requests_waiting{SERIES}")),
+    "generation_tokens_total": ("tokens", pattern(f"generation_tokens_total{SERIES}")),
+    "running=": ("running", pattern(rf"running=(?P<labels>){VALUE}")),
+    "waiting=": ("waiting", pattern(rf"waiting=(?P<labels>){VALUE}")),
+}
 
 
 def from_figures(text: str) -> dict[str, str]:
@@ -56,17 +59,15 @@ def from_figures(text: str) -> dict[str, str]:
     Args:
         text: with its blanks.
     """
-    if not any(words in text for words in ("num_requests_", "generation_tokens_", "running=")):
-        return {}
     series: dict[tuple[str, str], list[float]] = {}
-    for row in FIGURE.finditer(text):
-        name = row["short"] or COUNTED.get(row["name"], row["name"])
-        series.setdefault((name, row["labels"] or ""), []).append(float(row["value"]))
+    for words, (name, known) in FIGURES.items():
+        for row in known.finditer(text) if words in text else ():
+            series.setdefault((name, row["labels"] or ""), []).append(float(row["value"]))
     facts = {}
     for name in ("running", "waiting"):
         if last := [values[-1] for (row, _), values in series.items() if row == name]:
             facts[name] = f"{sum(last):g}"
-    tokens = [values for (row, _), values in series.items() if row == "generation_tokens_total"]
+    tokens = [values for (row, _), values in series.items() if row == "tokens"]
     if any(len(set(values)) > 1 for values in tokens):
         facts["progress"] = "moving"
     elif any(len(values) > 1 for values in tokens) and any(map(float, facts.values())):

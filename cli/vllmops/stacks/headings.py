@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..patterns import pattern
 from ..protocol.place import MOST_WRITTEN, NUMBERS, numbers
+from .lines import CACHED
 
 LONGEST = 160  # characters
 KIND = r"(?:[Rr]ank|RANK|TP|PP|DP|EP|[Ww]orker|[Nn]ode|GPU)"
@@ -49,6 +51,7 @@ class Heading:
     opens: bool = False
 
 
+@lru_cache(CACHED)
 def heading(line: str) -> Heading | None:
     """The processes that a line names, if it can stand above a stack."""
     if len(line) > LONGEST or LOGGED.search(line):
@@ -63,6 +66,7 @@ def heading(line: str) -> Heading | None:
     return Heading(titles, int(pid["pid"]) if pid else 0, opens=line.endswith(":"))
 
 
+@lru_cache(CACHED)
 def same(line: str) -> Heading | None:
     """The processes of which a line says that they have a stack that stands in the text."""
     if len(line) > LONGEST:
