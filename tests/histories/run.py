@@ -329,7 +329,7 @@ def grows(client: Client, chain: list[str], names: Iterator[str]) -> bool:
     kind, before = "respond", ""
     if chain:
         kind, before = "link", chain[-1]
-        if client.do("get", before, "") == 404:
+        if client.do("get", before, "") == 404 and client.history[-1].owner == "ann":
             return True  # it is lost, as the history shows
     if client.do(kind, name, name, before) == 200:
         chain.append(name)
