@@ -411,8 +411,7 @@ class _Reader:
         else:
             count = min(int(match["count"] or 2), MOST_WRITTEN)
             titles = [f"Rank {number}" for number in range(count)]
-        self.process(0, titles[0])
-        self.processes[-1].alike = titles[1:]
+        self.headed(Heading(tuple(titles)))
 
     def _traced(self, match: re.Match[str]) -> None:
         """Follow a trace of calls: at its end, the calls without a return are the stack."""

@@ -139,11 +139,10 @@ def slowness(snapshot: ServerSnapshot) -> float | None:
     inside = {process.pid for process in last if process.role in STEPPING}
     if any(process.state == UNSEEN for process in last):
         return None
-    used, missed = shares(snapshot), waits(snapshot)
-    busiest = max(inside, key=lambda pid: used.get(pid, 0.0) + missed.get(pid, 0.0), default=0)
-    got = used.get(busiest, 0.0)
-    if got + missed.get(busiest, 0.0) >= BUSY:
-        return 1.0 / min(max(got, LEAST), 1.0)
+    wanted = demands(snapshot)
+    busiest = max(inside, key=lambda pid: wanted.get(pid, 0.0), default=0)
+    if wanted.get(busiest, 0.0) >= BUSY:
+        return 1.0 / min(max(shares(snapshot)[busiest], LEAST), 1.0)
     return None if inside & hindered(snapshot) else 1.0
 
 
@@ -162,6 +161,12 @@ def shares(snapshot: ServerSnapshot) -> dict[int, float]:
         pid: (after.cpu_s - before.cpu_s) / apart_s
         for pid, (before, after, apart_s) in spans(snapshot).items()
     }
+
+
+def demands(snapshot: ServerSnapshot) -> dict[int, float]:
+    """How much of a processor each process has used of late, or would have if it could."""
+    missed = waits(snapshot)
+    return {pid: share + missed.get(pid, 0.0) for pid, share in shares(snapshot).items()}
 
 
 def waits(snapshot: ServerSnapshot) -> dict[int, float]:
@@ -203,9 +208,9 @@ def works(snapshot: ServerSnapshot, why: Finding) -> bool:
 
 def active(snapshot: ServerSnapshot, pids: Collection[int]) -> bool:
     """Whether one of these processes, or any GPU, works, or would if it could."""
-    used, missed = shares(snapshot), waits(snapshot)
+    wanted = demands(snapshot)
     return (
-        max((used.get(pid, 0.0) + missed.get(pid, 0.0) for pid in pids), default=0.0) >= BUSY
+        max((wanted.get(pid, 0.0) for pid in pids), default=0.0) >= BUSY
         or not hindered(snapshot).isdisjoint(pids)
         or any(gpu.busy is None or gpu.busy >= BUSY for gpu in snapshot.machine.gpus)
     )
