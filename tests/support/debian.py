@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 DOWNLOAD_S = 120
+# In pytest's cache: for all processes of a test run, and for the next run.
+KEPT = Path(__file__).parents[2] / ".pytest_cache/d/debian"
 
 
 @cache
@@ -17,15 +21,27 @@ def unpacked(*packages: str) -> tuple[Path | None, str]:
     for needed in ("apt-get", "dpkg-deb"):
         if shutil.which(needed) is None:
             return None, f"it is not on the path, and without {needed} no package of it can be had"
-    folder = Path(mkdtemp(prefix=f"{packages[0]}-"))
-    fetched = run("apt-get", "download", *packages, at=folder)
-    files = [next(folder.glob(f"{name}_*.deb"), None) for name in packages]
-    for file in files:
-        if file is None:
-            return None, f"apt-get has no package: {fetched}"
-        if failed := run("dpkg-deb", "-x", str(file), str(folder), at=folder):
-            return None, failed
-    return folder, ""
+    KEPT.mkdir(parents=True, exist_ok=True)
+    place = KEPT / "+".join(packages)
+    with (KEPT / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        failed = "" if place.is_dir() else unpack(packages, place)
+    return (None, failed) if failed else (place, "")
+
+
+def unpack(packages: Sequence[str], place: Path) -> str:
+    """Download packages and put their files into a folder; empty, or why that fails."""
+    with TemporaryDirectory(dir=KEPT) as name:
+        folder = Path(name)
+        fetched = run("apt-get", "download", *packages, at=folder)
+        for package in packages:
+            file = next(folder.glob(f"{package}_*.deb"), None)
+            if file is None:
+                return f"apt-get has no package: {fetched}"
+            if failed := run("dpkg-deb", "-x", file.name, "files", at=folder):
+                return failed
+        (folder / "files").rename(place)
+    return ""
 
 
 def run(*words: str, at: Path) -> str:
