@@ -154,9 +154,11 @@ def test(*, fast: bool, everything: bool) -> None:
     if fast:
         return
     # The others are the load on the machine of one that takes minutes and little else. Those of a
-    # file share servers, each of which takes 1 GB and, at work, one core.
+    # file share servers, each of which takes 1 GB and, at work, one core. xdist would begin with
+    # groups of many tests; tests/live/conftest.py has those first that take long.
     with beside("pytest", SATURATED):
-        pytest("3", "loadgroup", "tests/live", "--deselect", SATURATED)
+        live = ("--no-loadscope-reorder", "tests/live", "--deselect", SATURATED)
+        pytest("3", "loadgroup", *live)
     run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
 
 

@@ -264,20 +264,39 @@ class Stock(Live):
 
 # What tests of several files share.
 SHARED = ("vision_server", "text_pair", "hung_pair", "imported")
+# Groups that take long come first: so test processes that run side by side end together.
+LONG_FIRST = (
+    *("hung_pair", "vision_server", "text_pair", "test_replicas", "test_ranks", "test_restart"),
+    *("test_ray", "test_attach", "test_versions"),
+)
+
+
+def group_of(item: pytest.Item) -> str:
+    """The name that tests have in common which use the same servers."""
+    if marker := item.get_closest_marker("xdist_group"):
+        return str(marker.args[0])
+    used = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
+    shared = any(found[-1].scope == "module" for found in used.values())
+    own = item.path.stem if shared else item.name.partition("[")[0]
+    return next((name for name in SHARED if name in used), own)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Of several test processes one runs all tests of the servers that they share."""
+    order = {name: number for number, name in enumerate(LONG_FIRST)}
     for item in items:
-        used = item._fixtureinfo.name2fixturedefs  # type: ignore[attr-defined]
-        shared = any(found[-1].scope == "module" for found in used.values())
-        own = item.path.stem if shared else item.name.partition("[")[0]
-        group = next((name for name in SHARED if name in used), own)
-        item.add_marker(pytest.mark.xdist_group(group))  # which xdist reads in the hook
+        # Of several markers xdist, which reads them in the hook, would make one more group.
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
     yield
     # Where pytest itself puts those of a fixture's parameter together, that is over now.
-    items.sort(key=lambda item: item.get_closest_marker("ends") is not None)
+    items.sort(
+        key=lambda item: (
+            order.get(group_of(item), len(order)),
+            item.get_closest_marker("ends") is not None,
+        )
+    )
 
 
 @pytest.fixture(scope="session")
