@@ -127,7 +127,7 @@ class Setting:
         return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
 
     @contextlib.contextmanager
-    def meanwhile(self, *words: str, warm_up_s: float) -> Iterator[subprocess.Popen[bytes]]:
+    def meanwhile(self, *words: str, warm_up_s: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
         """Run a command until it is not needed any more; one that ends before that is shown.
 
         Args:
@@ -146,11 +146,12 @@ class Setting:
             try:
                 time.sleep(warm_up_s)
                 yield command
-                if command.poll() is not None:
-                    raise RuntimeError(f"{' '.join(words)}: {complaints.read_text()}")
             finally:
+                ended = command.poll() is not None
                 command.kill()
                 command.wait()
+                if ended:
+                    raise RuntimeError(f"{' '.join(words)}: {complaints.read_text()}")
 
     @contextlib.contextmanager
     def server(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import random
@@ -14,12 +15,13 @@ from collections.abc import Iterator
 from functools import partial
 
 from tests.support.ports import free_port
+from tests.support.waiting import until
 
 from .figure import Figure, Limit, interleaved, ratio
 from .memory import cores
-from .setting import VLLMOPS, Setting
+from .setting import HOST, VLLMOPS, Setting
 
-WARM_UP_S = 6.0  # until it has found the server and asked it once
+FOUND_S = 60.0  # until it has found the server and asked it once, at most
 PATH = "/v1/completions"
 BODY = {"model": "demo-vision", "prompt": "The quick brown", "max_tokens": 1}
 CONNECTIONS, BURST = 8, 48
@@ -30,10 +32,9 @@ OFTEN_LIMIT = 1.05  # so 1.005 by default, which is less than two runs differ by
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    watch = (VLLMOPS, "watch", "-t", str(setting.vision.pid))
-    window_s, port = 5.0 if setting.short else 120.0, free_port()
-    with setting.meanwhile(*watch, "--listen", str(port), warm_up_s=WARM_UP_S) as command:
-        spent = cores([command.pid], window_s)
+    window_s = 5.0 if setting.short else 120.0
+    with watching(setting) as (pid, port):
+        spent = cores([pid], window_s)
         probe = probed(setting, port)
     yield Figure(
         "watch, a server of three processes that is well",
@@ -45,9 +46,26 @@ def measure(setting: Setting) -> Iterator[Figure]:
         1,
     )
     yield probe
-    words = (*watch, "--interval", str(OFTEN_S))
-    with setting.meanwhile(*words, warm_up_s=WARM_UP_S) as command:
-        yield felt(setting, command.pid)
+    with watching(setting, "--interval", str(OFTEN_S)) as (pid, _):
+        yield felt(setting, pid)
+
+
+@contextlib.contextmanager
+def watching(setting: Setting, *words: str) -> Iterator[tuple[int, int]]:
+    """The pid of a watch, and the port it listens on, once it has found the server well."""
+    port = free_port()
+    watch = (VLLMOPS, "watch", "-t", str(setting.vision.pid), "--listen", str(port))
+    with setting.meanwhile(*watch, *words) as command:
+        until(lambda: command.poll() is not None or green(port), FOUND_S)
+        yield command.pid, port
+
+
+def green(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{HOST}:{port}/readyz", timeout=FOUND_S):
+            return True
+    except OSError:  # nobody listens, or it does not know the server yet
+        return False
 
 
 def probed(setting: Setting, port: int) -> Figure:
