@@ -183,6 +183,22 @@ def test_a_file_that_somebody_holds(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_an_event_loop_that_was_blocked_is_no_outage(shared_url: str) -> None:
+    """As by a tool parser's regular expression: what the backend has answered is read then."""
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(shared_url)) as store:
+            await store.create(response())
+            made = response()
+            calls = [asyncio.create_task(store.create(made)) for made in (made, response())]
+            await asyncio.sleep(0)
+            time.sleep(store.deadline_s + 1)  # noqa: ASYNC251
+            await asyncio.gather(*calls)
+            assert await store.get(OWNER, made.id)
+
+    asyncio.run(main())
+
+
 def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
     (tmp_path / "in-the-way").write_text("")
 
