@@ -9,7 +9,7 @@ from ..action import InAgents
 class Broadcast(InAgents):
     name = "broadcast"
     state = "a message between engine and worker is in shared memory, and its reader sleeps"
-    does = "makes the reader look again"
+    does = "makes the reader look again, from now on every 5 seconds"
     risk = "none"
     reference = "https://github.com/vllm-project/vllm/pull/45224"
     roles = (Role.WORKER, Role.ENGINE)
