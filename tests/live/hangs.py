@@ -144,14 +144,15 @@ def engine():
 
     MsgpackEncoder.encode = encoding(MsgpackEncoder.encode)
     MsgpackEncoder.encode_into = encoding(MsgpackEncoder.encode_into)
-    miss, path = EngineCoreProc._handle_mm_cache_miss, file_of("input-thread")
+    name, path = "_handle_mm_cache_miss", file_of("input-thread")
+    miss = getattr(EngineCoreProc, name, None)  # not in 0.24
 
     def handle_miss(self, request, error):
         if os.path.exists(path):  # as it was until vLLM 0.13
             raise AssertionError(f"Expected a cached item for mm_hash={error.mm_hashes[0]!r}")
         miss(self, request, error)
 
-    EngineCoreProc._handle_mm_cache_miss = handle_miss
+    setattr(EngineCoreProc, name, handle_miss)
     keep, gone = EngineCoreProc.add_request, file_of("lost-request")
 
     def add_unless_gone(self, *args, **fields):
@@ -176,10 +177,10 @@ def worker():
     CPUWorker.execute_model = spinning(CPUWorker.execute_model, "kernel", kernel)
 
 def front_end():
-    from vllm.entrypoints.generate.base.protocol import ExtractedToolCallInformation
-    from vllm.tool_parsers.pythonic_tool_parser import PythonicToolParser
+    from vllm.tool_parsers import pythonic_tool_parser
     from vllm.v1.engine.core_client import AsyncMPClient
 
+    PythonicToolParser = pythonic_tool_parser.PythonicToolParser
     pattern = re.compile(PythonicToolParser.TOOL_CALL_REGEX.pattern, re.DOTALL)
 
     # As it was until vLLM 0.9.0: Python's own re, and no time limit. A signal ends it.
@@ -191,7 +192,7 @@ def front_end():
             pass
         finally:
             parsing.clear()
-        return ExtractedToolCallInformation(
+        return pythonic_tool_parser.ExtractedToolCallInformation(
             tools_called=False, tool_calls=[], content=model_output
         )
 
@@ -280,6 +281,27 @@ class Losing(base.KVConnectorBase_V1, base.SupportsHMA):
 def register():
     pass
 """
+# vLLM 0.27 and newer look again on their own. A message between engine and worker gets lost once.
+LOST_NOTIFY = """
+import os
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
+
+def register():
+    wait, notify = SpinCondition.wait, SpinCondition.notify
+    lost = os.path.join(os.environ["VLLM_TEST_HANGS"], "notify")
+    Timeout = MessageQueue.ReadTimeoutWithWarnings
+    until = Timeout.timeout_ms
+
+    def lose(self):
+        SpinCondition.wait = wait  # a reader that was healed looks again by itself ever after
+        if os.path.exists(lost):
+            os.unlink(lost)
+        else:
+            notify(self)
+
+    SpinCondition.notify = lose
+    Timeout.timeout_ms = lambda self: None if self.timeout is None else until(self)
+"""
 # A large model on a small machine: each token takes its time, in a prompt as in a response.
 SLOW = """
 import os
@@ -320,22 +342,21 @@ ARGUMENTS = (
     *FEW_IMAGES,
     *("--enable-auto-tool-choice", "--tool-call-parser", "pythonic"),
 )
-WITH_CONNECTOR = (
-    *ARGUMENTS,
-    "--kv-transfer-config",
-    json.dumps(
-        {
-            "kv_connector": "Losing",
-            "kv_connector_module_path": "losing",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-        }
-    ),
-)
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
 BACKTRACKING = "[a(" + 60 * "a=1,"  # each argument doubles the time: 20 of them take half a second
 
 _numbers = itertools.count(100)
+
+
+def connected(policy: str) -> tuple[str, ...]:
+    """Arguments of a server with the connector and a policy for loads that fail."""
+    connector = {
+        "kv_connector": "Losing",
+        "kv_connector_module_path": "losing",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+    }
+    return (*ARGUMENTS, "--kv-transfer-config", json.dumps(connector))
 
 
 class Asked:
@@ -550,6 +571,16 @@ def input_thread_dead(server: Prone) -> Iterator[list[Asked]]:
             break
     (server.place / "input-thread").unlink()
     yield [lost, server.ask()]
+
+
+def lost_notify(server: Prone) -> Asked:
+    """A request whose way to the worker, or back, nobody tells of; nothing else is in flight."""
+    time.sleep(1.5)  # until then the reader looks by itself
+    (server.place / "notify").touch()
+    asked = server.ask()
+    time.sleep(0.3)
+    (server.place / "notify").unlink(missing_ok=True)
+    return asked
 
 
 @contextmanager

@@ -37,35 +37,16 @@ from .hangs import (
     BACKTRACKING,
     CONNECTOR,
     ENVIRONMENT,
+    LOST_NOTIFY,
     OLD_CACHE,
     PLACE,
     PLUG_IN,
     TOOL,
-    WITH_CONNECTOR,
     Asked,
     Prone,
 )
 from .soak import Soak, asking
 
-# vLLM 0.27 and newer look again on their own. A message between engine and worker gets lost once.
-LOST_NOTIFY = """
-import os
-from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
-
-def register():
-    notify, lost = SpinCondition.notify, os.path.join(os.environ["VLLM_TEST_HANGS"], "notify")
-    Timeout = MessageQueue.ReadTimeoutWithWarnings
-    until = Timeout.timeout_ms
-
-    def lose(self):
-        if os.path.exists(lost):
-            os.unlink(lost)
-        else:
-            notify(self)
-
-    SpinCondition.notify = lose
-    Timeout.timeout_ms = lambda self: None if self.timeout is None else until(self)
-"""
 HEALED_S = 30.0  # from a stall to its end
 PATIENCE_S = 90.0  # until it counts as not healed
 PAUSE_S = 4.0  # before it is resumed
@@ -244,23 +225,20 @@ def output_thread(server: Prone, load: Load) -> Iterator[Victims]:
 @contextmanager
 def lost_notify(server: Prone, load: Load) -> Iterator[Victims]:
     with load.held():
-        time.sleep(1.5)  # until then the reader looks by itself
-        (server.place / "notify").touch()
-        asked = server.ask()
-        time.sleep(0.3)
-        (server.place / "notify").unlink(missing_ok=True)
+        asked = hangs.lost_notify(server)
     yield Victims((asked,))
 
 
 @contextmanager
 def lost_abort(server: Prone, load: Load) -> Iterator[Victims]:
-    """The engine goes on with a request that nobody waits for."""
+    """The engine goes on with requests that nobody waits for, one after the other."""
     path, before = server.place / "lost-abort", ids(server)
     with load.held():
         path.touch()
-        asked = server.ask(max_tokens=1100, ignore_eos=True)
+        asked = [server.ask(max_tokens=1100, ignore_eos=True) for _ in range(3)]
         time.sleep(0.3)
-        asked.abort()
+        for one in asked:
+            one.abort()
         time.sleep(0.3)
         path.unlink()
         lost = ids(server) - before
@@ -580,7 +558,7 @@ def prone(cli: Cli, place: Path) -> Iterator[Prone]:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     }
     environment["VLLMOPS_NO_PATCH"] += ",broadcast-recheck"
-    launched = launch(cli, place / "log", environment, *WITH_CONNECTOR)
+    launched = launch(cli, place / "log", environment, *hangs.connected("recompute"))
     with ExitStack() as after:
         after.callback(launched.stop)
         launched.wait_up()

@@ -463,17 +463,6 @@ def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
 
 
 @long
-def test_a_watch_heals_a_stall_after_its_evidence_is_kept(stock: Prone) -> None:
-    with livelock(stock) as asked:
-        words = ("watch", "--once", *QUICK, "--heal", "-o", str(stock.place / "healed"))
-        ran = stock.cli(*words, "-t", stock.name, "--json")
-        assert [event["event"] for event in ran.data["events"]] == ["stalled", "healed"]
-        assert "encoder-cache, engine" in ran.data["events"][1]["text"]
-        assert {one.answer(30) for one in asked} == {200}
-    assert "vllmops watch --heal by root" in stock.launched.log.read_text()
-
-
-@long
 def test_what_can_not_be_healed_is_named_with_what_a_restart_loses(stock: Prone) -> None:
     with stock.defect("worker"):
         asked = stock.ask()

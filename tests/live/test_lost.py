@@ -1,29 +1,66 @@
-"""A request waits for KV blocks from elsewhere, and nobody will report that they are there."""
+"""What gets lost between processes: word of a message, and KV blocks that a request waits for."""
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..support.extent import long
+from ..support.versions import INSTALLED, RUN
 from ..support.waiting import until
 from .conftest import Cli, PlugIn, launch
-from .hangs import CONNECTOR, ENVIRONMENT, PLACE, PLUG_IN, WITH_CONNECTOR, Asked, Prone
-from .test_hang import in_flight, outcomes
+from .hangs import (
+    CONNECTOR,
+    ENVIRONMENT,
+    LOST_NOTIFY,
+    PLACE,
+    PLUG_IN,
+    Asked,
+    Prone,
+    connected,
+    lost_notify,
+)
+from .test_hang import QUICK, in_flight, outcomes
 
 HOST = "127.0.0.1"
+RECOMPUTE, FAIL = "recompute", "fail"
+ANSWERS = {RECOMPUTE: 200, FAIL: 500}  # of a request whose load has failed
 
 
-@pytest.fixture(scope="module")
-def server(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prone]:
-    place = tmp_path_factory.mktemp("transfers")
-    folders = (plug_in("hangs", PLUG_IN), plug_in("losing", CONNECTOR))
-    paths = ":".join((*map(str, folders), cli.environment["PYTHONPATH"]))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((version, policy), id=f"{version}, {policy}", marks=marks)
+        for version, policy, marks in (
+            (INSTALLED, RECOMPUTE, ()),
+            (INSTALLED, FAIL, long),
+            (RUN[0], RECOMPUTE, long),
+            (RUN[0], FAIL, long),
+        )
+    ],
+)
+def server(
+    cli: Cli,
+    plug_in: PlugIn,
+    code: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[Prone]:
+    version, policy = request.param
+    place = tmp_path_factory.mktemp("lost")
+    modules = {"hangs": PLUG_IN, "losing": CONNECTOR, "lost_notify": LOST_NOTIFY}
+    folders = [plug_in(name, module) for name, module in modules.items()]
+    if version != INSTALLED:
+        folders.insert(0, code(version))
+    paths = os.pathsep.join((*map(str, folders), cli.environment["PYTHONPATH"]))
     environment = {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}
-    launched = launch(cli, place / "log", environment, *WITH_CONNECTOR)
+    environment["VLLMOPS_NO_PATCH"] += ",broadcast-recheck"
+    launched = launch(cli, place / "log", environment, *connected(policy))
     try:
         launched.wait_up()
         yield Prone(cli, str(launched.process.pid), launched, place)
@@ -31,8 +68,26 @@ def server(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) 
         launched.stop()
 
 
-@long
-def test_a_load_that_nobody_will_report_is_failed(server: Prone) -> None:
+@pytest.fixture
+def policy(request: pytest.FixtureRequest) -> str:
+    found: str = request.node.callspec.params["server"][1]
+    return found
+
+
+def test_a_watch_heals_what_nobody_was_told_of_and_keeps_evidence_first(server: Prone) -> None:
+    asked = lost_notify(server)
+    words = ("watch", "--once", *QUICK, "--heal", "-o", str(server.place / "kept"))
+    ran = server.cli(*words, "-t", server.name, "--json")
+    stalled, healed = ran.data["events"]
+    assert (stalled["event"], healed["event"]) == ("stalled", "healed")
+    assert Path(stalled["bundle"]).is_file()
+    assert "broadcast, " in healed["text"]
+    assert asked.answer(30) == 200
+    assert "vllmops watch --heal by root: broadcast" in server.launched.log.read_text()
+    assert outcomes(server) == (0, [])
+
+
+def test_a_load_that_nobody_will_report_is_failed(server: Prone, policy: str) -> None:
     (server.place / "load").touch()
     free = socket.create_server((HOST, 0))  # nobody listens once it is closed
     port = free.getsockname()[1]
@@ -60,8 +115,9 @@ def test_a_load_that_nobody_will_report_is_failed(server: Prone) -> None:
             assert [one["code"] for one in found].count("request.lost-load") == 1
         free.close()
         assert outcomes(server) == (0, 2 * [("transfers", True)])
-        # By the policy "recompute", and because its sender is gone.
-        assert (lost.answer(30), asked.answer(30), healthy.answer(0.1)) == (200, 410, None)
+        # By the policy, and because its sender is gone.
+        answers = ANSWERS[policy], 410, None
+        assert (lost.answer(30), asked.answer(30), healthy.answer(0.1)) == answers
         assert outcomes(server) == (0, [])
     finally:
         free.close()
