@@ -224,9 +224,14 @@ class Launched:
 
 
 def launch(
-    cli: Cli, log: Path, environment: dict[str, str], *words: str, before: Sequence[str] = ()
+    cli: Cli,
+    log: Path,
+    environment: dict[str, str],
+    *words: str,
+    before: Sequence[str] = (),
+    demo: str = "vision",
 ) -> Launched:
-    """Start the demo vision model as anybody does who knows nothing of vllmops.
+    """Start a demo model as anybody does who knows nothing of vllmops.
 
     Args:
         cli: whose home has the model.
@@ -234,9 +239,10 @@ def launch(
         environment: more of it.
         words: more arguments for vLLM.
         before: a command that runs the rest of its command line.
+        demo: which model.
     """
     port = str(free_port())  # not one that `serve` would take meanwhile
-    options = ("--demo", "vision", "--port", port, "--dry-run", "--json", "--")
+    options = ("--demo", demo, "--port", port, "--dry-run", "--json", "--")
     plan = cli("serve", *options, *words).data
     command = plan["command"][plan["command"].index("serve") + 1 :]
     with log.open("wb") as file:

@@ -284,16 +284,21 @@ def register():
 # vLLM 0.27 and newer look again on their own. A message between engine and worker gets lost once.
 LOST_NOTIFY = """
 import os
+from collections import deque
 from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, SpinCondition
 
 def register():
     wait, notify = SpinCondition.wait, SpinCondition.notify
     lost = os.path.join(os.environ["VLLM_TEST_HANGS"], "notify")
+    answered = deque(maxlen=2)
     Timeout = MessageQueue.ReadTimeoutWithWarnings
     until = Timeout.timeout_ms
 
     def lose(self):
-        SpinCondition.wait = wait  # a reader that was healed looks again by itself ever after
+        # A reader that was healed looks again by itself ever after. It has to do so once.
+        answered.append(SpinCondition.wait is not wait)
+        if all(answered) and len(answered) == 2:
+            SpinCondition.wait = wait
         if os.path.exists(lost):
             os.unlink(lost)
         else:
@@ -337,8 +342,9 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # which has /pause
 }
 # 1,280 tokens fit into the KV cache, which is less than the longest prompt's 2,048.
+FEW_BLOCKS = ("--num-gpu-blocks-override", "11")
 ARGUMENTS = (
-    *("--num-gpu-blocks-override", "11"),
+    *FEW_BLOCKS,
     *FEW_IMAGES,
     *("--enable-auto-tool-choice", "--tool-call-parser", "pythonic"),
 )
@@ -349,14 +355,14 @@ _numbers = itertools.count(100)
 
 
 def connected(policy: str) -> tuple[str, ...]:
-    """Arguments of a server with the connector and a policy for loads that fail."""
+    """Arguments for the connector, and a policy for loads that fail."""
     connector = {
         "kv_connector": "Losing",
         "kv_connector_module_path": "losing",
         "kv_role": "kv_both",
         "kv_load_failure_policy": policy,
     }
-    return (*ARGUMENTS, "--kv-transfer-config", json.dumps(connector))
+    return ("--kv-transfer-config", json.dumps(connector))
 
 
 class Asked:

@@ -558,7 +558,9 @@ def prone(cli: Cli, place: Path) -> Iterator[Prone]:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     }
     environment["VLLMOPS_NO_PATCH"] += ",broadcast-recheck"
-    launched = launch(cli, place / "log", environment, *hangs.connected("recompute"))
+    launched = launch(
+        cli, place / "log", environment, *hangs.ARGUMENTS, *hangs.connected("recompute")
+    )
     with ExitStack() as after:
         after.callback(launched.stop)
         launched.wait_up()
