@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import time
@@ -12,6 +13,7 @@ from http.client import OK
 from itertools import accumulate
 
 import numpy as np
+import psutil
 
 from vllmops.doctor import history
 from vllmops.host.roles import Role
@@ -39,15 +41,14 @@ def measure(setting: Setting) -> Iterator[Figure]:
         value, rival = sorted(lists)[len(lists) // 2], sorted(few)[len(few) // 2]
         name = f"requests list of {REQUESTS:,} requests"
         yield Figure(name, "s", value, "a question to its engine", rival, limit, len(lists))
-        # A list takes the time of other processes, too: of who asks, and of the API server. On a
-        # machine whose cores are all busy that delays the engine as any program would.
-        for ask, beside_s, most, name in (
-            (listed, 0.4, 1.05, f"an engine's step, its requests listed every {EVERY_S:g} s"),
-            (asked, 0.1, 1.01, f"an engine's step, asked for its requests every {EVERY_S:g} s"),
-        ):
-            rounds = 2 if setting.short else 300
-            values, alone = steps_s(server, partial(ask, server), beside_s, rounds)
-            yield paired(name, values, "not asked", alone, most, short=setting.short)
+        with apart(server):
+            for ask, beside_s, name in (
+                (listed, 0.4, f"an engine's step, its requests listed every {EVERY_S:g} s"),
+                (asked, 0.1, f"an engine's step, asked for its requests every {EVERY_S:g} s"),
+            ):
+                rounds = 2 if setting.short else 300
+                values, alone = steps_s(server, partial(ask, server), beside_s, rounds)
+                yield paired(name, values, "not asked", alone, 1.01, short=setting.short)
 
 
 @contextlib.contextmanager
@@ -63,6 +64,27 @@ def waiting(bench: Bench) -> Iterator[Server]:
         until(lambda: len(listing.take(server, STUCK_S).rows) >= REQUESTS, 120)
         yield server
     until(lambda: not listing.take(server, STUCK_S).rows, 120)
+
+
+@contextlib.contextmanager
+def apart(server: Server) -> Iterator[None]:
+    """The engine and its worker have a core of their own, as they do where servers serve.
+
+    A list takes the time of other processes, too: of who asks, and of the API server. On a machine
+    whose cores are all busy that delays an engine as any program would.
+    """
+    cores = os.sched_getaffinity(0)
+    first = {min(cores)}
+    for process in server.processes:
+        own = process.role in {Role.ENGINE, Role.WORKER}
+        for thread in psutil.Process(process.pid).threads():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(thread.id, first if own else cores - first or cores)
+    os.sched_setaffinity(0, cores - first or cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def listed(server: Server) -> float:
