@@ -273,7 +273,7 @@ SHARED = ("vision_server", "text_pair", "hung_pair", "imported")
 # Groups that take long come first: so test processes that run side by side end together.
 LONG_FIRST = (
     *("hung_pair", "vision_server", "text_pair", "test_replicas", "test_ranks", "test_restart"),
-    *("test_ray", "test_attach", "test_versions"),
+    *("test_ray", "test_attach", "test_versions", "test_lost"),
 )
 
 
