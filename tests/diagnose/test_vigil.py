@@ -12,7 +12,7 @@ from vllmops.diagnose.vigil import ASK_S, Vigil
 from vllmops.protocol.metrics import Metrics
 from vllmops.protocol.server import Observation
 
-from .servers import look
+from .servers import look, process
 from .test_progress import BLIND, HANDED, beats, engine
 
 AGENTS: dict[str, Any] = {"metrics": None, "health": None}
@@ -114,6 +114,28 @@ def test_that_its_processes_have_ended_is_told_soon_also_without_agents() -> Non
     ended = tuple(msgspec.structs.replace(item, state="") for item in look(0.0).processes)
     vigil.see(look(0.0, pulses=(), processes=ended))
     assert vigil.step().after_s == 2.0
+
+
+def bereft(at_s: float, health: int | None = None) -> Observation:
+    """A look at an API server whose engine and worker were killed; their heartbeats are gone."""
+    dead = process("engine", state=""), process("worker", state="")
+    front = beats(api={"loop_s": 0.0})[:1]
+    return look(at_s, pulses=front, processes=(process("api"), *dead), metrics=None, health=health)
+
+
+def test_an_engine_that_is_gone_is_asked_about_at_once() -> None:
+    vigil = Vigil()
+    vigil.see(look(0.0, pulses=ALL_WELL, **AGENTS))
+    vigil.see(bereft(2.0))
+    assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
+
+
+def test_the_dead_do_not_rise_and_are_not_looked_at_again_and_again() -> None:
+    vigil = Vigil()
+    vigil.see(bereft(0.0))
+    shown = seen(vigil, *(bereft(2.0 * n, 503) for n in range(1, 5)))
+    assert [bool(item) for item in shown] == [False, False, True, True]
+    assert [item.code for item in shown[2]] == ["api.unhealthy"]
 
 
 def test_what_was_dismissed_is_left_in_peace_until_it_changes() -> None:

@@ -76,6 +76,7 @@ UNHEALTHY = Rule(
     "vllmops logs --process engine shows its last lines; then vllmops restart",
 )
 RULES = (NO_PROGRESS, UNREACHED, NO_PYTHON, API_SILENT, RENDERING, ENDED, UNHEALTHY)
+FINAL = {ENDED.code, UNHEALTHY.code}  # the dead do not rise
 
 
 class Stall(msgspec.Struct, frozen=True):

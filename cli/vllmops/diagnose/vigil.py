@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..protocol.server import Observation
-from .progress import DEAD, METRICS_FACTOR, PATIENCE_S, Stall, stalls
+from .progress import DEAD, FINAL, METRICS_FACTOR, PATIENCE_S, Stall, stalls
 
 INTERVAL_S = 2.0
 CHECKS = 5
@@ -29,7 +29,8 @@ class Vigil:
     """Looks at a server, and what they show together.
 
     A server has stalled if something has made no progress for `patience_s` and was seen so in
-    several samples in a row. A machine that wakes from suspension gets time to recover that way.
+    several samples in a row. A machine that wakes from suspension gets time to recover that way;
+    nothing that is dead does.
 
     Args:
         interval_s: seconds between checks.
@@ -65,7 +66,8 @@ class Vigil:
             del self.looks[0]
         self.dismissed &= {key(stall) for stall in stalls(self.looks, 0.0)}
         self.row = self.row + 1 if self.standing else 0
-        return self.after(self.patience_s) if self.row >= self.checks else []
+        found = self.after(self.patience_s)
+        return [stall for stall in found if self.row >= self.checks or stall.code in FINAL]
 
     def after(self, seconds: float) -> list[Stall]:
         """What has stopped for so many seconds, without what was dismissed."""
@@ -87,9 +89,10 @@ class Vigil:
         last = self.looks[-1]
         beats = [pulse.beat for pulse in last.pulses]
         blind = not any(beat.still_s is not None for beat in beats)
-        if self.standing or last.health in {0, 503}:
-            ask = blind or last.health in {0, 503} or bool(self.after(self.patience_s / 2))
-            return Step(self.interval_s, ask)
+        dead = any(stall.code in FINAL for stall in self.after(0.0))
+        if self.standing or dead or last.health in {0, 503}:
+            late = bool(self.after(self.patience_s / 2))
+            return Step(self.interval_s, blind or dead or last.health in {0, 503} or late)
         gone = bool(last.processes) and all(each.state in DEAD for each in last.processes)
         if blind and not gone:
             return Step(max(self.interval_s, ASK_S), ask=True)

@@ -10,7 +10,7 @@ from ..diagnose.doctor import Diagnosis, cause
 from ..diagnose.findings import Finding
 from ..diagnose.overdue import overdue
 from ..diagnose.places import Position, place_of
-from ..diagnose.progress import ENDED, UNHEALTHY, Stall, living
+from ..diagnose.progress import FINAL, Stall, living
 from ..instances.record import State
 from ..instances.servers import Server
 from ..protocol.place import who
@@ -19,7 +19,6 @@ from ..protocol.server import Observation, ProcessState, ServerSnapshot
 
 # Whatever it is, so long without progress is no work: not a prompt of many tokens.
 LONG_S = 120.0
-CERTAIN = {ENDED.code, UNHEALTHY.code}
 # No work ever looks like these, however busy the process is.
 PROOFS = {
     *("engine.missing", "process.stopped", "stack.admission-deadlock", "stack.crash"),
@@ -76,7 +75,7 @@ def proof(
         apart: earlier stalls, from when to when in seconds since the epoch.
     """
     why, explained = cause(found, diagnosis), diagnosis.explanation
-    if any(stall.code in CERTAIN for stall in found) or why.code in PROOFS:
+    if any(stall.code in FINAL for stall in found) or why.code in PROOFS:
         return Proof(0.0, why.title)
     if explained and explained.verdict == "hang" and not works(snapshot, why):
         return Proof(0.0, f"{why.title}, and nothing computes")
