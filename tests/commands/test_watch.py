@@ -29,6 +29,7 @@ from vllmops.instances.servers import resolve
 from vllmops.stacks import pyspy
 from vllmops.watch import watched
 
+from ..diagnose.servers import look, process
 from ..support.commands import background
 from ..support.waiting import until
 
@@ -225,6 +226,14 @@ def test_on_a_slow_machine_all_samples_are_there(
     snapshot = server.capture([], 10.0, threading.Event(), sure=False)
     assert [item.processes[0].error for item in snapshot.stacks] == [None] * 3
     assert [item.processes[0].note for item in snapshot.stacks] == [""] * 3
+
+
+def test_the_dead_do_not_move_and_one_sample_is_enough(engine: Any) -> None:
+    server = watched.Watched(resolve(str(engine.process.pid)))
+    looks = [look(0.0, processes=(process("api"), process("engine", state="")))]
+    snapshot = server.capture(looks, 10.0, threading.Event(), sure=True)
+    assert len(snapshot.stacks) == 1
+    assert "cut-short" not in {item.code for item in snapshot.unseen}
 
 
 def test_evidence_is_there_in_time_whatever_hangs(

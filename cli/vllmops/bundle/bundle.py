@@ -49,7 +49,7 @@ PARTS = {
     "doctor.txt": "findings, for a person",
     "doctor.json": "findings, stalls, and what the stacks say",
     "server.json": "processes, heartbeats, agents, patches, metrics over time, machine, GPUs",
-    "stacks.jsonl": f"{STACKS} samples of the stacks of all processes",
+    "stacks.jsonl": f"{STACKS} samples of the stacks of all processes, one if something has died",
     "caches.json": "multimodal and encoder caches",
     "memory.jsonl": "the newest recording of its memory",
     "steps.jsonl": "the last steps of its engines",

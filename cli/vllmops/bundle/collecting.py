@@ -421,11 +421,13 @@ def looking_s(timeout_s: float) -> float:
     return timeout_s - min(REST_S, REST_SHARE * timeout_s)
 
 
-def options(seconds: float, patience_s: float = PATIENCE_S) -> examine.Options:
+def options(
+    seconds: float, patience_s: float = PATIENCE_S, samples: int = STACKS
+) -> examine.Options:
     """How to look at a server that may hang, within a time."""
     return examine.Options(
         patience_s=min(patience_s, seconds / 2),
-        samples=STACKS,
+        samples=samples,
         apart_s=APART_S,
         always=True,
         stacks_s=STACKS_SHARE * seconds,

@@ -161,6 +161,11 @@ def certainty(looks: Sequence[Observation], answers: Callable[[str], bool]) -> C
     return "likely" if stalls_ else ""
 
 
+def fatal(looks: Sequence[Observation]) -> bool:
+    """Whether a part of the server seems to have died."""
+    return any(stall.code in FINAL for stall in stalls(looks, patience_s=0.0))
+
+
 def suspicious(looks: Sequence[Observation]) -> bool:
     """Whether a longer time could show a stall: requests are pending and nothing has moved."""
     return bool(stalls(looks, patience_s=0.0)) and len(looks) > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from ..protocol.server import Observation
-from .progress import DEAD, FINAL, METRICS_FACTOR, PATIENCE_S, Stall, stalls
+from .progress import DEAD, FINAL, METRICS_FACTOR, PATIENCE_S, Stall, fatal, stalls
 
 INTERVAL_S = 2.0
 CHECKS = 5
@@ -89,7 +89,7 @@ class Vigil:
         last = self.looks[-1]
         beats = [pulse.beat for pulse in last.pulses]
         blind = not any(beat.still_s is not None for beat in beats)
-        dead = any(stall.code in FINAL for stall in self.after(0.0))
+        dead = fatal(self.looks)
         if self.standing or dead or last.health in {0, 503}:
             late = bool(self.after(self.patience_s / 2))
             return Step(self.interval_s, blind or dead or last.health in {0, 503} or late)

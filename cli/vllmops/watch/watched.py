@@ -11,9 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 
 from ..bundle import bundle, collecting
-from ..bundle.collecting import Collecting
+from ..bundle.collecting import STACKS, Collecting
 from ..caches import repair as repairs
-from ..diagnose.progress import DEAD
+from ..diagnose.progress import DEAD, fatal
 from ..doctor import examine
 from ..errors import VllmopsError
 from ..heal import heal as healing
@@ -29,10 +29,10 @@ from ..protocol.server import Observation, ServerSnapshot
 from ..rpc import membership
 
 FIND_S = 10.0  # the process table takes long to read
-CAPTURE_S = 15.0  # for evidence; it is judged and written in two more
+CAPTURE_S = 12.0  # for evidence; it is judged and written in two more, on a busy machine in five
 # vLLM's collect_env runs before there is a stall. One that begins sooner does not wait for it
 # longer than this: somebody must be informed, and may restart.
-COLLECT_ENV_S, PREPARED_S = 12.0, 60.0
+COLLECT_ENV_S, PREPARED_S = 6.0, 60.0
 
 
 class Phase(StrEnum):
@@ -222,7 +222,9 @@ class Watched:
         """
         if self.collecting:
             self.collecting.end()
-        options = collecting.options(collecting.looking_s(CAPTURE_S), patience_s)
+        options = collecting.options(
+            collecting.looking_s(CAPTURE_S), patience_s, samples=1 if fatal(looks) else STACKS
+        )
         looking = examine.Examination(self.server, options, collecting.quietly, looks, self.began)
         self.collecting = collecting.Collecting(
             looking, CAPTURE_S, COLLECT_ENV_S, collecting.quietly, stop, self.environment
