@@ -44,6 +44,14 @@ def test_what_stood_before_it_came_needs_its_looks_too() -> None:
     assert [bool(item) for item in shown] == [False] * 4 + [True] * 2
 
 
+def test_looks_that_are_late_count_for_those_that_were_missed() -> None:
+    shown = seen(Vigil(), *(stuck(at_s) for at_s in (0.0, 2.0, 7.0, 11.0)))
+    assert [bool(item) for item in shown] == [False, False, False, True]
+    # Two that are far apart may have a suspended machine between them.
+    shown = seen(Vigil(), *(stuck(at_s) for at_s in (0.0, 2.0, 60.0)))
+    assert [bool(item) for item in shown] == [False, False, False]
+
+
 def test_a_token_in_between_begins_it_anew() -> None:
     vigil = Vigil()
     seen(vigil, *(stuck(2.0 * n) for n in range(5)))

@@ -9,6 +9,7 @@ from .progress import DEAD, FINAL, METRICS_FACTOR, PATIENCE_S, Stall, fatal, sta
 
 INTERVAL_S = 2.0
 CHECKS = 5
+FEWEST = 3  # samples in a row, where they come late
 # Metrics and health cost the server and vllmops some milliseconds.
 ASK_S = 15.0
 
@@ -34,7 +35,7 @@ class Vigil:
 
     Args:
         interval_s: seconds between checks.
-        checks: samples in a row.
+        checks: samples in a row; fewer where those that come late take as long.
         patience_s: seconds that a server may make no progress while requests are pending.
     """
 
@@ -53,6 +54,7 @@ class Vigil:
         """Forget all samples: it is another server, or the last sample is old."""
         self.looks: list[Observation] = []
         self.row = 0
+        self.stood_s = 0.0
         self.asked_s = -ASK_S
         self.dismissed: set[tuple[str, str]] = set()
 
@@ -66,8 +68,12 @@ class Vigil:
             del self.looks[0]
         self.dismissed &= {key(stall) for stall in stalls(self.looks, 0.0)}
         self.row = self.row + 1 if self.standing else 0
+        if self.row <= 1:
+            self.stood_s = look.at_s
+        long = look.at_s - self.stood_s >= (self.checks - 1) * self.interval_s
+        enough = self.row >= self.checks or (long and self.row >= FEWEST)
         found = self.after(self.patience_s)
-        return [stall for stall in found if self.row >= self.checks or stall.code in FINAL]
+        return [stall for stall in found if enough or stall.code in FINAL]
 
     def after(self, seconds: float) -> list[Stall]:
         """What has stopped for so many seconds, without what was dismissed."""
