@@ -13,15 +13,16 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vllmops.bundle import bundle
-from vllmops.diagnose import vigil
-from vllmops.diagnose.doctor import examine
+from vllmops.bundle import bundle, collecting
+from vllmops.diagnose import doctor, vigil
+from vllmops.doctor import examine
 from vllmops.host.roles import Role
 from vllmops.instances import supervisor
 from vllmops.instances.record import Folder
@@ -136,7 +137,7 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
     assert kept.stat().st_mode & 0o077 == 0
     snapshot = bundle.load(kept)
     assert len(snapshot.stacks) == 3
-    assert "engine.no-progress" in {item.code for item in examine(snapshot, 1.5).findings}
+    assert "engine.no-progress" in {item.code for item in doctor.examine(snapshot, 1.5).findings}
     assert str(kept) in watch.said
     let_go(engine)
     watch.says("makes progress again")
@@ -236,14 +237,33 @@ def test_the_dead_do_not_move_and_one_sample_is_enough(engine: Any) -> None:
     assert "cut-short" not in {item.code for item in snapshot.unseen}
 
 
-def test_evidence_is_there_in_time_whatever_hangs(
-    engine: Any, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = home / "py-spy"
-    script.write_text("#!/bin/sh\nexec sleep 600\n")
+@pytest.fixture
+def hanging(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A py-spy that hangs can't be had otherwise; it ends once there is this file."""
+    script, end = home / "py-spy", home / "end"
+    script.write_text(f"#!/bin/sh\nwhile [ ! -e {end} ]; do sleep 0.1; done\n")
     script.chmod(0o755)
-    # A py-spy that hangs can't be had otherwise.
     monkeypatch.setattr(pyspy, "find", lambda: str(script))
+    return end
+
+
+def test_evidence_that_ends_early_has_all_that_is_there(engine: Any, hanging: Path) -> None:
+    server = resolve(str(engine.process.pid))
+    looking = examine.Examination(server, collecting.options(600.0), collecting.quietly)
+    with ThreadPoolExecutor() as pool:
+        whole = pool.submit(looking.run)
+        try:
+            until(lambda: looking.so_far("late").machine.memory_total)
+            early = looking.so_far("late")
+            assert not whole.done()
+        finally:
+            hanging.touch()
+    assert early.stacks == ()
+    assert [gap.why for gap in early.unseen if "of 3 stacks" in gap.part] == ["late"]
+
+
+@pytest.mark.usefixtures("hanging")
+def test_evidence_is_there_in_time_whatever_hangs(engine: Any, home: Path) -> None:
     stick(engine)
     os.kill(engine.process.pid, signal.SIGSTOP)
     server = watched.Watched(resolve(str(engine.process.pid)))

@@ -137,7 +137,8 @@ def probed_by_watch(server: Prone) -> Iterator[Probed]:
     """A watch that listens, from when it is green."""
     port = str(free_port())
     words = ("watch", "-t", server.name, "--listen", port, "-o", str(server.place / "kept"))
-    watch = server.cli.begin(*words)
+    # A session of its own, as `serve` gives it, has a share of the processors of its own.
+    watch = server.cli.begin(*words, start_new_session=True)
     made = Probed(server, f"http://127.0.0.1:{port}")
 
     def up() -> bool:

@@ -28,9 +28,8 @@ from ..instances.record import State
 from ..instances.servers import Server
 from ..memory import record as memory
 from ..protocol import identity
-from ..protocol.caches import CacheSnapshot, Silent
+from ..protocol.caches import CacheSnapshot
 from ..protocol.compares import CompareRequest, Comparison
-from ..protocol.heal import Proof
 from ..protocol.pasted import Pasted
 from ..protocol.patches import ProcessPatches
 from ..protocol.place import who
@@ -67,6 +66,17 @@ LOST, LOST_HINT = "agent.node-lost", "vllmops help agent.node-lost"
 KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
 KEY_DIGITS = 64
 STORE = "VLLM_ENABLE_RESPONSES_API_STORE"
+# What a snapshot has besides looks and stacks, in words.
+PARTS = {
+    "reports": "agents",
+    "patches": "patches",
+    "caches": "caches",
+    "comparisons": SIDES,
+    "recordings": "the last steps",
+    "lost_loads": "lost loads",
+    "machine": "the machine",
+    "guard": "who can reach the server",
+}
 
 
 @dataclass(frozen=True)
@@ -134,11 +144,12 @@ class Examination:
         self.samples: list[StacksSnapshot] = []
         self.ras: list[RasCapture] = []
         self.unseen: list[Unseen] = []
+        self.parts: Parts | None = None
 
     def run(self) -> ServerSnapshot:
         with ThreadPoolExecutor(12) as pool:  # a thread for each task
             probe = pool.submit(canary, self.server) if self.options.canary else None
-            parts = Parts(pool, self.server)
+            self.parts = parts = Parts(pool, self.server)
             sample = pool.submit(self.sample)
             asked = pool.submit(self.ask_nccl)
             self.look()
@@ -238,12 +249,15 @@ class Examination:
         Args:
             why: why the examination ends early, in words.
         """
-        rest = [Unseen("agents, caches, patches and machine", "cut-short", why)]
+        parts, known = (self.parts.done(), self.parts.gaps) if self.parts else ({}, ())
+        late = ", ".join(word for name, word in PARTS.items() if name not in parts)
+        rest = [Unseen(late, "cut-short", why)] if late else []
         if self.options.always and (missing := self.options.samples - len(self.samples)):
             rest.append(Unseen(f"{missing} of {self.options.samples} stacks", "cut-short", why))
+        gaps = (*self.unseen, *known, *(rest if self.server.processes else []))
         return self.snapshot(
-            machine=Machine(memory_total=0, memory_available=0),
-            unseen=(*self.unseen, *(rest if self.server.processes else [])),
+            **{"machine": Machine(memory_total=0, memory_available=0), **parts},
+            unseen=tuple(dict.fromkeys(gaps)),
         )
 
     def snapshot(self, **fields: Any) -> ServerSnapshot:
@@ -265,31 +279,17 @@ class Examination:
 
     def whole(self, parts: Parts, probe: Canary | None) -> ServerSnapshot:
         """The snapshot with all parts; waits for them."""
-        server = self.server
-        reports, silent = parts.agents.result()
-        patches = parts.patches.result()
-        held = parts.caches.result()
-        compared = parts.comparisons.result()
-        for agent_ in silent:
-            part = f"agent of {who(agent_)}"
-            self.miss(Unseen(part, agent_.code, agent_.why, agent_.hint))
-        for unseen in parts.unseen:
+        server, known = self.server, parts.wait()
+        for unseen in parts.gaps:
             self.miss(unseen)
         began = min((process.create_time for process in server.processes), default=None)
-        versions = (answer.hello.vllm_version for answer in reports)
+        versions = (answer.hello.vllm_version for answer in known["reports"])
         version = next(filter(None, versions), None)
         return self.snapshot(
+            **known,
             uptime_s=None if began is None else max(self.taken_at - began, 0.0),
             vllm_version=version or (http.version(server.url) if server.url else None),
-            reports=tuple(reports),
-            caches=held,
-            comparisons=compared,
-            patches=tuple(patches),
             memory=None if began is None else memory.newest(server.label, began),
-            recordings=parts.history.result().recordings,
-            lost_loads=tuple(parts.lost_loads.result()),
-            guard=parts.guard.result(),
-            machine=parts.machine.result(),
             canary=probe,
             unseen=tuple(self.unseen),
         )
@@ -300,16 +300,20 @@ class Parts:
 
     def __init__(self, pool: ThreadPoolExecutor, server: Server) -> None:
         self.server = server
+        self.silent: list[Unseen] = []
         self.unseen: list[Unseen] = []
         own = server.of(*ROLES)
-        self.agents: Future[tuple[list[AgentReport], list[Silent]]] = pool.submit(
-            agent.side_by_side, own, report
-        )
-        self.patches: Future[list[ProcessPatches]] = pool.submit(self.patched, own)
         self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
-        self.comparisons: Future[tuple[Comparison, ...]] = pool.submit(self.compared)
-        self.history: Future[history.History] = pool.submit(history.of, server)
-        self.lost_loads: Future[list[Proof]] = pool.submit(loads.lost, server)
+        self.fields: dict[str, Future[Any]] = {
+            "reports": pool.submit(self.reported, own),
+            "patches": pool.submit(self.patched, own),
+            "caches": self.caches,
+            "comparisons": pool.submit(self.compared),
+            "recordings": pool.submit(lambda: history.of(server).recordings),
+            "lost_loads": pool.submit(lambda: tuple(loads.lost(server))),
+            "machine": pool.submit(machine, server),
+            "guard": pool.submit(guard, server),
+        }
         if server.fleet:
             what = "the machine: memory, disks, GPUs, log, and who can reach the server"
             why = "the server is on another machine"
@@ -317,12 +321,31 @@ class Parts:
         starts_or_ends = server.record and server.record.state is not State.READY
         if not starts_or_ends and (note := server.note()):
             self.unseen.append(Unseen("other nodes", LOST, note, LOST_HINT))
-        self.machine: Future[Machine] = pool.submit(machine, server)
-        self.guard: Future[Guard] = pool.submit(guard, server)
 
-    def patched(self, own: Sequence[Process]) -> list[ProcessPatches]:
+    def wait(self) -> dict[str, Any]:
+        """The fields of a snapshot, once all are known."""
+        return {name: field.result() for name, field in self.fields.items()}
+
+    def done(self) -> dict[str, Any]:
+        """Those that are known by now."""
+        done = {name: field for name, field in self.fields.items() if field.done()}
+        return {name: field.result() for name, field in done.items() if not field.exception()}
+
+    @property
+    def gaps(self) -> tuple[Unseen, ...]:
+        """What could not be seen, first the agents that did not answer."""
+        return (*self.silent, *self.unseen)
+
+    def reported(self, own: Sequence[Process]) -> tuple[AgentReport, ...]:
+        answers, silent = agent.side_by_side(own, report)
+        for each in silent:
+            part = f"agent of {who(each)}"
+            self.silent.append(Unseen(part, each.code, each.why, each.hint))
+        return tuple(answers)
+
+    def patched(self, own: Sequence[Process]) -> tuple[ProcessPatches, ...]:
         answers, _ = agent.side_by_side(own, lambda process: agent.reach(process).patches())
-        return answers
+        return tuple(answers)
 
     def cached(self) -> CacheSnapshot | None:
         try:
