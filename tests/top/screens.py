@@ -19,7 +19,7 @@ from .looks import board, one, stalled
 from .looks import seen as observed
 
 CELL = re.compile(r'<text class="[^"]*" x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
-WIDTH = 12.2  # of a character in Rich's pictures
+WIDTH, HEIGHT = 12.2, 24.4  # of a character in Rich's pictures
 
 
 def made(of: Board) -> Top:
@@ -29,11 +29,11 @@ def made(of: Board) -> Top:
 
 def lines(app: Top) -> list[str]:
     """What is on the screen."""
-    rows: dict[float, str] = {}
+    rows = [""] * app.size.height
     for x, y, text in CELL.findall(app.export_screenshot()):
-        at = round(float(x) / WIDTH)
-        rows[float(y)] = rows.get(float(y), "").ljust(at) + html.unescape(text)
-    return [rows[y].replace("\xa0", " ").rstrip() for y in sorted(rows)]
+        column, row = round(float(x) / WIDTH), int(float(y) / HEIGHT)
+        rows[row] = rows[row].ljust(column) + html.unescape(text)
+    return [row.replace("\xa0", " ").rstrip() for row in rows]
 
 
 @contextmanager

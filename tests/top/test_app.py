@@ -15,8 +15,9 @@ from vllmops.top import actions
 from vllmops.top.app import Top
 from vllmops.top.look import Asked, Board
 
+from ..diagnose.servers import pulse
 from ..support.extent import EVERYTHING
-from .looks import board, hostile, one, stalled, unreachable, working
+from .looks import board, hostile, one, seen, stalled, unreachable, working
 from .screens import lines, made, settled, standard
 
 AWAY = "https://gpu7.example"
@@ -93,6 +94,16 @@ def test_all_is_on_a_small_screen() -> None:
             assert part in text, shown
 
     play(board(demo=working(), two=stalled("two"), **{AWAY: [unreachable()]}), script)
+
+
+def test_what_does_not_fit_is_not_cut_in_the_middle_of_a_number() -> None:
+    pulses = (pulse("engine", running=12, waiting=1234, still_s=130.0, current_step=1234567),)
+
+    async def script(app: Top, pilot: Pilot[None]) -> None:
+        (line,) = [line for line in await settled(app, pilot) if "engine 20" in line]
+        assert line[:54].endswith("…"), line
+
+    play(board(demo=[one(30.0, seen=seen(30.0, pulses=pulses))]), script)
 
 
 @pytest.mark.parametrize("colour", ["no", "yes"])

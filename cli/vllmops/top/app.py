@@ -264,8 +264,11 @@ class Top(App[None]):
             if first := found or next(iter(self.nodes.values()), None):
                 self.call_after_refresh(tree.move_cursor, first)
         for key, label in labels.items():
+            row = self.nodes[key]
+            if width := tree.scrollable_content_region.width:  # else there is none yet
+                label.truncate(width - tree.guide_depth * depth(row), overflow="ellipsis")
             if self.labels.get(key) != label:
-                self.nodes[key].set_label(label)
+                row.set_label(label)
         self.labels = labels
 
     @property
@@ -468,6 +471,14 @@ class Top(App[None]):
 
     def warn(self, text: str) -> None:
         self.notify(printable(text, lines=False), severity="warning", markup=False)
+
+
+def depth(node: TreeNode[Key]) -> int:
+    """How many signs are before a row's label: one for each row above, one if it can be closed."""
+    found = int(node.allow_expand)
+    while node.parent and not node.parent.is_root:
+        node, found = node.parent, found + 1
+    return found
 
 
 def branches(servers: Iterable[ServerRow]) -> Iterable[tuple[Key, Text]]:
