@@ -88,6 +88,9 @@ def test_all_is_on_a_small_screen() -> None:
             f"{AWAY}  not seen",
             "tokens/s 100",
             "KV 45%",
+            "prefix hits 80%",
+            "mm-lru P0 of api 10: 3",
+            "entries, 1.0 GiB of 4.0",
             "engine.no-progress",
             "d Doctor",
         ):

@@ -129,7 +129,7 @@ class Top(App[None]):
     #figures { width: 26; padding: 0 0 0 1; }
     #figures Static { height: 1; }
     #figures Sparkline { height: 1; }
-    #caches { height: 1fr; }
+    #figures #caches { height: 1fr; }
     TabbedContent, ContentSwitcher, TabPane { height: 1fr; }
     TabPane { padding: 0; }
     DataTable { height: 1fr; }
@@ -209,7 +209,9 @@ class Top(App[None]):
         self.part("#servers").focus()
         self.board.begin()
         self.set_interval(REFRESH_S, self.refresh_rows)
-        self.refresh_rows()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.refresh_rows)  # once all have their places
 
     def on_unmount(self) -> None:
         self.board.end()
@@ -250,6 +252,8 @@ class Top(App[None]):
         """Show servers, nodes and processes; what is chosen stays chosen."""
         labels = dict(branches(self.servers))
         tree: Tree[Key] = self.part("#servers", Tree)
+        if not (width := tree.scrollable_content_region.width):
+            return  # it has no place yet
         if [*labels] != self.keys:
             chosen = tree.cursor_node.data if tree.cursor_node else None
             tree.clear()
@@ -265,8 +269,7 @@ class Top(App[None]):
                 self.call_after_refresh(tree.move_cursor, first)
         for key, label in labels.items():
             row = self.nodes[key]
-            if width := tree.scrollable_content_region.width:  # else there is none yet
-                label.truncate(width - tree.guide_depth * depth(row), overflow="ellipsis")
+            label.truncate(width - tree.guide_depth * depth(row), overflow="ellipsis")
             if self.labels.get(key) != label:
                 row.set_label(label)
         self.labels = labels
