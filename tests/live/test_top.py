@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
+import re
 import resource
 import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,8 +20,11 @@ import pytest
 
 from ..support.waiting import until
 from .conftest import Live
+from .test_cache import ask as see
 
 pytest.importorskip("textual")
+
+from textual.pilot import Pilot
 
 from vllmops.protocol.metrics import Metrics
 from vllmops.top import rows
@@ -25,9 +32,18 @@ from vllmops.top.app import Top
 from vllmops.top.look import METRICS_S, Board, Follower
 from vllmops.vllm_api.http import metrics
 
-from ..top.screens import seen
+from ..top.screens import lines, seen
 
 LONG = {"model": "demo-vision", "prompt": "The quick", "max_tokens": 1500, "ignore_eos": True}
+# What `VLLMOPS_WRITE_SCREENS=1 pytest tests/live/test_top.py` writes anew.
+SCREENS = Path(__file__).with_name("top")
+WRITE = os.environ.get("VLLMOPS_WRITE_SCREENS") == "1"
+# What another server, machine or moment shows otherwise: frames, what a thread does, what caches
+# have, names of requests, sparklines, numbers, and one that is not known yet.
+VARIES = re.compile(
+    r"\S+ \(.*:\d+\)|(?<=MainThread: )\w+|of \w+ \d+.*|(\d+ )?entries,.*|cmpl-\S+|[▁-█]+"
+    r"|\d[\d:.,]*[%s]?|(?<= )-(?= |$)"
+)
 LOOKS = 100
 MOST = 0.02  # of a core, at one look per second
 
@@ -39,8 +55,8 @@ def server(vision_server: Live, monkeypatch: pytest.MonkeyPatch) -> Live:
     return vision_server
 
 
-def ask(server: Live) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=120)
+def ask(server: Live, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json={**LONG, **fields}, timeout=120)
 
 
 @pytest.fixture
@@ -114,6 +130,62 @@ def test_the_full_screen_shows_and_ends_a_request(server: Live, held: list[httpx
     asyncio.run(script())
     until(lambda: held)
     assert not held[0].is_success or "an operator ended it" in held[0].text
+
+
+@contextmanager
+def paused(server: Live) -> Iterator[None]:
+    """A server that keeps its requests as they are, and a request."""
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(ask(server, max_tokens=1)))
+    httpx.post(f"{server.url}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
+    try:
+        asking.start()
+        yield
+    finally:
+        httpx.post(f"{server.url}/resume", timeout=30).raise_for_status()
+        asking.join()
+    assert answers[0].is_success
+
+
+def stable(line: str) -> str:
+    """A line without what varies; what follows at a distance stays in its column."""
+    parts = re.split(r"(  +)", line)
+    return "".join(VARIES.sub("#", part).ljust(len(part)) for part in parts).rstrip()
+
+
+async def looks_as_it_did(name: str, app: Top, pilot: Pilot[None], *texts: str) -> None:
+    """Compare a screen that has these texts with the one that is kept, until they are the same."""
+    await seen(app, pilot, *texts)
+    path = SCREENS / f"{name}.txt"
+    if WRITE:
+        await pilot.pause(5)
+        path.write_text("\n".join(map(stable, lines(app))) + "\n")
+    for _ in range(100):
+        now = [*map(stable, lines(app))]
+        kept = path.read_text().splitlines()
+        if now == kept:
+            return
+        await pilot.pause(0.2)
+    changed = "\n".join(difflib.unified_diff(kept, now, str(path), "now", lineterm=""))
+    raise AssertionError(f"{changed}\n\nVLLMOPS_WRITE_SCREENS=1 writes it anew")
+
+
+def test_the_full_screen_looks_as_it_did(server: Live) -> None:
+    see(server.url, 47110)  # all caches have been asked for something
+
+    async def script() -> None:
+        app = Top(Board([server.name, "nobody"]))
+        async with app.run_test(size=(80, 24)) as pilot:
+            texts = (f"{server.name}  ready", "nobody  not seen", "mm-lru P0")
+            await looks_as_it_did("overview", app, pilot, *texts)
+            await pilot.press("down", "s")
+            await looks_as_it_did("stacks", app, pilot, "MainThread", ".py:")
+            with paused(server):
+                await pilot.press("r")
+                await looks_as_it_did("requests", app, pilot, "cmpl-", "paused")
+            await pilot.press("q")
+
+    asyncio.run(script())
 
 
 def test_a_stopped_process_is_a_finding_and_its_end_is_seen(server: Live) -> None:
