@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ..errors import VllmopsError
 from ..host.roles import Role
-from ..metrics.gathering import SHARE, Gathering
+from ..metrics.gathering import Gathering
 from ..protocol.server import Observation
 from ..protocol.view import StoreUse, View
 from . import engine, objects
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from ..store.store import ResponseStore
 
 TIMEOUT_S = 2.0
-STORE_S = 60.0  # from one count of the store to the next; it goes through many rows
+# From one count of the store to the next, which goes through many rows, and its share of the time.
+STORE_S, STORE_SHARE = 60.0, 0.005
 
 
 class Far:
@@ -74,7 +75,7 @@ class Store:
         now = time.monotonic()
         if self.counting and self.counting.done():
             counting, self.counting = self.counting, None
-            self.due = now + max(STORE_S, (now - self.began) / SHARE)
+            self.due = now + max(STORE_S, (now - self.began) / STORE_SHARE)
             failed = store is None or counting.exception()
             self.last = None if failed else used(store, counting.result())
         if store is not None and self.counting is None and now >= self.due:
