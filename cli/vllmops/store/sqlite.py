@@ -319,10 +319,11 @@ class Sqlite(Sql):
         assert self.writer
         await self.writer.run(run)
 
-    async def both(self, first: Step, then: Step) -> tuple[Rows, Rows]:
-        def run(connection: sqlite3.Connection) -> tuple[Rows, Rows]:
-            rows = self.taken(connection, first)
-            return rows, (self.taken(connection, then) if rows else ())
+    async def held(self, *given: Any) -> Rows | None:
+        def run(connection: sqlite3.Connection) -> Rows | None:
+            if not self.taken(connection, Step("hold", given)):
+                return None
+            return self.taken(connection, Step("entries", given[:1]))
 
         assert self.writer
         return await self.writer.run(run)
