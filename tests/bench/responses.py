@@ -21,6 +21,7 @@ from vllmops.demo import Kind
 from vllmops.store import settings
 
 from .figure import Figure, Limit, paired
+from .memory import cpu_seconds
 from .setting import HOST, PYTHON, START_TIMEOUT_S, Server, Setting, healthy
 from .setting import LONG as ROOM
 
@@ -44,7 +45,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         servers = dict(started(setting, stack))
         for server in servers.values():
             server.load([server.request(PATH, BODY)] * (48 if setting.short else 480), CONNECTIONS)
-        yield passed(setting, servers)
+        yield from passed(setting, servers)
         yield from created(setting, servers)
         yield from read(setting, servers)
         yield from chained(setting, servers)
@@ -90,12 +91,14 @@ def gateway(setting: Setting, behind: Server) -> Iterator[Server]:
         process.wait()
 
 
-def passed(setting: Setting, servers: Mapping[str, Server]) -> Figure:
-    """A request that is none of ours."""
+def passed(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
+    """A request that is none of ours: how long it takes, and how long the API server computes."""
     two = {name: servers[name] for name in (STOCK, "sqlite")}
     bursts = {name: [item.request("/health")] * 4 * BURST for name, item in two.items()}
-    times = taken(two, bursts, 3 if setting.short else 200)
-    return compared(setting, "GET /health", "sqlite", times, STOCK, 1 / 0.98)
+    spent: Times = defaultdict(list)
+    times = taken(two, bursts, 10 if setting.short else 200, spent=spent)
+    for what, values in (("GET /health", times), ("GET /health, CPU time", spent)):
+        yield compared(setting, what, "sqlite", values, STOCK, 1 / 0.98)
 
 
 def created(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
@@ -170,14 +173,27 @@ def taken(
     bursts: Mapping[str, Sequence[bytes]],
     rounds: int,
     connections: int = CONNECTIONS,
+    *,
+    spent: Times | None = None,
 ) -> Times:
-    """Seconds for each request, in blocks by turns."""
+    """Seconds for each request, in blocks by turns.
+
+    Args:
+        servers: by name.
+        bursts: the requests of a block.
+        rounds: blocks of each server.
+        connections: on which they are sent.
+        spent: gets the seconds that the API server computes for each, where that is wanted.
+    """
     times, choice = defaultdict[str, list[float]](list), random.Random(1)
     for _ in range(rounds):
         for name in choice.sample(list(servers), len(servers)):
-            began = time.perf_counter()
-            servers[name].load(bursts[name], connections)
-            times[name].append((time.perf_counter() - began) / len(bursts[name]))
+            server, count = servers[name], len(bursts[name])
+            before, began = cpu_seconds(server.pid), time.perf_counter()
+            server.load(bursts[name], connections)
+            times[name].append((time.perf_counter() - began) / count)
+            if spent is not None:
+                spent[name].append((cpu_seconds(server.pid) - before) / count)
     return times
 
 
