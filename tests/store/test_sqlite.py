@@ -7,6 +7,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 from vllmops.errors import VllmopsError
 from vllmops.store import opening, sqlite
 from vllmops.store.backend import EVERYBODY, Limits, Response
-from vllmops.store.conversations import Addition, Conversation
 from vllmops.store.sqlite import Sqlite, Worker
 
 FILES, AT_ONCE = 100, 4
@@ -120,10 +120,7 @@ def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         made = response("resp_a")
         await store.create(made)
-        assert store.recent
-        store.recent.kept.clear()  # as if another process had made it
         assert await queries(store, store.get("me", "resp_a")) == (made, 1)
-        store.recent.text = ""  # what is not read again needs no statement
         assert await queries(store, store.get("me", "resp_a")) == (made, 0)
         # Whose it is is part of the question.
         assert await queries(store, store.get("you", "resp_a")) == (None, 1)
@@ -132,27 +129,35 @@ def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
     with_store(tmp_path / "a.db", work)
 
 
-@pytest.mark.parametrize("way", ["created", "put", "added"])
-def test_what_was_just_written_waits_for_no_thread(tmp_path: Path, way: str) -> None:
+def test_what_was_changed_is_read_by_a_thread(tmp_path: Path) -> None:
+    """A statement on the event loop could wait for the disk."""
+
     async def work(store: Sqlite) -> None:
         made = response("resp_a")
-        if way == "put":
-            await store.create(response("resp_a", status="queued"))
-            await store.put(made)
-        elif way == "added":
-            conversation = Conversation(id="conv_a", owner="me", metadata=b"{}")
-            await store.create_conversation(conversation, [])
-            await store.add_entries(addition, made, new=True)
-        else:
-            await store.create(made)
+        await store.create(made)
         for _ in range(2):
+            assert await queries(store, store.get("me", "resp_a")) == (made, 1)
             assert await queries(store, store.get("me", "resp_a")) == (made, 0)
-        await store.create(response("resp_b"))  # a commit between reads
-        assert await queries(store, store.get("me", "resp_a")) == (made, 0)
-        # Nor is it anybody else's.
-        assert await queries(store, store.get("you", "resp_a")) == (None, 1)
+            await store.create(response("resp_b"))
 
-    addition = Addition(conversation_id="conv_a", owner="me", entries=[])
+    with_store(tmp_path / "a.db", work)
+
+
+def test_a_file_without_a_wal_is_read_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is shared in memory tells of its changes."""
+    connect = sqlite3.connect
+    other = partial(connect, f"file:{tmp_path}/a.db?vfs=unix-dotfile", uri=True)
+    monkeypatch.setattr(sqlite3, "connect", lambda _, **given: other(**given))
+    (tmp_path / "a.db-shm").write_bytes(bytes(sqlite.HEADER))  # of another time
+
+    async def work(store: Sqlite) -> None:
+        made = response("resp_a")
+        await store.create(made)
+        for _ in range(2):
+            assert await queries(store, store.get("me", "resp_a")) == (made, 1)
+
     with_store(tmp_path / "a.db", work)
 
 
@@ -182,8 +187,6 @@ def test_a_change_while_it_is_read_is_not_missed(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         await store.create(response("resp_a"))
         assert store.reader
-        assert store.recent
-        store.recent.kept.clear()
         run = store.reader.run
 
         async def slowly(job: Callable[[sqlite3.Connection], Any]) -> Any:

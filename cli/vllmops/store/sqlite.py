@@ -13,9 +13,10 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
@@ -23,9 +24,9 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from ..errors import VllmopsError, usage
-from .backend import FINISHED, Limits, Response
-from .conversations import Addition, Outcome
-from .sql import Sql, made
+from .backend import Limits, Response
+from .conversations import Outcome
+from .sql import Sql
 from .sql_conversations import Rows, Step, Steps, Undo
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ BUSY_S = 1.5
 NAP_S = 0.0005
 # Responses that are kept in memory, and the largest of them: 8 MiB in all.
 KEPT, KEPT_BYTES = 512, 16_384
+# Bytes of a WAL index's header, as SQLite documents it.
+HEADER = 48
 
 
 class Worker:
@@ -120,32 +123,24 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
 
 
 class Recent:
-    """Responses that were written or read lately, which the event loop itself may read.
+    """Responses that were read lately, which the event loop may tell again.
 
-    What nobody has changed since is not read at all: SQLite tells so from memory that its
-    connections share. Else the row is read again, from pages that the machine still has in its
-    memory: that takes less than the way to another thread and back.
+    It asks no connection, because any statement may wait for the disk.
 
     Args:
-        connection: for this alone.
-        text: the statement that reads one.
+        changes: another value after each commit to the file, by whomever.
     """
 
-    def __init__(self, connection: sqlite3.Connection, text: str) -> None:
-        self.connection = connection
-        self.text = text
-        # With what `look` gave before they were read; without a response where none was.
-        self.kept: dict[tuple[str, str], tuple[object, Response | None]] = {}
+    def __init__(self, changes: mmap) -> None:
+        self.changes = changes
+        # With what `look` gave before they were read.
+        self.kept: dict[tuple[str, str], tuple[bytes, Response]] = {}
 
-    def look(self) -> object:
-        """A value that is another one after each change of the file."""
-        try:
-            (version,) = self.connection.execute("PRAGMA data_version").fetchone()
-        except sqlite3.Error:  # it can't be told, so all is read again
-            version = object()
-        return version
+    def look(self) -> bytes:
+        """A value that is another one after each commit."""
+        return self.changes[:]
 
-    def find(self, owner: str, response_id: str, version: object) -> Response | None:
+    def find(self, owner: str, response_id: str, version: bytes) -> Response | None:
         """A response as it is now; None where that is not to be told here.
 
         Args:
@@ -154,35 +149,42 @@ class Recent:
             version: what `look` has just given.
         """
         known = self.kept.pop((owner, response_id), None)
-        if known is None:
+        if known is None or known[0] != version:
             return None
-        if known[0] != version or known[1] is None:
-            try:
-                given = numbered((response_id, owner))
-                rows = self.connection.execute(self.text, given).fetchall()
-            except sqlite3.Error:
-                rows = []
-            if not rows or not fits(found := made(rows[0])):
-                return None
-            known = version, found
-        self.note((owner, response_id), known)
+        self.kept[owner, response_id] = known
         return known[1]
 
-    def keep(self, owner: str, response: Response, version: object) -> None:
+    def keep(self, owner: str, response: Response, version: bytes) -> None:
         """Keep a response that was read after `look` gave that value."""
-        if fits(response):
-            self.note((owner, response.id), (version, response))
-
-    def written(self, response: Response) -> None:
-        """Note what was written: its owner may read it next."""
-        if fits(response):
-            self.note((response.owner, response.id), (None, None))
-
-    def note(self, key: tuple[str, str], known: tuple[object, Response | None]) -> None:
-        self.kept.pop(key, None)
-        self.kept[key] = known
+        if not fits(response):
+            return
+        self.kept.pop((owner, response.id), None)
+        self.kept[owner, response.id] = version, response
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
+
+
+# By device and inode. None is closed: that would drop every lock of this process on the file.
+CHANGES: dict[tuple[int, int], mmap] = {}
+
+
+def changes(path: Path) -> mmap:
+    """The header of what the connections to a file share in memory; each commit counts in it.
+
+    Args:
+        path: of a file in WAL mode that has a connection.
+    """
+    shared = path.with_name(f"{path.name}-shm")
+    found = shared.stat()
+    name = found.st_dev, found.st_ino
+    if name not in CHANGES:
+        CHANGES[name] = mmap(os.open(shared, os.O_RDONLY), HEADER, access=ACCESS_READ)
+    return CHANGES[name]
+
+
+def in_wal_mode(connection: sqlite3.Connection) -> bool:
+    """Whether a file has a WAL; some file systems can't share memory, and it has none there."""
+    return bool(connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal")
 
 
 def fits(response: Response) -> bool:
@@ -224,17 +226,15 @@ class Sqlite(Sql):
         self.writer = self.writer or Worker(self.connect, "responses-writer")
         self.reader = self.reader or Worker(self.connect, "responses-reader")
         await self.writer.run(self.upgrade)
-        if self.recent is None:
-            self.recent = Recent(await self.reader.run(self.another), self.text["get"])
+        if await self.reader.run(in_wal_mode):
+            self.recent = Recent(changes(self.path))
 
     async def close(self) -> None:
         try:
             if self.writer:
                 await super().close()
         finally:
-            if self.recent:
-                self.recent.connection.close()  # not the last one, whose end may take a while
-                self.recent = None
+            self.recent = None
             workers = [worker for worker in (self.writer, self.reader) if worker]
             self.writer = self.reader = None
             for worker in workers:  # also where the time is over before they have ended
@@ -248,10 +248,7 @@ class Sqlite(Sql):
         # Only where there is none: closing a file drops all locks that the process has on it.
         with suppress(FileExistsError):
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL, 0o600))
-        # `Recent` uses its connection in another thread than the one that makes it.
-        connection = sqlite3.connect(
-            self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-        )
+        connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -259,12 +256,6 @@ class Sqlite(Sql):
         # As PostgreSQL tells the time, in seconds since the epoch.
         connection.create_function("statement_timestamp", 0, time.time)
         connection.create_function("date_part", 2, lambda _, at: at)
-        return connection
-
-    def another(self, _: sqlite3.Connection) -> sqlite3.Connection:
-        connection = self.connect()
-        # The event loop uses it, and waits for nobody.
-        connection.execute("PRAGMA busy_timeout = 0")
         return connection
 
     def upgrade(self, connection: sqlite3.Connection) -> None:
@@ -275,34 +266,14 @@ class Sqlite(Sql):
                 connection.execute(statement)
 
     async def find(self, owner: str, response_id: str) -> Response | None:
-        assert self.recent
-        version = self.recent.look()
-        if known := self.recent.find(owner, response_id, version):
-            return known
-        found = await super().find(owner, response_id)
-        if found is not None and self.recent:
-            self.recent.keep(owner, found, version)
+        recent = self.recent
+        if recent is None:
+            return await super().find(owner, response_id)
+        version = recent.look()
+        found = recent.find(owner, response_id, version)
+        if found is None and (found := await super().find(owner, response_id)):
+            recent.keep(owner, found, version)
         return found
-
-    async def add(self, response: Response) -> bool:
-        return self.noted(await super().add(response), response)
-
-    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
-        return self.noted(await super().put(response, unless_status=unless_status), response)
-
-    async def add_entries(
-        self, addition: Addition, response: Response | None = None, *, new: bool = False
-    ) -> Outcome:
-        outcome = await super().add_entries(addition, response, new=new)
-        if response:
-            self.noted(outcome is Outcome.DONE, response)
-        return outcome
-
-    def noted(self, done: bool, response: Response) -> bool:
-        """Whether a response was written, which is noted."""
-        if done and self.recent:
-            self.recent.written(response)
-        return done
 
     async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         assert self.reader
