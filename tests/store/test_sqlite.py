@@ -7,6 +7,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 from vllmops.errors import VllmopsError
 from vllmops.store import opening, sqlite
 from vllmops.store.backend import EVERYBODY, Limits, Response
+from vllmops.store.conversations import Addition, Conversation
 from vllmops.store.sqlite import Sqlite, Worker
 
 FILES, AT_ONCE = 100, 4
@@ -129,18 +131,58 @@ def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
     with_store(tmp_path / "a.db", work)
 
 
-def test_what_was_changed_is_read_by_a_thread(tmp_path: Path) -> None:
-    """A statement on the event loop could wait for the disk."""
-
+def test_what_this_process_adds_changes_nothing_else(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         made = response("resp_a")
         await store.create(made)
-        for _ in range(2):
-            assert await queries(store, store.get("me", "resp_a")) == (made, 1)
-            assert await queries(store, store.get("me", "resp_a")) == (made, 0)
-            await store.create(response("resp_b"))
+        assert await queries(store, store.get("me", "resp_a")) == (made, 1)
+        await store.create_conversation(Conversation(id="conv_a", owner="me"), [])
+        await store.hold("me", "conv_a", "h")
+        await store.add_entries(addition, response("resp_b"), new=True)
+        await store.create(response("resp_c"))
+        await store.sweep()
+        assert await queries(store, store.get("me", "resp_a")) == (made, 0)
+        await store.delete("me", "resp_b")
+        assert await queries(store, store.get("me", "resp_a")) == (made, 1)
 
+    addition = Addition(conversation_id="conv_a", owner="me", entries=[], holder="h")
     with_store(tmp_path / "a.db", work)
+
+
+def test_what_another_process_commits_between_is_seen(tmp_path: Path) -> None:
+    """Before, within and after what this one does."""
+    path = tmp_path / "a.db"
+
+    async def work(store: Sqlite) -> None:
+        def change(error: str) -> None:
+            with closing(sqlite3.connect(path, isolation_level=None)) as other:
+                other.execute("UPDATE vllmops_responses SET error = ?", [error])
+
+        def changed(connection: sqlite3.Connection) -> None:
+            change("within")
+
+        def both(connection: sqlite3.Connection) -> None:
+            connection.execute(store.text["release"], {"1": "conv_a", "2": "h"}).fetchall()
+            change("after")
+
+        await store.create(response("resp_a"))
+        await store.create_conversation(Conversation(id="conv_a", owner="me"), [])
+        await store.get("me", "resp_a")
+        change("before")
+        await store.create(response("resp_b"))
+        assert await errors(store) == "before"
+        await store.write(changed, spares=True)
+        assert await errors(store) == "within"
+        await store.hold("me", "conv_a", "h")
+        await store.write(both, spares=True)
+        assert await errors(store) == "after"
+
+    async def errors(store: Sqlite) -> str:
+        found = await store.get("me", "resp_a")
+        assert found
+        return found.error
+
+    with_store(path, work)
 
 
 def test_a_file_without_a_wal_is_read_each_time(

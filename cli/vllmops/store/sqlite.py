@@ -10,6 +10,7 @@ import asyncio
 import os
 import sqlite3
 import stat
+import sys
 import threading
 import time
 from collections import deque
@@ -24,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from ..errors import VllmopsError, usage
-from .backend import Limits, Response
+from .backend import GONE, Limits, Response
 from .conversations import Outcome
 from .sql import Sql
 from .sql_conversations import Rows, Step, Steps, Undo
@@ -38,6 +39,11 @@ BUSY_S = 1.5
 NAP_S = 0.0005
 # Responses that are kept in memory, and the largest of them: 8 MiB in all.
 KEPT, KEPT_BYTES = 512, 16_384
+# Statements that change no response which has ended by itself.
+SPARING = (
+    *("create", "append", "trim", "touch", "renew", "hold", "release", "renew hold"),
+    *("create conversation", "set metadata", "delete conversation", "touch conversation"),
+)
 # Bytes of a WAL index's header, as SQLite documents it.
 HEADER = 48
 
@@ -125,43 +131,63 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
 class Recent:
     """Responses that were read lately, which the event loop may tell again.
 
-    It asks no connection, because any statement may wait for the disk.
+    It asks no connection, because any statement may wait for the disk. What is kept is as it was
+    at one version of the file, and is told as long as the file has that version. A commit of this
+    process that changes none of it is counted, so it lasts until another one commits.
 
     Args:
-        changes: another value after each commit to the file, by whomever.
+        header: of what all connections to the file share in memory; another one after each commit.
     """
 
-    def __init__(self, changes: mmap) -> None:
-        self.changes = changes
-        # With what `look` gave before they were read.
-        self.kept: dict[tuple[str, str], tuple[bytes, Response]] = {}
+    def __init__(self, header: mmap) -> None:
+        self.header = header
+        self.version = b""
+        self.kept: dict[tuple[str, str], Response] = {}
 
     def look(self) -> bytes:
-        """A value that is another one after each commit."""
-        return self.changes[:]
+        """The version of the file."""
+        return self.header[:]
 
-    def find(self, owner: str, response_id: str, version: bytes) -> Response | None:
+    def find(self, owner: str, response_id: str) -> Response | None:
         """A response as it is now; None where that is not to be told here.
 
         Args:
             owner: who asks.
             response_id: of the response.
-            version: what `look` has just given.
         """
-        known = self.kept.pop((owner, response_id), None)
-        if known is None or known[0] != version:
+        if self.version != self.look():
             return None
-        self.kept[owner, response_id] = known
-        return known[1]
+        known = self.kept.pop((owner, response_id), None)
+        if known is not None:
+            self.kept[owner, response_id] = known
+        return known
 
     def keep(self, owner: str, response: Response, version: bytes) -> None:
-        """Keep a response that was read after `look` gave that value."""
-        if not fits(response):
+        """Keep a response that was read when the file had that version, or a later one."""
+        if not fits(response) or version != self.look():
             return
+        if version != self.version:
+            self.kept.clear()
+            self.version = version
         self.kept.pop((owner, response.id), None)
-        self.kept[owner, response.id] = version, response
+        self.kept[owner, response.id] = response
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
+
+    def committed(self, before: bytes, after: bytes) -> None:
+        """Count a commit that has changed nothing that is kept.
+
+        Args:
+            before: the version before it.
+            after: the version after it; of others' commits between these nothing is known.
+        """
+        if before == self.version and commits(after) - commits(before) == 1:
+            self.version = after
+
+
+def commits(version: bytes) -> int:
+    """How many commits a version counts."""
+    return int.from_bytes(version[8:12], sys.byteorder)
 
 
 # By device and inode. None is closed: that would drop every lock of this process on the file.
@@ -190,7 +216,8 @@ def in_wal_mode(connection: sqlite3.Connection) -> bool:
 def fits(response: Response) -> bool:
     """Whether a response has ended and is small; a damaged file may have values of any type."""
     parts = (response.body, response.input)
-    sound = not response.running and all(isinstance(part, bytes) for part in parts)
+    ended = not response.running and response.error != GONE
+    sound = ended and all(isinstance(part, bytes) for part in parts)
     return sound and sum(map(len, parts)) <= KEPT_BYTES
 
 
@@ -212,6 +239,7 @@ class Sqlite(Sql):
         self.reader: Worker | None = None
         self.writer: Worker | None = None
         self.recent: Recent | None = None
+        self.sparing = {self.text[name] for name in SPARING}
 
     async def there(self) -> bool:
         return self.path.exists()
@@ -269,26 +297,52 @@ class Sqlite(Sql):
         recent = self.recent
         if recent is None:
             return await super().find(owner, response_id)
+        if known := recent.find(owner, response_id):
+            return known
         version = recent.look()
-        found = recent.find(owner, response_id, version)
-        if found is None and (found := await super().find(owner, response_id)):
+        if found := await super().find(owner, response_id):
             recent.keep(owner, found, version)
         return found
 
-    async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
-        assert self.reader
-        assert self.writer
-        worker = self.reader if statement.startswith(("SELECT", "WITH RECURSIVE")) else self.writer
+    async def run(self, statement: str, *values: Any) -> Rows:
         given = numbered(values)
-        return await worker.run(lambda connection: connection.execute(statement, given).fetchall())
+
+        def run(connection: sqlite3.Connection) -> Rows:
+            return connection.execute(statement, given).fetchall()
+
+        if statement.startswith(("SELECT", "WITH RECURSIVE")):
+            assert self.reader
+            return await self.reader.run(run)
+        return await self.write(run, spares=statement in self.sparing)
+
+    async def write(self, job: Callable[[sqlite3.Connection], T], *, spares: bool) -> T:
+        """Have the writer do something.
+
+        Args:
+            job: what; it commits once at most.
+            spares: whether it changes no response that has ended by itself.
+        """
+        assert self.writer
+        recent = self.recent
+        if not spares or recent is None:
+            return await self.writer.run(job)
+
+        def run(connection: sqlite3.Connection) -> tuple[T, bytes, bytes]:
+            count, before = connection.total_changes, recent.look()
+            done = job(connection)
+            # It may have found nothing to change.
+            return done, before, recent.look() if connection.total_changes > count else before
+
+        done, before, after = await self.writer.run(run)
+        recent.committed(before, after)
+        return done
 
     async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
         def run(connection: sqlite3.Connection) -> None:
             with transaction(connection):
                 connection.executemany(self.text[name], map(numbered, values))
 
-        assert self.writer
-        await self.writer.run(run)
+        await self.write(run, spares=name in SPARING)
 
     async def held(self, *given: Any) -> Rows | None:
         def run(connection: sqlite3.Connection) -> Rows | None:
@@ -296,19 +350,17 @@ class Sqlite(Sql):
                 return None
             return self.taken(connection, Step("entries", given[:1]))
 
-        assert self.writer
-        return await self.writer.run(run)
+        return await self.write(run, spares=True)
 
     async def transact(self, steps: Callable[[], Steps]) -> Outcome:
         def run(connection: sqlite3.Connection) -> Outcome:
-            try:
-                with transaction(connection):
-                    return self.walked(connection, steps())
-            except Undo as undone:
-                return undone.outcome
+            with transaction(connection):
+                return self.walked(connection, steps())
 
-        assert self.writer
-        return await self.writer.run(run)
+        try:
+            return await self.write(run, spares=True)  # a run at most, which ends
+        except Undo as undone:
+            return undone.outcome
 
     def walked(self, connection: sqlite3.Connection, steps: Steps) -> Outcome:
         """Run steps; what came of them."""
