@@ -127,15 +127,18 @@ def read(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
 
 
 def chained(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
-    """Conversations by ``previous_response_id``."""
-    whole = defaultdict[str, list[float]](list)
+    """Turns by ``previous_response_id``, and by ``conversation``."""
+    whole, talks = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     choice = random.Random(1)
     for _ in range(1 if setting.short else 30):
         for name in choice.sample(list(servers), len(servers)):
             whole[name].append(sum(seconds for seconds, _ in chain(servers[name], TURNS)))
-    for name in servers:
-        if name not in {STOCK, GATEWAY}:
-            yield compared(setting, f"a chain of {TURNS} turns", name, whole, STOCK, 1.1)
+            if name not in {STOCK, GATEWAY}:
+                talks[name].append(sum(seconds for seconds, _ in talk(servers[name], TURNS)))
+    for name in talks:
+        yield compared(setting, f"a chain of {TURNS} turns", name, whole, STOCK, 1.1)
+        what = f"a conversation of {TURNS} turns, {name}"
+        yield paired(what, talks[name], "a chain", whole[name], 1.05, short=setting.short)
     yield compared(setting, f"a chain of {TURNS} turns", "sqlite", whole, GATEWAY, 1.0)
 
 
@@ -207,7 +210,7 @@ def compared(
 def chain(
     server: Server, turns: int, *, stored_apart: bool = False
 ) -> list[tuple[float, dict[str, Any]]]:
-    """A conversation, or as many responses that know nothing of each other.
+    """Responses of which each follows the one before, or that know nothing of each other.
 
     Returns:
         Of each, the seconds and the answer.
@@ -217,14 +220,30 @@ def chain(
     with contextlib.closing(connection):
         for _ in range(turns):
             before = {"previous_response_id": found[-1][1]["id"]} if found else {}
-            body = json.dumps({**TURN, **({} if stored_apart else before)})
-            began = time.perf_counter()
-            connection.request("POST", PATH, body, {"Content-Type": "application/json"})
-            answer = json.loads(connection.getresponse().read())
-            if "id" not in answer:
-                raise RuntimeError(f"refused: {answer}")
-            found.append((time.perf_counter() - began, answer))
+            found.append(posted(connection, PATH, {**TURN, **({} if stored_apart else before)}))
     return found
+
+
+def talk(server: Server, turns: int) -> list[tuple[float, dict[str, Any]]]:
+    """As `chain`, of the turns of a conversation."""
+    connection = http.client.HTTPConnection(HOST, server.port)
+    with contextlib.closing(connection):
+        _, made = posted(connection, "/v1/conversations", {})
+        body = {**TURN, "conversation": made["id"]}
+        return [posted(connection, PATH, body) for _ in range(turns)]
+
+
+def posted(
+    connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any]
+) -> tuple[float, dict[str, Any]]:
+    """The seconds that an answer takes, and the answer."""
+    content = json.dumps(body)
+    began = time.perf_counter()
+    connection.request("POST", path, content, {"Content-Type": "application/json"})
+    answer = json.loads(connection.getresponse().read())
+    if "id" not in answer:
+        raise RuntimeError(f"refused: {answer}")
+    return time.perf_counter() - began, answer
 
 
 def compact(value: Any) -> bytes:

@@ -35,8 +35,9 @@ from .setting import Setting
 
 OWNER = "0" * 64
 OF_DRIVER = 0.6  # of the operations per second of the driver with its pool
-# A turn of a conversation, in times of a link of a chain: the 20th; the 100th is no more than that.
-TURN_20 = {"sqlite": 1.0, "postgresql": 1.0, "redis": 1.1}
+# A turn of a conversation, in times of a link of a chain: the 20th, and the 100th. Its items are in
+# the store twice, so it costs a little more until there are many to be read.
+TURNS = {20: 1.35, 100: 1.0}
 PAGES = 20
 FEW = 1_000
 ENDLESS = Limits(max_size=10**9)
@@ -195,7 +196,7 @@ async def turns(setting: Setting, kind: str, url: str) -> list[Figure]:
     """
     rounds, item = (2, 5) if setting.short else (60, 10)
     figures = []
-    for depth, limit in ((20, TURN_20[kind]), (100, 1.0)):
+    for depth, limit in TURNS.items():
         backend = opening.backend(f"{url}?namespace=turns{depth}", ENDLESS)
         spent: dict[str, list[float]] = {"turn": [], "link": []}
         choice = random.Random(1)
