@@ -37,7 +37,7 @@ OWNER = "0" * 64
 OF_DRIVER = 0.6  # of the operations per second of the driver with its pool
 # A turn of a conversation, in times of a link of a chain: the 20th, and the 100th. Its items are in
 # the store twice, so it costs a little more until there are many to be read.
-TURNS = {20: 1.35, 100: 1.0}
+TURNS = {20: 1.35, 100: 1.1}
 PAGES = 20
 FEW = 1_000
 ENDLESS = Limits(max_size=10**9)
