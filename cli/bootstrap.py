@@ -154,8 +154,8 @@ def test(*, fast: bool, everything: bool) -> None:
     if fast:
         return
     # The others are the load on the machine of one that takes minutes and little else. Those of a
-    # file share servers, each of which takes 1 GB and, at work, one core. xdist would begin with
-    # groups of many tests; tests/live/conftest.py has those first that take long.
+    # file share servers, each of which takes 1 GB and, at work, one core. Their
+    # order is tests/live/conftest.py's.
     with beside("pytest", SATURATED):
         live = ("--no-loadscope-reorder", "tests/live", "--deselect", SATURATED)
         pytest("3", "loadgroup", *live)

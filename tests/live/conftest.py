@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -270,11 +271,8 @@ class Stock(Live):
 
 # What tests of several files share.
 SHARED = ("vision_server", "text_pair", "hung_pair", "imported")
-# Groups that take long come first: so test processes that run side by side end together.
-LONG_FIRST = (
-    *("hung_pair", "vision_server", "text_pair", "test_replicas", "test_ranks", "test_restart"),
-    *("test_ray", "test_attach", "test_versions", "test_lost"),
-)
+# Groups of many tests come first, as xdist has them by itself; these count as more than they have.
+SLOW = {"test_lost": 16, "test_restart": 8}
 
 
 def group_of(item: pytest.Item) -> str:
@@ -290,19 +288,17 @@ def group_of(item: pytest.Item) -> str:
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     """Of several test processes one runs all tests of the servers that they share."""
-    order = {name: number for number, name in enumerate(LONG_FIRST)}
     for item in items:
         # Of several markers xdist, which reads them in the hook, would make one more group.
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group_of(item)))
     yield
     # Where pytest itself puts those of a fixture's parameter together, that is over now.
-    items.sort(
-        key=lambda item: (
-            order.get(group_of(item), len(order)),
-            item.get_closest_marker("ends") is not None,
-        )
-    )
+    sizes = Counter(map(group_of, items))
+    places = {
+        name: (-SLOW.get(name, size), place) for place, (name, size) in enumerate(sizes.items())
+    }
+    items.sort(key=lambda item: (places[group_of(item)], bool(item.get_closest_marker("ends"))))
 
 
 @pytest.fixture(scope="session")
