@@ -148,7 +148,7 @@ def continued(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figur
     for name, server in servers.items():
         before = {"previous_response_id": chain(server, turns - 1)[-1][1]["id"]}
         bursts[name] = [server.request(PATH, {**TURN, **before})] * 4
-    times = taken(servers, bursts, 2 if setting.short else 60, connections=1)
+    times = taken(servers, bursts, 6 if setting.short else 60, connections=1)
     for name in servers:
         if name not in {STOCK, GATEWAY}:
             yield compared(setting, f"turn {turns} of a conversation", name, times, STOCK, 1.1)
