@@ -154,8 +154,8 @@ def test(*, fast: bool, everything: bool) -> None:
     if fast:
         return
     # The others are the load on the machine of one that takes minutes and little else. Those of a
-    # file share servers, each of which takes 1 GB and, at work, one core. Their
-    # order is tests/live/conftest.py's.
+    # file share servers, each of which takes 1 GB and, at work, one core. tests/live/conftest.py
+    # puts them in order.
     with beside("pytest", SATURATED):
         live = ("--no-loadscope-reorder", "tests/live", "--deselect", SATURATED)
         pytest("3", "loadgroup", *live)

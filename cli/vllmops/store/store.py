@@ -445,7 +445,8 @@ class Bounded:
 
     def watch(self) -> None:
         loop = asyncio.get_running_loop()
-        self.timer = loop.call_later(self.deadline_s, self.over, loop.time() + self.deadline_s)
+        due = loop.time() + self.deadline_s
+        self.timer = loop.call_at(due, self.over, due)
 
     def over(self, due: float) -> None:
         """End the call, unless the event loop was blocked: then the answer is there, and unread."""
