@@ -69,7 +69,9 @@ def verdict(folder: Path) -> Verdict | None:
     kept = read(folder / FILE)
     same = kept and (kept["start"], kept["boot"]) == (record["started_at"], boot_id())
     if kept and same and time.monotonic() < kept["until"]:
-        return Verdict(*kept["verdict"])
+        found = Verdict(*kept["verdict"])
+        if found.started:  # else it has become ready since
+            return found
     return by_heartbeats(record)
 
 

@@ -18,7 +18,7 @@ from vllmops.host.roles import Role
 from vllmops.instances import supervisor
 from vllmops.instances.record import Folder
 from vllmops.protocol.identity import boot_id
-from vllmops.protocol.probe import Verdict
+from vllmops.protocol.probe import Verdict, judge
 
 from ..support.commands import background
 from ..support.ports import free_port
@@ -178,6 +178,8 @@ def test_the_verdict_of_a_watch_counts_while_it_is_fresh(engine: Any, home: Path
     assert kept.verdict == well
     kept.write(quick_probe.FILE, [1])
     assert kept.verdict == well
+    kept.shown(judge("starting", "warming up"))
+    assert kept.verdict == well  # it is ready since the watch looked
     kept.shown(stuck)
     kept.write("instance.json", {**kept.record, "state": "stopping"})
     assert kept.verdict.live

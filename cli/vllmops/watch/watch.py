@@ -38,6 +38,7 @@ DOUBT_S = 60.0
 # This process was suspended or got no CPU, and so perhaps did the server.
 SLIP_S = 5.0
 LEAST_REST = 0.25  # of the time between two checks
+AWAY_S = 0.5  # between two checks of whether a server is back
 # A repaired server has this long to make progress before it is restarted.
 MENDING_S = 20.0
 # After how many seconds of a stall that is reported to heal it; and how often in an hour at most
@@ -205,6 +206,7 @@ class Watch:
                 self.heed(self.subject.note)
                 if self.phase is not Phase.UP:
                     self.show()  # how far it is, and that somebody looks
+                    after_s = min(after_s, AWAY_S)
                 if self.phase is Phase.OVER and self.subject.final:
                     break
                 if self.phase is Phase.UP:
