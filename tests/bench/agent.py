@@ -168,10 +168,11 @@ def body(tokens: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def switched(setting: Setting, server: Server) -> Iterator[Callable[[bool], float]]:
-    """Yields what takes the agent's hooks away in all processes, or puts them back.
+def switched(setting: Setting, server: Server) -> Iterator[Callable[..., float]]:
+    """Yields what takes the agent's hooks away in all processes, or its metrics alone.
 
-    It returns the seconds of CPU that the agent's threads took so far.
+    It takes whether to have the hooks, and the metrics with them, and returns the seconds of CPU
+    that the agent's threads took so far.
     """
     path = setting.home / "switch"
     names = {"__name__": "vllmops benchmark", "path": str(path)}
@@ -191,9 +192,9 @@ def switched(setting: Setting, server: Server) -> Iterator[Callable[[bool], floa
         if missing := HOOKS - hooks:
             raise RuntimeError(f"not hooked: {missing}")
 
-        def switch(on: bool) -> float:
+        def switch(on: bool, metrics: bool = True) -> float:
             for end in ends:
-                end.write("1" if on else "0")
+                end.write("0" if not on else "1" if metrics else "2")
                 end.flush()
             return sum(float(end.readline()) for end in ends)
 

@@ -1,17 +1,24 @@
-"""What the metrics cost: the time of a scrape against stock's, and the agents' work meanwhile."""
+"""What the metrics cost: the time of a scrape against stock's, and what requests pay for them."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from vllmops.demo import Kind
 from vllmops.host.processes import ROLES
+from vllmops.host.roles import Role
+from vllmops.metrics.gathering import SHARE
 from vllmops.rpc import agent
 from vllmops.store.settings import STORE
 
-from .figure import Figure, Limit, interleaved, paired
+from .agent import PATH, switched
+from .figure import Figure, Limit, interleaved, paired, ratio
 from .setting import STOCK_STORE, Server, Setting
 
 SCRAPE = "/metrics"
@@ -23,16 +30,20 @@ REQUESTS, CONNECTIONS = 32, 4
 EACH = 8  # scrapes in one measurement
 INTERVAL_S = 5.0
 GATHERED_S = 12.0
+TOKENS = 16
+SHOWN, STOCK = "all metrics", "stock's"
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
     if setting.short:
         yield from compared(setting, Kind.TEXT, setting.text, setting.stock)
         yield gathering(setting, setting.text)
+        yield requests(setting, setting.text)
         return
     with pair(setting) as (ours, stock):
         yield from compared(setting, Kind.VISION, ours, stock)
         yield gathering(setting, ours)
+    yield requests(setting, setting.text)
     with pair(setting, "--api-server-count", "2") as (ours, stock):
         yield from compared(setting, Kind.VISION, ours, stock, ", two API servers")
 
@@ -94,6 +105,54 @@ def gathering(setting: Setting, server: Server) -> Figure:
         Limit(0.02) if setting.short else Limit(0.005),
         1,
     )
+
+
+def requests(setting: Setting, server: Server) -> Figure:
+    """What the agent's metrics take of the processors from requests while somebody scrapes.
+
+    A server that is busy with requests answers as many fewer as it has less time for them. That is
+    no wait: those are in the time per request of `agent`, and in the time of a scrape. A batch is
+    short and has a scrape and a look of its own, so that what they take stands out from the noise;
+    in fact there is one of each in `INTERVAL_S`, or rarer. On a busy machine the same work takes
+    twice the CPU time, and each batch another.
+    """
+    rounds, batch_s = (4, 0.2) if setting.short else (120, 0.5)
+    request = server.request(PATH, {**LOADS[PATH], "model": "demo-text", "max_tokens": TOKENS})
+    began = server.cpu_s(*ROLES)
+    server.load([request] * REQUESTS, CONNECTIONS)
+    batch = [request] * math.ceil(REQUESTS * batch_s / (server.cpu_s(*ROLES) - began))
+    api = defaultdict[str, list[float]](list)
+    with switched(setting, server) as switch:
+
+        def spent(name: str) -> float:
+            switch(True, name == SHOWN)
+            before = server.cpu_s(*ROLES), server.cpu_s(Role.API)
+            server.load([server.request(SCRAPE)], 1)
+            server.load(batch, CONNECTIONS)
+            switch(True, name == SHOWN)  # waits for the end of what the scrape has begun
+            api[name].append(server.cpu_s(Role.API) - before[1])
+            return server.cpu_s(*ROLES) - before[0]
+
+        values = interleaved(rounds, {name: partial(spent, name) for name in (SHOWN, STOCK)})
+    beyond, low, high = more(values)
+    # The thread is in the API server, which has nothing else to do for it.
+    pause_s = max(INTERVAL_S, more(api)[0] / SHARE)
+    return Figure(
+        "processor time for scrapes, beyond scrapes of stock's, requests running",
+        "cores",
+        beyond / pause_s,
+        "one",
+        1.0,
+        Limit(0.05) if setting.short else Limit(0.005),
+        rounds,
+        interval=None if setting.short else (low / pause_s, high / pause_s),
+    )
+
+
+def more(taken: Mapping[str, Sequence[float]]) -> tuple[float, ...]:
+    """How many seconds more it is with the metrics, and the interval."""
+    of = statistics.median(taken[STOCK])
+    return tuple(of * (times - 1) for times in ratio(taken[SHOWN], taken[STOCK]))
 
 
 def cpu_s(server: Server) -> float:

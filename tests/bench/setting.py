@@ -31,6 +31,7 @@ from tests.support.ports import free_port
 from vllmops import demo
 from vllmops.host import processes
 from vllmops.host.processes import Process
+from vllmops.host.roles import Role
 from vllmops.store.settings import STORE
 
 HOST = "127.0.0.1"
@@ -219,6 +220,11 @@ class Server:
 
     def processes(self) -> tuple[Process, ...]:
         return processes.tree(processes.table(), [self.pid])
+
+    def cpu_s(self, *roles: Role) -> float:
+        """CPU seconds of its processes of some roles so far, to the nanosecond."""
+        clocks = [~process.pid << 3 | 2 for process in self.processes() if process.role in roles]
+        return sum(map(time.clock_gettime, clocks))  # as clock_getcpuclockid(3) makes them
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> bytes:
         """A POST of a body, or a GET, ready to be sent."""

@@ -1,7 +1,8 @@
-"""Runs inside vLLM's processes: takes the agent's hooks away and puts them back, as it is told.
+"""Runs inside vLLM's processes: takes what the agent does away and puts it back, as it is told.
 
 On the socket whose path is in its globals, ``path``, it first says which hooks it found. Then each
-byte is an order, ``0`` or ``1``; the answer is how many seconds of CPU the agent's threads took.
+byte is an order: ``1`` for all, ``2`` for all but its metrics, ``0`` for neither these nor hooks.
+The answer is how many seconds of CPU the agent's threads took.
 """
 
 from __future__ import annotations
@@ -35,6 +36,13 @@ def hooks() -> list[Hook]:
     ]
 
 
+def collectors() -> list[Any]:
+    """What shows the agent's metrics in an API server, and gathers them while they are scraped."""
+    scraped = sys.modules.get("prometheus_client.registry")
+    found = scraped.REGISTRY._collector_to_names if scraped else ()
+    return [item for item in found if type(item).__module__ == "vllmops.metrics.gathering"]
+
+
 class Switch:
     """Stands before each hook, and leads to it or around it.
 
@@ -43,7 +51,10 @@ class Switch:
     """
 
     def __init__(self, found: list[Hook]) -> None:
-        self.on = True
+        self.on = self.shown = True
+        self.collectors = collectors()
+        for item in self.collectors:
+            item.wait = bool  # of the seconds: the thread ends once it has gathered
         for cls, name, method in found:
             setattr(cls, name, self.either(method, method.__wrapped__))
 
@@ -53,6 +64,22 @@ class Switch:
             return (hooked if self.on else bare)(*args, **kwargs)
 
         return call
+
+    def show(self, shown: bool) -> None:
+        """Show the agent's metrics or not, once what gathers them is done with the last scrape."""
+        for item in self.collectors:
+            while item.pid:
+                time.sleep(0.001)
+            if shown is not self.shown:
+                registry = sys.modules["prometheus_client.registry"].REGISTRY
+                (registry.register if shown else registry.unregister)(item)
+        self.shown = shown
+
+    def end(self) -> None:
+        """Show and gather the metrics as before."""
+        self.show(True)
+        for item in self.collectors:
+            item.wait = time.sleep
 
 
 def cpu_seconds() -> float:
@@ -75,9 +102,11 @@ def obey(path: str) -> None:
         switch = Switch(found)
         try:
             while order := teller.recv(1):
-                switch.on = order == b"1"
+                switch.on = order != b"0"
+                switch.show(order == b"1")
                 teller.sendall(f"{cpu_seconds()}\n".encode())
         finally:
+            switch.end()
             for cls, name, method in found:
                 setattr(cls, name, method)
 
