@@ -51,6 +51,7 @@ HEALED_S = 30.0  # from a stall to its end
 PATIENCE_S = 90.0  # until it counts as not healed
 PAUSE_S = 4.0  # before it is resumed
 TOLD_S = 8.0  # from then to the line in the log
+LATE_S = 60.0  # until what a state left, as a ghost key that nothing met, is found
 APART_S = (1.0, 6.0)  # healthy load between two states
 SAMPLE_S = 10.0
 WARM_UP = 0.2  # of the run: memory grows until caches are full
@@ -398,7 +399,20 @@ class Run:
         finally:
             over.set()
             sampling.join()
-            self.unasked += self.tail.new()
+            self.late()
+
+    def late(self) -> None:
+        """Count what the log has told since: it is of a state of late, or nobody's."""
+        now_s, allowed = time.monotonic() - self.began, {one.name: one.actions for one in STATES}
+        lately = [one for one in reversed(self.injections) if now_s - (one.over_s or 0) < LATE_S]
+        for line in self.tail.new():
+            done = action(line)
+            for one in lately:
+                if done in allowed[one.state]:
+                    one.actions.append(done)
+                    break
+            else:
+                self.unasked.append(line)
 
     def left(self) -> list[State]:
         """The states that were not healed often enough; the chance of each is the same."""
@@ -406,7 +420,7 @@ class Run:
         return [one for one in self.states if done[one.name] < self.each]
 
     def inject(self, chosen: State) -> None:
-        self.unasked += self.tail.new()
+        self.late()
         lost_before, at = len(self.load.lost), time.monotonic()
         result = Injected(chosen.name, round(at - self.began, 1))
         self.injections.append(result)
