@@ -18,6 +18,7 @@ import cachetools
 import pytest
 
 from vllmops.agent import caches, objects
+from vllmops.agent.heal import transit
 from vllmops.diagnose.caches import alone
 from vllmops.protocol.caches import (
     EncoderCache,
@@ -327,6 +328,30 @@ def test_hooked_classes_remember_their_instances_as_long_as_they_live() -> None:
     assert objects.problems == []
     objects.forget()
     assert objects.latest("mm-cache") is None
+
+
+@pytest.mark.usefixtures("quiet_agent")
+def test_an_object_whose_constructor_loads_the_agent_is_remembered() -> None:
+    class Engine:
+        def __init__(self, name: str) -> None:
+            objects.hook("engine-core", "Engine", module(Engine=Engine))
+            self.name = name
+
+    class Process(Engine):
+        def __init__(self) -> None:
+            super().__init__("spawned")
+
+    made = Process()
+    assert objects.every("engine-core") == [made]
+    assert made.name == "spawned"
+
+
+@pytest.mark.usefixtures("quiet_agent")
+def test_nothing_is_at_rest_in_an_engine_whose_queues_are_unknown() -> None:
+    assert [proof.subject for proof in transit.look()] == ["transit"]
+    scheduler = Held()
+    objects.remember("scheduler", scheduler)
+    assert transit.look() == []
 
 
 @pytest.mark.usefixtures("quiet_agent")

@@ -434,7 +434,12 @@ def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) ->
     assert "POST /pause from 127.0.0.1" in shown[0]["seen"]
     ends("paused", stock.ask())
     with stock.stopped("worker"):
-        ends("stopped", stock.ask())
+        asked = stock.ask()
+        until(lambda: [row["state"] for row in in_flight(stock)] == ["running"])
+        behind = stock.ask()  # the engine reads it once this step is over
+        until(lambda: stock.handed() == 2)
+        ends("stopped", asked)
+        assert behind.answer(30) == 200
 
 
 def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:

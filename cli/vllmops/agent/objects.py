@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import time
 import weakref
@@ -108,6 +109,24 @@ def hook(kind: str, name: str, module: ModuleType) -> None:
     init.__vllmops__ = True  # type: ignore[attr-defined]
     cls.__init__ = init
     hooked[kind] = time.time()
+    if (instance := in_construction(construct)) is not None:
+        remember(kind, instance)
+
+
+def in_construction(construct: Callable[..., None]) -> Any | None:
+    """The object whose constructor has led here: a spawned engine loads plug-ins in its own.
+
+    Args:
+        construct: the constructor, as its class had it.
+
+    Returns:
+        None without such an object.
+    """
+    code = getattr(inspect.unwrap(construct), "__code__", None)
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame and frame.f_locals[frame.f_code.co_varnames[0]]
 
 
 def remember(kind: str, instance: Any) -> None:

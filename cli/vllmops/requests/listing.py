@@ -19,11 +19,13 @@ from ..protocol.caches import Silent
 from ..protocol.place import key, named
 from ..protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
 from ..rpc import agent
+from ..rpc.proofs import awake
 from . import loads
 from .lost import lost
 
 LOOKS, APART_S = 3, 0.4
 TIMEOUT_S = 5.0
+HARDLY_S = 1.0  # of one that seems to run no Python
 WITH_REQUESTS = (Role.API, Role.ENGINE, Role.WORKER)
 
 
@@ -129,7 +131,8 @@ def look(server: Server) -> tuple[list[ProcessRequests], list[Silent]]:
         )
 
     def one(process: Process) -> ProcessRequests:
-        return agent.reach(process, timeout_s=TIMEOUT_S).requests()
+        timeout_s = TIMEOUT_S if awake(process) else HARDLY_S
+        return agent.reach(process, timeout_s=timeout_s).requests()
 
     processes, silent = agent.side_by_side(asked, one)
     if not processes:
