@@ -83,8 +83,7 @@ def heal(
     server = resolve(target)
     with Progress(time.time(), quiet=json_) as progress:
         healed = healing.heal(server, actions, dry_run=dry_run, resume=resume, show=progress.update)
-        acted = any(outcome.done for outcome in healed.outcomes)
-        rest = beyond(server, progress.update, GONE_S if acted else 0.0)
+        rest = beyond(server, progress.update, GONE_S)
     data = {
         "server": server.label,
         "dry_run": dry_run,

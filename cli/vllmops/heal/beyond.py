@@ -44,7 +44,8 @@ def beyond(
     Args:
         server: to look at; heartbeats alone, unless they show a stall.
         show: called with what is waited for.
-        settle_s: how long a stall may still show, because what was healed needs time for a step.
+        settle_s: how long a stall may still show: a step, or a heartbeat on a busy machine, takes
+            its time.
     """
     until = time.monotonic() + settle_s
     while stalls := progress.stalls(looked(server)):
