@@ -341,7 +341,8 @@ ENVIRONMENT = {
     "VLLM_KEEP_ALIVE_ON_ENGINE_DEATH": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # which has /pause
     # As with `serve`. An engine that is spawned loads plug-ins while it is made.
-    **{"SPAWNED": "1", "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn"},
+    "SPAWNED": "1",
+    "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
 }
 # 1,280 tokens fit into the KV cache, which is less than the longest prompt's 2,048.
 FEW_BLOCKS = ("--num-gpu-blocks-override", "11")
