@@ -20,6 +20,16 @@ from .test_watch import FOLDER, Scene, beat, blind, idle, look, stuck, well
 
 SPIN = Path(__file__).parents[1] / "diagnose/stacks/mm-cache-eviction-spin.txt"
 
+WAITING = """Process 20: VLLM::EngineCore
+Thread 20 (idle): "MainThread"
+    poll (zmq/sugar/poll.py:106)
+    acquire_read (vllm/distributed/device_communicators/shm_broadcast.py:864)
+    dequeue (vllm/distributed/device_communicators/shm_broadcast.py:971)
+    get_response (vllm/v1/executor/multiproc_executor.py:440)
+    step (vllm/v1/engine/core.py:674)
+    run_busy_loop (vllm/v1/engine/core.py:1555)
+"""
+
 
 class Said(NamedTuple):
     """What was published, and when."""
@@ -88,13 +98,13 @@ def busy(state: str = "R", share: float = 1.0) -> Any:
     return seen
 
 
-def starved(turn_s: float) -> Any:
+def starved(turn_s: float, share: float = 0.02) -> Any:
     """The same where others have the processors nearly all the time; it runs so long at once."""
 
     def seen(at_s: float) -> Any:
-        ran_s = 0.02 * at_s
+        ran_s = share * at_s
         turns = Turns(ran_s, 0.8 * at_s, int(ran_s / turn_s))
-        found = busy("S", 0.02)(at_s)
+        found = busy("S", share)(at_s)
         states = tuple(msgspec.structs.replace(state, main=turns) for state in found.processes)
         return msgspec.structs.replace(found, processes=states)
 
@@ -147,8 +157,18 @@ def test_stacks_of_what_does_not_compute_are_a_proof(looks: Any, stacks: Any) ->
     assert min(item.at for item in words if not item.verdict.live) <= 20 + 30
 
 
-def test_stacks_of_what_gets_no_processor_are_none() -> None:
-    words = published(Scene(starved(0.003), stacks=hangs()))
+@pytest.mark.parametrize(
+    ("looks", "stacks"),
+    [
+        (starved(0.003), hangs()),
+        (starved(0.00005, 0.0001), hangs()),
+        (busy(), read(WAITING).samples * 3),
+    ],
+    ids=["gets little", "gets next to nothing", "an engine waits for a worker that computes"],
+)
+def test_stacks_of_what_would_compute_are_none(looks: Any, stacks: Any) -> None:
+    words = published(Scene(looks, stacks=stacks))
+    assert not at(words, 60).ready
     assert all(item.verdict.live for item in words)
 
 

@@ -29,6 +29,8 @@ PROOFS = {
 BUSY = 0.1  # of a core, or of a GPU's time; one that is blocked still beats and is looked into
 LEAST = 0.01  # of a core, for who gets hardly any of it
 TURN_S = 0.0005  # of a thread that computes, on average
+# It waits so long for a turn where others have the processors: what it would do can't be known.
+WAIT_S = 0.1
 WINDOW_S = 8.0
 NUMBER = re.compile(r"\d+")
 STEPPING = {"engine", "worker"}  # the roles whose threads take part in a step
@@ -171,15 +173,17 @@ def demands(snapshot: ServerSnapshot) -> dict[int, float]:
 def waits(snapshot: ServerSnapshot) -> dict[int, float]:
     """The share of time in which each main thread could compute, and others had the processor.
 
-    A thread that only wakes up to look for something waits for its turns, too, but they are short.
+    A thread that only wakes up to look for something waits for its turns, too, but they are short,
+    and so are the waits.
     """
     found = {}
     for pid, (before, after, apart_s) in spans(snapshot).items():
         if before.main and after.main:
             turns = after.main.count - before.main.count
             ran_s = after.main.ran_s - before.main.ran_s
-            if ran_s >= turns * TURN_S:
-                found[pid] = (after.main.waited_s - before.main.waited_s) / apart_s
+            waited_s = after.main.waited_s - before.main.waited_s
+            if ran_s >= turns * TURN_S or waited_s >= turns * WAIT_S:
+                found[pid] = waited_s / apart_s
     return found
 
 
@@ -199,9 +203,17 @@ def spans(snapshot: ServerSnapshot) -> dict[int, tuple[ProcessState, ProcessStat
 
 
 def works(snapshot: ServerSnapshot, why: Finding) -> bool:
-    """Whether the processes that a finding is about compute; all of them if it names none."""
+    """Whether the processes that a finding is about compute; all of them if it names none.
+
+    An engine by itself waits for its workers, so they are meant, too, where they can be seen.
+    """
     found, pids = shares(snapshot), set(map(int, NUMBER.findall(why.subject)))
     named = pids & found.keys() or found.keys()
+    last = {process.pid: process for process in snapshot.looks[-1].processes} if named else {}
+    ranks = {(last[pid].node, last[pid].dp_rank) for pid in named if last[pid].role == "engine"}
+    workers = {p.pid for p in last.values() if p.role == "worker" and p.state != UNSEEN}
+    if workers.isdisjoint(named):
+        named |= {pid for pid in workers if (last[pid].node, last[pid].dp_rank) in ranks}
     return not named or active(snapshot, named)
 
 
