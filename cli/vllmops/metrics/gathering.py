@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 LOOK_S = 5.0  # from one look at the server to the next, for each API server
 IDLE_S = 120.0  # after the last scrape nothing is gathered
 OLD = 6  # so many pauses later, what was gathered shows no present
-SHARE = 0.0025  # of a core that the thread takes at most; half as much again is for whom it asks
+SHARE = 0.002  # of a core that the thread takes at most; whom it asks take nearly as much again
 
 
 class Gathering:
