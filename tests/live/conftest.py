@@ -408,13 +408,13 @@ def old_code(plug_in: PlugIn) -> Path:
 
 @pytest.fixture(scope="session")
 def hung_pair(
-    cli: Cli, old_code: Path, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory
+    cli: Cli, old_code: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Prone, Live]]:
     """Servers with the old code: one without patches, with more defects; and one with patches."""
-    from .hangs import FEW_IMAGES, prone
+    from .hangs import ARGUMENTS, DEFECTS, FEW_IMAGES, OLD, prone
 
-    place = tmp_path_factory.mktemp("hangs")
-    with prone(cli, plug_in, place, old_code) as stock:
+    place, modules = tmp_path_factory.mktemp("hangs"), {"old_code": OLD, **DEFECTS}
+    with prone(cli, place, modules, *ARGUMENTS) as stock:
         try:
             patched = ("--demo", "vision", "--env", f"PYTHONPATH={old_code}", "--", *FEW_IMAGES)
             made = cli.serve("patched", *patched)

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,11 +25,13 @@ from vllmops.instances.servers import resolve
 from vllmops.rpc import agent
 from vllmops.vllm_api import http as web
 
+from ..support import plug_ins
 from ..support.waiting import until
-from .conftest import Cli, Launched, PlugIn, Stock, kill, launch
+from .conftest import Cli, Launched, Stock, kill, launch
 from .test_cache import ask
 
 PATCHES = ("mm-lru-ghost-keys", "mm-lru-stale-eviction", "request-hash-cycle")
+UNPATCHED = ",".join((*PATCHES, "broadcast-recheck"))
 # Of the demo model's images some five fit.
 FEW_IMAGES = ("--mm-processor-cache-gb", "0.00008", "--limit-mm-per-prompt", '{"image":8}')
 # vLLM 0.24 and newer leave no ghost keys, and 0.16 and newer no cycle in a request: a plug-in puts
@@ -351,6 +353,8 @@ ARGUMENTS = (
     *FEW_IMAGES,
     *("--enable-auto-tool-choice", "--tool-call-parser", "pythonic"),
 )
+DEFECTS = {"hangs": PLUG_IN, "slow": SLOW}
+LOSING = {"hangs": PLUG_IN, "losing": CONNECTOR, "lost_notify": LOST_NOTIFY}
 TOOL = {"type": "function", "function": {"name": "a", "parameters": {"type": "object"}}}
 BACKTRACKING = "[a(" + 60 * "a=1,"  # each argument doubles the time: 20 of them take half a second
 
@@ -450,12 +454,33 @@ class Prone(Stock):
 
 
 @contextmanager
-def prone(cli: Cli, plug_in: PlugIn, place: Path, *code: Path) -> Iterator[Prone]:
-    """A server with the plug-ins that is about to start, and with more code, which goes first."""
-    folders = (*code, plug_in("hangs", PLUG_IN), plug_in("slow", SLOW))
-    paths = os.pathsep.join([*map(str, folders), cli.environment["PYTHONPATH"]])
-    environment = {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}
-    launched = launch(cli, place / "log", environment, *ARGUMENTS)
+def prone(
+    cli: Cli,
+    place: Path,
+    modules: Mapping[str, str],
+    *options: str,
+    ahead: Sequence[Path] = (),
+    demo: str = "vision",
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Prone]:
+    """A server with defects that is about to start.
+
+    Args:
+        cli: whose home has the model.
+        place: for its log, and for what the plug-ins read.
+        modules: the plug-ins by name.
+        options: for vLLM.
+        ahead: folders of code that goes first.
+        demo: which model.
+        environment: more of it.
+    """
+    folders = [place / "plug-ins" / name for name in modules]
+    for folder, (name, module) in zip(folders, modules.items(), strict=True):
+        plug_ins.lean(folder)
+        plug_ins.write(folder, name, module)
+    paths = os.pathsep.join([*map(str, (*ahead, *folders)), cli.environment["PYTHONPATH"]])
+    known = {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths, **(environment or {})}
+    launched = launch(cli, place / "log", known, *options, demo=demo)
     try:
         yield Prone(cli, str(launched.process.pid), launched, place)
     finally:

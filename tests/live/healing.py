@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import signal
 import statistics
@@ -30,18 +29,14 @@ import psutil
 
 from vllmops.demo.inputs import chat
 
-from ..support import plug_ins
 from . import hangs
-from .conftest import Cli, launch
+from .conftest import Cli
 from .hangs import (
     BACKTRACKING,
-    CONNECTOR,
-    ENVIRONMENT,
-    LOST_NOTIFY,
+    LOSING,
     OLD_CACHE,
-    PLACE,
-    PLUG_IN,
     TOOL,
+    UNPATCHED,
     Asked,
     Prone,
 )
@@ -56,8 +51,6 @@ APART_S = (1.0, 6.0)  # healthy load between two states
 SAMPLE_S = 10.0
 WARM_UP = 0.2  # of the run: memory grows until caches are full
 FLAT = 1.1
-BUNDLES = 20
-ACTION = "vllmops watch --heal by ", "vllmops heal by "
 
 
 @dataclass(frozen=True)
@@ -551,40 +544,28 @@ def action(line: str) -> str:
 
 
 @contextmanager
-def prone(cli: Cli, place: Path) -> Iterator[Prone]:
+def healed(cli: Cli, place: Path) -> Iterator[Prone]:
     """A server of one's own with every defect, watched and healed."""
-    modules = {
-        "old_code": OLD_CACHE,
-        "hangs": PLUG_IN,
-        "lost_notify": LOST_NOTIFY,
-        "losing": CONNECTOR,
-    }
-    for name, module in modules.items():
-        plug_ins.write(place / name, name, module)
-    plug_ins.lean(place / "lean")
-    folders = [str(place / name) for name in (*modules, "lean")]
     environment = {
-        **ENVIRONMENT,
-        PLACE: str(place),
-        "PYTHONPATH": os.pathsep.join((*folders, cli.environment["PYTHONPATH"])),
+        "VLLMOPS_NO_PATCH": UNPATCHED,
         "VLLM_ENABLE_RESPONSES_API_STORE": "1",
         # oneDNN keeps the code for 1,024 shapes of matrices: the worker would grow for an hour.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     }
-    environment["VLLMOPS_NO_PATCH"] += ",broadcast-recheck"
-    launched = launch(
-        cli, place / "log", environment, *hangs.ARGUMENTS, *hangs.connected("recompute")
-    )
+    options = (*hangs.ARGUMENTS, *hangs.connected("recompute"))
     with ExitStack() as after:
-        after.callback(launched.stop)
-        launched.wait_up()
-        name = str(launched.process.pid)
-        words = ("watch", "--heal", "-t", name, "-o", str(place / "bundles"))
+        server = after.enter_context(
+            hangs.prone(
+                cli, place, {"old_code": OLD_CACHE, **LOSING}, *options, environment=environment
+            )
+        )
+        server.launched.wait_up()
+        words = ("watch", "--heal", "-t", server.name, "-o", str(place / "bundles"))
         with (place / "watch.log").open("wb") as file:
             watch = cli.begin(*words, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
         after.callback(watch.wait, 30)
         after.callback(watch.send_signal, signal.SIGINT)
-        yield Prone(cli, name, launched, place)
+        yield server
 
 
 def main() -> int:
@@ -600,7 +581,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="vllmops-") as home:
         cli, place = Cli(Path(home)), Path(home) / "soak"
         place.mkdir()
-        with prone(cli, place) as server:
+        with healed(cli, place) as server:
             sys.stderr.write(f"seed {given.seed}, log {server.launched.log}\n")
             run = Run(
                 server, Load(server.url), seed=given.seed, each=given.each,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,18 +12,16 @@ import pytest
 from ..support.extent import long
 from ..support.versions import INSTALLED, RUN
 from ..support.waiting import until
-from .conftest import Cli, PlugIn, launch
+from .conftest import Cli
 from .hangs import (
-    CONNECTOR,
-    ENVIRONMENT,
     FEW_BLOCKS,
-    LOST_NOTIFY,
-    PLACE,
-    PLUG_IN,
+    LOSING,
+    UNPATCHED,
     Asked,
     Prone,
     connected,
     lost_notify,
+    prone,
 )
 from .test_hang import QUICK, in_flight, outcomes
 
@@ -49,28 +46,18 @@ ENDED = {INSTALLED: 410, OLD: 400}  # to one that is ended; the old one has only
 )
 def server(
     cli: Cli,
-    plug_in: PlugIn,
     code: Callable[[str], Path],
     tmp_path_factory: pytest.TempPathFactory,
     request: pytest.FixtureRequest,
 ) -> Iterator[Prone]:
     version, policy = request.param
-    place = tmp_path_factory.mktemp("lost")
-    modules = {"hangs": PLUG_IN, "losing": CONNECTOR, "lost_notify": LOST_NOTIFY}
-    folders = [plug_in(name, module) for name, module in modules.items()]
-    if version != INSTALLED:
-        folders.insert(0, code(version))
-    paths = os.pathsep.join((*map(str, folders), cli.environment["PYTHONPATH"]))
-    environment = {**ENVIRONMENT, PLACE: str(place), "PYTHONPATH": paths}
-    environment["VLLMOPS_NO_PATCH"] += ",broadcast-recheck"
     # An older vLLM can't run the vision model with today's packages.
     options = (*FEW_BLOCKS, "--served-model-name", "demo-vision", *connected(policy))
-    launched = launch(cli, place / "log", environment, *options, demo="text")
-    try:
-        launched.wait_up()
-        yield Prone(cli, str(launched.process.pid), launched, place)
-    finally:
-        launched.stop()
+    ahead = () if version == INSTALLED else (code(version),)
+    place, given = tmp_path_factory.mktemp("lost"), {"VLLMOPS_NO_PATCH": UNPATCHED}
+    with prone(cli, place, LOSING, *options, ahead=ahead, demo="text", environment=given) as made:
+        made.launched.wait_up()
+        yield made
 
 
 @pytest.fixture

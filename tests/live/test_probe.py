@@ -20,8 +20,8 @@ from vllmops.rpc import agent
 from ..support.extent import EVERYTHING, long
 from ..support.ports import free_port
 from ..support.waiting import until
-from .conftest import Cli, Live, PlugIn, launch
-from .hangs import HANGS, SPINS, Hang, Prone, livelock, prone, slow
+from .conftest import Cli, Live, launch
+from .hangs import ARGUMENTS, DEFECTS, HANGS, SPINS, Hang, Prone, livelock, prone, slow
 
 RED_S = 30.0
 SATURATED_S = 7200.0 if EVERYTHING else 300.0
@@ -162,9 +162,9 @@ def probed(hung_pair: tuple[Prone, Live]) -> Iterator[Probed]:
 
 
 @pytest.fixture
-def doomed(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
+def doomed(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
     """One of its own, for hangs that end it."""
-    with prone(cli, plug_in, tmp_path_factory.mktemp("doomed")) as server:
+    with prone(cli, tmp_path_factory.mktemp("doomed"), DEFECTS, *ARGUMENTS) as server:
         server.launched.wait_up()
         with probed_by_watch(server) as made:
             yield made
