@@ -17,7 +17,7 @@ def register():
 # `vllm serve` spawns the engine and the workers, and each of the three imports vLLM: 35 s of CPU.
 # Forked they share the imports: 16 s. Servers with `--env SPAWNED=1` start as a user's do: a
 # forked engine has no named semaphores, garbage collection that was tuned before it was made, and
-# the plug-ins of its parent.
+# the plug-ins of its parent. A spawned one loads plug-ins in its own constructor.
 FORKED = """
 def register():
     import gc
