@@ -162,9 +162,17 @@ def test_stacks_of_what_does_not_compute_are_a_proof(looks: Any, stacks: Any) ->
     [
         (starved(0.003), hangs()),
         (starved(0.00005, 0.0001), hangs()),
+        (starved(0.00005, 0.0001), read(SPIN.read_text()).samples * 3),
+        (busy("R", 0.0), read(SPIN.read_text()).samples * 3),
         (busy(), read(WAITING).samples * 3),
     ],
-    ids=["gets little", "gets next to nothing", "an engine waits for a worker that computes"],
+    ids=[
+        "gets little",
+        "gets next to nothing",
+        "seems to have a known defect, and gets next to nothing",
+        "seems to have a known defect, and gets nothing",
+        "an engine waits for a worker that computes",
+    ],
 )
 def test_stacks_of_what_would_compute_are_none(looks: Any, stacks: Any) -> None:
     words = published(Scene(looks, stacks=stacks))

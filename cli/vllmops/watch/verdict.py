@@ -19,15 +19,17 @@ from ..protocol.server import Observation, ProcessState, ServerSnapshot
 
 # Whatever it is, so long without progress is no work: not a prompt of many tokens.
 LONG_S = 120.0
+# These are so whatever the processes do.
+FACTS = {"engine.missing", "process.stopped", "stack.crash", "stack.engine-core-missing"}
 # No work ever looks like these, however busy the process is.
 PROOFS = {
-    *("engine.missing", "process.stopped", "stack.admission-deadlock", "stack.crash"),
-    *("stack.dp-collective-mismatch", "stack.engine-core-missing", "stack.input-thread-dead"),
+    *("stack.admission-deadlock", "stack.dp-collective-mismatch", "stack.input-thread-dead"),
     *("stack.lost-broadcast", "stack.mm-cache-eviction-spin", "stack.schedule-livelock"),
     "stack.tool-parser-regex",
 }
 BUSY = 0.1  # of a core, or of a GPU's time; one that is blocked still beats and is looked into
 LEAST = 0.01  # of a core, for who gets hardly any of it
+HALF = 0.5  # of the time
 TURN_S = 0.0005  # of a thread that computes, on average
 # It waits so long for a turn where others have the processors: what it would do can't be known.
 WAIT_S = 0.1
@@ -77,7 +79,11 @@ def proof(
         apart: earlier stalls, from when to when in seconds since the epoch.
     """
     why, explained = cause(found, diagnosis), diagnosis.explanation
-    if any(stall.code in FINAL for stall in found) or why.code in PROOFS:
+    if any(stall.code in FINAL for stall in found) or why.code in FACTS:
+        return Proof(0.0, why.title)
+    if starving(snapshot):
+        return Proof(LONG_S)
+    if why.code in PROOFS:
         return Proof(0.0, why.title)
     if explained and explained.verdict == "hang" and not works(snapshot, why):
         return Proof(0.0, f"{why.title}, and nothing computes")
@@ -185,6 +191,17 @@ def waits(snapshot: ServerSnapshot) -> dict[int, float]:
             if ran_s >= turns * TURN_S or waited_s >= turns * WAIT_S:
                 found[pid] = waited_s / apart_s
     return found
+
+
+def starving(snapshot: ServerSnapshot) -> bool:
+    """Whether a process of the server gets next to no processor: then its stacks stand anyway."""
+    states = {p.pid: p for look in snapshot.looks[-1:] for p in look.processes if p.role in VITAL}
+    used, missed, kept = shares(snapshot), waits(snapshot), hindered(snapshot)
+    return any(
+        used.get(pid, BUSY) < LEAST
+        and (missed.get(pid, 0.0) >= HALF or (pid in kept and process.state != UNSEEN))
+        for pid, process in states.items()
+    )
 
 
 def spans(snapshot: ServerSnapshot) -> dict[int, tuple[ProcessState, ProcessState, float]]:
