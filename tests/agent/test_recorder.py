@@ -131,6 +131,14 @@ def test_fast_steps_share_a_record(engine: Child) -> None:
     assert found.steps[-1].number + found.steps[-1].steps - 1 == 7700
 
 
+def test_of_steps_in_one_record_the_largest_tells_its_size(engine: Child) -> None:
+    """The last step of a request schedules nothing, and its KV blocks are free."""
+    engine.run("step(); s.kv_cache_manager.usage = 0.0; step(0)")
+    engine.run("recorder.beat(); recorder.beat()")
+    (found,) = after(engine).steps
+    assert (found.steps, found.kv_cache_usage) == (2, pytest.approx(0.5, abs=0.001))
+
+
 def test_the_agent_tells_them_too(engine: Child) -> None:
     assert reach(engine.process).steps().head is None
     engine.run("step()")

@@ -104,8 +104,9 @@ class Recorder:
         """What was scheduled, before it is executed."""
         run.seconds = monotonic() - run.began
         run.tokens += output.total_num_scheduled_tokens
-        run.requests = len(output.num_scheduled_tokens)
-        run.kv_cache_usage = kv_cache_usage(scheduler)
+        run.requests = max(run.requests, len(output.num_scheduled_tokens))
+        if (usage := kv_cache_usage(scheduler)) is not None:
+            run.kv_cache_usage = max(run.kv_cache_usage or 0.0, usage)
         run.phase = EXECUTING
         run.running, run.waiting, run.deferred = queues(scheduler)
         self.open[id(output)] = run

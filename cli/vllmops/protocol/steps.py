@@ -54,10 +54,10 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
         seconds: from then to what was written last: for steps that ended, to the last one's end.
         steps: how many.
         ended: how many of them ended.
-        tokens, requests: scheduled; tokens in all of them, requests in the last one.
+        tokens, requests: scheduled; tokens in all of them, requests in the largest one.
         running, waiting, deferred: requests after the last of them, or once it was scheduled;
             `waiting` for a place, `deferred` for something else: a transfer, a grammar.
-        kv_cache_usage: share of the KV cache's blocks in use, 0 to 1; None if unknown.
+        kv_cache_usage: the largest share of the KV cache's blocks in use, 0 to 1; None if unknown.
         phase: of the last one: ``scheduling``, ``executing`` (until its output has been taken) or
             ``ended``.
     """
