@@ -136,7 +136,8 @@ def test_of_steps_in_one_record_the_largest_tells_its_size(engine: Child) -> Non
     engine.run("step(); s.kv_cache_manager.usage = 0.0; step(0)")
     engine.run("recorder.beat(); recorder.beat()")
     (found,) = after(engine).steps
-    assert (found.steps, found.kv_cache_usage) == (2, pytest.approx(0.5, abs=0.001))
+    assert found.steps == 2
+    assert found.kv_cache_usage == pytest.approx(0.5, abs=0.001)
 
 
 def test_the_agent_tells_them_too(engine: Child) -> None:
