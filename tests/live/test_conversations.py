@@ -247,7 +247,7 @@ def test_a_conversation_in_use(client: Any) -> None:
             attempt()
         assert caught.value.code == "conversation_locked"
     client.responses.cancel(run.id)
-    say(client, "after", conversation=made.id)  # at once
+    say(client, "after", conversation=made.id, **SPEAKS)  # at once
     assert roles(client, made) == ["user", "user", "assistant"]  # nothing of what was cancelled
     failed = say(
         client, conversation=made.id, background=True, extra_body={"logit_bias": {"99999999": 1}}
