@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
 from vllmops.protocol.probe import Verdict, judge
-from vllmops.protocol.server import Gpu, Turns
+from vllmops.protocol.server import Gpu, ProcessState, Turns
 from vllmops.protocol.steps import Step, StepsRecording
 from vllmops.stacks.paste import read
-from vllmops.watch.verdict import LONG_S
+from vllmops.watch.verdict import LONG_S, works
 from vllmops.watch.watch import Plan, Watch
 from vllmops.watch.watched import Phase
 
@@ -178,6 +180,23 @@ def test_stacks_of_what_would_compute_are_none(looks: Any, stacks: Any) -> None:
     words = published(Scene(looks, stacks=stacks))
     assert not at(words, 60).ready
     assert all(item.verdict.live for item in words)
+
+
+def test_a_process_that_has_left_is_none_that_computes() -> None:
+    """The verdict on an engine that waits is about its workers, as they were seen last."""
+
+    def leaving(at_s: float) -> Any:
+        found = stuck(20.0)(at_s)
+        gone = ProcessState(role="other", pid=99, create_time=1.0, state="S")
+        there = (*found.processes, *([gone] if at_s < 30 else []))
+        return msgspec.structs.replace(found, processes=there)
+
+    looks = tuple(map(leaving, (26.0, 28.0, 30.0)))
+    snapshot = msgspec.structs.replace(
+        Scene(leaving).capture([], 10.0, threading.Event(), sure=True), looks=looks
+    )
+    names_nobody = SimpleNamespace(subject="the server")
+    assert not works(snapshot, names_nobody)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("state", ["R", "S"])

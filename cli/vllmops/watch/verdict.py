@@ -224,11 +224,10 @@ def works(snapshot: ServerSnapshot, why: Finding) -> bool:
 
     An engine by itself waits for its workers, so they are meant, too, where they can be seen.
     """
-    found, pids = shares(snapshot), set(map(int, NUMBER.findall(why.subject)))
-    named = pids & found.keys() or found.keys()
-    last = {process.pid: process for process in snapshot.looks[-1].processes} if named else {}
+    last = {pid: after for pid, (_, after, _) in spans(snapshot).items()}
+    named = last.keys() & set(map(int, NUMBER.findall(why.subject))) or set(last)
     ranks = {(last[pid].node, last[pid].dp_rank) for pid in named if last[pid].role == "engine"}
-    workers = {p.pid for p in last.values() if p.role == "worker" and p.state != UNSEEN}
+    workers = {pid for pid, p in last.items() if p.role == "worker" and p.state != UNSEEN}
     if workers.isdisjoint(named):
         named |= {pid for pid in workers if (last[pid].node, last[pid].dp_rank) in ranks}
     return not named or active(snapshot, named)
