@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from vllmops.memory.record import FULL_S
 
 from .figure import Figure, Limit, interleaved, medians
-from .setting import VLLMOPS, Setting
+from .setting import VLLMOPS, Setting, cpu_seconds
 
 WARM_UP_S = 4.0  # until the command has found the server and taken its first sample
 
@@ -46,9 +46,3 @@ def cores(pids: Sequence[int], seconds: float) -> float:
     began, before = time.perf_counter(), sum(map(cpu_seconds, pids))
     time.sleep(seconds)
     return (sum(map(cpu_seconds, pids)) - before) / (time.perf_counter() - began)
-
-
-def cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far, to the nanosecond; ``/proc`` has it to 10 ms."""
-    # What clock_getcpuclockid(3) makes of a pid on Linux.
-    return time.clock_gettime((~pid << 3) | 2)
