@@ -301,9 +301,9 @@ def register():
         answered.append(SpinCondition.wait is not wait)
         if all(answered) and len(answered) == 2:
             SpinCondition.wait = wait
-        if os.path.exists(lost):
-            os.unlink(lost)
-        else:
+        try:
+            os.unlink(lost)  # by one process
+        except FileNotFoundError:
             notify(self)
 
     SpinCondition.notify = lose
@@ -610,10 +610,13 @@ def input_thread_dead(server: Prone) -> Iterator[list[Asked]]:
 def lost_notify(server: Prone) -> Asked:
     """A request whose way to the worker, or back, nobody tells of; nothing else is in flight."""
     time.sleep(1.5)  # until then the reader looks by itself
-    (server.place / "notify").touch()
-    asked = server.ask()
-    time.sleep(0.3)
-    (server.place / "notify").unlink(missing_ok=True)
+    lost = server.place / "notify"
+    lost.touch()
+    try:
+        asked = server.ask()
+        until(lambda: not lost.exists())
+    finally:
+        lost.unlink(missing_ok=True)
     return asked
 
 

@@ -415,7 +415,8 @@ def test_a_queue_that_does_not_go_on_is_healed(
     with made(stock) as asked:
         until(lambda: len(in_flight(stock)) == len(asked), 40, lambda: in_flight(stock))
         assert outcomes(stock, "--dry-run") == (1, [(action, False)])
-        assert outcomes(stock, "--skip", action) == (0, [])
+        # Its code depends on whether this has lasted so long that it is told as a stall.
+        assert outcomes(stock, "--skip", action)[1] == []
         assert {one.answer(0.1) for one in asked} == {None}
         assert outcomes(stock) == (0, [(action, True)])
         assert [one.answer(30) for one in asked] == answers
