@@ -75,16 +75,21 @@ def apart(server: Server) -> Iterator[None]:
     """
     cores = os.sched_getaffinity(0)
     first = {min(cores)}
+    rest = cores - first or cores
+    before = {0: cores}  # this process
     for process in server.processes:
         own = process.role in {Role.ENGINE, Role.WORKER}
         for thread in psutil.Process(process.pid).threads():
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.sched_setaffinity(thread.id, first if own else cores - first or cores)
-    os.sched_setaffinity(0, cores - first or cores)
+                before[thread.id] = os.sched_getaffinity(thread.id)
+                os.sched_setaffinity(thread.id, first if own else rest)
+    os.sched_setaffinity(0, rest)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, cores)
+        for thread_id, allowed in before.items():
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(thread_id, allowed)
 
 
 def listed(server: Server) -> float:
