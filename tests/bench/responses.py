@@ -21,6 +21,7 @@ from vllmops.demo import Kind
 from vllmops.store import settings
 
 from .figure import Figure, Limit, paired
+from .memory import cpu_seconds
 from .setting import HOST, PYTHON, START_TIMEOUT_S, Server, Setting, healthy
 from .setting import LONG as ROOM
 
@@ -44,7 +45,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         servers = dict(started(setting, stack))
         for server in servers.values():
             server.load([server.request(PATH, BODY)] * (48 if setting.short else 480), CONNECTIONS)
-        yield passed(setting, servers)
+        yield from passed(setting, servers)
         yield from created(setting, servers)
         yield from read(setting, servers)
         yield from chained(setting, servers)
@@ -90,12 +91,14 @@ def gateway(setting: Setting, behind: Server) -> Iterator[Server]:
         process.wait()
 
 
-def passed(setting: Setting, servers: Mapping[str, Server]) -> Figure:
-    """A request that is none of ours."""
+def passed(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
+    """A request that is none of ours: how long it takes, and how long the API server computes."""
     two = {name: servers[name] for name in (STOCK, "sqlite")}
     bursts = {name: [item.request("/health")] * 4 * BURST for name, item in two.items()}
-    times = taken(two, bursts, 3 if setting.short else 200)
-    return compared(setting, "GET /health", "sqlite", times, STOCK, 1 / 0.98)
+    spent: Times = defaultdict(list)
+    times = taken(two, bursts, 10 if setting.short else 200, spent=spent)
+    for what, values in (("GET /health", times), ("GET /health, CPU time", spent)):
+        yield compared(setting, what, "sqlite", values, STOCK, 1 / 0.98)
 
 
 def created(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
@@ -124,15 +127,18 @@ def read(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
 
 
 def chained(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
-    """Conversations by ``previous_response_id``."""
-    whole = defaultdict[str, list[float]](list)
+    """Turns by ``previous_response_id``, and by ``conversation``."""
+    whole, talks = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list)
     choice = random.Random(1)
     for _ in range(1 if setting.short else 30):
         for name in choice.sample(list(servers), len(servers)):
             whole[name].append(sum(seconds for seconds, _ in chain(servers[name], TURNS)))
-    for name in servers:
-        if name not in {STOCK, GATEWAY}:
-            yield compared(setting, f"a chain of {TURNS} turns", name, whole, STOCK, 1.1)
+            if name not in {STOCK, GATEWAY}:
+                talks[name].append(sum(seconds for seconds, _ in talk(servers[name], TURNS)))
+    for name in talks:
+        yield compared(setting, f"a chain of {TURNS} turns", name, whole, STOCK, 1.1)
+        what = f"a conversation of {TURNS} turns, {name}"
+        yield paired(what, talks[name], "a chain", whole[name], 1.05, short=setting.short)
     yield compared(setting, f"a chain of {TURNS} turns", "sqlite", whole, GATEWAY, 1.0)
 
 
@@ -170,14 +176,27 @@ def taken(
     bursts: Mapping[str, Sequence[bytes]],
     rounds: int,
     connections: int = CONNECTIONS,
+    *,
+    spent: Times | None = None,
 ) -> Times:
-    """Seconds for each request, in blocks by turns."""
+    """Seconds for each request, in blocks by turns.
+
+    Args:
+        servers: by name.
+        bursts: the requests of a block.
+        rounds: blocks of each server.
+        connections: on which they are sent.
+        spent: gets the seconds that the API server computes for each, where that is wanted.
+    """
     times, choice = defaultdict[str, list[float]](list), random.Random(1)
     for _ in range(rounds):
         for name in choice.sample(list(servers), len(servers)):
-            began = time.perf_counter()
-            servers[name].load(bursts[name], connections)
-            times[name].append((time.perf_counter() - began) / len(bursts[name]))
+            server, count = servers[name], len(bursts[name])
+            before, began = cpu_seconds(server.pid), time.perf_counter()
+            server.load(bursts[name], connections)
+            times[name].append((time.perf_counter() - began) / count)
+            if spent is not None:
+                spent[name].append((cpu_seconds(server.pid) - before) / count)
     return times
 
 
@@ -191,7 +210,7 @@ def compared(
 def chain(
     server: Server, turns: int, *, stored_apart: bool = False
 ) -> list[tuple[float, dict[str, Any]]]:
-    """A conversation, or as many responses that know nothing of each other.
+    """Responses of which each follows the one before, or that know nothing of each other.
 
     Returns:
         Of each, the seconds and the answer.
@@ -201,14 +220,30 @@ def chain(
     with contextlib.closing(connection):
         for _ in range(turns):
             before = {"previous_response_id": found[-1][1]["id"]} if found else {}
-            body = json.dumps({**TURN, **({} if stored_apart else before)})
-            began = time.perf_counter()
-            connection.request("POST", PATH, body, {"Content-Type": "application/json"})
-            answer = json.loads(connection.getresponse().read())
-            if "id" not in answer:
-                raise RuntimeError(f"refused: {answer}")
-            found.append((time.perf_counter() - began, answer))
+            found.append(posted(connection, PATH, {**TURN, **({} if stored_apart else before)}))
     return found
+
+
+def talk(server: Server, turns: int) -> list[tuple[float, dict[str, Any]]]:
+    """As `chain`, of the turns of a conversation."""
+    connection = http.client.HTTPConnection(HOST, server.port)
+    with contextlib.closing(connection):
+        _, made = posted(connection, "/v1/conversations", {})
+        body = {**TURN, "conversation": made["id"]}
+        return [posted(connection, PATH, body) for _ in range(turns)]
+
+
+def posted(
+    connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any]
+) -> tuple[float, dict[str, Any]]:
+    """The seconds that an answer takes, and the answer."""
+    content = json.dumps(body)
+    began = time.perf_counter()
+    connection.request("POST", path, content, {"Content-Type": "application/json"})
+    answer = json.loads(connection.getresponse().read())
+    if "id" not in answer:
+        raise RuntimeError(f"refused: {answer}")
+    return time.perf_counter() - began, answer
 
 
 def compact(value: Any) -> bytes:

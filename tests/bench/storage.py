@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import sqlite3
@@ -12,12 +13,17 @@ import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+from msgspec.structs import replace
 from tests.support.databases import Servers, folder_for_servers, postgres_parts
 
+from vllmops.agent.responses.conversations import ConversationTurns
+from vllmops.agent.responses.history import History
 from vllmops.store import opening
 from vllmops.store.backend import Backend, Limits, Query, Response
+from vllmops.store.conversations import Conversation
 from vllmops.store.postgresql import Postgresql
 from vllmops.store.redis import Redis
 from vllmops.store.sql import Sql
@@ -29,6 +35,9 @@ from .setting import Setting
 
 OWNER = "0" * 64
 OF_DRIVER = 0.6  # of the operations per second of the driver with its pool
+# A turn of a conversation, in times of a link of a chain: the 20th, and the 100th. Its items are in
+# the store twice, so it costs a little more until there are many to be read.
+TURNS = {20: 1.35, 100: 1.1}
 PAGES = 20
 FEW = 1_000
 ENDLESS = Limits(max_size=10**9)
@@ -46,6 +55,8 @@ def measure(setting: Setting) -> Iterator[Figure]:
             urls |= {item: programs.add(item).url for item in ("postgresql", "redis")}
         for kind, url in urls.items():
             yield from asyncio.run(operations(setting, kind, url))
+        for kind, url in urls.items():
+            yield from asyncio.run(turns(setting, kind, url))
         for kind, url in urls.items():
             yield asyncio.run(lists(setting, kind, url))
     yield asyncio.run(in_memory(setting))
@@ -176,6 +187,78 @@ async def driver(
         return await backend.pool.fetch(texts[operation], *given)
 
     yield fetch
+
+
+async def turns(setting: Setting, kind: str, url: str) -> list[Figure]:
+    """A turn of a conversation against a link of a chain: all but HTTP and the engine.
+
+    What this process computes. Both take as many round trips, and commit to the same disk.
+    """
+    rounds, item = (2, 5) if setting.short else (60, 10)
+    figures = []
+    for depth, limit in TURNS.items():
+        backend = opening.backend(f"{url}?namespace=turns{depth}", ENDLESS)
+        spent: dict[str, list[float]] = {"turn": [], "link": []}
+        choice = random.Random(1)
+        async with ResponseStore(backend) as store:
+            talk = Talk(store)
+            for number in range(rounds):
+                await talk.begin(f"conv_{number}")
+                acts = {"turn": talk.turn, "link": talk.link}
+                for act in acts.values():
+                    for _ in range(depth):
+                        await act()
+                for name in choice.sample(list(acts), len(acts)):
+                    began = time.process_time()
+                    for _ in range(item):
+                        await acts[name]()
+                    spent[name].append((time.process_time() - began) / item)
+            await backend.drop()
+        name, of, rival = f"turn {depth} of a conversation, {kind}", spent["turn"], spent["link"]
+        figures.append(paired(name, of, "of a chain", rival, limit, short=setting.short))
+    return figures
+
+
+class Talk:
+    """Turns as the agent keeps them, of a conversation and of a chain; the answers are made up.
+
+    Args:
+        store: that keeps them.
+    """
+
+    def __init__(self, store: ResponseStore) -> None:
+        self.store = store
+        self.conversations = ConversationTurns(store)
+        self.history = History(list, harmony=False)
+        self.numbers = itertools.count()
+        self.conversation, self.last = "", ""
+
+    async def begin(self, conversation_id: str) -> None:
+        """Begin a conversation, and a chain."""
+        self.conversation, self.last = conversation_id, ""
+        made = Conversation(id=conversation_id, owner=OWNER)
+        await self.store.conversations.create(made, [])
+
+    async def turn(self) -> None:
+        made = response(next(self.numbers))
+        turn = SimpleNamespace(
+            request=SimpleNamespace(request_id=made.id),
+            began=made.created_at,
+            owner=OWNER,
+            items=made.input,
+            held=None,
+        )
+        await self.conversations.begin(turn, self.conversation)
+        assert turn.held
+        await self.history.of_entries(turn.held.entries)
+        assert await self.conversations.finish(turn, made, made.body, new=True)
+
+    async def link(self) -> None:
+        made = response(next(self.numbers))
+        if self.last:
+            await self.history.of(await self.store.conversation(OWNER, self.last))
+        assert await self.store.create(replace(made, previous_id=self.last or None))
+        self.last = made.id
 
 
 async def lists(setting: Setting, kind: str, url: str) -> Figure:

@@ -5,20 +5,26 @@ A store that fails over has acknowledged nothing that its next server does not h
 
 from __future__ import annotations
 
+import asyncio
+import random
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from vllmops.store.backend import Backend
+from vllmops.store import opening
+from vllmops.store.backend import Backend, Limits, Response, owner_of
+from vllmops.store.store import ResponseStore
 
 from ..support.databases import LOCAL, Servers
 from ..support.extent import EVERYTHING, programs
+from ..support.ports import free_port
 from ..support.waiting import until
 from .broken import BROKEN
 from .checker import check
-from .run import Replicas, run
+from .run import Client, Replicas, run, up
 
 pytestmark = programs
 
@@ -83,6 +89,35 @@ def test_a_random_history_is_right(
     history = run(replicas, url, seed, fail_over=fail_over)
     assert check(history) == []
     assert {op.kind for op in history if op.ok} >= {"turn", "read", "respond", "get", "link"}
+
+
+def test_who_saw_more_than_is_left_of_a_lost_run_gets_its_end(
+    replicas: Replicas, tmp_path: Path
+) -> None:
+    """A server of the database that takes over may lack the last events that somebody saw."""
+    url, port = f"sqlite:///{tmp_path}/r.db", free_port()
+
+    async def left() -> None:
+        backend = opening.backend(url, Limits(lease_s=0.1))
+        async with ResponseStore(backend) as store:
+            for name in ("lost", "over"):
+                made = Response(
+                    id=name, owner=owner_of("ann"), model="m", status="in_progress", body=b"{}"
+                )
+                await store.create(made)
+                await store.append(made, 0, [b'{"type":"response.created"}'] * 3)
+            await store.set_status(made.owner, "over", "completed")
+
+    asyncio.run(left())
+    replicas.start(port, url)
+    reader = Client(random.Random(), [port], [])
+    until(partial(up, port))
+    path = "/v1/responses/{}?stream=true&starting_after={}".format
+    for after in (2, 5):
+        code, events, end = reader.events("GET", path("lost", after), None, 9)
+        assert (code, events, end["status"]) == (200, [], "failed")
+    assert reader.ask("GET", path("over", 5))[0] == 400
+    replicas.clear()
 
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)

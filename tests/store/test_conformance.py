@@ -222,6 +222,17 @@ class KeepsEveryConversation(Careless):
         pass
 
 
+class MakesNoRoomForTurns(Careless):
+    async def add_entries(
+        self, addition: Addition, response: Response | None = None, *, new: bool = False
+    ) -> Outcome:
+        limits, self.limits = self.limits, Limits()
+        try:
+            return await super().add_entries(addition, response, new=new)
+        finally:
+            self.limits = limits
+
+
 FOUND: dict[type[Careless], str] = {
     LosesInput: "gives back what",
     Overwrites: "stores an id once",
@@ -248,6 +259,7 @@ FOUND: dict[type[Careless], str] = {
     ListsItemsBackwards: "gives back a conversation",
     DeletesNoItems: "deletes a conversation",
     AddsAndStoresApart: "adds a turn",
+    MakesNoRoomForTurns: "makes room for",
     LetsEverybodyHold: "lets one turn",
     HoldsForEver: "lets go of",
     ShowsEverybodysConversations: "keeps the conversations of owners",

@@ -7,6 +7,8 @@ import os
 import sqlite3
 import threading
 from collections.abc import Awaitable, Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +122,7 @@ def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         made = response("resp_a")
         await store.create(made)
-        assert store.recent
-        store.recent.kept.clear()  # as if another process had made it
         assert await queries(store, store.get("me", "resp_a")) == (made, 1)
-        store.recent.text = ""  # what is not read again needs no statement
         assert await queries(store, store.get("me", "resp_a")) == (made, 0)
         # Whose it is is part of the question.
         assert await queries(store, store.get("you", "resp_a")) == (None, 1)
@@ -132,27 +131,75 @@ def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
     with_store(tmp_path / "a.db", work)
 
 
-@pytest.mark.parametrize("way", ["created", "put", "added"])
-def test_what_was_just_written_waits_for_no_thread(tmp_path: Path, way: str) -> None:
+def test_what_this_process_adds_changes_nothing_else(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         made = response("resp_a")
-        if way == "put":
-            await store.create(response("resp_a", status="queued"))
-            await store.put(made)
-        elif way == "added":
-            conversation = Conversation(id="conv_a", owner="me", metadata=b"{}")
-            await store.create_conversation(conversation, [])
-            await store.add_entries(addition, made, new=True)
-        else:
-            await store.create(made)
-        for _ in range(2):
-            assert await queries(store, store.get("me", "resp_a")) == (made, 0)
-        await store.create(response("resp_b"))  # a commit between reads
+        await store.create(made)
+        assert await queries(store, store.get("me", "resp_a")) == (made, 1)
+        await store.create_conversation(Conversation(id="conv_a", owner="me"), [])
+        await store.hold("me", "conv_a", "h")
+        await store.add_entries(addition, response("resp_b"), new=True)
+        await store.create(response("resp_c"))
+        await store.sweep()
         assert await queries(store, store.get("me", "resp_a")) == (made, 0)
-        # Nor is it anybody else's.
-        assert await queries(store, store.get("you", "resp_a")) == (None, 1)
+        await store.delete("me", "resp_b")
+        assert await queries(store, store.get("me", "resp_a")) == (made, 1)
 
-    addition = Addition(conversation_id="conv_a", owner="me", entries=[])
+    addition = Addition(conversation_id="conv_a", owner="me", entries=[], holder="h")
+    with_store(tmp_path / "a.db", work)
+
+
+def test_what_another_process_commits_between_is_seen(tmp_path: Path) -> None:
+    """Before, within and after what this one does."""
+    path = tmp_path / "a.db"
+
+    async def work(store: Sqlite) -> None:
+        def change(error: str) -> None:
+            with closing(sqlite3.connect(path, isolation_level=None)) as other:
+                other.execute("UPDATE vllmops_responses SET error = ?", [error])
+
+        def changed(connection: sqlite3.Connection) -> None:
+            change("within")
+
+        def both(connection: sqlite3.Connection) -> None:
+            connection.execute(store.text["release"], {"1": "conv_a", "2": "h"}).fetchall()
+            change("after")
+
+        await store.create(response("resp_a"))
+        await store.create_conversation(Conversation(id="conv_a", owner="me"), [])
+        await store.get("me", "resp_a")
+        change("before")
+        await store.create(response("resp_b"))
+        assert await errors(store) == "before"
+        await store.write(changed, spares=True)
+        assert await errors(store) == "within"
+        await store.hold("me", "conv_a", "h")
+        await store.write(both, spares=True)
+        assert await errors(store) == "after"
+
+    async def errors(store: Sqlite) -> str:
+        found = await store.get("me", "resp_a")
+        assert found
+        return found.error
+
+    with_store(path, work)
+
+
+def test_a_file_without_a_wal_is_read_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is shared in memory tells of its changes."""
+    connect = sqlite3.connect
+    other = partial(connect, f"file:{tmp_path}/a.db?vfs=unix-dotfile", uri=True)
+    monkeypatch.setattr(sqlite3, "connect", lambda _, **given: other(**given))
+    (tmp_path / "a.db-shm").write_bytes(bytes(sqlite.HEADER))  # of another time
+
+    async def work(store: Sqlite) -> None:
+        made = response("resp_a")
+        await store.create(made)
+        for _ in range(2):
+            assert await queries(store, store.get("me", "resp_a")) == (made, 1)
+
     with_store(tmp_path / "a.db", work)
 
 
@@ -182,8 +229,6 @@ def test_a_change_while_it_is_read_is_not_missed(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         await store.create(response("resp_a"))
         assert store.reader
-        assert store.recent
-        store.recent.kept.clear()
         run = store.reader.run
 
         async def slowly(job: Callable[[sqlite3.Connection], Any]) -> Any:

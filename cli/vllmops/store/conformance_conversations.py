@@ -8,7 +8,7 @@ import secrets
 
 from msgspec.structs import replace
 
-from .backend import EVERYBODY, CursorUnknown
+from .backend import EVERYBODY, CursorUnknown, Query
 from .conformance_bench import ANN, BOB, CID, SHORT_S, Bench, Failed, check, response, same
 from .conversation_store import Held
 from .conversation_store import unpacked as unpacked_entry
@@ -142,6 +142,19 @@ async def both_or_neither(bench: Bench) -> None:
     same(await said(store, made), ["a", "b", "c", "d"], "its conversation")
     same(await finish(hold, [entry("e")], None, new=False), DONE, "a turn without a response")
     same(await said(store, made), ["a", "b", "c", "d", "e"], "its conversation")
+
+
+@check("makes room for a response that a turn stores", conversations=True)
+async def room(bench: Bench) -> None:
+    store = await bench.open(max_size=4)
+    made = conversation()
+    await store.conversations.create(made, [])
+    for number in range(8):
+        hold = await held(store, made, f"h{number}")
+        outcome = await store.conversations.finish(hold, [], response(f"r{number}"), new=True)
+        same(outcome, DONE, "ending a turn")
+    page = await store.page(ANN, Query(descending=False))
+    same([one.id for one in page.responses], ["r4", "r5", "r6", "r7"], "what is left")
 
 
 @check("lets one turn at a time hold a conversation", conversations=True)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from operator import itemgetter
 from typing import Any, ClassVar, TypeVar
 
 import asyncpg
 
-from .backend import EVERYBODY, SILENT_S, Chunk, Limits, Response
-from .conversations import Outcome
+from .backend import EVERYBODY, FINISHED, SILENT_S, Chunk, Limits, Response
+from .conversations import Addition, Outcome
 from .gathering import Gathered
 from .sql import Sql
-from .sql_conversations import Steps, Undo
+from .sql_conversations import Rows, Steps, Undo
 from .urls import FORMS, parsed, refuse, shown
 
 T = TypeVar("T")
@@ -189,6 +189,40 @@ class Postgresql(Sql):
 
     async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         return await self.writable(lambda connection: connection.fetch(statement, *values))
+
+    async def held(self, *given: Any) -> Rows | None:
+        rows = await self.fetch("hold", *given)
+        if rows and not rows[0][-1]:
+            return await self.fetch("entries", given[0])
+        return [row for row in rows if row[0] is not None] if rows else None
+
+    async def added(self, addition: Addition, response: Response | None, *, new: bool) -> Outcome:
+        """In one round trip; what hinders that is found out in several."""
+        entries, storing, row = addition.entries, "nothing", tuple[Any, ...]()
+        if response:
+            storing = "create" if new else "put"
+            row = self.row(response) if new else self.putting(response, FINISHED)
+        text = "".join(self.text[name] for name in ("add", f"and {storing}", "added"))
+        given = (
+            addition.conversation_id,
+            addition.owner,
+            addition.holder,
+            len(entries),
+            [one.id for one in entries],
+            [one.answer for one in entries],
+            [one.body for one in entries],
+            self.limits.max_items,
+            *row,
+        )
+
+        async def run(connection: Connection) -> Rows:
+            with suppress(asyncpg.UniqueViolationError, asyncpg.DivisionByZeroError):
+                return await connection.fetch(text, *given)  # type: ignore[no-any-return]
+            return ()
+
+        if await self.writable(run):
+            return Outcome.DONE
+        return await super().added(addition, response, new=new)
 
     async def transact(self, steps: Callable[[], Steps]) -> Outcome:
         async def run(connection: Connection) -> Outcome:

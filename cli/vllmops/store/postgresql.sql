@@ -61,6 +61,58 @@ SELECT * FROM unnest(
     CAST($5 AS BYTEA[])
 ) ON CONFLICT DO NOTHING RETURNING 1
 
+-- The items are as they were when the statement began. Who held the conversation then may have
+-- changed them since: each row tells, last, whether nobody has. What is empty gives one without an id.
+-- name: hold
+WITH held AS (
+    UPDATE {name}_conversations SET holder = $3,
+        held_until = date_part('epoch', statement_timestamp()) + $4
+    WHERE id = $1 AND $2 IN ('*', owner) AND (
+        holder IS NULL OR holder = $3 OR held_until < date_part('epoch', statement_timestamp())
+    ) RETURNING next, size
+)
+SELECT items.id, items.body, items.answer, kept.next = held.next AND kept.size = held.size
+FROM held JOIN {name}_conversations AS kept ON kept.id = $1
+LEFT JOIN {name}_items AS items ON items.conversation_id = kept.id ORDER BY items.position
+
+-- Items are added by `add`, what stores their response, and `added`. All of it is done or nothing: an
+-- id that is taken is an error, and so is a division by none that was stored.
+-- name: add
+WITH changed AS (
+    UPDATE {name}_conversations SET holder = NULL, size = size + $4, next = next + $4
+    WHERE id = $1 AND $2 IN ('*', owner) AND (
+        holder = $3 OR ($3 = '' AND size + CAST($4 AS BIGINT) <= $8 AND (
+            holder IS NULL OR held_until < date_part('epoch', statement_timestamp())
+        ))
+    ) RETURNING next - $4 AS place
+), items AS (
+    INSERT INTO {name}_items (conversation_id, position, id, answer, body)
+    SELECT $1, place + number - 1, given.id, answer, body FROM changed, unnest(
+        CAST($5 AS TEXT[]), CAST($6 AS BOOLEAN[]), CAST($7 AS BYTEA[])
+    ) WITH ORDINALITY AS given (id, answer, body, number)
+), stored AS (
+
+-- name: and create
+    INSERT INTO {name}_responses (
+        id, owner, model, status, created_at, previous_id, error, body, input, accessed_at, lease
+    )
+    SELECT $9, $10, $11, $12, CAST($13 AS FLOAT), $14, $15, CAST($16 AS BYTEA), CAST($17 AS BYTEA),
+        CAST($18 AS FLOAT), date_part('epoch', statement_timestamp()) + $19
+    FROM changed RETURNING 1
+
+-- name: and put
+    UPDATE {name}_responses SET status = $12, error = $13, body = $14, accessed_at = $15,
+        lease = date_part('epoch', statement_timestamp()) + $16
+    FROM changed WHERE id = $9 AND owner = $10 AND created_at = $11
+        AND ($18 NOT LIKE '% ' || status || ' %' OR (status = 'failed' AND error = $17))
+    RETURNING 1
+
+-- name: and nothing
+    SELECT 1
+
+-- name: added
+) SELECT 1 / (SELECT count(*) FROM stored) FROM changed
+
 -- Several processes start at once, and one of them makes the tables.
 -- name: alone
 SELECT pg_advisory_xact_lock(hashtext('{name}'))

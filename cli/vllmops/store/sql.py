@@ -36,6 +36,7 @@ from .backend import (
     too_new,
     words,
 )
+from .conversations import Addition, Outcome
 from .sql_conversations import SqlConversations, Step
 
 SCHEMA = 4
@@ -99,16 +100,28 @@ class Sql(SqlConversations):
     async def create(self, response: Response) -> bool:
         done = await self.add(response)
         if done:
-            self.created[response.owner] += 1
-            if self.created.total() >= self.every:
-                self.created.clear()
-                await self.evict(response.id)
-            elif self.limits.max_per_key and self.created[response.owner] >= self.every_one:
-                del self.created[response.owner]
-                await self.uses.flush()
-                given = (response.owner, self.limits.share, response.id)
-                await self.evicted(len(await self.fetch("evict", *given)))
+            await self.make_room(response)
         return done
+
+    async def add_entries(
+        self, addition: Addition, response: Response | None = None, *, new: bool = False
+    ) -> Outcome:
+        outcome = await super().add_entries(addition, response, new=new)
+        if new and response and outcome is Outcome.DONE:
+            await self.make_room(response)
+        return outcome
+
+    async def make_room(self, response: Response) -> None:
+        """Evict what is too much, now that one more is stored; rows are counted once in a while."""
+        self.created[response.owner] += 1
+        if self.created.total() >= self.every:
+            self.created.clear()
+            await self.evict(response.id)
+        elif self.limits.max_per_key and self.created[response.owner] >= self.every_one:
+            del self.created[response.owner]
+            await self.uses.flush()
+            given = (response.owner, self.limits.share, response.id)
+            await self.evicted(len(await self.fetch("evict", *given)))
 
     async def add(self, response: Response) -> bool:
         """As `create`, and none is evicted."""

@@ -70,10 +70,13 @@ class SqlConversations(Backend):
             steps: begins them; called again where a busy database makes it begin anew.
         """
 
-    async def both(self, first: Step, then: Step) -> tuple[Rows, Rows]:
-        """Run a statement, and another one if the first gives rows; the rows of both."""
-        rows = await self.fetch(first.name, *first.values)
-        return rows, (await self.fetch(then.name, *then.values) if rows else ())
+    @abstractmethod
+    async def held(self, *given: Any) -> Rows | None:
+        """The items of a conversation that is held now; None where it can't be.
+
+        Args:
+            given: what ``hold`` takes.
+        """
 
     @abstractmethod
     def storing(self, response: Response, *, new: bool) -> Step:
@@ -136,9 +139,8 @@ class SqlConversations(Backend):
     async def hold(
         self, owner: str, conversation_id: str, holder: str
     ) -> tuple[Outcome, list[Entry]]:
-        given = conversation_id, owner, holder, self.limits.lease_s
-        held, rows = await self.both(Step("hold", given), Step("entries", (conversation_id,)))
-        if not held:
+        rows = await self.held(conversation_id, owner, holder, self.limits.lease_s)
+        if rows is None:
             there = await self.fetch("get conversation", conversation_id, owner)
             return (Outcome.LOCKED if there else Outcome.GONE), []
         await self.conversation_uses.note([conversation_id])
@@ -182,6 +184,14 @@ class SqlConversations(Backend):
     async def add_entries(
         self, addition: Addition, response: Response | None = None, *, new: bool = False
     ) -> Outcome:
+        outcome = await self.added(addition, response, new=new)
+        if not addition.holder:  # who holds it has used it
+            await self.conversation_uses.note([addition.conversation_id])
+        return outcome
+
+    async def added(self, addition: Addition, response: Response | None, *, new: bool) -> Outcome:
+        """As `add_entries`, and no use of the conversation."""
+
         def steps() -> Steps:
             count = len(addition.entries)
             place, size = yield from self.taking(
@@ -194,10 +204,7 @@ class SqlConversations(Backend):
                 raise Undo(Outcome.REFUSED)
             return Outcome.DONE
 
-        outcome = await self.transact(steps)
-        if not addition.holder:  # who holds it has used it
-            await self.conversation_uses.note([addition.conversation_id])
-        return outcome
+        return await self.transact(steps)
 
     def taking(
         self, conversation_id: str, owner: str, holder: str, count: int

@@ -10,12 +10,14 @@ import asyncio
 import os
 import sqlite3
 import stat
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
@@ -23,9 +25,9 @@ from typing import Any, ClassVar, TypeVar
 import msgspec
 
 from ..errors import VllmopsError, usage
-from .backend import FINISHED, Limits, Response
-from .conversations import Addition, Outcome
-from .sql import Sql, made
+from .backend import GONE, Limits, Response
+from .conversations import Outcome
+from .sql import Sql
 from .sql_conversations import Rows, Step, Steps, Undo
 
 T = TypeVar("T")
@@ -37,6 +39,13 @@ BUSY_S = 1.5
 NAP_S = 0.0005
 # Responses that are kept in memory, and the largest of them: 8 MiB in all.
 KEPT, KEPT_BYTES = 512, 16_384
+# Statements that change no response which has ended by itself.
+SPARING = (
+    *("create", "append", "trim", "touch", "renew", "hold", "release", "renew hold"),
+    *("create conversation", "set metadata", "delete conversation", "touch conversation"),
+)
+# Bytes of a WAL index's header, as SQLite documents it.
+HEADER = 48
 
 
 class Worker:
@@ -120,75 +129,95 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
 
 
 class Recent:
-    """Responses that were written or read lately, which the event loop itself may read.
+    """Responses that were read lately, which the event loop may tell again.
 
-    What nobody has changed since is not read at all: SQLite tells so from memory that its
-    connections share. Else the row is read again, from pages that the machine still has in its
-    memory: that takes less than the way to another thread and back.
+    It asks no connection, because any statement may wait for the disk. What is kept is as it was
+    at one version of the file, and is told as long as the file has that version. A commit of this
+    process that changes none of it is counted, so it lasts until another one commits.
 
     Args:
-        connection: for this alone.
-        text: the statement that reads one.
+        header: of what all connections to the file share in memory; another one after each commit.
     """
 
-    def __init__(self, connection: sqlite3.Connection, text: str) -> None:
-        self.connection = connection
-        self.text = text
-        # With what `look` gave before they were read; without a response where none was.
-        self.kept: dict[tuple[str, str], tuple[object, Response | None]] = {}
+    def __init__(self, header: mmap) -> None:
+        self.header = header
+        self.version = b""
+        self.kept: dict[tuple[str, str], Response] = {}
 
-    def look(self) -> object:
-        """A value that is another one after each change of the file."""
-        try:
-            (version,) = self.connection.execute("PRAGMA data_version").fetchone()
-        except sqlite3.Error:  # it can't be told, so all is read again
-            version = object()
-        return version
+    def look(self) -> bytes:
+        """The version of the file."""
+        return self.header[:]
 
-    def find(self, owner: str, response_id: str, version: object) -> Response | None:
+    def find(self, owner: str, response_id: str) -> Response | None:
         """A response as it is now; None where that is not to be told here.
 
         Args:
             owner: who asks.
             response_id: of the response.
-            version: what `look` has just given.
         """
-        known = self.kept.pop((owner, response_id), None)
-        if known is None:
+        if self.version != self.look():
             return None
-        if known[0] != version or known[1] is None:
-            try:
-                given = numbered((response_id, owner))
-                rows = self.connection.execute(self.text, given).fetchall()
-            except sqlite3.Error:
-                rows = []
-            if not rows or not fits(found := made(rows[0])):
-                return None
-            known = version, found
-        self.note((owner, response_id), known)
-        return known[1]
+        known = self.kept.pop((owner, response_id), None)
+        if known is not None:
+            self.kept[owner, response_id] = known
+        return known
 
-    def keep(self, owner: str, response: Response, version: object) -> None:
-        """Keep a response that was read after `look` gave that value."""
-        if fits(response):
-            self.note((owner, response.id), (version, response))
-
-    def written(self, response: Response) -> None:
-        """Note what was written: its owner may read it next."""
-        if fits(response):
-            self.note((response.owner, response.id), (None, None))
-
-    def note(self, key: tuple[str, str], known: tuple[object, Response | None]) -> None:
-        self.kept.pop(key, None)
-        self.kept[key] = known
+    def keep(self, owner: str, response: Response, version: bytes) -> None:
+        """Keep a response that was read when the file had that version, or a later one."""
+        if not fits(response) or version != self.look():
+            return
+        if version != self.version:
+            self.kept.clear()
+            self.version = version
+        self.kept.pop((owner, response.id), None)
+        self.kept[owner, response.id] = response
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
+
+    def committed(self, before: bytes, after: bytes) -> None:
+        """Count a commit that has changed nothing that is kept.
+
+        Args:
+            before: the version before it.
+            after: the version after it; of others' commits between these nothing is known.
+        """
+        if before == self.version and commits(after) - commits(before) == 1:
+            self.version = after
+
+
+def commits(version: bytes) -> int:
+    """How many commits a version counts."""
+    return int.from_bytes(version[8:12], sys.byteorder)
+
+
+# By device and inode. None is closed: that would drop every lock of this process on the file.
+CHANGES: dict[tuple[int, int], mmap] = {}
+
+
+def changes(path: Path) -> mmap:
+    """The header of what the connections to a file share in memory; each commit counts in it.
+
+    Args:
+        path: of a file in WAL mode that has a connection.
+    """
+    shared = path.with_name(f"{path.name}-shm")
+    found = shared.stat()
+    name = found.st_dev, found.st_ino
+    if name not in CHANGES:
+        CHANGES[name] = mmap(os.open(shared, os.O_RDONLY), HEADER, access=ACCESS_READ)
+    return CHANGES[name]
+
+
+def in_wal_mode(connection: sqlite3.Connection) -> bool:
+    """Whether a file has a WAL; some file systems can't share memory, and it has none there."""
+    return bool(connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal")
 
 
 def fits(response: Response) -> bool:
     """Whether a response has ended and is small; a damaged file may have values of any type."""
     parts = (response.body, response.input)
-    sound = not response.running and all(isinstance(part, bytes) for part in parts)
+    ended = not response.running and response.error != GONE
+    sound = ended and all(isinstance(part, bytes) for part in parts)
     return sound and sum(map(len, parts)) <= KEPT_BYTES
 
 
@@ -210,6 +239,7 @@ class Sqlite(Sql):
         self.reader: Worker | None = None
         self.writer: Worker | None = None
         self.recent: Recent | None = None
+        self.sparing = {self.text[name] for name in SPARING}
 
     async def there(self) -> bool:
         return self.path.exists()
@@ -224,17 +254,15 @@ class Sqlite(Sql):
         self.writer = self.writer or Worker(self.connect, "responses-writer")
         self.reader = self.reader or Worker(self.connect, "responses-reader")
         await self.writer.run(self.upgrade)
-        if self.recent is None:
-            self.recent = Recent(await self.reader.run(self.another), self.text["get"])
+        if await self.reader.run(in_wal_mode):
+            self.recent = Recent(changes(self.path))
 
     async def close(self) -> None:
         try:
             if self.writer:
                 await super().close()
         finally:
-            if self.recent:
-                self.recent.connection.close()  # not the last one, whose end may take a while
-                self.recent = None
+            self.recent = None
             workers = [worker for worker in (self.writer, self.reader) if worker]
             self.writer = self.reader = None
             for worker in workers:  # also where the time is over before they have ended
@@ -248,10 +276,7 @@ class Sqlite(Sql):
         # Only where there is none: closing a file drops all locks that the process has on it.
         with suppress(FileExistsError):
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL, 0o600))
-        # `Recent` uses its connection in another thread than the one that makes it.
-        connection = sqlite3.connect(
-            self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
-        )
+        connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
@@ -259,12 +284,6 @@ class Sqlite(Sql):
         # As PostgreSQL tells the time, in seconds since the epoch.
         connection.create_function("statement_timestamp", 0, time.time)
         connection.create_function("date_part", 2, lambda _, at: at)
-        return connection
-
-    def another(self, _: sqlite3.Connection) -> sqlite3.Connection:
-        connection = self.connect()
-        # The event loop uses it, and waits for nobody.
-        connection.execute("PRAGMA busy_timeout = 0")
         return connection
 
     def upgrade(self, connection: sqlite3.Connection) -> None:
@@ -275,68 +294,73 @@ class Sqlite(Sql):
                 connection.execute(statement)
 
     async def find(self, owner: str, response_id: str) -> Response | None:
-        assert self.recent
-        version = self.recent.look()
-        if known := self.recent.find(owner, response_id, version):
+        recent = self.recent
+        if recent is None:
+            return await super().find(owner, response_id)
+        if known := recent.find(owner, response_id):
             return known
-        found = await super().find(owner, response_id)
-        if found is not None and self.recent:
-            self.recent.keep(owner, found, version)
+        version = recent.look()
+        if found := await super().find(owner, response_id):
+            recent.keep(owner, found, version)
         return found
 
-    async def add(self, response: Response) -> bool:
-        return self.noted(await super().add(response), response)
-
-    async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
-        return self.noted(await super().put(response, unless_status=unless_status), response)
-
-    async def add_entries(
-        self, addition: Addition, response: Response | None = None, *, new: bool = False
-    ) -> Outcome:
-        outcome = await super().add_entries(addition, response, new=new)
-        if response:
-            self.noted(outcome is Outcome.DONE, response)
-        return outcome
-
-    def noted(self, done: bool, response: Response) -> bool:
-        """Whether a response was written, which is noted."""
-        if done and self.recent:
-            self.recent.written(response)
-        return done
-
-    async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
-        assert self.reader
-        assert self.writer
-        worker = self.reader if statement.startswith(("SELECT", "WITH RECURSIVE")) else self.writer
+    async def run(self, statement: str, *values: Any) -> Rows:
         given = numbered(values)
-        return await worker.run(lambda connection: connection.execute(statement, given).fetchall())
+
+        def run(connection: sqlite3.Connection) -> Rows:
+            return connection.execute(statement, given).fetchall()
+
+        if statement.startswith(("SELECT", "WITH RECURSIVE")):
+            assert self.reader
+            return await self.reader.run(run)
+        return await self.write(run, spares=statement in self.sparing)
+
+    async def write(self, job: Callable[[sqlite3.Connection], T], *, spares: bool) -> T:
+        """Have the writer do something.
+
+        Args:
+            job: what; it commits once at most.
+            spares: whether it changes no response that has ended by itself.
+        """
+        assert self.writer
+        recent = self.recent
+        if not spares or recent is None:
+            return await self.writer.run(job)
+
+        def run(connection: sqlite3.Connection) -> tuple[T, bytes, bytes]:
+            count, before = connection.total_changes, recent.look()
+            done = job(connection)
+            # It may have found nothing to change.
+            return done, before, recent.look() if connection.total_changes > count else before
+
+        done, before, after = await self.writer.run(run)
+        recent.committed(before, after)
+        return done
 
     async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
         def run(connection: sqlite3.Connection) -> None:
             with transaction(connection):
                 connection.executemany(self.text[name], map(numbered, values))
 
-        assert self.writer
-        await self.writer.run(run)
+        await self.write(run, spares=name in SPARING)
 
-    async def both(self, first: Step, then: Step) -> tuple[Rows, Rows]:
-        def run(connection: sqlite3.Connection) -> tuple[Rows, Rows]:
-            rows = self.taken(connection, first)
-            return rows, (self.taken(connection, then) if rows else ())
+    async def held(self, *given: Any) -> Rows | None:
+        def run(connection: sqlite3.Connection) -> Rows | None:
+            if not self.taken(connection, Step("hold", given)):
+                return None
+            return self.taken(connection, Step("entries", given[:1]))
 
-        assert self.writer
-        return await self.writer.run(run)
+        return await self.write(run, spares=True)
 
     async def transact(self, steps: Callable[[], Steps]) -> Outcome:
         def run(connection: sqlite3.Connection) -> Outcome:
-            try:
-                with transaction(connection):
-                    return self.walked(connection, steps())
-            except Undo as undone:
-                return undone.outcome
+            with transaction(connection):
+                return self.walked(connection, steps())
 
-        assert self.writer
-        return await self.writer.run(run)
+        try:
+            return await self.write(run, spares=True)  # a run at most, which ends
+        except Undo as undone:
+            return undone.outcome
 
     def walked(self, connection: sqlite3.Connection, steps: Steps) -> Outcome:
         """Run steps; what came of them."""

@@ -83,3 +83,10 @@ DELETE FROM {name}_responses WHERE id IN (
     ORDER BY (lease IS NOT NULL), accessed_at
     LIMIT max(0, (SELECT count(*) FROM {name}_responses WHERE owner = $1) - $2)
 ) RETURNING 1
+
+-- name: hold
+UPDATE {name}_conversations SET holder = $3,
+    held_until = date_part('epoch', statement_timestamp()) + $4
+WHERE id = $1 AND $2 IN ('*', owner)
+    AND (holder IS NULL OR holder = $3 OR held_until < date_part('epoch', statement_timestamp()))
+RETURNING 1

@@ -190,13 +190,6 @@ ORDER BY created_at DESC, id DESC LIMIT $4
 -- name: touch conversation
 UPDATE {name}_conversations SET accessed_at = $2 WHERE id = $1 AND accessed_at < $2
 
--- name: hold
-UPDATE {name}_conversations SET holder = $3,
-    held_until = date_part('epoch', statement_timestamp()) + $4
-WHERE id = $1 AND $2 IN ('*', owner)
-    AND (holder IS NULL OR holder = $3 OR held_until < date_part('epoch', statement_timestamp()))
-RETURNING 1
-
 -- name: renew hold
 UPDATE {name}_conversations SET held_until = date_part('epoch', statement_timestamp()) + $3
 WHERE id = $1 AND holder = $2

@@ -86,26 +86,29 @@ class History:
 
     async def of_entries(self, entries: Sequence[Entry]) -> Part:
         """The items of a conversation, as the store keeps them."""
-        items, parsed, size = list[Item](), list[Any](), 0
+        # What clients sent is read all at once, which takes half the time.
+        sent = [await unpack(entry.body) for entry in entries if not entry.answer]
+        given = list(map(readable, wire.ITEMS.decode(b"[%b]" % b",".join(sent))))
+        asked = iter(given)
+        asked_parsed = iter(self.parse([item for item in given if item]))
+        items, parsed, size = list[Item](), list[Any](), sum(map(len, sent))
         for entry in entries:
-            known = self.answers.get(entry.body) if entry.answer else None
-            part = known or await self.entry(entry)
+            if not entry.answer:
+                if item := next(asked):
+                    items.append(item)
+                    parsed.append(next(asked_parsed))
+                continue
+            part = self.answers.get(entry.body) or await self.answered(entry.body)
             items += part.items
             parsed += part.parsed
             size += part.size
         return Part(items, parsed, size)
 
-    async def entry(self, entry: Entry) -> Part:
-        """An item of a conversation; caches it if the model made it."""
-        body = await unpack(entry.body)
-        items = [wire.ITEM.decode(body)]
-        if entry.answer:
-            items = wire.spoken(items, harmony=self.harmony)
-        items = legible(items)
-        part = Part(items, self.parse(items), len(body))
-        if entry.answer and part.size <= CACHE_BYTES:
-            self.answers[entry.body] = part
-        return part
+    async def answered(self, packed: bytes) -> Part:
+        """An item that the model made; caches it."""
+        body = await unpack(packed)
+        items = legible(wire.spoken([wire.ITEM.decode(body)], harmony=self.harmony))
+        return self.cached(packed, Part(items, self.parse(items), len(body)))
 
     async def answer(self, packed: bytes) -> Part:
         """The answer in the body of a response; caches it."""
@@ -115,7 +118,9 @@ class History:
             (encrypted(item) for item in output if item.get("type") == COMPACTION), ""
         )
         items = legible(wire.spoken(output, harmony=self.harmony))
-        answer = Part(items, self.parse(items), len(body), compaction)
+        return self.cached(packed, Part(items, self.parse(items), len(body), compaction))
+
+    def cached(self, packed: bytes, answer: Part) -> Part:
         if answer.size <= CACHE_BYTES:
             self.answers[packed] = answer
         return answer

@@ -956,7 +956,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
         Raises:
             Refused: there is no such response, it was not a background stream, its events are
-                gone, or it has not reached that number.
+                gone, or it has ended before that number.
             StoreUnavailable: the store is down.
         """
         after = -1 if starting_after is None else starting_after
@@ -968,12 +968,14 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             if not (complete and complete.chunks):
                 message = "was not created with background and stream, or its events are gone"
                 raise Refused(400, f"Response '{response_id}' {message}.", "stream")
-        end = kept.chunks[-1].last + (not kept.running) if kept.chunks else -1
-        if after > end:
-            message = f"starting_after is {after}, and no such event has been sent"
-            raise Refused(400, message, "starting_after")
-        if after == end and not kept.running:
-            return wire.no_events()
+        if not kept.running and after > (end := kept.chunks[-1].last if kept.chunks else -1):
+            if after == end + 1:
+                return wire.no_events()
+            # Of a run that was lost, events that somebody has seen may be lost, too.
+            ended = await self.store.get(who, response_id)
+            if ended and ended.status != "failed":
+                message = f"starting_after is {after}, and no such event has been sent"
+                raise Refused(400, message, "starting_after")
         events = self.follow(who, response_id, after)
         return events if obfuscate is None else fields.obfuscated(events, wanted=obfuscate)
 
