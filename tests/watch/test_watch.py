@@ -24,7 +24,15 @@ from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Samp
 from vllmops.protocol.engine import Beat
 from vllmops.protocol.metrics import Metrics
 from vllmops.protocol.repairs import CacheRepair, Change, Fault, ProcessRepair
-from vllmops.protocol.server import Gpu, Machine, Observation, ProcessState, Pulse, ServerSnapshot
+from vllmops.protocol.server import (
+    Gpu,
+    Machine,
+    Observation,
+    ProcessState,
+    Pulse,
+    ServerSnapshot,
+    Turns,
+)
 from vllmops.protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
 from vllmops.protocol.steps import StepsRecording
 from vllmops.protocol.watch import Event
@@ -481,6 +489,39 @@ def test_without_agents_a_stall_is_one_unless_stacks_contradict() -> None:
     scene = Scene(blind)
     (stalled,) = watched(scene)
     assert (stalled.event, stalled.subject) == ("stalled", "the server")
+
+
+def mute(since_s: float, until_s: float, waited: float) -> Look_:
+    """An API server whose heartbeat does not come from one moment to another.
+
+    Args:
+        since_s, until_s: the moments.
+        waited: the share of time in which others have its processor.
+    """
+
+    def seen(at_s: float) -> Observation:
+        late_s = at_s - since_s if since_s <= at_s < until_s else 0.5
+        found = look(at_s)
+        pulses = (msgspec.structs.replace(found.pulses[0], age_s=late_s), *found.pulses[1:])
+        states = tuple(
+            msgspec.structs.replace(state, main=Turns(0.0, waited * at_s, 0))
+            for state in found.processes
+        )
+        return msgspec.structs.replace(found, pulses=pulses, processes=states)
+
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("until_s", "waited", "told"),
+    [(500.0, 0.0, True), (500.0, 0.9, True), (44.0, 0.0, False), (70.0, 0.9, False)],
+    ids=["for good", "others have its processor for good", "for a while", "others had it"],
+)
+def test_a_heartbeat_that_is_late_is_no_proof(until_s: float, waited: float, told: bool) -> None:
+    """It has come when the evidence is there, or the machine had no time for it."""
+    scene = Scene(mute(30.0, until_s, waited))
+    codes = [event.code for event in watched(scene, for_s=200)]
+    assert codes == (["process.no-python"] if told else [])
 
 
 def test_doubts_cost_no_more_than_a_look_a_minute() -> None:

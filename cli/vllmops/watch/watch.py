@@ -352,7 +352,8 @@ class Watch:
             return
         diagnosis = doctor.examine(snapshot, self.plan.patience_s)
         if not any(stands(stall, snapshot, diagnosis) for stall in found):
-            self.vigil.dismiss(found)
+            if not verdicts.starving(snapshot):  # else it may show more later
+                self.vigil.dismiss(found)
             self.doubt_until = self.now() + DOUBT_S
             return
         kept = self.keep()
@@ -498,7 +499,12 @@ class Watch:
 
 
 def stands(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) -> bool:
-    """Whether a stall is confirmed by stacks and agents."""
+    """Whether a stall is confirmed by stacks, agents, and what was seen meanwhile."""
+    if stall.doubt == "writing" and stall.since_s < progress.SURE_S:
+        still = {(each.code, each.mark) for each in progress.stalls(snapshot.looks, 0.0)}
+        # A heartbeat may only be late: it has come, or the machine had no time for it.
+        if (stall.code, stall.mark) not in still or verdicts.starving(snapshot):
+            return False
     verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
     return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.reports})
 
