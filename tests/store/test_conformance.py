@@ -222,6 +222,14 @@ class KeepsEveryConversation(Careless):
         pass
 
 
+class KeepsFewItems(Careless):
+    async def hold(
+        self, owner: str, conversation_id: str, holder: str
+    ) -> tuple[Outcome, list[Entry]]:
+        outcome, entries = await super().hold(owner, conversation_id, holder)
+        return outcome, entries[:1000]
+
+
 class MakesNoRoomForTurns(Careless):
     async def add_entries(
         self, addition: Addition, response: Response | None = None, *, new: bool = False
@@ -257,6 +265,7 @@ FOUND: dict[type[Careless], str] = {
     KeepsEventsForEver: "keeps no more of a stream",
     CountsOthers: "counts",
     ListsItemsBackwards: "gives back a conversation",
+    KeepsFewItems: "adds thousands of items",
     DeletesNoItems: "deletes a conversation",
     AddsAndStoresApart: "adds a turn",
     MakesNoRoomForTurns: "makes room for",

@@ -144,6 +144,21 @@ async def both_or_neither(bench: Bench) -> None:
     same(await said(store, made), ["a", "b", "c", "d", "e"], "its conversation")
 
 
+@check("adds thousands of items in one turn", conversations=True)
+async def many(bench: Bench) -> None:
+    store = await bench.open()
+    names = [f"i{number}" for number in range(6000)]
+    made, other = conversation(), conversation()
+    items = [entry(name) for name in names]
+    same(await store.conversations.create(other, items), DONE, "creating a conversation of many")
+    await store.conversations.create(made, [])
+    hold = await held(store, made, "h")
+    outcome = await store.conversations.finish(hold, items, response("r1"), new=True)
+    same(outcome, DONE, "ending a turn with many")
+    for each in (made, other):
+        same([one.id for one in (await held(store, each, "h2")).entries], names, "its items")
+
+
 @check("makes room for a response that a turn stores", conversations=True)
 async def room(bench: Bench) -> None:
     store = await bench.open(max_size=4)

@@ -23,6 +23,16 @@ local fields = {'owner', 'model', 'status', 'created_at', 'previous_id', 'error'
 -- counts beside a time.
 local behind, weight = 1e11, 2 ^ 32
 
+-- Lua passes at most 8,000 values to a function. So an operation gets the first ones, and takes what
+-- there may be many of from here, behind as many as are its own.
+local FEW = 40
+
+local function many(own)
+  local found = {}
+  for i = 3 + own, #ARGV do found[#found + 1] = ARGV[i] end
+  return found
+end
+
 local function key(kind, name) return root .. kind .. name end
 
 local function clock()
@@ -296,8 +306,8 @@ function commands.conversation(id, owner, lease_s, events_kept_s, gone)
   return found
 end
 
-function commands.touch(owner, ...)
-  for _, id in ipairs({...}) do
+function commands.touch(owner)
+  for _, id in ipairs(many(1)) do
     local found = redis.call('HMGET', key('r:', id), 'owner', 'status')
     if found[1] and (owner == '*' or owner == found[1]) then use(id, found[1], found[2]) end
   end
@@ -309,9 +319,9 @@ function commands.note(uses)
   return 1
 end
 
-function commands.running(renewed_s, gone, ...)
+function commands.running(renewed_s, gone)
   local found = {}
-  for _, id in ipairs({...}) do
+  for _, id in ipairs(many(2)) do
     if redis.call('ZSCORE', root .. 'leases', id) then
       if renewed_s ~= '' then lease(id, tonumber(renewed_s)) end
       found[#found + 1] = id
@@ -502,20 +512,20 @@ local function evict_conversations(max_size, spared)
   end
 end
 
--- Whether the items from an index on have ids that are free, and each another.
-local function free(id, given, first)
+-- Whether the ids of items are free, and each is another one.
+local function free(id, given)
   local seen = {}
-  for i = first, #given, 3 do
+  for i = 1, #given, 3 do
     if seen[given[i]] or redis.call('HEXISTS', key('ci:', id), given[i]) == 1 then return false end
     seen[given[i]] = true
   end
   return true
 end
 
-local function put_items(id, given, first)
-  local at = tonumber(redis.call('HINCRBY', key('c:', id), 'next', math.floor((#given - first + 1) / 3)))
-    - math.floor((#given - first + 1) / 3)
-  for i = first, #given, 3 do
+local function put_items(id, given)
+  local count = #given / 3
+  local at = tonumber(redis.call('HINCRBY', key('c:', id), 'next', count)) - count
+  for i = 1, #given, 3 do
     redis.call('HSET', key('ci:', id), given[i], given[i + 1] .. given[i + 2])
     redis.call('ZADD', key('cp:', id), at, given[i])
     at = at + 1
@@ -536,11 +546,11 @@ local function with_values(id, names, first)
   return found
 end
 
-function commands.create_conversation(id, owner, created_at, metadata, max_size, share, ...)
-  local given = {...}
-  if redis.call('EXISTS', key('c:', id)) == 1 or not free(id, given, 1) then return 'taken' end
+function commands.create_conversation(id, owner, created_at, metadata, max_size, share)
+  local given = many(6)
+  if redis.call('EXISTS', key('c:', id)) == 1 or not free(id, given) then return 'taken' end
   redis.call('HSET', key('c:', id), 'owner', owner, 'created_at', created_at, 'metadata', metadata)
-  put_items(id, given, 1)
+  put_items(id, given)
   redis.call('ZADD', root .. 'conversations', created_at, id)
   redis.call('ZADD', key('co:', owner), created_at, id)
   redis.call('ZADD', root .. 'conversation_owners', redis.call('ZCARD', key('co:', owner)), owner)
@@ -592,8 +602,8 @@ function commands.hold(id, owner, by, lease_s)
   return with_values(id, redis.call('ZRANGE', key('cp:', id), 0, -1), 'done')
 end
 
-function commands.renew_holds(lease_s, ...)
-  local pairs_of = {...}
+function commands.renew_holds(lease_s)
+  local pairs_of = many(1)
   for i = 1, #pairs_of, 2 do
     if redis.call('HGET', key('c:', pairs_of[i]), 'holder') == pairs_of[i + 1] then
       redis.call('HSET', key('c:', pairs_of[i]), 'held_until',
@@ -642,25 +652,24 @@ end
 
 -- A response is stored by the operation of that name, with so many values; then come the items.
 function commands.add_entries(id, owner, by, most, storing, count, ...)
-  local given = {...}
+  local given = many(6 + count)
   local why = hindered(id, owner, by)
   if why then return why end
-  local first = count + 1
-  if not free(id, given, first) then return 'taken' end
-  local size = redis.call('ZCARD', key('cp:', id)) + (#given - count) / 3
+  if not free(id, given) then return 'taken' end
+  local size = redis.call('ZCARD', key('cp:', id)) + #given / 3
   if by == '' and size > tonumber(most) then return 'full' end
-  if storing ~= '' and commands[storing](unpack(given, 1, tonumber(count))) == 0 then
+  if storing ~= '' and commands[storing](unpack({...}, 1, tonumber(count))) == 0 then
     return 'refused'
   end
-  put_items(id, given, first)
+  put_items(id, given)
   redis.call('HDEL', key('c:', id), 'holder', 'held_until')
   use_conversation(id, redis.call('HGET', key('c:', id), 'owner'), now)
   return 'done'
 end
 
 -- Ids and times, in turn.
-function commands.use_conversations(...)
-  local uses = {...}
+function commands.use_conversations()
+  local uses = many(0)
   for i = 1, #uses, 2 do
     local owner = redis.call('HGET', key('c:', uses[i]), 'owner')
     if owner then use_conversation(uses[i], owner, uses[i + 1]) end
@@ -695,4 +704,4 @@ local refused = redis.pcall('DEL', root)
 if type(refused) == 'table' and string.find(refused.err, 'READONLY', 1, true) then
   return refused
 end
-return commands[operation](unpack(ARGV, 3))
+return commands[operation](unpack(ARGV, 3, math.min(#ARGV, 2 + FEW)))
