@@ -131,6 +131,24 @@ def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
     with_store(tmp_path / "a.db", work)
 
 
+def test_a_link_to_a_file_is_that_file(tmp_path: Path) -> None:
+    """SQLite keeps what its connections share beside the file, not beside the link."""
+    file, link = tmp_path / "disk" / "a.db", tmp_path / "link.db"
+    file.parent.mkdir()
+    link.symlink_to(file)
+    (tmp_path / "link.db-shm").write_bytes(bytes(32_768))  # of a file that was here before
+
+    async def work(store: Sqlite) -> None:
+        made = response("resp_a")
+        await store.create(made)
+        assert await store.get("me", "resp_a") == made
+        with closing(sqlite3.connect(file, isolation_level=None)) as other:
+            other.execute("DELETE FROM vllmops_responses")
+        assert await store.get("me", "resp_a") is None
+
+    with_store(link, work)
+
+
 def test_what_this_process_adds_changes_nothing_else(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         made = response("resp_a")

@@ -194,23 +194,22 @@ def commits(version: bytes) -> int:
 CHANGES: dict[tuple[int, int], mmap] = {}
 
 
-def changes(path: Path) -> mmap:
+def changes(connection: sqlite3.Connection) -> mmap | None:
     """The header of what the connections to a file share in memory; each commit counts in it.
 
-    Args:
-        path: of a file in WAL mode that has a connection.
+    Returns:
+        None where there is no such memory, because some file systems have none.
     """
-    shared = path.with_name(f"{path.name}-shm")
+    if connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        return None
+    # Where the path leads to, if it is a link.
+    (_, _, path), *_ = connection.execute("PRAGMA database_list").fetchall()
+    shared = Path(f"{path}-shm")
     found = shared.stat()
     name = found.st_dev, found.st_ino
     if name not in CHANGES:
         CHANGES[name] = mmap(os.open(shared, os.O_RDONLY), HEADER, access=ACCESS_READ)
     return CHANGES[name]
-
-
-def in_wal_mode(connection: sqlite3.Connection) -> bool:
-    """Whether a file has a WAL; some file systems can't share memory, and it has none there."""
-    return bool(connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal")
 
 
 def fits(response: Response) -> bool:
@@ -254,8 +253,8 @@ class Sqlite(Sql):
         self.writer = self.writer or Worker(self.connect, "responses-writer")
         self.reader = self.reader or Worker(self.connect, "responses-reader")
         await self.writer.run(self.upgrade)
-        if await self.reader.run(in_wal_mode):
-            self.recent = Recent(changes(self.path))
+        if header := await self.reader.run(changes):
+            self.recent = Recent(header)
 
     async def close(self) -> None:
         try:
