@@ -504,7 +504,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             brought = carried.brought(wire.ITEMS.decode(items), response)
         check_one(request, brought, conversation, sealed=sealed)
         who = owner(raw_request)
-        await self.check_id(request)
+        await self.check_id(request, conversation)
         turn = Turn(
             request,
             who,
@@ -524,18 +524,23 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         asks = not request.store and carried.INCLUDE in (request.include or ())
         return asks and sealing.can_seal(self.ring())
 
-    async def check_id(self, request: Any) -> None:
+    async def check_id(self, request: Any, conversation: str | None) -> None:
         """Check the id that a request chooses for its response, where it chooses one.
+
+        Args:
+            request: vLLM's ResponsesRequest.
+            conversation: the one that it names, which is held in the name of that id.
 
         Raises:
             Refused: it is malformed, or another response has it.
             StoreUnavailable: the store is down.
         """
-        if not request.store or "request_id" not in request.model_fields_set:
+        reaches_the_store = request.store or conversation is not None
+        if not reaches_the_store or "request_id" not in request.model_fields_set:
             return
         if not valid(request.request_id) or "/" in request.request_id:
             raise Refused(400, "request_id can't be the id of a response", "request_id")
-        if await self.store.get(EVERYBODY, request.request_id):
+        if request.store and await self.store.get(EVERYBODY, request.request_id):
             raise wire.taken(request.request_id)
 
     async def earlier(self, who: str, response_id: str | None) -> list[Response] | None:
