@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,14 +37,14 @@ def user(name: Any) -> dict[str, Any]:
     return {"type": "message", "role": "user", "content": "hi", "id": name}
 
 
-async def opened(**given: Any) -> ResponseStore:
+@asynccontextmanager
+async def opened(**given: Any) -> AsyncIterator[ResponseStore]:
     """A store with a conversation of one item, ``msg_kept``."""
-    store = ResponseStore(opening.backend("memory://"), **given)
-    await store.open()
-    kept = [Entry("msg_kept", msgspec.json.encode(user("msg_kept")))]
-    made = Conversation(id=CONVERSATION, owner="")
-    assert await store.conversations.create(made, kept) is Outcome.DONE
-    return store
+    async with ResponseStore(opening.backend("memory://"), **given) as store:
+        kept = [Entry("msg_kept", msgspec.json.encode(user("msg_kept")))]
+        made = Conversation(id=CONVERSATION, owner="")
+        assert await store.conversations.create(made, kept) is Outcome.DONE
+        yield store
 
 
 async def free(store: ResponseStore) -> bool:
@@ -93,3 +95,34 @@ def test_an_id_that_a_request_chooses_is_checked_wherever_the_store_gets_it() ->
     assert keeps[3] != "taken up"
     assert holds == [*wrong, "taken up", "taken up"]
     assert neither == ["taken up"] * 5
+
+
+@pytest.mark.parametrize(
+    ("name", "param"),
+    [("msg_kept", "input"), (["msg_kept"], None), ({"id": 1}, None), (5, None), ("a/b", None)],
+)
+def test_an_id_of_any_type_leaves_no_hold(name: Any, param: str | None) -> None:
+    async def main() -> None:
+        async with opened() as store:
+            turns, given = ConversationTurns(store), turn(user(name))
+            if param is None:
+                await turns.begin(given, CONVERSATION)
+                assert not await free(store)
+                await turns.release(given)
+            else:
+                with pytest.raises(Refused) as caught:
+                    await turns.begin(given, CONVERSATION)
+                assert (caught.value.status, caught.value.param) == (400, param)
+            assert await free(store)
+
+    asyncio.run(main())
+
+
+def test_what_can_not_be_read_leaves_no_hold() -> None:
+    async def main() -> None:
+        async with opened() as store:
+            with pytest.raises(msgspec.DecodeError):
+                await ConversationTurns(store).begin(turn(1), CONVERSATION)
+            assert await free(store)
+
+    asyncio.run(main())

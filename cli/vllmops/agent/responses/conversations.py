@@ -10,7 +10,7 @@ client wants kept.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 from uuid import uuid4
 
 import msgspec
@@ -119,15 +119,22 @@ class ConversationTurns:
         if not isinstance(held, Held):
             raise refusal(held, conversation_id, param=PARAM)
         turn.held = held
-        given = RAWS.decode(turn.items)
-        outcome = Outcome.DONE
-        if len(held.entries) + len(given) >= self.limit:
-            outcome = Outcome.FULL
-        elif {entry.id for entry in held.entries} & {NAMED.decode(item).id for item in given}:
-            outcome = Outcome.TAKEN
-        if outcome is not Outcome.DONE:
+        try:
+            outcome = self.hindrance(held, RAWS.decode(turn.items))
+            if outcome is not Outcome.DONE:
+                raise refusal(outcome, conversation_id, param="input", limit=self.limit)
+        except BaseException:
             await self.release(turn)
-            raise refusal(outcome, conversation_id, param="input", limit=self.limit)
+            raise
+
+    def hindrance(self, held: Held, given: Sequence[msgspec.Raw]) -> Outcome:
+        """What keeps the items of an input out of a conversation; `DONE` if nothing does."""
+        if len(held.entries) + len(given) >= self.limit:
+            return Outcome.FULL
+        names = [name for item in given if can_name(name := NAMED.decode(item).id)]
+        if not {entry.id for entry in held.entries}.isdisjoint(names):
+            return Outcome.TAKEN
+        return Outcome.DONE
 
     async def finish(self, turn: Any, response: Response | None, body: bytes, *, new: bool) -> bool:
         """Add a turn to its conversation, and store its response, both or neither.
@@ -365,6 +372,11 @@ def holder_of(response_id: str, created_at: float) -> str:
     return f"{response_id}:{created_at!r}"
 
 
+def can_name(given: Any) -> TypeGuard[str]:
+    """Whether it can be the id of an item; one with another id gets a new one."""
+    return isinstance(given, str) and valid(given) and "/" not in given
+
+
 def made(
     items: Sequence[msgspec.Raw], *, answer: bool = False, used: Collection[str] = ()
 ) -> list[Entry]:
@@ -381,7 +393,7 @@ def made(
         body = bytes(item)
         head = NAMED.decode(body)
         name = head.id
-        if not (isinstance(name, str) and valid(name)) or "/" in name or (answer and name in seen):
+        if not can_name(name) or (answer and name in seen):
             name = f"{PREFIXES.get(kind_of(head.type), 'item')}_{uuid4().hex}"
         seen.add(name)
         entries.append(Entry(name, body, answer))
