@@ -8,10 +8,10 @@ long as its `Held` is referred to, so one that is forgotten lapses as that of a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from msgspec.structs import replace
@@ -63,6 +63,8 @@ class ConversationStore:
         self.store = store
         self.holds: WeakSet[Held] = WeakSet()
         self.releases: set[asyncio.Task[None]] = set()
+        # Those that the store's end ends.
+        self.retries: set[asyncio.Task[None]] = set()
 
     def bounded(self) -> AbstractAsyncContextManager[Backend]:
         """What a call to the backend stands in.
@@ -166,7 +168,11 @@ class ConversationStore:
         if not valid(conversation_id):
             return Outcome.GONE
         async with self.bounded() as backend:
-            outcome, entries = await backend.hold(owner, conversation_id, holder)
+            try:
+                outcome, entries = await backend.hold(owner, conversation_id, holder)
+            except BaseException:  # it may be held nevertheless
+                self.let_go(conversation_id, holder)
+                raise
         if outcome is not Outcome.DONE:
             return outcome
         held = Held(conversation_id, owner, holder, entries)
@@ -207,22 +213,49 @@ class ConversationStore:
         if held not in self.holds:
             return
         self.holds.discard(held)
-        task = asyncio.create_task(self.release_holder(held.conversation_id, held.holder))
-        self.releases.add(task)
-        task.add_done_callback(self.releases.discard)
-        await asyncio.shield(task)
+        await asyncio.shield(self.let_go(held.conversation_id, held.holder))
+
+    def let_go(self, conversation_id: str, holder: str) -> asyncio.Task[None]:
+        """Let go of a conversation in a task, which outlives a caller that is cancelled."""
+        return started(self.release_holder(conversation_id, holder), self.releases)
 
     async def release_holder(self, conversation_id: str, holder: str) -> None:
-        """Let go of a conversation that may be held in another process."""
-        with contextlib.suppress(StoreUnavailable):
+        """Let go of a conversation that may be held in another process.
+
+        Where the store is down, that is done once it is back, and nobody waits for it.
+        """
+        try:
             async with self.bounded() as backend:
                 await backend.release(conversation_id, holder)
+        except StoreUnavailable as error:
+            started(self.retry(conversation_id, holder, error.retry_after_s), self.retries)
+
+    async def retry(self, conversation_id: str, holder: str, pause_s: float) -> None:
+        """Let go of a conversation once the store is back, or its hold has lapsed."""
+        lapses = time.monotonic() + self.store.backend.limits.lease_s
+        while time.monotonic() + pause_s < lapses:
+            await asyncio.sleep(pause_s)
+            try:
+                async with self.bounded() as backend:
+                    return await backend.release(conversation_id, holder)
+            except StoreUnavailable as error:
+                pause_s = error.retry_after_s
 
     async def renew(self) -> None:
         """Renew what is held."""
         if holders := {held.conversation_id: held.holder for held in self.holds}:
             async with self.bounded() as backend:
                 await backend.renew_holds(holders)
+
+
+def started(
+    work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
+) -> asyncio.Task[None]:
+    """A task that is among others until it is done; asyncio itself would not keep it."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 async def packed_entries(entries: Sequence[Entry]) -> list[Entry]:

@@ -178,10 +178,11 @@ class ResponseStore:
 
     async def close(self) -> None:
         """End; what runs here is left to whoever ends it."""
-        for task in self.background:
+        tasks = [*self.background, *self.conversations.retries]
+        for task in tasks:
             task.cancel()
-        if self.background:
-            await asyncio.wait(self.background)
+        if tasks:
+            await asyncio.wait(tasks)
         self.background.clear()
         with contextlib.suppress(TimeoutError, *self.backend.unavailable):
             async with asyncio.timeout(self.deadline_s):

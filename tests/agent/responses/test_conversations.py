@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -124,5 +125,80 @@ def test_what_can_not_be_read_leaves_no_hold() -> None:
             with pytest.raises(msgspec.DecodeError):
                 await ConversationTurns(store).begin(turn(1), CONVERSATION)
             assert await free(store)
+
+    asyncio.run(main())
+
+
+async def freed(store: ResponseStore) -> None:
+    async with asyncio.timeout(10):
+        while not await free(store):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_a_hold_that_nobody_waits_for_any_more_is_let_go(
+    cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend may have done it when the caller is cancelled, or has no time left."""
+
+    async def main() -> None:
+        async with opened(deadline_s=0.2) as store:
+            hold = store.backend.hold
+
+            async def slow(*given: Any) -> Any:
+                await hold(*given)
+                await asyncio.sleep(60)
+
+            with monkeypatch.context() as late:
+                late.setattr(store.backend, "hold", slow)
+                begun = asyncio.create_task(ConversationTurns(store).begin(turn(), CONVERSATION))
+                await asyncio.sleep(0.05)
+                if cancelled:
+                    begun.cancel()
+                with pytest.raises(asyncio.CancelledError if cancelled else StoreUnavailable):
+                    await begun
+            await freed(store)
+
+    asyncio.run(main())
+
+
+def test_a_turn_whose_end_fails_lets_go_once_the_store_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with opened() as store:
+            turns, given = ConversationTurns(store), turn()
+            await turns.begin(given, CONVERSATION)
+
+            async def down(*_: Any, **__: Any) -> Any:
+                raise OSError("it is down")
+
+            with monkeypatch.context() as outage:
+                outage.setattr(store.backend, "add_entries", down)
+                with pytest.raises(StoreUnavailable) as caught:
+                    await turns.finish(given, None, b'{"output":[]}', new=True)
+            began = time.monotonic()
+            await turns.release(given)
+            assert time.monotonic() - began < caught.value.retry_after_s / 2
+            assert not await free(store)
+            await freed(store)
+            assert not (store.conversations.releases or store.conversations.retries)
+
+    asyncio.run(main())
+
+
+def test_the_end_of_a_store_waits_for_no_outage_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with opened() as store:
+            turns, given = ConversationTurns(store), turn()
+            await turns.begin(given, CONVERSATION)
+
+            async def down(*_: Any) -> None:
+                raise OSError("it is down")
+
+            monkeypatch.setattr(store.backend, "release", down)
+            await turns.release(given)
+            (task,) = store.conversations.retries
+        assert task.cancelled()
 
     asyncio.run(main())
