@@ -119,6 +119,22 @@ def test_an_id_of_any_type_leaves_no_hold(name: Any, param: str | None) -> None:
     asyncio.run(main())
 
 
+def test_two_items_with_one_id_are_refused_before_the_model_answers() -> None:
+    async def main() -> None:
+        async with opened() as store:
+            turns = ConversationTurns(store)
+            with pytest.raises(Refused) as caught:
+                await turns.begin(turn(user("a"), user("b"), user("a")), CONVERSATION)
+            assert (caught.value.status, caught.value.param) == (400, "input")
+            assert await free(store)
+            # These get an id each.
+            given = turn(user("a/b"), user("a/b"), user(""), user(""), user(None), user(None))
+            await turns.begin(given, CONVERSATION)
+            assert await turns.finish(given, None, b'{"output":[]}', new=True)
+
+    asyncio.run(main())
+
+
 def test_what_can_not_be_read_leaves_no_hold() -> None:
     async def main() -> None:
         async with opened() as store:

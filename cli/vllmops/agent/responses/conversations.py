@@ -132,7 +132,8 @@ class ConversationTurns:
         if len(held.entries) + len(given) >= self.limit:
             return Outcome.FULL
         names = [name for item in given if can_name(name := NAMED.decode(item).id)]
-        if not {entry.id for entry in held.entries}.isdisjoint(names):
+        twice = len(set(names)) < len(names)
+        if twice or not {entry.id for entry in held.entries}.isdisjoint(names):
             return Outcome.TAKEN
         return Outcome.DONE
 
