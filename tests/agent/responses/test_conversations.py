@@ -218,3 +218,11 @@ def test_the_end_of_a_store_waits_for_no_outage_to_end(monkeypatch: pytest.Monke
         assert task.cancelled()
 
     asyncio.run(main())
+
+
+def test_a_part_whose_type_is_no_text_is_shown_as_it_is() -> None:
+    content = [{"type": ["output_text"]}, {"type": {}}, {"type": None}, {"text": "a"}]
+    assert parts(content, "user", ()) == content
+    assert parts([{"type": "input_image"}], "user", ()) == [
+        {"type": "input_image", "detail": "auto"}
+    ]

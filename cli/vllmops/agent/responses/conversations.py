@@ -450,7 +450,7 @@ def parts(content: Any, role: Any, include: Collection[str]) -> Any:
         return content
     left_out = frozenset() if LOGPROBS in include else frozenset({"logprobs"})
     return [
-        {**PARTS.get(part.get("type", ""), {}), **without(part, left_out)}
+        {**PARTS.get(kind_of(part.get("type")), {}), **without(part, left_out)}
         if isinstance(part, dict)
         else part
         for part in content
@@ -462,7 +462,7 @@ def without(part: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def kind_of(given: Any) -> str:
-    """The type of an item; a message needs to name none."""
+    """The type of an item, or of a part; a message needs to name none."""
     return given if isinstance(given, str) and given else "message"
 
 
