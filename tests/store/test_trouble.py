@@ -199,6 +199,24 @@ def test_an_event_loop_that_was_blocked_is_no_outage(shared_url: str) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("shared_url", ["postgresql", "redis"], indirect=True)
+def test_what_a_server_refuses_of_one_call_is_no_outage(shared_url: str) -> None:
+    """The others' calls go on."""
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(shared_url)) as store:
+            backend: Any = store.backend
+            with pytest.raises(StoreUnavailable):
+                async with store.bounded():
+                    if hasattr(backend, "client"):
+                        await backend.call("nonsense")
+                    else:
+                        await backend.hold(OWNER, "conv", "\0")
+            assert await store.create(response())
+
+    asyncio.run(main())
+
+
 def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
     (tmp_path / "in-the-way").write_text("")
 

@@ -235,6 +235,10 @@ class Backend(Conversations, ABC):
         """What the driver says of a failure, without the password that it may repeat."""
         return without(str(error) or type(error).__name__, self.url)
 
+    def answers(self, error: BaseException) -> bool:
+        """Whether a failure is the server's answer to one call, and others may well succeed."""
+        return False
+
     async def there(self) -> bool:
         """Whether a store exists there, as far as can be seen; asking makes none."""
         return True

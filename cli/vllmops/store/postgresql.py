@@ -69,6 +69,9 @@ class Postgresql(Sql):
             self.add_all, lambda response: len(response.body) + len(response.input)
         )
 
+    def answers(self, error: BaseException) -> bool:
+        return isinstance(error, asyncpg.DataError)  # the values of a statement
+
     async def there(self) -> bool:
         connection = await self.connect()
         try:

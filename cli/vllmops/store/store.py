@@ -440,7 +440,8 @@ class Bounded:
         except TimeoutError as late:
             raise self.unavailable("it took too long") from late
         if isinstance(error, self.store.backend.unavailable):
-            raise self.unavailable(self.store.backend.why(error)) from error
+            pauses = not self.store.backend.answers(error)
+            raise self.unavailable(self.store.backend.why(error), pauses=pauses) from error
         if error is None:
             self.store.refuses = False
 
@@ -457,11 +458,13 @@ class Bounded:
         else:
             self.timeout.reschedule(now)
 
-    def unavailable(self, why: str) -> StoreUnavailable:
+    def unavailable(self, why: str, *, pauses: bool = True) -> StoreUnavailable:
         self.store.refuses = True
-        self.store.paused_until = time.monotonic() + PAUSE_S
-        self.store.problem = f"the store is unavailable: {why}"
-        return StoreUnavailable(self.store.problem, PAUSE_S)
+        problem = f"the store is unavailable: {why}"
+        if pauses:
+            self.store.paused_until = time.monotonic() + PAUSE_S
+            self.store.problem = problem
+        return StoreUnavailable(problem, PAUSE_S)
 
 
 class Asked(msgspec.Struct):
