@@ -324,6 +324,7 @@ DEEP = "[" * 500 + "]" * 500
         '{"type": "response.create", "stream_id": "' + "x" * 257 + '"}',
         '{"type": "response.create", "generate": "no"}',
         '{"type": "response.create", "generate": false, "background": true}',
+        '{"type": "response.create", "generate": false, "conversation": "conv_1", "input": "a"}',
         '{"type": "response.create", "input": "refused"}',
         '{"type": "response.cancel"}',
         '{"type": "response.cancel", "response_id": 3}',

@@ -80,7 +80,7 @@ PARAMETERS: dict[str, Parameter] = {
     "prompt_cache_options": Parameter(
         How.WORKS,
         "`mode` can be `implicit`; `prewarm` fills the prefix cache and gives no output, without "
-        "`stream` and `background`; `ttl` and `comparison_response_id` are refused",
+        "`stream`, `background` and `conversation`; `ttl` and `comparison_response_id` are refused",
         fields={
             "mode": frozenset({"implicit"}),
             "prewarm": SWITCH,
@@ -212,9 +212,11 @@ def check_limits(request: Any, names: set[str]) -> None:
         raise Refused(400, f"{name} must be a string of at most {IDENTIFIER} characters", name)
     if "stream_options" in names and request.stream_options and not request.stream:
         raise Refused(400, "stream_options needs stream", "stream_options")
-    if prewarms(request) and (request.stream or request.background):
+    # Its input would be added to a conversation, and once more by the request that it prepares.
+    alone = not (request.stream or request.background or given(request, "conversation"))
+    if prewarms(request) and not alone:
         name = "prompt_cache_options.prewarm"
-        raise Refused(400, f"{name} can't be used with stream or background", name)
+        raise Refused(400, f"{name} can't be used with stream, background or conversation", name)
     if (limit := request.max_tool_calls) is not None:
         if limit < 1:
             raise Refused(400, "max_tool_calls must be at least 1", "max_tool_calls")

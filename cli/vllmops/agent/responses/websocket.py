@@ -60,6 +60,7 @@ class Asked(msgspec.Struct):
     starting_after: Any = None
     generate: Any = None
     background: Any = None
+    conversation: Any = None
     max_output_tokens: Any = None
 
 
@@ -362,6 +363,9 @@ class Connection:
         generate = event.generate is not False
         if event.background and not generate:
             raise Refused(400, "generate: false can't be used with background", "background")
+        if event.conversation is not None and not generate:
+            # It would add the input, and the request that it prepares would add that again.
+            raise Refused(400, "generate: false can't be used with conversation", "conversation")
         run = Run(
             event.stream_id,
             self.memory,
