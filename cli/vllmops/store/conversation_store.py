@@ -17,7 +17,7 @@ from weakref import WeakSet
 from msgspec.structs import replace
 
 from . import redaction
-from .backend import Backend, Response, StoreUnavailable
+from .backend import Backend, CursorUnknown, Response, StoreUnavailable
 from .conversations import Addition, Conversation, Entries, Entry, Outcome, supported
 from .ids import storable, valid
 from .packing import deflate, inflate, pack, unpack
@@ -125,8 +125,10 @@ class ConversationStore:
         Raises:
             CursorUnknown: ``after`` is no item of it.
         """
-        if not valid(conversation_id) or not storable(after or ""):
+        if not valid(conversation_id):
             return None
+        if not storable(after or ""):
+            raise CursorUnknown(after or "", "item")
         async with self.bounded() as backend:
             page = await backend.page_entries(
                 owner, conversation_id, after=after, limit=limit, descending=descending

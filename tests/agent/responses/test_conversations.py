@@ -226,3 +226,14 @@ def test_a_part_whose_type_is_no_text_is_shown_as_it_is() -> None:
     assert parts([{"type": "input_image"}], "user", ()) == [
         {"type": "input_image", "detail": "auto"}
     ]
+
+
+@pytest.mark.parametrize("after", ["msg_unknown", "\0", "\ud800"])
+def test_a_list_behind_no_item_is_refused(after: str) -> None:
+    async def main() -> None:
+        async with opened() as store:
+            with pytest.raises(Refused) as caught:
+                await ConversationObjects(store).page("", CONVERSATION, after=after)
+            assert (caught.value.status, caught.value.param) == (400, "after")
+
+    asyncio.run(main())
