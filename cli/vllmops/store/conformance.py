@@ -325,6 +325,8 @@ async def pages(bench: Bench) -> None:
             same((ids(page.responses), page.more), (wanted[:2], False), "all before")
             page = await store.page(owner, replace(query, after=wanted[0], before=wanted[4]))
             same((ids(page.responses), page.more), (wanted[1:4], False), "those between")
+    for odd in ("", "*"):
+        same((await store.page(ANN, Query(model=odd))).responses, [], f"those of model {odd!r}")
     for query in (Query(after="resp_x"), Query(before="resp_x")):
         with contextlib.suppress(CursorUnknown):
             await store.page(ANN, query)

@@ -244,12 +244,15 @@ function commands.delete(id, owner)
   return 1
 end
 
+-- As a model: it may be any. No text of a client's has it.
+local ANY = '\0'
+
 -- A page, or as much of it as `most` entries hold: the rest begins behind the last one looked at.
 function commands.page(owner, model, status, upwards, from, from_id, to, to_id, limit, most)
   local set = root .. 'all'
   local least = redis.call('ZCARD', set)
   for kind, name in pairs({o = owner, m = model, s = status}) do
-    if name ~= '*' then
+    if name ~= (kind == 'm' and ANY or '*') then
       local size = redis.call('ZCARD', key(kind .. ':', name))
       if size <= least then set, least = key(kind .. ':', name), size end
     end
@@ -274,7 +277,7 @@ function commands.page(owner, model, status, upwards, from, from_id, to, to_id, 
       if to ~= '' and not beyond(to, to_id, score, id) then return {found} end
       if from == '' or beyond(score, id, from, from_id) then
         local each = redis.call('HMGET', key('r:', id), 'owner', 'model', 'status')
-        if each[1] and (owner == '*' or owner == each[1]) and (model == '*' or model == each[2])
+        if each[1] and (owner == '*' or owner == each[1]) and (model == ANY or model == each[2])
             and (status == '*' or status == each[3]) then
           found[#found + 1] = seen(id, '*')
           if #found >= tonumber(limit) then return {found} end

@@ -58,6 +58,8 @@ ELSEWHERE = {"READONLY", "MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN"
 ELSEWHERE |= {"NOREPLICAS", "MISCONF"}
 # When it is called again, seconds after one another; the caller tries again after that.
 PAUSES_S = (0.05, 0.1, 0.2)
+# As a model, in the script, too: it may be any.
+ANY = "\0"
 # Those that are acknowledged to somebody; the rest is done again by itself where it is lost.
 WRITES = frozenset({"create", "put", "set_status", "delete", "append", "open"}) | {
     "create_conversation",
@@ -283,7 +285,7 @@ class Redis(RedisConversations):
             part = await self.call(
                 "page",
                 owner,
-                query.model or EVERYBODY,
+                ANY if query.model is None else query.model,
                 query.status or EVERYBODY,
                 int(upwards),
                 *start,
