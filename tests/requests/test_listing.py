@@ -109,3 +109,25 @@ def test_engines_of_two_nodes_may_have_one_pid() -> None:
 def test_the_ids_that_mean_a_request(word: str, found: list[str]) -> None:
     rows = joined([api(ONE, OTHER), engine(ONE, OTHER)], 30, {})
     assert [row.id for row in matching(rows, word)] == found
+
+
+@pytest.mark.parametrize(
+    ("names", "word", "found"),
+    [
+        # Two clients' own ids.
+        (("chatcmpl-job-1", "chatcmpl-job-1-2"), "job-1", ["chatcmpl-job-1"]),
+        (("chatcmpl-job-1-2",), "job-1", []),
+        (("cmpl-job-1-0", "cmpl-job-1-2-0"), "job-1", ["cmpl-job-1-0"]),
+        # The third prompt of one, and the only one of the other.
+        (("cmpl-job-1-2", "cmpl-job-1-2-0"), "job-1-2", ["cmpl-job-1-2-0"]),
+        (("embd-job-0", "embd-job-1"), "job", ["embd-job-0", "embd-job-1"]),
+        (("cmpl-job-0", "cmpl-job-1"), "cmpl-job", ["cmpl-job-0", "cmpl-job-1"]),
+        (("generative-scoring-job-0",), "generative-scoring-job", ["generative-scoring-job-0"]),
+        (("chatcmpl-job", "cmpl-job-0"), "job", ["chatcmpl-job", "cmpl-job-0"]),
+    ],
+)
+def test_only_some_routes_put_the_number_of_a_prompt_after_an_id(
+    names: tuple[str, ...], word: str, found: list[str]
+) -> None:
+    rows = joined([api(*(f"{name}-1234abcd" for name in names))], 30, {})
+    assert [row.http_id for row in matching(rows, word)] == found

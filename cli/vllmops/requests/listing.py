@@ -27,6 +27,8 @@ LOOKS, APART_S = 3, 0.4
 TIMEOUT_S = 5.0
 HARDLY_S = 1.0  # of one that seems to run no Python
 WITH_REQUESTS = (Role.API, Role.ENGINE, Role.WORKER)
+# What vLLM puts before the ids of those routes that always put the number of a prompt after it.
+NUMBERED = "(?:classify|cmpl|decision|embd|generative-scoring|pool|pooling|rerank|score)-"
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,8 +232,10 @@ def stuck(row: Row, engines: dict[tuple[str, int], ProcessRequests], stuck_s: fl
 def matching(rows: Sequence[Row], word: str) -> list[Row]:
     """The requests that an id means: vLLM's own, the client's, or its ``X-Request-Id``.
 
-    vLLM puts ``chatcmpl-`` and the like before that, and after it the number of a prompt.
+    vLLM puts ``chatcmpl-`` and the like before that, and after it, on some routes, the number of a
+    prompt. On others, such a number is a part of another client's id.
     """
-    same = re.compile(rf"(?:[a-z]+-)?{re.escape(word)}(?:-\d+)?")
+    name = re.escape(word)
+    same = re.compile(rf"(?={NUMBERED})(?:{NUMBERED})?{name}-\d+|(?!{NUMBERED})(?:[a-z]+-)?{name}")
     exact = [row for row in rows if word in {row.id, row.http_id}]
     return exact or [row for row in rows if same.fullmatch(row.http_id)]
