@@ -10,6 +10,7 @@ import msgspec
 from ..host.processes import Process
 from ..host.roles import Role
 from ..instances.servers import Server
+from ..protocol.place import key
 from ..protocol.requests import Abort, Aborted, ProcessRequests, State
 from ..rpc import agent
 from .listing import Row, look
@@ -51,10 +52,10 @@ def end(server: Server, rows: Sequence[Row], why: str) -> list[Ended]:
     """
     ids = [row.id for row in rows if row.id]
     late = ask(server, Abort(ids=ids, why=why, timeout_s=LOOP_S), Role.API) if ids else {}
-    left = remaining(server, ids)
+    left, silent = remaining(server, ids)
     if in_engines := [name for name, where in left.items() if Role.ENGINE in where]:
         ask(server, Abort(ids=in_engines), Role.ENGINE)
-        left = remaining(server, ids)
+        left, silent = remaining(server, ids)
     return [
         Ended(
             id=row.id,
@@ -63,7 +64,7 @@ def end(server: Server, rows: Sequence[Row], why: str) -> list[Ended]:
             left=why_left,
         )
         for row in rows
-        for why_left in (remark(row, left.get(row.id, {}), late),)
+        for why_left in (remark(row, left.get(row.id, {}), silent, late),)
     ]
 
 
@@ -78,12 +79,22 @@ def ask(server: Server, request: Abort, role: Role) -> dict[int, str]:
     return late | {answer.pid: "has a blocked event loop" for answer in answers if answer.pending}
 
 
-def remaining(server: Server, ids: Sequence[str]) -> dict[str, dict[str, int]]:
-    """Who still knows a request after a while: by its id the pids, by role."""
+def remaining(
+    server: Server, ids: Sequence[str]
+) -> tuple[dict[str, dict[str, int]], list[tuple[str, int]]]:
+    """Who still knows a request after a while, and who may: engines that do not answer.
+
+    Returns:
+        By the request's id the pids, by role; and the nodes and pids of those engines.
+    """
     until = time.monotonic() + GONE_S
-    while (left := knowing(look(server)[0], set(ids))) and time.monotonic() < until:
+    while True:
+        processes, silent = look(server)
+        left = knowing(processes, set(ids))
+        mute = [key(process) for process in silent if process.role == Role.ENGINE]
+        if not (left or mute) or time.monotonic() >= until:
+            return left, mute
         time.sleep(POLL_S)
-    return left
 
 
 def knowing(processes: Sequence[ProcessRequests], ids: set[str]) -> dict[str, dict[str, int]]:
@@ -101,12 +112,15 @@ def knowing(processes: Sequence[ProcessRequests], ids: set[str]) -> dict[str, di
     return by_request
 
 
-def remark(row: Row, where: dict[str, int], late: dict[int, str]) -> str:
+def remark(
+    row: Row, where: dict[str, int], silent: Sequence[tuple[str, int]], late: dict[int, str]
+) -> str:
     """Why a request is not gone; empty if it is.
 
     Args:
         row: the request.
         where: the pids that still know it, by role.
+        silent: the nodes and pids of the engines that do not answer.
         late: by pid why an API server has not ended it.
     """
     if not row.id:
@@ -116,6 +130,10 @@ def remark(row: Row, where: dict[str, int], late: dict[int, str]) -> str:
             f"engine {pid} received the abort but did not act on it within {GONE_S:g} s: its step "
             "is long, or it is stuck"
         )
+    for node, pid in silent:
+        # Of a request that no engine has reported, any may be the one.
+        if row.engine is None or (row.node, row.engine) == (node, pid):
+            return f"engine {pid} does not answer, and may still have it"
     for pid, why in late.items():
         # Of a request that only an engine reports, any API server may be the one.
         if row.api in {pid, None}:
