@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import msgspec
@@ -76,6 +77,25 @@ HELD: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", HELD)
 def test_what_is_held_is_found(name: str) -> None:
     assert books.named([Holder(HELD[name]())], [NAME, "chatcmpl-2"]) == {NAME}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("u-10", {"u-10"}),
+        ("u-1", {"u-1"}),
+        (b"u-10", {"u-10"}),
+        ("u-10_layer.0", {"u-1", "u-10"}),  # "u-1" and a number, for all that can be told
+        ("u-100:u-2", {"u-1", "u-10", "u-2"}),
+        (b"\xffu-100", {"u-1", "u-10"}),
+        ("u-3", set()),
+    ],
+)
+def test_a_name_that_begins_as_another_one_is_found_beside_it(
+    text: str | bytes, found: set[str]
+) -> None:
+    for names in permutations(("u-1", "u-10", "u-2")):
+        assert books.named([[text]], names) == found
 
 
 def test_what_native_code_keeps_can_not_be_seen() -> None:

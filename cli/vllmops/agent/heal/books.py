@@ -58,17 +58,24 @@ def named(roots: Iterable[Any], names: Iterable[str], *, native: bool = False) -
     """
     wanted = set(names)
     pattern = re.compile("|".join(map(re.escape, wanted)))
-    encoded = re.compile("|".join(map(re.escape, wanted)).encode())
     found: set[str] = set()
     stack, seen, kinds = list(roots), dict[int, Any](), dict[type, bool]()
     until = time.monotonic() + LIMIT_S
     while stack and found != wanted:
         one = stack.pop()
-        if isinstance(one, str):
-            found |= set(pattern.findall(one)) if len(one) <= TEXT else set()
-        elif isinstance(one, bytes):
+        if isinstance(one, str | bytes):
             if len(one) <= TEXT:
-                found |= {name.decode() for name in encoded.findall(one)}
+                # Of Python's own types: a class made of them could have methods of its own.
+                text = (
+                    str.__str__(one)
+                    if isinstance(one, str)
+                    else bytes.decode(one, "utf-8", "replace")
+                )
+                if text in wanted:
+                    found.add(text)
+                elif pattern.search(text):
+                    # One name can begin as another one does: in "u-10_0", either may be meant.
+                    found |= {name for name in wanted if name in text}
         elif id(one) not in seen and not alien(one):
             seen[id(one)] = one  # kept, or another object could get its place
             if len(seen) > OBJECTS or time.monotonic() > until:
