@@ -256,6 +256,7 @@ def healing() -> None:
     assert admission.too_large(scheduler, request) == ""
     needs = SimpleNamespace(request_id="b", num_tokens=64, num_prompt_tokens=64)
     assert "need 4 blocks" in admission.too_large(scheduler, needs)
+    assert scheduling.one_pool(scheduler)
     knot(scheduler, request)
     manager = imported("encoder-cache")(cache_size=6)
     first, second = (Request(request_id=name, hashes=tuple(name)) for name in ("ab", "cd"))

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 import zmq
 
-from vllmops.agent.heal import fatal, io_threads, sockets
+from vllmops.agent.heal import admission, fatal, io_threads, sockets
 from vllmops.agent.heal.between import between_steps
 
 # Each letter makes it longer by half: it never ends.
@@ -69,6 +69,32 @@ def test_a_signal_ends_nothing_but_a_parser() -> None:
             os.kill(process.pid, number)
             time.sleep(0.02)
         assert process.poll() is None
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_what_a_pool_of_its_own_has_no_room_for_now_may_come_to_run(private: bool) -> None:
+    """As with vLLM's HiSparse: while its host pool is full, more is needed than there is."""
+    pool = SimpleNamespace(num_gpu_blocks=4, get_num_free_blocks=lambda: 1)
+    own = SimpleNamespace() if private else pool
+    coordinator = SimpleNamespace(
+        single_type_managers=[
+            SimpleNamespace(block_pool=pool, req_to_blocks={"b": [1]}),
+            SimpleNamespace(block_pool=own, req_to_blocks={}),
+        ],
+        get_num_blocks_to_allocate=lambda request_id: 5,  # noqa: ARG005
+    )
+    scheduler = SimpleNamespace(
+        kv_cache_manager=SimpleNamespace(block_pool=pool, coordinator=coordinator),
+        scheduler_reserve_full_isl=True,
+        max_model_len=64,
+        requests={},
+        running=[],
+        waiting=[],
+        connector=None,
+    )
+    request = SimpleNamespace(request_id="a", num_tokens=16, num_prompt_tokens=16)
+    assert bool(admission.too_large(scheduler, request)) is not private
+    assert bool(admission.held_up(scheduler, request)) is not private
 
 
 class Core:

@@ -65,6 +65,16 @@ def blocks_needed(scheduler: Any, request: Any, tokens: int | None = None) -> in
     return int(count(**{name: value for name, value in known.items() if name in takes}))
 
 
+def one_pool(scheduler: Any) -> bool:
+    """Whether the blocks that a request needs come from one pool, which tells if it has them.
+
+    A manager with a pool of its own, such as the host's with HiSparse, says that more is needed
+    than there is while that pool has no room.
+    """
+    cache = scheduler.kv_cache_manager
+    return all(one.block_pool is cache.block_pool for one in cache.coordinator.single_type_managers)
+
+
 def blocks_usable(scheduler: Any) -> int:
     """The blocks of the KV cache that requests can have: one stands for no block."""
     return int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1

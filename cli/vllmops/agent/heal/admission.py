@@ -43,7 +43,7 @@ def too_large(scheduler: Any, request: Any) -> str:
     """Why a request can never be admitted; empty if it can."""
     needed = scheduling.blocks_needed(scheduler, request)
     usable = scheduling.blocks_usable(scheduler)
-    if needed > usable:
+    if needed > usable and scheduling.one_pool(scheduler):
         return (
             f"its {request.num_tokens:,} tokens need {needed:,} blocks of the KV cache, which has "
             f"{usable:,}"
@@ -59,6 +59,8 @@ def held_up(scheduler: Any, request: Any) -> str:
     """
     sessions = getattr(scheduler, "num_waiting_for_streaming_input", 0)
     if scheduler.running or sessions or transfers.waiting(scheduler):
+        return ""
+    if not scheduling.one_pool(scheduler):
         return ""
     known = requests.scheduled(scheduler)
     if any(one.is_finished() for one in known):
