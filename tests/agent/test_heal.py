@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import subprocess
@@ -19,7 +20,7 @@ import msgspec
 import pytest
 import zmq
 
-from vllmops.agent.heal import admission, fatal, io_threads, sockets
+from vllmops.agent.heal import admission, event_loop, fatal, io_threads, sockets
 from vllmops.agent.heal.between import between_steps
 
 # Each letter makes it longer by half: it never ends.
@@ -69,6 +70,36 @@ def test_a_signal_ends_nothing_but_a_parser() -> None:
             os.kill(process.pid, number)
             time.sleep(0.02)
         assert process.poll() is None
+
+
+def extract_tool_calls(signals: int) -> None:
+    for _ in range(signals):
+        helper()
+
+
+def helper() -> None:
+    event_loop.interrupt(event_loop.SIGNAL, sys._getframe())
+
+
+def test_a_signal_ends_no_other_call_than_the_one_before_it_met() -> None:
+    extract_tool_calls(1)
+    extract_tool_calls(1)  # another one: the first has ended meanwhile
+    helper()  # none
+    extract_tool_calls(1)
+    with pytest.raises(event_loop.ParserInterruptedError):
+        extract_tool_calls(2)
+    extract_tool_calls(1)
+
+
+def test_a_call_that_was_met_is_forgotten_when_the_event_loop_goes_on() -> None:
+    async def serve() -> None:
+        extract_tool_calls(1)
+        assert event_loop._met is not None
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert event_loop._met is None
+
+    asyncio.run(serve())
 
 
 @pytest.mark.parametrize("private", [True, False])

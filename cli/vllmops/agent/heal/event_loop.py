@@ -7,8 +7,10 @@ ends them. vLLM takes a TimeoutError there for its own time limit.
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 
 from ...protocol.parsers import parses
@@ -17,6 +19,7 @@ from ..identity import role
 # Nobody uses the upper real-time signals; what has a handler already is left alone.
 SIGNAL = signal.SIGRTMAX - 9
 _installed = False
+_met: FrameType | None = None  # itself, as another call's could get its id
 
 
 class ParserInterruptedError(TimeoutError):
@@ -39,8 +42,27 @@ def number() -> int:
 
 
 def interrupt(_: int, frame: FrameType | None) -> None:
-    """End the parser that runs right now; nothing where none does."""
+    """End the call of a parser that runs right now, if the last signal met that one, too.
+
+    The call that blocked the loop may be over when a signal comes, and another one may run.
+    """
+    global _met  # noqa: PLW0603
+    call = None
     while frame is not None:
         if parses(frame.f_code.co_name, frame.f_code.co_filename):
-            raise ParserInterruptedError("an operator ended this parser: it blocked the server")
+            call = frame  # the outermost one: it calls others
         frame = frame.f_back
+    met, _met = _met, call
+    if call is None:
+        return
+    if call is met:
+        forget()
+        raise ParserInterruptedError("an operator ended this parser: it blocked the server")
+    with suppress(RuntimeError):  # no loop runs here
+        asyncio.get_running_loop().call_soon_threadsafe(forget)
+
+
+def forget() -> None:
+    """Let go of a call and its variables; when the event loop runs again, it is over."""
+    global _met  # noqa: PLW0603
+    _met = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from ...errors import VllmopsError
@@ -18,6 +19,7 @@ from ..action import Action
 
 BLOCKED_S = 3.0
 DUMP_S = 10.0
+AGAIN_S = 1.0  # until the second signal; a call of a parser takes less
 
 
 class EventLoop(Action):
@@ -28,7 +30,8 @@ class EventLoop(Action):
     reference = "https://github.com/vllm-project/vllm/issues/18304"
 
     def look(self, server: Server) -> list[Case]:
-        blocked = [process for process in server.of(Role.API) if blocks(process)]
+        begins = {process: blocked_since(process) for process in server.of(Role.API)}
+        blocked = [process for process, begin in begins.items() if begin]
         if not blocked or server.fleet:  # a signal comes from its own machine
             return []
         dumps = pyspy.capture(blocked, timeout_s=DUMP_S).processes
@@ -38,7 +41,8 @@ class EventLoop(Action):
             frames = main.frames if main else ()
             if parser := next((one for one in frames if parses(one.function, one.file)), None):
                 what = f"its main thread is in {frames[0].function}, for {parser.function}"
-                cases.append(Case(process, Proof(subject="event loop", what=what)))
+                proof = Proof(subject="event loop", what=what, same=begins[process])
+                cases.append(Case(process, proof))
         return cases
 
     def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:  # noqa: ARG002
@@ -46,20 +50,30 @@ class EventLoop(Action):
         for case in cases:
             pulse = agent.beat(case.process)
             number = pulse.beat.interrupt if pulse else 0
-            if number and caught(case.process.pid, number):
-                kill(case.process, number)
-            else:
+            if not (number and caught(case.process.pid, number)):
                 left[case.proof.subject] = "its agent has no handler for the signal that ends it"
+                continue
+            # The handler ends a call only if both signals meet it, and no other that has begun.
+            for pause_s in (AGAIN_S, 0.0):
+                if blocked_since(case.process) == case.proof.same:
+                    kill(case.process, number)
+                    time.sleep(pause_s)
         return left
 
 
-def blocks(process: Process) -> bool:
-    """Whether an API server's event loop has run nothing for a while."""
+def blocked_since(process: Process) -> str:
+    """When an API server's event loop ran last; empty if that is not long ago.
+
+    It is the same as long as the loop runs nothing, whether or not there are heartbeats meanwhile.
+    """
     try:
         pulse = agent.beat(process)
     except VllmopsError:
-        return False
-    return pulse is not None and pulse.age_s + (pulse.beat.loop_s or 0.0) > BLOCKED_S
+        return ""
+    loop_s = (pulse.beat.loop_s or 0.0) if pulse else 0.0
+    if pulse is None or pulse.age_s + loop_s <= BLOCKED_S:
+        return ""
+    return f"{pulse.beat.monotonic - loop_s:.3f}"
 
 
 def caught(pid: int, number: int) -> bool:

@@ -1,0 +1,72 @@
+"""Only a parser that all looks find in one and the same block of the event loop is ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from vllmops.heal import heal
+from vllmops.heal.actions import event_loop
+from vllmops.heal.heal import Healed
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
+from vllmops.instances.servers import Server
+from vllmops.protocol.stacks import Frame
+from vllmops.rpc import agent
+from vllmops.stacks import pyspy
+
+API = Process(Role.API, 11, 1)
+PARSER = Frame("Hermes.extract_tool_calls", "/x.py", "x.py")
+LOOKS = 3
+
+
+def healed(monkeypatch: pytest.MonkeyPatch, begins: Sequence[float]) -> tuple[Healed, int]:
+    """Heal a server, and count the signals that it got.
+
+    Args:
+        monkeypatch: for what a server is needed for.
+        begins: since when the loop has been blocked, as each heartbeat that is read has it; the
+            last one is of a loop that goes on.
+    """
+    left, signals = list(begins), list[int]()
+
+    def beat(_: Process) -> agent.Pulse:
+        loop_s = 20.0 - len(left) if len(left) > 1 else 0.0
+        begin = left.pop(0) if len(left) > 1 else left[0]
+        beat_ = SimpleNamespace(monotonic=begin + loop_s, loop_s=loop_s, interrupt=50)
+        return agent.Pulse(beat_, 0.1)  # type: ignore[arg-type]
+
+    thread = SimpleNamespace(tid=API.pid, frames=(PARSER,))
+    dump = SimpleNamespace(pid=API.pid, threads=[thread])
+    monkeypatch.setattr(agent, "beat", beat)
+    monkeypatch.setattr(pyspy, "capture", lambda *_, **__: SimpleNamespace(processes=[dump]))
+    monkeypatch.setattr(event_loop, "caught", lambda *_: True)
+    monkeypatch.setattr(event_loop, "kill", lambda _, number: signals.append(number))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    monkeypatch.setattr(heal, "answer", lambda _: None)
+    monkeypatch.setattr(heal, "note", lambda *_: None)
+    server = Server(name="demo", processes=(API,))
+    return heal.heal(server, [event_loop.EventLoop()]), len(signals)
+
+
+def test_a_parser_that_blocks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Three looks, what tells the signal's number, and a look before each of both signals.
+    done, signals = healed(monkeypatch, [*(LOOKS + 3) * [100.0], 200.0])
+    assert ([one.done for one in done.outcomes], signals) == ([True], 2)
+
+
+@pytest.mark.parametrize("at", range(1, LOOKS))
+def test_looks_that_see_two_blocks_prove_nothing(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    begins = [*at * [100.0], *(LOOKS - at) * [150.0]]
+    assert healed(monkeypatch, [*begins, 200.0]) == (Healed([], [], []), 0)
+
+
+@pytest.mark.parametrize("sent", [0, 1])
+def test_a_block_that_ends_before_a_signal_gets_none(
+    monkeypatch: pytest.MonkeyPatch, sent: int
+) -> None:
+    begins = [*(LOOKS + 1 + sent) * [100.0], *3 * [150.0]]
+    assert healed(monkeypatch, [*begins, 200.0])[1] == sent
