@@ -459,9 +459,9 @@ class Bounded:
             self.timeout.reschedule(now)
 
     def unavailable(self, why: str, *, pauses: bool = True) -> StoreUnavailable:
-        self.store.refuses = True
         problem = f"the store is unavailable: {why}"
         if pauses:
+            self.store.refuses = True
             self.store.paused_until = time.monotonic() + PAUSE_S
             self.store.problem = problem
         return StoreUnavailable(problem, PAUSE_S)

@@ -19,7 +19,7 @@ from ..action import Action
 
 BLOCKED_S = 3.0
 DUMP_S = 10.0
-AGAIN_S = 1.0  # until the second signal; a call of a parser takes less
+AGAIN_S = 0.5  # until the second signal; a call of a parser takes less
 
 
 class EventLoop(Action):
