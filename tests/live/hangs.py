@@ -292,14 +292,14 @@ from vllm.distributed.device_communicators.shm_broadcast import MessageQueue, Sp
 def register():
     wait, notify = SpinCondition.wait, SpinCondition.notify
     lost = os.path.join(os.environ["VLLM_TEST_HANGS"], "notify")
-    answered = deque(maxlen=2)
+    answered = deque(maxlen=20)
     Timeout = MessageQueue.ReadTimeoutWithWarnings
     until = Timeout.timeout_ms
 
     def lose(self):
-        # A reader that was healed looks again by itself ever after. It has to do so once.
+        # A reader that was healed looks again by itself ever after. It has to do so for a while.
         answered.append(SpinCondition.wait is not wait)
-        if all(answered) and len(answered) == 2:
+        if all(answered) and len(answered) == answered.maxlen:
             SpinCondition.wait = wait
         try:
             os.unlink(lost)  # by one process

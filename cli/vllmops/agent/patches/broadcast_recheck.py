@@ -47,9 +47,10 @@ def bounded(wait: Any) -> Any:
     @functools.wraps(wait)
     def wait_some(self: Any, timeout_ms: int | None = None) -> None:
         wait(self, RECHECK_MS if timeout_ms is None else min(timeout_ms, RECHECK_MS))
-        if vars(self).pop(WOKEN, False):
-            with suppress(Exception):  # it is not there yet, and wakes the reader once more
+        if WOKEN in vars(self):
+            with suppress(Exception):  # it is not there yet: after the next wait
                 self.read_cancel_socket.recv(flags=1)  # zmq.NOBLOCK
+                delattr(self, WOKEN)
 
     return wait_some
 
