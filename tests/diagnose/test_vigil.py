@@ -57,7 +57,7 @@ def test_a_token_in_between_begins_it_anew() -> None:
     seen(vigil, *(stuck(2.0 * n) for n in range(5)))
     assert vigil.row == 4
     assert not vigil.see(stuck(10.0, since_s=10.0))
-    assert (vigil.row, vigil.standing) == (0, False)
+    assert (vigil.row, vigil.standing) == (0, [])
 
 
 def test_a_machine_that_was_suspended_comes_to_itself() -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from vllmops.caches.repair import Report
 from vllmops.commands.watch import lines
+from vllmops.diagnose.progress import Stall
 from vllmops.errors import VllmopsError
 from vllmops.heal.action import Outcome
 from vllmops.heal.heal import Healed
@@ -404,6 +405,73 @@ def test_what_can_not_be_healed_is_tried_a_few_times_and_restarted_if_that_may_b
     assert scene.done[:3] == ["save", "heal", "restart"]
 
 
+def uploads(looks: Look_) -> Look_:
+    """A server as elsewhere, in which at any time a slow upload has been for some seconds."""
+
+    def seen(at_s: float) -> Observation:
+        api, *others = looks(at_s).pulses
+        taking = msgspec.structs.replace(api.beat, monotonic=at_s, rendering_s=5.0 + at_s % 4)
+        return look(at_s, pulses=(msgspec.structs.replace(api, beat=taking), *others))
+
+    return seen
+
+
+def test_a_stall_is_over_however_slow_the_uploads_are_that_go_on() -> None:
+    stalled, recovered = shown = watched(Scene(uploads(stuck(20.0, until_s=50.0))))
+    assert kinds(shown) == ["stalled", "recovered"]
+    assert stalled.code == "engine.no-progress"
+    assert 30 <= recovered.seconds <= 34
+
+
+def test_an_upload_that_began_before_a_stall_does_not_prolong_it() -> None:
+    def half_open(at_s: float) -> Observation:
+        api, *others = stuck(20.0, until_s=50.0)(at_s).pulses
+        taking = msgspec.structs.replace(api.beat, monotonic=at_s, rendering_s=max(at_s - 19, 0))
+        return look(at_s, pulses=(msgspec.structs.replace(api, beat=taking), *others))
+
+    shown = watched(Scene(half_open))
+    assert kinds(shown) == ["stalled", "recovered"]
+    assert 30 <= shown[1].seconds <= 34
+
+
+def test_a_long_step_of_another_engine_does_not_prolong_a_stall() -> None:
+    def seen(at_s: float) -> Observation:
+        other = Beat(
+            monotonic=1.0, sequence=1, pid=21, start_ticks=1, role="engine", running=1, still_s=4.0
+        )
+        pulse = Pulse(role="engine", pid=21, age_s=0.5, beat=other)
+        return look(at_s, pulses=(*stuck(20.0, until_s=50.0)(at_s).pulses, pulse))
+
+    assert kinds(watched(Scene(seen))) == ["stalled", "recovered"]
+
+
+def test_a_heartbeat_that_stops_during_a_stall_does_not_end_it() -> None:
+    def seen(at_s: float) -> Observation:
+        api, engine, worker = stuck(20.0)(at_s).pulses
+        age_s = at_s - 40 if at_s > 43 else 0.5
+        engine = msgspec.structs.replace(engine, age_s=age_s)
+        return look(at_s, pulses=(api, engine, worker))
+
+    assert kinds(watched(Scene(seen))) == ["stalled"]
+
+
+def test_a_request_that_is_proven_to_be_stuck_before_the_engine_is_a_stall_as_long_as_it_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def seen(at_s: float) -> Observation:
+        age_s = at_s - 20 if 20 <= at_s < 60 else 5.0 + at_s % 4
+        taking = beat("api", handed=0, loop_s=0.0, rendering_s=age_s).beat
+        taking = msgspec.structs.replace(taking, monotonic=at_s)
+        pulse = Pulse(role="api", pid=PIDS["api"], age_s=0.5, beat=taking)
+        return look(at_s, pulses=(pulse, *well(at_s).pulses[1:]))
+
+    monkeypatch.setattr(Stall, "is_confirmed", lambda *_: True)
+    stalled, recovered = shown = watched(Scene(seen), for_s=65)
+    assert kinds(shown) == ["stalled", "recovered"]
+    assert stalled.code == "api.no-progress"
+    assert 39 <= recovered.seconds <= 43
+
+
 def busy(at_s: float) -> Observation:
     """An engine that gets on."""
     pulses = (beat("api", handed=2, loop_s=0.0), beat("engine", running=2, waiting=0, still_s=0.0))
@@ -417,6 +485,9 @@ def test_a_request_that_is_lost_while_others_go_on_is_healed_without_a_stall() -
     watched(scene, for_s=60, heal=True)
     assert set(scene.done) == {"sweep"}
     assert 4 <= len(scene.done) <= 6
+    scene = Scene(uploads(busy))
+    watched(scene, for_s=60, heal=True)
+    assert scene.done.count("sweep") >= 4
     scene = Scene(busy)
     scene.lost = [Outcome(action="zombies", process="engine 20", subject="a", seen="one-sided",
                           done=False, did="x", left="it is still there")]  # fmt: skip

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import msgspec
 
 from ..protocol.server import Observation
-from .progress import DEAD, FINAL, METRICS_FACTOR, PATIENCE_S, Stall, fatal, stalls
+from .progress import (
+    DEAD,
+    FINAL,
+    METRICS_FACTOR,
+    NO_PROGRESS,
+    PATIENCE_S,
+    RENDERING,
+    Stall,
+    fatal,
+    stalls,
+)
 
 INTERVAL_S = 2.0
 CHECKS = 5
 FEWEST = 3  # samples in a row, where they come late
 # Metrics and health cost the server and vllmops some milliseconds.
 ASK_S = 15.0
+# A long step and a slow image look like these for some seconds in a server that works.
+USUAL = {NO_PROGRESS.code, RENDERING.code}
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -86,9 +100,17 @@ class Vigil:
         self.row = 0
 
     @property
-    def standing(self) -> bool:
-        """Whether something has stopped, for however short a time."""
-        return bool(self.after(min(self.interval_s, self.patience_s)))
+    def standing(self) -> list[Stall]:
+        """What has stopped, for however short a time."""
+        return self.after(min(self.interval_s, self.patience_s))
+
+    def lasts(self, about: Collection[str]) -> bool:
+        """Whether a stall goes on; what a server at work shows, too, counts only if it is the same.
+
+        Args:
+            about: what the stall is about, as `names` gives it.
+        """
+        return any(stall.code not in USUAL or name(stall) in about for stall in self.standing)
 
     def step(self) -> Step:
         """When and how to sample again; a server that makes progress is not asked."""
@@ -111,3 +133,14 @@ class Vigil:
 def key(stall: Stall) -> tuple[str, str]:
     """What stays the same while a stall is the same one."""
     return stall.code, stall.mark
+
+
+def names(stalls_: Sequence[Stall]) -> frozenset[str]:
+    """What some stalls are about; work only if that is all, because it may go on without them."""
+    others = [stall for stall in stalls_ if stall.doubt != "work"]
+    return frozenset(map(name, others or stalls_))
+
+
+def name(stall: Stall) -> str:
+    """What has stopped: of work the request, else the process, whatever it shows."""
+    return stall.mark if stall.doubt == "work" else stall.subject

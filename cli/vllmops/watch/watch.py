@@ -20,7 +20,7 @@ from ..caches.repair import Report
 from ..diagnose import doctor, progress
 from ..diagnose.progress import PATIENCE_S, Stall
 from ..diagnose.stacks import StackFinding
-from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil
+from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil, names
 from ..errors import VllmopsError
 from ..heal.heal import Healed
 from ..host.swap import Swapping
@@ -115,6 +115,7 @@ class Ongoing:
         kept: where its evidence is; empty if it could not be written.
         text: what makes no progress.
         proof: from when on it is sure.
+        about: what it is about, as `vigil.names` gives it.
         restart_at: when to restart, by the monotonic clock; None for never.
         heal_at: when to heal next, by the monotonic clock, the next times first.
     """
@@ -124,6 +125,7 @@ class Ongoing:
     kept: str
     text: str
     proof: verdicts.Proof
+    about: frozenset[str]
     restart_at: float | None = None
     heal_at: list[float] = field(default_factory=list)
 
@@ -313,7 +315,12 @@ class Watch:
         elif found and not (all(s.doubt for s in found) and self.now() < self.doubt_until):
             self.show(verdicts.likely(found))  # to collect the evidence takes a while
             self.stalled(found)
-        elif self.plan.heal and not self.vigil.standing and self.now() >= self.sweep_at:
+        elif (
+            self.plan.heal
+            and self.now() >= self.sweep_at
+            # An image that comes slowly may be there at any time.
+            and all(stall.doubt == "work" for stall in self.vigil.standing)
+        ):
             self.sweep()
         self.show()
         step = self.vigil.step()
@@ -322,7 +329,7 @@ class Watch:
 
     def go_on(self, ongoing: Ongoing) -> None:
         """During a known stall: check whether it is over, or whether to restart."""
-        if not self.vigil.standing:
+        if not self.vigil.lasts(ongoing.about):
             self.ongoing = None
             lasted = self.now() - ongoing.began
             label = self.subject.server.label
@@ -351,7 +358,8 @@ class Watch:
             self.vigil.row = 0
             return
         diagnosis = doctor.examine(snapshot, self.plan.patience_s)
-        if not any(stands(stall, snapshot, diagnosis) for stall in found):
+        confirmed = [stall for stall in found if stands(stall, snapshot, diagnosis)]
+        if not confirmed:
             if not verdicts.starving(snapshot):  # else it may show more later
                 self.vigil.dismiss(found)
             self.doubt_until = self.now() + DOUBT_S
@@ -364,6 +372,7 @@ class Watch:
             kept,
             found[0].evidence,
             verdicts.proof(found, snapshot, diagnosis, self.apart),
+            names(confirmed),
         )
         self.show()
         seconds = self.now() - began
