@@ -108,6 +108,10 @@ STALLED: dict[str, tuple[list[Observation], list[tuple[str, str]]]] = {
         over(10, processes=states(engine=""), pulses=beats(engine=engine(30.0))),
         [("process.ended", "engine 20")],
     ),
+    "a dead API server above an engine that lives": (
+        over(10, processes=states(api=""), metrics=None, health=None),
+        [("process.ended", "api 10")],
+    ),
     "zombies": (
         over(10, processes=states(engine="Z", worker="Z")),
         [("process.ended", "engine 20, worker 30")],
@@ -160,6 +164,10 @@ FINE: dict[str, list[Observation]] = {
     "an orderly end: the engine goes first": [
         *over(4, processes=states(engine="", worker="")),
         look(6.0, processes=states(api="", engine="", worker="")),
+    ],
+    "an end in which the API server goes first": [
+        *over(8, processes=states(api="")),
+        look(10.0, processes=states(api="", engine="", worker="")),
     ],
     "all of it gone": over(60, processes=states(api="", engine="", worker="")),
     "a helper that ended": over(60, processes=(*states(), process("other", ""))),

@@ -314,12 +314,12 @@ def dead_engine(look: Observation) -> object:
 
 
 def ended(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
-    """Dead processes of a live API server; in a clean shutdown the API server ends soon, too."""
+    """Dead processes beside live ones; in a clean shutdown the others end soon, too."""
 
     def dead(look: Observation) -> object:
-        alive = [process for process in look.processes if process.state not in DEAD]
-        gone = [p.pid for p in look.processes if p.role in probe.VITAL and p.state in DEAD]
-        return (gone or None) if any(process.role == "api" for process in alive) else None
+        vital = [process for process in look.processes if process.role in probe.VITAL]
+        gone = [process.pid for process in vital if process.state in DEAD]
+        return gone if 0 < len(gone) < len(vital) else None
 
     since_s = lasting(looks, dead)
     if since_s is not None and since_s >= patience_s:
