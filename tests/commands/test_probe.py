@@ -8,12 +8,15 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from vllmops import quick_probe
+from vllmops.commands import probe
+from vllmops.errors import VllmopsError
 from vllmops.host.roles import Role
 from vllmops.instances import supervisor
 from vllmops.instances.record import Folder
@@ -216,6 +219,38 @@ def test_over_http_until_it_is_told_to_end(lab: Any) -> None:
         serving.send_signal(signal.SIGTERM)
         serving.communicate(timeout=20)
     assert serving.returncode == 130
+
+
+def test_over_http_an_error_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, found = 100.0, judge("ready")
+    error: VllmopsError | None = None
+    asked: list[Callable[[], Verdict]] = []
+
+    def look(_: str | None) -> tuple[str, Verdict]:
+        if error:
+            raise error
+        return "a", found
+
+    def at(seconds: float, code: str = "") -> Verdict:
+        nonlocal now, error
+        now, error = now + seconds, VllmopsError(code, "why") if code else None
+        return asked[0]()
+
+    monkeypatch.setattr(probe, "look", look)
+    monkeypatch.setattr(probe, "Listener", lambda _, verdict: asked.append(verdict))
+    monkeypatch.setattr(probe, "stopped_by", lambda *_: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: now))
+    probe.serving("a", ("127.0.0.1", 1))
+    # The event loop of a server on another machine may be blocked, and its gateway may restart.
+    for code in ("admin.timeout", "admin.unreachable", "agent.broken"):
+        assert at(1, code) == Verdict(live=True, ready=False, started=True, reason="why")
+    assert at(30, "admin.unreachable").live, "it did not answer only now"
+    assert at(1) == found
+    for code in ("target.over", "target.unknown"):
+        assert not at(1, code).live
+        assert at(1) == found
+    assert [at(4, "admin.unreachable").live for _ in range(5)] == [True, True, True, False, False]
+    assert not at(1, "admin.timeout").ready
 
 
 def test_serve_has_a_watch_that_answers_from_the_start(

@@ -268,12 +268,12 @@ def test_a_bundle_of_what_can_be_had(vllmops: Vllmops, fleet: Fleet, tmp_path: P
 
 def test_a_watch_follows_it(vllmops: Vllmops, own: Fleet, home: Path) -> None:
     watch = background(
-        *("watch", *own.words(), "--interval", "0.3", "--for", "20", "--json"),
+        *("watch", *own.words(), "--interval", "0.3", "--for", "50", "--json"),
         env={"VLLMOPS_HOME": str(home)},
     )
     time.sleep(3)
     own.child.kill()
-    out, err = watch.communicate(timeout=60)
+    out, err = watch.communicate(timeout=90)
     assert "Traceback" not in err
     assert [event["event"] for event in json.loads(out)["data"]["events"]] == ["ended"], out + err
 

@@ -124,6 +124,13 @@ def test_that_its_processes_have_ended_is_told_soon_also_without_agents() -> Non
     assert vigil.step().after_s == 2.0
 
 
+def test_a_server_on_another_machine_that_does_not_answer_is_asked_again_soon() -> None:
+    vigil = Vigil()
+    hidden = tuple(process(role, state="?") for role in ("api", "engine"))
+    vigil.see(look(0.0, pulses=(), processes=hidden, **AGENTS))
+    assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
+
+
 def bereft(at_s: float, health: int | None = None) -> Observation:
     """A look at an API server whose engine and worker were killed; their heartbeats are gone."""
     dead = process("engine", state=""), process("worker", state="")

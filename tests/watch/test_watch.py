@@ -455,6 +455,22 @@ def test_a_heartbeat_that_stops_during_a_stall_does_not_end_it() -> None:
     assert kinds(watched(Scene(seen))) == ["stalled"]
 
 
+def test_who_can_not_be_asked_for_a_moment_has_not_recovered() -> None:
+    """As a server on another machine, while the gateway before it restarts."""
+
+    def seen(at_s: float) -> Observation:
+        shown = stuck(20.0, until_s=70.0)(at_s)
+        if not 40 <= at_s < 48:
+            return shown
+        states = (msgspec.structs.replace(item, state="?") for item in shown.processes)
+        return look(at_s, pulses=(), processes=tuple(states))
+
+    stalled, recovered = shown = watched(Scene(seen))
+    assert kinds(shown) == ["stalled", "recovered"]
+    assert 50 <= recovered.seconds <= 54
+    assert stalled.number == recovered.number
+
+
 def test_a_request_that_is_proven_to_be_stuck_before_the_engine_is_a_stall_as_long_as_it_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

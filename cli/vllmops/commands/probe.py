@@ -29,6 +29,7 @@ from .several import remote
 app = typer_app()
 
 FRESH_S = 0.5  # several probes of one moment share a look
+GONE = {"target.over", "target.unknown"}  # other errors say nothing of the server's life
 
 
 @app.command(epilog="Example: vllmops probe --readiness -t demo")
@@ -104,17 +105,22 @@ def serving(target: str | None, place: tuple[str, int]) -> VllmopsError:
     Raises:
         VllmopsError: as `look` and `Listener` do.
     """
-    label, _ = look(target)
-    lock, last = threading.Lock(), (0.0, judge(State.STARTING))
+    label, first = look(target)
+    lock, last = threading.Lock(), (0.0, first)
+    lost_at: float | None = None  # since when a server on another machine can't be reached
 
     def now() -> Verdict:
-        nonlocal last
+        nonlocal last, lost_at
         with lock:
             if time.monotonic() - last[0] > FRESH_S:
                 try:
-                    verdict = look(label)[1]
+                    verdict, lost_at = look(label)[1], None
                 except VllmopsError as error:
-                    verdict = judge(State.FAILED)._replace(reason=error.message)
+                    at = time.monotonic()
+                    lost_at = (lost_at or at) if error.code == "admin.unreachable" else None
+                    lost = lost_at is not None and at - lost_at >= PATIENCE_S
+                    known = judge(State.FAILED) if lost or error.code in GONE else last[1]
+                    verdict = known._replace(ready=False, reason=error.message)
                 last = time.monotonic(), verdict
             return last[1]
 

@@ -30,6 +30,7 @@ RENDERING_S = 5.0
 # A dead engine stays dead; this leaves time to a server that is just shutting down.
 UNHEALTHY_S = 3.0
 DEAD = {"", "Z"}  # states of a process
+UNSEEN = "?"  # the state of a process on another machine
 STACKS = "vllmops stacks dump --explain names the code that is stuck"
 
 NO_PROGRESS = Rule(

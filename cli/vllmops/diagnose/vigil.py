@@ -14,6 +14,7 @@ from .progress import (
     NO_PROGRESS,
     PATIENCE_S,
     RENDERING,
+    UNSEEN,
     Stall,
     fatal,
     stalls,
@@ -110,7 +111,8 @@ class Vigil:
         Args:
             about: what the stall is about, as `names` gives it.
         """
-        return any(stall.code not in USUAL or name(stall) in about for stall in self.standing)
+        lasting = (stall.code not in USUAL or name(stall) in about for stall in self.standing)
+        return unanswered(self.looks[-1]) or any(lasting)
 
     def step(self) -> Step:
         """When and how to sample again; a server that makes progress is not asked."""
@@ -121,6 +123,8 @@ class Vigil:
         if self.standing or dead or last.health in {0, 503}:
             late = bool(self.after(self.patience_s / 2))
             return Step(self.interval_s, blind or dead or last.health in {0, 503} or late)
+        if unanswered(last):
+            return Step(self.interval_s, ask=True)  # has it ended?
         gone = bool(last.processes) and all(each.state in DEAD for each in last.processes)
         if blind and not gone:
             return Step(max(self.interval_s, ASK_S), ask=True)
@@ -133,6 +137,11 @@ class Vigil:
 def key(stall: Stall) -> tuple[str, str]:
     """What stays the same while a stall is the same one."""
     return stall.code, stall.mark
+
+
+def unanswered(look: Observation) -> bool:
+    """Whether nobody on the server's machine answered, which shows neither a stall nor progress."""
+    return {process.state for process in look.processes} == {UNSEEN} and not look.pulses
 
 
 def names(stalls_: Sequence[Stall]) -> frozenset[str]:

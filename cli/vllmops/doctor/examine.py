@@ -446,8 +446,9 @@ def seen(server: Server, *, compiling: bool = False) -> Seen:
     if server.fleet:
         try:
             members = server.fleet.members()
-        except VllmopsError as error:
-            gone = error.code == "admin.unreachable"
+        except VllmopsError:
+            # A gateway may restart: as with a process that has died, it has ended if that lasts.
+            gone = server.fleet.lost_s >= progress.PATIENCE_S
             return Seen(tuple(unseen(process, gone=gone) for process in server.processes), ())
         return Seen(members.processes, members.pulses, members.compilers)
     below = tuple(compilers(server.processes)) if compiling else ()
@@ -461,7 +462,7 @@ def unseen(process: Process, *, gone: bool) -> ProcessState:
         process: the process.
         gone: whether nobody answers any more for its server.
     """
-    state = "" if gone else "?"
+    state = "" if gone else progress.UNSEEN
     return ProcessState(
         **agent.shown(process), pid=process.pid, create_time=process.create_time, state=state
     )

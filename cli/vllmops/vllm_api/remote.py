@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ..errors import VllmopsError
 from ..host.roles import Role
 from ..protocol.files import DAMAGE
 from ..protocol.place import Place
@@ -30,6 +31,7 @@ class Fleet:
     def __init__(self, admin: Admin) -> None:
         self.admin = admin
         self.last: tuple[float, Members] | None = None
+        self.lost_at: float | None = None
         self.lock = threading.Lock()
 
     def members(self) -> Members:
@@ -40,12 +42,23 @@ class Fleet:
         """
         with self.lock:
             if self.last is None or time.monotonic() - self.last[0] > FRESH_S:
-                answer = self.admin.ask("GET", PROCESSES)
+                try:
+                    answer = self.admin.ask("GET", PROCESSES)
+                except VllmopsError as error:
+                    lost = error.code == "admin.unreachable"
+                    self.lost_at = (self.lost_at or time.monotonic()) if lost else None
+                    raise
+                self.lost_at = None
                 if not answer.is_success:
                     raise self.admin.failed(answer)
                 members = agent.decode(self.admin.endpoint.name, answer.content, Members)
                 self.last = time.monotonic(), members
             return self.last[1]
+
+    @property
+    def lost_s(self) -> float:
+        """For how many seconds it can't be reached; 0 if somebody took the last connection."""
+        return 0.0 if self.lost_at is None else time.monotonic() - self.lost_at
 
     def processes(self) -> tuple[RemoteProcess, ...]:
         """Its processes, root first."""

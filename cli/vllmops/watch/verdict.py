@@ -10,7 +10,7 @@ from ..diagnose.doctor import Diagnosis, cause
 from ..diagnose.findings import Finding
 from ..diagnose.overdue import overdue
 from ..diagnose.places import Position, place_of
-from ..diagnose.progress import FINAL, Stall, living
+from ..diagnose.progress import FINAL, UNSEEN, Stall, living
 from ..instances.record import State
 from ..instances.servers import Server
 from ..protocol.place import who
@@ -36,7 +36,6 @@ WAIT_S = 0.1
 WINDOW_S = 8.0
 NUMBER = re.compile(r"\d+")
 STEPPING = {"engine", "worker"}  # the roles whose threads take part in a step
-UNSEEN = "?"  # the state of a process on another machine
 # States of a process that could go on, or waits for a disk.
 HINDERED = {"R", "D", UNSEEN}
 FEW = 3  # looks in a row

@@ -1,0 +1,63 @@
+"""A server on another machine as a watch sees it; its answers, and the time, are made up here.
+
+tests/commands/test_remote.py watches a real one.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from vllmops.errors import VllmopsError
+from vllmops.instances.servers import Server
+from vllmops.protocol.remote import Member, Members
+from vllmops.vllm_api import remote
+from vllmops.vllm_api.endpoint import Endpoint
+from vllmops.vllm_api.remote import Fleet
+from vllmops.watch.watched import Phase, Watched
+
+API = Member(role="api", pid=10, create_time=1.0, state="S", start_ticks=1, boot="b")
+
+
+class Admin:
+    """Admin routes that answer, or do not."""
+
+    def __init__(self) -> None:
+        self.endpoint = Endpoint("http://far", "far")
+        self.code = ""
+
+    def ask(self, *_: Any) -> httpx.Response:
+        if self.code:
+            raise VllmopsError(self.code, "no answer")
+        members = Members(vllmops="1", node="far", processes=(API,), pulses=())
+        return httpx.Response(200, content=msgspec.json.encode(members))
+
+
+def test_a_server_that_can_not_be_reached_has_ended_only_if_that_lasts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now))
+    admin = Admin()
+    fleet = Fleet(admin)  # type: ignore[arg-type]
+    watched = Watched(Server(None, fleet.processes(), fleet=fleet))
+
+    def phases(code: str, seconds: int) -> list[Phase]:
+        nonlocal now
+        admin.code, found = code, []
+        for _ in range(0, seconds, 2):
+            now += 2
+            watched.look(ask=False)
+            found.append(watched.phase())
+        return found
+
+    assert {*phases("admin.unreachable", 10)} == {Phase.UP}
+    assert {*phases("", 4)} == {Phase.UP}
+    assert {*phases("admin.unreachable", 10)} == {Phase.UP}
+    assert {*phases("admin.timeout", 20)} == {Phase.UP}, "somebody took the connection"
+    assert phases("admin.unreachable", 14)[-1] is Phase.OVER
+    assert phases("admin.unreachable", 4)[-1] is Phase.OVER
