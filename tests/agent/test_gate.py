@@ -121,8 +121,14 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
             assert start["status"] == 503
             assert int(dict(start["headers"])[b"retry-after"]) > 0
             assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
-        (closed,) = await answer(app, scope(kind="websocket"))
-        assert (closed["type"], closed["code"]) == ("websocket.close", 1013)
+        extended = {"extensions": {"websocket.http.response": {}}}
+        start, body = await answer(app, {**scope(kind="websocket"), **extended})
+        assert (start["type"], start["status"]) == ("websocket.http.response.start", 503)
+        assert int(dict(start["headers"])[b"retry-after"]) > 0
+        assert (body["type"], bool(body["body"])) == ("websocket.http.response.body", True)
+        for lacking in ({}, {"extensions": None}, {"extensions": {}}):
+            (closed,) = await answer(app, {**scope(kind="websocket"), **lacking})
+            assert (closed["type"], closed["code"]) == ("websocket.close", 1013)
         app.go.set()
         assert await answer(app, scope("/metrics")) == []
         await old

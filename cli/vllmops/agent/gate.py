@@ -25,6 +25,7 @@ POLL_S = 0.01
 BODY = b'{"error":{"message":"the server is draining","type":"unavailable","code":503}}'
 STREAM = b"text/event-stream"
 MARK = "vllmops.counted"
+EXTENSION = "websocket.http.response"  # of ASGI: an answer to a WebSocket that is not accepted
 # vLLM's routes that stop an engine until somebody calls another one.
 PAUSES = frozenset({"/pause", "/sleep"})
 # Probes and scrapes: a drain does not wait for them.
@@ -265,14 +266,19 @@ def is_new(scope: Scope) -> bool:
 
 async def refuse(scope: Scope, send: Send) -> None:
     """Answer 503: the client should try another server, or this one later."""
+    prefix = ""
     if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1013, "reason": "the server is draining"})
-        return
+        # Closed before it is accepted, it would get 403: as if it were forbidden.
+        if EXTENSION not in (scope.get("extensions") or ()):
+            reason = "the server is draining"
+            await send({"type": "websocket.close", "code": 1013, "reason": reason})
+            return
+        prefix = "websocket."
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(BODY)).encode()),
         (b"retry-after", str(RETRY_AFTER_S).encode()),
         (b"connection", b"close"),
     ]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": BODY})
+    await send({"type": f"{prefix}http.response.start", "status": 503, "headers": headers})
+    await send({"type": f"{prefix}http.response.body", "body": BODY})
