@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from vllmops.agent import engine, heartbeat, objects, recorder
@@ -25,6 +26,40 @@ def test_always_the_same_length(tmp_path: Path) -> None:
         content = heart.path.read_bytes()
         assert len(content) == BEAT_BYTES
         assert content.rstrip().endswith(b"}")
+
+
+def test_a_beat_that_is_too_long_goes_without_the_oldest_request(tmp_path: Path) -> None:
+    def long(sequence: int, now: float) -> Beat:
+        return msgspec.structs.replace(beat(sequence, now), oldest="x" * 2000, unready="draining")
+
+    heart = Heart(tmp_path / "1.beat", long)
+    heart.write(7)
+    shown = msgspec.json.decode(heart.path.read_bytes(), type=Beat)
+    assert (shown.sequence, shown.unready, shown.oldest) == (7, "draining", "")
+
+
+def test_a_beat_is_never_cut(tmp_path: Path) -> None:
+    def longer(sequence: int, now: float) -> Beat:
+        unready = "x" * 2000 if sequence else ""
+        return msgspec.structs.replace(beat(sequence, now), unready=unready)
+
+    heart = Heart(tmp_path / "1.beat", longer)
+    heart.write(0)
+    heart.write(1)
+    assert msgspec.json.decode(heart.path.read_bytes(), type=Beat).sequence == 0
+
+
+def test_a_client_s_long_request_id_is_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def oldest(name: str) -> str:
+        processor = SimpleNamespace(request_states={name: None})
+        client = SimpleNamespace(output_processor=processor)
+        monkeypatch.setattr(objects, "latest", lambda _: client)
+        return engine.oldest()
+
+    one, other = (oldest(f"chatcmpl-{'x' * 600}-{end}") for end in ("0a", "0b"))
+    assert len(one) == len(other) == 64
+    assert one != other
+    assert oldest("chatcmpl-1") == "chatcmpl-1"
 
 
 def test_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

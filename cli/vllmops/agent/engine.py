@@ -14,6 +14,8 @@ from .identity import role
 
 T = TypeVar("T")
 
+MOST_OF_ID = 64  # characters; a heartbeat has room for little more
+
 
 def state() -> EngineState:
     """The state of this process's engine; None for each attribute of an unknown shape."""
@@ -140,9 +142,11 @@ def handed() -> int | None:
 
 
 def oldest() -> str:
-    """The id of the oldest of them; empty without one."""
+    """The id of the oldest of them, of a long one the ends; empty without one."""
     client = objects.latest("engine-client")
-    return "" if client is None else attempt(lambda: adapter.oldest(client)) or ""
+    name = "" if client is None else attempt(lambda: adapter.oldest(client)) or ""
+    # A client may choose it, and vLLM adds to it on both sides what tells requests apart.
+    return name if len(name) <= MOST_OF_ID else name[: MOST_OF_ID // 2] + name[-MOST_OF_ID // 2 :]
 
 
 def rendering(now: float) -> float | None:

@@ -50,8 +50,14 @@ class Heart:
     def write(self, sequence: int) -> None:
         # An error must not end the thread: the next write may succeed.
         try:
-            record = msgspec.json.encode(self.beat(sequence, time.monotonic()))
-            os.pwrite(self.fd, record.ljust(BEAT_BYTES)[:BEAT_BYTES], 0)
+            beat = self.beat(sequence, time.monotonic())
+            record = msgspec.json.encode(beat)
+            if len(record) > BEAT_BYTES:
+                record = msgspec.json.encode(msgspec.structs.replace(beat, oldest=""))
+            if len(record) > BEAT_BYTES:
+                # Nobody could read a part of it.
+                raise ValueError(f"a record of {len(record)} bytes is too long")
+            os.pwrite(self.fd, record.ljust(BEAT_BYTES), 0)
         except Exception as error:
             self.reporter.report(error)
 

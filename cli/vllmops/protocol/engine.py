@@ -74,7 +74,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
             none is there and while it is paused or sleeps, None if the process has no scheduler.
         handed: requests that an API server has handed to its engines and that are not over; None
             where the process is none.
-        oldest: the id of the oldest of them; empty without one.
+        oldest: the id of the oldest of them, of a long one the ends; empty without one.
         rendering_s: seconds for which the oldest of the HTTP requests that have not come to the
             engine is there, 0 without one; None if the process takes none.
         loop_s: seconds for which an API server's event loop has run nothing; None if the process
