@@ -10,9 +10,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from vllmops.doctor import examine
+from vllmops.instances.servers import Server
 from vllmops.protocol.metrics import Metrics
 from vllmops.vllm_api import http
-from vllmops.vllm_api.http import healthy, metrics, status
+from vllmops.vllm_api.http import health, healthy, metrics, status
 
 Serve = Callable[..., str]
 
@@ -45,11 +47,14 @@ def serve() -> Iterator[Serve]:
         body: bytes = b"",
         delay_s: float = 0.0,
         posts: Mapping[str, bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 time.sleep(delay_s)
                 self.send_response(code)
+                for name, value in (headers or {}).items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
 
@@ -81,6 +86,20 @@ def test_health(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     assert healthy(serve())
     assert status(serve(503)) == 503
     assert not healthy(serve(503))
+    drains = serve(503, headers={"Retry-After": "5"})
+    assert (health(drains), status(drains)) == ((503, True), 503)
+    assert health(serve(503)) == (503, False)
+    assert health(serve(200, headers={"Retry-After": "5"})) == (200, False)
+
+
+def test_a_server_that_drains_is_not_said_to_be_unhealthy(serve: Serve) -> None:
+    def seen(url: str) -> int | None:
+        port = int(url.rpartition(":")[2])
+        server = Server(None, (), host="127.0.0.1", port=port)
+        return examine.look(server, 0.0).health
+
+    assert seen(serve(503)) == 503
+    assert seen(serve(503, headers={"Retry-After": "5"})) is None
 
 
 @pytest.mark.parametrize(

@@ -415,8 +415,9 @@ def look(server: Server, began: float, *, web: bool = True) -> Observation:
     at_s = time.monotonic() - began
     metrics = health = None
     if web and server.url:
-        health = http.status(server.url)
-        metrics = http.metrics(server.url) if health else None
+        answer = http.health(server.url)
+        health = None if answer.later else answer.status  # who drains is not unhealthy
+        metrics = http.metrics(server.url) if answer.status else None
     state = seen(server, compiling=True)
     return Observation(
         at_s=at_s,

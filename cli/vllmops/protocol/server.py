@@ -117,7 +117,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         pulses: of the processes that have a heartbeat.
         metrics: None if the server gives none.
         health: status of ``/health``, 0 if it took the connection and did not answer in time;
-            None if it was not asked, or can't be reached.
+            None if it was not asked, can't be reached, or asks to come back later.
         processes: as the kernel sees them.
         compilers: names of compilers that run below the server, such as ``nvcc``.
     """

@@ -99,18 +99,35 @@ def healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
     return status(url, timeout_s=timeout_s) == httpx.codes.OK
 
 
-def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
-    """The status of ``/health``; 0 if a connection is taken and not answered in time.
+class Health(NamedTuple):
+    """What ``/health`` answers.
 
-    Returns:
-        None if there is no connection: it may not be up yet, or not reachable from here.
+    Args:
+        status: 0 if a connection is taken and not answered in time; None if there is no
+            connection: it may not be up yet, or not reachable from here.
+        later: whether it is 503 and says when to come back, as a server that drains does and one
+            whose engine is dead does not.
     """
+
+    status: int | None
+    later: bool = False
+
+
+def health(url: str, *, timeout_s: float = TIMEOUT_S) -> Health:
+    """What ``/health`` answers."""
     try:
-        return ask("GET", f"{url}/health", timeout_s, most=SHORT_BYTES).status_code
+        answer = ask("GET", f"{url}/health", timeout_s, most=SHORT_BYTES)
     except httpx.ReadTimeout:
-        return 0
+        return Health(0)
     except (httpx.HTTPError, httpx.InvalidURL):
-        return None
+        return Health(None)
+    code, after = answer.status_code, answer.headers.get("Retry-After")
+    return Health(code, bool(after) and code == httpx.codes.SERVICE_UNAVAILABLE)
+
+
+def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
+    """The status of ``/health``, as in `Health`."""
+    return health(url, timeout_s=timeout_s).status
 
 
 def code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int | None:
