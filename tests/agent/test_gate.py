@@ -121,13 +121,14 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
             assert start["status"] == 503
             assert int(dict(start["headers"])[b"retry-after"]) > 0
             assert dict(start["headers"])[b"content-length"] == str(len(body["body"])).encode()
-        extended = {"extensions": {"websocket.http.response": {}}}
+        extended: dict[str, Any] = {"extensions": {"websocket.http.response": {}}}
         start, body = await answer(app, {**scope(kind="websocket"), **extended})
         assert (start["type"], start["status"]) == ("websocket.http.response.start", 503)
         assert int(dict(start["headers"])[b"retry-after"]) > 0
         assert (body["type"], bool(body["body"])) == ("websocket.http.response.body", True)
-        for lacking in ({}, {"extensions": None}, {"extensions": {}}):
-            (closed,) = await answer(app, {**scope(kind="websocket"), **lacking})
+        lacking: tuple[Any, ...] = (None, {})
+        for extensions in lacking:
+            (closed,) = await answer(app, {**scope(kind="websocket"), "extensions": extensions})
             assert (closed["type"], closed["code"]) == ("websocket.close", 1013)
         app.go.set()
         assert await answer(app, scope("/metrics")) == []

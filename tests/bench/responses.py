@@ -21,8 +21,7 @@ from vllmops.demo import Kind
 from vllmops.store import settings
 
 from .figure import Figure, Limit, paired
-from .memory import cpu_seconds
-from .setting import HOST, PYTHON, START_TIMEOUT_S, Server, Setting, healthy
+from .setting import HOST, PYTHON, START_TIMEOUT_S, Server, Setting, cpu_seconds, healthy
 from .setting import LONG as ROOM
 
 PATH = "/v1/responses"

@@ -231,7 +231,7 @@ def test_over_http_an_error_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
             raise error
         return "a", found
 
-    def at(seconds: float, code: str = "") -> Verdict:
+    def at(seconds: float, code: Any = "") -> Verdict:
         nonlocal now, error
         now, error = now + seconds, VllmopsError(code, "why") if code else None
         return asked[0]()

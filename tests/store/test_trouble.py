@@ -206,12 +206,16 @@ def test_what_a_server_refuses_of_one_call_is_no_outage(shared_url: str) -> None
     async def main() -> None:
         async with ResponseStore(opening.backend(shared_url)) as store:
             backend: Any = store.backend
-            with pytest.raises(StoreUnavailable):
+
+            async def refused() -> None:
                 async with store.bounded():
                     if hasattr(backend, "client"):
                         await backend.call("nonsense")
                     else:
                         await backend.hold(OWNER, "conv", "\0")
+
+            with pytest.raises(StoreUnavailable):
+                await refused()
             assert await store.create(response())
 
     asyncio.run(main())

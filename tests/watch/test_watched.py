@@ -28,7 +28,7 @@ class Admin:
 
     def __init__(self) -> None:
         self.endpoint = Endpoint("http://far", "far")
-        self.code = ""
+        self.code: Any = ""
 
     def ask(self, *_: Any) -> httpx.Response:
         if self.code:

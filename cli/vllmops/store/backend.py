@@ -235,7 +235,7 @@ class Backend(Conversations, ABC):
         """What the driver says of a failure, without the password that it may repeat."""
         return without(str(error) or type(error).__name__, self.url)
 
-    def answers(self, error: BaseException) -> bool:
+    def answers(self, error: BaseException) -> bool:  # noqa: ARG002
         """Whether a failure is the server's answer to one call, and others may well succeed."""
         return False
 

@@ -239,7 +239,8 @@ class ConversationStore:
             await asyncio.sleep(pause_s)
             try:
                 async with self.bounded() as backend:
-                    return await backend.release(conversation_id, holder)
+                    await backend.release(conversation_id, holder)
+                    return
             except StoreUnavailable as error:
                 pause_s = error.retry_after_s
 
@@ -250,9 +251,7 @@ class ConversationStore:
                 await backend.renew_holds(holders)
 
 
-def started(
-    work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]
-) -> asyncio.Task[None]:
+def started(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
     """A task that is among others until it is done; asyncio itself would not keep it."""
     task = asyncio.create_task(work)
     tasks.add(task)

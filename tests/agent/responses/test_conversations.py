@@ -88,7 +88,9 @@ asyncio.run(main())
 
 def test_an_id_that_a_request_chooses_is_checked_wherever_the_store_gets_it() -> None:
     """A conversation is held in that name, also where the response is not stored."""
-    done = subprocess.run([sys.executable, "-c", CHOOSES], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CHOOSES], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     wrong = ["400 request_id"] * 3
     keeps, holds, both, neither = (done.stdout.splitlines()[n : n + 5] for n in (0, 5, 10, 15))
@@ -147,7 +149,7 @@ def test_what_can_not_be_read_leaves_no_hold() -> None:
 
 async def freed(store: ResponseStore) -> None:
     async with asyncio.timeout(10):
-        while not await free(store):
+        while not await free(store):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -198,7 +200,7 @@ def test_a_turn_whose_end_fails_lets_go_once_the_store_is_back(
             assert time.monotonic() - began < caught.value.retry_after_s / 2
             assert not await free(store)
             await freed(store)
-            assert not (store.conversations.releases or store.conversations.retries)
+            assert not {*store.conversations.releases, *store.conversations.retries}
 
     asyncio.run(main())
 

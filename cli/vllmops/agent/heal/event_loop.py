@@ -46,7 +46,7 @@ def interrupt(_: int, frame: FrameType | None) -> None:
 
     The call that blocked the loop may be over when a signal comes, and another one may run.
     """
-    global _met  # noqa: PLW0603
+    global _met
     call = None
     while frame is not None:
         if parses(frame.f_code.co_name, frame.f_code.co_filename):
