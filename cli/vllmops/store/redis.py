@@ -170,9 +170,6 @@ class Redis(RedisConversations):
         """Write down when responses were used, where none is created with which that goes."""
         await self.apart("note", packed(uses))
 
-    def answers(self, error: BaseException) -> bool:
-        return isinstance(error, ResponseError) and not elsewhere(error)
-
     async def there(self) -> bool:
         return bool(await self.client.exists(f"{self.root}schema"))
 
