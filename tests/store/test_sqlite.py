@@ -17,7 +17,7 @@ import pytest
 from vllmops.errors import VllmopsError
 from vllmops.store import opening, sqlite
 from vllmops.store.backend import EVERYBODY, Limits, Response
-from vllmops.store.conversations import Addition, Conversation
+from vllmops.store.conversations import Addition, Conversation, Entry
 from vllmops.store.sqlite import Sqlite, Worker
 
 FILES, AT_ONCE = 100, 4
@@ -292,3 +292,24 @@ def test_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert len(store.recent.kept) <= sqlite.KEPT
 
     with_store(tmp_path / "a.db", work)
+
+
+def test_a_conversation_that_is_deleted_while_it_is_read_is_not_empty(tmp_path: Path) -> None:
+    class Late(Sqlite):
+        async def fetch(self, name: str, *values: Any) -> Any:
+            if name.startswith("entries "):
+                assert await self.delete_conversation("me", "conv_a")
+            return await super().fetch(name, *values)
+
+    async def run() -> None:
+        store = Late(f"sqlite:///{tmp_path}/a.db", Limits(), "test")
+        await store.open()
+        try:
+            made = Conversation(id="conv_a", owner="me")
+            await store.create_conversation(made, [Entry("a", b"{}")])
+            page = await store.page_entries("me", "conv_a", after=None, limit=9, descending=False)
+            assert page is None
+        finally:
+            await store.close()
+
+    asyncio.run(run())

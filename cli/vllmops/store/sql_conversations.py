@@ -166,6 +166,8 @@ class SqlConversations(Backend):
             at = rows[0][3]
         name = "entries downwards" if descending else "entries upwards"
         rows = await self.fetch(name, conversation_id, at, limit + 1)
+        if not rows and await self.get_conversation(owner, conversation_id) is None:
+            return None  # it was deleted meanwhile
         return Entries(list(map(entry, rows[:limit])), len(rows) > limit)
 
     async def get_entry(self, owner: str, conversation_id: str, entry_id: str) -> Entry | None:
