@@ -100,22 +100,24 @@ def test_who_saw_more_than_is_left_of_a_lost_run_gets_its_end(
     async def left() -> None:
         backend = opening.backend(url, Limits(lease_s=0.1))
         async with ResponseStore(backend) as store:
-            for name in ("lost", "over"):
+            for name in ("lost", "stopped", "over"):
                 made = Response(
                     id=name, owner=owner_of("ann"), model="m", status="in_progress", body=b"{}"
                 )
                 await store.create(made)
                 await store.append(made, 0, [b'{"type":"response.created"}'] * 3)
             await store.set_status(made.owner, "over", "completed")
+            await store.set_status(made.owner, "stopped", "cancelled")
 
     asyncio.run(left())
     replicas.start(port, url)
     reader = Client(random.Random(), [port], [])
     until(partial(up, port))
     path = "/v1/responses/{}?stream=true&starting_after={}".format
-    for after in (2, 5):
-        code, events, end = reader.events("GET", path("lost", after), None, 9)
-        assert (code, events, end["status"]) == (200, [], "failed")
+    for name, status in (("lost", "failed"), ("stopped", "cancelled")):
+        for after in (2, 5):
+            code, events, end = reader.events("GET", path(name, after), None, 9)
+            assert (code, events, end.get("status")) == (200, [], status)
     assert reader.ask("GET", path("over", 5))[0] == 400
     replicas.clear()
 

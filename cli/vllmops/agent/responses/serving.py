@@ -976,9 +976,9 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if not kept.running and after > (end := kept.chunks[-1].last if kept.chunks else -1):
             if after == end + 1:
                 return wire.no_events()
-            # Of a run that was lost, events that somebody has seen may be lost, too.
+            # Of a run that was lost or cancelled, events that somebody has seen may be lost, too.
             ended = await self.store.get(who, response_id)
-            if ended and ended.status != "failed":
+            if ended and ended.status in {"completed", "incomplete"}:
                 message = f"starting_after is {after}, and no such event has been sent"
                 raise Refused(400, message, "starting_after")
         events = self.follow(who, response_id, after)
