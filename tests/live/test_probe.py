@@ -129,7 +129,7 @@ class Probed:
             over.set()
             looking.join()
         assert len(words) > 3
-        assert {code for code, _ in words} == {200}, words
+        assert [answer for answer in words if answer[0] != 200] == []
 
 
 @contextmanager
