@@ -20,7 +20,7 @@ from ..caches.repair import Report
 from ..diagnose import doctor, progress
 from ..diagnose.progress import PATIENCE_S, Stall
 from ..diagnose.stacks import StackFinding
-from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil, names
+from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil, key, names
 from ..errors import VllmopsError
 from ..heal.heal import Healed
 from ..host.swap import Swapping
@@ -510,9 +510,9 @@ class Watch:
 def stands(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) -> bool:
     """Whether a stall is confirmed by stacks, agents, and what was seen meanwhile."""
     if stall.doubt == "writing" and stall.since_s < progress.SURE_S:
-        still = {(each.code, each.mark) for each in progress.stalls(snapshot.looks, 0.0)}
+        still = map(key, progress.stalls(snapshot.looks, 0.0))
         # A heartbeat may only be late: it has come, or the machine had no time for it.
-        if (stall.code, stall.mark) not in still or verdicts.starving(snapshot):
+        if key(stall) not in still or verdicts.starving(snapshot):
             return False
     verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
     return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.reports})
