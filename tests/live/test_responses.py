@@ -1023,7 +1023,7 @@ def test_a_store_that_is_down(kept: Live, client: Any, base: str) -> None:
     assert events[-1].sequence_number == len(events)
     # For a second nobody asks a store again that did not answer.
     assert ended(connect(base, retries=3), run.id).status == "incomplete"
-    until(lambda: ask(base, "", "POST", json={"model": MODEL, "input": "x"}).status_code == 200, 5)
+    until(lambda: ask(base, "", "POST", json={"model": MODEL, "input": "x"}).status_code == 200)
 
 
 # -- vllmops responses -------------------------------------------------------------------
@@ -1055,7 +1055,8 @@ def test_the_command_sees_and_ends_what_runs(
             command("cancel", run.id if named else "--all-running", *way)
         finally:
             process.resume()
-        until(lambda: engine.engine().running == 0, 3)
+        # Less than the run itself takes; how soon it is, the stores' conformance says.
+        until(lambda: engine.engine().running == 0, 10)
         assert client.responses.retrieve(run.id).status == "cancelled"
         command("delete", run.id, *way)
     shown = command("show", made.id, "--input", *here)
