@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from openai.types.responses import response_create_params as official
+from openai.types.responses.response import ToolChoice
 from openai.types.shared import Reasoning
 from pydantic import BaseModel, ConfigDict
 
@@ -34,13 +35,14 @@ class Request(BaseModel):
     metadata: dict[str, str] | None = None
     reasoning: Reasoning | None = None
     stream: bool = False
+    tool_choice: ToolChoice = "auto"
     tools: list[Tool] = []
 
 
-def refused(**given: Any) -> str:
+def refused(*, tool_parser: bool = True, **given: Any) -> str:
     """Which parameter of a request is refused; empty if none is."""
     try:
-        parameters.check(Request(**given), tool_server=False)
+        parameters.check(Request(**given), tool_server=False, tool_parser=tool_parser)
     except Refused as error:
         return error.param if error.status == 400 and error.message and error.param else "?"
     return ""
@@ -96,6 +98,9 @@ def test_what_is_refused_is_named(name: str) -> None:
         ({"safety_identifier": 5}, ""),
         ({"stream_options": {"include_obfuscation": True}}, ""),
         ({"stream_options": {"include_usage": True}, "stream": True}, ".include_usage"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, ""),
+        ({"tool_choice": {"type": "file_search"}}, ""),
+        ({"tool_choice": {"type": "mcp", "server_label": "s"}}, ""),
         ({"tools": [{"type": "function"}, {"type": "file_search"}]}, "[1]"),
     ],
 )
@@ -118,10 +123,20 @@ def test_a_value_that_nobody_acts_on_is_refused(given: dict[str, Any], param: st
         {"safety_identifier": "s" * 128},
         {"stream_options": {"include_obfuscation": False}, "stream": True},
         {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "name": "lamp"}},
+        {"tool_choice": {"type": "custom", "name": "lamp"}},
     ],
 )
 def test_a_value_that_works_is_taken(given: dict[str, Any]) -> None:
     assert refused(**given) == ""
+
+
+def test_no_tool_is_demanded_where_nothing_makes_calls_of_what_the_model_says() -> None:
+    for choice in ("required", {"type": "function", "name": "lamp"}):
+        assert refused(tool_choice=choice, tool_parser=False) == "tool_choice"
+    for choice in ("auto", "none"):
+        assert refused(tool_choice=choice, tool_parser=False) == ""
 
 
 def test_padding_is_put_into_stored_events_and_taken_out() -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "Serving",
     "agreeing",
     "api_key",
+    "calls_tools",
     "check",
     "detailed",
     "invalid_item",
@@ -235,6 +236,11 @@ def renderer(handler: Any) -> Any:
     method = getattr(found, "preprocess_chat", None)
     fits = method and "skip_mm_cache" in inspect.signature(method).parameters
     return found if fits else None
+
+
+def calls_tools(handler: Any) -> bool:
+    """Whether a serving class makes calls of tools of what the model says; for gpt-oss it does."""
+    return handler.use_harmony or getattr(handler.parser, "tool_parser_cls", None) is not None
 
 
 def api_key() -> str | None:

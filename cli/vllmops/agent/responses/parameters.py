@@ -116,9 +116,15 @@ PARAMETERS: dict[str, Parameter] = {
         "`format` is passed on; `verbosity` can be `medium`",
         fields={"format": None, "verbosity": frozenset({"medium"})},
     ),
-    "tool_choice": Parameter(How.VLLM),
+    "tool_choice": Parameter(
+        How.VLLM,
+        "`required` and the name of a tool need vLLM's `--enable-auto-tool-choice` and "
+        "`--tool-call-parser`; `allowed_tools` and built-in tools are refused",
+    ),
     "tools": Parameter(
-        How.VLLM, "functions and custom tools; others only with vLLM's `--tool-server`"
+        How.VLLM,
+        "functions and custom tools; others only with vLLM's `--tool-server`. Without "
+        "`--enable-auto-tool-choice` and `--tool-call-parser`, what the model calls stays text",
     ),
     "top_logprobs": Parameter(
         How.VLLM, "for the log probabilities that `include` asks for; there are none without it"
@@ -136,19 +142,20 @@ CLIENT_TOOLS = frozenset({"function", "custom", "namespace"})
 PAIRS, KEY, VALUE, IDENTIFIER = 16, 64, 512, 128
 SPECIAL = frozenset(
     {"metadata", "safety_identifier", "max_tool_calls", "stream_options", "tools"}
-    | {"prompt_cache_options"}
+    | {"prompt_cache_options", "tool_choice"}
 )
 CHECKED = SPECIAL.union(
     name for name, one in PARAMETERS.items() if one.values is not None or one.fields is not None
 )
 
 
-def check(request: Any, *, tool_server: bool) -> None:
+def check(request: Any, *, tool_server: bool, tool_parser: bool) -> None:
     """Refuse what a request asks for and nobody here does.
 
     Args:
         request: vLLM's ResponsesRequest.
         tool_server: whether vLLM has one, and runs built-in tools.
+        tool_parser: whether vLLM makes calls of what the model says.
 
     Raises:
         Refused: which parameter it is, and why.
@@ -173,6 +180,8 @@ def check(request: Any, *, tool_server: bool) -> None:
         check_limits(request, special)
         if not tool_server:
             check_tools(request)
+        if "tool_choice" in special:
+            check_tool_choice(request.tool_choice, tool_parser=tool_parser)
 
 
 def given(request: Any, name: str) -> Any:
@@ -232,6 +241,19 @@ def check_tools(request: Any) -> None:
             name = f"tools[{index}]"
             message = f"{name} is of type {tool.type!r}, and this server has no tool server"
             raise Refused(400, message, name)
+
+
+def check_tool_choice(choice: Any, *, tool_parser: bool) -> None:
+    """Raise Refused where the model would not be made to call what it must."""
+    kind = choice if isinstance(choice, str) else inside(choice).get("type")
+    if kind in {"auto", "none"}:
+        return
+    if kind not in {"required", *CLIENT_TOOLS}:
+        message = f"tool_choice of type {kind!r} is not supported: vLLM does not act on it"
+        raise Refused(400, message, "tool_choice")
+    if not tool_parser:
+        message = f"tool_choice {kind!r} needs --enable-auto-tool-choice and --tool-call-parser"
+        raise Refused(400, message, "tool_choice")
 
 
 def prewarms(request: Any) -> bool:

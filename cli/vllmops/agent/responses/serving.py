@@ -303,7 +303,11 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         """
         if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
             raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
-        parameters.check(request, tool_server=self.tool_server is not None)
+        parameters.check(
+            request,
+            tool_server=self.tool_server is not None,
+            tool_parser=adapter.calls_tools(self),
+        )
 
     async def count(self, request: Any, raw_request: Request) -> bytes | ErrorResponse:
         """Count the tokens of what a request adds to its conversation and of all before it.
