@@ -480,9 +480,11 @@ def left_out() -> list[Any]:
         {"role": "user", "content": [image]},
         {"role": "assistant", "content": "no type"},
         {"type": "message", "role": "assistant", "content": "a type"},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "parts, no type"}]},
     ]
     request = ResponsesRequest.model_validate({"input": given})
-    return [item["content"] for item in request.input]
+    *texts, parts = request.input
+    return [*(item["content"] for item in texts), parts.content[0].text]
 
 
 async def turns(serving: Any, request_type: Any, ours: Any) -> None:
@@ -563,7 +565,7 @@ async def filled(serving: Any) -> None:
             {"model": "m", "input": "hi", given: param[0]}
         )
         try:
-            parameters.check(asked, tool_server=False)
+            parameters.check(asked, tool_server=False, tool_parser=True)
             refused = None
         except wire.Refused as error:
             refused = error.param

@@ -50,6 +50,7 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
         [{"type": "input_image", "image_url": "data:,", "detail": "auto"}],
         "no type",
         "a type",
+        "parts, no type",
     ]
     assert process.run("out = objects.problems") == []
 

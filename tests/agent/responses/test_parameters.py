@@ -39,10 +39,14 @@ class Request(BaseModel):
     tools: list[Tool] = []
 
 
-def refused(*, tool_parser: bool = True, **given: Any) -> str:
+def refused(**given: Any) -> str:
     """Which parameter of a request is refused; empty if none is."""
+    return refused_of(Request(**given), tool_parser=True)
+
+
+def refused_of(request: Request, *, tool_parser: bool) -> str:
     try:
-        parameters.check(Request(**given), tool_server=False, tool_parser=tool_parser)
+        parameters.check(request, tool_server=False, tool_parser=tool_parser)
     except Refused as error:
         return error.param if error.status == 400 and error.message and error.param else "?"
     return ""
@@ -133,10 +137,10 @@ def test_a_value_that_works_is_taken(given: dict[str, Any]) -> None:
 
 
 def test_no_tool_is_demanded_where_nothing_makes_calls_of_what_the_model_says() -> None:
-    for choice in ("required", {"type": "function", "name": "lamp"}):
-        assert refused(tool_choice=choice, tool_parser=False) == "tool_choice"
-    for choice in ("auto", "none"):
-        assert refused(tool_choice=choice, tool_parser=False) == ""
+    demands: tuple[Any, ...] = ("required", {"type": "function", "name": "lamp"})
+    for choice in ("auto", "none", *demands):
+        found = refused_of(Request(tool_choice=choice), tool_parser=False)
+        assert found == ("tool_choice" if choice in demands else "")
 
 
 def test_padding_is_put_into_stored_events_and_taken_out() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from openai.types.responses import ResponseContentPartAddedEvent, ResponseContentPartDoneEvent
@@ -138,45 +138,33 @@ def detailed(item: dict[str, Any]) -> dict[str, Any]:
 
 
 def said(item: Any) -> Any:
-    """An item of a request's input with what older versions require.
+    """An item of a request's input with what vLLM requires, and clients may leave out.
 
-    They take an answer whose content is a text for one with parts, unless it has no type.
+    No version takes an answer that has parts and no type. Older ones take one whose content is a
+    text for one with parts, unless it has no type.
     """
     if not isinstance(item, dict):
         return item
-    if item.get("role") == "assistant" and isinstance(item.get("content"), str):
-        return {name: value for name, value in item.items() if name != "type"}
+    if item.get("role") == "assistant":
+        if isinstance(item.get("content"), str):
+            return {name: value for name, value in item.items() if name != "type"}
+        return {"type": "message", **item}
     return detailed(item)
 
 
-BARE: Final[list[dict[str, Any]]] = [
-    {"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]},
-    {"type": "message", "role": "assistant", "content": "text"},
-]
+if TYPE_CHECKING:
+    ResponsesRequest = Request
+else:
 
+    class ResponsesRequest(Request):
+        """VLLM's request, which also takes what OpenAI's API lets clients leave out."""
 
-def tolerant(model: Any) -> Any:
-    """A request model that takes what OpenAI's API lets clients leave out; vLLM's, if it does."""
-    with suppress(ValueError):
-        answer = model.model_validate({"input": BARE}).input[-1]
-        if not isinstance(answer, dict) or answer["content"] == BARE[-1]["content"]:
-            return model
-
-    class ResponsesRequest(model):  # type: ignore[misc]
         @model_validator(mode="before")
         @classmethod
         def complete(cls, given: Any) -> Any:
             if isinstance(given, dict) and isinstance(items := given.get("input"), list):
                 return {**given, "input": list(map(said, items))}
             return given
-
-    return ResponsesRequest
-
-
-if TYPE_CHECKING:
-    ResponsesRequest = Request
-else:
-    ResponsesRequest = tolerant(Request)
 
 
 def parsed(items: list[dict[str, Any]]) -> list[Any]:
