@@ -39,13 +39,16 @@ BODY = msgspec.json.Decoder(Body)
 
 
 def kept(body: bytes, request: bytes) -> bytes:
-    """The body of a run with its request, unless that has credentials, which are not stored.
+    """The body of a run with its request, unless that can't be stored or has credentials.
 
     Args:
         body: the response object as JSON.
         request: as JSON.
     """
-    asked: dict[str, Any] = msgspec.json.decode(request)
+    try:
+        asked: dict[str, Any] = msgspec.json.decode(request)
+    except (msgspec.DecodeError, RecursionError):  # 1e400, for example, which Python reads
+        return body
     asked.pop("input", None)
     run = os.environ.get(RUN)
     if not run or redaction.clean(asked) != asked:

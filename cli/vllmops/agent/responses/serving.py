@@ -281,9 +281,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if isinstance(answer, ErrorResponse):
             return answer
         if turn and request.background:
-            queued = dump(named_in(fields.fill(turn.latest, request), turn))
-            run = turn.stored(turn.latest, rerun.kept(queued, await raw_request.body()))
-            await self.accept(turn, run, self.store.create)
+            run = await self.accept(turn, self.store.create, await raw_request.body())
             return self.follow(run.owner, run.id) if request.stream else document(run)
         if not isinstance(answer, ResponsesResponse):
             if turn:
@@ -765,21 +763,27 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
     # Background runs
 
     async def accept(
-        self, turn: Turn, run: Response, keep: Callable[[Response], Awaitable[bool]]
-    ) -> None:
+        self, turn: Turn, keep: Callable[[Response], Awaitable[bool]], asked: bytes | None = None
+    ) -> Response:
         """Store a run that vLLM has started; the run continues only after that.
 
         Args:
             turn: its turn.
-            run: as it is to be stored.
             keep: stores it; False where its id is taken, or it is gone.
+            asked: its request as JSON; None where it is not to run again.
+
+        Returns:
+            The run as it is stored.
 
         Raises:
             Refused: its id is taken, or it is gone.
             StoreUnavailable: the store is down.
         """
-        task: asyncio.Task[None] = self.background_tasks.pop(run.id)
+        queued = turn.latest
+        task: asyncio.Task[None] = self.background_tasks.pop(queued.id)
         try:
+            body = dump(named_in(fields.fill(queued, turn.request), turn))
+            run = turn.stored(queued, body if asked is None else rerun.kept(body, asked))
             if not await keep(run):
                 raise wire.taken(run.id)
         except BaseException:
@@ -789,6 +793,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         self.runs[run.id] = run, task
         self.store.attend(run, task.cancel)
         turn.accepted.set_result(run)
+        return run
 
     async def take_up(self) -> None:
         """Put back into the queue what ran when the start before this one ended, and run it."""
@@ -829,8 +834,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             answer = await self.create_responses(request, None)
             if isinstance(answer, ErrorResponse):
                 raise Refused(answer.error.code, answer.error.message)
-            queued = dump(named_in(fields.fill(turn.latest, request), turn))
-            await self.accept(turn, turn.stored(turn.latest, queued), self.store.put)
+            await self.accept(turn, self.store.put)
             log.warning("vllmops: %s runs again: it ran when the server was restarted", run.id)
         except Exception as error:
             log.exception("vllmops: %s is not run again: %r", run.id, error)
