@@ -28,6 +28,7 @@ from vllmops.store.settings import Sockets
 
 Client = Callable[..., Any]
 KINDS = ("response.created", "response.completed")
+BACKGROUND = "resp_background"
 
 
 class Handler:
@@ -73,10 +74,23 @@ class Handler:
             self.closed += 1
 
     async def cancel(self, who: str, response_id: str) -> bytes:
-        raise wire.not_found(response_id)
+        if response_id != BACKGROUND:
+            raise wire.not_found(response_id)
+        self.goes_on.set()
+        return b"{}"
 
     async def resume(self, who: str, response_id: str, after: int | None) -> AsyncIterator[Frame]:
-        raise wire.not_found(response_id)
+        if response_id != BACKGROUND:
+            raise wire.not_found(response_id)
+        return self.background(after)
+
+    async def background(self, after: int | None) -> AsyncIterator[Frame]:
+        body = {"id": BACKGROUND, "status": "in_progress"}
+        if after is None:
+            yield frame("response.created", 0, response=body)
+        yield frame("response.output_text.delta", 1, delta="x")
+        await self.goes_on.wait()
+        yield frame("response.cancelled", 2, response={**body, "status": "cancelled"})
 
     def create_error_response(self, error: Exception) -> Any:
         return SimpleNamespace(error=SimpleNamespace(code=500, message=str(error), param=None))
@@ -440,5 +454,23 @@ def test_what_a_failed_run_continues_is_forgotten(text: str) -> None:
             assert gone["error"]["code"] == "previous_response_not_found"
             others = await said(one, "hello", previous_response_id=done["response"]["id"])
             assert others["type"] == "response.completed"
+
+    play(act)
+
+
+@pytest.mark.parametrize("after", [None, 0])
+@pytest.mark.parametrize("by", [{"stream_id": "a"}, {"response_id": BACKGROUND}])
+def test_a_resumed_response_is_cancelled_itself(by: dict[str, str], after: int | None) -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            resume = {"type": "response.resume", "response_id": BACKGROUND, "stream_id": "a"}
+            await one.send(json.dumps({**resume, "starting_after": after}))
+            while (await hear(one))["type"] != "response.output_text.delta":
+                pass
+            await one.send(json.dumps({"type": "response.cancel", **by}))
+            ended = await hear(one)
+            assert handler.goes_on.is_set()
+            assert (ended["type"], ended["sequence_number"]) == ("response.cancelled", 2)
+            assert ended["response"]["id"] == BACKGROUND
 
     play(act)

@@ -136,7 +136,7 @@ class Run:
         # The remembered response that it continues, and whether its answer is complete.
         self.continues: str | None = None
         self.answered = False
-        # The number of the last event, and the response as the first one had it.
+        # The number of the last event, and the response as the first one had it, or as it is named.
         self.number = -1
         self.response: dict[str, Any] | None = None
 
@@ -324,7 +324,7 @@ class Connection:
                 case "response.create":
                     self.begin(event, message)
                 case "response.resume":
-                    self.start(Run(stream_id, self.memory, new=False), self.resumed(event))
+                    self.resume(event)
                 case "response.cancel":
                     await self.cancel(event)
                 case "response.steer":
@@ -375,6 +375,19 @@ class Connection:
         )
         run.background = bool(event.background)
         self.start(run, self.created(message, generate=generate))
+
+    def resume(self, event: Asked) -> None:
+        """Start to send the rest of a background stream.
+
+        Raises:
+            Refused: the event is invalid, too many requests run, or too many bytes wait.
+        """
+        response_id, after = an_id(event.response_id, "response_id"), event.starting_after
+        if after is not None and (type(after) is not int or not 0 <= after < 2**53):
+            raise Refused(400, "starting_after must be a sequence number", "starting_after")
+        run = Run(event.stream_id, self.memory, new=False)
+        run.background, run.response = True, {"id": response_id}
+        self.start(run, self.resumed(response_id, after))
 
     def start(self, run: Run, frames: AsyncIterator[Frame]) -> None:
         """Have a task send the events of a run.
@@ -472,16 +485,13 @@ class Connection:
                 async for frame in frames:
                     yield frame
 
-    async def resumed(self, event: Asked) -> AsyncIterator[Frame]:
+    async def resumed(self, response_id: str, after: int | None) -> AsyncIterator[Frame]:
         """The events of a background response after a sequence number.
 
         Raises:
             Refused: there is no such response, or no such number.
             StoreUnavailable: the store is down.
         """
-        response_id, after = an_id(event.response_id, "response_id"), event.starting_after
-        if after is not None and (type(after) is not int or not 0 <= after < 2**53):
-            raise Refused(400, "starting_after must be a sequence number", "starting_after")
         async with aclosing(await self.handler.resume(self.owner, response_id, after)) as frames:
             async for frame in frames:
                 yield frame
