@@ -79,6 +79,21 @@ def test_an_item_with_an_id_keeps_it() -> None:
     assert found["data"] == [REASONING]
 
 
+def test_each_item_has_an_id_that_a_page_can_begin_after() -> None:
+    said = {"type": "message", "role": "user", "status": None}
+    names = [None, "", 5, "mine", "mine"]
+    given = turn([{**said, "id": name, "content": str(n)} for n, name in enumerate(names)], [])
+    texts, after = [], None
+    for _ in names:
+        page = json.loads(wire.items(given, after=after, limit=1, descending=False))
+        (item,) = page["data"]
+        assert (item["id"], item["status"]) == (page["last_id"], "completed")
+        texts.append(item["content"][0]["text"])
+        after = page["last_id"]
+    assert not page["has_more"]
+    assert texts == ["0", "1", "2", "3", "4"]
+
+
 def test_the_event_that_ends_a_stream() -> None:
     frame = wire.terminal("cancelled", 7, b'{"id":"resp_1","status":"cancelled"}')
     assert frame.type == "response.cancelled"

@@ -200,10 +200,16 @@ def items(response: Response, *, after: str | None, limit: int, descending: bool
         given = ITEMS.decode(response.input)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(500, f"The stored input is damaged: {error}") from error
-    shown = [as_listed(item, response.id, n) for n, item in enumerate(given)]
+    by_id: dict[str, dict[str, Any]] = {}
+    for n, item in enumerate(given):
+        one = as_listed(item, response.id, n)
+        if one["id"] in by_id:  # a page could not begin after it
+            one = as_listed({**item, "id": None}, response.id, n)
+        by_id[one["id"]] = one
+    ids, shown = list(by_id), list(by_id.values())
     if descending:
+        ids.reverse()
         shown.reverse()
-    ids = [item["id"] for item in shown]
     if after is not None and after not in ids:
         raise Refused(400, f"No item with id '{after}' in this response.", "after")
     first = 0 if after is None else ids.index(after) + 1
@@ -213,12 +219,10 @@ def items(response: Response, *, after: str | None, limit: int, descending: bool
 
 def as_listed(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:
     """An item as lists show it: with its type, an id, and its content in parts."""
-    kind = item.get("type", "message")
-    listed_item = {
-        "id": f"{kind}_{response_id.removeprefix('resp_')}_{index}",
-        **item,
-        "type": kind,
-    }
+    listed_item = {name: value for name, value in item.items() if value is not None}
+    kind = listed_item.setdefault("type", "message")
+    if not (isinstance(name := item.get("id"), str) and name):
+        listed_item["id"] = f"{kind}_{response_id.removeprefix('resp_')}_{index}"
     if kind == "message":
         listed_item.setdefault("status", "completed")
         if isinstance(listed_item.get("content"), str):
