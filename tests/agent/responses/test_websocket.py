@@ -339,6 +339,8 @@ DEEP = "[" * 500 + "]" * 500
         '{"type": "response.create", "generate": "no"}',
         '{"type": "response.create", "generate": false, "background": true}',
         '{"type": "response.create", "generate": false, "conversation": "conv_1", "input": "a"}',
+        '{"type": "response.create", "generate": false, "max_output_tokens": {}, "input": "a"}',
+        '{"type": "response.create", "generate": false, "max_output_tokens": -1, "input": "a"}',
         '{"type": "response.create", "input": "refused"}',
         '{"type": "response.cancel"}',
         '{"type": "response.cancel", "response_id": 3}',
