@@ -654,6 +654,7 @@ def test_the_oldest_items_of_what_is_too_long_are_dropped(client: Any, stored: b
     assert made.truncation == "auto"
     fitting = next(kept for kept in range(1, 20) if not fits(client, [rules, *long[-kept - 1 :]]))
     assert made.usage.input_tokens == counted(client, [rules, *long[-fitting:]])
+    assert made.usage.input_tokens == counted(client, items, truncation="auto")
     if stored:
         after = say(client, "and then?", previous_response_id=made.id, truncation="auto")
         assert after.usage.input_tokens > counted(client, long[-1:])

@@ -74,8 +74,8 @@ from .writer import Writer, patiently
 
 FAILED = "The generation failed."
 STOPPED = "The server that ran this response was stopped."
-# In a copy of a request whose input has the turns before it already.
-ALONE = {"previous_response_id": None}
+# In a copy of a request whose input has the turns before it already, and is counted as it is.
+ALONE = {"previous_response_id": None, "truncation": "disabled"}
 # The parameters that vLLM may not know.
 KNOWN = parameters.PARAMETERS.keys() | {carried.PREVIOUS}
 
@@ -465,7 +465,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
     async def truncate(self, request: Any) -> None:
         """Drop the oldest items of an input that is too long for the model."""
         whole = request.input
-        plain = request.model_copy(update={**ALONE, "truncation": "disabled"})
+        plain = request.model_copy(update=ALONE)
 
         async def fits(items: list[Any]) -> bool:
             return await self.fits(plain.model_copy(update={"input": items}))
@@ -597,7 +597,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                     request.input = [item for item in request.input if not wire.silent(item)]
             if turn and turn.threshold is not None:
                 await self.compact_beyond(turn, turn.threshold)
-            if request.truncation == "auto" and self.counts and not tokens.counts():
+            if request.truncation == "auto" and self.counts:
                 await self.truncate(request)
         return error
 
