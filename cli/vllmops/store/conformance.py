@@ -166,6 +166,7 @@ async def odd_ids(bench: Bench) -> None:
         same(await store.get(ANN, odd), None, "what it has by that id")
         same(await store.delete(ANN, odd), False, "what it deletes by that id")
         same(await store.conversation(ANN, odd), [], "the conversation by that id")
+        same(await store.log(ANN, odd, -1), None, "the events by that id")
         same((await store.set_status(ANN, odd, "cancelled")).now, None, "what it cancels")
         same((await store.page(EVERYBODY, Query(model=odd or "\0"))).responses, [], "a model")
 

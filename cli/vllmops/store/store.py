@@ -304,8 +304,6 @@ class ResponseStore:
         Ends at once where there is no such response, or once it was deleted. Once it has begun, it
         waits for a backend that goes down.
         """
-        if not valid(response_id):
-            return
         news = self.news.setdefault(response_id, asyncio.Event())
         log = await self.log(owner, response_id, after)
         while log is not None:
@@ -327,6 +325,8 @@ class ResponseStore:
                 log = Log([], True)
 
     async def log(self, owner: str, response_id: str, after: int) -> Log | None:
+        if not valid(response_id):
+            return None
         async with self.bounded():
             return await self.backend.log(owner, response_id, after)
 
