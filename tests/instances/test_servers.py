@@ -255,6 +255,8 @@ def test_zombies_are_no_servers(table: Table) -> None:
         ("--port 1 --port 9000", "http://127.0.0.1:9000", "M"),
         ("", "http://127.0.0.1:8000", "M"),
         ("--port x", "http://127.0.0.1:8000", "M"),
+        ("--port " + "9" * 5000, "http://127.0.0.1:8000", "M"),
+        ("--port \N{SUPERSCRIPT TWO}", "http://127.0.0.1:8000", "M"),
         ("--host box.example", "http://box.example:8000", "M"),
         ("--host ::1", "http://[::1]:8000", "M"),
         ("--ssl_certfile c.pem", "https://127.0.0.1:8000", "M"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllmops.protocol.place import headed, named, place
+from vllmops.protocol.place import headed, named, of_title, place
 
 SIZES = {"DP": 2, "TP": 1, "PP": 4}
 
@@ -30,3 +30,9 @@ def test_a_title_that_lacks_ranks_is_not_shown(
     title: str, ranks: dict[str, int], shown: str
 ) -> None:
     assert headed(title, "Worker", place("", ranks, dict.fromkeys(ranks, 2))) == shown
+
+
+def test_a_title_that_anybody_may_choose_is_read() -> None:
+    assert of_title("VLLM::Worker_DP0_TP1").numbers() == {"DP": 0, "TP": 1}
+    for number in ("9" * 5000, "9" * 20, "\N{ARABIC-INDIC DIGIT THREE}", "-1"):
+        assert of_title(f"VLLM::Worker_DP0_TP{number}").numbers() == {"DP": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from ..host.nodes import unanswered
 from ..host.processes import Process
 from ..host.roles import Role
 from ..host.shape import option, shape, unix_path
+from ..numbers import whole
 from ..protocol.identity import Identity, boot_id
 from ..rpc import membership
 from ..store.urls import shown
@@ -147,7 +149,9 @@ def stranger(table: processes.Table, tree: membership.Tree) -> Server:
     shape_ = shape(arguments)
     reached = not (shape_.headless or shape_.uds)
     uds = shape_.uds and processes.absolute(pid, shape_.uds)
-    known = int(port) if port and port.isdigit() else listening[0] if listening else DEFAULT_PORT
+    known = listening[0] if listening else DEFAULT_PORT
+    with suppress(ValueError):  # anybody may have such a command line
+        known = whole(port or "", 1, 65535)
     return Server(
         name=None,
         processes=tree,

@@ -8,10 +8,12 @@ from typing import Any, Protocol
 
 import msgspec
 
+# Anybody's process may have such a title, and Python reads no number of thousands of digits.
+RANK = "[0-9]{1,9}"
 # A dimension of a title, as vLLM writes it if there is more than one rank: Worker_DP0_PP1_TP0.
-IN_TITLE = re.compile(r"_(DP|TP|PP)(\d+)(?=_|\s|$)")
+IN_TITLE = re.compile(rf"_(DP|TP|PP)({RANK})(?=_|\s|$)")
 # Ranks as people write them: "3", "0 and 2", "1-3", "0, 1 and 4".
-NUMBERS = r"\d+(?:(?:, ?(?:and )?| and | & |[-/]|\u2013| to )\d+)*"
+NUMBERS = rf"{RANK}(?:(?:, ?(?:and )?| and | & |[-/]|\u2013| to ){RANK})*"
 MOST_WRITTEN = 64
 # The order in which a person reads them.
 DIMENSIONS = ("DP", "TP", "PP")
