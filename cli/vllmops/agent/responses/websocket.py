@@ -362,8 +362,8 @@ class Connection:
             raise Refused(400, "generate must be a boolean", "generate")
         generate, limit = event.generate is not False, event.max_output_tokens
         if not (generate or limit is None or (type(limit) is int and limit >= 1)):
-            message = "max_output_tokens must be a number of tokens, 1 or more"
-            raise Refused(400, message, "max_output_tokens")
+            why = "max_output_tokens must be a number of tokens, 1 or more"
+            raise Refused(400, why, "max_output_tokens")
         if event.background and not generate:
             raise Refused(400, "generate: false can't be used with background", "background")
         if event.conversation is not None and not generate:
