@@ -205,6 +205,8 @@ def test_verify(vllmops: Any, path: Path) -> None:
     assert (shown.code, "needle" in shown.out, kid in shown.out) == (0, False, True)
     assert "needle" in vllmops("keys", "verify", good, "--reveal").out
     assert vllmops("keys", "verify", seal_signed(["x"], ring), "--json").data["format"] == 1
+    half = vllmops("keys", "verify", seal_signed(["\ud83d \N{SNOWMAN}"], ring), "--reveal")
+    assert (half.code, "\N{SNOWMAN}" in half.out) == (0, True)
     old = seal([], ring, model="m", owner="", now=time.time() - 10**8)
     for text, case in ((good[:-1], "tampered"), ("gAAAA", "foreign"), (old, "expired")):
         answer = vllmops("keys", "verify", text, "--json")

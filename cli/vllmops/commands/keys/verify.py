@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -86,5 +87,5 @@ def facts(opened: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[Rende
     rows.append(("history", f"{len(opened.history)} items" + ("" if reveal else "; --reveal")))
     yield output.facts(rows)
     if reveal:
-        content = msgspec.json.format(msgspec.json.encode(opened.history), indent=2).decode()
-        yield output.JsonText(content)
+        # msgspec can't write half of a surrogate pair, which clients cut texts to.
+        yield output.JsonText(json.dumps(opened.history, indent=2, ensure_ascii=False))
