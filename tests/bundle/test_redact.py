@@ -151,6 +151,9 @@ def test_it_is_quick_whatever_the_text() -> None:
         "vllm:1:" * size,
         "-----BEGIN PRIVATE KEY-----" * (size // 30),
         "data:image/png;base64," * (size // 20),
+        "name: key {" * (size // 15),
+        "password " + " " * size,
+        "GET /?password" + "%20" * size,
         "\n" * size,
     ):
         began = time.thread_time()

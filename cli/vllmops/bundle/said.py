@@ -73,7 +73,7 @@ def quoted(line: str, counts: Counter[str]) -> tuple[str, bool]:
     while whole and (match := SAID.search(line, at)):
         if WHOLE.match(line, match.start()):
             break  # it looks like a call, and may be one in a prompt's first words
-        end = value_end(line, match.end())
+        end = value_end(line, match.end(), reach=None)
         sentence = match[0][-2:-1] not in {":", "="} and match[0].endswith(" ")
         if sentence and end > len(line):
             # An apostrophe, maybe: no entry goes on because of it.

@@ -69,7 +69,7 @@ SENTENCE = re.compile(
     r"|revoked|unknown|created|generated|issued|too \w+|not \w+)(?=[: (])"
     r")|\s?\[[\w*. -]{1,20}\](?=\s?[:=]|\s*$)|\s\([a-z ]{2,30}\)(?=\s?[:=-])"
     r"|\s+for\s+(?:user\s+)?[^\s:]{1,60}(?=[\s:])){0,3}"
-    r"(?:\s*[:=]?\s+(?:(?:expected|wanted|got) )?|\s*[(\[])(?:<\w{1,10}>)?"
+    r"(?:(?:\s*+[:=])?\s++(?:(?:expected|wanted|got) )?|\s*+[(\[])(?:<\w{1,10}>)?"
     rf"(?P<quote>[bru]?{QUOTE})?(?=[^\s])"
 )
 LAST = re.compile(

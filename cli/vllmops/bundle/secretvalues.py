@@ -107,6 +107,9 @@ CACHE = re.compile(r"(?i)cache|graph|(?<![a-z])(?:kv|put|block|gpg)(?![a-z])")
 NEAR = 100  # characters
 CLOSING = {"(": ")", "[": "]", "{": "}"}
 QUOTES = {'"', "'"}
+BRACKET_OR_QUOTE = re.compile(r"[()\[\]{}\"']")
+# Characters of a value in brackets: a line may name a secret thousands of times.
+REACH = 2048
 # Words that a person chose for a passphrase, and those of sentences about one.
 PHRASE_WORD = re.compile(r"[a-z]{3,10}|\d{1,4}")
 OF_SENTENCES = words(
@@ -186,13 +189,16 @@ def inside(text: str, start: int, end: int) -> str:
     return text[opening.end() : end].rstrip("\\\"'`")
 
 
-def value_end(text: str, start: int, stops: str = " \t\r\n,;&)]}\"'<>`") -> int:
+def value_end(
+    text: str, start: int, stops: str = " \t\r\n,;&)]}\"'<>`", *, reach: int | None = REACH
+) -> int:
     """Where the value that begins there ends: a quoted one, one in brackets, or a word.
 
     Args:
         text: what it is in.
         start: where it begins.
         stops: what ends a word.
+        reach: how long one in brackets may be; a longer one counts as broken off.
 
     Returns:
         ``len(text) + 1`` where it is broken off.
@@ -204,11 +210,11 @@ def value_end(text: str, start: int, stops: str = " \t\r\n,;&)]}\"'<>`") -> int:
             return len(text) + 1 if end < 0 else end + len(opening.group())
         return quote_end(text, opening.end(), opening["mark"], len(opening["slashes"]))
     if start < len(text) and text[start] in CLOSING:
-        return bracket_end(text, start)
+        return bracket_end(text, start, reach)
     at = start
     while at < len(text) and (text[at] not in stops or heart(text, at)):
         if text[at] in CLOSING and at > start:
-            return bracket_end(text, at)
+            return bracket_end(text, at, reach)
         if text[at] == "\\" and text[at + 1 : at + 2] in {'"', "'", "n", "\\"}:
             return at
         at += 1
@@ -243,21 +249,27 @@ def quote_end(text: str, start: int, mark: str, slashes: int) -> int:
     return len(text) + 1 if line < 0 else line
 
 
-def bracket_end(text: str, start: int) -> int:
-    """The end of what stands in brackets, with brackets and strings in it."""
+def bracket_end(text: str, start: int, reach: int | None) -> int:
+    """The end of what stands in brackets, with brackets and strings in it.
+
+    Args:
+        text: what it is in.
+        start: where the bracket that opens it stands.
+        reach: characters that are looked at; None for all.
+    """
+    last = len(text) if reach is None else min(start + reach, len(text))
     open_, at = [CLOSING[text[start]]], start + 1
-    while at < len(text):
-        mark = text[at]
-        if mark in QUOTES and text[at - 1] in "([{,:= bru":
-            at = quote_end(text, at + 1, mark, 0)
-            continue
-        if mark in CLOSING:
+    while match := BRACKET_OR_QUOTE.search(text, at, last):
+        at, mark = match.end(), match[0]
+        if mark in QUOTES:
+            if text[at - 2] in "([{,:= bru":
+                at = quote_end(text, at, mark, 0)
+        elif mark in CLOSING:
             open_.append(CLOSING[mark])
         elif mark == open_[-1]:
             open_.pop()
             if not open_:
-                return at + 1
-        at += 1
+                return at
     return len(text) + 1
 
 
