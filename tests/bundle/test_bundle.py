@@ -395,6 +395,18 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         popen.wait()
 
 
+@pytest.mark.parametrize("redact", [True, False])
+def test_names_and_secrets_that_are_no_text(tmp_path: Path, redact: bool) -> None:
+    secret = "p\udce4ssw0rd-of-vllm"  # as Python has it of an environment in Latin-1
+    found = contents(healthy(server="/m/\udcff"), words="/m/\udcff", log="p\ufffdssw0rd-of-vllm")
+    found.server = "/m/\udcff"
+    found.known = list(secrets({"API_KEY": secret}, ()))
+    path, _ = bundle.write(found, tmp_path / "b.tar.gz", redact=redact)
+    assert bundle.load(path).server == "/m/\\udcff"
+    assert unpacked(path)["words.txt"] == b"/m/\\udcff"
+    assert (b"ssw0rd" in unpacked(path)["log.txt"]) is not redact
+
+
 # -- what strangers send ---------------------------------------------------------------------
 
 

@@ -28,6 +28,14 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_what_is_not_utf_8_is_saved(tmp_path: Path) -> None:
+    """A model's folder or a process's title may have any bytes."""
+    path = tmp_path / "snapshot.json"
+    odd = msgspec.structs.replace(SNAPSHOT, server="/m/\udcff \N{OGHAM LETTER BEITH}")
+    files.save(path, odd)
+    assert files.load(path, CacheSnapshot).server == "/m/\\udcff \N{OGHAM LETTER BEITH}"
+
+
 @pytest.mark.parametrize(
     "content",
     [

@@ -171,13 +171,13 @@ def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
     """A part as it is in the archive."""
     content = piece.content
     if isinstance(content, str):
-        return joined(redacted_lines(name, content, redactor)) if redactor else content.encode()
+        return joined(redacted_lines(name, content, redactor) if redactor else iter([content]))
     if name.endswith(".jsonl"):
         if redactor and name == MESSAGES:
             content = messages.without_prompts(content)
         lines = map(msgspec.to_builtins, content)
         redacted = (redactor.walk(line, log=True) if redactor else line for line in lines)
-        return joined(chain(map(msgspec.json.encode, redacted), [b""]))
+        return joined(chain(map(files.encoded, redacted), [b""]))
     plain = msgspec.to_builtins(content)
     if redactor and name == "configuration.json":
         plain = configured(plain, redactor)
@@ -227,7 +227,7 @@ def configured(configuration: dict[str, Any], redactor: Redactor) -> dict[str, A
 
 
 def pretty(content: object) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+    return msgspec.json.format(files.encoded(content), indent=1) + b"\n"
 
 
 def load(path: Path) -> ServerSnapshot:

@@ -305,10 +305,13 @@ def written(secret: str) -> Iterator[str]:
     for text in whole + [line for line in lines if len(line) >= LEAST_LINE and len(lines) > 1]:
         if len(text) < LEAST or text == MARK or text.lower() in COMMON:
             continue
-        once = {text, *quoted(text)}
+        content = text.encode(errors="surrogateescape")
+        # Of what is no UTF-8 a log shows other characters.
+        shown = {text, content.decode(errors="replace")}
+        once = {form for one in shown for form in (one, *quoted(one))}
         # JSON in JSON is not rare.
         yield from {*once, *(form for one in once for form in quoted(one))}
-        yield from {quote(text, safe=""), quote(text), quote_plus(text)}
+        yield from {quote(content, safe=""), quote(content), quote_plus(content)}
         yield from {form for form in coded(text) if len(form) >= LEAST_CODED}
 
 

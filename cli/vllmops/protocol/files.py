@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,6 +27,24 @@ class SnapshotHead(msgspec.Struct, frozen=True):
     schema: int
 
 
+def encoded(content: object) -> bytes:
+    """JSON; in a path or a title, bytes that are not UTF-8 are escapes: JSON can't hold them."""
+    try:
+        return msgspec.json.encode(content)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_text_alone(msgspec.to_builtins(content)))
+
+
+def _text_alone(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_text_alone(key): _text_alone(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_text_alone(item) for item in value]
+    return value
+
+
 def save(path: Path, snapshot: msgspec.Struct) -> None:
     """Write a snapshot, readable by its owner alone: keys and frames may reveal what users sent.
 
@@ -34,7 +52,7 @@ def save(path: Path, snapshot: msgspec.Struct) -> None:
         VllmopsError: ``file.not-written``; an older file of that name is left as it was.
     """
     try:
-        write_atomically(path, msgspec.json.encode(snapshot))
+        write_atomically(path, encoded(snapshot))
     except OSError as error:
         raise not_written(path, error) from error
 
@@ -59,18 +77,18 @@ class Journal:
             special = through(place)
             self.regular = special is None
             if special is None:
-                write_atomically(place, msgspec.json.encode(head) + b"\n")
+                write_atomically(place, encoded(head) + b"\n")
                 self.file = place.open("r+b", buffering=0)
             else:
                 self.file = os.fdopen(special, "wb", 0)
-                self.file.write(msgspec.json.encode(head) + b"\n")
+                self.file.write(encoded(head) + b"\n")
         except OSError as error:
             raise not_written(path, error) from error
         self.size = self.file.seek(0, os.SEEK_END) if self.regular else 0
 
     def add(self, entry: msgspec.Struct) -> None:
         """Add a line; `failure` is set if this or an older line is not in the file."""
-        self.pending += msgspec.json.encode(entry) + b"\n"
+        self.pending += encoded(entry) + b"\n"
         try:
             if self.regular:
                 self.file.seek(self.size)
