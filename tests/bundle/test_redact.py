@@ -76,6 +76,23 @@ def test_of_a_server_s_own_lines_all_are_kept() -> None:
         assert redactor.counts["log line of no known form"] == 0
 
 
+@pytest.mark.parametrize("escape", ["\x1b", "\\u001b", "\\x1b", "\\\\u001b", "\\033", "^["])
+def test_colours_hide_no_secret(escape: str) -> None:
+    """As structlog and rich write them, and vLLM with VLLM_LOGGING_COLOR=1."""
+    cyan, green, off = f"{escape}[36m", f"{escape}[1;32m", f"{escape}[0m"
+    start = (
+        f"{escape}[0;36m(EngineCore pid=8){escape}[0;0m {green}INFO{off} 11-26 00:00:00 [x.py:1] "
+    )
+    plain = "(EngineCore pid=8) INFO 11-26 00:00:00 [x.py:1] "
+    for said, shown in {
+        f"{cyan}api_key{off}={green}PLANTED{off}": f"api_key={MARK}",
+        f"{{'{cyan}password{off}': {green}'PLANTED'{off}}}": f"{{'password': {MARK}}}",
+        f"prompt: {green}'PLANTED PLANTED'{off}, n: {cyan}1{off}": f"prompt: {MARK}, n: 1",
+        f"{green}loaded{off} 3 weights": "loaded 3 weights",
+    }.items():
+        assert Redactor().tail(start + said) == plain + shown
+
+
 def test_what_applications_log_in_their_own_way() -> None:
     lines = {
         "the user asked: PLANTED": MARK,

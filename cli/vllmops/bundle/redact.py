@@ -71,6 +71,11 @@ PUBLIC = re.compile(
     r"[A-Za-z0-9+/=_-]*$"
 )
 CODED_RUN = re.compile(r"[A-Za-z0-9+/_-]{16,}+={0,2}")
+# What colours a terminal's text, also as JSON and others write it: it stands before every value.
+COLOUR = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\))"
+    r"|(?:\^\[|\\{1,3}(?:x1[bB]|u001[bB]|033|e))\[[\d;:]*m"
+)
 # A printable character as URLs, HTML and JSON or source code write it, and a space in a query.
 ESCAPE = re.compile(
     r"%(?:25)*(?P<url>[2-7][0-9A-Fa-f])|\\{1,3}(?:u(?!00[0189]|[dD][89a-fA-F])(?P<wide>[0-9a-fA-F]{4})|x(?P<source>[2-7][0-9A-Fa-f]))"
@@ -150,8 +155,10 @@ class Redactor:
                 yield line
 
     def whole(self, lines: Iterable[str]) -> Iterator[str]:
-        """Lines of a bounded length: what is longer is cut off before a word."""
+        """Lines without colours, of a bounded length: what is longer is cut off before a word."""
         for line in lines:
+            if "[" in line:
+                line = COLOUR.sub("", line)  # noqa: PLW2901
             if len(line) <= LINE:
                 yield line
             else:
