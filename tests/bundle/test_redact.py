@@ -169,6 +169,7 @@ def test_it_is_quick_whatever_the_text() -> None:
         "-----BEGIN PRIVATE KEY-----" * (size // 30),
         "data:image/png;base64," * (size // 20),
         "name: key {" * (size // 15),
+        "a@b1234-9 no key. " * (size // 15),
         "password " + " " * size,
         "GET /?password" + "%20" * size,
         "\n" * size,

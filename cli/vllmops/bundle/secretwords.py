@@ -189,6 +189,12 @@ def made(word: str) -> bool:
     )
 
 
+@functools.lru_cache(2)
+def rights(line: str) -> bool:
+    """Whether a line speaks of rights; asked for each of its words."""
+    return bool(RIGHTS.search(line))
+
+
 def ends(word: str) -> Iterator[int]:
     """Where the parts of a word end that hyphens join."""
     return (sign.end() for sign in re.finditer("-", word))
@@ -203,9 +209,9 @@ def goes(line: str, start: int, word: str, around: Kind, since: int = 0) -> bool
     if HASH.fullmatch(word) or UUID.fullmatch(word):
         if FAR_ELSE.search(before) or (around < Kind.LIKELY and OF_ANOTHER.search(before)):
             return False
-        return around >= Kind.LIKELY or bool(RIGHTS.search(line))
+        return around >= Kind.LIKELY or rights(line)
     if made(word):
-        return around >= Kind.LIKELY or len(word) >= LONG or bool(RIGHTS.search(line))
+        return around >= Kind.LIKELY or len(word) >= LONG or rights(line)
     if around is Kind.SECRET and NUMBERED.fullmatch(word):
         return True
     quoted = before[-1:] in set("\"'`(>") and not OF_ANOTHER.search(before)
