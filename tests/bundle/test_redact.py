@@ -93,6 +93,23 @@ def test_colours_hide_no_secret(escape: str) -> None:
         assert Redactor().tail(start + said) == plain + shown
 
 
+def test_where_ssh_goes_with_a_key_is_no_secret() -> None:
+    for line in (
+        "ssh -i ~/.ssh/key ops@gpu-7 vllmops status",
+        "ssh -p 2222 -i ~/.ssh/api_key -o BatchMode=yes ops@10.0.0.7",
+        'ssh -i "/home/ops/my key" ubuntu@ec2-1-2-3-4.compute.internal',
+        "what: `ssh -i /run/secrets/token ops@gpu-7`".replace("`", '"'),
+    ):
+        assert Redactor().text(f"{line}\n{line}") == f"{line}\n{line}"
+    for line in (
+        "ssh -i key ops@gpu-7 API_KEY=PLANTED99 vllm serve",
+        "sshpass -p planted@gpu-9 ssh -i key ops@gpu-7",
+        "ssh -i key ops@gpu-7; echo the password is planted@gpu-9",
+        "with key planted@gpu-9",
+    ):
+        assert "planted" not in Redactor().text(line).lower()
+
+
 def test_what_applications_log_in_their_own_way() -> None:
     lines = {
         "the user asked: PLANTED": MARK,

@@ -65,6 +65,13 @@ ASSIGNED_WORD = re.compile(r"(?<!\S)\$(?:env:)?(?P<name>\w+) \+?= (?P<value>\S+)
 OPTION = re.compile(r"--?\w[\w.:-]*(?:=|$)")
 LOGIN_OPTIONS = {"-u", "--user", "-U", "--proxy-user", "--auth", "--basic-auth"}
 
+# Where ssh goes, behind the file of a key: no value of that name.
+SSH = re.compile(
+    r"\b(?:ssh|scp|sftp)\s[^;|&]{0,100}?(?<=\s)-i\s?(?:\"[^\"]*\"|[^\s\"]+)(?:\s+-[A-Za-z]\s?[^\s-]\S*)*\s+$"
+)
+DESTINATION = re.compile(r"[a-z_][a-z\d_-]{0,31}@[A-Za-z\d][A-Za-z\d.-]*(?=[\s:\"']|$)")
+SSH_LENGTH = 200  # characters
+
 # Of a public key, a checksum: what follows is no secret, up to the end of base64.
 PUBLIC = re.compile(
     r"(?:(?i:sha(?:1|256|384|512)[:-])|\b(?:ssh-(?:rsa|dss|ed25519)|ecdsa-sha2-\S+|sk-ssh-\S+) )"
@@ -254,7 +261,7 @@ class Redactor:
         """A line without what stands in some places, those of nothing excepted."""
         pieces, at, past = [], 0, 0
         for start, end in places:
-            if start < past or end <= start:
+            if start < past or end <= start or destination(line, start):
                 continue
             if nothing := NOTHING.match(line, start):
                 past = max(past, nothing.end())
@@ -377,6 +384,13 @@ class Redactor:
         # What goes over several lines is seen before its first is hidden.
         text = self.text(self.literal(text))
         return ASSIGNMENT.sub(lambda match: f"{match[1]}={self.variable(match[1], match[2])}", text)
+
+
+def destination(line: str, start: int) -> bool:
+    """Whether a user and a host stand there to which ssh goes with a key."""
+    if not DESTINATION.match(line, start):
+        return False
+    return bool(SSH.search(line[max(start - SSH_LENGTH, 0) : start]))
 
 
 def likely(low: str) -> list[Form]:
