@@ -311,6 +311,15 @@ def test_a_new_run_puts_the_old_log_aside(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("number", ["9", "40", "999", "9" * 5000])
+def test_a_signal_without_a_name_does_not_break_the_search_for_a_cause(number: str) -> None:
+    """The log has what clients send, too."""
+    line = f"INFO: 'Worker proc w died unexpectedly (exit code: -{number})'"
+    found = failure([line])
+    known = {"9": "w was killed by SIGKILL", "40": "w was killed by signal 40"}
+    assert number not in known or (found and found.cause == known[number])
+
+
 def test_a_node_that_ray_has_lost_has_a_name() -> None:
     line = (
         "(EngineCore pid=7) (raylet) The node with node id: 2c2e57 and address: 192.0.2.2 and node"

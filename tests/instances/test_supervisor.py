@@ -24,7 +24,7 @@ from vllmops.home import make
 from vllmops.host import ports
 from vllmops.host.processes import Process, alive
 from vllmops.host.roles import Role
-from vllmops.instances import control, takedown
+from vllmops.instances import control, logs, takedown
 from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.protocol import identity
@@ -93,6 +93,29 @@ def test_the_launcher_of_several_api_servers_killed(lab: Any) -> None:
     lab.nothing_left(record)
     expected = f"launcher (pid {record.session}) was killed by SIGKILL"
     assert lab.record("a").failure.cause == expected
+
+
+def test_a_real_time_signal_kills_the_root(lab: Any) -> None:
+    """Python has no name for most of these."""
+    record = lab.serve("a")
+    lab.kill(record.session, signal.SIGRTMIN + 6)
+    until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+    assert "was killed by signal 40" in lab.record("a").failure.cause
+
+
+def test_a_cause_that_can_not_be_told_does_not_keep_it_from_its_end(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(logs, "failure", broken)
+    record = lab.serve("a")
+    lab.kill(lab.process("a", "engine").pid)
+    until(lambda: lab.state("a") == "failed")
+    lab.nothing_left(record)
+    assert lab.record("a").failure.cause == "a process has died; why is not known"
 
 
 def test_told_to_stop_by_somebody_else(lab: Any) -> None:

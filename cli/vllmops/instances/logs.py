@@ -61,7 +61,7 @@ ECHOES = re.compile(
 NO_CAUSE = re.compile(r"Failed to load plugin|^Exception ignored in: ")
 # A signal has no traceback; the executor is the one who sees the worker's exit code.
 WORKER_DIED = re.compile(
-    r"Worker proc (?P<name>\S+) died unexpectedly \(exit code: -(?P<signal>\d+)\)"
+    r"Worker proc (?P<name>\S+) died unexpectedly \(exit code: -(?P<signal>\d{1,3})\)"
 )
 # Ray says so in the log of each program that uses it.
 NODE_LOST = re.compile(r"and node name: (?P<name>\S+) has been marked dead")
@@ -153,7 +153,7 @@ def errors(lines: Sequence[Line]) -> Iterator[Failure]:
         if usage := USAGE_ERROR.match(line.text):
             yield explained(usage["message"], line.process)
         if death := WORKER_DIED.search(line.text):
-            name = signal.Signals(int(death["signal"])).name
+            name = signal_name(int(death["signal"]))
             yield explained(f"{death['name']} was killed by {name}", death["name"])
         if line.level == "WARNING" or "Traceback (most recent call last)" not in line.text:
             continue
@@ -167,6 +167,14 @@ def errors(lines: Sequence[Line]) -> Iterator[Failure]:
                 if RAISED.match(other.text):
                     yield explained(message(other.text, same[number + 1 :]), line.process)
                 break
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal; most of the real-time ones have none, nor what a client wrote."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def message(first: str, following: Sequence[Line]) -> str:

@@ -464,7 +464,12 @@ class Supervisor:
         await self.take_down()
         self.look()
         lines = [line for moment, line in self.recent if moment >= since]
-        self.end(State.FAILED, self.why(lines, dead, root, code, asked=asked))
+        try:
+            failure = self.why(lines, dead, root, code, asked=asked)
+        except Exception as error:  # to end comes first
+            self.reporter.report(error)
+            failure = Failure("a process has died; why is not known")
+        self.end(State.FAILED, failure)
 
     def why(
         self,
@@ -488,7 +493,7 @@ class Supervisor:
                 f"node {', '.join(self.peers.lost)} is gone: it does not answer any more"
             )
         if code is not None and code < 0:
-            name = signal.Signals(-code).name
+            name = logs.signal_name(-code)
             victim = named(root.role, root.place) if root else Role.API
             return Failure(f"{victim} (pid {self.record.session}) was killed by {name}")
         if asked and not any("EngineDeadError" in line for line in lines):
