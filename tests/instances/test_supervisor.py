@@ -452,6 +452,18 @@ def test_deleted_files_are_made_again(lab: Any, what: str) -> None:
     lab.nothing_left(record)
 
 
+def test_a_state_directory_that_is_refused_does_not_keep_a_server_alive(lab: Any) -> None:
+    popen = lab.hold("a")
+    record = lab.record("a")
+    lab.home.chmod(0o777)
+    try:
+        popen.send_signal(signal.SIGINT)
+        assert popen.wait(20) == 130
+    finally:
+        lab.home.chmod(0o700)
+    lab.nothing_left(record)
+
+
 def test_without_a_descriptor_left_nothing_is_taken_for_dead(lab: Any) -> None:
     record = lab.serve("a")
     supervisor = lab.supervisor("a")

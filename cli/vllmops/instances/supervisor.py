@@ -673,7 +673,8 @@ class Supervisor:
         """Stop the server; on an error, for example no free descriptor, try again."""
         while True:
             try:
-                await asyncio.to_thread(self.end_other_nodes, again=again)
+                with contextlib.suppress(VllmopsError):  # of the state directory: ours ends anyhow
+                    await asyncio.to_thread(self.end_other_nodes, again=again)
                 self.scan()
                 remains = await asyncio.to_thread(
                     takedown.take_down,
