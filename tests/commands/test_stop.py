@@ -166,6 +166,17 @@ def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
     assert not any(map(alive, old.processes))
 
 
+def test_restart_what_died_together_with_its_supervisor(lab: Any) -> None:
+    """As when a machine, or a container, is started anew: the record still says that it is ready."""
+    before = lab.serve("a")
+    lab.kill_supervisor("a")
+    for process in before.processes:
+        lab.kill(process.pid)
+    until(lambda: not any(map(alive, before.processes)))
+    answer = lab.vllmops("restart", "a", "--json")
+    assert (answer.code, answer.data["state"]) == (0, "ready"), answer
+
+
 @pytest.mark.parametrize("seen", sampled(["stopping", "ready"], 2))
 def test_restart_what_is_just_being_taken_down(
     lab: Any, seen: str, monkeypatch: pytest.MonkeyPatch

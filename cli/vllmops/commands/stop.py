@@ -183,7 +183,10 @@ def kept_of(record: Record, *, quiet: bool) -> str:
     from ..heal.beyond import looked  # noqa: PLC0415
     from ..watch.watched import Watched  # noqa: PLC0415
 
-    server = resolve(record.name)
+    try:
+        server = resolve(record.name)
+    except VllmopsError:  # it died together with its supervisor, as when a machine boots anew
+        return ""
     looks = looked(server)
     if not progress.stalls(looks):
         return ""
