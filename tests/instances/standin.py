@@ -175,6 +175,8 @@ def serve(host: str, port: int, uds: str | None = None) -> None:
         server = socket.socket(socket.AF_UNIX)
         server.bind(uds)
         server.listen()
+    elif handed := os.environ.get("VLLMOPS_LISTEN"):
+        server = socket.socket(fileno=int(handed.split()[0]))
     else:
         server = socket.create_server((host, port))
 

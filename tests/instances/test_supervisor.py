@@ -24,7 +24,7 @@ from vllmops.home import make
 from vllmops.host import ports
 from vllmops.host.processes import Process, alive
 from vllmops.host.roles import Role
-from vllmops.instances import control, logs, takedown
+from vllmops.instances import control, handover, logs, takedown
 from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.protocol import identity
@@ -347,6 +347,111 @@ def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
         folder.write(msgspec.structs.replace(record, processes=(old,), session=bystander.pid))
         lab.vllmops("ps", "--all")
         until(lambda: lab.state("a") == "failed")
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+# -- hand-over -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def handing(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A server that can be handed over: what its agents would say is seen from outside."""
+
+    def serves(tree: tuple[Process, ...]) -> bool:
+        return any(process.role is Role.WORKER for process in tree)
+
+    monkeypatch.setattr(handover, "serves", serves)
+    monkeypatch.setattr(handover, "leave", lambda _: True)
+    monkeypatch.setattr(handover, "emptied", lambda *_: "no request was lost")
+    return lab
+
+
+def alone(lab: Any) -> bool:
+    """Whether the instance has all its processes, and no others run here."""
+    known = {process.pid for process in lab.record("a").processes}
+    rows = lab.vllmops("ps", "--json").data["instances"]
+    found = {process["pid"] for row in rows for process in row["processes"]}
+    return len(known) == 3 and found == known
+
+
+def test_a_hand_over(handing: Any) -> None:
+    first = handing.serve("a")
+    assert handing.vllmops("restart", "a", "--hand-over").code == 0
+    second = handing.record("a")
+    assert (second.state, second.beside, second.session != first.session) == ("ready", (), True)
+    assert not any(map(alive, first.processes))
+    until(lambda: alone(handing) and handing.record("a").segments)
+    second = handing.record("a")
+    assert handing.vllmops("stop", "a").code == 0
+    handing.nothing_left(second)
+
+
+def test_an_error_in_a_hand_over_leaves_no_second_server(
+    handing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def broken(tree: tuple[Process, ...]) -> bool:
+        asked.append(tree)
+        if len(asked) == 1:  # of the first server
+            return True
+        raise RuntimeError("of all things")
+
+    monkeypatch.setattr(handover, "serves", broken)
+    first = handing.serve("a")
+    answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=30)
+    assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
+    assert "of all things" in answer.error["message"]
+    assert (handing.record("a").beside, handing.state("a")) == ((), "ready")
+    assert alone(handing)
+    assert handing.vllmops("stop", "a").code == 0
+    handing.nothing_left(first)
+
+
+def test_an_error_while_the_first_server_finishes_leaves_the_second_one(
+    handing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(handover, "emptied", broken)
+    first = handing.serve("a")
+    assert handing.vllmops("restart", "a", "--hand-over", timeout_s=30).code == 0
+    assert not any(map(alive, first.processes))
+    until(lambda: alone(handing))
+
+
+def test_a_supervisor_that_dies_while_the_first_server_leaves_has_the_second_one_serve(
+    handing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one takes no more connections by then."""
+
+    def dies(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(handover, "leave", dies)
+    first = handing.serve("a")
+    handing.vllmops("restart", "a", "--hand-over", timeout_s=30)
+    until(lambda: not handing.record("a").beside)
+    assert not any(map(alive, first.processes))
+    assert handing.record("a").session != first.session
+    assert urllib.request.urlopen(f"{first.url}/health").status == 200
+
+
+def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
+    record = lab.serve("a")
+    lab.kill_supervisor("a")
+    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    try:
+        there = identity.of(bystander.pid)
+        old = Process(Role.API, there.pid, there.start_ticks, boot="another")
+        beside = {"beside": (old,), "beside_session": bystander.pid}
+        Folder("a").write(msgspec.structs.replace(record, **beside))
+        assert lab.vllmops("ps").code == 0
+        until(lambda: lab.record("a").hand_over.startswith("failed: "))
         assert bystander.poll() is None
     finally:
         bystander.kill()

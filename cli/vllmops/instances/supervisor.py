@@ -295,14 +295,17 @@ class Supervisor:
 
     async def take_over(self) -> None:
         """Continue where a supervisor died; take the server down if its holder is gone."""
-        if self.record.beside:
+        record = self.record
+        if record.beside:
+            if reused(record.beside, record.beside_session):
+                self.publish(beside_session=None)
             await self.end_beside()
             self.publish(hand_over="failed: its supervisor died")
         for line in self.tail.lines():  # only for the processes that are up
             self.note_up(line)
         left = [process for process in self.record.processes if alive(process)]
         log(f"taking over {self.record.name}: {len(left)} processes")
-        if self.reused():
+        if reused(record.processes, record.session):
             self.publish(session=None)
         if self.record.state is State.STOPPING:
             await self.take_down()
@@ -313,21 +316,6 @@ class Supervisor:
         elif not await self.held():
             await self.take_down()
             self.end(State.FAILED, Failure("the foreground serve died"))
-
-    def reused(self) -> bool:
-        """Whether the session's number may be another session's by now.
-
-        The kernel does not give it away while the session has a process. So either its leader is
-        there, or nobody has that pid; unless the machine was booted since.
-        """
-        known = {process.pid: process.identity for process in self.record.processes}
-        leader = known.get(self.record.session or 0)
-        if leader is None or leader.boot != boot_id():
-            return True
-        try:
-            return identity.of(leader.pid) != leader
-        except ProcessLookupError:
-            return False
 
     async def held(self) -> bool:
         """Whether a client holds it; a foreground ``serve`` that lives connects again at once."""
@@ -514,7 +502,11 @@ class Supervisor:
     async def obey(self, ending: Ending) -> None:
         """Stop, or stop and start again; a further request in the meantime cuts the drain short."""
         if ending.hand_over:
-            why = await self.hand_over(ending.drain_s)
+            try:
+                why = await self.hand_over(ending.drain_s)
+            except Exception as error:  # who asked for it waits for an answer
+                self.reporter.report(error)
+                why = self.reporter.last
             self.publish(hand_over=why and f"failed: {why}")
             return
         was_ready = self.record.state is State.READY
@@ -574,31 +566,47 @@ class Supervisor:
         finally:
             os.close(listener)
         started_at = time.time()
-        self.publish(hand_over="the second server starts", beside_session=second.pid)
-        while not await asyncio.to_thread(handover.serves, self.scan_beside()):
-            if why := self.hindered(second, next_log):
-                await self.end_beside()
-                return why
-            await asyncio.sleep(TICK_S)
-        await asyncio.to_thread(handover.leave, first.processes)
-        self.swap(second, next_log, run, started_at)
-        hurry = self.requests.empty
+        started = identity.of(second.pid).start_ticks
+        self.publish(
+            hand_over="the second server starts",
+            beside=(Process(Role.OTHER, second.pid, started),),
+            beside_session=second.pid,
+        )
+        try:
+            while not await asyncio.to_thread(handover.serves, self.scan_beside()):
+                if why := self.hindered(second, next_log):
+                    return why
+                await asyncio.sleep(TICK_S)
+            # Before the first one takes no more connections: if this process dies now, one does.
+            self.swap(second, next_log, run, started_at)
+            await attempt(lambda: self.retire(first, drain_s), self.reporter)
+        finally:  # the one that is not, or not any more, the instance's
+            while not await attempt(self.end_beside, self.reporter):  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(RETRY_S)
+        return ""
+
+    async def retire(self, first: Record, drain_s: float) -> None:
+        """Have the first server of a hand-over take no more connections, and finish its requests.
+
+        Args:
+            first: its record.
+            drain_s: how long to wait for them at most.
+        """
         loop = asyncio.get_running_loop()
 
         def tell(text: str) -> None:
             loop.call_soon_threadsafe(lambda: self.publish(hand_over=text))
 
+        await asyncio.to_thread(handover.leave, first.processes)
         note = await asyncio.to_thread(
             handover.emptied,
             first.processes,
             drain_s,
             tell,
-            lambda: not hurry(),
+            lambda: not self.requests.empty(),
             first.environment,
         )
-        await self.end_beside()
         self.publish(note=note)
-        return ""
 
     def scan_beside(self) -> tuple[Process, ...]:
         """Take stock of the other server of a hand-over; and of this one."""
@@ -626,7 +634,8 @@ class Supervisor:
         """The second server becomes the instance's, the first one the other."""
         first, now = self.record, time.time()
         logs.start_new(self.folder.log)
-        log.rename(self.folder.log)
+        with contextlib.suppress(OSError):  # somebody deleted it
+            log.rename(self.folder.log)
         self.tail, self.child = logs.Tail(self.folder.log), second
         self.recent.clear()
         self.publish(
@@ -642,7 +651,7 @@ class Supervisor:
             beside=first.processes,
             beside_session=first.session,
         )
-        self.scan()
+        self.scanned = 0.0
 
     async def end_beside(self) -> None:
         """Take the other server of a hand-over down."""
@@ -723,6 +732,25 @@ class Supervisor:
         if self.serving:
             await asyncio.wait(self.serving, timeout=GOODBYE_S)
         self.folder.control.unlink(missing_ok=True)
+
+
+def reused(tree: Sequence[Process], session: int | None) -> bool:
+    """Whether a session's number may be another session's by now.
+
+    The kernel does not give it away while the session has a process. So either its leader is
+    there, or nobody has that pid; unless the machine was booted since.
+
+    Args:
+        tree: the processes that are known of it.
+        session: its number.
+    """
+    leader = next((process for process in tree if process.pid == session), None)
+    if leader is None or leader.boot != boot_id():
+        return True
+    try:
+        return identity.of(leader.pid) != leader.identity
+    except ProcessLookupError:
+        return False
 
 
 def ranked(failure: Failure, dead: Sequence[Process]) -> Failure:
