@@ -167,7 +167,7 @@ def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
 
 
 def test_restart_what_died_together_with_its_supervisor(lab: Any) -> None:
-    """As when a machine, or a container, is started anew: the record still says that it is ready."""
+    """As when a machine is booted, or a container started anew: the record says it is ready."""
     before = lab.serve("a")
     lab.kill_supervisor("a")
     for process in before.processes:

@@ -441,6 +441,22 @@ def test_a_supervisor_that_dies_while_the_first_server_leaves_has_the_second_one
     assert urllib.request.urlopen(f"{first.url}/health").status == 200
 
 
+def test_a_hand_over_knows_how_long_an_exported_variable_keeps_connections(
+    handing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has it from there, too."""
+
+    def emptied(*given: Any) -> str:
+        (handing.home / "kept").write_text(given[-1][handover.KEEP_ALIVE])
+        return ""
+
+    monkeypatch.setattr(handover, "emptied", emptied)
+    monkeypatch.setenv(handover.KEEP_ALIVE, "75")
+    handing.serve("a")
+    assert handing.vllmops("restart", "a", "--hand-over").code == 0
+    assert (handing.home / "kept").read_text() == "75"
+
+
 def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill_supervisor("a")

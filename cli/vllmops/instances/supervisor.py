@@ -604,7 +604,7 @@ class Supervisor:
             drain_s,
             tell,
             lambda: not self.requests.empty(),
-            first.environment,
+            {**os.environ, **first.environment},
         )
         self.publish(note=note)
 
