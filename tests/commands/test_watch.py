@@ -356,6 +356,25 @@ def test_serve_watches_until_its_end(lab: Any) -> None:
     assert said(lab, "a")[-1].startswith("a has ended")
 
 
+def test_it_runs_where_serve_ran_wherever_restart_does(
+    lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the server: a command may be relative to that, and so may VLLMOPS_HOME be to another."""
+    (tmp_path / "hook").touch(0o755)
+    (tmp_path / "away").mkdir()
+    monkeypatch.chdir(tmp_path)
+    lab.serve("a", "--watch-exec", "./hook")
+    until(lambda: said(lab, "a"))
+    lab.vllmops("stop", "a")
+    until(lambda: not Folder("a").watched())
+    monkeypatch.chdir("away")
+    monkeypatch.setenv("VLLMOPS_HOME", os.path.relpath(lab.home))
+    assert lab.vllmops("restart", "a").code == 0
+    until(lambda: said(lab, "a"))
+    assert said(lab, "a")[0].startswith("watching a")
+    assert os.readlink(f"/proc/{holder(lab)}/cwd") == str(tmp_path)
+
+
 def holder(lab: Any) -> int:
     """The pid of the watch beside an instance."""
     return int(lines_of(lab)[-1].split("pid=")[1].split(")")[0])

@@ -265,10 +265,15 @@ def background(
 
 
 def detached(
-    module: str, words: Sequence[str], keep: Sequence[int], log: int | None = None
+    module: str,
+    words: Sequence[str],
+    keep: Sequence[int],
+    log: int | None = None,
+    directory: str | None = None,
 ) -> None:
     """`vllmops.instances.detached.start`, without the start of an interpreter."""
-    forked(MAINS[module], [module, *words], keep, stdout=log, stderr=log, session=True)
+    argv = [module, *words]
+    forked(MAINS[module], argv, keep, stdout=log, stderr=log, session=True, directory=directory)
 
 
 def forked(
@@ -279,6 +284,7 @@ def forked(
     stdout: Output = subprocess.PIPE,
     stderr: Output = subprocess.PIPE,
     session: bool = False,
+    directory: str | None = None,
 ) -> subprocess.Popen[str]:
     """Start a program of ours as a fork.
 
@@ -289,6 +295,7 @@ def forked(
         stdout: where its output goes, as of `subprocess.Popen`.
         stderr: where it complains.
         session: whether it has one of its own.
+        directory: where it runs, as of `subprocess.Popen`.
     """
     return subprocess.Popen(
         argv,
@@ -298,6 +305,7 @@ def forked(
         stdout=stdout,
         stderr=stderr,
         start_new_session=session,
+        cwd=directory,
         text=True,
     )
 

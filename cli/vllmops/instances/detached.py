@@ -7,7 +7,13 @@ import sys
 from collections.abc import Sequence
 
 
-def start(module: str, words: Sequence[str], keep: Sequence[int], log: int | None = None) -> None:
+def start(
+    module: str,
+    words: Sequence[str],
+    keep: Sequence[int],
+    log: int | None = None,
+    directory: str | None = None,
+) -> None:
     """Start a module as a program, in a session of its own: a terminal's Ctrl-C is not for it.
 
     Args:
@@ -15,6 +21,7 @@ def start(module: str, words: Sequence[str], keep: Sequence[int], log: int | Non
         words: its arguments.
         keep: open files that it gets, by the same numbers.
         log: the open file that it writes to, None for this process's own output.
+        directory: where it runs, None for this process's own.
 
     Raises:
         OSError: it can't be started.
@@ -24,6 +31,7 @@ def start(module: str, words: Sequence[str], keep: Sequence[int], log: int | Non
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
+        cwd=directory,
         pass_fds=keep,
         start_new_session=True,
     )

@@ -31,6 +31,7 @@ import psutil
 from ..background import ErrorReporter, attempt, repeat
 from ..errors import VllmopsError
 from ..files import peer
+from ..home import home
 from ..host import ports, processes, shape, shm
 from ..host.processes import VITAL, Process, alive
 from ..host.roles import Role
@@ -395,7 +396,7 @@ class Supervisor:
         self.watch_due = now + WATCH_S
         self.reap()
         try:
-            watcher.start(self.folder, self.record.watch)
+            watcher.start(self.folder, self.record.watch, self.record.directory)
         except OSError as error:
             log(f"the watch can't be started: {error}")
 
@@ -786,6 +787,7 @@ def main() -> None:
     # Sent to all at once, by systemd say, to end the server: who takes that down is needed yet.
     # No SIG_IGN, which the server would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
+    os.environ["VLLMOPS_HOME"] = str(home())  # a watch runs in another directory
     folder = Folder(given.name)
     record = folder.read()
     assert record is not None
