@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from vllmops.instances.control import Request
+from vllmops.instances.control import Request, adopt
+from vllmops.instances.record import Folder, State
+
+from ..support.waiting import until
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -float("inf"), -1.0])
@@ -22,3 +27,23 @@ def test_what_a_supervisor_takes() -> None:
         assert msgspec.json.decode(msgspec.json.encode(request), type=Request) == request
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(b'{"stop":-1}', type=Request)
+
+
+def test_one_that_ends_just_now_in_order_gets_no_successor(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That would take it for one that died, and say so in its record."""
+    lab.serve("a")
+    lab.vllmops("stop", "a")
+    folder, lock = Folder("a"), Folder.lock
+    until(lambda: not folder.supervised())
+    ended = lab.record("a")
+    folder.write(msgspec.structs.replace(ended, state=State.STOPPING))
+
+    def late(self: Folder) -> int | None:
+        self.write(ended)
+        return lock(self)
+
+    monkeypatch.setattr(Folder, "lock", late)
+    assert adopt(folder) is None
+    assert (folder.supervised(), lab.state("a")) == (False, "stopped")

@@ -221,8 +221,18 @@ def connect(folder: Folder, request: Request = NOTHING) -> Control:
 def adopt(folder: Folder, request: Request = NOTHING) -> Control | None:
     """Start a supervisor for an instance whose supervisor has died; None if it lives."""
     try:
-        record = folder.read()
-        lock = folder.lock() if record and not record.state.over else None
+        if over(folder) or (lock := folder.lock()) is None:
+            return None
     except (VllmopsError, OSError):
         return None
-    return start_supervisor(folder, lock, request, launch=False) if lock is not None else None
+    with contextlib.suppress(VllmopsError):
+        if not over(folder):  # it may have ended in order, in the meantime
+            return start_supervisor(folder, lock, request, launch=False)
+    os.close(lock)
+    return None
+
+
+def over(folder: Folder) -> bool:
+    """Whether an instance is over, or there is none; raises as `Folder.read`."""
+    record = folder.read()
+    return record is None or record.state.over
