@@ -4,8 +4,11 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from vllmops.instances.record import Folder
 
+from ..support.commands import background
 from ..support.extent import long
 from ..support.waiting import until
 
@@ -54,6 +57,17 @@ def test_until_it_fails(lab: Any) -> None:
 
 
 @long
+@pytest.mark.parametrize("words", [("wait", "a", "--for", "stopped"), ("logs", "a", "-f")])
+def test_one_that_dies_together_with_its_supervisor(lab: Any, words: tuple[str, ...]) -> None:
+    record = lab.serve("a")
+    waiting = background(*words)
+    time.sleep(1)
+    lab.kill_supervisor("a")
+    for process in record.processes:
+        lab.kill(process.pid)
+    assert waiting.wait(20) == 0
+
+
 def test_one_that_has_stopped_already(lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")

@@ -13,6 +13,7 @@ import typer
 
 from ..errors import VllmopsError
 from ..host.roles import Role
+from ..instances.control import followed
 from ..instances.logs import WATCH, Tail, aside, parse, role_of
 from ..instances.record import Folder
 from ..instances.servers import find, resolve
@@ -104,5 +105,5 @@ def belongs(line: str, part: Part) -> bool:
 
 
 def running(folder: Folder) -> bool:
-    record = folder.read()
+    record = followed(folder)
     return record is not None and not record.state.over

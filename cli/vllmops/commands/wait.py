@@ -11,6 +11,7 @@ import typer
 
 from ..errors import VllmopsError
 from ..host.processes import alive
+from ..instances.control import followed
 from ..instances.readiness import engines_up
 from ..instances.record import Folder, State
 from ..instances.servers import Server, away, endpoint_of, resolve
@@ -128,7 +129,7 @@ def look(server: Server, goal: Goal) -> str:
             ready = server.url is not None and client_http.healthy(server.url)
         return Goal.READY if ready else "starting"
     folder = Folder(server.record.name)
-    record = folder.read() or server.record
+    record = followed(folder) or server.record
     if record.state is State.FAILED:
         if goal is Goal.STOPPED:
             return Goal.STOPPED

@@ -236,3 +236,14 @@ def over(folder: Folder) -> bool:
     """Whether an instance is over, or there is none; raises as `Folder.read`."""
     record = folder.read()
     return record is None or record.state.over
+
+
+def followed(folder: Folder) -> Record | None:
+    """The record, for who reads it again and again: its supervisor may die, and gets a successor.
+
+    Raises:
+        VllmopsError: as `Folder.read`.
+    """
+    if control := adopt(folder):
+        control.close()
+    return folder.read()
