@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from vllmops.host.processes import alive
 from vllmops.instances import control, takedown
 from vllmops.instances.record import Folder
 
+from ..support.commands import background
 from ..support.extent import long, sampled
 from ..support.waiting import until
 
@@ -219,6 +221,21 @@ def test_stop_ends_where_the_supervisor_does_nothing(
     monkeypatch.setattr(commands, "END_S", 30.0)
     assert lab.vllmops("stop", "a", "--force").code == 0
     lab.nothing_left(record)
+
+
+@pytest.mark.parametrize("command", ["stop", "restart"])
+def test_a_supervisor_that_dies_before_it_obeys_has_a_successor_that_does(
+    lab: Any, command: str
+) -> None:
+    record = lab.serve("a")
+    stuck = lab.supervisor("a")
+    lab.kill(stuck, signal.SIGSTOP)
+    waiting = background(command, "a", "--force")
+    time.sleep(1)
+    lab.kill(stuck)
+    assert waiting.wait(20) == 0
+    assert not any(map(alive, record.processes))
+    assert lab.state("a") == {"stop": "stopped", "restart": "ready"}[command]
 
 
 def test_restart_in_the_foreground_keeps_its_holder(lab: Any) -> None:

@@ -27,6 +27,7 @@ from vllmops.host.roles import Role
 from vllmops.instances import control, handover, logs, takedown
 from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
+from vllmops.instances.supervisor import Supervisor
 from vllmops.protocol import identity
 
 from ..support.extent import long, sampled
@@ -351,6 +352,16 @@ def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
     finally:
         bystander.kill()
         bystander.wait()
+
+
+def test_supervisors_that_end_as_soon_as_they_are_started(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example of an installation that is broken in part."""
+    monkeypatch.setattr(Supervisor, "run", None)
+    answer = lab.vllmops(*lab.words("a"), "--detach", "--json", timeout_s=20)
+    assert (answer.code, answer.error["code"]) == (5, "supervisor.unreachable")
+    assert "supervisor.log shows why" in answer.error["hint"]
 
 
 # -- hand-over -----------------------------------------------------------------------------

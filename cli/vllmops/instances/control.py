@@ -106,8 +106,10 @@ class Session:
         self.folder = folder
         self.control = control
         self.request = request
+        self.asked = NOTHING  # what the supervisor has not begun to do
 
     def send(self, request: Request) -> None:
+        self.asked = request
         self.control.send(request)
 
     def records(self, until: float | None = None) -> Iterator[Record]:
@@ -119,10 +121,15 @@ class Session:
         Raises:
             VllmopsError: ``supervisor.unreachable``, or ``supervisor.silent``.
         """
+        doing, mute = None, False
         while True:
             record = None
             try:
                 for record in self.control.records(until):
+                    now = record.state, record.hand_over
+                    if doing not in {None, now}:
+                        self.asked = NOTHING
+                    doing = now
                     yield record
             except TimeoutError:
                 self.control.close()
@@ -134,7 +141,16 @@ class Session:
             if last and last.state.over:
                 yield last
                 return
+            if mute and record is None:
+                raise VllmopsError(
+                    "supervisor.unreachable",
+                    f"each supervisor of {self.folder.name!r} ends as soon as it is started",
+                    f"{self.folder.supervisor_log} shows why",
+                )
+            mute = record is None
             self.control = connect(self.folder, self.request)
+            if self.asked != NOTHING:
+                self.control.send(self.asked)
 
     def close(self) -> None:
         self.control.close()
