@@ -56,6 +56,14 @@ def test_the_command_line_wins_over_the_file(lab: Any, config: Any) -> None:
     assert planned(lab, "--config", path, str(lab.model.parent))["model"] == str(lab.model.parent)
 
 
+def test_a_model_in_the_home_directory(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell has replaced the tilde."""
+    monkeypatch.setenv("HOME", str(lab.model.parent))
+    path = Path(lab.home) / "serve.toml"
+    path.write_text(f'model = "~/{lab.model.name}"')
+    assert str(lab.model) in planned(lab, "--config", str(path))["command"]
+
+
 def test_a_typed_model_replaces_the_demo_of_the_file(lab: Any) -> None:
     path = Path(lab.home) / "demo.toml"
     path.write_text('demo = "text"')

@@ -34,6 +34,7 @@ def test_models_that_are_none(tmp_path: Path) -> None:
     assert str(tmp_path / "no") in refusal("model.missing", check_model, f"{tmp_path}/no").message
     assert "config.json" in refusal("model.missing", check_model, str(tmp_path)).message
     assert "~" not in refusal("model.missing", check_model, "~/no/such/model").message
+    refusal("model.missing", check_model, "~no-such-user/model")
     refusal("model.missing", check_model, "./no-such-model")
     (tmp_path / "config.json").mkdir()
     refusal("model.missing", check_model, str(tmp_path))

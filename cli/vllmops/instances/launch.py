@@ -163,7 +163,7 @@ def check_installed() -> None:
 def check_model(model: str) -> None:
     """A model that is a path must be there and readable; a hub id is vLLM's business."""
     looks_like_path = model.startswith(("/", "./", "../", "~"))
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))  # as it is where there is no such user
     if not looks_like_path and not path.exists():
         return
     try:
@@ -325,10 +325,13 @@ def take_port(host: str, claimed: set[int]) -> tuple[int, int, dict[int, str]]:
 def command(order: Order, port: int | None) -> tuple[str, ...]:
     """The exact command; arguments after ``--`` come last, so that they win.
 
+    vLLM takes no ``~``, which a shell leaves alone in quotes, and a file has as it is.
+
     -P: a ``vllm`` in the working directory, a checkout say, is not the one that is installed.
     """
+    model = os.path.expanduser(order.model)
     return (
-        *(sys.executable, "-P", "-m", "vllmops.agent.launch", "serve", order.model),
+        *(sys.executable, "-P", "-m", "vllmops.agent.launch", "serve", model),
         *(("--host", order.host, "--port", str(port)) if port is not None else ()),
         *order.arguments,
     )
