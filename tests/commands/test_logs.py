@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,17 @@ def test_one_that_is_over(lab: Any) -> None:
         answer = lab.vllmops("logs", "a", *words)
         assert answer.code == 0
         assert "(EngineCore" in answer.out
+
+
+def test_the_last_line_of_one_that_is_over_may_have_no_end(lab: Any, tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    said.write_text("half of it is missing\nSegmentation fault in libx.so")
+    answer = lab.vllmops(*lab.words("a", "--detach", says=str(said), exits=3))
+    assert answer.code == 1
+    assert lab.record("a").failure.cause.endswith("Segmentation fault in libx.so")
+    for words in ((), ("-f",), ("-n", "1")):
+        shown = lab.vllmops("logs", "a", *words).out.splitlines()
+        assert shown[-1] == "Segmentation fault in libx.so"
 
 
 def test_following_over_a_rotation_to_the_end(lab: Any) -> None:

@@ -13,7 +13,7 @@ import typer
 
 from ..errors import VllmopsError
 from ..host.roles import Role
-from ..instances.control import followed
+from ..instances.control import followed, over
 from ..instances.logs import WATCH, Tail, aside, parse, role_of
 from ..instances.record import Folder
 from ..instances.servers import find, resolve
@@ -55,13 +55,15 @@ def logs(
         raise VllmopsError("usage", "--json prints one envelope: do not use it with --follow")
     folder = Folder(instance_name(name or target))
     tail = Tail(folder.log)
-    selected = select([*rotated(folder.log), *tail.lines()], part)
+    ended = over(folder)
+    selected = select([*rotated(folder.log), *tail.lines(ended=ended)], part)
     chosen = list(selected if lines is None else deque(selected, maxlen=lines))
     if follow:
         show(*map(Verbatim, chosen))
         while running(folder):
             time.sleep(POLL_S)
             show(*map(Verbatim, select(tail.lines(), part)))
+        show(*map(Verbatim, select(tail.lines(ended=True), part)))
         chosen = []
     data = {"name": folder.name, "file": str(folder.log), "lines": chosen}
     return Result(data, lambda: list(map(Verbatim, chosen)))

@@ -627,7 +627,7 @@ class LogFollower:
         while not last:
             last = self.ended.wait(LOG_POLL_S)
             try:
-                show(*map(Verbatim, filter(self.shows, self.tail.lines())))
+                show(*map(Verbatim, filter(self.shows, self.tail.lines(ended=last))))
             except OSError:
                 return
             except Exception as error:

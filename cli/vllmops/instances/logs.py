@@ -203,8 +203,12 @@ class Tail:
         self.rest = b""
         self.aside = inode(aside(path, 1))
 
-    def lines(self) -> list[str]:
-        """Complete lines since the last call."""
+    def lines(self, *, ended: bool = False) -> list[str]:
+        """Complete lines since the last call.
+
+        Args:
+            ended: whether nobody writes any more: the last line may have no newline.
+        """
         added = b""
         now = inode(aside(self.path, 1))
         with contextlib.suppress(OSError):
@@ -221,6 +225,9 @@ class Tail:
                 self.offset += len(fresh)
                 added += fresh
         *complete, self.rest = (self.rest + added).split(b"\n")
+        if ended and self.rest:
+            complete.append(self.rest)
+            self.rest = b""
         return [line.decode(errors="replace") for line in complete]
 
 

@@ -407,14 +407,18 @@ class Supervisor:
             return readiness.engines_up(record.processes, self.up)
         return readiness.serves(record.processes, record.url, port=record.port, uds=record.uds)
 
-    def look(self) -> None:
-        """Bring the record up to date: processes, segments, stage."""
+    def look(self, *, ended: bool = False) -> None:
+        """Bring the record up to date: processes, segments, stage.
+
+        Args:
+            ended: whether nothing more is written to the log.
+        """
         starting = self.record.state is State.STARTING
         now = time.monotonic()
         if now - self.scanned >= (SCAN_STARTING_S if starting else SCAN_READY_S):
             self.scanned = now
             self.scan()
-        for line in self.tail.lines():
+        for line in self.tail.lines(ended=ended):
             self.recent.append((now, line))
             self.note_up(line)
             stage = logs.stage(line) if starting else None
@@ -451,7 +455,7 @@ class Supervisor:
         asked = any("API server: shutdown triggered" in line for _, line in self.recent)
         self.publish(state=State.STOPPING, note="a process has died")
         await self.take_down()
-        self.look()
+        self.look(ended=True)
         lines = [line for moment, line in self.recent if moment >= since]
         try:
             failure = self.why(lines, dead, root, code, asked=asked)
