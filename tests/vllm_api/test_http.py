@@ -195,6 +195,22 @@ def test_metrics_that_are_none(serve: Serve) -> None:
     assert metrics(serve(body=b"<html>{ not metrics")) is None
 
 
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308"])
+def test_a_metric_that_is_no_figure_is_none(serve: Serve, value: str) -> None:
+    body = (
+        METRICS
+        + (
+            f'vllm:num_requests_running{{engine="2",model_name="m"}} {value}\n'
+            f'vllm:kv_cache_usage_perc{{engine="2",model_name="m"}} {value}\n'
+        ).encode()
+    )
+    found = metrics(serve(body=body))
+    assert found
+    assert found.running is None
+    assert found.kv_cache_usage in {None, 0.25}
+    assert found.waiting == 4.0
+
+
 def test_an_answer_that_comes_by_the_byte_is_not_waited_for() -> None:
     """Each byte comes in time, the whole never."""
 

@@ -30,6 +30,7 @@ KEY = "VLLM_API_KEY"
 ABORTS = ("/abort_requests", "/inference/v1/abort_requests")
 # Connections are given up before a server closes them, as uvicorn does after 5 s.
 LIMITS = httpx.Limits(keepalive_expiry=2.0)
+MOST = 1e18  # of a metric; more is no figure, nor are infinity and NaN, which their format allows
 # What reading JSON of any shape may raise.
 NO_ANSWER = (ValueError, LookupError, TypeError, RecursionError)
 
@@ -388,4 +389,5 @@ def read(text: str) -> Metrics:
             for labels, field in fields.get(sample.name, ()):
                 if labels.items() <= sample.labels.items():
                     values.setdefault(field, []).append(sample.value)
-    return Metrics(**{f: max(v) if f == "kv_cache_usage" else sum(v) for f, v in values.items()})
+    found = {f: max(v) if f == "kv_cache_usage" else sum(v) for f, v in values.items()}
+    return Metrics(**{f: value for f, value in found.items() if abs(value) <= MOST})
