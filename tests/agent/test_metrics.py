@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from vllmops.agent.adapters import metrics as adapter
 from vllmops.agent.log import log
 from vllmops.metrics import gathering as metrics
 from vllmops.metrics.gathering import Gathering
+from vllmops.protocol.server import ProcessState
 from vllmops.protocol.view import View
 
 from ..support.waiting import until
@@ -112,6 +115,68 @@ def test_its_pause_follows_what_it_costs(
     other.collect()
     until(lambda: other.gathered > 0)
     assert other.pause_s == pytest.approx(0.03 / metrics.SHARE, rel=0.5)
+
+
+def sharing(place: Path, gather: Callable[[], tuple[View, int]]) -> Gathering:
+    """What gathers in one of several API servers, without a thread."""
+    made = Gathering(gather, log.warning, shared=lambda: place)
+    made.pid = os.getpid()
+    return made
+
+
+def cpu_s(gathering: Gathering) -> list[float]:
+    """A counter, as a scrape shows it."""
+    name = "vllmops:process_cpu_seconds_total"
+    found = (sample for metric in gathering.collect() for sample in metric.samples)
+    return [sample.value for sample in found if sample.name == name]
+
+
+def test_a_counter_never_goes_down_whichever_api_server_is_scraped(tmp_path: Path) -> None:
+    spent_s = itertools.count(1)
+
+    def look() -> tuple[View, int]:
+        spent = next(spent_s)
+        process = ProcessState(role="api", pid=7, create_time=0.0, state="S", cpu_s=spent)
+        return View(processes=(process,)), 2
+
+    servers = [sharing(tmp_path / "told", look) for _ in range(2)]
+    seen = []
+    for _ in range(3):
+        for server in servers:
+            server.look()
+            seen += [cpu_s(each) for each in reversed(servers)]
+    assert seen == [[count] for count in (1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6)]
+    assert [path.name for path in tmp_path.iterdir()] == ["told"]
+
+
+def test_one_api_server_gathers_until_it_is_late(tmp_path: Path) -> None:
+    place, now = tmp_path / "told", time.monotonic()
+    server = sharing(place, lambda: (View(), 2))
+    assert not server.read()
+    sample = ("repairs_total", 3.0, {"role": "api", "what": "cache"})
+    metrics.write(place, metrics.Told(1, now, 20.0, [sample]))
+    assert server.read()
+    assert names(server) == {"vllmops:repairs"}
+    metrics.write(place, metrics.Told(1, now + 3600.0, 20.0, [sample]))  # of another boot
+    server.gathered -= 1.5 * 20.0
+    assert not server.read()
+    server.look()
+    assert names(server) == {"vllmops:stalled"}
+    assert not server.read()  # its own
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000])
+def test_a_broken_shared_file_hides_nothing(tmp_path: Path, content: bytes) -> None:
+    place = tmp_path / "told"
+    place.write_bytes(content)
+    server = sharing(place, lambda: (View(), 2))
+    assert not server.read()
+    server.look()
+    assert names(server) == {"vllmops:stalled"}
+    alone = sharing(tmp_path / "no folder" / "told", server.gather)
+    with pytest.raises(FileNotFoundError):
+        alone.look()
+    assert names(alone) == {"vllmops:stalled"}
 
 
 SCRAPE = """

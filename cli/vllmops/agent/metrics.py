@@ -6,10 +6,12 @@ A scrape shows what was gathered last and waits for nothing. Nobody scrapes, not
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -109,10 +111,17 @@ def install() -> None:
         lacks = places.PLACES["metrics"].name
         objects.unfit(f"the server's state is not in /metrics: there is no {lacks}")
         return
-    collector = Gathering(server(), log.warning)
+    collector = Gathering(server(), log.warning, shared=shared)
     for module, show in adapter.SHOWN.items():
         when_imported(module, objects.guarded(partial(show, collector)))
     when_imported(adapter.FORMAT, objects.guarded(adapter.quicken))
+
+
+def shared() -> Path | None:
+    """The file by which the API servers of this server share what one of them has gathered."""
+    # vLLM makes this directory for several API servers; the launcher is their parent.
+    place = os.environ.get(adapter.SEVERAL)
+    return Path(place) / f"vllmops-{os.getppid()}" if place else None
 
 
 def server() -> Callable[[], tuple[View, int]]:

@@ -1,17 +1,26 @@
 """Gathers a server's state beside whoever scrapes it, while somebody scrapes.
 
 A scrape shows what was gathered last and waits for nothing. Nobody scrapes, nothing is gathered.
+
+Of several API servers one gathers for all, by a file that they share: if each showed what it had
+gathered itself, a counter would go down from one scrape to the next, which Prometheus takes for a
+restart.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ..background import ErrorReporter
+from ..files import read_private
 from ..protocol.view import View
 
 if TYPE_CHECKING:
@@ -21,6 +30,32 @@ LOOK_S = 5.0  # from one look at the server to the next, for each API server
 IDLE_S = 120.0  # after the last scrape nothing is gathered
 OLD = 6  # so many pauses later, what was gathered shows no present
 SHARE = 0.002  # of a core that the thread takes at most; whom it asks take nearly as much again
+MISSED = 1.5  # so many pauses after the last look another API server takes it over
+MOST_BYTES = 16 << 20
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What is in the shared file.
+
+    Args:
+        pid: of the process that gathered it.
+        at: when, by the monotonic clock, which is that of all processes of a machine.
+        pause_s: seconds until it gathers again.
+        samples: each as `families.Sample`.
+    """
+
+    pid: int
+    at: float
+    pause_s: float
+    samples: Sequence[tuple[str, float, Mapping[str, str]]]
+
+
+# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
+TOLD = msgspec.json.Decoder(Told)
+
+
+def alone() -> None:
+    """The place of the shared file where there is one API server."""
 
 
 class Gathering:
@@ -30,6 +65,7 @@ class Gathering:
         gather: one look at the server, and how many API servers it has.
         say: takes what does not work, in words.
         wait: waits for the given seconds; where it returns True, the thread ends.
+        shared: the file that the API servers of one server share; None where there is one.
     """
 
     def __init__(
@@ -37,13 +73,17 @@ class Gathering:
         gather: Callable[[], tuple[View, int]],
         say: Callable[[str], object],
         wait: Callable[[float], object] = time.sleep,
+        shared: Callable[[], Path | None] = alone,
     ) -> None:
         self.gather = gather
         self.wait = wait
+        self.shared = shared
         self.shown: list[Metric] = []
         self.gathered = self.scraped = 0.0
         self.pause_s = LOOK_S
         self.pid = 0
+        self.told: object = None  # the shared file, as it was read
+        self.by = 0  # the process that wrote it
         self.lock = threading.Lock()
         self.reporter = ErrorReporter("the server's state is not in /metrics", say)
 
@@ -55,10 +95,15 @@ class Gathering:
         """What was gathered last, nothing if that is old; begins to gather."""
         try:
             self.scraped = now = time.monotonic()
-            if self.pid != os.getpid() and self.lock.acquire(blocking=False):
+            if self.lock.acquire(blocking=False):
                 try:
-                    self.pid = os.getpid()  # a forked process has no thread
-                    threading.Thread(target=self.run, name="vllmops-metrics", daemon=True).start()
+                    self.read()
+                    if self.pid != os.getpid():  # a forked process has no thread
+                        work = threading.Thread(
+                            target=self.run, name="vllmops-metrics", daemon=True
+                        )
+                        work.start()
+                        self.pid = os.getpid()
                 finally:
                     self.lock.release()
             return self.shown if now - self.gathered < OLD * self.pause_s else []
@@ -68,19 +113,66 @@ class Gathering:
 
     def run(self) -> None:
         """Gather until nobody scrapes any more."""
-        # Not before vLLM has imported prometheus_client, which reads the environment then.
-        from . import families, state  # noqa: PLC0415
-
         while time.monotonic() - self.scraped < IDLE_S:
-            began = time.thread_time()
             try:
-                view, servers = self.gather()
-                self.shown = families.metrics(state.samples(view))
-                spent_s = time.thread_time() - began
-                self.pause_s = max(LOOK_S * max(servers, 1), spent_s / SHARE)
-                self.gathered = time.monotonic()
+                with self.lock:
+                    others = self.read()
+                if not others:
+                    self.look()
             except Exception as error:
                 self.reporter.report(error)
             if self.wait(self.pause_s):
                 break
         self.pid = 0
+
+    def look(self) -> None:
+        """Gather once, for this process and those that share its file."""
+        # Not before vLLM has imported prometheus_client, which reads the environment then.
+        from . import families, state  # noqa: PLC0415
+
+        began = time.thread_time()
+        view, servers = self.gather()
+        samples = list(state.samples(view))
+        shown = families.metrics(samples)
+        spent_s = time.thread_time() - began
+        self.pause_s = max(LOOK_S * max(servers, 1), spent_s / SHARE)
+        at = time.monotonic()
+        try:
+            if place := self.shared():
+                write(place, Told(os.getpid(), at, self.pause_s, samples))
+        finally:
+            self.shown, self.gathered = shown, at
+
+    def read(self) -> bool:
+        """Take what is in the shared file; whether another process has just gathered it."""
+        if (place := self.shared()) is None:
+            return False
+        now = time.monotonic()
+        try:
+            found = place.stat()
+            if self.told != (mark := (found.st_ino, found.st_mtime_ns)):
+                from . import families  # noqa: PLC0415 - as above
+
+                told = TOLD.decode(read_private(place, None, MOST_BYTES))
+                self.told, self.by = mark, told.pid
+                if self.gathered < told.at <= now:
+                    self.shown = families.metrics(families.Sample(*one) for one in told.samples)
+                    self.gathered, self.pause_s = told.at, told.pause_s
+        except FileNotFoundError:
+            return False
+        except Exception as error:
+            self.reporter.report(error)
+            return False
+        return self.by != os.getpid() and now - self.gathered < MISSED * self.pause_s
+
+
+def write(place: Path, told: Told) -> None:
+    """Replace the shared file; it need not survive a crash of the machine."""
+    descriptor, half = tempfile.mkstemp(dir=place.parent, prefix=f"{place.name}.")
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(told))
+        os.replace(half, place)
+    except BaseException:
+        Path(half).unlink(missing_ok=True)
+        raise
