@@ -277,6 +277,38 @@ def test_keys_patches_versions() -> None:
     assert SECRET not in str(found)
 
 
+def test_a_counter_does_not_go_down_where_one_of_several_api_servers_does_not_answer() -> None:
+    def patched(pid: int) -> ProcessPatches:
+        return ProcessPatches(
+            **API,
+            pid=pid,
+            vllm_version="1",
+            patches=[],
+            seconds=0.0,
+            cpu_s=9.0,
+            repairs={"cache": 2},
+        )
+
+    def cached(pid: int) -> ProcessCaches:
+        return ProcessCaches(**API, pid=pid, parent=1, caches=[lru("P0")])
+
+    processes = (state(API, 7), state(API, 8), state(API, 9, state="Z"))
+    both = View(
+        processes=processes, caches=(cached(7), cached(8)), patches=(patched(7), patched(8))
+    )
+    counters = {name for name in read(both) if name.endswith("_total")}
+    assert read(both)["mm_cache_queries_total"] == {"role=api node=one kind=mm-lru side=P0": 10}
+    assert read(both)["repairs_total"] == {"role=api node=one what=cache": 4}
+    for part in (
+        {"caches": both.caches[:1]},
+        {"patches": both.patches[:1]},
+        {"caches": both.caches[:1], "patches": both.patches[:1]},
+    ):
+        found = read(msgspec.structs.replace(both, **part))
+        assert counters & found.keys() == {"process_cpu_seconds_total"}
+        assert found["mm_cache_entries"]
+
+
 def test_a_gpu_shows_what_its_driver_tells() -> None:
     gpus = (Gpu(index=0, busy=1.0, memory_busy=0.0, watts=210.0, limit_watts=700.0), Gpu(index=1))
     found = read(View(gpus={"one": gpus}))

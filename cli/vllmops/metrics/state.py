@@ -14,7 +14,8 @@ from ..protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
-from ..protocol.place import Ranked
+from ..protocol.patches import ProcessPatches
+from ..protocol.place import Ranked, key
 from ..protocol.requests import ProcessRequests, State
 from ..protocol.server import Gpu
 from ..protocol.view import Certainty, StoreUse, View
@@ -35,17 +36,9 @@ def samples(view: View) -> Iterator[Sample]:
         yield Sample("stalled", float(view.stall == certainty), {"certainty": certainty})
     yield from of_processes(view)
     yield from of_requests(view.requests)
-    for process in view.caches:
-        yield from of_caches(process)
+    yield from of_agents(view)
     yield from of_drift(view.caches)
     yield from of_keys(view)
-    for patched in view.patches:
-        yield Sample("agent_problems", len(patched.problems), place(patched))
-        yield Sample("agent_cpu_seconds_total", patched.cpu_s, place(patched))
-        for what, count in patched.repairs.items():
-            yield Sample("repairs_total", count, {**place(patched), "what": what})
-        for verdict in patched.patches:
-            yield Sample("patch_processes", 1, {"patch": verdict.id, "state": verdict.state})
     if view.store:
         yield from of_store(view.store)
     for node, gpus in view.gpus.items():
@@ -87,6 +80,37 @@ def of_processes(view: View) -> Iterator[Sample]:
             yield Sample("event_loop_blocked_seconds", beat.loop_s, where)
         if beat.rendering_s is not None:
             yield Sample("rendering_seconds", beat.rendering_s, where)
+
+
+def of_agents(view: View) -> Iterator[Sample]:
+    """What agents tell of themselves and of caches.
+
+    Of several processes with the same labels a counter is only known if all have answered: without
+    one of them it would go down, which Prometheus takes for a restart.
+    """
+    told = set(map(key, view.caches)) & set(map(key, view.patches))
+    lacking = [
+        place(process)
+        for process in view.processes
+        if process.role in ASKED and process.state not in GONE and key(process) not in told
+    ]
+    answers: list[tuple[Ranked, Iterator[Sample]]] = [
+        *((process, of_caches(process)) for process in view.caches),
+        *((process, of_patches(process)) for process in view.patches),
+    ]
+    for process, found in answers:
+        partly = place(process) in lacking
+        yield from (one for one in found if not (partly and one.name.endswith("_total")))
+
+
+def of_patches(process: ProcessPatches) -> Iterator[Sample]:
+    where = place(process)
+    yield Sample("agent_problems", len(process.problems), where)
+    yield Sample("agent_cpu_seconds_total", process.cpu_s, where)
+    for what, count in process.repairs.items():
+        yield Sample("repairs_total", count, {**where, "what": what})
+    for verdict in process.patches:
+        yield Sample("patch_processes", 1, {"patch": verdict.id, "state": verdict.state})
 
 
 def of_requests(processes: Sequence[ProcessRequests]) -> Iterator[Sample]:
@@ -230,12 +254,12 @@ def of_keys(view: View) -> Iterator[Sample]:
         if process.loaded_at is not None:
             yield Sample("keys_loaded_timestamp_seconds", process.loaded_at, place(process))
         yield Sample("key_problems", float(bool(process.problem)), place(process))
-        for key in process.keys:
-            if key.kid not in newest:
+        for held in process.keys:
+            if held.kid not in newest:
                 continue
-            labels = {"kid": key.kid, "status": key.status}
+            labels = {"kid": held.kid, "status": held.status}
             yield Sample("key_processes", 1, labels)
-            if key.created_at is not None:
-                yield Sample("key_created_timestamp_seconds", key.created_at, labels)
-            if key.not_after is not None:
-                yield Sample("key_not_after_timestamp_seconds", key.not_after, labels)
+            if held.created_at is not None:
+                yield Sample("key_created_timestamp_seconds", held.created_at, labels)
+            if held.not_after is not None:
+                yield Sample("key_not_after_timestamp_seconds", held.not_after, labels)
