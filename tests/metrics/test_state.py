@@ -277,6 +277,12 @@ def test_keys_patches_versions() -> None:
     assert SECRET not in str(found)
 
 
+def test_a_process_that_could_load_no_keys_has_a_problem_with_them() -> None:
+    none, broken = ProcessKeys(**API, pid=7), ProcessKeys(**API, pid=8, problem="no JSON")
+    assert read(View(keys=(none, broken)))["key_problems"] == {"role=api node=one": 1}
+    assert "key_problems" not in read(View(keys=(none,)))
+
+
 def test_a_counter_does_not_go_down_where_one_of_several_api_servers_does_not_answer() -> None:
     def patched(pid: int) -> ProcessPatches:
         return ProcessPatches(

@@ -247,7 +247,7 @@ def of_gpus(node: str, gpus: Sequence[Gpu]) -> Iterator[Sample]:
 
 
 def of_keys(view: View) -> Iterator[Sample]:
-    holders = [process for process in view.keys if process.keys]
+    holders = [process for process in view.keys if process.keys or process.problem]
     kids = {key.kid: key.created_at or 0 for process in holders for key in process.keys}
     newest = set(sorted(kids, key=lambda kid: -kids[kid])[:MOST_KEYS])
     for process in holders:
