@@ -167,6 +167,15 @@ def test_a_cache_of_another_shape_is_told(child: Callable[..., Any]) -> None:
     process.run("holder._cache = SimpleNamespace()")
     (item,) = repair(process).caches
     assert "has an unknown shape" in item.left
+    assert process.run("from vllmops.agent import account; out = dict(account.repairs)") == "{}"
+    process = child()
+    process.run(GHOSTS.format(ghosts=2))
+    repair(process, dry_run=True)
+    repair(process)
+    assert (
+        process.run("from vllmops.agent import account; out = dict(account.repairs)")
+        == "{'cache': 1}"
+    )
 
 
 TWICE = """

@@ -99,7 +99,9 @@ def repair(request: RepairRequest) -> ProcessRepair:
             name=type(holder).__name__, side=side(holder), changes=faults.changes(), left=left
         )
         repaired.append(change)
-        if not request.dry_run:
+        if left is not None:
+            log.warning("vllmops: could not repair %s", change)
+        elif not request.dry_run:
             account.repairs["cache"] += 1
             log.warning("vllmops: repaired %s", change)
     return ProcessRepair(
