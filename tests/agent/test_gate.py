@@ -232,6 +232,36 @@ def test_who_holds_it_for_a_while_changes_nothing_for_others(gate: Gate) -> None
     assert gate.closed
 
 
+def test_what_is_cut_off_after_its_answer_is_in_flight_no_more(gate: Gate) -> None:
+    """As a request with background work, which the server has answered: it takes nothing else."""
+
+    class Done(App):
+        async def __call__(self, _: Any, __: Any, send: Any) -> None:
+            headers = [(b"content-type", b"text/event-stream")]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self.go.wait()
+
+    async def go() -> None:
+        app, complete = App(), False
+        app.inner = Done()
+
+        async def send(message: Any) -> None:
+            nonlocal complete
+            if complete:
+                raise RuntimeError("response already completed")
+            complete = message["type"] == "http.response.body"
+
+        asked = asyncio.ensure_future(app(scope(), None, send))
+        await asyncio.sleep(0.01)
+        assert gate.in_flight == 1
+        assert await asyncio.to_thread(gate.cut, 5.0)
+        await asked
+        assert gate.in_flight == 0
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("swallows", [False, True])
 def test_what_is_cut_off_gets_a_503_and_a_stream_an_error(gate: Gate, swallows: bool) -> None:
     """Also where the application takes the cancellation for an answer, as vLLM does."""

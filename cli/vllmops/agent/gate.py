@@ -207,9 +207,12 @@ def install(module: ModuleType) -> None:
             if not arrival.cut:
                 raise
         finally:
-            if arrival.cut:
-                await end(arrival, send)
-            gate.arrivals.discard(arrival)
+            try:
+                if arrival.cut:
+                    with suppress(Exception):  # its answer is complete: only work after it was cut
+                        await end(arrival, send)
+            finally:
+                gate.arrivals.discard(arrival)
 
     module.FastAPI.__call__ = __call__
     gate.installed = True
