@@ -71,6 +71,20 @@ def test_a_cache_that_another_thread_spins_in_is_read_in_time(spawn: Spawn) -> N
     assert [rule.code for rule, _ in alone(cache)] == ["mm-cache.ghost-keys"]
 
 
+def test_a_key_with_half_of_a_surrogate_pair_hides_no_cache(spawn: Spawn) -> None:
+    """A client names an image by any string that JSON can hold."""
+    child = spawn()
+    child.run(SPINNER.partition("cache._LRUCache__order")[0].replace("20_000", "2"))
+    child.run(r"cache['\ud800'] = 1; holder = LruKeyReplicatedReceiverCache(_cache=cache)")
+    child.run("objects.remember('mm-cache', holder)")
+    for keys in (False, True):
+        answer = reach(child.process).caches(keys=keys)
+        (cache,) = answer.caches
+        assert isinstance(cache, LruCache)
+        assert (cache.entries, cache.newest, len(cache.digest)) == (2, "?", 64)
+        assert not answer.problems
+
+
 def test_reading_at_once_is_never_torn() -> None:
     one: OrderedDict[str, int] = OrderedDict()
     other: dict[str, int] = {}

@@ -38,6 +38,18 @@ def test_a_beat_that_is_too_long_goes_without_the_oldest_request(tmp_path: Path)
     assert (shown.sequence, shown.unready, shown.oldest) == (7, "draining", "")
 
 
+def test_half_of_a_surrogate_pair_stops_no_heartbeat(tmp_path: Path) -> None:
+    """JSON can hold it, so a client's request can have it as its id."""
+
+    def odd(sequence: int, now: float) -> Beat:
+        return msgspec.structs.replace(beat(sequence, now), oldest="cmpl-\ud800-ü")
+
+    heart = Heart(tmp_path / "1.beat", odd)
+    heart.write(7)
+    shown = msgspec.json.decode(heart.path.read_bytes(), type=Beat)
+    assert (shown.sequence, shown.oldest) == (7, "cmpl-?-ü")
+
+
 def test_a_beat_is_never_cut(tmp_path: Path) -> None:
     def longer(sequence: int, now: float) -> Beat:
         unready = "x" * 2000 if sequence else ""

@@ -178,7 +178,7 @@ def side(holder: Any) -> str:
 def digest(order: list[str]) -> str:
     """Equal for two caches with the same keys in the same order."""
     # hashlib releases the GIL, and CPUs have instructions for this hash.
-    return hashlib.sha256("\n".join(order).encode()).hexdigest()
+    return hashlib.sha256("\n".join(order).encode(errors="surrogatepass")).hexdigest()
 
 
 def shm(holder: Any) -> ShmCache:

@@ -16,6 +16,7 @@ import msgspec
 
 from ..background import ErrorReporter
 from ..protocol.engine import BEAT_BYTES, BEAT_INTERVAL_S, Beat
+from ..protocol.socket import encoded
 from .log import log
 
 
@@ -51,9 +52,9 @@ class Heart:
         # An error must not end the thread: the next write may succeed.
         try:
             beat = self.beat(sequence, time.monotonic())
-            record = msgspec.json.encode(beat)
+            record = encoded(beat)
             if len(record) > BEAT_BYTES:
-                record = msgspec.json.encode(msgspec.structs.replace(beat, oldest=""))
+                record = encoded(msgspec.structs.replace(beat, oldest=""))
             if len(record) > BEAT_BYTES:
                 # Nobody could read a part of it.
                 raise ValueError(f"a record of {len(record)} bytes is too long")

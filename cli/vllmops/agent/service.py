@@ -31,7 +31,7 @@ from ..protocol.heal import HealRequest
 from ..protocol.repairs import RepairRequest
 from ..protocol.requests import Abort, Reveal
 from ..protocol.resets import ResetRequest
-from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
+from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES, encoded
 from . import (
     caches,
     compare,
@@ -115,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, content)
 
     def answer(self, status: int, content: Any) -> None:
-        body = msgspec.json.encode(content)
+        body = encoded(content)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
