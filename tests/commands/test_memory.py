@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
 from vllmops.host.roles import Role
 from vllmops.memory import plot
 from vllmops.memory import record as memory
+from vllmops.protocol.memory import MemorySample, ProcessMemory, RecordingHead
 
 from ..support.commands import Answer, answered, background
 from ..support.waiting import until
@@ -232,6 +234,19 @@ def test_without_matplotlib(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert answer.error["hint"] == "pip install 'vllmops-cli[plot]'"
 
 
+def sampled(*pids: list[int]) -> bytes:
+    """A recording with a sample of the processes of each list."""
+    head = RecordingHead(server="s", started_at=1.0)
+    samples = [
+        MemorySample(
+            taken_at=float(at),
+            processes=[ProcessMemory(role="api", pid=pid, rss_bytes=1) for pid in each],
+        )
+        for at, each in enumerate(pids)
+    ]
+    return b"".join(msgspec.json.encode(one) + b"\n" for one in (head, *samples))
+
+
 @pytest.mark.parametrize(
     ("content", "code"),
     [
@@ -244,6 +259,9 @@ def test_without_matplotlib(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> No
             b'{"kind":"memory","schema":1,"server":"s","started_at":1}\nx\n{}\n',
             "file.not-a-snapshot",
         ),
+        (sampled([1], [1, 2]), "file.not-a-snapshot"),
+        (sampled([1], [2]), "file.not-a-snapshot"),
+        (sampled([], []), "file.not-a-snapshot"),
     ],
 )
 def test_files_that_are_no_recording(
