@@ -59,11 +59,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("long")]
     # First what waits: or at the end, one process still waits, and the others have nothing to do.
     # Those of `live` have an order of their own.
-    items.sort(key=lambda item: not (LIVE in item.path.parents or waits(item)))
+    items.sort(key=turn)
 
 
-def waits(item: pytest.Item) -> bool:
-    return item.get_closest_marker("programs") is not None
+def turn(item: pytest.Item) -> int:
+    if item.nodeid.startswith(LIVE) or item.get_closest_marker("first"):
+        return 0
+    return 1 if item.get_closest_marker("programs") else 2
 
 
 def pytest_sessionstart() -> None:
@@ -76,7 +78,7 @@ def pytest_sessionfinish() -> None:
 
 
 START = detached.start
-LIVE = Path(__file__).with_name("live")
+LIVE = "tests/live/"
 STANDIN = Path(__file__).with_name("instances") / "standin.py"
 
 

@@ -253,6 +253,7 @@ def test_over_http_an_error_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not at(1, "admin.timeout").ready
 
 
+@pytest.mark.first
 def test_serve_has_a_watch_that_answers_from_the_start(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -266,14 +266,20 @@ def test_a_bundle_of_what_can_be_had(vllmops: Vllmops, fleet: Fleet, tmp_path: P
     assert vllmops("doctor", str(file), "--json").code == 0
 
 
+@pytest.mark.first
 def test_a_watch_follows_it(vllmops: Vllmops, own: Fleet, home: Path) -> None:
     watch = background(
-        *("watch", *own.words(), "--interval", "0.3", "--for", "50", "--json"),
-        env={"VLLMOPS_HOME": str(home)},
+        *("watch", *own.words(), "--interval", "0.3", "--json"), env={"VLLMOPS_HOME": str(home)}
     )
+    assert watch.stderr is not None
     time.sleep(3)
     own.child.kill()
-    out, err = watch.communicate(timeout=90)
+    try:
+        next(line for line in watch.stderr if "has ended" in line)
+        time.sleep(11)  # so long that it looks for a successor, and finds none
+    finally:
+        watch.send_signal(signal.SIGINT)
+        out, err = watch.communicate(timeout=90)
     assert "Traceback" not in err
     assert [event["event"] for event in json.loads(out)["data"]["events"]] == ["ended"], out + err
 
