@@ -36,9 +36,10 @@ SHOWN, STOCK = "all metrics", "stock's"
 
 def measure(setting: Setting) -> Iterator[Figure]:
     if setting.short:
+        # First, for it would wait for the pause of what the others' scrapes have begun.
+        yield requests(setting, setting.text)
         yield from compared(setting, Kind.TEXT, setting.text, setting.stock)
         yield gathering(setting, setting.text)
-        yield requests(setting, setting.text)
         return
     with pair(setting) as (ours, stock):
         yield from compared(setting, Kind.VISION, ours, stock)
