@@ -16,7 +16,7 @@ import msgspec
 
 from ..background import ErrorReporter
 from ..protocol.engine import BEAT_BYTES, BEAT_INTERVAL_S, Beat
-from ..protocol.socket import encoded
+from ..protocol.text import encoded
 from .log import log
 
 

@@ -31,7 +31,8 @@ from ..protocol.heal import HealRequest
 from ..protocol.repairs import RepairRequest
 from ..protocol.requests import Abort, Reveal
 from ..protocol.resets import ResetRequest
-from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES, encoded
+from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
+from ..protocol.text import encoded
 from . import (
     caches,
     compare,

@@ -26,7 +26,7 @@ from ..errors import VllmopsError
 from ..files import not_written as file_not_written
 from ..files import write_atomically
 from ..memory import record as memory
-from ..protocol import files
+from ..protocol import files, text
 from ..protocol.bundles import Index, Missing, Part
 from ..protocol.caches import CacheSnapshot
 from ..protocol.server import ServerSnapshot
@@ -177,7 +177,7 @@ def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
             content = messages.without_prompts(content)
         lines = map(msgspec.to_builtins, content)
         redacted = (redactor.walk(line, log=True) if redactor else line for line in lines)
-        return joined(chain(map(files.encoded, redacted), [b""]))
+        return joined(chain(map(text.encoded, redacted), [b""]))
     plain = msgspec.to_builtins(content)
     if redactor and name == "configuration.json":
         plain = configured(plain, redactor)
@@ -227,7 +227,7 @@ def configured(configuration: dict[str, Any], redactor: Redactor) -> dict[str, A
 
 
 def pretty(content: object) -> bytes:
-    return msgspec.json.format(files.encoded(content), indent=1) + b"\n"
+    return msgspec.json.format(text.encoded(content), indent=1) + b"\n"
 
 
 def load(path: Path) -> ServerSnapshot:

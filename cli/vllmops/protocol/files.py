@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from ..errors import VllmopsError
 from ..files import followed, not_written, read, through, write_atomically
+from .text import encoded
 
 T = TypeVar("T", bound=msgspec.Struct)
 E = TypeVar("E")
@@ -25,24 +26,6 @@ class SnapshotHead(msgspec.Struct, frozen=True):
 
     kind: str
     schema: int
-
-
-def encoded(content: object) -> bytes:
-    """JSON; in a path or a title, bytes that are not UTF-8 are escapes: JSON can't hold them."""
-    try:
-        return msgspec.json.encode(content)
-    except UnicodeEncodeError:
-        return msgspec.json.encode(_text_alone(msgspec.to_builtins(content)))
-
-
-def _text_alone(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode(errors="backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_text_alone(key): _text_alone(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_text_alone(item) for item in value]
-    return value
 
 
 def save(path: Path, snapshot: msgspec.Struct) -> None:
