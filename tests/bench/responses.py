@@ -49,7 +49,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         yield from read(setting, servers)
         yield from chained(setting, servers)
         yield from continued(setting, servers)
-        yield stored_bytes(servers["sqlite"], setting.home / "responses.db")
+        yield stored_bytes(servers["sqlite"], setting.home / "responses.db", long(setting))
 
 
 def started(setting: Setting, stack: contextlib.ExitStack) -> Iterator[tuple[str, Server]]:
@@ -112,10 +112,10 @@ def created(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]
 
 def read(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
     """GET of a response by its id."""
-    bursts = {}
+    bursts, each = {}, 4 if setting.short else 1
     for name, server in servers.items():
-        kept = [answer["id"] for _, answer in chain(server, BURST, stored_apart=True)]
-        bursts[name] = [server.request(f"{PATH}/{item}") for item in kept]
+        kept = [answer["id"] for _, answer in chain(server, BURST // each, stored_apart=True)]
+        bursts[name] = [server.request(f"{PATH}/{item}") for item in kept] * each
     times = taken(servers, bursts, 3 if setting.short else 200)
     for name in times:
         if name not in {STOCK, GATEWAY}:
@@ -143,7 +143,7 @@ def chained(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]
 
 def continued(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figure]:
     """The turn after a long conversation, again and again."""
-    bursts, turns = {}, LONG // 4 if setting.short else LONG
+    bursts, turns = {}, long(setting)
     for name, server in servers.items():
         before = {"previous_response_id": chain(server, turns - 1)[-1][1]["id"]}
         bursts[name] = [server.request(PATH, {**TURN, **before})] * 4
@@ -153,9 +153,14 @@ def continued(setting: Setting, servers: Mapping[str, Server]) -> Iterator[Figur
             yield compared(setting, f"turn {turns} of a conversation", name, times, STOCK, 1.1)
 
 
-def stored_bytes(server: Server, file: Path) -> Figure:
+def long(setting: Setting) -> int:
+    """How many turns a long conversation has."""
+    return LONG // 4 if setting.short else LONG
+
+
+def stored_bytes(server: Server, file: Path, turns: int) -> Figure:
     """What a long conversation takes in the store, against its items."""
-    answers = [answer for _, answer in chain(server, LONG)]
+    answers = [answer for _, answer in chain(server, turns)]
     items = sum(len(compact([ITEM])) + len(compact(item["output"])) for item in answers)
     with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
         marks = ", ".join("?" * len(answers))
@@ -166,7 +171,7 @@ def stored_bytes(server: Server, file: Path) -> Figure:
             f"SELECT sum(length(body) + length(input)) FROM {table} WHERE id IN ({marks})",
             [item["id"] for item in answers],
         ).fetchone()
-    name = f"bytes of a conversation of {LONG} turns, sqlite"
+    name = f"bytes of a conversation of {turns} turns, sqlite"
     return Figure(name, "bytes", total, "its items", items, Limit(1.3), len(answers))
 
 
