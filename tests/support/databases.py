@@ -71,20 +71,22 @@ class Server:
     def answers(self) -> bool:
         raise NotImplementedError
 
-    def signal(self, number: int) -> None:
-        """To the server and all its children, at once."""
-        if self.process and self.process.is_running():
-            tree = [self.process, *self.process.children(recursive=True)]
-            for item in tree:
-                with suppress(psutil.NoSuchProcess):
-                    item.send_signal(number)
+    def signal(self, number: int) -> list[psutil.Process]:
+        """To the server and all its children, at once; returns them."""
+        if not (self.process and self.process.is_running()):
+            return []
+        tree = [self.process, *self.process.children(recursive=True)]
+        for item in tree:
+            with suppress(psutil.NoSuchProcess):
+                item.send_signal(number)
+        return tree
 
     def kill(self) -> None:
         """As kill -9 does, of every process of it."""
-        if self.process:
-            self.signal(signal.SIGKILL)
-            if isinstance(self.process, psutil.Popen):  # else somebody else has to collect it
-                self.process.wait(10)
+        tree = self.signal(signal.SIGKILL)
+        if isinstance(self.process, psutil.Popen):  # else somebody else has to collect it
+            # A child that is not gone has PostgreSQL's shared memory, and no other one can start.
+            psutil.wait_procs(tree, 10)
 
 
 class PostgresServer(Server):
