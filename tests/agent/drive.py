@@ -429,18 +429,21 @@ def responses() -> None:
     ]
     serving = object.__new__(cls)
     serving.store, serving.ring, serving.request_logger = cls.open_store(), lambda: None, None
-    serving.runs = {}
     serving.models = SimpleNamespace(
         lora_requests={}, is_base_model=lambda _: True, model_name=lambda _: "m"
     )
     serving._is_model_supported = lambda _: True
     from vllmops.agent.adapters.responses import RENDERERS, ResponsesRequest, renderer
     from vllmops.agent.responses import parsing
-    from vllmops.agent.responses import serving as ours
+    from vllmops.agent.responses import turn as ours
+    from vllmops.agent.responses.background import Runs
     from vllmops.agent.responses.conversations import ConversationTurns
     from vllmops.agent.responses.history import History
+    from vllmops.agent.responses.stored import Stored
 
     serving.conversations = ConversationTurns(serving.store)
+    serving.runs = Runs(serving)
+    serving.stored = Stored(serving.store, serving.conversations, serving.runs.stop)
     serving.history = History(parsing.parsed, harmony=False)
     assert RENDERERS
     for name in RENDERERS:
@@ -514,12 +517,12 @@ async def turns(serving: Any, request_type: Any, ours: Any) -> None:
         return body
 
     turn = await serving.turn(given, SimpleNamespace(app=app, headers={}, body=read))
-    token = ours._turn.set(turn)
+    token = ours.current.set(turn)
     assert await serving._check_model(given) is None
-    ours._turn.reset(token)
+    ours.current.reset(token)
     kinds = [item["type"] if isinstance(item, dict) else item.type for item in given.input]
     assert kinds == ["message", "message", "function_call", "function_call_output"], kinds
-    assert ours._turn.get() is None
+    assert ours.current.get() is None
 
 
 async def filled(serving: Any) -> None:
@@ -531,7 +534,7 @@ async def filled(serving: Any) -> None:
 
     from vllmops.agent.adapters import responses as adapter
     from vllmops.agent.responses import fields, parameters, wire
-    from vllmops.agent.responses import serving as ours
+    from vllmops.agent.responses import turn as ours
 
     protocol = importlib.import_module(adapter.ResponsesResponse.__module__)
     request = protocol.ResponsesRequest.model_validate(
@@ -608,7 +611,7 @@ async def filled(serving: Any) -> None:
             openresponses_types.ResponseResource.model_validate(event["response"])
             typed.validate_python(event)
             assert event["response"]["safety_identifier"] == "s"
-        stored = json.loads(await serving.retrieve("", request.request_id))
+        stored = json.loads(await serving.stored.retrieve("", request.request_id))
         assert stored == event["response"]
         assert (stored["completed_at"] is not None) is (status == "completed")
         Official.model_validate(stored)

@@ -62,13 +62,14 @@ def ours(url: str, keys: list[str]) -> FastAPI:
     from vllmops.agent.responses import conversation_routes, routes
     from vllmops.agent.responses.conversations import ConversationTurns
     from vllmops.agent.responses.serving import StoredResponses
+    from vllmops.agent.responses.stored import Stored
     from vllmops.store import opening
     from vllmops.store.store import ResponseStore
 
     serving = StoredResponses.__new__(StoredResponses)
     serving.store = ResponseStore(opening.backend(url))
-    serving.runs = {}
     serving.conversations = ConversationTurns(serving.store)
+    serving.stored = Stored(serving.store, serving.conversations, serving.store.tell)
     assert conversation_routes  # which adds to the others
 
     @asynccontextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import msgspec
@@ -158,7 +158,7 @@ def padding(delta: str) -> str:
     return secrets.token_hex(STEP)[: STEP - len(delta.encode()) % STEP]
 
 
-async def obfuscated(events: AsyncIterator[Frame], *, wanted: bool) -> AsyncIterator[Frame]:
+async def obfuscated(events: AsyncIterator[Frame], *, wanted: bool) -> AsyncGenerator[Frame, None]:
     """Stored events with padding, or without."""
     async for frame in events:
         if not frame.type.endswith(".delta"):

@@ -155,7 +155,7 @@ async def lifespan(router: APIRouter, app: FastAPI) -> AsyncIterator[None]:
     if getattr(app.state.args, "otlp_traces_endpoint", None):
         tracing.begin(serving.store.backend)
     await serving.store.open()
-    await serving.take_up()
+    await serving.runs.take_up()
     try:
         yield
     finally:
@@ -247,12 +247,12 @@ async def retrieve_responses(
         include = [*asked.getlist("include"), *asked.getlist("include[]")]
     if stream:
         if include:
-            await handler.retrieve(who, response_id, include)
-        events = await handler.resume(
+            await handler.stored.retrieve(who, response_id, include)
+        events = await handler.stored.resume(
             who, response_id, starting_after, obfuscate=include_obfuscation
         )
         return streaming(events)
-    return json(await handler.retrieve(who, response_id, include))
+    return json(await handler.stored.retrieve(who, response_id, include))
 
 
 @router.post("/v1/responses", dependencies=[Depends(validate_json_request)], responses=STREAM)
@@ -342,7 +342,7 @@ async def list_responses(
         model=model,
         status=status,
     )
-    return json(await serving(raw_request).page(owner(raw_request), query))
+    return json(await serving(raw_request).stored.page(owner(raw_request), query))
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -350,7 +350,7 @@ async def list_responses(
 @answered
 async def delete_responses(response_id: str, raw_request: Request) -> Response:
     """Delete a response."""
-    return json(await serving(raw_request).delete(owner(raw_request), response_id))
+    return json(await serving(raw_request).stored.delete(owner(raw_request), response_id))
 
 
 @router.post("/v1/responses/{response_id}/cancel")
@@ -358,7 +358,7 @@ async def delete_responses(response_id: str, raw_request: Request) -> Response:
 @answered
 async def cancel_responses(response_id: str, raw_request: Request) -> Response:
     """Cancel a response in the background."""
-    return json(await serving(raw_request).cancel(owner(raw_request), response_id))
+    return json(await serving(raw_request).stored.cancel(owner(raw_request), response_id))
 
 
 @router.get("/v1/responses/{response_id}/input_items")
@@ -372,7 +372,7 @@ async def list_input_items(
     order: Order = "desc",
 ) -> Response:
     """List what a response's turn added to its conversation."""
-    body = await serving(raw_request).input_items(
+    body = await serving(raw_request).stored.input_items(
         owner(raw_request), response_id, after=after, limit=limit, descending=order == "desc"
     )
     return json(body)

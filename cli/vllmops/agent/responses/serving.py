@@ -6,25 +6,19 @@ comes from the store. A client gets a response only after the store has it.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
-import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Awaitable,
     Callable,
-    Collection,
     Iterator,
 )
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from fastapi import Request
 from msgspec.structs import replace
 from openai.types.responses import (
@@ -38,12 +32,10 @@ from ...keys.ring import Ring
 from ...store.backend import (
     EVERYBODY,
     ConversationBroken,
-    Query,
     Response,
     StoreUnavailable,
     owner_of,
 )
-from ...store.conversation_store import Held
 from ...store.ids import valid
 from ...store.settings import Carriers, Format, Sockets
 from ...store.store import ResponseStore, document
@@ -57,110 +49,28 @@ from . import (
     compaction,
     fields,
     parameters,
-    rerun,
     sealing,
     tokens,
     truncation,
     websocket,
     wire,
 )
+from .background import Runs
 from .carried import Brought, Item
 from .conversations import ConversationTurns, named, named_in
 from .fields import dump
 from .history import History, legible
 from .parsing import messages, parsed
+from .stored import Stored
+from .turn import Turn, current, hides, working
 from .wire import Frame, Refused
-from .writer import Writer, patiently
+from .writer import Writer
 
 FAILED = "The generation failed."
-STOPPED = "The server that ran this response was stopped."
 # In a copy of a request whose input has the turns before it already, and is counted as it is.
 ALONE = {"previous_response_id": None, "truncation": "disabled"}
 # The parameters that vLLM may not know.
 KNOWN = parameters.PARAMETERS.keys() | {carried.PREVIOUS}
-
-
-class Turn:
-    """A request in flight.
-
-    Args:
-        request: vLLM's ResponsesRequest.
-        owner: whose it is.
-        items: what it adds to the conversation, a JSON array.
-        history: the turns before it, as the store keeps them, oldest first; None if the
-            request names no previous response.
-        hidden: whether some of the items have encrypted content.
-        brought: the carrier in the request.
-        sealed: whether the answer gets a carrier.
-        compacts: whether its conversation may be compacted.
-    """
-
-    def __init__(
-        self,
-        request: Any,
-        owner: str,
-        items: bytes,
-        *,
-        history: list[Response] | None = None,
-        hidden: bool = False,
-        brought: Brought | None = None,
-        sealed: bool = False,
-        compacts: bool = False,
-    ) -> None:
-        self.request = request
-        self.owner = owner
-        self.items = items
-        self.history = history
-        self.hidden = hidden
-        self.brought = brought
-        self.sealed = sealed
-        self.compacts = compacts
-        # From how many tokens on the conversation is compacted, None if it never is.
-        self.threshold: int | None = None
-        # The item that the answer begins with where it was.
-        self.compaction: Any = None
-        # All items so far, and their size in bytes, for the answer's carrier and for a compaction.
-        self.conversation: list[Item] = []
-        self.size = 0
-        self.began = time.time()
-        # The response that vLLM wrote into its dict last.
-        self.latest: Any = None
-        # The hold of the conversation that it is made with.
-        self.held: Held | None = None
-        # Whether what answers goes on after the request: a stream, or a run in the background.
-        self.goes_on = False
-        # What the number of a background stream's first event is.
-        self.first = 0
-        # Set once a background run is in the store.
-        self.accepted: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-
-    @property
-    def rehydrates(self) -> bool:
-        """Whether the request's input is more than, or other than, its own items."""
-        history = self.history or self.held
-        return bool(history or self.hidden or self.brought or self.sealed or self.compacts)
-
-    def stored(self, response: Any, body: bytes) -> Response:
-        """A response as the store keeps it.
-
-        Args:
-            response: vLLM's.
-            body: the same as JSON.
-        """
-        return Response(
-            id=response.id,
-            owner=self.owner,
-            model=response.model,
-            status=response.status,
-            created_at=self.began,
-            previous_id=response.previous_response_id,
-            body=body,
-            input=self.items,
-        )
-
-
-# The turn that a task of vLLM's works on; tasks that it starts inherit it.
-_turn: ContextVar[Turn | None] = ContextVar("vllmops.agent.responses.turn", default=None)
 
 
 class Nothing(dict[str, Any]):
@@ -175,13 +85,13 @@ class Previous(Nothing):
 
     def get(self, key: str, default: Any = None) -> Any:
         """The history of the current turn; the default for any other key."""
-        turn = _turn.get()
+        turn = current.get()
         if turn and turn.history is not None and key == turn.request.previous_response_id:
             return turn.history
         return default
 
     def __setitem__(self, key: str, value: Any) -> None:
-        if turn := _turn.get():
+        if turn := current.get():
             turn.latest = value
 
 
@@ -202,35 +112,20 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         self.response_store = Previous()
         self.msg_store = Nothing()
         self.event_store = Nothing()
-        self.runs: dict[str, tuple[Response, asyncio.Task[None]]] = {}
-        self.reruns: set[asyncio.Task[None]] = set()
         self.history = History(parsed, harmony=self.use_harmony)
         self.counts = False
         if renderer := adapter.renderer(self):
             renderer.preprocess_chat = tokens.unsent(renderer.preprocess_chat)
             self.counts = True
         self.conversations = ConversationTurns(self.store)
-        self.ending = False
+        self.runs = Runs(self)
+        self.stored = Stored(self.store, self.conversations, self.runs.stop)
 
     async def close(self) -> None:
         """End what runs, and close the store."""
         gate.ending = None  # it would keep vLLM's engine client until the interpreter has ended
-        await self.end_runs()
+        await self.runs.end()
         await self.store.close()
-
-    async def end_runs(self) -> None:
-        """Mark the responses that still run as failed, unless the next start runs them again.
-
-        Before vLLM aborts them, after which they would count as completed.
-        """
-        self.ending = True
-        runs = list(self.runs.values())
-        for run, task in runs:
-            task.cancel()
-            if not (gate.rerun and rerun.asked(run)[0]):
-                with suppress(StoreUnavailable):
-                    await self.store.put(replace(run, status="failed", error=STOPPED))
-                    await self.conversations.release_run(run)
 
     # Making a response
 
@@ -281,8 +176,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if isinstance(answer, ErrorResponse):
             return answer
         if turn and request.background:
-            run = await self.accept(turn, self.store.create, await raw_request.body())
-            return self.follow(run.owner, run.id) if request.stream else document(run)
+            run = await self.runs.accept(turn, self.store.create, await raw_request.body())
+            return self.stored.follow(run.owner, run.id) if request.stream else document(run)
         if not isinstance(answer, ResponsesResponse):
             if turn:
                 turn.goes_on = True
@@ -571,7 +466,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
     def responses_stream_generator(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         """VLLM's events, in every version with the same ids from the first to the last."""
         events = adapter.agreeing(super().responses_stream_generator(*args, **options))
-        turn = _turn.get()
+        turn = current.get()
         if turn and turn.compaction:
             return compaction.announced(events, turn.compaction)
         return events
@@ -579,7 +474,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
     async def responses_full_generator(self, *args: Any, **options: Any) -> Any:
         """VLLM's answer, after the item of a compaction."""
         answer = await super().responses_full_generator(*args, **options)
-        turn = _turn.get()
+        turn = current.get()
         if turn and turn.compaction and isinstance(answer, ResponsesResponse):
             answer.output.insert(0, turn.compaction)
         return answer
@@ -589,7 +484,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         error = await super()._check_model(request, *args, **options)
         if error is None:
             with rendering():
-                if (turn := _turn.get()) and turn.rehydrates:
+                if (turn := current.get()) and turn.rehydrates:
                     with tracing.span("rehydrate", {"turns": len(turn.history or ())}) as add:
                         await self.resolve(turn)
                         add(tracing.size(turn.history))
@@ -760,101 +655,18 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         message: str = self.create_error_response(cause).error.message
         return message or FAILED
 
-    # Background runs
-
-    async def accept(
-        self, turn: Turn, keep: Callable[[Response], Awaitable[bool]], asked: bytes | None = None
-    ) -> Response:
-        """Store a run that vLLM has started; the run continues only after that.
-
-        Args:
-            turn: its turn.
-            keep: stores it; False where its id is taken, or it is gone.
-            asked: its request as JSON; None where it is not to run again.
-
-        Returns:
-            The run as it is stored.
-
-        Raises:
-            Refused: its id is taken, or it is gone.
-            StoreUnavailable: the store is down.
-        """
-        queued = turn.latest
-        task: asyncio.Task[None] = self.background_tasks.pop(queued.id)
-        try:
-            body = dump(named_in(fields.fill(queued, turn.request), turn))
-            run = turn.stored(queued, body if asked is None else rerun.kept(body, asked))
-            if not await keep(run):
-                raise wire.taken(run.id)
-        except BaseException:
-            task.cancel()
-            raise
-        turn.goes_on = True
-        self.runs[run.id] = run, task
-        self.store.attend(run, task.cancel)
-        turn.accepted.set_result(run)
-        return run
-
-    async def take_up(self) -> None:
-        """Put back into the queue what ran when the start before this one ended, and run it."""
-        loop = asyncio.get_running_loop()
-        gate.ending = lambda: asyncio.run_coroutine_threadsafe(self.end_runs(), loop)
-        try:
-            async for run, request in rerun.taken_up(self.store):
-                self.store.attend(run, lambda: None)
-                task = asyncio.create_task(self.again(run, request), name=f"again_{run.id}")
-                self.reruns.add(task)
-                task.add_done_callback(self.reruns.discard)
-        except Exception as error:
-            log.exception("vllmops: background responses are not run again: %r", error)
-
-    async def again(self, run: Response, asked: dict[str, Any]) -> None:
-        """Run a response again; its stream goes on with the next number."""
-        turn = None
-        try:
-            asked |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
-            request = adapter.ResponsesRequest.model_validate(asked)
-            hidden = not isinstance(request.input, str) and any(map(hides, request.input))
-            turn = Turn(
-                request,
-                run.owner,
-                run.input,
-                history=await self.earlier(run.owner, request.previous_response_id),
-                hidden=hidden,
-                brought=carried.brought(wire.ITEMS.decode(run.input), None) if hidden else None,
-                compacts=(threshold := self.threshold(request)) is not None,
-            )
-            turn.threshold = threshold
-            turn.began = run.created_at
-            if conversation := named(request):
-                await self.conversations.begin(turn, conversation)
-            if request.stream and (log_ := await self.store.log(run.owner, run.id, -1)):
-                turn.first = log_.chunks[-1].last + 1 if log_.chunks else 0
-            _turn.set(turn)
-            answer = await self.create_responses(request, None)
-            if isinstance(answer, ErrorResponse):
-                raise Refused(answer.error.code, answer.error.message)
-            await self.accept(turn, self.store.put)
-            log.warning("vllmops: %s runs again: it ran when the server was restarted", run.id)
-        except Exception as error:
-            log.exception("vllmops: %s is not run again: %r", run.id, error)
-            why = error.message if isinstance(error, Refused) else self.why(error)
-            await self.store_end(turn, replace(run, status="failed", error=why))
-            await self.conversations.release(turn)
-            self.store.leave(run)
-
     async def _run_background_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         async def work(run: Response) -> Response:
             answer = await self.responses_full_generator(request, *args, **kwargs)
             if isinstance(answer, ErrorResponse):
                 return replace(run, status="failed", error=answer.error.message)
-            body = dump(named_in(fields.fill(answer, request), _turn.get()))
+            body = dump(named_in(fields.fill(answer, request), current.get()))
             return replace(run, status=answer.status, body=body)
 
-        await self.carry_out(work)
+        await self.runs.carry_out(work)
 
     async def _run_background_request_stream(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        turn = _turn.get()
+        turn = current.get()
         first = turn.first if turn else 0
 
         async def work(run: Response) -> Response:
@@ -871,215 +683,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                     writer.add(event.sequence_number, dump(event))
             return replace(run, status="failed", error=FAILED)
 
-        await self.carry_out(work)
-
-    async def carry_out(self, work: Callable[[Response], Awaitable[Response]]) -> None:
-        """Do a run's work after the store has the run, and store its result."""
-        turn = _turn.get()
-        assert turn
-        run = await turn.accepted
-        try:
-            if not await self.begin(run):
-                return
-            try:
-                ended = await work(run)
-            except Exception as error:
-                log.exception("vllmops: %s failed: %r", run.id, error)
-                ended = replace(run, status="failed", error=self.why(error))
-            if ended.status == "failed" and not self.engine_client.errored:
-                ended = replace(ended, body=document(run))  # it would fail again
-            # vLLM turns a cancellation into an answer.
-            if not (task := asyncio.current_task()) or not task.cancelling():
-                await self.store_end(turn, ended)
-        finally:
-            if not self.ending:  # else who runs it again takes over the conversation
-                await self.conversations.release(turn)
-            self.store.leave(run)
-            self.runs.pop(run.id, None)
-
-    async def store_end(self, turn: Turn | None, ended: Response) -> None:
-        """Store the result of a run, and add its turn to the conversation that it holds.
-
-        Logs errors, because vLLM ignores what this task raises.
-        """
-        put: Callable[[], Awaitable[bool]] = partial(self.store.put, ended)
-        if turn and turn.held and ended.status in wire.ANSWERED:
-            put = partial(self.conversations.finish, turn, ended, ended.body, new=False)
-        else:
-            await self.conversations.release(turn)  # first: who sees that it failed goes on
-        try:
-            try:
-                await patiently(put)
-            except Refused as error:  # another request has changed the conversation
-                failed = replace(ended, status="failed", error=error.message)
-                await patiently(partial(self.store.put, failed))
-        except Exception as error:
-            log.exception(
-                "vllmops: the result of %s is not stored, and clients see it as failed: %r",
-                ended.id,
-                error,
-            )
-
-    async def begin(self, run: Response) -> bool:
-        """Mark a run as in progress; False where it was stopped before."""
-        try:
-            swap = await self.store.set_status(
-                run.owner, run.id, "in_progress", allowed=frozenset({"queued"})
-            )
-        except StoreUnavailable:
-            return True
-        return swap.changed
-
-    # Stored responses
-
-    async def retrieve(self, who: str, response_id: str, include: Collection[str] = ()) -> bytes:
-        """A response as it is now.
-
-        Args:
-            who: asks.
-            response_id: of the response.
-            include: what else its items are to have.
-
-        Raises:
-            Refused: there is none, or it was made without what is to be included.
-            StoreUnavailable: the store is down.
-        """
-        response = await self.store.get(who, response_id)
-        if response is None:
-            raise wire.not_found(response_id)
-        if include:
-            wire.check_included(response, include)
-        return document(response)
-
-    async def resume(
-        self,
-        who: str,
-        response_id: str,
-        starting_after: int | None,
-        *,
-        obfuscate: bool | None = None,
-    ) -> AsyncIterator[Frame]:
-        """A background stream after a sequence number, or from its beginning.
-
-        Args:
-            who: asks.
-            response_id: of the response.
-            starting_after: the sequence number of the last event that is known.
-            obfuscate: whether events are to be of like sizes; None: as when it was made.
-
-        Raises:
-            Refused: there is no such response, it was not a background stream, its events are
-                gone, or it has ended before that number.
-            StoreUnavailable: the store is down.
-        """
-        after = -1 if starting_after is None else starting_after
-        kept = await self.store.log(who, response_id, after - 2)
-        if kept is None:
-            raise wire.not_found(response_id)
-        if not kept.chunks:
-            complete = await self.store.log(who, response_id, -1)
-            if not (complete and complete.chunks):
-                message = "was not created with background and stream, or its events are gone"
-                raise Refused(400, f"Response '{response_id}' {message}.", "stream")
-        if not kept.running and after > (end := kept.chunks[-1].last if kept.chunks else -1):
-            if after == end + 1:
-                return wire.no_events()
-            # Of a run that was lost or cancelled, events that somebody has seen may be lost, too.
-            ended = await self.store.get(who, response_id)
-            if ended and ended.status in {"completed", "incomplete"}:
-                message = f"starting_after is {after}, and no such event has been sent"
-                raise Refused(400, message, "starting_after")
-        events = self.follow(who, response_id, after)
-        return events if obfuscate is None else fields.obfuscated(events, wanted=obfuscate)
-
-    async def follow(self, who: str, response_id: str, after: int = -1) -> AsyncIterator[Frame]:
-        """The events of a background stream as they arrive, and the final event."""
-        try:
-            async for events in self.store.follow(who, response_id, after):
-                for data in events.events:
-                    yield Frame(wire.KIND.decode(data).type, data)
-                after = events.first + len(events.events) - 1
-            ended = await patiently(partial(self.store.get, who, response_id))
-        except StoreUnavailable as error:
-            yield wire.error_event(after + 1, error.message)
-            return
-        if ended is None or ended.running:
-            yield wire.error_event(after + 1, f"Response with id '{response_id}' was deleted.")
-        else:
-            yield wire.terminal(ended.status, after + 1, document(ended))
-
-    async def cancel(self, who: str, response_id: str) -> bytes:
-        """Cancel a run, in whatever process it runs; a second call does no harm.
-
-        Raises:
-            Refused: there is none, or it has finished.
-            StoreUnavailable: the store is down.
-        """
-        swap = await self.store.set_status(who, response_id, "cancelled")
-        if swap.now is None:
-            raise wire.not_found(response_id)
-        if swap.changed:
-            self.stop(response_id)
-            await self.conversations.release_run(swap.now)
-        elif swap.now.status != "cancelled":
-            if not wire.in_background(swap.now):
-                raise Refused(400, "Cannot cancel a synchronous response.", "response_id")
-            message = f"Cannot cancel a response that is {swap.now.status}."
-            raise Refused(400, message, "response_id")
-        return document(swap.now)
-
-    async def delete(self, who: str, response_id: str) -> bytes:
-        """Delete a response, and stop it if it still runs.
-
-        Raises:
-            Refused: there is none.
-            StoreUnavailable: the store is down.
-        """
-        if not await self.store.delete(who, response_id):
-            raise wire.not_found(response_id)
-        self.stop(response_id)
-        return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
-
-    def stop(self, response_id: str) -> None:
-        """End a run at once in this process; another process notices it within a heartbeat."""
-        if held := self.runs.get(response_id):
-            held[1].cancel()
-        self.store.tell(response_id)
-
-    async def page(self, who: str, query: Query) -> bytes:
-        """A page of the list of responses.
-
-        Raises:
-            CursorUnknown: ``after`` or ``before`` is not the id of a response.
-            StoreUnavailable: the store is down.
-        """
-        page = await self.store.page(who, query)
-        ids = [response.id for response in page.responses]
-        return wire.listed(list(map(document, page.responses)), ids, more=page.more)
-
-    async def input_items(
-        self, who: str, response_id: str, *, after: str | None, limit: int, descending: bool
-    ) -> bytes:
-        """A page of the items that a turn added to its conversation.
-
-        Raises:
-            Refused: there is no such response, or no such item.
-            StoreUnavailable: the store is down.
-        """
-        response = await self.store.get(who, response_id)
-        if response is None:
-            raise wire.not_found(response_id)
-        return wire.items(response, after=after, limit=limit, descending=descending)
-
-
-@contextmanager
-def working(turn: Turn | None) -> Iterator[None]:
-    """VLLM works on a turn."""
-    token = _turn.set(turn)
-    try:
-        yield
-    finally:
-        _turn.reset(token)
+        await self.runs.carry_out(work)
 
 
 @contextmanager
@@ -1141,13 +745,6 @@ def as_parsed(given: Any, items: list[Item], added: list[tuple[int, Item]]) -> l
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     return [given[n] if item is items[n] else parsed([item])[0] for n, item in added]
-
-
-def hides(item: Any) -> bool:
-    """Whether an item, as vLLM reads it, has encrypted content, or should have."""
-    if isinstance(item, dict):
-        return item.get("type") == carried.COMPACTION or bool(carried.encrypted(item))
-    return bool(getattr(item, "encrypted_content", None))
 
 
 def check_one(

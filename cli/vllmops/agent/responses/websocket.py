@@ -27,6 +27,7 @@ from .. import objects
 from ..gate import RESPONSES, counted, gate
 from ..log import log
 from . import fields, wire
+from .stored import Stored
 from .wire import Frame, Refused
 
 # A client that takes no event for this time is cut off, and its requests end.
@@ -245,6 +246,7 @@ class Connection:
     ) -> None:
         self.socket = socket
         self.handler = handler
+        self.stored: Stored = handler.stored
         self.owner = owner
         self.create = create
         self.limits = limits
@@ -495,7 +497,7 @@ class Connection:
             Refused: there is no such response, or no such number.
             StoreUnavailable: the store is down.
         """
-        async with aclosing(await self.handler.resume(self.owner, response_id, after)) as frames:
+        async with aclosing(await self.stored.resume(self.owner, response_id, after)) as frames:
             async for frame in frames:
                 yield frame
 
@@ -514,7 +516,7 @@ class Connection:
             runs = [run for run in self.runs if run.id == response_id]
         for run in runs:
             if run.background and run.id:
-                await self.handler.cancel(self.owner, run.id)  # its last event follows
+                await self.stored.cancel(self.owner, run.id)  # its last event follows
             elif run.task and not run.cancelled:
                 run.cancelled = True
                 run.task.cancel()
@@ -522,7 +524,7 @@ class Connection:
             return
         if response_id is None:
             raise Refused(404, "No response runs on this stream.", "stream_id")
-        body = await self.handler.cancel(self.owner, response_id)
+        body = await self.stored.cancel(self.owner, response_id)
         await self.send(event.stream_id, wire.terminal("cancelled", 0, body))
 
     async def refuse_steer(self, event: dict[str, Any]) -> None:

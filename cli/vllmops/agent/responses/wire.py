@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -270,7 +270,7 @@ def taken(response_id: str) -> Refused:
     return Refused(409, f"There is a response with id '{response_id}' already.", "request_id")
 
 
-async def no_events() -> AsyncIterator[Frame]:
+async def no_events() -> AsyncGenerator[Frame, None]:
     """An empty stream."""
     if False:
         yield

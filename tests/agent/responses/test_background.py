@@ -1,4 +1,4 @@
-"""vLLM's serving class with a store, without vLLM."""
+"""Background runs, without vLLM."""
 
 from __future__ import annotations
 
@@ -10,26 +10,25 @@ import asyncio, sys
 from types import SimpleNamespace
 from tests.store.served import Vllm
 sys.meta_path.insert(0, Vllm())
-from vllmops.agent.responses import serving
-from vllmops.agent.responses.serving import StoredResponses, Turn
+from vllmops.agent.responses import background
+from vllmops.agent.responses.turn import Turn
 
 def fail(_):
     raise ValueError("it can't be stored")
 
 async def main():
-    made = StoredResponses.__new__(StoredResponses)
     turn = Turn(SimpleNamespace(), "", b"[]")
     turn.latest = SimpleNamespace(id="resp_1")
-    serving.fields.fill = serving.named_in = lambda response, _: response
-    serving.dump = fail
+    background.fields.fill = background.named_in = lambda response, _: response
+    background.dump = fail
     task = asyncio.ensure_future(turn.accepted)
-    made.background_tasks = {"resp_1": task}
+    handler = SimpleNamespace(store=None, conversations=None, background_tasks={"resp_1": task})
     try:
-        await made.accept(turn, None)
+        await background.Runs(handler).accept(turn, None)
     except ValueError as error:
         print(error)
     await asyncio.wait([task], timeout=5)
-    print(task.cancelled(), made.background_tasks)
+    print(task.cancelled(), handler.background_tasks)
 
 asyncio.run(main())
 """

@@ -1,0 +1,200 @@
+"""Background responses: they are stored before they run, and run again after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...store.backend import Response, StoreUnavailable
+from ...store.store import ResponseStore, document
+from ..adapters import responses as adapter
+from ..adapters.responses import ErrorResponse
+from ..gate import gate
+from ..log import log
+from . import carried, fields, rerun, wire
+from .conversations import ConversationTurns, named, named_in
+from .fields import dump
+from .turn import Turn, current, hides
+from .wire import Refused
+from .writer import patiently
+
+STOPPED = "The server that ran this response was stopped."
+
+
+class Runs:
+    """The background responses that run in this process.
+
+    Args:
+        handler: the `StoredResponses` that makes them.
+    """
+
+    def __init__(self, handler: Any) -> None:
+        self.handler = handler
+        self.store: ResponseStore = handler.store
+        self.conversations: ConversationTurns = handler.conversations
+        self.running: dict[str, tuple[Response, asyncio.Task[None]]] = {}
+        self.reruns: set[asyncio.Task[None]] = set()
+        self.ending = False
+
+    async def end(self) -> None:
+        """Mark the responses that still run as failed, unless the next start runs them again.
+
+        Before vLLM aborts them, after which they would count as completed.
+        """
+        self.ending = True
+        runs = list(self.running.values())
+        for run, task in runs:
+            task.cancel()
+            if not (gate.rerun and rerun.asked(run)[0]):
+                with suppress(StoreUnavailable):
+                    await self.store.put(replace(run, status="failed", error=STOPPED))
+                    await self.conversations.release_run(run)
+
+    def stop(self, response_id: str) -> None:
+        """End a run at once in this process; another process notices it within a heartbeat."""
+        if held := self.running.get(response_id):
+            held[1].cancel()
+        self.store.tell(response_id)
+
+    async def accept(
+        self, turn: Turn, keep: Callable[[Response], Awaitable[bool]], asked: bytes | None = None
+    ) -> Response:
+        """Store a run that vLLM has started; the run continues only after that.
+
+        Args:
+            turn: its turn.
+            keep: stores it; False where its id is taken, or it is gone.
+            asked: its request as JSON; None where it is not to run again.
+
+        Returns:
+            The run as it is stored.
+
+        Raises:
+            Refused: its id is taken, or it is gone.
+            StoreUnavailable: the store is down.
+        """
+        queued = turn.latest
+        task: asyncio.Task[None] = self.handler.background_tasks.pop(queued.id)
+        try:
+            body = dump(named_in(fields.fill(queued, turn.request), turn))
+            run = turn.stored(queued, body if asked is None else rerun.kept(body, asked))
+            if not await keep(run):
+                raise wire.taken(run.id)
+        except BaseException:
+            task.cancel()
+            raise
+        turn.goes_on = True
+        self.running[run.id] = run, task
+        self.store.attend(run, task.cancel)
+        turn.accepted.set_result(run)
+        return run
+
+    async def take_up(self) -> None:
+        """Put back into the queue what ran when the start before this one ended, and run it."""
+        loop = asyncio.get_running_loop()
+        gate.ending = lambda: asyncio.run_coroutine_threadsafe(self.end(), loop)
+        try:
+            async for run, request in rerun.taken_up(self.store):
+                self.store.attend(run, lambda: None)
+                task = asyncio.create_task(self.again(run, request), name=f"again_{run.id}")
+                self.reruns.add(task)
+                task.add_done_callback(self.reruns.discard)
+        except Exception as error:
+            log.exception("vllmops: background responses are not run again: %r", error)
+
+    async def again(self, run: Response, asked: dict[str, Any]) -> None:
+        """Run a response again; its stream goes on with the next number."""
+        turn = None
+        try:
+            asked |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
+            request = adapter.ResponsesRequest.model_validate(asked)
+            hidden = not isinstance(request.input, str) and any(map(hides, request.input))
+            turn = Turn(
+                request,
+                run.owner,
+                run.input,
+                history=await self.handler.earlier(run.owner, request.previous_response_id),
+                hidden=hidden,
+                brought=carried.brought(wire.ITEMS.decode(run.input), None) if hidden else None,
+                compacts=(threshold := self.handler.threshold(request)) is not None,
+            )
+            turn.threshold = threshold
+            turn.began = run.created_at
+            if conversation := named(request):
+                await self.conversations.begin(turn, conversation)
+            if request.stream and (log_ := await self.store.log(run.owner, run.id, -1)):
+                turn.first = log_.chunks[-1].last + 1 if log_.chunks else 0
+            current.set(turn)
+            answer = await self.handler.create_responses(request, None)
+            if isinstance(answer, ErrorResponse):
+                raise Refused(answer.error.code, answer.error.message)
+            await self.accept(turn, self.store.put)
+            log.warning("vllmops: %s runs again: it ran when the server was restarted", run.id)
+        except Exception as error:
+            log.exception("vllmops: %s is not run again: %r", run.id, error)
+            why = error.message if isinstance(error, Refused) else self.handler.why(error)
+            await self.store_end(turn, replace(run, status="failed", error=why))
+            await self.conversations.release(turn)
+            self.store.leave(run)
+
+    async def carry_out(self, work: Callable[[Response], Awaitable[Response]]) -> None:
+        """Do a run's work after the store has the run, and store its result."""
+        turn = current.get()
+        assert turn
+        run = await turn.accepted
+        try:
+            if not await self.begin(run):
+                return
+            try:
+                ended = await work(run)
+            except Exception as error:
+                log.exception("vllmops: %s failed: %r", run.id, error)
+                ended = replace(run, status="failed", error=self.handler.why(error))
+            if ended.status == "failed" and not self.handler.engine_client.errored:
+                ended = replace(ended, body=document(run))  # it would fail again
+            # vLLM turns a cancellation into an answer.
+            if not (task := asyncio.current_task()) or not task.cancelling():
+                await self.store_end(turn, ended)
+        finally:
+            if not self.ending:  # else who runs it again takes over the conversation
+                await self.conversations.release(turn)
+            self.store.leave(run)
+            self.running.pop(run.id, None)
+
+    async def store_end(self, turn: Turn | None, ended: Response) -> None:
+        """Store the result of a run, and add its turn to the conversation that it holds.
+
+        Logs errors, because vLLM ignores what this task raises.
+        """
+        put: Callable[[], Awaitable[bool]] = partial(self.store.put, ended)
+        if turn and turn.held and ended.status in wire.ANSWERED:
+            put = partial(self.conversations.finish, turn, ended, ended.body, new=False)
+        else:
+            await self.conversations.release(turn)  # first: who sees that it failed goes on
+        try:
+            try:
+                await patiently(put)
+            except Refused as error:  # another request has changed the conversation
+                failed = replace(ended, status="failed", error=error.message)
+                await patiently(partial(self.store.put, failed))
+        except Exception as error:
+            log.exception(
+                "vllmops: the result of %s is not stored, and clients see it as failed: %r",
+                ended.id,
+                error,
+            )
+
+    async def begin(self, run: Response) -> bool:
+        """Mark a run as in progress; False where it was stopped before."""
+        try:
+            swap = await self.store.set_status(
+                run.owner, run.id, "in_progress", allowed=frozenset({"queued"})
+            )
+        except StoreUnavailable:
+            return True
+        return swap.changed

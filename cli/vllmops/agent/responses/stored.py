@@ -1,0 +1,170 @@
+"""What clients do with responses that are stored: look at them, follow, cancel and delete them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Collection
+from functools import partial
+
+import msgspec
+
+from ...store.backend import Query, StoreUnavailable
+from ...store.store import ResponseStore, document
+from . import fields, wire
+from .conversations import ConversationTurns
+from .wire import Frame, Refused
+from .writer import patiently
+
+
+class Stored:
+    """The stored responses of a server, for their owners.
+
+    Args:
+        store: that keeps them.
+        conversations: which some of them hold.
+        stop: ends a run by its id, if it is one of this process.
+    """
+
+    def __init__(
+        self,
+        store: ResponseStore,
+        conversations: ConversationTurns,
+        stop: Callable[[str], object],
+    ) -> None:
+        self.store = store
+        self.conversations = conversations
+        self.stop = stop
+
+    async def retrieve(self, who: str, response_id: str, include: Collection[str] = ()) -> bytes:
+        """A response as it is now.
+
+        Args:
+            who: asks.
+            response_id: of the response.
+            include: what else its items are to have.
+
+        Raises:
+            Refused: there is none, or it was made without what is to be included.
+            StoreUnavailable: the store is down.
+        """
+        response = await self.store.get(who, response_id)
+        if response is None:
+            raise wire.not_found(response_id)
+        if include:
+            wire.check_included(response, include)
+        return document(response)
+
+    async def resume(
+        self,
+        who: str,
+        response_id: str,
+        starting_after: int | None,
+        *,
+        obfuscate: bool | None = None,
+    ) -> AsyncGenerator[Frame, None]:
+        """A background stream after a sequence number, or from its beginning.
+
+        Args:
+            who: asks.
+            response_id: of the response.
+            starting_after: the sequence number of the last event that is known.
+            obfuscate: whether events are to be of like sizes; None: as when it was made.
+
+        Raises:
+            Refused: there is no such response, it was not a background stream, its events are
+                gone, or it has ended before that number.
+            StoreUnavailable: the store is down.
+        """
+        after = -1 if starting_after is None else starting_after
+        kept = await self.store.log(who, response_id, after - 2)
+        if kept is None:
+            raise wire.not_found(response_id)
+        if not kept.chunks:
+            complete = await self.store.log(who, response_id, -1)
+            if not (complete and complete.chunks):
+                message = "was not created with background and stream, or its events are gone"
+                raise Refused(400, f"Response '{response_id}' {message}.", "stream")
+        if not kept.running and after > (end := kept.chunks[-1].last if kept.chunks else -1):
+            if after == end + 1:
+                return wire.no_events()
+            # Of a run that was lost or cancelled, events that somebody has seen may be lost, too.
+            ended = await self.store.get(who, response_id)
+            if ended and ended.status in {"completed", "incomplete"}:
+                message = f"starting_after is {after}, and no such event has been sent"
+                raise Refused(400, message, "starting_after")
+        events = self.follow(who, response_id, after)
+        return events if obfuscate is None else fields.obfuscated(events, wanted=obfuscate)
+
+    async def follow(
+        self, who: str, response_id: str, after: int = -1
+    ) -> AsyncGenerator[Frame, None]:
+        """The events of a background stream as they arrive, and the final event."""
+        try:
+            async for events in self.store.follow(who, response_id, after):
+                for data in events.events:
+                    yield Frame(wire.KIND.decode(data).type, data)
+                after = events.first + len(events.events) - 1
+            ended = await patiently(partial(self.store.get, who, response_id))
+        except StoreUnavailable as error:
+            yield wire.error_event(after + 1, error.message)
+            return
+        if ended is None or ended.running:
+            yield wire.error_event(after + 1, f"Response with id '{response_id}' was deleted.")
+        else:
+            yield wire.terminal(ended.status, after + 1, document(ended))
+
+    async def cancel(self, who: str, response_id: str) -> bytes:
+        """Cancel a run, in whatever process it runs; a second call does no harm.
+
+        Raises:
+            Refused: there is none, or it has finished.
+            StoreUnavailable: the store is down.
+        """
+        swap = await self.store.set_status(who, response_id, "cancelled")
+        if swap.now is None:
+            raise wire.not_found(response_id)
+        if swap.changed:
+            self.stop(response_id)
+            await self.conversations.release_run(swap.now)
+        elif swap.now.status != "cancelled":
+            if not wire.in_background(swap.now):
+                raise Refused(400, "Cannot cancel a synchronous response.", "response_id")
+            message = f"Cannot cancel a response that is {swap.now.status}."
+            raise Refused(400, message, "response_id")
+        return document(swap.now)
+
+    async def delete(self, who: str, response_id: str) -> bytes:
+        """Delete a response, and stop it if it still runs.
+
+        Raises:
+            Refused: there is none.
+            StoreUnavailable: the store is down.
+        """
+        if not await self.store.delete(who, response_id):
+            raise wire.not_found(response_id)
+        self.stop(response_id)
+        return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
+
+    async def page(self, who: str, query: Query) -> bytes:
+        """A page of the list of responses.
+
+        Raises:
+            CursorUnknown: ``after`` or ``before`` is not the id of a response.
+            StoreUnavailable: the store is down.
+        """
+        page = await self.store.page(who, query)
+        ids = [response.id for response in page.responses]
+        return wire.listed(list(map(document, page.responses)), ids, more=page.more)
+
+    async def input_items(
+        self, who: str, response_id: str, *, after: str | None, limit: int, descending: bool
+    ) -> bytes:
+        """A page of the items that a turn added to its conversation.
+
+        Raises:
+            Refused: there is no such response, or no such item.
+            StoreUnavailable: the store is down.
+        """
+        response = await self.store.get(who, response_id)
+        if response is None:
+            raise wire.not_found(response_id)
+        return wire.items(response, after=after, limit=limit, descending=descending)
