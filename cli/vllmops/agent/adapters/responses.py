@@ -228,7 +228,8 @@ def renderer(handler: Any) -> Any:
 
 def calls_tools(handler: Any) -> bool:
     """Whether a serving class makes calls of tools of what the model says; for gpt-oss it does."""
-    return handler.use_harmony or getattr(handler.parser, "tool_parser_cls", None) is not None
+    parser = getattr(handler, "parser", None)
+    return handler.use_harmony or getattr(parser, "tool_parser_cls", None) is not None
 
 
 def api_key() -> str | None:
