@@ -96,6 +96,7 @@ Failed = Literal[
     "keys.overtaken",
     "keys.primary",
     "keys.revoked",
+    "keys.same-kid",
     "keys.too-short",
     "keys.unreadable",
     "load.failed",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from vllmops.keys import file
@@ -220,6 +221,21 @@ def test_what_is_no_keyring_changes_nothing(
     assert there.read_text() == "{"
     assert held(child) == {own: "primary"}
     assert secret not in child.end()
+
+
+def test_another_key_of_a_known_kid_is_not_taken(
+    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
+) -> None:
+    own = grow(there, Status.PRIMARY)
+    other = Key.of(fresh(), Status.NEXT, 1)
+    file.change(here, lambda ring: ring.add(msgspec.structs.replace(other, kid=own.kid)))
+    _, url = serve(spawn, there, token)
+    answer = vllmops(
+        "keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here), "--json"
+    )
+    assert (answer.code, answer.error["code"]) == (1, "keys.same-kid")
+    assert own.kid in answer.error["message"]
+    assert file.load(there).keys == (own,)
 
 
 def test_a_server_whose_key_is_in_its_environment_takes_none(

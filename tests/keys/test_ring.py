@@ -82,6 +82,14 @@ def test_a_key_that_is_there_is_not_added_again() -> None:
     assert held.add(key(1)) == held
 
 
+def test_another_secret_with_a_known_kid_is_refused() -> None:
+    held, other = ring(key(1, PRIMARY)), msgspec.structs.replace(key(2), kid=key(1).kid)
+    for act in (held.add, lambda new: held.merge(ring(new)), lambda new: held.led(ring(new), 0, 0)):
+        with refusal("keys.same-kid") as caught:
+            act(other)
+        assert key(1).kid in caught.value.message
+
+
 def test_what_can_not_be_promoted() -> None:
     held = ring(key(1, PRIMARY), key(2, REVOKED), key(3, VERIFY_ONLY, NOW - 1))
     for number in (2, 3):

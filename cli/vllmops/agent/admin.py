@@ -52,6 +52,7 @@ STATUS = {
     "agent.timeout": 504,
     "keys.no-file": 409,
     "keys.locked": 503,
+    "keys.same-kid": 409,
 }
 
 

@@ -202,8 +202,15 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def add(self, key: Key) -> Ring:
-        """The ring with another key; one that is there already changes nothing."""
-        return self if self.find(key.kid) else Ring(keys=(*self.keys, key))
+        """The ring with another key; one that is there already changes nothing.
+
+        Raises:
+            VllmopsError: ``keys.same-kid``.
+        """
+        if known := self.find(key.kid):
+            check_same(known, key)
+            return self
+        return Ring(keys=(*self.keys, key))
 
     def promote(self, kid: str, now: float, overlap_s: float) -> Ring:
         """The ring with another primary; the one so far opens for a while yet.
@@ -283,10 +290,15 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The ring with another one's keys, and the later state of each key that both have.
 
         Where both have a primary of their own, this one's stays, and the other's is next.
+
+        Raises:
+            VllmopsError: ``keys.same-kid``.
         """
         keys = {key.kid: key for key in self.keys}
         for key in other.keys:
             known = keys.get(key.kid)
+            if known:
+                check_same(known, key)
             if known is None or AGE[key.status] > AGE[known.status]:
                 keys[key.kid] = key
         if theirs := other.primary:
@@ -306,6 +318,9 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             other: the ring.
             now: seconds since the epoch.
             overlap_s: seconds for which a primary of its own opens what it sealed.
+
+        Raises:
+            VllmopsError: ``keys.same-kid``.
         """
         ring = self.merge(other).without_over(now)
         lead = ring.find(other.primary.kid) if other.primary else None
@@ -327,6 +342,21 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The ring with some keys changed, each in its place."""
         by_kid = {key.kid: key for key in changed}
         return Ring(keys=tuple(by_kid.get(key.kid, key) for key in self.keys))
+
+
+def check_same(known: Key, other: Key) -> None:
+    """Check that two keys with one kid are one key.
+
+    Raises:
+        VllmopsError: ``keys.same-kid``.
+    """
+    if known.fingerprint != other.fingerprint:
+        raise VllmopsError(
+            "keys.same-kid",
+            f"two different keys have the kid {known.kid}: the keyring's has the fingerprint "
+            f"{known.fingerprint}, the new one's is {other.fingerprint}",
+            "use a fresh key instead of the new one: vllmops keys add",
+        )
 
 
 def only(secret: Secret) -> Ring:

@@ -58,8 +58,7 @@ def lacking(kid: str, held: Collection[ProcessKeys]) -> list[ProcessKeys]:
 
 def up_to_date(held: ProcessKeys, ring: Ring) -> bool:
     """Whether a process holds the keys of the ring."""
-    own = [(key.kid, key.status, key.not_after) for key in held.keys]
-    return own == [(key.kid, key.status.value, key.not_after) for key in ring.keys]
+    return list(held.keys) == [key.public() for key in ring.keys]
 
 
 def begin(ring: Ring, fresh: Key, now: float) -> Ring:

@@ -63,9 +63,9 @@ def push(
 
 def lacking(ring: Ring, held: ProcessKeys) -> str:
     """Which part of a ring a process has not loaded, in words; empty if it has all."""
-    statuses = {key.kid: key.status for key in held.keys}
-    if missing := [key.kid for key in ring.keys if key.kid not in statuses]:
+    statuses = {key.fingerprint: key.status for key in held.keys}
+    if missing := [key.kid for key in ring.keys if key.fingerprint not in statuses]:
         return f"has not loaded {', '.join(missing)}"
-    if ring.primary and statuses[ring.primary.kid] != Status.PRIMARY:
-        return f"has {ring.primary.kid}, the primary here, as {statuses[ring.primary.kid]}"
+    if ring.primary and (status := statuses[ring.primary.fingerprint]) != Status.PRIMARY:
+        return f"has {ring.primary.kid}, the primary here, as {status}"
     return ""
