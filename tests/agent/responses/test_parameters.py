@@ -173,3 +173,10 @@ def test_what_a_stored_response_lacks_is_not_included_in_silence() -> None:
     with_them = body.replace(b"null", b'[{"token": "a"}]')
     made = Response(id="r", owner="", model="m", status="completed", body=with_them)
     wire.check_included(made, ["message.output_text.logprobs"])
+
+
+def test_an_answer_without_tokens_has_all_the_logprobs_that_there_are() -> None:
+    part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
+    body = json.dumps({"output": [{"type": "message", "content": [part]}]}).encode()
+    made = Response(id="r", owner="", model="m", status="completed", body=body)
+    wire.check_included(made, ["message.output_text.logprobs"])

@@ -162,7 +162,10 @@ def check_included(response: Response, include: Collection[str]) -> None:
         except (msgspec.DecodeError, RecursionError):
             return  # `document` says that it is damaged
         parts = [part for item in output for part in (item, *(item.get("content") or ()))]
-        made = [part.get(field) for part in parts if part.get("type") == kind]
+        # A text without tokens has no logprobs in any case.
+        made = [
+            part.get(field) for part in parts if part.get("type") == kind and part.get("text") != ""
+        ]
         if made and not any(made):
             message = f"include {name!r}: the response was created without it"
             raise Refused(400, message, "include")
