@@ -126,7 +126,7 @@ def test_what_a_server_had_of_its_own_still_opens(
     (old,) = file.load(there).those(Status.VERIFY_ONLY)
     assert old.not_after == pytest.approx(time.time() + 30 * 24 * 3600, abs=120)
     # What was revoked there stays so.
-    file.change(there, lambda ring: ring.revoke(lead, Key.of(fresh(), Status.NEXT, 1)))
+    file.change(there, lambda ring: ring.revoke(lead, Key.of(fresh(), Status.NEXT, 1), 1))
     answer = vllmops(*words, "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.not-taken")
     assert "revoked" in answer.error["message"]

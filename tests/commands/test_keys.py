@@ -20,7 +20,7 @@ from vllmops.host.roles import Role
 from vllmops.instances.record import Folder, State
 from vllmops.keys import file
 from vllmops.keys.carrier import genuine, seal, seal_signed
-from vllmops.keys.ring import Ring, Status
+from vllmops.keys.ring import Key, Ring, Status, fresh
 from vllmops.store.settings import CARRIER_TTL as TTL
 
 from ..keys.test_file import killed_at
@@ -231,6 +231,18 @@ def test_rotate_without_servers(vllmops: Any, path: Path) -> None:
 
 def server(spawn: Spawn, home: Path, path: Path) -> Any:
     return spawn("VLLM::APIServer_0", Role.API, home=home, VLLMOPS_KEYRING=str(path))
+
+
+def test_rotate_replaces_a_next_key_whose_time_is_over(vllmops: Any, path: Path) -> None:
+    old, late = Key.of(fresh(), Status.PRIMARY, 1), Key.of(fresh(), Status.NEXT, 1)
+    late = replace(late, not_after=2)
+    file.change(path, lambda _: Ring(keys=(old, late)), create=True)
+    steps = " ".join(vllmops("keys", "rotate", "--dry-run", "--json").data["steps"])
+    assert f"remove {late.kid}" in steps
+    assert "fresh" in steps
+    answer = vllmops("keys", "rotate", "--json")
+    assert (answer.code, answer.data["kid"] in {old.kid, late.kid}) == (0, False)
+    assert [key["kid"] for key in answer.data["keys"]] == [old.kid, answer.data["kid"]]
 
 
 def test_rotate_waits_for_every_server_and_refuses_none(

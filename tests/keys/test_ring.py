@@ -13,7 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllmops.errors import Exit, VllmopsError
+from vllmops.keys import rotation
 from vllmops.keys.ring import DAY_S, LATE_S, Key, Ring, Secret, Status, fresh, from_hex, only
+from vllmops.keys.rotation import Stage
 
 NOW = 1_800_000_000
 NEXT, PRIMARY, VERIFY_ONLY, REVOKED = Status
@@ -119,14 +121,25 @@ def test_what_can_be_retired() -> None:
 @pytest.mark.parametrize("with_next", [True, False])
 def test_a_revoked_primary_has_a_successor_at_once(with_next: bool) -> None:
     held = ring(key(1, PRIMARY), *([key(2)] if with_next else []))
-    after = held.revoke(key(1).kid, spare=key(9))
+    after = held.revoke(key(1).kid, spare=key(9), now=NOW)
     assert after.get(key(1).kid).status is REVOKED
     assert after.primary == key(2 if with_next else 9, PRIMARY)
     assert after.find(key(9).kid) is None or not with_next
 
 
+def test_a_next_key_whose_time_is_over_is_never_the_primary() -> None:
+    over, live = key(2, not_after=NOW - 1), key(3, not_after=NOW)
+    held = ring(key(1, PRIMARY), over)
+    assert held.revoke(key(1).kid, spare=key(9), now=NOW).primary == key(9, PRIMARY)
+    assert rotation.begin(held, key(9), NOW) == ring(key(1, PRIMARY), key(9))
+    assert rotation.stage(held, [], NOW) is Stage.OVER
+    # One that is live loses its end, or what it seals would be refused some day.
+    after = ring(key(1, PRIMARY), over, live).revoke(key(1).kid, spare=key(9), now=NOW)
+    assert after.primary == key(3, PRIMARY)
+
+
 def test_revoking_another_leaves_the_primary() -> None:
-    after = ring(key(1, PRIMARY), key(2, VERIFY_ONLY)).revoke(key(2).kid, spare=key(9))
+    after = ring(key(1, PRIMARY), key(2, VERIFY_ONLY)).revoke(key(2).kid, spare=key(9), now=NOW)
     assert after == ring(key(1, PRIMARY), key(2, REVOKED))
 
 
@@ -234,7 +247,7 @@ def taken(held: Ring, step: str, number: int) -> Ring:
         case "over":
             return held.without_over(NOW)
         case "revoke":
-            return held.revoke(kid, spare=key(9))
+            return held.revoke(kid, spare=key(9), now=NOW)
         case "retire":
             return held.retire(kid, NOW)
         case "led":

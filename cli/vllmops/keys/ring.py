@@ -269,12 +269,13 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         return Ring(keys=tuple(key for key in self.keys if key.kid != kid))
 
-    def revoke(self, kid: str, spare: Key) -> Ring:
+    def revoke(self, kid: str, spare: Key, now: float) -> Ring:
         """The ring with a key that opens nothing any more.
 
         Args:
             kid: any key; of a primary the next one takes the place at once.
             spare: what takes the place where there is no next one.
+            now: seconds since the epoch.
 
         Raises:
             VllmopsError: ``keys.unknown``.
@@ -283,8 +284,10 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ring = self.replaced(msgspec.structs.replace(key, status=Status.REVOKED))
         if key.status is not Status.PRIMARY:
             return ring
-        heir = ring.next or spare
-        return ring.add(heir).replaced(msgspec.structs.replace(heir, status=Status.PRIMARY))
+        heir = ring.without_over(now).next or spare
+        return ring.add(heir).replaced(
+            msgspec.structs.replace(heir, status=Status.PRIMARY, not_after=None)
+        )
 
     def merge(self, other: Ring) -> Ring:
         """The ring with another one's keys, and the later state of each key that both have.
@@ -329,13 +332,10 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ring.promote(lead.kid, now, overlap_s)
 
     def without_over(self, now: float) -> Ring:
-        """The ring without the keys whose overlap is over."""
+        """The ring without the keys that open nothing any more and are not revoked."""
+        unused = {Status.NEXT, Status.VERIFY_ONLY}
         return Ring(
-            keys=tuple(
-                key
-                for key in self.keys
-                if key.status is not Status.VERIFY_ONLY or not key.over(now)
-            )
+            keys=tuple(key for key in self.keys if key.status not in unused or not key.over(now))
         )
 
     def replaced(self, *changed: Key) -> Ring:

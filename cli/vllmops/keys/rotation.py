@@ -23,7 +23,7 @@ class Stage(StrEnum):
     READY = "ready"  # a key is next, and every server has it
     LAGGING = "lagging"  # a server's keys differ from the file
     OVERLAP = "overlap"  # an old key opens what it sealed
-    OVER = "over"  # an old key's overlap has ended
+    OVER = "over"  # the time of a key is over
     STEADY = "steady"
 
 
@@ -35,16 +35,16 @@ def stage(ring: Ring, held: Collection[ProcessKeys], now: float) -> Stage:
         held: what each process that follows it holds.
         now: seconds since the epoch.
     """
-    old = ring.those(Status.VERIFY_ONLY)
-    if coming := ring.next:
+    live = ring.without_over(now)
+    if coming := live.next:
         return Stage.SPREADING if lacking(coming.kid, held) else Stage.READY
     if not ring.primary:
         return Stage.EMPTY
     if any(not up_to_date(process, ring) for process in held):
         return Stage.LAGGING
-    if any(key.over(now) for key in old):
+    if live != ring:
         return Stage.OVER
-    return Stage.OVERLAP if old else Stage.STEADY
+    return Stage.OVERLAP if live.those(Status.VERIFY_ONLY) else Stage.STEADY
 
 
 def lacking(kid: str, held: Collection[ProcessKeys]) -> list[ProcessKeys]:
@@ -62,7 +62,7 @@ def up_to_date(held: ProcessKeys, ring: Ring) -> bool:
 
 
 def begin(ring: Ring, fresh: Key, now: float) -> Ring:
-    """The ring with a key that is next, a fresh one if needed, and without ended overlaps."""
+    """The ring with a key that is next, a fresh one if needed, and without those that are over."""
     ring = ring.without_over(now)
     return ring if ring.next else ring.add(fresh)
 

@@ -28,15 +28,15 @@ def revoke(
     """
     path = ring_path(keyring)
     spare = Key.of(fresh(), Status.NEXT, time.time())
-    breaks = harm(file.load(path), kid)
+    breaks = harm(file.load(path), kid, time.time())
     if not yes:
         confirm(f"{breaks} Revoke {kid}?", f"vllmops keys revoke {kid} --yes")
-    ring = file.change(path, lambda ring: ring.revoke(kid, spare))
+    ring = file.change(path, lambda ring: ring.revoke(kid, spare, time.time()))
     more, notes = after(path, ring)
     return result(ring, str(path), {"kid": kid, "breaks": breaks, **more}, [breaks, *notes])
 
 
-def harm(ring: Ring, kid: str) -> str:
+def harm(ring: Ring, kid: str, now: float) -> str:
     """What revoking a key breaks, in a sentence.
 
     Raises:
@@ -44,13 +44,12 @@ def harm(ring: Ring, kid: str) -> str:
     """
     match ring.get(kid).status:
         case Status.PRIMARY:
-            heir = (
-                f"{ring.next.kid} takes its place" if ring.next else "a fresh key takes its place"
-            )
+            heir = ring.without_over(now).next
+            successor = heir.kid if heir else "a fresh key"
             return (
                 f"Every client-held conversation sealed since {kid} became primary is refused from "
-                f"now on; {heir}; for up to 2 s, servers that have not loaded that key refuse "
-                "what it seals."
+                f"now on; {successor} takes its place; for up to 2 s, servers that have not loaded "
+                "that key refuse what it seals."
             )
         case Status.VERIFY_ONLY:
             return f"Conversations sealed with {kid} are refused from now on."

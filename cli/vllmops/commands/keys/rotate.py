@@ -71,11 +71,11 @@ def plan(path: Path, spare: Key, overlap_period: Period) -> list[str]:
     ring = file.load(path) if path.exists() else Ring()
     begun = rotation.begin(ring, spare, now)
     holdings = client.ask(ring=path).of(path)
-    steps = [
-        f"remove {key.kid}: its overlap has ended" for key in ring.keys if not begun.find(key.kid)
-    ]
+    steps = [f"remove {key.kid}: its time is over" for key in ring.keys if not begun.find(key.kid)]
     steps.append(
-        f"continue with {ring.next.kid}, the next key" if ring.next else "add a fresh key as next"
+        f"continue with {coming.kid}, the next key"
+        if (coming := ring.without_over(now).next)
+        else "add a fresh key as next"
     )
     if not holdings.reported and not holdings.silent:
         steps.append("no wait: no running server uses this keyring")

@@ -31,7 +31,7 @@ NEXT = {
     Stage.READY: "each server has the next key: vllmops keys rotate promotes it",
     Stage.LAGGING: "a server has not loaded the current file yet; servers check it every second",
     Stage.OVERLAP: "an old key is verify-only; the next rotation removes it",
-    Stage.OVER: "an old key's overlap has ended: remove it with vllmops keys rotate or keys retire",
+    Stage.OVER: "the time of a key is over: remove it with vllmops keys rotate or keys retire",
     Stage.STEADY: "",
 }
 
