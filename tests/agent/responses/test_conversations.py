@@ -14,7 +14,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.agent.responses.conversations import ConversationObjects, ConversationTurns, parts
+from vllmops.agent.responses.conversations import (
+    ConversationObjects,
+    ConversationTurns,
+    added,
+    parts,
+)
 from vllmops.agent.responses.wire import Refused
 from vllmops.store import opening
 from vllmops.store.backend import StoreUnavailable
@@ -117,6 +122,20 @@ def test_an_id_of_any_type_leaves_no_hold(name: Any, param: str | None) -> None:
                     await turns.begin(given, CONVERSATION)
                 assert (caught.value.status, caught.value.param) == (400, param)
             assert await free(store)
+
+    asyncio.run(main())
+
+
+def test_a_reference_to_an_item_of_the_conversation_is_refused_as_one() -> None:
+    async def main() -> None:
+        async with opened() as store:
+            given = turn({"type": "item_reference", "id": "msg_kept"})
+            with pytest.raises(Refused, match="item_reference") as caught:
+                await ConversationTurns(store).begin(given, CONVERSATION)
+            assert (caught.value.status, caught.value.param) == (400, "input")
+            assert await free(store)
+            with pytest.raises(Refused, match="item_reference"):
+                added([msgspec.Raw(given.items[1:-1])])
 
     asyncio.run(main())
 

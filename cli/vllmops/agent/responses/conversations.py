@@ -9,7 +9,7 @@ client wants kept.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeGuard
 from uuid import uuid4
 
@@ -26,6 +26,7 @@ from .parameters import KEY, PAIRS, VALUE
 from .wire import ENCODE, ENCRYPTED, INCLUDABLE, LOGPROBS, Refused
 
 PARAM = "conversation"
+REFERENCE = "item_reference"  # which vLLM takes for an item, and cannot render
 AT_ONCE = 20  # items that one request can add, in OpenAI's API
 PREFIXES = {
     "message": "msg",
@@ -128,10 +129,17 @@ class ConversationTurns:
             raise
 
     def hindrance(self, held: Held, given: Sequence[msgspec.Raw]) -> Outcome:
-        """What keeps the items of an input out of a conversation; `DONE` if nothing does."""
+        """What keeps the items of an input out of a conversation; `DONE` if nothing does.
+
+        Raises:
+            Refused: one of them is a reference to an item.
+        """
         if len(held.entries) + len(given) >= self.limit:
             return Outcome.FULL
-        names = [name for item in given if can_name(name := NAMED.decode(item).id)]
+        known = [NAMED.decode(item) for item in given]
+        # Before its id counts as one that is in the conversation.
+        check_no_reference((item.type for item in known), "input")
+        names = [item.id for item in known if can_name(item.id)]
         twice = len(set(names)) < len(names)
         if twice or not {entry.id for entry in held.entries}.isdisjoint(names):
             return Outcome.TAKEN
@@ -414,6 +422,7 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
         decoded_items = [wire.ITEM.decode(item) for item in items]
     except msgspec.DecodeError as error:
         raise Refused(400, f"Invalid items: {error}", "items") from error
+    check_no_reference((item.get("type") for item in decoded_items), "items")
     # Imported here, because they import vLLM.
     from ..adapters.responses import detailed, invalid_item  # noqa: PLC0415
 
@@ -423,6 +432,20 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
     if len({entry.id for entry in entries}) < len(entries):
         raise Refused(400, "Two of the items have the same id.", "items")
     return entries
+
+
+def check_no_reference(types: Iterable[Any], param: str) -> None:
+    """Refuse a reference to an item: no request with the conversation could be rendered any more.
+
+    Args:
+        types: of the items.
+        param: that they are in.
+
+    Raises:
+        Refused: there is one.
+    """
+    if REFERENCE in types:
+        raise Refused(400, f"Unsupported input item type: {REFERENCE}", param)
 
 
 def shown(entry: Entry, include: Collection[str] = ()) -> dict[str, Any]:

@@ -64,7 +64,7 @@ PARAMETERS: dict[str, Parameter] = {
     "include": Parameter(
         How.WORKS, "log probabilities and encrypted content; results of web searches are refused"
     ),
-    "input": Parameter(How.WORKS),
+    "input": Parameter(How.WORKS, "an `item_reference` is refused: send the item itself"),
     "instructions": Parameter(How.VLLM),
     "max_output_tokens": Parameter(How.VLLM),
     "max_tool_calls": Parameter(
