@@ -150,6 +150,7 @@ def play(
         async with asyncio.timeout(20), server(handler, limits or Sockets(), ping_s) as client:
             await act(client, handler)
         assert not websocket.opened
+        assert not websocket.waiting.bytes
 
     asyncio.run(whole())
 
@@ -219,6 +220,29 @@ def test_bytes_that_wait_have_a_bound() -> None:
             assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
 
     play(act, Sockets(message=1000))
+
+
+def test_bytes_that_wait_on_all_connections_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "WAITING_BYTES", 1500)
+
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as other:
+            async with client() as one:
+                for connection in (one, other):
+                    await ask(connection, "wait")
+                    assert (await hear(connection))["type"] == KINDS[0]
+                await ask(one, "x" * 900)
+                await reached(lambda: websocket.waiting.bytes > 900)
+                await ask(other, "x" * 900)
+                refused = await hear(other)
+                assert (refused["status"], refused["code"]) == (429, "too_many_requests")
+            await reached(lambda: not websocket.waiting.bytes)
+            await ask(other, "x" * 900)
+            await reached(lambda: websocket.waiting.bytes > 900)
+            handler.goes_on.set()
+            assert [(await hear(other))["type"] for _ in range(3)] == [KINDS[1], *KINDS]
+
+    play(act)
 
 
 def test_requests_have_a_bound() -> None:

@@ -38,6 +38,8 @@ ANSWERED = frozenset({"response.completed", "response.incomplete"})
 # The conversations that a connection remembers without the store, and their size in bytes.
 REMEMBERED = 16
 REMEMBERED_BYTES = 16 * 1024 * 1024
+# Bytes of the requests that wait on all connections of a process.
+WAITING_BYTES = 256 * 1024 * 1024
 # Characters of a client's id.
 LONGEST_ID = 256
 # Of the handshake; they do not belong to each request.
@@ -147,6 +149,19 @@ class Run:
         return self.response["id"] if self.response else None
 
 
+class Waiting:
+    """The requests of a process that wait for their turn, on all connections."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def end(self, run: Run) -> None:
+        """Note that a request waits no more."""
+        self.bytes -= run.size
+        run.size = 0
+
+
+waiting = Waiting()
 # The run whose request is being answered; None for a request by HTTP.
 _run: ContextVar[Run | None] = ContextVar("vllmops.agent.responses.run", default=None)
 
@@ -410,8 +425,13 @@ class Connection:
             # To read no more would hide a cancellation, the end of the connection, and the pongs.
             message = f"{self.limits.message} bytes of requests at most wait on a connection."
             raise Refused(429, message, code="too_many_requests")
+        elif waiting.bytes + run.size > WAITING_BYTES:
+            message = "Too many bytes of requests wait on this server: send it again later."
+            raise Refused(429, message, code="too_many_requests")
         self.runs.add(run)
+        waiting.bytes += run.size
         run.task = asyncio.create_task(self.carry_out(run, frames))
+        run.task.add_done_callback(lambda _: waiting.end(run))  # it may not even have begun
 
     async def carry_out(self, run: Run, frames: AsyncIterator[Frame]) -> None:
         """Send the events of a run, after those of the runs before it on its stream."""
@@ -419,7 +439,7 @@ class Connection:
         turn = self.turns.setdefault(run.stream_id, asyncio.Lock())
         try:
             async with turn:
-                run.size = 0
+                waiting.end(run)
                 with counted(self.scope, rendering=run.new) as arrival:
                     try:
                         await self.relay(run, frames)
