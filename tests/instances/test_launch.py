@@ -14,6 +14,7 @@ from vllmops.host.shape import Shape
 from vllmops.instances import launch
 from vllmops.instances.launch import Order, check_model, check_port, free_port, preview, reserve
 from vllmops.instances.record import Folder
+from vllmops.store import sqlite, urls
 from vllmops.store.opening import CLASS
 from vllmops.store.settings import STORE
 
@@ -153,6 +154,15 @@ def test_where_responses_are_kept(
         monkeypatch.setenv(name, value)
     found = preview(Order("M", environment=given)).environment.get(STORE)
     assert found == (planned and planned.format(home=home))
+
+
+def test_responses_are_kept_below_a_home_of_any_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLMOPS_HOME", str(odd := home / "a?b#c%41"))
+    url = preview(Order("M")).environment[STORE]
+    assert sqlite.path(url) == odd / "instances/m/responses.db"
+    urls.parsed(url)
 
 
 def test_the_command(home: Path) -> None:

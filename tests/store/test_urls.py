@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
@@ -11,9 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllmops.errors import VllmopsError
+from vllmops.errors import Exit, VllmopsError
 from vllmops.store import opening, settings, urls
 from vllmops.store.backend import Limits, StoreUnavailable
+from vllmops.store.sqlite import Sqlite
 from vllmops.store.store import ResponseStore
 
 from ..support.extent import sampled
@@ -79,6 +81,27 @@ PASSWORDS = [
     f"{SECRET} {SECRET}",
     f"'{SECRET}\"",
 ]
+
+
+@pytest.mark.parametrize(
+    "name", ["?x", "a#b", "a%3Fb", "a@b:c", "a?b=c&d", "\n", "ä", "\udcff", "a b"]
+)
+def test_a_file_with_any_name_has_a_url(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name / "responses.db"
+    url = urls.of_file(file)
+    assert urls.parsed(url).scheme == "sqlite"
+    assert str(tmp_path) in urls.shown(url)
+    made = opening.backend(url)
+    assert isinstance(made, Sqlite)
+    assert made.path == file
+
+
+@pytest.mark.parametrize("name", ["~nobody-of-that-name/a.db", "a%00.db"])
+def test_a_name_that_no_file_can_have_is_a_usage_error(name: str) -> None:
+    with pytest.raises(VllmopsError) as caught:
+        opening.backend(f"sqlite:///{name}")
+    assert caught.value.exit_code == Exit.USAGE
+    assert name in caught.value.message
 
 
 @pytest.mark.parametrize("form", sampled(FORMS, 4))

@@ -27,6 +27,7 @@ from ..host import ports, shm
 from ..host.processes import alive
 from ..host.shape import Shape, listens, option, shape
 from ..protocol.socket import PATH_BYTES
+from ..store import urls
 from ..store.opening import CLASS
 from ..store.settings import STORE
 from ..targets import NAME
@@ -343,7 +344,7 @@ def environment(order: Order, name: str) -> dict[str, str]:
     merged = {**os.environ, **added}
     if merged.get(STORE) or not merged.get(CLASS):
         # Written down, so that a restart from another shell finds the same.
-        added[STORE] = merged.get(STORE) or f"sqlite:///{named(name).path}/responses.db"
+        added[STORE] = merged.get(STORE) or urls.of_file(named(name).path / "responses.db")
     allowed = added.get("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS"))
     if allowed is not None:
         kept = [name for name in allowed.split(",") if name]

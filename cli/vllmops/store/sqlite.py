@@ -21,6 +21,7 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
+from urllib.parse import unquote
 
 import msgspec
 
@@ -29,6 +30,7 @@ from .backend import GONE, Limits, Response
 from .conversations import Outcome
 from .sql import Sql
 from .sql_conversations import Rows, Step, Steps, Undo
+from .urls import shown
 
 T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], Any]
@@ -406,7 +408,13 @@ def path(url: str) -> Path:
     Raises:
         VllmopsError: ``usage``.
     """
-    found = url.removeprefix("sqlite://")
-    if not found.startswith("/") or found == "/":
-        raise usage(f"{url} does not name a file", "for example sqlite:///responses.db")
-    return Path(found[1:]).expanduser().absolute()
+    hint = "for example sqlite:////var/lib/vllmops/responses.db"
+    found = unquote(url.removeprefix("sqlite://"), errors="surrogateescape")
+    if not found.startswith("/") or found == "/" or "\0" in found:
+        raise usage(f"{shown(url)} does not name a file", hint)
+    try:
+        return Path(found[1:]).expanduser().absolute()
+    except RuntimeError as error:
+        raise usage(
+            f"{shown(url)} is in the home directory of a user who has none", hint
+        ) from error

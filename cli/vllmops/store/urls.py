@@ -7,10 +7,12 @@ becomes ``…``.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple, NoReturn
-from urllib.parse import parse_qsl, unquote, unquote_plus
+from urllib.parse import parse_qsl, quote, unquote, unquote_plus
 
 from ..errors import usage
 
@@ -24,7 +26,8 @@ ALIASES = {"postgres": "postgresql", "valkey": "redis", "valkeys": "rediss"}
 ENCODE = "in a user's name or a password write @ as %40, / as %2F, : as %3A, # as %23, ? as %3F"
 FORMS = {
     "memory": "memory://",
-    "sqlite": "sqlite:///FILE in the current directory, sqlite:////PATH/FILE",
+    "sqlite": "sqlite:///FILE in the current directory, sqlite:////PATH/FILE; in a name write ? as "
+    "%3F, # as %23, % as %25",
     "postgresql": "postgresql://USER:PASSWORD@HOST:5432/DATABASE or postgresql://HOST1:5432,"
     f"HOST2:5432/DATABASE; {ENCODE}",
     "redis": f"redis://USER:PASSWORD@HOST:6379/0; {ENCODE}",
@@ -105,6 +108,15 @@ class StoreUrl(NamedTuple):
     hosts: tuple[tuple[str, int | None], ...]
     path: str
     query: dict[str, str]
+
+
+def of_file(path: Path) -> str:
+    """The URL of a store in a file.
+
+    Args:
+        path: absolute; whatever is in a name.
+    """
+    return f"sqlite:///{quote(os.fsencode(path))}"
 
 
 def parsed(url: str) -> StoreUrl:
