@@ -363,6 +363,9 @@ async def conversations(bench: Bench) -> None:
     with contextlib.suppress(ConversationBroken):
         await store.conversation(ANN, "resp_a")
         raise Failed("a chain that bites its own tail had a beginning")
+    # Read again and again, its bodies would fill the memory.
+    found = await store.backend.conversation(ANN, "resp_a")
+    same(sorted(ids(found)), ["resp_a", "resp_b"], "the turns of a chain that bites its own tail")
 
 
 @check("evicts what was used longest ago, and what runs last")

@@ -71,7 +71,7 @@ WHERE id = $1 AND $2 IN ('*', owner) AND accessed_at < $3
 -- So that turns are looked up by their ids, the one before is a subquery of its own, and no index
 -- fits the owner: before it has analyzed a table PostgreSQL takes an owner's responses for few, and
 -- went through all of them for each turn. Turns are so many at most that a chain that bites its own
--- tail ends.
+-- tail ends, and each is read once.
 -- name: conversation
 WITH RECURSIVE turns (turn, previous, age) AS (
     SELECT id, previous_id, 0 FROM {name}_responses WHERE id = $1 AND $2 IN ('*', owner || '')
@@ -83,7 +83,8 @@ WITH RECURSIVE turns (turn, previous, age) AS (
 )
 SELECT id, owner, model, status, created_at, previous_id, error, body, input,
     lease < date_part('epoch', statement_timestamp())
-FROM turns JOIN {name}_responses ON id = turn
+FROM (SELECT turn, min(age) AS age FROM turns GROUP BY turn) AS chain
+JOIN {name}_responses ON id = turn
 WHERE $2 IN ('*', owner || '') ORDER BY age DESC
 
 -- name: append
