@@ -165,6 +165,9 @@ def test_revoking_another_leaves_the_primary() -> None:
             (key(1, PRIMARY), key(2, VERIFY_ONLY, NOW)),  # they went back
             (key(1, PRIMARY), key(2, VERIFY_ONLY, NOW)),
         ),
+        # An old key alone, which is in use here.
+        ((key(1, PRIMARY),), (key(1, VERIFY_ONLY, NOW),), (key(1, PRIMARY),)),
+        ((key(1, PRIMARY),), (key(1, REVOKED),), (key(1, REVOKED),)),
         # Two rings that never met.
         ((key(1, PRIMARY),), (key(2, PRIMARY),), (key(1, PRIMARY), key(2))),
         # What one side has revoked stays so.

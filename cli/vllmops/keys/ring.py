@@ -310,6 +310,8 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 keys[theirs.kid] = msgspec.structs.replace(theirs, status=Status.NEXT)
             elif not primaries and keys[theirs.kid].status is not Status.REVOKED:
                 keys[theirs.kid] = theirs  # they have gone back to it
+        elif (own := self.primary) and keys[own.kid].status is not Status.REVOKED:
+            keys[own.kid] = own  # they know of none that would seal instead
         return Ring(keys=tuple(keys.values()))
 
     def led(self, other: Ring, now: float, overlap_s: float) -> Ring:
