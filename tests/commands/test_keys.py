@@ -135,6 +135,11 @@ def test_import_and_export(vllmops: Any, path: Path, home: Path) -> None:
     other = str(home / "other.json")
     vllmops("keys", "import", str(out), "--keyring", other)
     assert file.load(Path(other)) == file.load(path)
+    before = file.load(Path(other))
+    file.change(path, lambda ring: ring.add(Key.of(fresh(), Status.NEXT)))
+    words = ("keys", "import", str(path), "--keyring", other, "--verify-only", "--json")
+    assert vllmops(*words).error["code"] == "usage"
+    assert file.load(Path(other)) == before
     assert vllmops("keys", "export", "--format", "env", "--reveal").out == f"{NAME}={TEXT}\n"
     assert vllmops("keys", "export", kid, "--format", "hex", "--reveal").out == f"{TEXT}\n"
     given.write_text("nonsense")

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from ... import output
-from ...files import read
+from ...errors import usage
+from ...files import read, spelt
 from ...keys import file
 from ...keys.ring import Key, Ring, Status, from_hex
 from ...output import Result, command
@@ -32,7 +33,7 @@ def import_(
         bool,
         typer.Option(
             "--verify-only",
-            help="Import the key as verify-only: it opens existing state and seals nothing.",
+            help="Import a single key as verify-only: it opens existing state and seals nothing.",
         ),
     ] = False,
     keyring: Keyring = None,
@@ -60,10 +61,14 @@ def parsed(source: Path, *, verify_only: bool) -> Key | Ring:
     """A key or a ring from a file or from stdin.
 
     Raises:
-        VllmopsError: as `files.read` does, or the error of the content.
+        VllmopsError: as `files.read` does, the error of the content, or ``usage``.
     """
     content = read(source, file.MOST_BYTES)
     if content.lstrip().startswith(b"{"):
+        if verify_only:
+            # Its keys have their own states, and one of them might be promoted here.
+            message = f"--verify-only is for a single key, but {spelt(source)} is a keyring"
+            raise usage(message, "vllmops keys export KID --format hex --out FILE, there")
         return file.decode(content, source)
     text = content.decode(errors="replace").strip()
     text = text.removeprefix("export ").removeprefix(f"{file.SIGNING_KEY}=").strip("\"'")
