@@ -85,7 +85,8 @@ def test_a_list_has_those_of_all_keys_the_newest_first(vllmops: Any, store: str)
     rest = vllmops(*words, "--after", "conv_0002", "--json").data["conversations"]
     assert [one["id"] for one in rest] == ["conv_0001", "conv_0000"]
     assert "--after conv_0002" in vllmops(*words, "-n", "1").out
-    assert vllmops(*words, "--after", "nix", "--json").code == Exit.USAGE
+    for unknown in ("nix", "\udcff"):
+        assert vllmops(*words, "--after", unknown, "--json").code == Exit.USAGE
 
 
 def test_more_than_a_page_is_listed_whole(vllmops: Any, tmp_path: Path) -> None:

@@ -307,8 +307,8 @@ class Backend(Conversations, ABC):
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         """A response after those that it follows, the oldest first; counts as use of each.
 
-        It begins with the first that is there, and has each turn once. Empty where there is no such response. However
-        long it is, it takes the same number of round trips.
+        It begins with the first that is there, and has each turn once. Empty where there is no such
+        response. However long it is, it takes the same number of round trips.
         """
 
     @abstractmethod

@@ -113,6 +113,8 @@ class ConversationStore:
         Raises:
             CursorUnknown: ``after`` is no conversation of this owner's.
         """
+        if after is not None and not valid(after):
+            raise CursorUnknown(after, "conversation")
         async with self.bounded() as backend:
             found = await backend.list_conversations(owner, after, limit)
         return [legible(one) for one in found]
