@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -410,3 +411,16 @@ def test_an_encoded_ring_is_what_was_decoded(path: Path) -> None:
         )
     )
     assert file.decode(file.encode(changed), path) == changed
+
+
+def test_a_lock_of_somebody_else_is_a_missing_right(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(lock: Path) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", str(lock))
+
+    made(path)
+    monkeypatch.setattr(file, "take", refused)
+    with refusal("keys.not-written") as caught:
+        made(path)
+    assert caught.value.exit_code == Exit.NOT_AUTHORISED

@@ -256,6 +256,7 @@ def locked(path: Path) -> Iterator[None]:
             "keys.not-written",
             f"{path} cannot be changed: {lock} cannot be opened: {error.strerror or error}",
             "run this as the keyring's owner, in a directory that they own",
+            exit_code=denied(error),
         ) from error
     if held is None:
         raise VllmopsError(
