@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from vllmops.commands.responses.import_ import LONGEST_LINE, numbered
+from vllmops.errors import Exit
 from vllmops.store import opening, packing
 from vllmops.store.backend import Response
 
@@ -111,6 +112,15 @@ def test_they_are_counted_and_left_out_and_deleted(url: str, vllmops: Any, tmp_p
     assert answer.code == 0, answer
     answer = vllmops("responses", "delete", *BAD, "--store", url)
     assert answer.code in {0, 5}, answer
+
+
+def test_a_file_that_is_no_store_has_no_server_to_check(tmp_path: Path, vllmops: Any) -> None:
+    (tmp_path / "a.db").write_text("no database\n" * 500)
+    (tmp_path / "b").write_text("")
+    for name in ("a.db", "b/c.db"):
+        answer = vllmops("responses", "check-store", f"sqlite:///{tmp_path}/{name}", "--json")
+        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.unavailable")
+        assert "server" not in answer.error["hint"]
 
 
 def test_rows_of_other_types(tmp_path: Path, vllmops: Any) -> None:

@@ -27,6 +27,7 @@ __all__ = ["FINISHED", "RUNNING", "STATUSES", "Response"]
 GONE = "The server that ran this response is gone."
 # A call that was given up after so long has met silence: other connections may be as dead.
 SILENT_S = 0.5
+CHECK_SERVER = "check the store's URL, and that its server is running"
 # Uses of responses that are noted before they are written.
 NOTED = 1000
 # An owner is a hash or empty, so this is nobody's: it stands for whoever runs the server.
@@ -184,10 +185,11 @@ class StoreUnavailable(VllmopsError):  # noqa: N818 - the state, as messages nam
     Args:
         message: what is wrong.
         retry_after_s: when to try again, in seconds.
+        hint: what to do about it.
     """
 
-    def __init__(self, message: str, retry_after_s: float = 1) -> None:
-        super().__init__("store.unavailable", message, "check that the store's server is running")
+    def __init__(self, message: str, retry_after_s: float = 1, hint: str = CHECK_SERVER) -> None:
+        super().__init__("store.unavailable", message, hint)
         self.retry_after_s = retry_after_s
 
 
@@ -226,6 +228,8 @@ class Backend(Conversations, ABC):
 
     # What the driver raises where the backend is down; it becomes StoreUnavailable.
     unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError,)
+    # The hint of that error.
+    hint: ClassVar[str] = CHECK_SERVER
 
     def __init__(self, url: str, limits: Limits) -> None:
         self.url = url

@@ -65,9 +65,13 @@ class Storage:
             async with asyncio.timeout(DEADLINE_S):
                 return await backend.there()
         except TimeoutError as error:
-            raise StoreUnavailable(f"{self.name} is unavailable: it took too long") from error
+            raise self.unavailable("it took too long") from error
         except backend.unavailable as error:
-            raise StoreUnavailable(f"{self.name} is unavailable: {backend.why(error)}") from error
+            raise self.unavailable(backend.why(error)) from error
+
+    def unavailable(self, why: str) -> StoreUnavailable:
+        message = f"{self.name} is unavailable: {why}"
+        return StoreUnavailable(message, hint=self.store.backend.hint)
 
     async def page(self, query: Query) -> Page:
         return await self.store.page(EVERYBODY, query)

@@ -226,6 +226,9 @@ class Sqlite(Sql):
     """A file; one thread writes, another reads."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError, sqlite3.Error)
+    hint: ClassVar[str] = (
+        "check the file, the owner of it and of its directory, and the space on its disk"
+    )
 
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         super().__init__(url, limits, name, "sqlite.sql")

@@ -414,7 +414,7 @@ class Bounded:
     async def __aenter__(self) -> Backend:
         wait = self.store.paused_until - time.monotonic()
         if wait > 0:
-            raise StoreUnavailable(self.store.problem, wait)
+            raise StoreUnavailable(self.store.problem, wait, self.store.backend.hint)
         await self.timeout.__aenter__()
         self.watch()
         if not self.store.opened:
@@ -464,7 +464,7 @@ class Bounded:
             self.store.refuses = True
             self.store.paused_until = time.monotonic() + PAUSE_S
             self.store.problem = problem
-        return StoreUnavailable(problem, PAUSE_S)
+        return StoreUnavailable(problem, PAUSE_S, self.store.backend.hint)
 
 
 class Asked(msgspec.Struct):
