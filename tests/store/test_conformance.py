@@ -17,6 +17,7 @@ from vllmops.errors import VllmopsError
 from vllmops.store import opening
 from vllmops.store.backend import FINISHED, RUNNING, Chunk, Limits, Query, Response
 from vllmops.store.conformance import CHECKS, CheckResult, judge, probe, run
+from vllmops.store.conformance_bench import Bench
 from vllmops.store.conversations import Addition, Conversations, Entry, Outcome
 from vllmops.store.memory import Memory
 from vllmops.store.memory_conversations import Kept
@@ -354,3 +355,27 @@ def test_the_command_deletes_nothing(vllmops: Any, own_class: Any) -> None:
     env = own_class("async def open(self): await self.create(response())")
     answer = vllmops("responses", "check-store", "memory://", "--json", env=env)
     assert (answer.code, answer.error["code"]) == (1, "store.not-empty")
+
+
+def test_what_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def main() -> None:
+        bench = Bench(f"sqlite:///{tmp_path}/a.db?namespace=check")
+        backend = (await bench.open()).backend
+        drop, began = backend.drop, asyncio.Event()
+
+        async def slow() -> None:
+            if not began.is_set():
+                began.set()
+                await asyncio.sleep(60)
+            await drop()
+
+        backend.drop = slow  # type: ignore[method-assign]
+        ending = asyncio.create_task(bench.close())
+        await began.wait()
+        ending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+
+    asyncio.run(main())
+    with closing(sqlite3.connect(tmp_path / "a.db")) as file:
+        assert not file.execute("SELECT name FROM sqlite_master").fetchall()

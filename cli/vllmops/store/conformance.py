@@ -79,9 +79,11 @@ async def probe(url: str) -> list[str]:
             f"{count} responses are in the store, and the checks would delete them",
             "an empty store",
         )
-    async with store.bounded():
-        caveats = await store.backend.caveats()
-    await bench.close()
+    try:
+        async with store.bounded():
+            caveats = await store.backend.caveats()
+    finally:
+        await bench.close()
     if not keeps_conversations(url):
         caveats.append("it keeps no conversations: /v1/conversations and `conversation` get 501")
     return caveats

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Awaitable, Callable
 
@@ -41,7 +42,14 @@ class Bench:
         return store
 
     async def close(self) -> None:
-        """Delete everything and close all."""
+        """Delete everything and close all, also where Ctrl-C comes in between."""
+        try:
+            await self.end()
+        except asyncio.CancelledError:
+            await self.end()
+            raise
+
+    async def end(self) -> None:
         for number, store in enumerate(self.stores):
             if number == 0:
                 async with store.bounded():
