@@ -12,6 +12,7 @@ import pytest
 from vllmops.errors import Exit, VllmopsError
 from vllmops.host.shape import Shape
 from vllmops.instances import launch
+from vllmops.instances.endpoint import store_of
 from vllmops.instances.launch import Order, check_model, check_port, free_port, preview, reserve
 from vllmops.instances.record import Folder
 from vllmops.store import sqlite, urls
@@ -163,6 +164,22 @@ def test_responses_are_kept_below_a_home_of_any_name(
     url = preview(Order("M")).environment[STORE]
     assert sqlite.path(url) == odd / "instances/m/responses.db"
     urls.parsed(url)
+
+
+def test_the_store_of_an_instance_is_the_same_from_everywhere(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (there := home / "a?b").mkdir()
+    monkeypatch.chdir(there)
+    url = "sqlite:///s/a%23.db?namespace=blue"
+    record = preview(Order("M", environment={STORE: url}))
+    monkeypatch.chdir(home)
+    store = store_of(record)
+    assert store is not None
+    assert sqlite.path(store.partition("?")[0]) == there / "s/a#.db"
+    assert urls.parsed(store).query == {"namespace": "blue"}
+    for other in ("sqlite:////a/b.db", "sqlite:///~/b.db", "redis://h/0", "postgresql://h/d?a=b"):
+        assert urls.seen_from(there, other) == other
 
 
 def test_the_command(home: Path) -> None:

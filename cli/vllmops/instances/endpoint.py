@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..errors import VllmopsError
 from ..store.settings import STORE
+from ..store.urls import seen_from
 from ..targets import Pod, Url, parsed
 from ..vllm_api.endpoint import Endpoint
 from .record import Folder, Record, folders
@@ -42,7 +45,9 @@ def last(target: str | None) -> Record | None:
 def store_of(record: Record) -> str | None:
     """The URL of an instance's store, None if it has none that can be got at from outside."""
     url = record.environment.get(STORE)
-    return None if url is None or url.startswith(("memory:", "none")) else url
+    if url is None or url.startswith(("memory:", "none")):
+        return None
+    return seen_from(Path(record.directory), url)
 
 
 def running(target: str | None) -> Endpoint | None:

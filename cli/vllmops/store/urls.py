@@ -119,6 +119,20 @@ def of_file(path: Path) -> str:
     return f"sqlite:///{quote(os.fsencode(path))}"
 
 
+def seen_from(folder: Path, url: str) -> str:
+    """The URL, valid everywhere, of a store as a process names it whose current directory that is.
+
+    Args:
+        folder: absolute.
+        url: of any store; only the file of one may be relative.
+    """
+    start, mark, query = url.partition("?")
+    scheme, _, name = start.partition(":///")
+    if scheme.lower() != "sqlite" or not name or name.startswith(("/", "~")):
+        return url
+    return f"{of_file(folder)}/{name}{mark}{query}"
+
+
 def parsed(url: str) -> StoreUrl:
     """A store's URL, taken apart and checked; nobody is asked whether anything is there.
 
