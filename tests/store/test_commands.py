@@ -8,10 +8,12 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE
@@ -184,6 +186,23 @@ def test_nothing_is_made_by_looking(vllmops: Any, shared_url: str) -> None:
     fill(shared_url, [])
     answer = vllmops("responses", "list", "--store", shared_url)
     assert (answer.code, answer.out) == (0, "no responses are stored\n")
+
+
+def test_the_database_of_another_program_is_not_changed_by_looking(
+    vllmops: Any, tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(tmp_path / "a#.db")) as file:
+        file.execute("CREATE TABLE mine (a)")
+    before = (tmp_path / "a#.db").read_bytes()
+    url = f"sqlite:///{tmp_path}/a%23.db"
+    for words in (("responses", "list"), ("responses", "stats"), ("conversations", "list")):
+        answer = vllmops(*words, "--store", url, "--json")
+        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.none")
+    assert (tmp_path / "a#.db").read_bytes() == before
+    fill(url, numbered(1, 2))
+    assert len(ids(vllmops("responses", "list", "--json", "--store", url))) == 2
+    other = vllmops("responses", "list", "--store", f"{url}?namespace=other", "--json")
+    assert other.error["code"] == "store.none"
 
 
 @pytest.mark.parametrize("url", ["postgresql://u:secret@127.0.0.1:1/d", "redis://127.0.0.1:1/0"])

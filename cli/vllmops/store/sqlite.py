@@ -15,13 +15,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, ClassVar, TypeVar
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -233,6 +233,7 @@ class Sqlite(Sql):
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         super().__init__(url, limits, name, "sqlite.sql")
         self.path = path(url)
+        self.meta = f"{name}_meta"
         with suppress(OSError):  # not there yet, or not to be looked at: opening it tells
             if not stat.S_ISREG(self.path.stat().st_mode):
                 # SQLite would write its journal beside a device.
@@ -246,7 +247,21 @@ class Sqlite(Sql):
         self.sparing = {self.text[name] for name in SPARING}
 
     async def there(self) -> bool:
-        return self.path.exists()
+        return self.path.exists() and await asyncio.to_thread(self.has_tables)
+
+    def has_tables(self) -> bool:
+        """Whether the file is a store, and not somebody else's database; it is not changed.
+
+        True where that can't be read: opening it tells why.
+        """
+        try:
+            with closing(
+                sqlite3.connect(f"file:{quote(os.fsencode(self.path))}?mode=ro", uri=True)
+            ) as file:
+                found = file.execute("SELECT 1 FROM sqlite_master WHERE name = ?", (self.meta,))
+                return found.fetchone() is not None
+        except sqlite3.Error:
+            return True
 
     async def open(self) -> None:
         if sqlite3.sqlite_version_info < LEAST_VERSION:
