@@ -151,6 +151,7 @@ def play(
             await act(client, handler)
         assert not websocket.opened
         assert not websocket.waiting.bytes
+        assert not websocket.Memory.bytes_of_all
 
     asyncio.run(whole())
 
@@ -241,6 +242,24 @@ def test_bytes_that_wait_on_all_connections_have_a_bound(monkeypatch: pytest.Mon
             await reached(lambda: websocket.waiting.bytes > 900)
             handler.goes_on.set()
             assert [(await hear(other))["type"] for _ in range(3)] == [KINDS[1], *KINDS]
+
+    play(act)
+
+
+def test_what_all_connections_remember_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(websocket, "ALL_REMEMBERED_BYTES", 10)  # a response has four
+
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one, client() as other:
+            for connection in (one, one, other):
+                await ask(connection, "a")
+                assert [(await hear(connection))["type"] for _ in KINDS] == [*KINDS]
+            # That with most has forgotten its oldest.
+            for connection, known in ((other, "resp_3"), (one, "resp_2")):
+                await ask(connection, "b", previous_response_id=known)
+                assert [(await hear(connection))["type"] for _ in KINDS] == [*KINDS]
+            await ask(one, "b", previous_response_id="resp_1")
+            assert (await hear(one))["code"] == "previous_response_not_found"
 
     play(act)
 

@@ -38,6 +38,8 @@ ANSWERED = frozenset({"response.completed", "response.incomplete"})
 # The conversations that a connection remembers without the store, and their size in bytes.
 REMEMBERED = 16
 REMEMBERED_BYTES = 16 * 1024 * 1024
+# Of all connections of a process, in bytes.
+ALL_REMEMBERED_BYTES = 1024 * 1024 * 1024
 # Bytes of the requests that wait on all connections of a process.
 WAITING_BYTES = 256 * 1024 * 1024
 # Characters of a client's id.
@@ -81,11 +83,17 @@ NUMBERED = msgspec.json.Decoder(Numbered)
 class Memory:
     """The latest responses of a connection that are not in the store, each with its history."""
 
+    # Of those of all connections.
+    bytes_of_all = 0
+
     def __init__(self) -> None:
         self.histories: dict[str, list[Response]] = {}
+        self.bytes = 0
 
     def keep(self, history: list[Response]) -> None:
         """Remember a response and the turns before it, unless they are too large.
+
+        Where all connections remember too much, the one with most forgets its oldest.
 
         Args:
             history: oldest first, packed as the store packs them; the last one is the response.
@@ -93,10 +101,25 @@ class Memory:
         self.histories[history[-1].id] = history
         while len(self.histories) > REMEMBERED or self.size > REMEMBERED_BYTES:
             del self.histories[next(iter(self.histories))]
+        self.count()
+        while Memory.bytes_of_all > ALL_REMEMBERED_BYTES:
+            fullest = max((one.memory for one in opened), key=lambda memory: memory.bytes)
+            fullest.forget(next(iter(fullest.histories)))
 
     def forget(self, response_id: str | None) -> None:
         """Forget a response, if it is remembered."""
-        self.histories.pop(response_id or "", None)
+        if self.histories.pop(response_id or "", None):
+            self.count()
+
+    def clear(self) -> None:
+        """Forget all."""
+        self.histories.clear()
+        self.count()
+
+    def count(self) -> None:
+        """Note how many bytes are remembered now."""
+        before, self.bytes = self.bytes, self.size
+        Memory.bytes_of_all += self.bytes - before
 
     @property
     def size(self) -> int:
@@ -291,6 +314,7 @@ class Connection:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self.memory.clear()
             if self.lost.done():
                 await self.close(POLICY, f"no event was taken for {STALL_S:g} s")
             opened.discard(self)
