@@ -10,6 +10,7 @@ import random
 import resource
 import signal
 import stat
+import subprocess
 import time
 import traceback
 from collections.abc import Callable
@@ -424,3 +425,22 @@ def test_a_lock_of_somebody_else_is_a_missing_right(
     with refusal("keys.not-written") as caught:
         made(path)
     assert caught.value.exit_code == Exit.NOT_AUTHORISED
+
+
+def test_a_hint_can_be_run_whatever_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "a b;$(c)" / "keyring.json"
+    path.parent.mkdir()
+    ring = made(path)
+    path.chmod(0o644)
+    with refusal("keys.unsafe") as caught:
+        file.load(path)
+    subprocess.run(caught.value.hint, shell=True, check=True)
+    path.write_text("{")
+    with refusal("keys.broken") as caught:
+        file.load(path)
+    subprocess.run(caught.value.hint.partition(": ")[2], shell=True, check=True)
+    path.unlink()
+    with refusal("keys.no-ring") as caught:
+        file.load(path)
+    subprocess.run(caught.value.hint.partition(", or")[0], shell=True, check=True)
+    assert file.load(path) == ring
