@@ -228,6 +228,25 @@ def test_reading_ends(tmp_path: Path) -> None:
         assert (error.code, error.exit_code) == ("file.unreadable", Exit.FAILED)
 
 
+@pytest.mark.parametrize("link", [False, True])
+def test_what_is_no_plain_file_is_not_even_opened(tmp_path: Path, link: bool) -> None:
+    absent = tmp_path / "device"
+    os.mknod(absent, 0o666 | stat.S_IFCHR, os.makedev(1, 200))  # to open it fails: it has no driver
+    path = tmp_path / "link" if link else absent
+    if link:
+        path.symlink_to(absent)
+    with pytest.raises(PermissionError, match="no plain file") as caught:
+        files.open_plain(path, files.ANYBODY, follow=link)
+    assert caught.value.filename == str(path)
+
+
+def test_the_error_of_a_file_has_its_name(tmp_path: Path) -> None:
+    for path in (tmp_path / "none", tmp_path / "x" / "none"):
+        with pytest.raises(FileNotFoundError) as caught:
+            files.open_plain(path)
+        assert caught.value.filename == str(path)
+
+
 def test_a_slow_writer_is_waited_for(tmp_path: Path) -> None:
     path = tmp_path / "fifo"
     os.mkfifo(path)

@@ -37,7 +37,8 @@ from vllmops.instances import keys as instance_keys
 from vllmops.instances.record import Folder, Record, State, folders
 from vllmops.instances.servers import Server
 from vllmops.keys import admin_token
-from vllmops.keys.ring import Ring
+from vllmops.keys import file as keyring
+from vllmops.keys.ring import Key, Ring, Status, fresh
 from vllmops.memory import loads
 from vllmops.protocol import identity
 from vllmops.rpc import agent
@@ -757,3 +758,32 @@ def test_the_admin_token_is_no_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token", 0o600)
     with within(5):
         assert refusal(lambda: admin_token.token(tmp_path / "token")).code == "keys.unsafe"
+
+
+def test_a_bundle_opens_no_device_that_a_server_names(tmp_path: Path, home: Path) -> None:
+    # As a FIFO, which shows that somebody opened it: who waits to write into it goes on.
+    for name in ("ring", "token", "configuration"):
+        path = tmp_path / name
+        os.mkfifo(path, 0o600)
+        writer = threading.Thread(target=path.open, args=("wb",), daemon=True)
+        writer.start()
+        time.sleep(0.1)
+        place = {name: str(path)}
+        given = [place.get(one) for one in ("ring", "token", "configuration")]
+        assert list(collecting.secrets_of_files(*given)) == []
+        writer.join(0.2)
+        assert writer.is_alive(), name
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        writer.join(5)
+
+
+def test_the_secrets_in_a_servers_files_are_known_to_root(tmp_path: Path, home: Path) -> None:
+    ring, token = tmp_path / "ring", tmp_path / "token"
+    secret = fresh()
+    ring.write_bytes(keyring.encode(Ring(keys=(Key.of(secret, Status.NEXT),))))
+    token.write_text("t" * 40 + "\n")
+    for path in (ring, token):
+        path.chmod(0o600)
+        os.chown(path, NOBODY, NOBODY)
+    known = set(collecting.secrets_of_files(str(ring), str(token), None))
+    assert {"t" * 40, secret.reveal().hex()} <= known

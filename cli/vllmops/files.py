@@ -363,20 +363,41 @@ def open_plain(path: Path, owner: int | None = None, *, follow: bool = False) ->
     Raises:
         OSError: PermissionError if it is no plain file, or is somebody else's.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    descriptor = os.open(path, flags)
-    try:
-        status = os.fstat(descriptor)
+    with unopened(path, follow=follow) as (place, status):
         if not stat.S_ISREG(status.st_mode):
             raise PermissionError(errno.EPERM, "it is no plain file", str(path))
         owner = os.geteuid() if owner is None else owner
         if owner not in (status.st_uid, ANYBODY):
             why = f"it belongs to uid {status.st_uid}, not to uid {owner}"
             raise PermissionError(errno.EPERM, why, str(path))
-    except BaseException:
-        os.close(descriptor)
+        return os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def unopened(path: Path, *, follow: bool = False) -> Iterator[tuple[str, os.stat_result]]:
+    """What another user has named, or may have put there, to be judged before it is opened.
+
+    To open a device can be enough to do harm: a watchdog that was opened resets the machine.
+
+    Args:
+        path: its name.
+        follow: whether to look behind a link.
+
+    Returns:
+        A path to open this very file by, whatever its own path leads to by then, and its status.
+
+    Raises:
+        OSError: there is no such file; also what is raised within has its name.
+    """
+    try:
+        seen = os.open(path, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
+        try:
+            yield f"/proc/self/fd/{seen}", os.fstat(seen)
+        finally:
+            os.close(seen)
+    except OSError as error:
+        error.filename = str(path)
         raise
-    return descriptor
 
 
 def read_private(path: Path, owner: int | None, limit: int) -> bytes:

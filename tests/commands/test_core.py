@@ -288,6 +288,8 @@ kind = sys.argv[1]
 pipe = named("CUDA_COREDUMP_PIPE")
 if kind == "file":
     open(pipe, "w").close()
+elif kind == "device":
+    os.mknod(pipe, 0o20600, os.makedev(1, 200))  # no driver: who opens it gets ENXIO
 elif kind != "no-gpu":
     os.mkfifo(pipe)
 reader = os.open(pipe, os.O_RDWR) if kind in {"dumps", "silent"} else None
@@ -364,6 +366,7 @@ def test_a_gpu_that_is_not_to_be_asked(
         ("silent", "has not finished it in time"),
         ("deaf", "no process reads"),
         ("file", "is not a FIFO"),
+        ("device", "is not a FIFO"),
     ],
 )
 def test_a_driver_that_gives_no_dump(

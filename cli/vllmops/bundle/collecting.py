@@ -11,7 +11,6 @@ import base64
 import contextlib
 import os
 import platform
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S
 from ..doctor import examine, history
 from ..errors import VllmopsError
+from ..files import ANYBODY, open_plain
 from ..host import proc, processes, procfacts
 from ..instances import interpreter, logs
 from ..instances.record import Folder
@@ -459,18 +459,18 @@ def files_named(environment: Mapping[str, str], words: Sequence[str]) -> tuple[s
 
 
 def secrets_of_files(ring: str | None, token: str | None, configured: str | None) -> Iterator[str]:
-    """What is secret in these files."""
+    """What is secret in these files, whoever they belong to."""
     with contextlib.suppress(VllmopsError):
-        for key in keyring.load(Path(ring) if ring else keyring.default_path()).keys:
+        path = Path(ring) if ring else keyring.default_path()
+        for key in keyring.decode(beginning(path).encode(), path).keys:
             secret = key.secret.reveal()
             yield from (secret.hex(), secret.hex().upper())
             yield from (
                 base64.b64encode(secret).decode(),
                 base64.urlsafe_b64encode(secret).decode(),
             )
-    if token:
-        with contextlib.suppress(VllmopsError):
-            yield admin.token(Path(token))
+    if token and admin.TOKEN.fullmatch(text := beginning(Path(token)).strip()):
+        yield text
     if configured:
         yield from values(beginning(Path(configured)))
 
@@ -488,10 +488,8 @@ def configuration_file(words: Sequence[str]) -> str | None:
 def beginning(path: Path) -> str:
     """What a plain file begins with; nothing where it is none, or can't be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb") as file:
-            plain = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            return file.read(TEXT).decode(errors="replace") if plain else ""
+        with open(open_plain(path, ANYBODY, follow=True), "rb") as file:
+            return file.read(TEXT).decode(errors="replace")
     except (OSError, ValueError):
         return ""
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from ..errors import VllmopsError
+from ..files import unopened
 from ..protocol.stacks import Problem
 from . import proc
 from .processes import Process
@@ -143,21 +144,21 @@ def _dump(process: Process, pipe: Path, variables: dict[str, str], deadline: flo
 
 def _request(process: Process, pipe: Path) -> None:
     """Write into a process's pipe; raises OSError."""
-    try:
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno == errno.ENXIO:
-            raise OSError(errno.ENXIO, f"no process reads {pipe}") from error
-        raise
-    try:
-        seen = os.fstat(descriptor)
+    with unopened(pipe) as (place, seen):
         if not stat.S_ISFIFO(seen.st_mode):
             raise OSError(errno.EINVAL, f"{pipe} is not a FIFO")
         if seen.st_uid != proc.effective_uid(process.pid):
             raise PermissionError(errno.EPERM, f"{pipe} belongs to another user")
-        os.write(descriptor, b"1")
-    finally:
-        os.close(descriptor)
+        try:
+            descriptor = os.open(place, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                raise OSError(errno.ENXIO, f"no process reads {pipe}") from error
+            raise
+        try:
+            os.write(descriptor, b"1")
+        finally:
+            os.close(descriptor)
 
 
 def _is_complete(pid: int, path: Path) -> bool:
