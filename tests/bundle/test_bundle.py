@@ -564,3 +564,15 @@ def test_a_build_for_the_cpu_is_told_by_its_own_version(
     packages: dict[str, str], version: str | None
 ) -> None:
     assert version_of("vllm", packages) == version
+
+
+@pytest.mark.parametrize("value", ["1e308", "1e16", "-1e16"])
+def test_a_step_at_no_time_is_damage(vllmops: Any, tmp_path: Path, value: str) -> None:
+    path, _ = bundle.write(contents(stuck()), tmp_path / "b.tar.gz")
+    parts = archive.unpacked(path, lambda _: True)
+    assert b"1000.0" in parts["steps.jsonl"]
+    parts = {**parts, "steps.jsonl": parts["steps.jsonl"].replace(b"1000.0", value.encode())}
+    path.write_bytes(archive.packed(parts, 1e9))
+    for words in ((), ("--history",)):
+        shown = vllmops("doctor", str(path), *words, "--json")
+        assert shown.error["code"] == "bundle.damaged"

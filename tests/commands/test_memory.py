@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shlex
 import signal
@@ -356,3 +357,36 @@ def test_a_full_disk_does_not_fail_a_recording_that_nobody_asked_to_save(
     assert recording.returncode == 0
     assert "not kept for doctor and bundle" in " ".join(err.split())
     assert "mean per hour" in out
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("taken_at", "1e308"),
+        ("taken_at", "-1e308"),
+        ("rss_bytes", f"1{'0' * 320}"),
+        ("tolerance_bytes", f"1{'0' * 320}"),
+        ("finished_alive", f"1{'0' * 320}"),
+    ],
+    ids=["late", "early", "size", "tolerance", "requests"],
+)
+def test_a_number_that_no_memory_has_is_damage(
+    vllmops: Any, tmp_path: Path, place: str, value: str
+) -> None:
+    requests = '"requests":{"alive":1,"finished_alive":4,"known":1,"late_s":0.0}'
+    agent = f'"agent":{{{requests}}}'
+    head = '{"kind":"memory","schema":1,"server":"s","started_at":0.0,"tolerance_bytes":5}'
+    lines = [
+        f'{{"type":"sample","taken_at":{at}.5,"processes":'
+        f'[{{"role":"engine","pid":1,"rss_bytes":{at * 1000},{agent}}}]}}'
+        for at in range(1, 40)
+    ]
+    file = tmp_path / "file"
+    file.write_text("\n".join([head, *lines, ""]))
+    assert vllmops("memory", "report", str(file), "--json").data["trends"]
+    spoilt = [re.sub(rf'(?<="{place}":)[\d.]+', value, line) for line in (head, lines[7])]
+    file.write_text("\n".join([spoilt[0], *lines[:7], spoilt[1], *lines[8:], ""]))
+    for words in ((), ("--json",)):
+        shown = vllmops("memory", "report", str(file), *words)
+        assert shown.code == 1
+        assert "damaged" in shown.out + shown.err

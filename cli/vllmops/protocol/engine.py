@@ -18,6 +18,10 @@ BEAT_INTERVAL_S = 1.0
 # What somebody may request for: JSON has no NaN and no infinity, but 1e308, which no timer takes.
 LONGEST_S = 36_500 * 24 * 3600
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
+# Of files and answers, which may be a stranger's: what can be shown and reckoned with.
+LAST_AT = 4e9  # seconds since the epoch; later dates can't all be shown
+Moment = Annotated[float, msgspec.Meta(ge=0, lt=LAST_AT)]
+Count = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class Answer(Place, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .engine import SCHEMA, Answer
+from .engine import SCHEMA, Answer, Count, Moment
 from .place import Place
 
 
@@ -23,9 +23,9 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
             and not in use any more is not counted.
     """
 
-    alive: int
-    finished_alive: int
-    known: int
+    alive: Count
+    finished_alive: Count
+    known: Count
     late_s: float
 
 
@@ -45,10 +45,10 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     name: str
-    entries: int | None
-    bytes: int | None = None
+    entries: Count | None
+    bytes: Count | None = None
     here: bool = False
-    slots: int | None = None
+    slots: Count | None = None
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,17 +60,17 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
         collected: objects, so far.
     """
 
-    count: int
-    collections: int
-    collected: int
+    count: Count
+    collections: Count
+    collected: Count
 
 
 class Store(msgspec.Struct, frozen=True, kw_only=True):
     """An API server's store of Responses, in entries: counting its bytes would cost too much."""
 
-    responses: int
-    messages: int
-    events: int
+    responses: Count
+    messages: Count
+    events: Count
 
 
 class AgentMemory(Answer, frozen=True, kw_only=True):
@@ -90,8 +90,8 @@ class AgentMemory(Answer, frozen=True, kw_only=True):
     caches: tuple[Held, ...] = ()
     gc: tuple[Generation, ...] = ()
     store: Store | None = None
-    unfinished: int | None = None
-    in_flight: int | None = None
+    unfinished: Count | None = None
+    in_flight: Count | None = None
     problems: tuple[str, ...] = ()
 
 
@@ -111,10 +111,10 @@ class ProcessMemory(Place, frozen=True, kw_only=True, omit_defaults=True):
 
     role: str
     pid: int
-    rss_bytes: int | None = None
-    pss_bytes: int | None = None
-    uss_bytes: int | None = None
-    gpu_bytes: int | None = None
+    rss_bytes: Count | None = None
+    pss_bytes: Count | None = None
+    uss_bytes: Count | None = None
+    gpu_bytes: Count | None = None
     agent: AgentMemory | None = None
     silent: str = ""
 
@@ -130,11 +130,11 @@ class MemorySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         gpus_bytes: of each GPU, what everybody uses of it.
     """
 
-    taken_at: float
-    round: int | None = None
+    taken_at: Moment
+    round: Count | None = None
     processes: list[ProcessMemory]
     quiet: bool | None = None
-    gpus_bytes: list[int] = []
+    gpus_bytes: list[Count] = []
 
 
 class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
@@ -145,7 +145,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
         why: what cut it short, in words; empty if it ended as planned.
     """
 
-    at: float
+    at: Moment
     why: str = ""
 
 
@@ -171,14 +171,14 @@ class RecordingHead(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
     server: str
     model: str | None = None
-    started_at: float
-    rounds: int | None = None
+    started_at: Moment
+    rounds: Count | None = None
     interval_s: float | None = None
     duration_s: float | None = None
     load: str = ""
-    requests: int | None = None
-    seed: int | None = None
-    tolerance_bytes: int | None = None
+    requests: Count | None = None
+    seed: Count | None = None
+    tolerance_bytes: Count | None = None
 
 
 class Recording(msgspec.Struct, kw_only=True):

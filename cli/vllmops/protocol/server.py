@@ -12,7 +12,7 @@ import msgspec
 
 from .caches import CacheSnapshot
 from .compares import Comparison
-from .engine import SCHEMA, Beat, EngineState, Hello, Traffic
+from .engine import SCHEMA, Beat, Count, EngineState, Hello, Traffic
 from .heal import Proof
 from .memory import Recording
 from .metrics import Metrics
@@ -178,8 +178,8 @@ class Disk(msgspec.Struct, frozen=True):
 
     path: str
     use: str
-    total: int
-    free: int
+    total: Count
+    free: Count
 
 
 class Leftover(msgspec.Struct, frozen=True):
@@ -266,8 +266,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
             that log can't be read.
     """
 
-    memory_total: int
-    memory_available: int
+    memory_total: Count
+    memory_available: Count
     disks: tuple[Disk, ...] = ()
     leftovers: tuple[Leftover, ...] = ()
     orphans: tuple[ProcessState, ...] = ()

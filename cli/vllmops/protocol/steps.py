@@ -15,7 +15,7 @@ from zlib import crc32
 
 import msgspec
 
-from .engine import SCHEMA, Answer
+from .engine import LAST_AT, SCHEMA, Answer, Moment
 from .identity import Identity
 from .place import Place, Standing
 
@@ -41,7 +41,6 @@ UNKNOWN: Final = MOST
 SCHEDULING, EXECUTING, ENDED = 0, 1, 2
 Phase = Literal["scheduling", "executing", "ended"]
 PHASES: Final[tuple[Phase, ...]] = ("scheduling", "executing", "ended")
-LAST_AT: Final = 4e9  # seconds since the epoch; later dates can't all be shown
 OVERLAP: Final = 8  # records, the newest, among which one may still be open
 
 
@@ -63,7 +62,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     """
 
     number: int
-    began_at: float
+    began_at: Moment
     seconds: float
     steps: int
     ended: int
