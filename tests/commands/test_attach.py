@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ import pytest
 
 from vllmops.attach import attach as attaching
 from vllmops.attach import inject
+from vllmops.attach.attach import Plan
 from vllmops.errors import VllmopsError
+from vllmops.host import processes
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.protocol import identity
@@ -211,6 +214,55 @@ def test_elsewhere_it_takes_a_newer_python(
         attaching.attach(plan, patch=False, timeout_s=5)
     assert caught.value.code == "attach.machine"
     assert "remote_exec" in caught.value.message
+    assert left(server[0]) == []
+
+
+def left(pid: int) -> list[Path]:
+    """The scripts that wait for a process to run them."""
+    return list(Path(tempfile.gettempdir()).glob(f"vllmops-attach-{pid}-*"))
+
+
+@pytest.fixture
+def patient(server: list[int], monkeypatch: pytest.MonkeyPatch) -> Plan:
+    """A process whose Python 3.14 has taken a script, and does not come to run it."""
+    monkeypatch.setattr(inject, "supported", lambda: False)
+    plan = attaching.plan(Process(Role.API, server[0], identity.of(server[0]).start_ticks))
+    monkeypatch.setattr(attaching, "boot", lambda *_: "print('it runs')")
+    taken = subprocess.CompletedProcess[str]((), 0)
+    monkeypatch.setattr(attaching.subprocess, "run", lambda *_, **__: taken)  # type: ignore[attr-defined]
+    return plan
+
+
+def test_a_script_that_python_runs_later_is_there_then(
+    patient: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(VllmopsError) as caught:
+        attaching.attach(patient, patch=False, timeout_s=0.2)
+    assert caught.value.code == "attach.timeout"
+    monkeypatch.undo()
+    (script,) = left(patient.process.pid)
+    assert script.stat().st_mode & 0o777 == 0o600
+    words = [sys.executable, str(script)]
+    assert subprocess.run(words, capture_output=True, check=True).stdout == b"it runs\n"
+    assert not script.exists()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_no_script_is_left_for_a_process_that_has_ended(
+    patient: Plan, monkeypatch: pytest.MonkeyPatch, before: bool
+) -> None:
+    def ends(*_: Any, **__: Any) -> Any:
+        os.kill(patient.process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess[str]((), 0)
+
+    if before:
+        ends()
+        until(lambda: not processes.alive(patient.process))
+    monkeypatch.setattr(attaching.subprocess, "run", ends)  # type: ignore[attr-defined]
+    with pytest.raises(VllmopsError) as caught:
+        attaching.attach(patient, patch=False, timeout_s=5)
+    assert caught.value.code == "attach.gone"
+    assert left(patient.process.pid) == []
 
 
 TRACER = """

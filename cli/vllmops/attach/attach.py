@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkstemp
 
 import vllmops
 
@@ -155,16 +155,16 @@ def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
     with TemporaryDirectory(prefix="vllmops-attach-") as folder:
         problem = Path(folder) / "problem"
         code = boot(process, patch, problem)
-        stopped_s = None
+        stopped_s = script = None
         try:
             if plan.tids:
                 stopped_s = borrow(plan, code, deadline)
             else:
-                by_python(process, code, Path(folder) / "boot.py")
+                script = by_python(process, code)
         except PermissionError as error:
             raise refused(process) from error
         except OSError as error:
-            raise failed(process, str(error)) from error
+            raise (failed(process, str(error)) if alive(process) else gone(process)) from error
         while time.monotonic() < deadline:
             with suppress(VllmopsError):
                 agent.reach(process)
@@ -172,6 +172,8 @@ def attach(plan: Plan, *, patch: bool, timeout_s: float) -> Attached:
             if problem.exists():
                 raise failed(process, problem.read_text("utf-8", "replace"))
             if not alive(process):
+                if script:
+                    script.unlink(missing_ok=True)
                 raise gone(process)
             time.sleep(PAUSE_S)
     raise VllmopsError(
@@ -221,18 +223,25 @@ def borrow(plan: Plan, code: str, deadline: float) -> float:
     )
 
 
-def by_python(process: Process, code: str, script: Path) -> None:
+def by_python(process: Process, code: str) -> Path:
     """Have Python 3.14 or newer run a file at the main thread's next safe point (PEP 768).
+
+    Returns:
+        The file. It is there until it is run, however much later that is.
 
     Raises:
         VllmopsError: ``attach.machine``.
     """
-    script.write_text(code, "utf-8")
     python = os.readlink(f"/proc/{process.pid}/exe")
+    descriptor, name = mkstemp(prefix=f"vllmops-attach-{process.pid}-", suffix=".py")
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(f"__import__('os').unlink({name!r})\n{code}\n")
+    script = Path(name)
     call = "import sys; sys.remote_exec(int(sys.argv[1]), sys.argv[2])"
-    words = (python, "-c", call, str(process.pid), str(script))
+    words = (python, "-c", call, str(process.pid), name)
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
+        script.unlink(missing_ok=True)
         last = done.stderr.strip().rpartition("\n")[2]
         raise VllmopsError(
             "attach.machine",
@@ -240,6 +249,7 @@ def by_python(process: Process, code: str, script: Path) -> None:
             f"says: {last}",
             "start the server with vllmops serve, or with vllmops-cli installed beside vLLM",
         )
+    return script
 
 
 def failed(process: Process, why: str) -> VllmopsError:
