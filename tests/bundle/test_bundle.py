@@ -271,6 +271,23 @@ def test_on_a_full_disk_the_largest_parts_are_left_out(
     assert caught.value.code == "bundle.not-written"
 
 
+def test_what_takes_too_long_to_redact_is_left_out(tmp_path: Path) -> None:
+    hostile = (f"{'password token secret key= ' * 1200}\n") * 300
+    found = contents(stuck(), log=hostile, supervisor="all is well")
+    # First, so that the others would have no time left.
+    found.pieces = {"log.txt": found.pieces.pop("log.txt"), **found.pieces}
+    began = time.monotonic()
+    path, index = bundle.write(found, tmp_path / "b", redact_s=2.0)
+    assert time.monotonic() - began < 20  # all of it takes half a minute
+    (missing,) = index.missing
+    assert (missing.name, missing.why) == (
+        "log.txt",
+        "not redacted within 2 s: a larger --timeout gives it more time",
+    )
+    assert {"supervisor.txt", "server.json"} <= {part.name for part in index.parts}
+    assert bundle.load(path) == stuck()
+
+
 # -- what is secret --------------------------------------------------------------------------
 
 KNOWN = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), max_size=30).map(

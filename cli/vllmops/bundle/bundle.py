@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import chain
@@ -33,7 +35,7 @@ from ..protocol.server import ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
 from ..protocol.steps import StepsRecording
 from . import archive, messages
-from .collecting import LOG_LINES, STACKS, Contents, Piece
+from .collecting import LOG_LINES, STACKS, TIMEOUT_S, Contents, Piece
 from .redact import Redactor
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -71,7 +73,12 @@ CONTROL = re.compile(
 
 
 def write(
-    contents: Contents, path: Path, *, redact: bool = True, overwrite: bool = False
+    contents: Contents,
+    path: Path,
+    *,
+    redact: bool = True,
+    redact_s: float = TIMEOUT_S,
+    overwrite: bool = False,
 ) -> tuple[Path, Index]:
     """Put a bundle on the disk, whole, readable by its owner alone.
 
@@ -81,6 +88,7 @@ def write(
         contents: what `collect` gave.
         path: its name; ``-2`` and so on is added where there is such a file.
         redact: whether to take secrets and prompts out.
+        redact_s: seconds for that; what takes longer is left out.
         overwrite: whether to replace a file of that name instead.
 
     Returns:
@@ -89,9 +97,18 @@ def write(
     Raises:
         VllmopsError: ``bundle.not-written``.
     """
-    redactor = Redactor(contents.known) if redact else None
-    parts = {name: encoded(name, piece, redactor) for name, piece in contents.pieces.items()}
+    redactor = Redactor(contents.known, time.monotonic() + redact_s) if redact else None
+    parts: dict[str, bytes] = {}
     missing = contents.missing
+    # Last what clients can make long: it must not cost the others.
+    for name in sorted(contents.pieces, key="log.txt".__eq__):
+        try:
+            parts[name] = encoded(name, contents.pieces[name], redactor)
+        except TimeoutError:
+            why = f"not redacted within {redact_s:g} s: a larger --timeout gives it more time"
+            missing = [*missing, Missing(name, why)]
+    if redactor:
+        redactor.until = math.inf  # for what the index says
     number = 1
     place = path
     while True:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import base64
 import binascii
 import html
+import math
 import re
+import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -100,9 +102,14 @@ class Redactor:
 
     Args:
         secrets: known ones, taken out wherever they stand.
+        until: by the monotonic clock, when to give up; texts that take minutes can be made.
+
+    Raises:
+        TimeoutError: from any method, at a line that comes later.
     """
 
-    def __init__(self, secrets: Iterable[str] = ()) -> None:
+    def __init__(self, secrets: Iterable[str] = (), until: float = math.inf) -> None:
+        self.until = until
         self.counts: Counter[str] = Counter()
         forms = {form for secret in secrets for form in written(secret)}
         self.known = re.compile(any_of(forms)) if forms else None
@@ -164,6 +171,8 @@ class Redactor:
     def whole(self, lines: Iterable[str]) -> Iterator[str]:
         """Lines without colours, of a bounded length: what is longer is cut off before a word."""
         for line in lines:
+            if time.monotonic() > self.until:
+                raise TimeoutError
             if "[" in line:
                 line = COLOUR.sub("", line)  # noqa: PLW2901
             if len(line) <= LINE:

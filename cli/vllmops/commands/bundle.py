@@ -50,8 +50,8 @@ def bundle(
         float,
         typer.Option(
             parser=seconds(1),
-            help="Seconds for everything. vLLM's collect_env, which runs beside it, has at least "
-            f"{COLLECT_ENV_S:g}.",
+            help="Seconds to capture everything. vLLM's collect_env, which runs beside it, has at "
+            f"least {COLLECT_ENV_S:g}, and so has redaction, which follows.",
         ),
     ] = TIMEOUT_S,
     no_redact: Annotated[
@@ -93,7 +93,13 @@ def bundle(
             stop=stop,
         )
         progress.update("writing the file")
-        path, index = bundles.write(contents, path, redact=not no_redact, overwrite=replace)
+        path, index = bundles.write(
+            contents,
+            path,
+            redact=not no_redact,
+            redact_s=max(timeout, TIMEOUT_S),
+            overwrite=replace,
+        )
     findings = contents.findings
     data = {
         "file": str(path),
