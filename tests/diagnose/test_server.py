@@ -12,7 +12,7 @@ from vllmops.diagnose.server import CATALOGUE, diagnose
 from vllmops.host.ptrace import CAP_SYS_PTRACE, Rights, refusal
 from vllmops.protocol.caches import CacheSnapshot, ProcessCaches, Sample, Setup
 from vllmops.protocol.patches import ProcessPatches, State, Verdict
-from vllmops.protocol.server import Canary, Disk, Gpu, Guard, Leftover, Unseen, Xid
+from vllmops.protocol.server import Canary, Disk, Gpu, Guard, Leftover, Turns, Unseen, Xid
 
 from .servers import GIB, MACHINE, PIDS, QUIET, healthy, look, looks, metrics, process, pulse, told
 
@@ -156,6 +156,12 @@ def test_every_rule_is_shown() -> None:
     assert {code for code, _ in FOUND} == CATALOGUE.keys()
 
 
+def reading(count: int) -> tuple[Any, ...]:
+    """Processes whose worker waits for a disk, so many times by now."""
+    turns = Turns(1.0, 0.0, count)
+    return tuple(msgspec.structs.replace(one, main=turns) for one in changed("worker", "D"))
+
+
 BUSY = {
     "preemptions": 2.0,
     "queue_n": 3.0,
@@ -193,6 +199,7 @@ WELL: dict[str, dict[str, Any]] = {
     "good versions": {"reports": (with_packages({"flashinfer-python": "0.6.15.post1"}),)},
     "full and nobody waits": {"looks": looks(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)},
     "one look caught it in the kernel": {"looks": looks({}, {"processes": changed("worker", "D")})},
+    "it reads from a disk": {"looks": looks(*({"processes": reading(n)} for n in (5, 9)))},
     "a long step": {"looks": looks({}, {"pulses": (pulse("engine", age_s=4),)})},
     "the engine inside the API server": {
         "looks": looks(*[{"processes": (process("api"),)}] * 2),

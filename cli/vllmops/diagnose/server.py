@@ -305,9 +305,11 @@ def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Processes that can't run, in both of the last two samples: any process may be so in one."""
     if len(snapshot.looks) < 2:
         return
-    earlier = {key(process): process.state for process in snapshot.looks[-2].processes}
+    earlier = {key(process): process for process in snapshot.looks[-2].processes}
     for process in snapshot.looks[-1].processes:
-        if process.state != earlier.get(key(process)):
+        before = earlier.get(key(process))
+        # Who ran in between waits each time for something that comes, such as a disk.
+        if before is None or (process.state, process.main) != (before.state, before.main):
             continue
         if process.state == "T":
             yield STOPPED.at(called(process), f"state T; kill -CONT {process.pid} resumes it")
