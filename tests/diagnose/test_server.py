@@ -60,6 +60,8 @@ TWO_WORKERS = CacheSnapshot(
 EXPOSED = Guard(addresses=("0.0.0.0:8000",), exposed=True, open=True, dev_routes=False)
 LATENCY = {"queue_n": 10.0, "prefill_n": 10.0, "first_n": 10.0, "whole_n": 10.0}
 
+SPINNING = {"busy": 0.97, "memory_busy": 0.0, "watts": 22.0, "limit_watts": 140.0}
+
 FOUND: list[tuple[str, dict[str, Any]]] = [
     ("server.failed", {"state": "failed"}),
     ("engine.missing", {"looks": looks({}, {"processes": without("engine"), "health": 503})}),
@@ -81,14 +83,9 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     ("patch.failed", {"patches": patches(State.FAILED, reason="another shape")}),
     ("patch.off", {"patches": patches(State.OFF)}),
     ("versions.known-bad", {"reports": (with_packages({"flashinfer-python": "0.6.13"}),)}),
-    (
-        "gpu.spinning",
-        {
-            "machine": machine(
-                gpus=(Gpu(index=0, busy=0.97, memory_busy=0.0, watts=22.0, limit_watts=140.0),)
-            )
-        },
-    ),
+    ("gpu.spinning", {"machine": machine(gpus=(Gpu(**SPINNING, index=0),))}),
+    # The driver in a container may tell the pids of the host.
+    ("gpu.spinning", {"machine": machine(gpus=(Gpu(**SPINNING, index=0, by_pid={4711: GIB}),))}),
     ("gpu.xid", {"machine": machine(xids=(Xid("0000:3b:00", 79, "pid=12, fell off", 5.0),))}),
     ("vllm.known-defect", {"reports": (), "vllm_version": "0.23.0"}),
     ("machine.shm-leftovers", {"machine": machine(leftovers=(Leftover("psm_1", GIB, 90.0),))}),
@@ -193,6 +190,14 @@ WELL: dict[str, dict[str, Any]] = {
                 Gpu(index=1, busy=1.0, memory_busy=0.0, watts=130.0, limit_watts=140.0),
                 Gpu(index=2, busy=0.3, memory_busy=0.0, watts=20.0, limit_watts=140.0),
                 Gpu(index=3, busy=1.0),
+            )
+        )
+    },
+    "a GPU of another server that spins": {
+        "machine": machine(
+            gpus=(
+                Gpu(index=0, by_pid={PIDS["worker"]: GIB}),
+                Gpu(**SPINNING, index=1, by_pid={4711: GIB}),
             )
         )
     },

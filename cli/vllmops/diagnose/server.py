@@ -401,7 +401,7 @@ def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
             clock = f"{gpu.clock_mhz} of {gpu.most_mhz} MHz, " if gpu.most_mhz else ""
             why = f": {', '.join(gpu.slowed_by)}" if gpu.slowed_by else ""
             yield GPU_THROTTLED.at(subject, f"{clock}{gpu.celsius} °C, {gpu.watts} W{why}")
-        if spins(gpu):
+        if spins(gpu) and not of_others(gpu, snapshot):
             share = f"busy {gpu.busy:.0%}, memory {gpu.memory_busy:.0%}"
             yield GPU_SPINNING.at(subject, f"{share}, {gpu.watts:.0f} of {gpu.limit_watts:.0f} W")
     for address, errors in grouped(machine_.xids).items():
@@ -419,6 +419,13 @@ def spins(gpu: Gpu) -> bool:
         return False
     busy, memory, watts, limit = (figure or 0.0 for figure in figures)
     return busy >= SPIN_BUSY and memory <= SPIN_MEMORY and watts < SPIN_POWER * limit
+
+
+def of_others(gpu: Gpu, snapshot: ServerSnapshot) -> bool:
+    """Whether a GPU is surely not this server's: the driver knows its processes, on other GPUs."""
+    own = {process.pid for look in snapshot.looks for process in look.processes}
+    shown = any(own & used.by_pid.keys() for used in snapshot.machine.gpus)
+    return shown and not own & gpu.by_pid.keys()
 
 
 def grouped(xids: Sequence[Xid]) -> dict[str, list[Xid]]:
