@@ -60,7 +60,7 @@ TWO_WORKERS = CacheSnapshot(
 EXPOSED = Guard(addresses=("0.0.0.0:8000",), exposed=True, open=True, dev_routes=False)
 LATENCY = {"queue_n": 10.0, "prefill_n": 10.0, "first_n": 10.0, "whole_n": 10.0}
 
-SPINNING = {"busy": 0.97, "memory_busy": 0.0, "watts": 22.0, "limit_watts": 140.0}
+SPINNING: dict[str, Any] = {"busy": 0.97, "memory_busy": 0.0, "watts": 22.0, "limit_watts": 140.0}
 
 FOUND: list[tuple[str, dict[str, Any]]] = [
     ("server.failed", {"state": "failed"}),
@@ -159,6 +159,18 @@ def reading(count: int) -> tuple[Any, ...]:
     return tuple(msgspec.structs.replace(one, main=turns) for one in changed("worker", "D"))
 
 
+def spread_out(caches: CacheSnapshot) -> CacheSnapshot:
+    """The caches of a server whose workers may be on several nodes."""
+    (sample,) = caches.samples
+    (engine,) = sample.processes
+    assert engine.setup
+    setup = msgspec.structs.replace(engine.setup, spread=True)
+    engine = msgspec.structs.replace(engine, setup=setup)
+    return msgspec.structs.replace(
+        caches, samples=[msgspec.structs.replace(sample, processes=[engine])]
+    )
+
+
 BUSY = {
     "preemptions": 2.0,
     "queue_n": 3.0,
@@ -201,6 +213,7 @@ WELL: dict[str, dict[str, Any]] = {
             )
         )
     },
+    "workers on another node": {"caches": spread_out(TWO_WORKERS)},
     "good versions": {"reports": (with_packages({"flashinfer-python": "0.6.15.post1"}),)},
     "full and nobody waits": {"looks": looks(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)},
     "one look caught it in the kernel": {"looks": looks({}, {"processes": changed("worker", "D")})},

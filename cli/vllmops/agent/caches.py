@@ -28,7 +28,7 @@ from ..protocol.caches import (
     WorkerEncoderCache,
 )
 from . import engine, objects
-from .adapters import encoders
+from .adapters import encoders, ranks
 from .adapters.engine import text_only
 from .identity import here, role
 
@@ -304,4 +304,5 @@ def setup() -> Setup | None:
         tensor_parallel=attempt(lambda: int(parallel.tensor_parallel_size)),
         pipeline_parallel=attempt(lambda: int(parallel.pipeline_parallel_size)),
         encoder_connector=attempt(lambda: config.ec_transfer_config is not None),
+        spread=attempt(lambda: ranks.spread(parallel)),
     )

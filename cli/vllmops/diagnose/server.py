@@ -292,11 +292,11 @@ def missing(snapshot: ServerSnapshot) -> Iterator[Finding]:
 
 
 def workers(snapshot: ServerSnapshot) -> int:
-    """How many workers the server was started with; 0 if unknown."""
+    """How many workers the server was started with here; 0 if unknown."""
     samples = snapshot.caches.samples if snapshot.caches else []
     for process in samples[-1].processes if samples else ():
         setup = process.setup
-        if setup and process.role == "engine":
+        if setup and process.role == "engine" and not setup.spread:
             return (setup.tensor_parallel or 1) * (setup.pipeline_parallel or 1)
     return 0
 

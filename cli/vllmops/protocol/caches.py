@@ -180,6 +180,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
         tensor_parallel: workers that share a layer.
         pipeline_parallel: stages.
         encoder_connector: whether encoder outputs come from elsewhere.
+        spread: whether engines or workers may be on other nodes.
     """
 
     model: str | None = None
@@ -192,6 +193,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int | None = None
     pipeline_parallel: int | None = None
     encoder_connector: bool | None = None
+    spread: bool | None = None
 
 
 class ProcessCaches(Answer, frozen=True, kw_only=True):
