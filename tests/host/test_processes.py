@@ -18,6 +18,7 @@ from vllmops.host.processes import (
     tree,
 )
 from vllmops.host.roles import Role
+from vllmops.host.states import state
 from vllmops.protocol import identity
 
 
@@ -209,3 +210,10 @@ def test_ranks_are_in_the_titles(
     place = process.place
     assert place.ranks == ranks
     assert (place.dp_rank, place.tp_rank, place.pp_rank) == fields
+
+
+def test_whoever_has_the_pid_of_a_dead_process_is_not_that_one() -> None:
+    ticks = identity.of(os.getpid()).start_ticks
+    assert state(Process(Role.ENGINE, os.getpid(), ticks)).state in {"R", "S", "D"}
+    other = state(Process(Role.ENGINE, os.getpid(), ticks - 1))
+    assert (other.state, other.rss_bytes) == ("", None)

@@ -35,6 +35,8 @@ def state(process: Process) -> ProcessState:
         fields = identity.stat(process.pid)
     except OSError:
         return known
+    if int(fields[19]) != process.start_ticks:
+        return known  # another one has its pid
     return msgspec.structs.replace(
         known,
         state=fields[0],
