@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from vllmops.host import proc
+from vllmops.host import memory, proc
 from vllmops.host.processes import (
     Process,
     Seen,
@@ -217,3 +218,24 @@ def test_whoever_has_the_pid_of_a_dead_process_is_not_that_one() -> None:
     assert state(Process(Role.ENGINE, os.getpid(), ticks)).state in {"R", "S", "D"}
     other = state(Process(Role.ENGINE, os.getpid(), ticks - 1))
     assert (other.state, other.rss_bytes) == ("", None)
+
+
+def test_the_least_memory_of_all_control_groups_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def limit(group: Path, most: str, used: int, inactive: int = 0) -> None:
+        group.mkdir()
+        (group / "memory.max").write_text(f"{most}\n")
+        (group / "memory.current").write_text(f"{used}\n")
+        (group / "memory.stat").write_text(f"anon 1\ninactive_file {inactive}\n")
+
+    pod = tmp_path / "pod"
+    limit(pod, "1000", 900, 50)
+    limit(pod / "server", "max", 300)
+    monkeypatch.setattr(proc, "cgroup", lambda _: pod / "server")
+    assert memory.container(os.getpid()) == (1000, 150)
+    (pod / "server" / "memory.max").write_text("400\n")
+    assert memory.container(os.getpid()) == (400, 100)
+    (pod / "memory.max").write_text("max\n")
+    (pod / "server" / "memory.max").write_text("max\n")
+    assert memory.container(os.getpid()) is None

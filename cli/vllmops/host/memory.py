@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 
 from . import proc
@@ -17,19 +19,28 @@ def room(pid: int | None) -> tuple[int, int]:
 
 
 def container(pid: int | None) -> tuple[int, int] | None:
+    """The memory limit of a process's control groups and what is left, in bytes; None without one.
+
+    A limit may stand at any group above it, such as that of a pod or a slice.
+    """
+    group = proc.cgroup(pid) if pid else None
+    limits = [found for each in (group, *group.parents) if (found := limit(each))] if group else []
+    if not limits:
+        return None
+    return min(most for most, _ in limits), min(left for _, left in limits)
+
+
+def limit(group: Path) -> tuple[int, int] | None:
     """A control group's memory limit and what is left of it, in bytes; None without a limit.
 
     Inactive page cache counts as left, because the kernel drops it first.
     """
-    group = proc.cgroup(pid) if pid else None
-    if group is None:
-        return None
     try:
-        limit = proc.text(group / "memory.max").strip()
+        most = proc.text(group / "memory.max").strip()
         used = int(proc.text(group / "memory.current"))
         stat = dict(line.split() for line in proc.text(group / "memory.stat").splitlines())
     except (OSError, ValueError):
         return None
-    if not limit.isdigit():
+    if not most.isdigit():
         return None
-    return int(limit), int(limit) - used + int(stat.get("inactive_file", 0))
+    return int(most), int(most) - used + int(stat.get("inactive_file", 0))
