@@ -1,6 +1,7 @@
 """``vllmops ps``, with a stand-in for vLLM (see instances/standin.py)."""
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -162,3 +163,37 @@ def test_a_stranger_s_words_are_only_words(lab: Any, columns: int | None) -> Non
     found = lab.vllmops("ps", "--json")
     assert not UNSAFE.search(found.out)
     assert found.data["instances"][0]["model"] == str(lab.model)
+
+
+# Becomes a process of vLLM's by its name.
+ACTOR = "import os, sys; os.execv(sys.executable, [sys.argv[1], '-c', 'input()'])"
+
+
+@pytest.mark.parametrize(
+    ("parent", "title", "state"),
+    [
+        ("gunicorn: worker [app]", "VLLM::EngineCore", "no API server"),  # with a title of its own
+        ("raylet", "ray::RayWorkerWrapper", "no API server"),
+        ("tini", "VLLM::EngineCore", "orphaned"),
+    ],
+)
+def test_who_has_a_parent_that_lives_is_no_orphan(
+    home: Path, vllmops: Any, parent: str, title: str, state: str
+) -> None:
+    words = [sys.executable, "-c", ACTOR, title]
+    code = f"import subprocess; subprocess.run({words})"
+    program = sys.executable
+    if not parent.startswith("gunicorn"):
+        code, program = f"{shlex.join(words)}; true", "/bin/sh"
+    with subprocess.Popen([parent, "-c", code], executable=program, stdin=subprocess.PIPE) as above:
+
+        def rows() -> Any:
+            return vllmops("ps", "--json").data["instances"]
+
+        until(rows)
+        (row,) = rows()
+        assert row["state"] == state
+        found = vllmops("doctor", "-t", str(row["pid"]), "--json").data["findings"]
+        orphaned = "process.orphaned" in {finding["code"] for finding in found}
+        assert orphaned is (state == "orphaned")
+        above.communicate(b"\n")

@@ -13,6 +13,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..errors import VllmopsError
+from ..host.processes import orphaned
 from ..host.roles import Role
 from ..host.shape import shown
 from ..instances.draining import unready
@@ -176,7 +177,8 @@ def state(server: Server) -> str:
         alive = server.processes or pending(server)
         return server.record.state if server.record.state.over or alive else "died"
     if not server.of(Role.API, Role.LAUNCHER):
-        return "orphaned"
+        lost = server.fleet is None and orphaned(server.processes[0].pid)
+        return "orphaned" if lost else "no API server"
     if server.headless:
         return "ready" if engines_up(server.processes) else "starting, or without an agent"
     health = client_http.status(server.url) if server.url else None

@@ -531,10 +531,7 @@ def leftovers() -> Iterator[Leftover]:
 def orphans(table: processes.Table) -> Iterator[ProcessState]:
     """Processes of dead servers: those of a live one have a Python process above them."""
     for tree in membership.groups(table)[1]:
-        seen = table[tree[0].pid]
-        role = titled(seen.words)
-        above = table.get(seen.ppid)
-        if role and not (above and any("python" in word for word in above.words[:1])):
+        if titled(table[tree[0].pid].words) and processes.orphaned(tree[0].pid):
             yield state(tree[0])
 
 

@@ -212,6 +212,18 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
     return Role.OTHER
 
 
+def orphaned(pid: int) -> bool:
+    """Whether that which started a process with a title of vLLM's is gone: Python, or a raylet.
+
+    A program may have a title of its own, so its file is looked at, too, where that is allowed.
+    """
+    above = proc.parent(pid)
+    names = proc.command_line(above)[:1]
+    with suppress(OSError):
+        names.append(proc.executable(above))
+    return not any(Path(name).name.startswith(("python", "raylet")) for name in names)
+
+
 def absolute(pid: int, path: str) -> str:
     """A path of a process as seen from here; as it is where the process can't be looked into."""
     try:
