@@ -302,3 +302,25 @@ def test_a_table_of_py_spy_top_has_the_callers_of_what_runs() -> None:
         "drain",
         "process_input_sockets",
     ]
+
+
+@pytest.mark.parametrize("digit", ["7", "f", "\N{ARABIC-INDIC DIGIT SEVEN}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        'Process ¤: VLLM::EngineCore\nThread 1 (idle): "MainThread"\n    wait (threading.py:1)',
+        'Thread ¤ (idle): "MainThread"\n    wait (threading.py:¤)',
+        'Thread 0x¤ (most recent call first):\n  File "/x/threading.py", line ¤ in wait',
+        "#0 0x1 in foo () at a.c:¤\n#1  Frame 0x1, for file /x.py, line ¤, in wait ()",
+        "EngineCore pid ¤:\n wait (threading.py:1)",
+        "all ¤ ranks are here:\n wait (threading.py:1)",
+        "$ py-spy dump --pid ¤\n wait (threading.py:1)",
+        "root ¤ 1 VLLM::EngineCore\n wait (threading.py:1)",
+        "(EngineCore pid=¤) ERROR Traceback (most recent call last):",
+        "Call to f in a.py:¤ from g in b.py:¤",
+        "| 0 N/A 30C P0 ¤W / ¤W | ¤MiB / ¤MiB | ¤% Default |\n wait (threading.py:1)",
+    ],
+)
+def test_numbers_that_python_does_not_read(text: str, digit: str) -> None:
+    explanation = explain(read(text.replace("¤", digit * 5000)))
+    assert len(str(explanation)) < 20_000

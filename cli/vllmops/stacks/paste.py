@@ -134,6 +134,11 @@ LEVELS = {
 }
 
 
+# Python neither reads nor writes a number of thousands of digits, and nothing has one.
+LONGEST = 128
+ENDLESS = pattern(rf"(?<![\da-fA-F])[\da-fA-F]{{{LONGEST},}}")
+
+
 @dataclass
 class _Thread:
     name: str = ""
@@ -171,6 +176,7 @@ def read(text: str, name: str = "") -> Pasted:
     Returns:
         Samples, crashes and the cleaned text; no samples if the text holds no stacks.
     """
+    text = ENDLESS.sub(lambda match: match[0][:LONGEST], text)
     # JSON can have any shape and any depth.
     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
         if pasted := _json(text):
