@@ -218,6 +218,11 @@ WELL: dict[str, dict[str, Any]] = {
     "full and nobody waits": {"looks": looks(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)},
     "one look caught it in the kernel": {"looks": looks({}, {"processes": changed("worker", "D")})},
     "it reads from a disk": {"looks": looks(*({"processes": reading(n)} for n in (5, 9)))},
+    "a version that Python can't read": {
+        "reports": (with_packages({"flashinfer-python": "7" * 5000}),),
+        "patches": (),
+        "vllm_version": "7" * 5000,
+    },
     "built without tags": {"reports": (), "vllm_version": "0.1.dev9012+g0123abc"},
     "a long step": {"looks": looks({}, {"pulses": (pulse("engine", age_s=4),)})},
     "the engine inside the API server": {
