@@ -324,3 +324,18 @@ def test_a_table_of_py_spy_top_has_the_callers_of_what_runs() -> None:
 def test_numbers_that_python_does_not_read(text: str, digit: str) -> None:
     explanation = explain(read(text.replace("¤", digit * 5000)))
     assert len(str(explanation)) < 20_000
+
+
+@pytest.mark.parametrize("number", ["1.2.3", ".", "..", "1."])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Avg prompt throughput: ¤ tokens/s, Avg generation throughput: ¤ tokens/s, Running: 1 "
+        "reqs, Waiting: 0 reqs, GPU KV cache usage: ¤%",
+        "  ¤% ¤%  1.0s  1.0s  wait (threading.py:1)",
+        "¤ %, 5 %, ¤ W\n wait (threading.py:1)",
+        "| 30C P0 ¤W / 300W | 1MiB / 2MiB | 5% |\n wait (threading.py:1)",
+    ],
+)
+def test_what_looks_like_a_number_and_is_none(text: str, number: str) -> None:
+    assert explain(read(text.replace("¤", number))).verdict

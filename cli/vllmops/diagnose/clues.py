@@ -42,8 +42,8 @@ KERNELS = (
 )
 # A row of nvidia-smi's table, from the sign after the number of watts; and its query's.
 SMI = r"W\s*/\s*(?P<limit>\d+)W\s*\|[^|]*\|\s*(?P<busy>\d+)%"
-QUERY = r"%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts>[\d.]+) ?W"
-NUMBER = pattern(r"[\d.]+(?= ?$)")
+QUERY = r"%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts>\d+(?:\.\d+)?) ?W"
+NUMBER = pattern(r"(?<![\d.])\d+(?:\.\d+)?(?= ?$)")
 LONGEST = 8  # characters of a number
 FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle
@@ -205,7 +205,7 @@ def gpu(text: str) -> str:
 def _before(row: re.Match[str]) -> float | None:
     """The number just before a row that matches."""
     match = NUMBER.search(row.string, max(row.start() - LONGEST, 0), row.start())
-    return float(match[0]) if match and match[0].count(".") < 2 else None
+    return float(match[0]) if match else None
 
 
 def _state(busy: float, cold: bool) -> str:

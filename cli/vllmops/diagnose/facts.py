@@ -14,10 +14,10 @@ FROZEN_S = 30.0
 # For a text without blanks, because the lines of a log may be wrapped anywhere.
 # It begins with what is searched fast.
 STATS = pattern(
-    r"Avgpromptthroughput:(?P<prompt>[\d.]+)tokens/s,"
-    r"Avggenerationthroughput:(?P<generation>[\d.]+)tokens/s,"
+    r"Avgpromptthroughput:(?P<prompt>\d+(?:\.\d+)?)tokens/s,"
+    r"Avggenerationthroughput:(?P<generation>\d+(?:\.\d+)?)tokens/s,"
     r"Running:(?P<running>\d+)reqs,Waiting:(?P<waiting>\d+)reqs"
-    r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?KVcacheusage:(?P<kv>[\d.]+)%"
+    r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?KVcacheusage:(?P<kv>\d+(?:\.\d+)?)%"
 )
 ENGINE = pattern(r"Engine(?P<id>\d+):$")
 LONGEST_ID = 16  # characters
