@@ -263,6 +263,7 @@ def sampled(*pids: list[int]) -> bytes:
         (sampled([1], [1, 2]), "file.not-a-snapshot"),
         (sampled([1], [2]), "file.not-a-snapshot"),
         (sampled([], []), "file.not-a-snapshot"),
+        (sampled([1], [1]).replace(b"api", b"engine", 1), "file.not-a-snapshot"),
     ],
 )
 def test_files_that_are_no_recording(

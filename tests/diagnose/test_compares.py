@@ -10,8 +10,11 @@ import msgspec
 import pytest
 
 from vllmops.diagnose.compares import drift, notes, pairs, undecided
+from vllmops.diagnose.doctor import examine
 from vllmops.protocol.caches import EncoderCache, LruCache, ProcessCaches, Setup, WorkerEncoderCache
 from vllmops.protocol.compares import CacheReading, Comparison
+
+from .servers import healthy
 
 
 def lru(side: str, order: list[str], queries: int = 0) -> LruCache:
@@ -268,3 +271,16 @@ def test_no_cache_to_compare() -> None:
     comparison = compared(text, text, alone)
     assert (codes(comparison), list(pairs(comparison))) == ([], [])
     assert [note.code for note in notes(comparison)] == ["text-model"]
+
+
+def test_what_is_damaged_is_not_compared() -> None:
+    engines = engine("abcd")
+    (cache, *rest) = engines[0].caches
+    assert isinstance(cache, LruCache)
+    assert codes(compared(front("abc"), front("abc"), engines)) == ["engine-only"]
+    for sizes in ([1], None):
+        damaged = msgspec.structs.replace(cache, sizes=sizes)
+        spoilt = [msgspec.structs.replace(engines[0], caches=[damaged, *rest]), *engines[1:]]
+        assert codes(compared(front("abc"), front("abc"), spoilt)) == []
+    nothing = Comparison(looks=[], after=front("a"), end=front("a"), settled=True)
+    assert examine(healthy(comparisons=(nothing,))).findings == ()

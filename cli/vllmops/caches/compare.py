@@ -52,7 +52,7 @@ def take(server: Server, request: CompareRequest) -> tuple[list[Comparison], lis
         raise agent.nobody(
             "compare.no-agent", f"no API server of {server.label} made a comparison", silent
         )
-    if any(comparison.after is None for comparison in comparisons):
+    if any(comparison.after is None or not comparison.looks for comparison in comparisons):
         raise VllmopsError(
             "compare.timeout",
             f"the engine of {server.label} did not finish a step in time: the step is long, or the "

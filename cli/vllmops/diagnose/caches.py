@@ -378,6 +378,12 @@ def pair(sample: Sample) -> tuple[Side, Side] | None:
     return (fronts[0], backs[0]) if len(fronts) == len(backs) == 1 else None
 
 
+def listed(cache: LruCache) -> bool:
+    """Whether all keys of a cache are known, each with its size."""
+    order, sizes = cache.order, cache.sizes
+    return order is not None and sizes is not None and len(order) == len(sizes)
+
+
 def undecided(sample: Sample) -> bool:
     """Whether the two sides differ and only all their keys can show how."""
     if not sample.quiet or (sides := pair(sample)) is None:
@@ -395,7 +401,7 @@ def mirrored(sample: Sample) -> Iterator[Finding]:
     if (sides := pair(sample)) is None:
         return
     (process, front), (engine, back) = sides
-    if None in (front.order, front.sizes, back.order, back.sizes):
+    if not (listed(front) and listed(back)):
         return
     sent = dict(zip(front.order or (), front.sizes or (), strict=True))
     held = dict(zip(back.order or (), back.sizes or (), strict=True))

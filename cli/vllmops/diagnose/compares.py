@@ -24,6 +24,7 @@ from .caches import (
     encoders,
     kind,
     lasting,
+    listed,
     mirrored,
     pair,
     runs_encoder,
@@ -109,8 +110,8 @@ def provable(comparison: Comparison) -> Sample | None:
     (_, then), _ = earlier
     (process, now), (engine, back) = later
     used = end.queries - then.queries
-    if used < 0:
-        return None  # the cache was reset in between
+    if used < 0 or not (listed(after) and listed(back)):
+        return None  # the cache was reset in between, or the file is damaged
     order = after.order or []
     unused = set(order[: max(len(order) - used, 0)])
     beyond = set(back.order or ()).difference(then.order or (), now.order or (), order)

@@ -78,7 +78,7 @@ def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -
     if snapshot.caches:
         findings += caches.diagnose(snapshot.caches)
     for comparison in snapshot.comparisons:
-        findings += compares.drift(comparison)
+        findings += compares.drift(comparison) if comparison.looks else []
     if snapshot.memory:
         findings += memory.diagnose(snapshot.memory, memory.trends(snapshot.memory))
     return Diagnosis(tuple(ranked(findings)), tuple(stopped), explained)

@@ -136,7 +136,7 @@ def decode(path: Path, content: bytes) -> Recording:
             "memory.empty", f"{path} contains no samples", "vllmops memory record --save …"
         )
     # All have the processes of the start, see `Watch`; what judges them takes that for granted.
-    measured = {tuple(map(key, sample.processes)) for sample in samples}
+    measured = {tuple((key(one), who(one)) for one in sample.processes) for sample in samples}
     if len(measured) > 1 or () in measured:
         raise files.damaged(path, ValueError("its samples are not all of the same processes"))
     end = next((entry for entry in entries if isinstance(entry, End)), None)

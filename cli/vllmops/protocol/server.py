@@ -194,7 +194,7 @@ class Leftover(msgspec.Struct, frozen=True):
     """
 
     name: str
-    bytes: int
+    bytes: Count
     age_s: float
     owner: str = ""
     doubt: str = ""
