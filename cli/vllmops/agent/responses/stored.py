@@ -98,12 +98,19 @@ class Stored:
         self, who: str, response_id: str, after: int = -1
     ) -> AsyncGenerator[Frame, None]:
         """The events of a background stream as they arrive, and the final event."""
+        ended = None
         try:
-            async for events in self.store.follow(who, response_id, after):
-                for data in events.events:
-                    yield Frame(wire.KIND.decode(data).type, data)
-                after = events.first + len(events.events) - 1
-            ended = await patiently(partial(self.store.get, who, response_id))
+            while True:
+                async for events in self.store.follow(who, response_id, after):
+                    for data in events.events:
+                        yield Frame(wire.KIND.decode(data).type, data)
+                    after = events.first + len(events.events) - 1
+                if ended:
+                    break
+                ended = await patiently(partial(self.store.get, who, response_id))
+                # A run that only seemed to be lost has more events before its answer.
+                if ended is None or ended.status not in wire.ANSWERED:
+                    break
         except StoreUnavailable as error:
             yield wire.error_event(after + 1, error.message)
             return

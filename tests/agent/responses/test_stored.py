@@ -1,0 +1,39 @@
+"""What clients see of stored responses, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec.structs import replace
+
+from vllmops.agent.responses.conversations import ConversationTurns
+from vllmops.agent.responses.stored import Stored
+from vllmops.store import opening
+from vllmops.store.backend import Limits, Response
+from vllmops.store.store import ResponseStore
+
+RUN = Response(id="r", owner="", model="m", status="in_progress", body=b'{"status":"completed"}')
+
+
+class Late(ResponseStore):
+    """Whose run, which seemed to be lost, ends just before it is looked at again."""
+
+    async def get(self, owner: str, response_id: str) -> Response | None:
+        await self.append(RUN, 2, [b'{"type":"response.output_text.delta","n":2}'])
+        await self.put(replace(RUN, status="completed"))
+        return await super().get(owner, response_id)
+
+
+def test_the_events_of_a_run_that_seemed_lost_come_before_its_end() -> None:
+    async def read() -> list[str]:
+        async with Late(opening.backend("memory://", Limits(lease_s=0.01))) as store:
+            await store.create(RUN)
+            await store.append(RUN, 0, [b'{"type":"response.created"}'] * 2)
+            await asyncio.sleep(0.05)
+            stored = Stored(store, ConversationTurns(store), print)
+            return [frame.type async for frame in stored.follow("", "r")]
+
+    assert asyncio.run(read()) == [
+        *("response.created", "response.created"),
+        *("response.output_text.delta", "response.completed"),
+    ]
