@@ -32,6 +32,7 @@ from vllmops.protocol import identity
 
 from ..support.extent import long, sampled
 from ..support.own import in_home
+from ..support.ports import free_port
 from ..support.waiting import until
 
 
@@ -60,13 +61,16 @@ def test_all_of_it_is_known_as_soon_as_it_is_ready(lab: Any) -> None:
 
 def test_it_is_a_program_of_its_own_and_so_is_a_watch(programs: None, lab: Any) -> None:
     """All other tests fork them from the test process, which is far cheaper."""
-    record = lab.serve("a", "--watch")
+    hook = f"http://127.0.0.1:{free_port()}/PLANTED"
+    record = lab.serve("a", "--watch-webhook", hook)
     supervisor = lab.supervisor("a")
-    until(lambda: Folder("a").watched())
+    until(lambda: "watching a every" in Folder("a").log.read_text())
     commands = {pid: cmdline(pid) for pid in psutil.pids() if in_home(pid, lab.home)}
     python = [sys.executable, "-P", "-m"]
     assert commands[supervisor][:5] == [*python, "vllmops.instances.supervisor", "a"]
     assert [*python, "vllmops", "watch"] in [words[:5] for words in commands.values()]
+    # Everybody sees these, and a webhook is a secret.
+    assert "PLANTED" not in str(commands)
     assert os.getsid(supervisor) == supervisor
     assert lab.vllmops("stop", "a").code == 0
     lab.nothing_left(record)

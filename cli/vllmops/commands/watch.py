@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -21,7 +21,7 @@ from ..home import home, own
 from ..instances.logs import WATCH
 from ..instances.record import Folder
 from ..instances.servers import Server, resolve
-from ..output import Json, Result, span, typer_app
+from ..output import Command, Json, Result, span, typer_app
 from ..protocol.watch import Event
 from ..streams import stopped_by
 from ..watch import otlp
@@ -32,10 +32,28 @@ from ..watch.watched import Watched, stranger
 from .options import YEAR_S, Target, count, host_port, listening, seconds
 from .several import remote
 
+SUPERVISED = "--supervised"
+
+
+class Beside(Command):
+    """After ``--supervised NAME`` it is given what the record of that instance has for it.
+
+    Everybody on the machine sees the arguments of a process, and the URL of a webhook is a secret.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args[:1] == [SUPERVISED] and len(args) == 2:
+            record = Folder(args[1]).read()
+            args = [SUPERVISED, "--target", args[1], *((record and record.watch) or ())]
+        return super().parse_args(ctx, args)
+
+
 app = typer_app()
 
 
-@app.command(epilog="Example: vllmops watch -t demo --exec 'sh -c \"mail -s stalled ops < $1\"'")
+@app.command(
+    cls=Beside, epilog="Example: vllmops watch -t demo --exec 'sh -c \"mail -s stalled ops < $1\"'"
+)
 @remote
 def watch(
     *,
@@ -132,7 +150,7 @@ def watch(
             parser=listening, help="Answer /livez, /readyz and /startupz there, for probes."
         ),
     ] = None,
-    supervised: Annotated[bool, typer.Option("--supervised", hidden=True)] = False,
+    supervised: Annotated[bool, typer.Option(SUPERVISED, hidden=True)] = False,
     json_: Json = False,
 ) -> Result:
     """Report when a server stalls, and keep the evidence.

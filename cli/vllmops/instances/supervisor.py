@@ -396,7 +396,7 @@ class Supervisor:
         self.watch_due = now + WATCH_S
         self.reap()
         try:
-            watcher.start(self.folder, self.record.watch, self.record.directory)
+            watcher.start(self.folder, self.record.directory)
         except OSError as error:
             log(f"the watch can't be started: {error}")
 
