@@ -13,6 +13,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -449,11 +451,51 @@ def test_a_supervisor_that_dies_while_the_first_server_leaves_has_the_second_one
 
     monkeypatch.setattr(handover, "leave", dies)
     first = handing.serve("a")
-    handing.vllmops("restart", "a", "--hand-over", timeout_s=30)
-    until(lambda: not handing.record("a").beside)
+    answer = handing.vllmops("restart", "a", "--hand-over", timeout_s=30)
+    assert answer.code == 0, answer
+    assert not handing.record("a").beside
     assert not any(map(alive, first.processes))
     assert handing.record("a").session != first.session
     assert urllib.request.urlopen(f"{first.url}/health").status == 200
+
+
+def test_a_supervisor_that_dies_before_there_is_a_second_server(
+    handing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(handover, "lacking", dies)
+    handing.serve("a")
+    answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=30)
+    assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
+    assert "its supervisor died" in answer.error["message"]
+
+
+def test_two_hand_overs_at_once(handing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one waits for the first one, and is told its own end."""
+    fails, goes_on = handing.home / "fails", handing.home / "goes-on"
+
+    def lacking(_: object) -> str:
+        until(goes_on.exists)
+        with suppress(FileNotFoundError):
+            fails.unlink()
+            return "there is no memory"
+        return ""
+
+    monkeypatch.setattr(handover, "lacking", lacking)
+    fails.touch()
+    handing.serve("a")
+    with ThreadPoolExecutor(2) as pool:
+        words = ("restart", "a", "--hand-over", "--json")
+        first = pool.submit(handing.vllmops, *words, timeout_s=40)
+        until(lambda: handing.record("a").hand_over)
+        second = pool.submit(handing.vllmops, *words, timeout_s=40)
+        time.sleep(1)
+        goes_on.touch()
+    assert "there is no memory" in first.result().error["message"]
+    assert second.result().code == 0, second.result()
+    assert second.result().data["pid"] == handing.record("a").session
 
 
 def test_a_hand_over_knows_how_long_an_exported_variable_keeps_connections(
@@ -479,7 +521,7 @@ def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
     try:
         there = identity.of(bystander.pid)
         old = Process(Role.API, there.pid, there.start_ticks, boot="another")
-        beside = {"beside": (old,), "beside_session": bystander.pid}
+        beside = {"beside": (old,), "beside_session": bystander.pid, "hand_over": "it starts"}
         Folder("a").write(msgspec.structs.replace(record, **beside))
         assert lab.vllmops("ps").code == 0
         until(lambda: lab.record("a").hand_over.startswith("failed: "))

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 from typing import Annotated
+from uuid import uuid4
 
 import typer
 
@@ -16,7 +17,7 @@ from ..host.processes import alive
 from ..instances import launch
 from ..instances.control import NOTHING, STOP_TIMEOUT_S, Request, Session, connect, start_supervisor
 from ..instances.handover import refusal
-from ..instances.record import Folder, Record, State
+from ..instances.record import FAILED, Folder, Record, State
 from ..instances.servers import Server, find, resolve
 from ..instances.takedown import END_S, drain, take_down
 from ..output import Json, Progress, Result, command, say, typer_app
@@ -155,16 +156,15 @@ def handed_over(folder: Folder, before: Record, timeout: float, *, quiet: bool) 
     if before.state is not State.READY:
         raise refusal(before.name, f"it is {before.state}")
     session = Session(folder, connect(folder))
-    session.send(Request(hand_over=timeout))
-    record, begun = before, False
+    record, run = before, uuid4().hex
+    session.send(Request(hand_over=timeout, run=run))
     with Progress(time.time(), quiet=quiet) as progress:
         for record in session.records():
-            begun |= record.hand_over != before.hand_over
-            if not begun:
+            if record.hand_over_run != run:  # somebody else's, which comes first
                 continue
-            if record.hand_over.startswith("failed: "):
+            if record.hand_over.startswith(FAILED):
                 session.close()
-                raise refusal(record.name, record.hand_over.removeprefix("failed: "))
+                raise refusal(record.name, record.hand_over.removeprefix(FAILED))
             if not record.hand_over:
                 session.close()
                 break

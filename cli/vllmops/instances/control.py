@@ -39,6 +39,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
         rerun: whether the background responses that run then are run again after that.
         hand_over: start another server beside it, have that take over, and drain this one for that
             many seconds.
+        run: names the start of that other server.
 
     Raises:
         ValueError: seconds that are not finite, which JSON would drop, or are
@@ -50,6 +51,7 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
     restart: float | None = None
     rerun: bool = False
     hand_over: float | None = None
+    run: str = ""
 
     def __post_init__(self) -> None:
         for seconds in (self.stop, self.restart, self.hand_over):
@@ -126,10 +128,12 @@ class Session:
             record = None
             try:
                 for record in self.control.records(until):
-                    now = record.state, record.hand_over
-                    if doing not in {None, now}:
+                    begun = doing not in {None, record.state}
+                    if run := self.asked.run:  # others may ask for a hand-over, too
+                        begun = record.hand_over_run == run
+                    if begun:
                         self.asked = NOTHING
-                    doing = now
+                    doing = record.state
                     yield record
             except TimeoutError:
                 self.control.close()

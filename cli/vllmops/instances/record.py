@@ -25,6 +25,7 @@ from ..protocol.socket import PATH_BYTES
 from ..targets import NAME
 
 SCHEMA = 2
+FAILED = "failed: "  # before why a hand-over did
 RECORD_BYTES = 16 << 20  # a server has some thousand processes at most
 
 
@@ -76,7 +77,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         ready_s: seconds that its last start took, by the monotonic clock; None before.
         run: names its last start; empty before.
         rerun: the start whose background responses the next one runs again; empty for none.
-        hand_over: how far a hand-over is; empty if none is going on. Or ``failed:`` and why.
+        hand_over: how far a hand-over is; empty if none is going on. Or `FAILED` and why.
+        hand_over_run: names the start of the second server of the last hand-over; that of the
+            server once the second one has taken over.
         beside: processes of the other one of two servers during a hand-over.
         beside_session: their session.
     """
@@ -111,6 +114,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     run: str = ""
     rerun: str = ""
     hand_over: str = ""
+    hand_over_run: str = ""
     beside: tuple[Process, ...] = ()
     beside_session: int | None = None
 

@@ -44,7 +44,7 @@ from ..store.settings import RERUN, RUN
 from . import handover, logs, readiness, takedown, watcher
 from .control import Request, connect
 from .peers import Peers
-from .record import Failure, Folder, Record, State, folders
+from .record import FAILED, Failure, Folder, Record, State, folders
 
 TICK_S = 0.25
 SCAN_STARTING_S = 0.5
@@ -90,7 +90,6 @@ class Ending:
     drain_s: float = 0.0
     again: bool = False
     rerun: bool = False
-    hand_over: bool = False
 
 
 class Supervisor:
@@ -113,6 +112,7 @@ class Supervisor:
         self.server: asyncio.Server | None = None
         self.serving: set[asyncio.Task[Any]] = set()
         self.requests: asyncio.Queue[Ending] = asyncio.Queue()
+        self.hand_overs: dict[str, float] = {}  # by run, how long to drain
         self.child: subprocess.Popen[bytes] | None = None
         self.rotations = (
             logs.Rotation(folder.log, limit=log_limit(), keep=LOGS_KEPT),
@@ -182,8 +182,8 @@ class Supervisor:
             self.requests.put_nowait(Ending(request.stop))
         if request.restart is not None:
             self.requests.put_nowait(Ending(request.restart, again=True, rerun=request.rerun))
-        if request.hand_over is not None:
-            self.requests.put_nowait(Ending(request.hand_over, hand_over=True))
+        if request.hand_over is not None and request.run != self.record.hand_over_run:
+            self.hand_overs[request.run] = request.hand_over
         return True
 
     def send(self, writer: asyncio.StreamWriter) -> None:
@@ -301,7 +301,9 @@ class Supervisor:
             if reused(record.beside, record.beside_session):
                 self.publish(beside_session=None)
             await self.end_beside()
-            self.publish(hand_over="failed: its supervisor died")
+        if record.hand_over and not record.hand_over.startswith(FAILED):
+            taken = record.run == record.hand_over_run
+            self.publish(hand_over="" if taken else f"{FAILED}its supervisor died")
         for line in self.tail.lines():  # only for the processes that are up
             self.note_up(line)
         left = [process for process in self.record.processes if alive(process)]
@@ -349,6 +351,9 @@ class Supervisor:
         if self.record.state is State.READY or "--listen" in (self.record.watch or ()):
             self.watch()
         self.rotate()
+        if self.hand_overs:
+            run = next(iter(self.hand_overs))
+            await self.obey_hand_over(run, self.hand_overs.pop(run))
         with contextlib.suppress(TimeoutError):
             await self.obey(await asyncio.wait_for(self.requests.get(), TICK_S))
 
@@ -506,14 +511,6 @@ class Supervisor:
 
     async def obey(self, ending: Ending) -> None:
         """Stop, or stop and start again; a further request in the meantime cuts the drain short."""
-        if ending.hand_over:
-            try:
-                why = await self.hand_over(ending.drain_s)
-            except Exception as error:  # who asked for it waits for an answer
-                self.reporter.report(error)
-                why = self.reporter.last
-            self.publish(hand_over=why and f"failed: {why}")
-            return
         was_ready = self.record.state is State.READY
         self.publish(state=State.STOPPING, note="stopping")
         note = ""
@@ -547,10 +544,23 @@ class Supervisor:
             rerun=rerun,
         )
 
-    async def hand_over(self, drain_s: float) -> str:
-        """Have a second server take over; returns why it did not, and then the first serves on."""
+    async def obey_hand_over(self, run: str, drain_s: float) -> None:
+        self.publish(hand_over="looking for memory", hand_over_run=run)
+        try:
+            why = await self.hand_over(run, drain_s)
+        except Exception as error:  # who asked for it waits for an answer
+            self.reporter.report(error)
+            why = self.reporter.last
+        self.publish(hand_over=why and f"{FAILED}{why}")
+
+    async def hand_over(self, run: str, drain_s: float) -> str:
+        """Have a second server take over; returns why it did not, and then the first serves on.
+
+        Args:
+            run: names the start of the second one.
+            drain_s: how long the first one's requests have to finish.
+        """
         first, next_log = self.record, self.folder.path / "next.log"
-        self.publish(hand_over="looking for memory")
         if first.state is not State.READY or first.port is None or self.raylets:
             return "it is not ready, or has no TCP port of its own, or runs on several nodes"
         if why := await asyncio.to_thread(handover.lacking, first.processes):
@@ -561,7 +571,6 @@ class Supervisor:
             listener = handover.listener(first.processes, first.port)
         except OSError as error:
             return f"its listening socket can't be shared: {error.strerror}"
-        run = uuid4().hex
         try:
             added = {RUN: run, LISTEN: f"{listener} {first.port} {first.host}"}
             next_log.unlink(missing_ok=True)
