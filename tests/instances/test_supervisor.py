@@ -26,7 +26,7 @@ from vllmops.home import make
 from vllmops.host import ports
 from vllmops.host.processes import Process, alive
 from vllmops.host.roles import Role
-from vllmops.instances import control, handover, logs, takedown
+from vllmops.instances import control, handover, logs, supervisor, takedown
 from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.instances.supervisor import Supervisor
@@ -496,6 +496,14 @@ def test_two_hand_overs_at_once(handing: Any, monkeypatch: pytest.MonkeyPatch) -
     assert "there is no memory" in first.result().error["message"]
     assert second.result().code == 0, second.result()
     assert second.result().data["pid"] == handing.record("a").session
+
+
+def test_a_hand_over_says_what_it_cut_off(handing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "emptied", lambda *_: "requests cut off: 3")
+    monkeypatch.setattr(supervisor, "PEERS_S", 0.01)
+    handing.serve("a")
+    answer = handing.vllmops("restart", "a", "--hand-over")
+    assert (answer.code, "requests cut off: 3" in answer.out) == (0, True), answer
 
 
 def test_a_hand_over_knows_how_long_an_exported_variable_keeps_connections(

@@ -171,7 +171,8 @@ def handed_over(folder: Folder, before: Record, timeout: float, *, quiet: bool) 
             progress.update(f"{record.name}: {record.hand_over}")
     if record.state.over:
         raise VllmopsError("restart.stopped", f"{record.name} was stopped while it started")
-    return Result({**instance(record), "evidence": None}, lambda: summary(record))
+    note = [f"  first server: {record.note}"] if record.note else []
+    return Result({**instance(record), "evidence": None}, lambda: [*summary(record), *note])
 
 
 def kept_of(record: Record, *, quiet: bool) -> str:

@@ -361,7 +361,8 @@ class Supervisor:
         """Ask the other nodes, and say which of them have ceased to answer."""
         if self.record.state is State.READY:
             await self.peers.ask(self.record.processes, self.record.port)
-        if self.record.state is State.READY:
+        # Beside another server the note is about that one.
+        if self.record.state is State.READY and not self.record.beside:
             self.publish(note=", ".join(f"node {name} does not answer" for name in self.peers.lost))
 
     async def keep_house(self) -> None:
