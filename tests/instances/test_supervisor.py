@@ -703,6 +703,23 @@ def test_its_own_log_is_bounded(lab: Any) -> None:
     assert log.with_name("supervisor.log.1").stat().st_size > 2**20
 
 
+def test_a_log_is_bounded_while_a_hand_over_takes_its_time(
+    handing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Folder("a").log
+
+    def emptied(*_: object) -> str:
+        with log.open("a") as file:
+            file.write("x" * (1 << 16))
+        until(lambda: log.stat().st_size < 1 << 16)
+        return "it is rotated"
+
+    monkeypatch.setattr(handover, "emptied", emptied)
+    monkeypatch.setenv(logs.LIMIT, str(1 << 16))
+    handing.serve("a")
+    assert "it is rotated" in handing.vllmops("restart", "a", "--hand-over").out
+
+
 # -- full disk -----------------------------------------------------------------------------
 
 

@@ -223,12 +223,17 @@ class Supervisor:
                 await asyncio.sleep(TICK_S)
         elif not await attempt(self.launch, self.reporter):
             self.end(State.FAILED, Failure(f"the server can't be started: {self.reporter.last}"))
-        asking = asyncio.create_task(repeat(self.ask_peers, self.reporter, PEERS_S))
+        # While a hand-over or a drain takes its time, too.
+        beside = [
+            asyncio.create_task(repeat(self.ask_peers, self.reporter, PEERS_S)),
+            asyncio.create_task(repeat(self.rotate, self.reporter, TICK_S)),
+        ]
         while not self.record.state.over:
             # A server must not lose its supervisor because one check fails.
             if not await attempt(self.tick, self.reporter):
                 await asyncio.sleep(RETRY_S)
-        asking.cancel()
+        for task in beside:
+            task.cancel()
         await self.goodbye()
 
     async def launch(self) -> None:
@@ -350,7 +355,6 @@ class Supervisor:
             self.publish()
         if self.record.state is State.READY or "--listen" in (self.record.watch or ()):
             self.watch()
-        self.rotate()
         if self.hand_overs:
             run = next(iter(self.hand_overs))
             await self.obey_hand_over(run, self.hand_overs.pop(run))
@@ -389,7 +393,7 @@ class Supervisor:
         except OSError as error:  # a full disk, no descriptor left: the next try may succeed
             log(f"{error.filename or folder.path}: {error.strerror}")
 
-    def rotate(self) -> None:
+    async def rotate(self) -> None:
         for rotation in self.rotations:
             if hindrance := rotation.look():
                 log(hindrance)
