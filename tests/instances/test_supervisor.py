@@ -3,6 +3,7 @@
 tests/live does the same with a real vLLM; here are the corner cases, which need many servers.
 """
 
+import math
 import os
 import resource
 import shutil
@@ -718,6 +719,22 @@ def test_a_log_is_bounded_while_a_hand_over_takes_its_time(
     monkeypatch.setenv(logs.LIMIT, str(1 << 16))
     handing.serve("a")
     assert "it is rotated" in handing.vllmops("restart", "a", "--hand-over").out
+
+
+def test_of_long_lines_it_keeps_the_beginning(lab: Any) -> None:
+    """All of them would be as much memory as the log has bytes."""
+    record = lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    folder = Folder("a")
+    keeper = Supervisor(folder, record, 0, None)
+    keeper.scanned = math.inf
+    keeper.tail = logs.Tail(folder.log)
+    with folder.log.open("a") as file:
+        file.writelines(f"{'y' * (1 << 20)}\n" for _ in range(9))
+        file.write("z" * (1 << 22))
+    keeper.look()
+    assert sum(len(line) for _, line in keeper.recent) < 1 << 18
+    assert len(keeper.tail.rest) < 1 << 20
 
 
 # -- full disk -----------------------------------------------------------------------------

@@ -60,6 +60,7 @@ HOLDER_GRACE_S = 10.0
 LOGS_KEPT = 3
 OWN_LOG_LIMIT_BYTES = 2**20
 LAST_WORDS_S = 10.0
+RECENT_LINES, RECENT_LETTERS = 4000, 4096  # a client may have its prompt logged
 OWN = {RERUN, LISTEN}  # of one start
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -119,7 +120,7 @@ class Supervisor:
             logs.Rotation(folder.supervisor_log, limit=OWN_LOG_LIMIT_BYTES, keep=1),
         )
         self.tail = logs.Tail(folder.log)
-        self.recent: deque[tuple[float, str]] = deque(maxlen=4000)
+        self.recent: deque[tuple[float, str]] = deque(maxlen=RECENT_LINES)
         self.scanned = 0.0
         self.watch_due = 0.0
         self.unsaved = False
@@ -429,7 +430,7 @@ class Supervisor:
             self.scanned = now
             self.scan()
         for line in self.tail.lines(ended=ended):
-            self.recent.append((now, line))
+            self.recent.append((now, line[:RECENT_LETTERS]))
             self.note_up(line)
             stage = logs.stage(line) if starting else None
             if stage and logs.STAGES.index(stage) > logs.STAGES.index(self.record.stage):
