@@ -44,6 +44,20 @@ def test_all_some_and_the_last(lab: Any) -> None:
     assert data["lines"] == everything[:9]
 
 
+def test_the_last_lines_are_read_from_the_end(lab: Any) -> None:
+    """A log and its parts may have more bytes than there is memory."""
+    lab.serve("a")
+    lab.vllmops("stop", "a", "--force")
+    path = Folder("a").log
+    with path.with_name("server.log.1").open("ab") as file:
+        file.truncate(1 << 40)
+        file.write(b"\nthe first\nhalf of")
+    path.write_text(" the second\n(EngineCore pid=2) INFO 11-20 19:05:14 [a.py:1] x\nthe last")
+    seen = lab.vllmops("logs", "a", "-n", "4").out.splitlines()
+    assert [line[:11] for line in seen] == ["the first", "half of the", "(EngineCore", "the last"]
+    assert lab.vllmops("logs", "a", "-n", "1", "--process", "engine").out.splitlines() == seen[2:3]
+
+
 def test_one_that_is_over(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill(record.session)

@@ -162,6 +162,25 @@ def test_a_tail_gives_whole_lines(tmp_path: Path) -> None:
     assert tail.lines() == ["two", "ü", "\ufffd"]
 
 
+def test_a_tail_gives_the_lines_before_from_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "CHUNK_BYTES", 7)
+    path = tmp_path / "server.log"
+    lines = ["", "a", "two words", "", "much longer than a chunk is", "ü" * 9, "b"]
+    assert list(Tail(path).before()) == []
+    with path.open("a") as server:
+        for number, letter in enumerate("\n".join(lines)):
+            print(letter, end="", file=server, flush=True)
+            if number % 20 == 19:
+                assert rotate(path, limit=1, keep=9)
+        assert list(Tail(path).before(ended=True)) == lines[::-1]
+        tail = Tail(path)
+        assert list(tail.before()) == lines[-2::-1]
+        print(" and more", file=server, flush=True)
+        assert tail.lines() == ["b and more"]
+
+
 @pytest.mark.parametrize("after", ["c", "c" * 200], ids=["shorter", "longer"])
 def test_a_tail_loses_nothing_over_a_rotation(tmp_path: Path, after: str) -> None:
     path = tmp_path / "server.log"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -56,8 +56,12 @@ def logs(
     folder = Folder(instance_name(name or target))
     tail = Tail(folder.log)
     ended = over(folder)
-    selected = select([*rotated(folder.log), *tail.lines(ended=ended)], part)
-    chosen = list(selected if lines is None else deque(selected, maxlen=lines))
+    if lines is None:
+        chosen = list(select([*rotated(folder.log), *tail.lines(ended=ended)], part))
+    else:
+        # One at least, so that the tail is at the end.
+        found = list(islice(select(tail.before(ended=ended), part), max(lines, 1)))
+        chosen = found[:lines][::-1]
     if follow:
         show(*map(Verbatim, chosen))
         while running(folder):
@@ -96,7 +100,7 @@ def rotated(path: Path) -> Iterator[str]:
         yield from Tail(aside(path, older)).lines()
 
 
-def select(lines: list[str], part: Part | None) -> Iterator[str]:
+def select(lines: Iterable[str], part: Part | None) -> Iterator[str]:
     return (line for line in lines if part is None or belongs(line, part))
 
 

@@ -207,7 +207,8 @@ class Tail:
         """Complete lines since the last call.
 
         Args:
-            ended: whether nobody writes any more: the last line may have no newline.
+            ended: whether nobody writes any more: the last line may have no newline. Nor has one
+                that is so long that it is given in parts.
         """
         added = b""
         now = inode(aside(self.path, 1))
@@ -225,10 +226,45 @@ class Tail:
                 self.offset += len(fresh)
                 added += fresh
         *complete, self.rest = (self.rest + added).split(b"\n")
-        if ended and self.rest:
+        if self.rest and (ended or len(self.rest) > CHUNK_BYTES):
             complete.append(self.rest)
             self.rest = b""
         return [line.decode(errors="replace") for line in complete]
+
+    def before(self, *, ended: bool = False) -> Iterator[str]:
+        """Lines up to now, the last one first; `lines` gives those that follow.
+
+        Args:
+            ended: as for `lines`.
+        """
+        unfinished, rest = True, b""
+        for block in self.blocks():
+            rest, *lines = (block + rest).split(b"\n")
+            if unfinished and lines:
+                unfinished, self.rest = False, lines.pop()
+                if ended and self.rest:
+                    lines.append(self.rest)
+                    self.rest = b""
+            yield from (line.decode(errors="replace") for line in reversed(lines))
+        if not unfinished or (ended and rest):
+            yield rest.decode(errors="replace")
+        else:
+            self.rest = rest
+
+    def blocks(self) -> Iterator[bytes]:
+        """The log up to now and its rotated parts, in blocks from the end."""
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            parts: list[tuple[IO[bytes], int]] = []
+            with contextlib.suppress(OSError):
+                while True:
+                    place = aside(self.path, len(parts)) if parts else self.path
+                    file = stack.enter_context(opened(place))
+                    parts.append((file, file.seek(0, os.SEEK_END)))
+            self.offset = parts[0][1] if parts else 0
+            for file, size in parts:
+                for end in range(size, 0, -CHUNK_BYTES):
+                    start = file.seek(max(end - CHUNK_BYTES, 0))
+                    yield file.read(end - start)
 
 
 def opened(path: Path, of: int | None = None) -> IO[bytes]:
