@@ -66,6 +66,7 @@ Failed = Literal[
     "cuda.would-abort",
     "demo.no-sound",
     "demo.not-built",
+    "drain.ended",
     "drain.no-agent",
     "file.newer",
     "file.not-a-snapshot",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from vllmops.commands import drain
 from vllmops.host.roles import Role
 from vllmops.instances.draining import unready
 from vllmops.instances.servers import resolve
@@ -59,6 +61,18 @@ def test_drain_and_resume(fleet: Fleet, vllmops: Any) -> None:
     assert (answer.code, answer.data["draining"]) == (0, False)
     assert httpx.get(f"{fleet.url}/health").status_code == 200
     until(lambda: not row()["unready"])
+
+
+def test_a_server_that_dies_meanwhile(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = lab.serve("a")
+    engine = lab.process("a", "engine").pid
+    # It has no agent that could be told.
+    monkeypatch.setattr(drain, "set_draining", lambda *_, **__: lab.kill(engine))
+    with socket.create_connection(("127.0.0.1", record.port)) as slow:
+        slow.sendall(b"GET /slow/60 HTTP/1.1\r\n\r\n")
+        answer = lab.vllmops("drain", "-t", "a", "--wait", "--timeout", "50", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "drain.ended"), answer
+    assert f"engine (pid {engine}) has ended" in answer.error["message"]
 
 
 def test_what_is_in_flight_finishes(fleet: Fleet, vllmops: Any) -> None:

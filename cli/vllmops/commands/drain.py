@@ -11,8 +11,9 @@ from ..errors import VllmopsError
 from ..instances.control import STOP_TIMEOUT_S
 from ..instances.draining import set_draining
 from ..instances.servers import resolve
-from ..instances.takedown import in_flight, settled
+from ..instances.takedown import ended, in_flight, settled
 from ..output import Json, Progress, Result, typer_app
+from ..protocol.place import named
 from .options import Target, TargetArgument, seconds
 from .several import per_target
 
@@ -53,6 +54,14 @@ def drain(
             )
     data: dict[str, Any] = {"server": server.label, "draining": True, "in_flight": left}
     known = "an unknown number of" if left is None else left
+    if wait and left != 0 and (gone := ended(server.processes)):
+        names = ", ".join(f"{named(one.role, one.place)} (pid {one.pid})" for one in gone)
+        raise VllmopsError(
+            "drain.ended",
+            f"{server.label} can't finish its requests: {names} has ended",
+            "vllmops ps --all",
+            data=data,
+        )
     if wait and left != 0:
         raise VllmopsError(
             "drain.timeout",

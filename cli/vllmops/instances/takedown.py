@@ -77,15 +77,19 @@ def settled(
 
     Its parameters are those of `drain`.
     """
-    here = [process for process in tree if not isinstance(process, agent.Distant)]
-    vital = [process for process in here if process.role in VITAL]
     deadline = time.monotonic() + seconds
     left = in_flight(tree, url)
-    while left != 0 and time.monotonic() < deadline and not hurry() and all(map(alive, vital)):
+    while left != 0 and time.monotonic() < deadline and not hurry() and not ended(tree):
         tell(f"requests in flight: {'unknown' if left is None else left}")
         time.sleep(POLL_S)
         left = in_flight(tree, url)
     return left
+
+
+def ended(tree: Sequence[Process]) -> list[Process]:
+    """The processes of a server that have ended, and without which it does not go on."""
+    here = [process for process in tree if not isinstance(process, agent.Distant)]
+    return [process for process in here if process.role in VITAL and not alive(process)]
 
 
 def close_gates(tree: Sequence[Process], *, cut: bool = False, rerun: bool = False) -> bool:
