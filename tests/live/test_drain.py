@@ -14,6 +14,8 @@ from ..support.waiting import until
 if TYPE_CHECKING:
     from .conftest import Live
 
+JSON = {"Content-Type": "application/json"}
+
 
 def test_a_drain_lets_finish_what_runs_and_resume_ends_it(vision_server: Live) -> None:
     server, url = vision_server, vision_server.url
@@ -73,3 +75,19 @@ def test_a_drain_lets_finish_what_runs_and_resume_ends_it(vision_server: Live) -
         request.join()
     until(lambda: not unready())
     assert respond(1).is_success
+
+
+def test_a_request_that_can_not_be_sent_leaves_nothing_behind(vision_server: Live) -> None:
+    """A drain would wait for it, and the front end keep it, for ever."""
+    server = vision_server
+    for field in (
+        r'"request_id": "\ud800"',
+        r'"n": 2, "request_id": "\ud800"',
+        r'"stop": "\ud800"',
+        r'"vllm_xargs": {"a": "\ud800"}',
+    ):
+        body = f'{{"model": "demo-vision", "prompt": "The", "max_tokens": 2, {field}}}'
+        answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=60)
+        assert answer.status_code in {400, 500}, answer.text  # of n > 1 vLLM says 500
+    ran = server.cli("requests", "list", "-t", server.name, "--json")
+    assert (ran.code, ran.data["requests"]) == (0, []), ran.data

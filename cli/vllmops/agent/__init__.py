@@ -39,13 +39,14 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
     Args:
         withheld: patches that are not applied, and why, by id.
     """
-    from . import compare, handover, objects, recorder, service  # noqa: PLC0415
+    from . import compare, handover, objects, recorder, service, unsent  # noqa: PLC0415
     from .heal import event_loop, io_threads, sockets  # noqa: PLC0415
     from .patches import registry  # noqa: PLC0415
 
     objects.check()
     objects.install(service.start)
     compare.install()
+    unsent.install()
     recorder.install(service.own_directory)
     event_loop.install()
     handover.install()

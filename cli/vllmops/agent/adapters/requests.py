@@ -109,14 +109,24 @@ async def end(client: Any, names: list[str], why: str) -> None:
     await client.abort(names, internal=True)
 
 
+def invalid(why: str) -> Exception:
+    """What makes vLLM answer a client with status 400."""
+    return exceptions().get("VLLMValidationError", ValueError)(why)  # type: ignore[no-any-return]
+
+
 def failure(why: str) -> Exception:
     """What makes vLLM answer a client with an error that the client does not try again."""
-    known = vars(sys.modules.get(places.existing("vllm.exceptions") or "", object))
+    known = exceptions()
     if graceful := known.get("GracefulHTTPError"):
         made: Exception = graceful(why, HTTPStatus.GONE)
         return made
     # Up to 0.28; up to 0.26, vLLM takes any ValueError for a client's fault.
     return known.get("VLLMClientError", ValueError)(why)  # type: ignore[no-any-return]
+
+
+def exceptions() -> dict[str, Any]:
+    """What vLLM's module of exceptions has, by name."""
+    return dict(vars(sys.modules.get(places.existing("vllm.exceptions") or "", object)))
 
 
 def end_in_engine(core: Any, requests: list[Any]) -> None:
