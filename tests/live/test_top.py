@@ -118,7 +118,7 @@ def test_the_full_screen_shows_and_ends_a_request(server: Live, held: list[httpx
             again = (server.pids()["worker"], signal.SIGCONT)
             threading.Timer(1.5, os.kill, again).start()
             await pilot.press("y")
-            await seen(app, pilot, "ended 1 requests", "exit code 0")
+            await seen(app, pilot, "ended 1 request", "exit code 0")
             await pilot.press("q", "f", "down", "s")
             await seen(app, pilot, "MainThread", ".py:")
             await pilot.press("l")

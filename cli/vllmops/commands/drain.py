@@ -12,7 +12,7 @@ from ..instances.control import STOP_TIMEOUT_S
 from ..instances.draining import set_draining
 from ..instances.servers import resolve
 from ..instances.takedown import ended, in_flight, settled
-from ..output import Json, Progress, Result, typer_app
+from ..output import Json, Progress, Result, many, typer_app
 from ..protocol.place import named
 from .options import Target, TargetArgument, seconds
 from .several import per_target
@@ -53,7 +53,7 @@ def drain(
                 lambda text: progress.update(f"{server.label}: draining, {text}"),
             )
     data: dict[str, Any] = {"server": server.label, "draining": True, "in_flight": left}
-    known = "an unknown number of" if left is None else left
+    known = "an unknown number of requests" if left is None else many(left, "request")
     if wait and left != 0 and (gone := ended(server.processes)):
         names = ", ".join(f"{named(one.role, one.place)} (pid {one.pid})" for one in gone)
         raise VllmopsError(
@@ -65,11 +65,11 @@ def drain(
     if wait and left != 0:
         raise VllmopsError(
             "drain.timeout",
-            f"{server.label} still has {known} requests in flight after {timeout:g} s",
+            f"{server.label} still has {known} in flight after {timeout:g} s",
             f"vllmops requests list -t {server.label} shows them",
             data=data,
         )
-    return Result(data, lambda: [f"{server.label} is draining; {known} requests are in flight"])
+    return Result(data, lambda: [f"{server.label} is draining; in flight: {known}"])
 
 
 @resume_app.command(epilog="Example: vllmops resume demo")

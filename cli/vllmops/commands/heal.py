@@ -152,6 +152,6 @@ def text(healed: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[Rendera
     if rest:
         yield output.styled("Still stuck:", "bold red")
         yield from lines([rest.finding])
-        count = "an unknown number of" if rest.in_flight is None else f"{rest.in_flight:,}"
-        yield f"  a restart loses: {count} requests in flight ({rest.background:,} in background)"
+        count = "an unknown number" if rest.in_flight is None else f"{rest.in_flight:,}"
+        yield f"  a restart loses requests in flight: {count} ({rest.background:,} in background)"
         yield f"  a restart brings back: {rest.restart}"

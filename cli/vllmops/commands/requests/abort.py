@@ -99,10 +99,11 @@ def abort(
         return Result(data, lambda: list(planned(rows)))
     if every and not yes:
         output.confirm(
-            f"End all {len(rows):,} requests of {server.label}?", "repeat the command with --yes"
+            f"End {output.many(len(rows), 'request')} of {server.label}?",
+            "repeat the command with --yes",
         )
     with Progress(time.time(), quiet=json_) as progress:
-        progress.update(f"{server.label}: ending {len(rows):,} requests")
+        progress.update(f"{server.label}: ending {output.many(len(rows), 'request')}")
         ended = end(server, rows, reason)
     return report(server, ended)
 
@@ -125,7 +126,7 @@ def by_vllm(server: Server, ids: Sequence[str], error: VllmopsError, *, yes: boo
     return Result(
         data,
         lambda: [
-            f"asked vLLM to end {count:,} requests.",
+            f"asked vLLM to end {output.many(count, 'request')}.",
             f"Whether they are gone is not known: {error.message}",
             f"  hint: vllmops attach -t {server.label}",
         ],
@@ -153,7 +154,7 @@ def chosen(
 
 def planned(rows: Sequence[Row]) -> Iterator[RenderableType]:
     """What would be ended, for a person."""
-    yield f"would end {len(rows):,} requests" if rows else "no matching requests"
+    yield f"would end {output.many(len(rows), 'request')}" if rows else "no matching requests"
     if rows:
         yield table(rows)
 
@@ -166,7 +167,7 @@ def report(server: Server, ended: Sequence[Ended]) -> Result:
     def text() -> list[RenderableType]:
         shown: list[RenderableType] = []
         if gone := len(ended) - len(left):
-            shown.append(output.styled(f"ended {gone:,} requests", "green"))
+            shown.append(output.styled(f"ended {output.many(gone, 'request')}", "green"))
         shown += [
             output.styled(f"{one.http_id or one.id or '-'}: {one.left}", "yellow") for one in left
         ]
