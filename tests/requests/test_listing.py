@@ -111,6 +111,13 @@ def test_the_ids_that_mean_a_request(word: str, found: list[str]) -> None:
     assert [row.id for row in matching(rows, word)] == found
 
 
+def test_no_id_means_no_request_not_those_that_no_api_server_knows() -> None:
+    """An empty variable of a shell, `abort "$ID"`, would end all that a blocked server has."""
+    rows = joined([engine(ONE, OTHER)], 30, {})
+    assert [row.http_id for row in rows] == ["", ""]
+    assert matching(rows, "") == []
+
+
 @pytest.mark.parametrize(
     ("names", "word", "found"),
     [

@@ -235,6 +235,8 @@ def matching(rows: Sequence[Row], word: str) -> list[Row]:
     vLLM puts ``chatcmpl-`` and the like before that, and after it, on some routes, the number of a
     prompt. On others, such a number is a part of another client's id.
     """
+    if not word:  # as one is called that no API server knows, or no engine
+        return []
     name = re.escape(word)
     same = re.compile(rf"(?={NUMBERED})(?:{NUMBERED})?{name}-\d+|(?!{NUMBERED})(?:[a-z]+-)?{name}")
     exact = [row for row in rows if word in {row.id, row.http_id}]
