@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
@@ -241,3 +242,28 @@ def end(messenger: Messenger) -> None:
 
     messenger.receivers = [leave]
     messenger.send(EVENT)
+
+
+@ENDED
+def test_what_is_no_text_is_told_as_an_escape(
+    tmp_path: Path, receive: Callable[..., Receiver]
+) -> None:
+    """A model's path may have any bytes, as may what a client has sent."""
+    receiver, trouble = receive(), list[str]()
+    hook = Hook(f"sh -c 'cat > {tmp_path}/got'")
+    carrier = Messenger([hook, Webhook(receiver.url)], trouble.append)
+    carrier.send(msgspec.structs.replace(EVENT, model="/m/\udcff", evidence="\ud800"))
+    carrier.flush()
+    assert trouble == []
+    ((_, found),) = receiver.got
+    assert (found["model"], found["evidence"]) == ("/m/\\udcff", "\\ud800")
+    assert json.loads((tmp_path / "got").read_text()) == found
+    end(carrier)
+
+
+def test_a_command_is_told_however_long_the_text_is(tmp_path: Path) -> None:
+    """Linux starts no program with 128 KiB in a variable."""
+    hook = Hook(f"sh -c 'cat > {tmp_path}/got; printf %s \"$VLLMOPS_TEXT\" > {tmp_path}/text'")
+    hook(msgspec.structs.replace(EVENT, text="ü" * 200_000))
+    assert json.loads((tmp_path / "got").read_text())["text"] == "ü" * 200_000
+    assert set((tmp_path / "text").read_text()) == {"ü"}

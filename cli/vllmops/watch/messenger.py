@@ -19,6 +19,7 @@ import msgspec
 
 from .. import background
 from ..errors import VllmopsError
+from ..protocol.text import encoded
 from ..protocol.watch import Event
 from ..targets import split
 from ..vllm_api.http import ask
@@ -26,6 +27,9 @@ from ..vllm_api.http import ask
 HOOK_S = 30.0
 POST_S, TRIES, PAUSE_S = 5.0, 3, 1.0
 FLUSH_S = 60.0
+LETTERS = 30_000  # Linux starts no program with 128 KiB in a variable
+# Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
+EVENTS = msgspec.json.Decoder(Event)
 
 
 class Messenger:
@@ -63,6 +67,7 @@ class Messenger:
         """Deliver one event."""
         event = self.events.get()
         try:
+            event = EVENTS.decode(encoded(event))
             for receive in self.receivers:
                 self.give(receive, event)
         finally:
@@ -149,7 +154,7 @@ def facts(event: Event) -> dict[str, str]:
         "BUNDLE": event.bundle,
         "TEXT": event.text,
     }
-    return {f"VLLMOPS_{name}": value.replace("\0", "") for name, value in fields.items()}
+    return {f"VLLMOPS_{name}": value.replace("\0", "")[:LETTERS] for name, value in fields.items()}
 
 
 class Webhook:
