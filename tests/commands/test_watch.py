@@ -23,6 +23,7 @@ import pytest
 from vllmops.bundle import bundle, collecting
 from vllmops.diagnose import doctor, vigil
 from vllmops.doctor import examine
+from vllmops.errors import VllmopsError
 from vllmops.host.roles import Role
 from vllmops.instances import supervisor
 from vllmops.instances.record import Folder
@@ -409,6 +410,31 @@ def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
     assert "watching a" in lines[0]
     # Where the drain takes longer than the pause between two looks.
     assert all("a is not serving: stopping" in line for line in lines[1:]), out
+
+
+def test_a_restart_comes_though_the_supervisor_dies_before_it_obeys(lab: Any) -> None:
+    """The server hangs, and the watch asks once."""
+    record = lab.serve("a")
+    subject, supervisor = watched.Watched(resolve("a")), lab.supervisor("a")
+    os.kill(supervisor, signal.SIGSTOP)
+    killing = threading.Timer(1.0, lab.kill, (supervisor,))
+    killing.start()
+    subject.restart()
+    killing.join()
+    until(lambda: lab.record("a").session != record.session and lab.state("a") == "ready")
+
+
+def test_a_supervisor_that_does_nothing_does_not_hold_up_the_watch(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.serve("a")
+    monkeypatch.setattr(watched, "RESTART_S", 0.5)
+    pid = lab.supervisor("a")
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(VllmopsError) as caught:
+        watched.Watched(resolve("a")).restart()
+    assert caught.value.code == "supervisor.silent"
+    os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("words", [("--watch-exec", "no-such-program"), ("--watch-webhook", "x")])

@@ -29,6 +29,7 @@ from ..protocol.server import Observation, ServerSnapshot
 from ..rpc import membership
 
 FIND_S = 10.0  # the process table takes long to read
+RESTART_S = 30.0  # until its supervisor begins
 CAPTURE_S = 12.0  # for evidence; it is judged and written in two more, on a busy machine in five
 # vLLM's collect_env runs before there is a stall. One that begins sooner does not wait for it
 # longer than this: somebody must be informed, and may restart.
@@ -266,15 +267,16 @@ class Watched:
         """Have its supervisor take it down at once and start it again.
 
         Raises:
-            VllmopsError: ``restart.stranger`` or ``supervisor.unreachable``.
+            VllmopsError: ``restart.stranger``, ``supervisor.unreachable`` or ``supervisor.silent``.
         """
         if self.folder is None:
             raise stranger(self.server)
-        connection = control.connect(self.folder)
-        connection.send(Request(restart=0.0, rerun=self.rerun))
+        session = control.Session(self.folder, control.connect(self.folder))
+        session.send(Request(restart=0.0, rerun=self.rerun))
         # A Unix socket that is closed before all is read takes what it has sent with it.
-        next((r for r in connection.records() if r.state is not State.READY), None)
-        connection.close()
+        records = session.records(time.monotonic() + RESTART_S)
+        next((record for record in records if record.state is not State.READY), None)
+        session.close()
 
 
 def stranger(server: Server) -> VllmopsError:
