@@ -54,6 +54,13 @@ def test_an_unknown_word_names_near_ones(vllmops: Any) -> None:
     assert (error["code"], error["message"]) == ("help.unknown", "no page 'xyzzy' in the manual")
 
 
+def test_an_unknown_word_may_be_part_of_names_or_a_command(vllmops: Any) -> None:
+    assert "similar: mm-cache.ghost-keys" in vllmops("help", "ghost").err
+    answer = vllmops("help", "status")
+    assert answer.code == 2
+    assert "hint: vllmops status --help" in answer.err
+
+
 def test_json_has_the_list_and_the_text(vllmops: Any) -> None:
     listed = vllmops("help", "--json").data["pages"]
     assert {"name": "doctor", "kind": "topic", "title": "Find out what is wrong"} in listed

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 app = typer_app()
 
 WIDTH = 92  # columns; longer lines are hard to read
+SIMILAR = 6  # names, at most
 
 
 def names(incomplete: str) -> list[tuple[str, str]]:
@@ -29,6 +31,7 @@ def names(incomplete: str) -> list[tuple[str, str]]:
 @app.command("help", epilog="Example: vllmops help mm-cache.ghost-keys")
 @command
 def help_(
+    ctx: typer.Context,
     word: Annotated[
         str | None,
         typer.Argument(
@@ -55,13 +58,20 @@ def help_(
         )
     known = {name.lower(): page for name, page in manual.items()}
     if (page := known.get(word.lower())) is None:
-        near = [known[w].name for w in difflib.get_close_matches(word.lower(), known, n=3)]
+        root: Any = ctx.find_root().command
+        near = [known[name].name for name in similar(word.lower(), list(known))]
         raise VllmopsError(
             "help.unknown",
             f"no page {word!r} in the manual" + (f"; similar: {', '.join(near)}" if near else ""),
-            "vllmops help",
+            f"vllmops {word} --help" if word in root.commands else "vllmops help",
         )
     return Result({"name": page.name, "kind": page.kind, "text": page.text}, lambda: shown(page))
+
+
+def similar(word: str, known: Sequence[str]) -> list[str]:
+    """Names that a word is part of, and those that are spelt nearly like it."""
+    parts = [name for name in known if word in name]
+    return list(dict.fromkeys((*parts, *difflib.get_close_matches(word, known))))[:SIMILAR]
 
 
 def topics(manual: dict[str, Page]) -> RenderableType:
