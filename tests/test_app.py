@@ -120,6 +120,31 @@ def test_words_that_mean_nothing(vllmops: Any, words: tuple[str, ...]) -> None:
     assert words[-1] in answer.err
 
 
+@pytest.mark.parametrize(
+    ("words", "message", "hint"),
+    [
+        (("stauts",), "Did you mean 'status'", "vllmops --help"),
+        (("cache", "insp"), "Did you mean 'inspect'", "vllmops cache --help"),
+        (("ps", "--jsn"), "--json", "vllmops ps --help"),
+        (("heal", "--only"), "requires an argument", "vllmops heal --help"),
+        (("cache", "inspect", "-t"), "requires an argument", "vllmops cache inspect --help"),
+    ],
+)
+def test_a_slip_of_the_fingers(
+    vllmops: Any, words: tuple[str, ...], message: str, hint: str
+) -> None:
+    answer = vllmops(*words)
+    assert (answer.code, answer.out) == (2, "")
+    assert message in answer.err
+    assert answer.err.endswith(f"  hint: {hint}\n")
+
+
+def test_options_of_vllm_before_the_dashes(vllmops: Any) -> None:
+    hint = vllmops("serve", "M", "--max-model-len", "8192", "--json").error["hint"]
+    assert hint.endswith("arguments for vLLM come after --: vllmops serve MODEL -- VLLM ARGUMENTS")
+    assert vllmops("serve", "--name", "--json").error["hint"] == "vllmops serve --help"
+
+
 @pytest.mark.parametrize("words", [(), ("cache",), ("stacks",), ("--help",), ("-h",)])
 def test_a_word_alone_shows_what_there_is(vllmops: Any, words: tuple[str, ...]) -> None:
     answer = vllmops(*words)

@@ -47,10 +47,10 @@ COMMANDS = {
     "logs": Entry("logs", "Show a server's log, also after it has ended."),
     "wait": Entry("wait", "Wait until a server is ready or has stopped."),
     "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
+    "restart": Entry("stop:restart_app", "Stop a server and start it again with the same command."),
     "drain": Entry("drain:drain_app", "Refuse new requests, and let those in flight finish."),
     "resume": Entry("drain:resume_app", "Have a drained server take requests again."),
     "probe": Entry("probe", "Say whether a server lives, is ready, or has started."),
-    "restart": Entry("stop:restart_app", "Stop a server and start it again with the same command."),
     "doctor": Entry("doctor", "Show what is wrong with a server, and what to do next."),
     "heal": Entry("heal", "Bring a server that hangs back, without a restart."),
     "bundle": Entry("bundle", "Write evidence for a bug report to a file, without secrets."),
@@ -80,12 +80,12 @@ def build() -> Any:
     from typer.core import TyperCommand, TyperGroup  # noqa: PLC0415
 
     class LazyGroup(TyperGroup):
-        def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002
-            return list(COMMANDS)
-
-        def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002
-            entry = COMMANDS.get(cmd_name)
-            return entry and TyperCommand(cmd_name, help=entry.help, callback=lambda: None)
+        def __init__(self, **how: Any) -> None:
+            super().__init__(**how)
+            self.commands = {
+                name: TyperCommand(name, help=entry.help, callback=lambda: None)
+                for name, entry in COMMANDS.items()
+            }
 
         def resolve_command(self, ctx: Any, args: list[str]) -> Any:
             name, command, rest = super().resolve_command(ctx, args)
@@ -244,7 +244,11 @@ def wrong_usage(error: Any) -> VllmopsError | None:
     if type(error).__name__ == "NoArgsIsHelpError":  # Typer keeps the class to itself, too
         error.show()
         return None
-    hint = f"{context.command_path} --help" if context else ""
+    # The parser of options has no context.
+    hint = f"{context.command_path if context else f'vllmops {typed()}'} --help"
+    unknown = hasattr(error, "possibilities")  # an option
+    if unknown and context and context.info_name == "serve":
+        hint += "; arguments for vLLM come after --: vllmops serve MODEL -- VLLM ARGUMENTS"
     message = error.format_message()
     if message.startswith(EXTRA):  # nothing here is unexpected, it is one word too many
         message = f"too many arguments: {message.rpartition(' (')[2][:-1]}"
