@@ -26,3 +26,10 @@ def test_a_process_that_runs_no_python_is_not_waited_for(monkeypatch: pytest.Mon
     with pytest.raises(VllmopsError, match="can't answer; its last heartbeat is 9 s old") as caught:
         heal.heal(server, ())
     assert caught.value.code == "heal.no-agent"
+
+
+def test_what_is_looked_for_in_vain_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heal.ACTIONS[0].__class__, "look", lambda *_: [])
+    said: list[str] = []
+    heal.heal(Server(name="demo", processes=()), heal.ACTIONS[:1] * 2, show=said.append)
+    assert said == ["demo: looking for what can be healed"]

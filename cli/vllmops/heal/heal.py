@@ -89,13 +89,15 @@ def heal(
     answers, silent = agent.side_by_side(agents, answer)
     outcomes: list[Outcome] = []
     problems: list[str] = []
+    show(f"{server.label}: looking for what can be healed")
     for action in actions:
-        show(f"{server.label}: looking for {action.name}")
         for _ in range(1 if dry_run else ROUNDS):
             try:
                 cases = certain(partial(action.look, server))
                 if not cases:
                     break
+                if not dry_run:
+                    show(f"{server.label}: healing {action.name}")
                 done = treated(server, action, cases, act=not dry_run, resume=resume)
             except VllmopsError as error:
                 problems.append(f"{action.name}: {error.message}")
