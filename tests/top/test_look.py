@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from vllmops.instances.servers import Server, resolve
 from vllmops.targets import Access, access
 from vllmops.top import look, rows
 from vllmops.top.look import Board, Follower
+from vllmops.watch.watched import Phase
 
 from ..support.fleet import Fleet
 from ..support.waiting import until
@@ -83,6 +85,21 @@ def test_an_instance_is_followed_from_its_start_to_its_end(lab: Any) -> None:
     row = rows.server("demo", follower.looks, 0.0)
     assert row.state == "stopped"
     assert row.unseen[0].hint == "vllmops logs demo"
+
+
+@pytest.mark.parametrize(
+    ("states", "hints"), [(("Z", ""), []), (("Z", "S"), ["vllmops attach -t 11"])]
+)
+def test_no_agent_is_recommended_for_processes_that_have_ended(
+    states: tuple[str, ...], hints: list[str]
+) -> None:
+    server = Server(None, ())
+    processes = [SimpleNamespace(state=state) for state in states]
+    follower: Any = Follower("11", server)
+    follower.watched, follower.phase = SimpleNamespace(server=server), Phase.UP
+    follower.looks = (SimpleNamespace(seen=SimpleNamespace(pulses=(), processes=processes)),)
+    follower.ask()
+    assert [each.hint for each in follower.asked.unseen] == hints
 
 
 def test_new_servers_are_discovered_and_strangers_that_ended_forgotten(lab: Any) -> None:

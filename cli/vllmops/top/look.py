@@ -18,7 +18,7 @@ import msgspec
 
 from ..background import ErrorReporter, thread
 from ..diagnose.findings import Finding
-from ..diagnose.progress import Stall
+from ..diagnose.progress import DEAD, Stall
 from ..diagnose.vigil import Vigil
 from ..errors import VllmopsError
 from ..host.roles import Role
@@ -197,6 +197,9 @@ class Follower:
             return
         server = self.watched.server
         if not look.seen.pulses:
+            if all(process.state in DEAD for process in look.seen.processes):
+                self.asked = Asked(note=self.asked.note)
+                return
             hint = f"vllmops attach -t {self.target}"
             why = Unseen("requests and caches", "agent.absent", "no agent answers", hint)
             self.asked = Asked(unseen=(why,), note=self.asked.note)
