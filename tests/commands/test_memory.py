@@ -211,6 +211,11 @@ def test_usage(vllmops: Any, words: tuple[str, ...], code: str) -> None:
     assert answer.error["hint"]
 
 
+def test_a_tolerance_is_a_size(vllmops: Any) -> None:
+    error = vllmops("memory", "record", "--tolerance", "5x", "--json").error
+    assert "'5x' is not a size; write it as 500K, 2M or 1G" in error["message"]
+
+
 def test_where_nothing_can_be_written(engine: Any, tmp_path: Path) -> None:
     target = ("-t", str(engine.process.pid))
     began = time.monotonic()

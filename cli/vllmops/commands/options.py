@@ -75,7 +75,10 @@ def size_(value: object) -> int:
     """A parser for bytes: ``500K``, ``2M``, ``1G``, or plain."""
     text = str(value)
     scale = SIZES.get(text[-1:].upper(), 1)
-    return refused(lambda: int(number(text if scale == 1 else text[:-1], 0, MOST / scale) * scale))
+    try:
+        return int(number(text if scale == 1 else text[:-1], 0, MOST / scale) * scale)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not a size; write it as 500K, 2M or 1G.") from error
 
 
 def refused(parse: Callable[[], T]) -> T:

@@ -7,4 +7,4 @@ app = typer_app()
 
 
 app.command(epilog="Example: vllmops memory record -t demo --rounds 5 --load images")(record.record)
-app.command(epilog="Example: vllmops memory report memory.json --plot memory.svg")(report.report)
+app.command(epilog="Example: vllmops memory report memory.jsonl --plot memory.svg")(report.report)

@@ -49,5 +49,9 @@ def bundled(file: Path) -> Recording:
 
     recording = bundle.load(file).memory
     if recording is None:
-        raise VllmopsError("bundle.no-memory", f"{file} contains no recording")
+        raise VllmopsError(
+            "bundle.no-memory",
+            f"{file} contains no recording",
+            "a bundle has one if vllmops memory record ran before",
+        )
     return recording

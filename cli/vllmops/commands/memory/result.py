@@ -29,6 +29,7 @@ Tolerance = Annotated[
     int | None,
     typer.Option(
         parser=size_,
+        metavar="SIZE",
         help="Growth per round or hour that is not reported: 500K, 2M, 1G. "
         "Default: 0.1 % of a process's RSS per round, 1 % per hour.",
     ),
