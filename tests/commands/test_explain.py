@@ -183,7 +183,10 @@ def test_a_live_server(vllmops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyP
     options = ("--explain", "--interval", "0.1", "--json", "--save", str(saved))
     with test_stacks.tree(tmp_path, "spin") as server:
         told = vllmops("stacks", "dump", "-t", str(server[0]), *options)
-    assert told.code == 1, told.err
+        shown = vllmops("stacks", "dump", "-t", str(server[0]), *options[:3], "--samples", "2")
+    assert told.code == shown.code == 1, told.err
+    assert "watching its stacks for 0.1 s" in shown.err
+    assert "watching" not in told.err
     data = told.data
     (finding,) = data["findings"]
     assert (data["samples"], data["verdict"]) == (3, "hang")

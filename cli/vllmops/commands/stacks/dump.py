@@ -186,6 +186,7 @@ def dump(
             interval_s=INTERVAL_S if interval is None else interval,
             save=save,
             fail_on=fail_on,
+            quiet=json_,
         )
     slow = threading.Timer(
         SLOW_S, output.say, [f"reading {len(server.processes)} processes, {timeout:g} s at most"]

@@ -109,6 +109,7 @@ def live(
     interval_s: float,
     save: Path | None,
     fail_on: Severity,
+    quiet: bool,
 ) -> Result:
     """What `stacks dump --explain` shows of a server: dumps with pauses, figures before and after.
 
@@ -120,21 +121,26 @@ def live(
     from ...stacks import pyspy  # noqa: PLC0415 - the same
 
     began = time.monotonic()
-    looks = [look(server, began)]
     taken: list[StacksSnapshot] = []
     journal: files.Journal | None = None
-    for index in range(samples):
-        time.sleep(max(began + index * interval_s - time.monotonic(), 0.0))
-        snapshot = pyspy.capture(server.processes, options, timeout_s=timeout_s, server=server.name)
-        taken.append(snapshot)
-        # Each dump is on disk before the next is taken: the evidence survives what comes.
-        if journal:
-            journal.add(snapshot)
-            if journal.failure:
-                raise journal.failure
-        elif save:
-            journal = files.Journal(save, snapshot)
-    looks.append(look(server, began))
+    with output.Progress(time.time(), quiet=quiet) as progress:
+        lasts_s = (samples - 1) * interval_s
+        progress.update(f"{server.label}: watching its stacks for {lasts_s:g} s")
+        looks = [look(server, began)]
+        for index in range(samples):
+            time.sleep(max(began + index * interval_s - time.monotonic(), 0.0))
+            snapshot = pyspy.capture(
+                server.processes, options, timeout_s=timeout_s, server=server.name
+            )
+            taken.append(snapshot)
+            # Each dump is on disk before the next is taken: the evidence survives what comes.
+            if journal:
+                journal.add(snapshot)
+                if journal.failure:
+                    raise journal.failure
+            elif save:
+                journal = files.Journal(save, snapshot)
+        looks.append(look(server, began))
     if save:
         output.say(f"saved to {save}" + (", local variables included" if options.locals else ""))
     explanation = doctor.explain(taken, looks)
