@@ -158,9 +158,11 @@ def serve(
         settings.check({**os.environ, **order.environment})
         planned = launch.preview(order)
         if not toml:
-            return Result(instance(planned), lambda: shell_lines(planned))
+            return Result(instance(planned), lambda: [*building(demo), *shell_lines(planned)])
         text = serve_config.written(ctx, given, behind)
         return Result({**instance(planned), "config": text}, lambda: [Verbatim(text)])
+    if demo:
+        build(demo, quiet=json_)
     launch.check(order)
     if probe_port:
         launch.check_port(*host_port(probe_port))
@@ -189,6 +191,14 @@ def serve(
             f"vllmops restart {record.name} starts it again",
         )
     return Result(instance(record), lambda: summary(record) if detach else ())
+
+
+def build(demo: demos.Kind, *, quiet: bool) -> None:
+    """Build a demo model if it is not there; raises VllmopsError as `demos.model_dir` does."""
+    with Progress(time.time(), quiet=quiet) as progress:
+        if not demos.built(demos.folder(demo)):
+            progress.update(f"building the {demo} demo model")
+        demos.model_dir(demo)
 
 
 def claims(reserved: launch.Reserved) -> Iterator[str]:
@@ -439,7 +449,7 @@ def place(
     environment = dict(word.split("=", 1) for word in env)
     arguments = behind
     if demo:
-        model = str(demos.model_dir(demo))
+        model = str(demos.folder(demo))
         arguments = (*demos.serve_arguments(demo), *behind)
         environment = {**demos.serve_environment(), **environment}
     assert model
@@ -688,6 +698,13 @@ def failed(record: Record, folder: Folder) -> VllmopsError:
         why.hint or f"vllmops logs {record.name}",
         data=instance(record),
     )
+
+
+def building(demo: demos.Kind | None) -> list[Verbatim]:
+    """The command to paste first, where a demo model is not built yet."""
+    if demo is None or demos.built(place := demos.folder(demo)):
+        return []
+    return [Verbatim(shlex.join(demos.builder(demo, place)))]
 
 
 def shell_lines(record: Record) -> list[Verbatim]:

@@ -31,6 +31,20 @@ class Kind(StrEnum):
     AUDIO = "audio"
 
 
+def folder(kind: Kind) -> Path:
+    """Where the demo model lies, or will lie.
+
+    Raises:
+        VllmopsError: ``home.unsafe``.
+    """
+    return own(home() / "demo" / f"{kind}-{RECIPE}")
+
+
+def built(place: Path) -> bool:
+    """Whether a demo model lies there."""
+    return (place / "config.json").is_file()
+
+
 def model_dir(kind: Kind) -> Path:
     """Where the demo model lies; it is built the first time, in some 5 seconds.
 
@@ -45,12 +59,12 @@ def model_dir(kind: Kind) -> Path:
             "the audio demo model needs PyAV: vLLM can't decode audio without it",
             "pip install 'vllmops-cli[audio]'",
         )
-    place = own(home() / "demo" / f"{kind}-{RECIPE}")
-    if (place / "config.json").is_file():
+    place = folder(kind)
+    if built(place):
         return place
     try:
         make(place.parent)
-        built = subprocess.run(
+        build = subprocess.run(
             builder(kind, place),
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.DEVNULL,
@@ -61,9 +75,9 @@ def model_dir(kind: Kind) -> Path:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise not_built(kind, place, str(error)) from error
-    if built.returncode:
-        last = next((line for line in reversed(built.stderr.splitlines()) if line.strip()), "")
-        raise not_built(kind, place, last or f"exit status {built.returncode}")
+    if build.returncode:
+        last = next((line for line in reversed(build.stderr.splitlines()) if line.strip()), "")
+        raise not_built(kind, place, last or f"exit status {build.returncode}")
     return place
 
 
