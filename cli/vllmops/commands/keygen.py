@@ -58,10 +58,7 @@ def keygen(
 ) -> Result:
     """Print a fresh random key.
 
-    It has 32 bytes.
-
-    This is the only command that prints a secret without --reveal. To create a
-    key without showing it, use `vllmops keys add`.
+    It has 32 bytes. To create a key without showing it, use `vllmops keys add`.
     """
     ring = only(fresh())
     (key,) = ring.keys
