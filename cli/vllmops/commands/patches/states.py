@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 TIMEOUT_S = 120.0  # to import vLLM; it usually takes 7 s
 PROBED: dict[bool | None, tuple[str, str]] = {
-    True: ("defect present", "bold red"),
-    False: ("defect absent", "green"),
+    True: ("present", "bold red"),
+    False: ("absent", "green"),
     None: ("not probed", "yellow"),
 }
 STYLES = {State.FAILED: "bold red", State.OFF: "yellow", State.APPLIED: "green"}
@@ -137,7 +137,7 @@ def listing(
 ) -> list[RenderableType]:
     """A table with a line for each patch and state, and the processes in that state."""
     versions = sorted({process.vllm_version or "unknown version" for process in processes})
-    shown = table("patch", "state", "processes")
+    shown = table("patch", "defect" if verify else "state", "processes")
     reasons: dict[str, dict[str, None]] = {}  # with the patches that have it
     for name in PATCHES:
         groups: dict[tuple[str, str], list[str]] = {}
