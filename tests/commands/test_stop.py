@@ -168,6 +168,15 @@ def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
     assert not any(map(alive, old.processes))
 
 
+def test_what_has_stopped_hands_nothing_over(lab: Any) -> None:
+    lab.serve("a")
+    assert lab.vllmops("stop", "a", "--force").code == 0
+    answer = lab.vllmops("restart", "a", "--hand-over", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
+    assert answer.error["message"] == "a is stopped: only a server that is ready hands over"
+    assert answer.error["hint"] == "vllmops restart a"
+
+
 def test_restart_what_died_together_with_its_supervisor(lab: Any) -> None:
     """As when a machine is booted, or a container started anew: the record says it is ready."""
     before = lab.serve("a")

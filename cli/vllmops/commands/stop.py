@@ -154,7 +154,11 @@ def restart(
 def handed_over(folder: Folder, before: Record, timeout: float, *, quiet: bool) -> Result:
     """Have a second server take over; raises VllmopsError: ``restart.no-hand-over``."""
     if before.state is not State.READY:
-        raise refusal(before.name, f"it is {before.state}")
+        raise VllmopsError(
+            "restart.no-hand-over",
+            f"{before.name} is {before.state}: only a server that is ready hands over",
+            f"vllmops restart {before.name}",
+        )
     session = Session(folder, connect(folder))
     record, run = before, uuid4().hex
     session.send(Request(hand_over=timeout, run=run))

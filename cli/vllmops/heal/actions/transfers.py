@@ -16,8 +16,8 @@ class Transfers(InAgents):
     name = loads.ACTION
     state = "a request waits for KV blocks whose transfer is over, or whose sender is gone"
     does = (
-        "reports that load as failed: vLLM computes the request itself or ends it, as its "
-        "kv_load_failure_policy says; if the sender is gone, ends the request"
+        "reports that load as failed: vLLM computes the request itself or ends it, as its policy "
+        "for failed loads says; if the sender is gone, ends the request"
     )
     risk = "that request's client gets an error, unless the policy is recompute"
     reference = "https://github.com/vllm-project/vllm/issues/49829"
