@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,7 @@ import msgspec
 import psutil
 import pytest
 
+from vllmops.commands import watch
 from vllmops.errors import Exit, VllmopsError
 from vllmops.protocol.watch import Event
 from vllmops.watch import messenger
@@ -59,6 +62,21 @@ def test_a_command_gets_it_twice_over(tmp_path: Path) -> None:
     ):
         assert line in lines
     assert (tmp_path / "word").read_text() == "two words\n"
+
+
+def test_the_example_of_the_help_mails_the_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mail = tmp_path / "mail"
+    mail.write_text(f"#!/bin/sh\necho $* > {tmp_path}/words\ncat > {tmp_path}/stdin\n")
+    mail.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (command,) = watch.app.registered_commands
+    assert command.epilog
+    words = shlex.split(command.epilog)
+    Hook(words[words.index("--exec") + 1])(EVENT)
+    assert (tmp_path / "words").read_text() == "-s vllmops ops\n"
+    assert EVENT.text in (tmp_path / "stdin").read_text()
 
 
 def test_a_command_that_reads_nothing_is_fine() -> None:

@@ -51,9 +51,7 @@ class Beside(Command):
 app = typer_app()
 
 
-@app.command(
-    cls=Beside, epilog="Example: vllmops watch -t demo --exec 'sh -c \"mail -s stalled ops < $1\"'"
-)
+@app.command(cls=Beside, epilog="Example: vllmops watch -t demo --exec 'mail -s vllmops ops'")
 @remote
 def watch(
     *,
