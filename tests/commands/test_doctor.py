@@ -54,7 +54,8 @@ def test_a_stopped_process_is_named(lab: Any) -> None:
         disk = lab.vllmops("doctor", "--only", "machine.disk", "--json")
         assert (disk.code, disk.data and disk.data["findings"]) == (0, []), disk
         shown = lab.vllmops("doctor").out
-        assert f"kill -CONT {worker}" in shown
+        assert shown.count("kill -CONT") == 1
+        assert f"next: kill -CONT {worker} resumes it" in shown
         assert "help: vllmops help process.stopped" in shown
         assert "1. error: a signal stopped a process [process.stopped]" in shown
     finally:

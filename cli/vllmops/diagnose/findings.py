@@ -55,15 +55,15 @@ class Rule:
     next: str
     reference: str = ""
 
-    def at(self, subject: str, evidence: str) -> Finding:
-        """A finding of this kind."""
+    def at(self, subject: str, evidence: str, then: str = "") -> Finding:
+        """A finding of this kind; `then` is what to do next here, if not what the kind says."""
         return Finding(
             code=self.code,
             severity=self.severity,
             subject=subject,
             title=self.title,
             evidence=evidence,
-            next=self.next,
+            next=then or self.next,
             page=self.code,
             reference=self.reference,
         )

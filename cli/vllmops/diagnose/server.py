@@ -312,7 +312,8 @@ def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
         if before is None or (process.state, process.main) != (before.state, before.main):
             continue
         if process.state == "T":
-            yield STOPPED.at(called(process), f"state T; kill -CONT {process.pid} resumes it")
+            resumed = f"kill -CONT {process.pid} resumes it"
+            yield STOPPED.at(called(process), "state T", resumed)
         elif process.state == "D":
             yield UNINTERRUPTIBLE.at(called(process), "state D in two samples")
     # If the agent answers, only its heartbeat file is late: the disk may be full.

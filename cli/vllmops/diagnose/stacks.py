@@ -359,7 +359,7 @@ def _told(crash: Crash) -> tuple[str, ...]:
 
 
 def _stopped(process: ProcessStacks) -> StackFinding:
-    finding = STOPPED.at(label(process), f"state T; kill -CONT {process.pid} resumes it")
+    finding = STOPPED.at(label(process), "state T", f"kill -CONT {process.pid} resumes it")
     return StackFinding(
         **msgspec.structs.asdict(finding),
         confidence="sure",
