@@ -8,11 +8,13 @@ import pytest
 
 from vllmops.errors import VllmopsError
 from vllmops.heal import heal
+from vllmops.heal.action import Action
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
-from vllmops.protocol.heal import Healing, HealRequest
+from vllmops.protocol.heal import Healing, HealRequest, Proof
 from vllmops.rpc import agent
+from vllmops.rpc.proofs import Case
 
 
 def test_a_process_that_runs_no_python_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,3 +35,27 @@ def test_what_is_looked_for_in_vain_is_not_listed(monkeypatch: pytest.MonkeyPatc
     said: list[str] = []
     heal.heal(Server(name="demo", processes=()), heal.ACTIONS[:1] * 2, show=said.append)
     assert said == ["demo: looking for what can be healed"]
+
+
+def test_what_is_healed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a process that runs again would be said not to answer."""
+    process = Process(Role.WORKER, 12, 1)
+    stopped = [True]
+
+    class Resumed(Action):
+        name, state, does, risk = "stopped", "", "", ""
+
+        def look(self, server: Server) -> list[Case]:
+            return [Case(process, Proof(subject="process", what="T"))] if stopped else []
+
+        def act(self, server: Server, cases: object) -> dict[str, str]:
+            stopped.clear()
+            return {}
+
+    monkeypatch.setattr(heal, "awake", lambda _: not stopped)
+    monkeypatch.setattr(heal, "ask", lambda *_: Healing(pid=12, role="worker"))
+    monkeypatch.setattr(heal, "note", lambda *_: None)
+    monkeypatch.setattr(agent, "beat", lambda _: SimpleNamespace(age_s=9.0, late=True))
+    healed = heal.heal(Server(name="demo", processes=(process,)), [Resumed()])
+    assert [outcome.done for outcome in healed.outcomes] == [True]
+    assert healed.silent == []

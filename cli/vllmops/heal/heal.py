@@ -107,6 +107,8 @@ def heal(
                 note(server, done, by)
             if not all(outcome.done for outcome in done):
                 break
+    if silent and any(outcome.done for outcome in outcomes):  # what was healed may answer now
+        answers, silent = agent.side_by_side(agents, answer)
     if agents and not answers and not outcomes:
         raise agent.nobody("heal.no-agent", f"nothing of {server.label} can be healed", silent)
     return Healed(outcomes, silent, problems)
