@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 ENVELOPE_VERSION = 1
 ORDER = "vllmops.order"
 PIPE_WIDTH = 200
+ROOM = 72  # columns: narrower terminals fold everything
 MOST_SHOWN = 1 << 64  # bytes: no machine has more
 _invoked = ""
 # The server that this thread works for, where there are several.
@@ -261,14 +262,26 @@ class Progress:
         return Text.assemble((f"{span(self.elapsed):>6}  ", "bold"), self.text)
 
 
-def table(*columns: str, right: Sequence[str] = ()) -> Table:
-    """A table that folds long cells rather than cutting them."""
+def table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
+    """A table that folds long cells rather than cutting them.
+
+    Args:
+        columns: their heads.
+        right: the columns whose cells are on the right.
+        whole: the columns whose cells are not folded, unless the terminal is very narrow.
+    """
     from rich import box  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    room = bool(whole) and console().width >= ROOM
     for name in columns:
-        made.add_column(name, overflow="fold", justify="right" if name in right else "left")
+        made.add_column(
+            name,
+            overflow="fold",
+            justify="right" if name in right else "left",
+            no_wrap=room and name in whole,
+        )
     return made
 
 

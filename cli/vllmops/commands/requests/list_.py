@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 OWNER_LETTERS = 8
+WIDE = 110  # columns: with fewer there is no room for owners and routes
 OUTPUT = "Output"
 
 
@@ -141,13 +142,18 @@ def text(data: dict[str, Any], limit: int) -> Iterator[RenderableType]:
 
 
 def table(rows: Sequence[Row]) -> RenderableType:
-    """A line for each request."""
+    """A line for each request; a narrow terminal has the ids whole, and fewer columns."""
+    wide = output.console().width >= WIDE
     made = output.table(
-        *("request", "state", "age", "still", "prompt", "output", "KV blocks", "owner", "route"),
+        *("request", "state", "age", "still", "prompt", "output", "KV blocks"),
+        *(("owner", "route") if wide else ()),
         right=["age", "still", "prompt", "output", "KV blocks"],
+        whole=["request"],
     )
     for row in rows:
         state = " ".join(filter(None, (row.state, row.ranks)))
+        owner = (row.owner or "-")[:OWNER_LETTERS]
+        route = " ".join(filter(None, (row.route, row.lora))) or "-"
         made.add_row(
             row.http_id or row.id or "-",
             output.styled(f"{state}, stuck" if row.stuck else state, "red" if row.stuck else ""),
@@ -156,8 +162,7 @@ def table(rows: Sequence[Row]) -> RenderableType:
             number(row.prompt_tokens),
             number(row.output_tokens),
             number(row.kv_blocks),
-            (row.owner or "-")[:OWNER_LETTERS],
-            " ".join(filter(None, (row.route, row.lora))) or "-",
+            *((owner, route) if wide else ()),
         )
     return made
 
