@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
@@ -173,18 +173,22 @@ def repeat(look: Callable[[], Result], interval_s: float, *, watch: bool, as_jso
     """
     if watch and as_json:
         raise usage("--watch cannot be combined with --json", "leave one of these options out")
-    try:
+    if not watch:
+        return look()
+    with until_interrupted():
         while True:
             result = look()
-            if not watch:
-                return result
             console().clear()
             show(*result.text())
             time.sleep(interval_s)
+
+
+@contextmanager
+def until_interrupted() -> Iterator[None]:
+    """What goes on until Ctrl-C, which is its ordinary end: no error is printed."""
+    try:
+        yield
     except KeyboardInterrupt:
-        if not watch:
-            raise
-        # Ctrl-C is the ordinary end of --watch, so no error is printed.
         raise typer.Exit(Exit.INTERRUPTED) from None
 
 

@@ -116,8 +116,7 @@ def test_following_is_ended_by_ctrl_c(lab: Any) -> None:
     follower.stdout.readline()
     follower.send_signal(signal.SIGINT)
     _, err = follower.communicate(timeout=10)
-    assert follower.returncode == 130
-    assert "Traceback" not in err
+    assert (follower.returncode, err) == (130, "")  # it is the only way to end it
     assert lab.state("a") == "ready"
 
 

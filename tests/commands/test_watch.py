@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tarfile
@@ -145,7 +146,12 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
     watch.popen.send_signal(signal.SIGINT)
     code, out = watch.end()
     assert code == 130
-    data = json.loads(out)["data"]
+    told = json.loads(out)
+    assert re.fullmatch(
+        "interrupted: watched for .*: 1 stalled, 1 recovered, 0 failed",
+        told["errors"][0]["message"],
+    )
+    data = told["data"]
     assert (data["stalls"], data["failures"]) == (1, 0)
     output = [item["event"] for item in data["events"]]
     assert output == ["stalled", "recovered"]

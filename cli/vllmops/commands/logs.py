@@ -11,13 +11,13 @@ from typing import Annotated
 
 import typer
 
-from ..errors import VllmopsError
+from ..errors import VllmopsError, usage
 from ..host.roles import Role
 from ..instances.control import followed, over
 from ..instances.logs import WATCH, Tail, aside, parse, role_of
 from ..instances.record import Folder
 from ..instances.servers import find, resolve
-from ..output import Json, Result, Verbatim, command, show, typer_app
+from ..output import Json, Result, Verbatim, command, show, typer_app, until_interrupted
 from .options import Target, TargetArgument, count
 
 app = typer_app()
@@ -52,7 +52,7 @@ def logs(
     Rotated parts of the log are included.
     """
     if json_ and follow:
-        raise VllmopsError("usage", "--json prints one envelope: do not use it with --follow")
+        raise usage("--json prints one envelope: do not use it with --follow", "leave one out")
     folder = Folder(instance_name(name or target))
     tail = Tail(folder.log)
     ended = over(folder)
@@ -63,10 +63,11 @@ def logs(
         found = list(islice(select(tail.before(ended=ended), part), max(lines, 1)))
         chosen = found[:lines][::-1]
     if follow:
-        show(*map(Verbatim, chosen))
-        while running(folder):
-            time.sleep(POLL_S)
-            show(*map(Verbatim, select(tail.lines(), part)))
+        with until_interrupted():
+            show(*map(Verbatim, chosen))
+            while running(folder):
+                time.sleep(POLL_S)
+                show(*map(Verbatim, select(tail.lines(), part)))
         show(*map(Verbatim, select(tail.lines(ended=True), part)))
         chosen = []
     data = {"name": folder.name, "file": str(folder.log), "lines": chosen}

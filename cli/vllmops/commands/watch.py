@@ -208,18 +208,23 @@ def watch(
     watching = Watch(subject, plan, tell, stop=stop, flush=messenger.flush, publish=board.show)
     diary = watching.run()
     messenger.flush()
+    lasted_s = time.monotonic() - began
     data = {
         "server": server.label,
-        "seconds": round(time.monotonic() - began, 3),
+        "seconds": round(lasted_s, 3),
         "stalls": diary.counts["stalled"],
         "failures": diary.counts["failed"],
         "events": list(diary.events),
     }
     if stop.is_set() and not (once and diary.bad):
-        raise VllmopsError("interrupted", "interrupted", data=msgspec.to_builtins(data))
+        raise VllmopsError(
+            "interrupted",
+            f"interrupted: {summary(diary, lasted_s)}",
+            data=msgspec.to_builtins(data),
+        )
     return Result(
         data,
-        lambda: [summary(diary, time.monotonic() - began)],
+        lambda: [summary(diary, lasted_s)],
         Exit.FAILED if diary.bad else Exit.OK,
     )
 
