@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -59,6 +60,17 @@ def test_an_unknown_word_may_be_part_of_names_or_a_command(vllmops: Any) -> None
     answer = vllmops("help", "status")
     assert answer.code == 2
     assert "hint: vllmops status --help" in answer.err
+
+
+@pytest.mark.parametrize("name", ["top", "drain", "requests", "probe"])
+def test_a_link_is_the_command_that_shows_its_page(name: str) -> None:
+    console = Terminal(file=io.StringIO(), width=400, highlight=False, markup=False)
+    console.print(*shown(pages()[name]))
+    text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
+    assert not re.search(r"\.(md|svg)\b", text)
+    linked = re.findall(r"\(vllmops help ([^)]*)\)", text)
+    assert linked
+    assert set(linked) <= set(pages())
 
 
 def test_json_has_the_list_and_the_text(vllmops: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,8 @@ app = typer_app()
 
 WIDTH = 92  # columns; longer lines are hard to read
 SIMILAR = 6  # names, at most
+IMAGE = re.compile(r"!\[[^]]*\]\([^)]*\)\n*")
+LINK = re.compile(r"\[([^]]*)\]\((?:[a-z.]+/)?([^)/:]+)\.md\)")
 
 
 def names(incomplete: str) -> list[tuple[str, str]]:
@@ -88,4 +91,5 @@ def shown(page: Page) -> list[RenderableType]:
     from rich.constrain import Constrain  # noqa: PLC0415
     from rich.markdown import Markdown  # noqa: PLC0415 - takes 50 ms to import
 
-    return [Constrain(Markdown(page.text, hyperlinks=False), WIDTH)]
+    text = LINK.sub(r"\1 (`vllmops help \2`)", IMAGE.sub("", page.text))
+    return [Constrain(Markdown(text, hyperlinks=False), WIDTH)]
