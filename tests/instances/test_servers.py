@@ -145,6 +145,9 @@ def test_one_of_two_must_be_named(table: Table, put: Put, monkeypatch: pytest.Mo
     monkeypatch.setenv("VLLMOPS_TARGET", "b")
     assert resolve(None).name == "b"
     assert resolve("a").name == "a"
+    monkeypatch.setenv("VLLMOPS_TARGET", "gone")
+    error = refusal("target.unknown", Exit.NOT_FOUND, None)
+    assert "'gone' of VLLMOPS_TARGET" in error.message
     monkeypatch.setenv("VLLMOPS_TARGET", "")
     refusal("target.ambiguous", Exit.USAGE, None)
 

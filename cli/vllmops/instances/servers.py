@@ -263,8 +263,12 @@ def unknown(target: str, asked: str | Url | Pod | None, why: str) -> VllmopsErro
             f"{there}, and its admin token is missing",
             "--admin-token FILE: a copy of the file that vllmops serve --admin-token has there",
         )
+    # What somebody exported hours ago is forgotten.
+    whence = " of VLLMOPS_TARGET" if target == os.environ.get("VLLMOPS_TARGET") else ""
     return VllmopsError(
-        "target.unknown", f"no running vLLM server matches {label!r}; {why}", "vllmops ps --all"
+        "target.unknown",
+        f"no running vLLM server matches {label!r}{whence}; {why}",
+        "vllmops ps --all",
     )
 
 
