@@ -125,8 +125,13 @@ class Lab:
     def supervisor(self, name: str) -> int:
         """The pid of an instance's supervisor."""
         lock = Folder(name).lock_file
-        (pid,) = [p for p in psutil.pids() if in_home(p, self.home) and holds(p, lock)]
-        return pid
+
+        def holders() -> list[int]:
+            return [p for p in psutil.pids() if in_home(p, self.home) and holds(p, lock)]
+
+        # A program that it starts has its files, too, for a moment.
+        pids = until(lambda: pids if len(pids := holders()) == 1 else None)
+        return pids[0]
 
     def kill_supervisor(self, name: str) -> None:
         self.kill(self.supervisor(name))
