@@ -167,6 +167,27 @@ def test_what_this_process_adds_changes_nothing_else(tmp_path: Path) -> None:
     with_store(tmp_path / "a.db", work)
 
 
+def test_responses_that_come_together_are_committed_together(tmp_path: Path) -> None:
+    async def work(store: Sqlite) -> None:
+        assert store.writer
+        jobs, run = 0, store.writer.run
+
+        async def counted(job: Callable[[sqlite3.Connection], Any]) -> Any:
+            nonlocal jobs
+            jobs += 1
+            return await run(job)
+
+        store.writer.run = counted  # type: ignore[method-assign]
+        await store.create(response("resp_2"))
+        names = [f"resp_{number}" for number in range(8)]
+        done = await asyncio.gather(*(store.create(response(name)) for name in names))
+        assert (done, jobs) == ([name != "resp_2" for name in names], 3)
+        for name in names:
+            assert await store.get("me", name) == response(name)
+
+    with_store(tmp_path / "a.db", work)
+
+
 def test_what_another_process_commits_between_is_seen(tmp_path: Path) -> None:
     """Before, within and after what this one does."""
     path = tmp_path / "a.db"

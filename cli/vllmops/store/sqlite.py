@@ -28,6 +28,7 @@ import msgspec
 from ..errors import VllmopsError, usage
 from .backend import GONE, Limits, Response
 from .conversations import Outcome
+from .gathering import Gathered
 from .sql import Sql
 from .sql_conversations import Rows, Step, Steps, Undo
 from .urls import shown
@@ -245,6 +246,9 @@ class Sqlite(Sql):
         self.writer: Worker | None = None
         self.recent: Recent | None = None
         self.sparing = {self.text[name] for name in SPARING}
+        self.adding = Gathered(
+            self.add_all, lambda response: len(response.body) + len(response.input), at_once=True
+        )
 
     async def there(self) -> bool:
         return self.path.exists() and await asyncio.to_thread(self.has_tables)
@@ -333,6 +337,21 @@ class Sqlite(Sql):
             assert self.reader
             return await self.reader.run(run)
         return await self.write(run, spares=statement in self.sparing)
+
+    async def add(self, response: Response) -> bool:
+        return await self.adding(response)
+
+    async def add_all(self, responses: list[Response]) -> list[bool]:
+        """As `add`, for several in one commit."""
+        text, rows = self.text["create"], [numbered(self.row(one)) for one in responses]
+
+        def run(connection: sqlite3.Connection) -> list[bool]:
+            if len(rows) == 1:
+                return [bool(connection.execute(text, rows[0]).fetchall())]
+            with transaction(connection):
+                return [bool(connection.execute(text, row).fetchall()) for row in rows]
+
+        return await self.write(run, spares=True)
 
     async def write(self, job: Callable[[sqlite3.Connection], T], *, spares: bool) -> T:
         """Have the writer do something.
