@@ -50,8 +50,8 @@ def bundle(
         float,
         typer.Option(
             parser=seconds(1),
-            help="Seconds to capture everything. vLLM's collect_env, which runs beside it, has at "
-            f"least {COLLECT_ENV_S:g}, and so has redaction, which follows.",
+            help="Seconds to capture everything. vLLM's collect_env, which runs beside it, has "
+            f"{COLLECT_ENV_S:g} at least. Redaction, which follows, has {bundles.REDACT_S:g}.",
         ),
     ] = TIMEOUT_S,
     no_redact: Annotated[
@@ -97,7 +97,7 @@ def bundle(
             contents,
             path,
             redact=not no_redact,
-            redact_s=max(timeout, TIMEOUT_S),
+            redact_s=max(timeout, bundles.REDACT_S),
             overwrite=replace,
         )
     findings = contents.findings
