@@ -472,11 +472,12 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         return events
 
     async def responses_full_generator(self, *args: Any, **options: Any) -> Any:
-        """VLLM's answer, after the item of a compaction."""
+        """VLLM's answer, after the item of a compaction; a stream's gets it with its events."""
         answer = await super().responses_full_generator(*args, **options)
         turn = current.get()
-        if turn and turn.compaction and isinstance(answer, ResponsesResponse):
-            answer.output.insert(0, turn.compaction)
+        item = turn and not turn.request.stream and turn.compaction
+        if item and isinstance(answer, ResponsesResponse):
+            answer.output.insert(0, item)
         return answer
 
     async def _check_model(self, request: Any, *args: Any, **options: Any) -> Any:
