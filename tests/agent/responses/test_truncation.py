@@ -54,6 +54,13 @@ def test_an_output_goes_with_its_call() -> None:
     assert left(items, 2)[0] == [said(1)]
 
 
+def test_an_output_that_is_sent_is_not_dropped_with_its_call() -> None:
+    items = [RULES, *map(said, range(9)), call("a"), call("b"), output("a"), output("b")]
+    assert left(items, 5)[0] == [RULES, call("a"), call("b"), output("a"), output("b")]
+    assert left(items, 3)[0] == [RULES, call("b"), output("b")]
+    assert left(items, 2)[0] is None
+
+
 @pytest.mark.parametrize("items", [[said(0)], [said(0), said(1)], [RULES, said(0)]])
 def test_nothing_is_left_where_the_last_item_is_too_long(items: list[Any]) -> None:
     assert left(items, 0)[0] is None
