@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from msgspec.structs import replace
 
 from vllmops.agent.responses.conversations import ConversationTurns
@@ -12,6 +13,7 @@ from vllmops.store import opening
 from vllmops.store.backend import Limits, Response
 from vllmops.store.store import ResponseStore
 
+DELTA = b'{"type":"response.output_text.delta"}'
 RUN = Response(id="r", owner="", model="m", status="in_progress", body=b'{"status":"completed"}')
 
 
@@ -19,14 +21,29 @@ class Late(ResponseStore):
     """Whose run, which seemed to be lost, ends just before it is looked at again."""
 
     async def get(self, owner: str, response_id: str) -> Response | None:
-        await self.append(RUN, 2, [b'{"type":"response.output_text.delta","n":2}'])
+        await self.append(RUN, 2, [DELTA])
         await self.put(replace(RUN, status="completed"))
         return await super().get(owner, response_id)
 
 
-def test_the_events_of_a_run_that_seemed_lost_come_before_its_end() -> None:
+class Again(Late):
+    """Whose run is put back into the queue just before it is looked at, and seems lost again."""
+
+    again = False
+
+    async def get(self, owner: str, response_id: str) -> Response | None:
+        if self.again:
+            return await super().get(owner, response_id)
+        self.again = await self.put(replace(RUN, status="queued"))
+        return await ResponseStore.get(self, owner, response_id)
+
+
+@pytest.mark.parametrize("kind", [Late, Again])
+def test_the_events_of_a_run_that_seemed_lost_come_before_its_end(
+    kind: type[ResponseStore],
+) -> None:
     async def read() -> list[str]:
-        async with Late(opening.backend("memory://", Limits(lease_s=0.01))) as store:
+        async with kind(opening.backend("memory://", Limits(lease_s=0.01))) as store:
             await store.create(RUN)
             await store.append(RUN, 0, [b'{"type":"response.created"}'] * 2)
             await asyncio.sleep(0.05)

@@ -105,16 +105,17 @@ class Stored:
                     for data in events.events:
                         yield Frame(wire.KIND.decode(data).type, data)
                     after = events.first + len(events.events) - 1
-                if ended:
+                if ended and not ended.running:
                     break
                 ended = await patiently(partial(self.store.get, who, response_id))
-                # A run that only seemed to be lost has more events before its answer.
-                if ended is None or ended.status not in wire.ANSWERED:
+                # A run that only seemed to be lost has more events before its answer, and so has
+                # one that runs again.
+                if ended is None or not (ended.running or ended.status in wire.ANSWERED):
                     break
         except StoreUnavailable as error:
             yield wire.error_event(after + 1, error.message)
             return
-        if ended is None or ended.running:
+        if ended is None:
             yield wire.error_event(after + 1, f"Response with id '{response_id}' was deleted.")
         else:
             yield wire.terminal(ended.status, after + 1, document(ended))
