@@ -33,6 +33,59 @@ async def main():
 asyncio.run(main())
 """
 
+REUSED = """
+import asyncio, sys
+from types import SimpleNamespace
+from tests.store.served import Vllm
+sys.meta_path.insert(0, Vllm())
+from vllmops.agent.responses import background
+from vllmops.agent.responses.conversations import ConversationTurns
+from vllmops.agent.responses.turn import Turn, working
+from vllmops.store import opening
+from vllmops.store.store import ResponseStore
+
+background.fields.fill = background.named_in = lambda response, _: response
+background.dump = lambda _: b"{}"
+
+async def main():
+    async with ResponseStore(opening.backend("memory://")) as store:
+        handler = SimpleNamespace(
+            store=store, conversations=ConversationTurns(store), background_tasks={}
+        )
+        runs = background.Runs(handler)
+
+        async def begun():
+            turn = Turn(SimpleNamespace(), "", b"[]")
+            turn.latest = SimpleNamespace(
+                id="resp_1", model="m", status="queued", previous_response_id=None
+            )
+            with working(turn):
+                task = asyncio.create_task(runs.carry_out(lambda _: asyncio.sleep(60)))
+            handler.background_tasks["resp_1"] = task
+            await runs.accept(turn, store.create)
+            return task
+
+        first = await begun()
+        await store.delete("", "resp_1")  # as another replica does
+        second = await begun()
+        await asyncio.wait([first], timeout=1)
+        print(first.cancelled(), second.done(), runs.running["resp_1"][1] is second)
+        runs.stop("resp_1")
+        runs.stop("resp_1")
+        await asyncio.wait([second], timeout=1)
+        print(second.cancelled(), runs.running, store.attended)
+
+asyncio.run(main())
+"""
+
+
+def test_a_run_whose_id_is_used_again_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REUSED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True False True", "True {} {}"]
+
 
 def test_a_run_that_can_not_be_stored_does_not_wait_for_ever() -> None:
     done = subprocess.run(

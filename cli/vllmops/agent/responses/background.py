@@ -89,8 +89,10 @@ class Runs:
             task.cancel()
             raise
         turn.goes_on = True
+        self.stop(run.id)  # one before, which was deleted on another replica
         self.running[run.id] = run, task
         self.store.attend(run, task.cancel)
+        task.add_done_callback(lambda _: self.leave(run))
         turn.accepted.set_result(run)
         return run
 
@@ -163,8 +165,12 @@ class Runs:
         finally:
             if not self.ending:  # else who runs it again takes over the conversation
                 await self.conversations.release(turn)
-            self.store.leave(run)
-            self.running.pop(run.id, None)
+
+    def leave(self, run: Response) -> None:
+        """Forget a run that is over."""
+        self.store.leave(run)
+        if (held := self.running.get(run.id)) and held[0] is run:
+            del self.running[run.id]
 
     async def store_end(self, turn: Turn | None, ended: Response) -> None:
         """Store the result of a run, and add its turn to the conversation that it holds.
