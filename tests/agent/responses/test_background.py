@@ -78,6 +78,39 @@ async def main():
 asyncio.run(main())
 """
 
+AGAIN = """
+import asyncio, time
+from tests.histories import replica
+from vllmops.agent.responses.serving import StoredResponses
+from vllmops.store import opening
+from vllmops.store.backend import Response
+from vllmops.store.store import ResponseStore
+
+backend = opening.backend("memory://")
+StoredResponses.open_store = staticmethod(lambda: ResponseStore(backend))
+StoredResponses.ring = staticmethod(lambda: None)
+
+async def main():
+    handler = StoredResponses()
+    what = {"body": b"{}", "input": b'[{"content": "light"}]'}
+    run = Response(id="resp_1", owner="", model="m", status="queued", **what)
+    async with handler.store as store:
+        await store.create(run)
+        store.paused_until = time.monotonic() + 0.2
+        await handler.runs.again(run, {"background": True, "stream": True})
+        print(*[frame.type async for frame in handler.stored.follow("", "resp_1")][-1:])
+
+asyncio.run(main())
+"""
+
+
+def test_a_run_is_run_again_once_the_store_is_back() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["response.completed"], done.stderr
+
 
 def test_a_run_whose_id_is_used_again_ends() -> None:
     done = subprocess.run(

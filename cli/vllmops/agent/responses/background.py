@@ -116,26 +116,28 @@ class Runs:
             asked |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
             request = adapter.ResponsesRequest.model_validate(asked)
             hidden = not isinstance(request.input, str) and any(map(hides, request.input))
+            before = partial(self.handler.earlier, run.owner, request.previous_response_id)
             turn = Turn(
                 request,
                 run.owner,
                 run.input,
-                history=await self.handler.earlier(run.owner, request.previous_response_id),
+                history=await patiently(before),
                 hidden=hidden,
                 brought=carried.brought(wire.ITEMS.decode(run.input), None) if hidden else None,
                 compacts=(threshold := self.handler.threshold(request)) is not None,
             )
             turn.threshold = threshold
             turn.began = run.created_at
+            kept = partial(self.store.log, run.owner, run.id, -1)
+            if request.stream and (log_ := await patiently(kept)) and log_.chunks:
+                turn.first = log_.chunks[-1].last + 1
             if conversation := named(request):
                 await self.conversations.begin(turn, conversation)
-            if request.stream and (log_ := await self.store.log(run.owner, run.id, -1)):
-                turn.first = log_.chunks[-1].last + 1 if log_.chunks else 0
             current.set(turn)
             answer = await self.handler.create_responses(request, None)
             if isinstance(answer, ErrorResponse):
                 raise Refused(answer.error.code, answer.error.message)
-            await self.accept(turn, self.store.put)
+            await self.accept(turn, lambda again: patiently(partial(self.store.put, again)))
             log.warning("vllmops: %s runs again: it ran when the server was restarted", run.id)
         except Exception as error:
             log.exception("vllmops: %s is not run again: %r", run.id, error)
