@@ -945,6 +945,7 @@ def test_bad_questions(base: str, path: str) -> None:
         {"previous_response_id": ""},
         {"previous_response_id": "a\0b"},
         {"previous_response_id": "\ud800"},
+        {"metadata": {"a": "\ud800"}},
         {"previous_response_id": 7},
         {"request_id": ""},
         {"request_id": "a/b"},

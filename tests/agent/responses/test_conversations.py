@@ -259,3 +259,9 @@ def test_a_list_behind_no_item_is_refused(after: str) -> None:
             assert (caught.value.status, caught.value.param) == (400, "after")
 
     asyncio.run(main())
+
+
+def test_an_item_that_is_not_in_utf_8_is_refused() -> None:
+    with pytest.raises(Refused) as caught:
+        added([msgspec.Raw(b'{"role":"user","content":"\xed\xa0\x80"}')])
+    assert (caught.value.status, caught.value.param) == (400, "items")

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from vllmops.agent.responses import rerun
+from vllmops.store.backend import Response
 from vllmops.store.settings import RUN
 
 
@@ -25,3 +26,9 @@ def test_a_request_is_kept_if_it_can_be_stored(
     monkeypatch.setenv(RUN, "start")
     body = json.loads(rerun.kept(b'{"id": "resp_1"}', request_))
     assert body.get("vllmops") == (kept and {"run": "start", "request": kept})
+
+
+def test_a_damaged_run_is_not_run_again() -> None:
+    body = b'{"vllmops":{"run":"start","request":{}},"metadata":{"a":"\xff"}}'
+    run = Response(id="r", owner="", model="m", status="failed", body=body)
+    assert rerun.asked(run) == ("", {}, {})

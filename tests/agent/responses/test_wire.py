@@ -50,6 +50,21 @@ def test_what_can_not_be_kept_is_refused(body: bytes) -> None:
     assert (caught.value.status, caught.value.param) == (400, "input")
 
 
+HALF = b'"\xed\xa0\x80"'  # as Python reads it, and no answer can have it
+
+
+@pytest.mark.parametrize("text", [HALF, rb'"\ud800"', rb'"\uDC00"', rb'["\ud83d\ude00", "\ud83d"]'])
+def test_a_text_that_no_answer_can_repeat_is_refused(text: bytes) -> None:
+    with pytest.raises(Refused) as caught:
+        wire.check_text(b'{"metadata":{"a":%b}}' % text)
+    assert caught.value.status == 400
+
+
+@pytest.mark.parametrize("text", ["\U0001f600", "\\ud83d\\ude00", "\\\\ud800", "a"])
+def test_a_text_that_an_answer_can_repeat(text: str) -> None:
+    wire.check_text(f'{{"input":"{text}"}}'.encode())
+
+
 def test_pages_of_items() -> None:
     given = turn([{"role": "user", "content": str(n)} for n in range(5)], [])
 

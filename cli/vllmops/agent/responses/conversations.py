@@ -420,7 +420,7 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
         raise Refused(400, message, "items")
     try:
         decoded_items = [wire.ITEM.decode(item) for item in items]
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, f"Invalid items: {error}", "items") from error
     check_no_reference((item.get("type") for item in decoded_items), "items")
     # Imported here, because they import vLLM.

@@ -60,7 +60,7 @@ def asked(response: Response) -> tuple[str, dict[str, Any], Mapping[str, str]]:
     """The start of a server that ran a response, its request and its metadata; empty if unknown."""
     try:
         found = BODY.decode(response.body)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "", {}, {}
     if found.vllmops is None:
         return "", {}, {}

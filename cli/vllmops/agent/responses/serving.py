@@ -376,9 +376,10 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
         Raises:
             Refused: the id is not available, the turn before this one can't be continued, or a
-                carrier is missing, or one too many.
+                carrier is missing, or one too many; or the request has what is no text.
             StoreUnavailable: the store is down.
         """
+        wire.check_text(await raw_request.body())
         response = response_before(request)
         previous = request.previous_response_id
         if request.store and previous is not None and websocket.remembered(previous):

@@ -86,6 +86,20 @@ KIND = msgspec.json.Decoder(Kind)
 ENCODE = msgspec.json.Encoder().encode
 
 
+def check_text(body: bytes) -> None:
+    """Check that an answer can repeat the texts of a request.
+
+    Raises:
+        Refused: one has half of a surrogate pair, which Python reads and nobody can write.
+    """
+    try:
+        body.decode()
+        if b"\\ud" in body or b"\\uD" in body:
+            msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(400, f"The request is not JSON in UTF-8: {error}") from error
+
+
 def added(body: bytes) -> bytes:
     """The items that a request adds to its conversation, a JSON array, from the request's body.
 
@@ -159,7 +173,7 @@ def check_included(response: Response, include: Collection[str]) -> None:
         kind, field = INCLUDED[name]
         try:
             output = OUTPUT.decode(response.body).output
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return  # `document` says that it is damaged
         parts = [part for item in output for part in (item, *(item.get("content") or ()))]
         # A text without tokens has no logprobs in any case.
