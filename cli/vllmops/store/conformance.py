@@ -608,6 +608,8 @@ async def bounded_events(bench: Bench) -> None:
         await store.append(made, first, [b'{"n":%d}' % (first + n) for n in range(10)])
     log = await store.log(ANN, made.id, -1)
     same(log and [chunk.first for chunk in log.chunks], [150, 160, 170, 180, 190], "what is left")
+    await store.put(replace(made, status="failed"))
+    await store.put(made, unless_status=FINISHED - {"failed"})  # it runs again
     await asyncio.sleep(SHORT_S)
     await store.sweep()
     log = await store.log(ANN, made.id, -1)

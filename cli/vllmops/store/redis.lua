@@ -97,6 +97,7 @@ local function turn(id, from, to, created_at, lease_s, events_kept_s)
   use(id, redis.call('HGET', key('r:', id), 'owner'), to)
   if running(to) then
     lease(id, lease_s)
+    redis.call('PERSIST', key('e:', id))  -- it may have been over, and runs again
   else
     redis.call('ZREM', root .. 'leases', id)
     redis.call('PEXPIRE', key('e:', id), math.floor(events_kept_s * 1000))
