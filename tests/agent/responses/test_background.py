@@ -77,6 +77,35 @@ async def main():
 
 asyncio.run(main())
 """
+ENDED = """
+import asyncio, sys
+from types import SimpleNamespace
+from tests.store.served import Vllm
+sys.meta_path.insert(0, Vllm())
+from vllmops.agent.responses import background
+
+async def main():
+    begun = asyncio.Event()
+
+    async def put(_):
+        begun.set()
+        await asyncio.sleep(60)
+
+    runs = background.Runs(SimpleNamespace(store=SimpleNamespace(put=put), conversations=None))
+    tasks = [asyncio.create_task(asyncio.sleep(60)) for _ in range(3)]
+    for number, task in enumerate(tasks):
+        run = background.Response(
+            id=str(number), owner="", model="m", status="in_progress", body=b"{}"
+        )
+        runs.running[run.id] = run, task
+    ending = asyncio.create_task(runs.end())
+    await begun.wait()
+    await asyncio.sleep(0)
+    print([task.cancelled() for task in tasks])
+    ending.cancel()
+
+asyncio.run(main())
+"""
 
 AGAIN = """
 import asyncio, time
@@ -102,6 +131,14 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_a_slow_store_lets_no_run_go_on_into_the_end_of_the_engine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["[True,", "True,", "True]"]
 
 
 def test_a_run_is_run_again_once_the_store_is_back() -> None:

@@ -48,8 +48,9 @@ class Runs:
         """
         self.ending = True
         runs = list(self.running.values())
-        for run, task in runs:
+        for _, task in runs:  # all, before the store may take its time
             task.cancel()
+        for run, _ in runs:
             if not (gate.rerun and rerun.asked(run)[0]):
                 with suppress(StoreUnavailable):
                     await self.store.put(replace(run, status="failed", error=STOPPED))
