@@ -56,7 +56,6 @@ def test_until_it_fails(lab: Any) -> None:
     assert answer.error["message"]
 
 
-@long
 @pytest.mark.parametrize("words", [("wait", "a", "--for", "stopped"), ("logs", "a", "-f")])
 def test_one_that_dies_together_with_its_supervisor(lab: Any, words: tuple[str, ...]) -> None:
     record = lab.serve("a")
@@ -68,6 +67,7 @@ def test_one_that_dies_together_with_its_supervisor(lab: Any, words: tuple[str, 
     assert waiting.wait(20) == 0
 
 
+@long
 def test_one_that_has_stopped_already(lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")
