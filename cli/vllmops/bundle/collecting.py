@@ -557,21 +557,13 @@ def configuration(server: Server) -> dict[str, Any]:
     return {
         "server": server.label,
         "pid": server.pid,
-        "command": list(map(printable, proc.command_line(server.pid))) if server.pid else [],
-        "environment": {
-            printable(name): printable(value)
-            for name, value in (proc.environment(server.pid) if server.pid else {}).items()
-        },
+        "command": proc.command_line(server.pid) if server.pid else [],
+        "environment": proc.environment(server.pid) if server.pid else {},
         # Its processes are in another file, without their command lines.
         "record": msgspec.to_builtins(
             server.record and msgspec.structs.replace(server.record, processes=())
         ),
     }
-
-
-def printable(text: str) -> str:
-    """A text that JSON can hold, whatever bytes a process was given."""
-    return text.encode(errors="backslashreplace").decode()
 
 
 def recorded(server: Server) -> Recording:
