@@ -32,15 +32,22 @@ GZIP = b"\x1f\x8b"
 
 
 def write_atomically(
-    path: Path, content: bytes, *, overwrite: bool = True, group: int | None = None
+    path: Path,
+    content: bytes,
+    *,
+    overwrite: bool = True,
+    group: int | None = None,
+    durable: bool = True,
 ) -> None:
     """Write ``path`` whole; see `written`."""
-    with written(path, overwrite=overwrite, group=group) as file:
+    with written(path, overwrite=overwrite, group=group, durable=durable) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
-def written(path: Path, *, overwrite: bool = True, group: int | None = None) -> Iterator[BinaryIO]:
+def written(
+    path: Path, *, overwrite: bool = True, group: int | None = None, durable: bool = True
+) -> Iterator[BinaryIO]:
     """A file to write. It gets its name once it is complete; only its owner can read it.
 
     A link stays, and the file that it names is replaced. A character device and a FIFO are
@@ -50,6 +57,7 @@ def written(path: Path, *, overwrite: bool = True, group: int | None = None) -> 
         path: its name.
         overwrite: whether to replace a file that is there.
         group: a group that may read it, too.
+        durable: whether it survives a power cut, for which the disk is waited for.
 
     Raises:
         OSError: with the old content intact; FileExistsError without `overwrite`, PermissionError
@@ -73,7 +81,8 @@ def written(path: Path, *, overwrite: bool = True, group: int | None = None) -> 
             if group is not None:
                 os.fchown(descriptor, -1, group)
                 os.fchmod(descriptor, 0o640)
-            os.fsync(descriptor)
+            if durable:
+                os.fsync(descriptor)
         if overwrite:
             os.replace(temporary, path)
         else:
@@ -82,6 +91,8 @@ def written(path: Path, *, overwrite: bool = True, group: int | None = None) -> 
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+    if not durable:
+        return
     with contextlib.suppress(PermissionError):  # a directory can be writable and not readable
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -383,7 +394,7 @@ def unopened(path: Path, *, follow: bool = False) -> Iterator[tuple[str, os.stat
         path: its name.
         follow: whether to look behind a link.
 
-    Returns:
+    Yields:
         A path to open this very file by, whatever its own path leads to by then, and its status.
 
     Raises:

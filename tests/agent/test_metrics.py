@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry, Gauge, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from vllmops.agent.adapters import metrics as adapter
 from vllmops.agent.log import log
+from vllmops.files import write_atomically
 from vllmops.metrics import gathering as metrics
 from vllmops.metrics.gathering import Gathering
 from vllmops.protocol.server import ProcessState
@@ -124,6 +126,11 @@ def sharing(place: Path, gather: Callable[[], tuple[View, int]]) -> Gathering:
     return made
 
 
+def tell(place: Path, told: metrics.Told) -> None:
+    """What another API server writes."""
+    write_atomically(place, msgspec.json.encode(told))
+
+
 def cpu_s(gathering: Gathering) -> list[float]:
     """A counter, as a scrape shows it."""
     name = "vllmops:process_cpu_seconds_total"
@@ -154,10 +161,10 @@ def test_one_api_server_gathers_until_it_is_late(tmp_path: Path) -> None:
     server = sharing(place, lambda: (View(), 2))
     assert not server.read()
     sample = ("repairs_total", 3.0, {"role": "api", "what": "cache"})
-    metrics.write(place, metrics.Told(1, now, 20.0, [sample]))
+    tell(place, metrics.Told(1, now, 20.0, [sample]))
     assert server.read()
     assert names(server) == {"vllmops:repairs"}
-    metrics.write(place, metrics.Told(1, now + 3600.0, 20.0, [sample]))  # of another boot
+    tell(place, metrics.Told(1, now + 3600.0, 20.0, [sample]))  # of another boot
     server.gathered -= 1.5 * 20.0
     assert not server.read()
     server.look()

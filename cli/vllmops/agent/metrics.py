@@ -120,7 +120,7 @@ def install() -> None:
 def shared() -> Path | None:
     """The file by which the API servers of this server share what one of them has gathered."""
     # vLLM makes this directory for several API servers; the launcher is their parent.
-    place = os.environ.get(adapter.SEVERAL)
+    place = os.environ.get(adapter.MULTIPROC_DIR)
     return Path(place) / f"vllmops-{os.getppid()}" if place else None
 
 

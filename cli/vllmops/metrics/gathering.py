@@ -10,7 +10,6 @@ restart.
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..background import ErrorReporter
-from ..files import read_private
+from ..files import read_private, write_atomically
 from ..protocol.view import View
 
 if TYPE_CHECKING:
@@ -54,10 +53,6 @@ class Told(msgspec.Struct, frozen=True):
 TOLD = msgspec.json.Decoder(Told)
 
 
-def alone() -> None:
-    """The place of the shared file where there is one API server."""
-
-
 class Gathering:
     """A collector of prometheus_client: shows what its thread gathered last; never raises.
 
@@ -73,7 +68,7 @@ class Gathering:
         gather: Callable[[], tuple[View, int]],
         say: Callable[[str], object],
         wait: Callable[[float], object] = time.sleep,
-        shared: Callable[[], Path | None] = alone,
+        shared: Callable[[], Path | None] = lambda: None,
     ) -> None:
         self.gather = gather
         self.wait = wait
@@ -139,7 +134,8 @@ class Gathering:
         at = time.monotonic()
         try:
             if place := self.shared():
-                write(place, Told(os.getpid(), at, self.pause_s, samples))
+                told = Told(os.getpid(), at, self.pause_s, samples)
+                write_atomically(place, msgspec.json.encode(told), durable=False)
         finally:
             self.shown, self.gathered = shown, at
 
@@ -164,15 +160,3 @@ class Gathering:
             self.reporter.report(error)
             return False
         return self.by != os.getpid() and now - self.gathered < MISSED * self.pause_s
-
-
-def write(place: Path, told: Told) -> None:
-    """Replace the shared file; it need not survive a crash of the machine."""
-    descriptor, half = tempfile.mkstemp(dir=place.parent, prefix=f"{place.name}.")
-    try:
-        with open(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(told))
-        os.replace(half, place)
-    except BaseException:
-        Path(half).unlink(missing_ok=True)
-        raise

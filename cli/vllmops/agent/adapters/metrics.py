@@ -35,8 +35,8 @@ def fresh(collector: Any, module: ModuleType) -> None:
 # By the module that is to be imported first; each takes a collector that describes nothing.
 SHOWN: Final = {"prometheus_client.registry": own, "prometheus_client.multiprocess": fresh}
 
-# Names the directory of the files of all processes; set where there are several API servers.
-SEVERAL: Final = "PROMETHEUS_MULTIPROC_DIR"
+# Names the directory that all processes write their metrics to; set for several API servers.
+MULTIPROC_DIR: Final = "PROMETHEUS_MULTIPROC_DIR"
 
 # Checks the names of metrics and labels in each line of each scrape.
 FORMAT: Final = "prometheus_client.openmetrics.exposition"
