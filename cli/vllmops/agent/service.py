@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import shlex
 import socket
 import stat
 import threading
@@ -245,7 +246,8 @@ def own_directory() -> Path:
             f"{path} belongs to uid {at.st_uid}; this process runs as uid {os.geteuid()}"
         )
     if stat.S_IMODE(at.st_mode) & 0o077:
-        raise OffError(f"other users can access {path}; run: chmod 700 {path}")
+        run = shlex.join(["chmod", "700", str(path)])
+        raise OffError(f"other users can access {path}; run: {run}")
     return path
 
 

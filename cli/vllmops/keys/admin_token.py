@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from shlex import quote
+from shlex import join
 
 from ..errors import VllmopsError
 from ..files import unreadable
@@ -33,7 +33,7 @@ def token(path: Path) -> str:
         text = private(path).decode("ascii", "replace").strip()
     except FileNotFoundError as error:
         failure = unreadable(path, error)
-        failure.hint = f"vllmops keygen --out {quote(str(path))}"
+        failure.hint = join(["vllmops", "keygen", "--out", str(path)])
         raise failure from error
     if not TOKEN.fullmatch(text):
         raise VllmopsError(

@@ -13,7 +13,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from shlex import quote
+from shlex import join
 from typing import Any, NamedTuple
 
 import msgspec
@@ -281,12 +281,10 @@ def safe(path: Path, at: os.stat_result) -> None:
         wrong, hint = "is not a file", "name a file"
     elif at.st_uid not in {0, own}:
         wrong = f"belongs to uid {at.st_uid}, but this is uid {own}"
-        hint = f"run this as its owner, or chown {own} {quote(str(path))}"
+        hint = f"run this as its owner, or {join(['chown', str(own), str(path)])}"
     elif mode & (0o077 if at.st_uid else 0o037):
-        wrong, hint = (
-            f"can be read or changed by others (mode {mode:o})",
-            f"chmod 600 {quote(str(path))}",
-        )
+        wrong = f"can be read or changed by others (mode {mode:o})"
+        hint = join(["chmod", "600", str(path)])
     else:
         return
     raise VllmopsError("keys.unsafe", f"{path} {wrong}", hint)
@@ -297,12 +295,12 @@ def missing(path: Path) -> VllmopsError:
         return VllmopsError(
             "keys.no-ring",
             f"{path} is missing, but its copy exists: {copy(path)}",
-            f"mv {quote(str(copy(path)))} {quote(str(path))}, or move the copy away to start over",
+            f"{join(['mv', str(copy(path)), str(path)])}, or move the copy away to start over",
         )
     return VllmopsError(
         "keys.no-ring",
         f"there is no keyring {path}",
-        f"create it: vllmops keys add --keyring {quote(str(path))}",
+        f"create it: {join(['vllmops', 'keys', 'add', '--keyring', str(path)])}",
     )
 
 
@@ -319,7 +317,7 @@ def broken(path: Path, why: str) -> VllmopsError:
     return VllmopsError(
         "keys.broken",
         f"{path} is not a keyring, or is damaged: {why}",
-        f"its last good content is in its copy: cp -p {quote(str(copy(path)))} {quote(str(path))}"
+        f"its last good content is in its copy: {join(['cp', '-p', str(copy(path)), str(path)])}"
         if copy(path).exists()
         else "restore it from a backup, or move it away and start over",
     )
