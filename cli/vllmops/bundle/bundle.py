@@ -102,8 +102,8 @@ def write(
     redactor = Redactor(contents.known, time.monotonic() + redact_s) if redact else None
     parts: dict[str, bytes] = {}
     missing = contents.missing
-    # Last what clients can make long: it must not cost the others.
-    for name in sorted(contents.pieces, key="log.txt".__eq__):
+    # The log comes last: clients can make it long, and it must not take the time of the others.
+    for name in sorted(contents.pieces, key=lambda name: name == "log.txt"):
         try:
             parts[name] = encoded(name, contents.pieces[name], redactor)
         except TimeoutError:

@@ -36,7 +36,7 @@ SUPERVISED = "--supervised"
 
 
 class Beside(Command):
-    """After ``--supervised NAME`` it is given what the record of that instance has for it.
+    """A watch beside a server: after ``--supervised NAME``, its options are those of the record.
 
     Everybody on the machine sees the arguments of a process, and the URL of a webhook is a secret.
     """

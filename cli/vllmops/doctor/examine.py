@@ -529,7 +529,7 @@ def leftovers() -> Iterator[Leftover]:
 
 
 def orphans(table: processes.Table) -> Iterator[ProcessState]:
-    """Processes of dead servers: those of a live one have a Python process above them."""
+    """Processes of dead servers: what has started those of a live one is there."""
     for tree in membership.groups(table)[1]:
         if titled(table[tree[0].pid].words) and processes.orphaned(tree[0].pid):
             yield state(tree[0])

@@ -213,9 +213,9 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
 
 
 def orphaned(pid: int) -> bool:
-    """Whether that which started a process with a title of vLLM's is gone: Python, or a raylet.
+    """Whether the parent of a process with a title of vLLM's is gone: neither Python nor a raylet.
 
-    A program may have a title of its own, so its file is looked at, too, where that is allowed.
+    The parent may have a title of its own. So its executable counts, too, where that can be read.
     """
     above = proc.parent(pid)
     names = proc.command_line(above)[:1]

@@ -123,17 +123,17 @@ class Session:
         Raises:
             VllmopsError: ``supervisor.unreachable``, or ``supervisor.silent``.
         """
-        doing, mute = None, False
+        before, died_mute = None, False  # the last state; whether the last supervisor sent nothing
         while True:
             record = None
             try:
                 for record in self.control.records(until):
-                    begun = doing not in {None, record.state}
+                    begun = before not in {None, record.state}
                     if run := self.asked.run:  # others may ask for a hand-over, too
                         begun = record.hand_over_run == run
                     if begun:
                         self.asked = NOTHING
-                    doing = record.state
+                    before = record.state
                     yield record
             except TimeoutError:
                 self.control.close()
@@ -145,13 +145,13 @@ class Session:
             if last and last.state.over:
                 yield last
                 return
-            if mute and record is None:
+            if died_mute and record is None:
                 raise VllmopsError(
                     "supervisor.unreachable",
                     f"each supervisor of {self.folder.name!r} ends as soon as it is started",
                     f"{self.folder.supervisor_log} shows why",
                 )
-            mute = record is None
+            died_mute = record is None
             self.control = connect(self.folder, self.request)
             if self.asked != NOTHING:
                 self.control.send(self.asked)
@@ -259,7 +259,7 @@ def over(folder: Folder) -> bool:
 
 
 def followed(folder: Folder) -> Record | None:
-    """The record, for who reads it again and again: its supervisor may die, and gets a successor.
+    """The record, for whoever reads it again and again; a supervisor that died gets a successor.
 
     Raises:
         VllmopsError: as `Folder.read`.

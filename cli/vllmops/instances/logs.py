@@ -204,11 +204,10 @@ class Tail:
         self.aside = inode(aside(path, 1))
 
     def lines(self, *, ended: bool = False) -> list[str]:
-        """Complete lines since the last call.
+        """Complete lines since the last call; one of more than `CHUNK_BYTES` comes in parts.
 
         Args:
-            ended: whether nobody writes any more: the last line may have no newline. Nor has one
-                that is so long that it is given in parts.
+            ended: whether nobody writes any more: then the last line needs no newline.
         """
         added = b""
         now = inode(aside(self.path, 1))
