@@ -12,6 +12,7 @@ from vllmops.commands.options import duration
 from vllmops.errors import Exit, VllmopsError
 from vllmops.instances import logs, supervisor
 from vllmops.keys.ring import when
+from vllmops.numbers import many
 from vllmops.output import size, span
 
 from .support.here import here
@@ -93,3 +94,9 @@ def test_numbers_of_others_are_shown(value: float) -> None:
 
 def test_a_clock_that_was_set_back() -> None:
     assert (span(-0.4), span(-75), when(0.0)) == ("0s", "0s", "1970-01-01 00:00Z")
+
+
+def test_a_number_of_things() -> None:
+    counts = [many(count, "request") for count in (0, 1, 2000)]
+    assert counts == ["0 requests", "1 request", "2,000 requests"]
+    assert [many(count, "process", "processes") for count in (1, 2)] == ["1 process", "2 processes"]

@@ -231,9 +231,3 @@ def test_json_lines_keep_their_data(
     assert json.loads(printed) == json.loads(text)
     assert not UNSAFE.search(printed)
     assert "漢" in printed
-
-
-def test_a_number_of_things() -> None:
-    assert [output.many(count, "request") for count in (0, 1, 2000)] == [
-        *("0 requests", "1 request", "2,000 requests"),
-    ]

@@ -1,4 +1,4 @@
-"""Numbers that a person writes: on a command line, or in the environment."""
+"""Numbers that a person writes, on a command line or in the environment, and counts to read."""
 
 from __future__ import annotations
 
@@ -35,3 +35,14 @@ def whole(text: str, least: int, most: int = MOST) -> int:
     if WHOLE.fullmatch(text) and least <= (value := int(text)) <= most:
         return value
     raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
+
+
+def many(count: int, thing: str, things: str = "") -> str:
+    """A number of things: ``1 request``, ``2,000 requests``.
+
+    Args:
+        count: how many.
+        thing: the word for one.
+        things: the word for several, if it is not that with an s.
+    """
+    return f"{count:,} {thing if count == 1 else things or f'{thing}s'}"

@@ -298,11 +298,6 @@ def facts(rows: Iterable[tuple[str, RenderableType]]) -> Table:
     return made
 
 
-def many(count: int, thing: str) -> str:
-    """A number of things: ``1 request``, ``2,000 requests``."""
-    return f"{count:,} {thing}" if count == 1 else f"{count:,} {thing}s"
-
-
 def styled(text: str, style: str) -> Text:
     """Text in a style; without one, a string is enough."""
     from rich.text import Text  # noqa: PLC0415

@@ -430,7 +430,7 @@ def test_a_reset_waits_for_what_is_in_flight(vision_server: Any) -> None:
         words = ("cache", "reset", "-t", vision_server.name, "--timeout")
         ran = vision_server.cli(*words, "1", "--json")
         assert (ran.code, ran.error["code"]) == (3, "reset.busy")
-        assert "1 requests in flight" in ran.err
+        assert "1 request in flight" in ran.err
         # It takes requests again.
         assert httpx.get(f"{url}/v1/models", timeout=10).status_code == 200
         resetting = vision_server.cli.begin(*words, "60")

@@ -35,6 +35,7 @@ from ..instances.servers import Server
 from ..keys import admin_token as admin
 from ..keys import file as keyring
 from ..memory import record as memory
+from ..numbers import many
 from ..protocol.bundles import Missing
 from ..protocol.memory import Recording
 from ..protocol.place import named
@@ -221,7 +222,9 @@ class Collecting:
         """
         looked = None
         if self.server.processes:
-            self.tell(f"looking at {len(self.server.processes)} processes and their stacks")
+            self.tell(
+                f"looking at {many(len(self.server.processes), 'process', 'processes')} and stacks"
+            )
             looked = self.begin("server.json", self.looking.run)
         if not alone:
             self.begin_rest()

@@ -15,6 +15,7 @@ from ..attach.attach import Attached, Plan
 from ..errors import Exit, VllmopsError
 from ..host.processes import ROLES
 from ..instances.servers import Server, resolve
+from ..numbers import many
 from ..output import Progress, Result, command
 from ..protocol.caches import Silent
 from ..protocol.place import who
@@ -74,7 +75,7 @@ def attach_(
             f"vllmops attach -t {server.label} --yes",
         )
     with Progress(time.time(), quiet=json_) as progress:
-        progress.update(f"{server.label}: attaching to {len(new)} processes")
+        progress.update(f"{server.label}: attaching to {many(len(new), 'process', 'processes')}")
         by = dict(zip(new, plans, strict=True))
         done, silent = agent.side_by_side(
             new, lambda process: attach.attach(by[process], patch=patch, timeout_s=timeout)

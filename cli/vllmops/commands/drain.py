@@ -12,7 +12,8 @@ from ..instances.control import STOP_TIMEOUT_S
 from ..instances.draining import set_draining
 from ..instances.servers import resolve
 from ..instances.takedown import ended, in_flight, settled
-from ..output import Json, Progress, Result, many, typer_app
+from ..numbers import many
+from ..output import Json, Progress, Result, typer_app
 from ..protocol.place import named
 from .options import Target, TargetArgument, seconds
 from .several import per_target

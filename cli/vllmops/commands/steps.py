@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..diagnose import history
+from ..numbers import many
 from ..output import Result, span, styled, table
 from ..protocol import place
 from ..protocol.server import Unseen
@@ -105,7 +106,7 @@ def drawn(recording: StepsRecording) -> Iterator[RenderableType]:
         )
     yield shown
     for pause in [*history.pauses(recording)][-PAUSES:]:
-        why = f"with {pause.pending} requests pending" if pause.pending else "idle"
+        why = f"with {many(pause.pending, 'request')} pending" if pause.pending else "idle"
         yield f"{history.clock(pause.at)}: no step for {pause.seconds:.1f} s, {why}"
     style = "bold red" if recording.open and not recording.alive else "bold"
     yield styled(history.end(recording), style)

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import msgspec
 
+from ..numbers import many
 from ..protocol.place import who
 from ..protocol.steps import Step, StepsRecording
 
@@ -65,7 +66,7 @@ def work(step: Step) -> str:
     if step.phase == "scheduling" and step.steps == 1:
         return "the scheduler had not chosen its requests"
     shared = f" in {step.steps} steps" if step.steps > 1 else ""
-    return f"{step.requests} requests, {step.tokens} tokens{shared}"
+    return f"{many(step.requests, 'request')}, {many(step.tokens, 'token')}{shared}"
 
 
 def span(first: int, last: int) -> str:
@@ -86,7 +87,7 @@ def end(recording: StepsRecording) -> str:
         which = span(step.number + step.ended, last)
         return f"{which} began at {clock(step.began_at)} and {ended}: {work(step)}"
     left = step.running + step.waiting + step.deferred
-    pending = f"{left} requests were pending" if left else "no request was pending"
+    pending = f"{many(left, 'request')} pending" if left else "no request was pending"
     return f"the last step, {last}, ended at {clock(step.ended_at)}: {work(step)}; then {pending}"
 
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from ..numbers import many
 from ..protocol import probe
 from ..protocol.place import key, who
 from ..protocol.server import AgentReport, Observation, Pulse
@@ -244,8 +245,8 @@ def unreached(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall
         UNREACHED.code,
         ", ".join(map(process_name, engines)),
         since_s,
-        f"the API server has handed over {handed} requests; for {since_s:.0f} s the scheduler has "
-        "none running and none waiting",
+        f"the API server has handed over {many(handed, 'request')}; for {since_s:.0f} s the "
+        "scheduler has none running and none waiting",
         # Other engines, perhaps on other machines, may have them.
         doubt="idle" if any("_DP" in process.title for process in looks[-1].processes) else "",
         mark=repr((sorted(requests), way.steps)),

@@ -16,6 +16,7 @@ from ..host import memory
 from ..host.gpu import Gpus
 from ..host.processes import Process, alive
 from ..host.roles import Role
+from ..numbers import many
 from . import takedown
 
 PIDFD_GETFD = 438  # on x86-64 and aarch64
@@ -123,7 +124,8 @@ def emptied(
             since, before = time.monotonic(), now
         elif time.monotonic() - since > quiet_s:
             return "no request was lost"
-        tell(f"the first server finishes {'unknown' if left is None else left} requests")
+        known = "an unknown number of requests" if left is None else many(left, "request")
+        tell(f"the first server finishes {known}")
         time.sleep(POLL_S)
     left = takedown.in_flight(tree, None)
     takedown.close_gates(tree, cut=True)

@@ -35,6 +35,7 @@ from textual.widgets import (
 from textual.widgets.tree import TreeNode
 
 from ..errors import VllmopsError
+from ..numbers import many
 from ..output import Line
 from ..protocol.place import named
 from ..streams import plain_log, printable
@@ -242,7 +243,7 @@ class Top(App[None]):
 
     def show_title(self) -> None:
         bad = sum(row.severity == "error" for row in self.servers)
-        parts = [f"{len(self.servers)} servers" if len(self.servers) != 1 else "1 server"]
+        parts = [many(len(self.servers), "server")]
         parts += [f"{bad} in trouble"] if bad else []
         parts += [f"trouble: {text}" for text in self.board.failures]
         now = time.strftime("%H:%M:%S", time.localtime(self.clock()))

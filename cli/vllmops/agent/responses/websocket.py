@@ -21,6 +21,7 @@ from fastapi import Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
 from ...errors import VllmopsError
+from ...numbers import many
 from ...store.backend import Response, StoreUnavailable
 from ...store.settings import Sockets
 from .. import objects
@@ -441,7 +442,7 @@ class Connection:
         """
         most = self.limits.requests
         if len(self.runs) >= most:
-            message = f"{most} requests run or wait on this connection."
+            message = f"{many(most, 'request')} at most can run or wait on a connection."
             raise Refused(429, message, code="too_many_requests")
         if all(other.stream_id != run.stream_id for other in self.runs):
             run.size = 0

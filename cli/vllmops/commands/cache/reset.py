@@ -16,6 +16,7 @@ from ...host.roles import Role
 from ...instances.servers import Server, resolve
 from ...instances.takedown import in_flight
 from ...keys.ring import in_seconds
+from ...numbers import many
 from ...output import Progress, Result
 from ...protocol.caches import Silent
 from ...protocol.resets import ResetDone, ResetRequest
@@ -53,7 +54,7 @@ def reset(
     waiting = in_flight(server.processes, server.url) or 0
     if waiting:
         output.say(
-            f"{waiting} requests in flight: "
+            f"{many(waiting, 'request')} in flight: "
             + (
                 "front end and engine may disagree afterwards; check with vllmops cache inspect"
                 if now
@@ -119,7 +120,7 @@ def failure(server: Server, outcome: ResetAnswers, timeout_s: float) -> VllmopsE
     if not busy and not outcome.silent:
         return None
     why = [
-        f"{agent.name(process)} still had {left} requests in flight after {timeout_s:g} s"
+        f"{agent.name(process)} still had {many(left, 'request')} in flight after {timeout_s:g} s"
         for process, left in busy
     ]
     why += [

@@ -10,6 +10,7 @@ import msgspec
 
 from ... import output
 from ...errors import VllmopsError, usage
+from ...numbers import many
 from ...output import Json, Progress, Result, command
 from ...store import conversation_archive
 from ...store.backend import CursorUnknown
@@ -55,7 +56,9 @@ def export(
         except KeyboardInterrupt as error:
             raise counting.interrupted() from error
     if not json_:
-        output.say(f"{done.count:,} conversations exported" + (f" to {out}" if out else ""), "dim")
+        output.say(
+            f"{many(done.count, 'conversation')} exported" + (f" to {out}" if out else ""), "dim"
+        )
         for name, why in list(done.damaged.items())[:SHOWN]:
             output.say(f"left out (damaged): {name}: {why}")
     data = {"count": done.count, "path": str(out) if out else None, "damaged": done.damaged}
@@ -63,7 +66,7 @@ def export(
     if done.damaged:
         failure = VllmopsError(
             "conversations.broken",
-            f"{len(done.damaged):,} conversations, damaged or too large, were left out",
+            f"left out, as damaged or too large: {many(len(done.damaged), 'conversation')}",
             "vllmops conversations show ID shows what is readable",
         )
     return ended(Result(data), failure, as_json=json_)

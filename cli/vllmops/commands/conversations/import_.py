@@ -11,6 +11,7 @@ from typing import IO
 import msgspec
 
 from ...errors import VllmopsError
+from ...numbers import many
 from ...output import Json, Progress, Result, Verbatim, command
 from ...store import conversation_archive
 from ...store.conversations import Outcome
@@ -70,7 +71,7 @@ def import_(
 
 def summary(name: str, done: Imported) -> Iterator[str]:
     """Human-readable summary of an import."""
-    yield Verbatim(f"{done.count:,} conversations imported into {name}")
+    yield Verbatim(f"{many(done.count, 'conversation')} imported into {name}")
     if done.skipped:
         yield f"{done.skipped:,} skipped: a conversation with that id exists"
     for number, why in list(done.broken.items())[:SHOWN]:

@@ -11,6 +11,7 @@ import typer
 
 from ... import output
 from ...errors import usage
+from ...numbers import many
 from ...output import Json, Progress, Result, command
 from ...store.backend import EVERYBODY
 from ..options import DryRun, Target, Yes, duration, time_
@@ -53,12 +54,14 @@ def purge(
             name, total, old = asyncio.run(found(target, store, made_before, counting))
             progress.stop()
             if dry_run or not old:
-                head = f"would delete {len(old):,} conversations" if old else "nothing to delete"
+                head = (
+                    f"would delete {many(len(old), 'conversation')}" if old else "nothing to delete"
+                )
                 return Result(purged(old, dry_run=bool(old)), lambda: [head])
             if not yes:
                 newest, oldest = age(max(old.values())), age(min(old.values()))
                 output.say(f"newest: {newest} old, oldest: {oldest} old")
-                question = f"Delete {len(old):,} of {total:,} conversations of {name}?"
+                question = f"Delete {len(old):,} of {many(total, 'conversation')} of {name}?"
                 output.confirm(question, "repeat the command with --yes")
             counting = Counting(progress, "deleted", len(old))
             asyncio.run(delete(target, store, list(old), counting))

@@ -11,6 +11,7 @@ from ... import output
 from ...errors import usage
 from ...keys import file
 from ...keys.ring import Ring
+from ...numbers import many
 from ...output import Result, Verbatim, command
 from .. import keygen
 from ..keygen import Force, Format, Out
@@ -53,6 +54,6 @@ def export(
     if out:
         keygen.save(out, text, force=force)
         if not json_:
-            output.say(f"{len(ring.keys)} keys are in {out}")
+            output.say(f"{many(len(ring.keys), 'key')} written to {out}")
     data = {"path": str(out) if out else None, "keys": [key.public() for key in ring.keys]}
     return Result(data if out else {**data, "text": text}, lambda: () if out else [Verbatim(text)])

@@ -13,6 +13,7 @@ from ...errors import VllmopsError, usage
 from ...keys import admin_token as admin
 from ...keys import file
 from ...keys.ring import Ring, Status
+from ...numbers import many
 from ...output import Result, command
 from ...protocol.keys import ProcessKeys
 from ..options import AdminToken, Target
@@ -55,7 +56,7 @@ def push(
             "run vllmops keys status on that machine",
             data=msgspec.to_builtins(held),
         )
-    text = f"{server.name} has {len(held.keys)} keys in {held.keyring}"
+    text = f"{server.name} has {many(len(held.keys), 'key')} in {held.keyring}"
     sealing = f", and seals with {ring.primary.kid}" if ring.primary else ""
     data = {"server": server.name, "url": server.url, **msgspec.to_builtins(held)}
     return Result(data, lambda: [text + sealing])

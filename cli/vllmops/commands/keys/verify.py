@@ -17,6 +17,7 @@ from ...errors import Exit
 from ...files import STDIN, read
 from ...keys import file
 from ...keys.ring import when
+from ...numbers import many
 from ...output import Result, command, span
 from .keyring import Keyring
 
@@ -84,7 +85,7 @@ def facts(opened: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[Rende
             ("model", opened.model or ""),
             ("owner", opened.owner or "none: no API key was used"),
         ]
-    rows.append(("history", f"{len(opened.history)} items" + ("" if reveal else "; --reveal")))
+    rows.append(("history", many(len(opened.history), "item") + ("" if reveal else "; --reveal")))
     yield output.facts(rows)
     if reveal:
         # msgspec can't write half of a surrogate pair, which clients cut texts to.

@@ -11,6 +11,7 @@ import typer
 from ... import output
 from ...errors import Exit, VllmopsError, usage
 from ...instances.servers import Server, resolve
+from ...numbers import many
 from ...output import Json, Progress, Result
 from ...requests.ending import Ended, end
 from ...requests.listing import Listing, Row
@@ -99,11 +100,11 @@ def abort(
         return Result(data, lambda: list(planned(rows)))
     if every and not yes:
         output.confirm(
-            f"End {output.many(len(rows), 'request')} of {server.label}?",
+            f"End {many(len(rows), 'request')} of {server.label}?",
             "repeat the command with --yes",
         )
     with Progress(time.time(), quiet=json_) as progress:
-        progress.update(f"{server.label}: ending {output.many(len(rows), 'request')}")
+        progress.update(f"{server.label}: ending {many(len(rows), 'request')}")
         ended = end(server, rows, reason)
     return report(server, ended)
 
@@ -126,7 +127,7 @@ def by_vllm(server: Server, ids: Sequence[str], error: VllmopsError, *, yes: boo
     return Result(
         data,
         lambda: [
-            f"asked vLLM to end {output.many(count, 'request')}.",
+            f"asked vLLM to end {many(count, 'request')}.",
             f"Whether they are gone is not known: {error.message}",
             f"  hint: vllmops attach -t {server.label}",
         ],
@@ -154,7 +155,7 @@ def chosen(
 
 def planned(rows: Sequence[Row]) -> Iterator[RenderableType]:
     """What would be ended, for a person."""
-    yield f"would end {output.many(len(rows), 'request')}" if rows else "no matching requests"
+    yield f"would end {many(len(rows), 'request')}" if rows else "no matching requests"
     if rows:
         yield table(rows)
 
@@ -167,7 +168,7 @@ def report(server: Server, ended: Sequence[Ended]) -> Result:
     def text() -> list[RenderableType]:
         shown: list[RenderableType] = []
         if gone := len(ended) - len(left):
-            shown.append(output.styled(f"ended {output.many(gone, 'request')}", "green"))
+            shown.append(output.styled(f"ended {many(gone, 'request')}", "green"))
         shown += [
             output.styled(f"{one.http_id or one.id or '-'}: {one.left}", "yellow") for one in left
         ]

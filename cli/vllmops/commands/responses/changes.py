@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from ... import output
 from ...errors import VllmopsError
+from ...numbers import many
 from ...output import Result
 from .progress import Counting, ended, failure_of
 from .selection import Selection
@@ -124,7 +125,7 @@ def run_to_end(run: Callable[[], Any], outcomes: list[ChangeResult], counting: C
 
 def dry_run_result(ids: list[str], act: str, lines: Sequence[str] = ()) -> Result:
     """The result of a dry run."""
-    head = f"would {act} {len(ids):,} responses" if ids else f"nothing to {act}"
+    head = f"would {act} {many(len(ids), 'response')}" if ids else f"nothing to {act}"
     return Result(
         {"responses": [{"id": response_id} for response_id in ids], "dry_run": bool(ids)},
         lambda: [head, *lines, *([] if lines else map(output.Verbatim, ids))],

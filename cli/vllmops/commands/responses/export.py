@@ -16,6 +16,7 @@ import typer
 from ... import output
 from ...errors import VllmopsError, usage
 from ...files import not_written, written
+from ...numbers import many
 from ...output import Json, JsonText, Progress, Result, command
 from ...store import archive, shape
 from ...store.backend import Response
@@ -98,7 +99,7 @@ def export(
 
 
 def print_summary(done: Exported, out: Path | None) -> None:
-    output.say(f"{done.count:,} responses exported" + (f" to {out}" if out else ""), "dim")
+    output.say(f"{many(done.count, 'response')} exported" + (f" to {out}" if out else ""), "dim")
     if done.running:
         output.say(
             f"{done.running:,} running responses left out: export again when they have finished"

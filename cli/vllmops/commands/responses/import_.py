@@ -17,6 +17,7 @@ import typer
 from ... import output
 from ...errors import VllmopsError, usage
 from ...files import opened, too_large, unreadable
+from ...numbers import many
 from ...output import Json, Progress, Result, Verbatim, command
 from ...store import archive
 from ...store.backend import EVERYBODY, Limits
@@ -109,7 +110,7 @@ def import_(
 
 def summary(name: str, done: Imported) -> Iterator[str]:
     """Human-readable summary of an import."""
-    yield Verbatim(f"{done.count:,} responses imported into {name}")
+    yield Verbatim(f"{many(done.count, 'response')} imported into {name}")
     if done.replaced:
         yield f"{done.replaced:,} replaced"
     if done.skipped:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ... import output
 from ...errors import usage
+from ...numbers import many
 from ...output import Json, Progress, Result, command
 from ...store.backend import FINISHED
 from ..options import DryRun, Target, Yes
@@ -77,7 +78,7 @@ def purge(
         if not yes:
             for line in summary(chosen, broken):
                 output.say(line)
-            question = f"Delete {len(chosen):,} of {len(every):,} responses of {name}?"
+            question = f"Delete {len(chosen):,} of {many(len(every), 'response')} of {name}?"
             output.confirm(question, "repeat the command with --yes")
         run_to_end(run, outcomes, counting)
     return report(

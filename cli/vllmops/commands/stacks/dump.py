@@ -15,6 +15,7 @@ from ... import output
 from ...diagnose.findings import Severity
 from ...errors import Exit, VllmopsError, usage
 from ...host.roles import Role
+from ...numbers import many
 from ...output import Folded, Line, Result
 from ...protocol.place import headed
 from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
@@ -188,9 +189,8 @@ def dump(
             fail_on=fail_on,
             quiet=json_,
         )
-    slow = threading.Timer(
-        SLOW_S, output.say, [f"reading {len(server.processes)} processes, {timeout:g} s at most"]
-    )
+    processes = many(len(server.processes), "process", "processes")
+    slow = threading.Timer(SLOW_S, output.say, [f"reading {processes}, {timeout:g} s at most"])
     slow.daemon = True
     slow.start()
     try:
@@ -325,8 +325,10 @@ def _title(process: ProcessStacks) -> str:
 
 def _thread(thread: Thread, names: Sequence[str]) -> Iterator[Line]:
     state = f"{thread.state}, holds the GIL" if thread.owns_gil else thread.state
-    many = f", {len(names)} threads alike" if len(names) > 1 else ""
-    yield Line(2, f"{', '.join(names)}: {state}{many}", "green" if thread.state == "active" else "")
+    alike = f", {len(names)} threads alike" if len(names) > 1 else ""
+    yield Line(
+        2, f"{', '.join(names)}: {state}{alike}", "green" if thread.state == "active" else ""
+    )
     style = "" if thread.state == "active" else "dim"
     for frame in thread.frames:
         place = frame.short_file + (f":{frame.line}" if frame.line else "")
