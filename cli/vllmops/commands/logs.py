@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from itertools import islice
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,7 +13,7 @@ import typer
 from ..errors import VllmopsError, usage
 from ..host.roles import Role
 from ..instances.control import followed, over
-from ..instances.logs import WATCH, Tail, aside, parse, role_of
+from ..instances.logs import WATCH, Tail, parse, role_of
 from ..instances.record import Folder
 from ..instances.servers import find, resolve
 from ..output import Json, Result, Verbatim, command, show, typer_app, until_interrupted
@@ -55,13 +54,9 @@ def logs(
         raise usage("--json prints one envelope: do not use it with --follow", "leave one out")
     folder = Folder(instance_name(name or target))
     tail = Tail(folder.log)
-    ended = over(folder)
-    if lines is None:
-        chosen = list(select([*rotated(folder.log), *tail.lines(ended=ended)], part))
-    else:
-        # One at least, so that the tail is at the end.
-        found = list(islice(select(tail.before(ended=ended), part), max(lines, 1)))
-        chosen = found[:lines][::-1]
+    # One line at least, so that the tail is at the end.
+    most = None if lines is None else max(lines, 1)
+    chosen = list(islice(select(tail.before(ended=over(folder)), part), most))[:lines][::-1]
     if follow:
         with until_interrupted():
             show(*map(Verbatim, chosen))
@@ -90,15 +85,6 @@ def instance_name(target: str | None) -> str:
             f"see where pid {server.pid} writes: ls -l /proc/{server.pid}/fd/1",
         )
     return server.name
-
-
-def rotated(path: Path) -> Iterator[str]:
-    """The lines of the rotated parts of this run, oldest first."""
-    number = 1
-    while aside(path, number).exists():
-        number += 1
-    for older in range(number - 1, 0, -1):
-        yield from Tail(aside(path, older)).lines()
 
 
 def select(lines: Iterable[str], part: Part | None) -> Iterator[str]:
