@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from typing import Any, Final, cast
+
+# What `float` reads; `[\d.]+` also fits 1.2.3, which it does not read.
+DECIMAL: Final = r"\d+(?:\.\d+)?"
 
 
 class _Later:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..patterns import pattern
+from ..patterns import DECIMAL, pattern
 from .facts import STATS
 from .places import Position, title_of
 from .signatures import Confidence
@@ -42,8 +42,8 @@ KERNELS = (
 )
 # A row of nvidia-smi's table, from the sign after the number of watts; and its query's.
 SMI = r"W\s*/\s*(?P<limit>\d+)W\s*\|[^|]*\|\s*(?P<busy>\d+)%"
-QUERY = r"%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts>\d+(?:\.\d+)?) ?W"
-NUMBER = pattern(r"(?<![\d.])\d+(?:\.\d+)?(?= ?$)")
+QUERY = rf"%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts>{DECIMAL}) ?W"
+NUMBER = pattern(rf"(?<![\d.]){DECIMAL}(?= ?$)")
 LONGEST = 8  # characters of a number
 FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle

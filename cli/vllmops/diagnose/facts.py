@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..patterns import pattern
+from ..patterns import DECIMAL, pattern
 from ..protocol.metrics import Metrics
 
 PACES = ("progress", "steps")  # frozen or moving
@@ -14,10 +14,10 @@ FROZEN_S = 30.0
 # For a text without blanks, because the lines of a log may be wrapped anywhere.
 # It begins with what is searched fast.
 STATS = pattern(
-    r"Avgpromptthroughput:(?P<prompt>\d+(?:\.\d+)?)tokens/s,"
-    r"Avggenerationthroughput:(?P<generation>\d+(?:\.\d+)?)tokens/s,"
+    rf"Avgpromptthroughput:(?P<prompt>{DECIMAL})tokens/s,"
+    rf"Avggenerationthroughput:(?P<generation>{DECIMAL})tokens/s,"
     r"Running:(?P<running>\d+)reqs,Waiting:(?P<waiting>\d+)reqs"
-    r"(?:,Deferred:(?P<deferred>\d+)reqs)?.{0,80}?KVcacheusage:(?P<kv>\d+(?:\.\d+)?)%"
+    rf"(?:,Deferred:(?P<deferred>\d+)reqs)?.{{0,80}}?KVcacheusage:(?P<kv>{DECIMAL})%"
 )
 ENGINE = pattern(r"Engine(?P<id>\d+):$")
 LONGEST_ID = 16  # characters
@@ -42,7 +42,7 @@ def from_log(log: str) -> dict[str, str]:
 
 
 # As /metrics shows them, or as somebody types them. Each begins with what is searched fast.
-VALUE = r"(?P<value>\d+(?:\.\d+)?(?:e\+?\d+)?)\b(?![/%])"
+VALUE = rf"(?P<value>{DECIMAL}(?:e\+?\d+)?)\b(?![/%])"
 SERIES = rf"(?P<labels>\{{[^}}\n]*\}})?[ \t:=]+{VALUE}"
 FIGURES = {
     "num_requests_running": ("running", pattern(f"num_requests_running{SERIES}")),

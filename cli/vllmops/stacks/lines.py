@@ -6,7 +6,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from ..patterns import pattern
+from ..patterns import DECIMAL, pattern
 from ..protocol.place import NUMBERS
 from ..protocol.stacks import Frame
 
@@ -114,7 +114,7 @@ OTHERWISE = pattern(
 WORD = pattern(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
 # A table of py-spy top: shares and times before the function.
 TOP = pattern(r"[\d.]+%\s+[\d.]+%\s+[\d.]+s\s+[\d.]+s\s+(?=\S)")
-TOTAL = pattern(r"\s*[\d.]+%\s+(?P<percent>\d+(?:\.\d+)?)%\s+[\d.]+s\s")
+TOTAL = pattern(rf"\s*[\d.]+%\s+(?P<percent>{DECIMAL})%\s+[\d.]+s\s")
 # A row of a profile: what runs, not what waits, unless it is nearly all.
 COUNTED = pattern(r"\s*\d[\d/]*(?:\s+\d+\.\d+){4}\s")  # of cProfile
 SHARE = pattern(r"(?:^|[|\s(])(?P<percent>\d{1,3}(?:\.\d+)?) ?%")
