@@ -126,16 +126,17 @@ def serve(server: Server, target: str | None, host: str, port: int) -> None:
     Raises:
         VllmopsError: ``metrics.listen``.
     """
-    from prometheus_client import CollectorRegistry, start_http_server  # noqa: PLC0415 - slow
+    from prometheus_client import CollectorRegistry  # noqa: PLC0415 - slow
 
     from ..metrics.gathering import Gathering  # noqa: PLC0415
+    from ..metrics.listener import listener  # noqa: PLC0415
 
     registry = CollectorRegistry()
     gathering = Gathering(viewing(lambda: resolve(target)), say)
     registry.register(gathering)
     gathering.collect()
     try:
-        _, thread = start_http_server(port, host, registry)
+        listening_ = listener(host, port, registry)
     except OSError as error:
         raise VllmopsError(
             "metrics.listen",
@@ -143,5 +144,4 @@ def serve(server: Server, target: str | None, host: str, port: int) -> None:
             "choose another port, or an address of this machine",
         ) from error
     say(f"the metrics of {server.label} are on http://{host}:{port}/metrics")
-    while thread.is_alive():
-        thread.join(1.0)
+    listening_.serve_forever()

@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from socket import AF_INET6
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from ..connections import SILENT_S, Bounded
 from ..errors import VllmopsError
 from ..instances.record import Folder
 from ..protocol.identity import boot_id
@@ -21,7 +21,6 @@ from ..quick_probe import FILE
 
 HOLDS_S = 30.0  # a watch collects evidence for as long, and does not look meanwhile
 REST_S = 5.0  # between two writes of the same verdict
-SILENT_S = 5.0  # that a client may be
 PATHS = {"/livez": "liveness", "/readyz": "readiness", "/startupz": "startup"}
 
 
@@ -68,7 +67,7 @@ class Board:
         return self.verdict
 
 
-class Listener(ThreadingHTTPServer):
+class Listener(Bounded, HTTPServer):
     """Answers ``/livez``, ``/readyz`` and ``/startupz`` from threads of its own.
 
     Args:
@@ -78,10 +77,6 @@ class Listener(ThreadingHTTPServer):
     Raises:
         VllmopsError: ``port.taken`` or ``host.unknown``.
     """
-
-    daemon_threads = True
-    request_queue_size = 64
-    allow_reuse_address = True
 
     def __init__(self, place: tuple[str, int], verdict: Callable[[], Verdict]) -> None:
         host, port = place
@@ -98,9 +93,6 @@ class Listener(ThreadingHTTPServer):
                 "use another port, or another address of this machine",
             ) from error
         threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no error."""
 
 
 class Handler(BaseHTTPRequestHandler):
