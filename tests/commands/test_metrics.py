@@ -8,13 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllmops.commands import metrics
 from vllmops.commands.options import host_port
+from vllmops.instances.servers import Server
+from vllmops.metrics import listener
+from vllmops.metrics.gathering import Gathering
 
 from ..support import commands
 from ..support.children import Child
@@ -112,3 +117,16 @@ def test_addresses(text: str, expected: tuple[str, int] | None) -> None:
         return
     refused = commands.answered("metrics", f"--listen={text}", "--json")
     assert refused.error["code"] == "usage"
+
+
+def test_the_only_instance_stays_the_one_that_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+    monkeypatch.setattr(metrics, "resolve", asked.append)
+    monkeypatch.setattr(metrics, "viewing", lambda find: find)
+    monkeypatch.setattr(Gathering, "collect", lambda gathering: gathering.gather())  # in no thread
+    monkeypatch.setattr(listener, "make_server", lambda *_: SimpleNamespace(serve_forever=int))
+    metrics.serve(Server("a", ()), None, "127.0.0.1", 9105)
+    metrics.serve(Server(None, ()), None, "127.0.0.1", 9105)
+    metrics.serve(Server("a", ()), "12", "127.0.0.1", 9105)
+    assert set(asked) == {"a", None, "12"}
+    assert asked[0] == "a", "another instance may run by now"

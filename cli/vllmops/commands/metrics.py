@@ -132,7 +132,8 @@ def serve(server: Server, target: str | None, host: str, port: int) -> None:
     from ..metrics.listener import listener  # noqa: PLC0415
 
     registry = CollectorRegistry()
-    gathering = Gathering(viewing(lambda: resolve(target)), say)
+    # An instance stays the one that was meant, also where others run later on.
+    gathering = Gathering(viewing(lambda: resolve(target or server.name)), say)
     registry.register(gathering)
     gathering.collect()
     try:
