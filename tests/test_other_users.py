@@ -31,6 +31,7 @@ from vllmops.home import make, own
 from vllmops.host import listeners, ports, shm
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
+from vllmops.host.shape import unix_url
 from vllmops.instances import endpoint as endpoints
 from vllmops.instances import interpreter, launch
 from vllmops.instances import keys as instance_keys
@@ -566,6 +567,20 @@ def test_a_listener_of_version_six_counts_too(
     )
     as_nobody(code, "::", port)
     assert "nobody" in listeners.distrust(f"http://127.0.0.1:{port}")
+
+
+def test_no_key_goes_to_a_unix_socket_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(http.KEY, SECRET)
+    path = tmp_path / "A b.sock"
+    url = unix_url(str(path))
+    assert http.key_for(url).headers  # there is nobody to send it to
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        assert http.key_for(url).headers
+        os.chown(path, NOBODY, NOBODY)
+        assert http.key_for(url) == ({}, f"{path} belongs to nobody")
 
 
 # -- ports -------------------------------------------------------------------------------------

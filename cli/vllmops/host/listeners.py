@@ -16,6 +16,7 @@ import psutil
 
 from ..home import user
 from . import proc
+from .shape import unix_path
 
 TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 LISTEN = "0A"  # TCP_LISTEN
@@ -29,6 +30,11 @@ def distrust(url: str) -> str:
     On this machine it goes to a listener of this user's or of root's alone: on any port any user
     can listen. A server on another machine is the one that was named.
     """
+    if (path := unix_path(url)) is not None:
+        with suppress(OSError):  # without it nothing can be sent
+            uid = os.stat(path).st_uid
+            return "" if uid in {0, os.geteuid()} else f"{path} belongs to {user(uid)}"
+        return ""
     with suppress(ValueError):
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
