@@ -10,12 +10,14 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from vllmops.targets import Pod, parsed
+from vllmops.vllm_api import forward
 
 from ..support import commands
 from ..support.children import Spawn
@@ -113,10 +115,8 @@ def test_what_is_wrong_with_a_pod_is_told(
 
 
 def test_nobody_else_reaches_the_pod(cluster: Cluster, folder: Path) -> None:
-    from vllmops.vllm_api.forward import Forward
-
     cluster.configuration(folder)
-    made = Forward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
+    made = forward.Forward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
     assert stat.S_IMODE(os.stat(made.path.parent).st_mode) == 0o700
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:
         for _ in range(3):
@@ -136,3 +136,18 @@ def test_nobody_else_reaches_the_pod(cluster: Cluster, folder: Path) -> None:
     made.listening.shutdown(socket.SHUT_RDWR)
     made.thread.join(20)
     assert not made.thread.is_alive()
+
+
+def test_a_pod_is_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Pod] = []
+
+    def forwarded(pod: Pod) -> SimpleNamespace:
+        made.append(pod)
+        return SimpleNamespace(path=Path(f"/{len(made)}"))
+
+    monkeypatch.setattr(forward, "Forward", forwarded)
+    pods = [Pod(name, "a", name, 8000) for name in ("b", "c", "b")]
+    first, other, again = map(forward.endpoint, pods)
+    assert first == again != other
+    assert made == pods[:2]
+    forward.endpoint.cache_clear()

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ PAUSE_S = 0.1
 OVER = {errno.EBADF, errno.EINVAL}  # of accept(2), once the socket is closed or shut down
 
 
+@cache  # a command that serves looks again and again, for months
 def endpoint(pod: Pod) -> Endpoint:
     """Forward a pod's port until this process ends.
 
