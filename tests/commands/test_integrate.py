@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import shutil
 import subprocess
 from pathlib import Path
@@ -52,9 +53,10 @@ def test_what_would_break_the_format_is_refused(vllmops: Any, words: tuple[str, 
 
 def merged(base: Any, patch: Any) -> Any:
     """A strategic merge, as far as a Deployment needs it: lists of named things go by name."""
-    if isinstance(base, dict) and isinstance(patch, dict):
-        both = {key: merged(base[key], patch[key]) if key in base else patch[key] for key in patch}
-        return {**base, **both}
+    if isinstance(patch, dict):
+        base = base if isinstance(base, dict) else {}
+        both = {**base, **{key: merged(base.get(key), patch[key]) for key in patch}}
+        return {key: value for key, value in both.items() if value is not None}
     if isinstance(base, list) and all(isinstance(one, dict) and "name" in one for one in base):
         named = {one["name"]: one for one in base}
         for one in patch:
@@ -63,7 +65,7 @@ def merged(base: Any, patch: Any) -> Any:
     return patch
 
 
-DEPLOYMENT = {
+DEPLOYMENT: dict[str, Any] = {
     "apiVersion": "apps/v1",
     "kind": "Deployment",
     "metadata": {"name": "web", "labels": {"app": "web"}},
@@ -101,7 +103,8 @@ def test_a_deployment_that_kubernetes_takes(vllmops: Any) -> None:
     engine, debug = pod["containers"]
     assert (engine["image"], engine["args"]) == ("vllm", ["serve", "m"])  # they stay
     assert [one["name"] for one in engine["env"]] == ["A", "VLLMOPS_KEYRING"]
-    assert engine["livenessProbe"]["httpGet"] == {"path": "/livez", "port": "probes"}
+    asked = {"path": "/livez", "port": "probes", "scheme": "HTTP"}
+    assert engine["livenessProbe"]["httpGet"] == asked
     assert engine["ports"] == [{"name": "probes", "containerPort": 9000}]
     assert engine["lifecycle"]["preStop"]["exec"]["command"][-1] == "30"
     assert pod["terminationGracePeriodSeconds"] > 30
@@ -112,6 +115,48 @@ def test_a_deployment_that_kubernetes_takes(vllmops: Any) -> None:
     plain = merged(DEPLOYMENT, yaml.safe_load(vllmops("integrate", "kubernetes").out))
     assert "volumes" not in plain["spec"]["template"]["spec"]
     valid(plain | {"spec": merged(DEPLOYMENT["spec"], {})})
+
+
+OLD = {
+    "startupProbe": {"exec": {"command": ["true"]}, "periodSeconds": 60},
+    "livenessProbe": {
+        "httpGet": {"path": "/health", "port": 8000, "scheme": "HTTPS", "host": "a.example"}
+    },
+    "readinessProbe": {"tcpSocket": {"port": 8000}},
+    "lifecycle": {"preStop": {"sleep": {"seconds": 5}}},
+}
+
+
+def test_probes_of_other_kinds_are_replaced(vllmops: Any) -> None:
+    base = copy.deepcopy(DEPLOYMENT)
+    base["spec"]["template"]["spec"]["containers"][0] |= OLD
+    text = vllmops("integrate", "kubernetes", "--container", "engine").out
+    whole = merged(base, yaml.safe_load(text))
+    engine = whole["spec"]["template"]["spec"]["containers"][0]
+    for name, path in (("startup", "startupz"), ("liveness", "livez"), ("readiness", "readyz")):
+        probe = engine[f"{name}Probe"]
+        assert probe["httpGet"] == {"path": f"/{path}", "port": "probes", "scheme": "HTTP"}
+        assert not probe.keys() & {"exec", "tcpSocket", "grpc"}  # Kubernetes refuses two of them
+    assert list(engine["lifecycle"]["preStop"]) == ["exec"]
+    valid(whole)
+
+
+@pytest.mark.parametrize("name", ["123", "1e3", "null", "true", "0x1f", "on", "2026-01-02"])
+def test_a_name_that_yaml_takes_for_something_else(vllmops: Any, name: str) -> None:
+    words = ("--deployment", name, "--container", name, "--debug", name, "--keyring")
+    made = yaml.safe_load(vllmops("integrate", "kubernetes", *words).out)
+    pod = made["spec"]["template"]["spec"]
+    assert made["metadata"]["name"] == name
+    assert [one["name"] for one in pod["containers"]] == [name, "vllmops-debug"]
+    assert pod["containers"][1]["image"] == name
+    assert pod["volumes"][0]["secret"]["secretName"] == f"{name}-vllmops-keyring"
+
+
+def test_a_deployment_may_have_dots_in_its_name(vllmops: Any) -> None:
+    made = yaml.safe_load(vllmops("integrate", "kubernetes", "--deployment", "vllm-0.33").out)
+    assert made["metadata"]["name"] == "vllm-0.33"
+    for name in (".a", "a..b", "a." + "b" * 64, ".".join(["a" * 60] * 4)):
+        assert vllmops("integrate", "kubernetes", "--deployment", name).code == 2
 
 
 def test_a_secret_with_the_keys(vllmops: Any, tmp_path: Path) -> None:

@@ -18,15 +18,25 @@ from ..options import count
 
 FOLDER = Path(__file__).parent
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+LONGEST = 230  # with the name of the Secret it has 253 at most
 IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,254}")
 OTHERS = "Other objects"
 SLACK_S = 60  # to end what a drain has left
 
 
 def name(value: str) -> str:
-    """A callback for the name of an object in Kubernetes."""
+    """A callback for the name of a container."""
     if not NAME.fullmatch(value):
         raise typer.BadParameter(f"{value!r} is not a name in Kubernetes.")
+    return value
+
+
+def dotted(value: str) -> str:
+    """A callback for the name of a Deployment, whose parts are such names."""
+    if len(value) > LONGEST:
+        raise typer.BadParameter(f"it has more than {LONGEST} characters.")
+    for part in value.split("."):
+        name(part)
     return value
 
 
@@ -40,7 +50,7 @@ def image(value: str | None) -> str | None:
 @command
 def kubernetes(
     deployment: Annotated[
-        str, typer.Option(callback=name, help="Name of the Deployment.")
+        str, typer.Option(callback=dotted, help="Name of the Deployment.")
     ] = "vllm",
     container: Annotated[
         str, typer.Option(callback=name, help="Its container that runs vllmops serve.")
