@@ -6,6 +6,7 @@ import base64
 import copy
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,14 @@ def test_a_unit_that_systemd_takes(vllmops: Any, tmp_path: Path) -> None:
     # systemd before 254.
     assert all("RestartSteps" in line or "RestartMaxDelaySec" in line for line in wrong), wrong
     assert ran.returncode == 0, ran.stderr
+
+
+def test_a_program_whose_path_has_what_systemd_obeys(
+    vllmops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", r'/opt/a "b" 100%n \t/bin/python')
+    unit = vllmops("integrate", "systemd").out
+    assert r'ExecStart="/opt/a \"b\" 100%%n \\t/bin/vllmops" serve ' in unit
 
 
 @pytest.mark.parametrize(

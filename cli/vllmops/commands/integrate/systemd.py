@@ -23,6 +23,11 @@ def user(value: str) -> str:
     return value
 
 
+def quoted(path: Path) -> str:
+    """A path between the quotes of ``ExecStart``."""
+    return str(path).replace("\\", r"\\").replace('"', r"\"").replace("%", "%%")
+
+
 @command
 def systemd(
     run_as: Annotated[
@@ -38,6 +43,6 @@ def systemd(
     it gives up.
     """
     text = Template(UNIT.read_text("utf-8")).substitute(
-        program=Path(sys.executable).parent / "vllmops", user=run_as
+        program=quoted(Path(sys.executable).parent / "vllmops"), user=run_as
     )
     return Result({"unit": text}, lambda: [Verbatim(text.rstrip())])
