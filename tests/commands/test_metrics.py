@@ -109,6 +109,7 @@ def test_over_http(spawn: Callable[..., Child]) -> None:
         ("0.0.0.0:80", ("0.0.0.0", 80)),
         ("[::1]:9105", ("::1", 9105)),
         *((text, None) for text in ("", "x", "host:", "0", "70000", "1.2.3.4:x", "-1", "٣")),
+        *((f"{host}:80", None) for host in ("a..b", "é..b", "a" * 64)),
     ],
 )
 def test_addresses(text: str, expected: tuple[str, int] | None) -> None:

@@ -65,9 +65,13 @@ def host_port(text: str) -> tuple[str, int]:
     """Host and port of ``[HOST:]PORT``; an IPv6 address needs no brackets.
 
     Raises:
-        ValueError: the port is none.
+        ValueError: the port is none, or the host can have no address.
     """
     host, _, port = text.rpartition(":")
+    try:
+        host.encode("idna")  # as a socket does
+    except UnicodeError as error:
+        raise ValueError(f"{host!r} is not a host name") from error
     return host.strip("[]") or "127.0.0.1", whole(port, 1, 65535)
 
 
