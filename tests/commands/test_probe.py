@@ -253,6 +253,25 @@ def test_over_http_an_error_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not at(1, "admin.timeout").ready
 
 
+@pytest.mark.parametrize(
+    ("target", "again"), [("12", "a"), (None, "a"), ("https://h/x+y", "https://h/x+y")]
+)
+def test_over_http_it_is_the_same_server(
+    monkeypatch: pytest.MonkeyPatch, target: str | None, again: str
+) -> None:
+    looked: list[str | None] = []
+
+    def look(asked: str | None) -> tuple[str, Verdict]:
+        looked.append(asked)
+        return "https://h/…" if asked and "://" in asked else "a", judge("ready")
+
+    monkeypatch.setattr(probe, "look", look)
+    monkeypatch.setattr(probe, "Listener", lambda _, verdict: verdict())
+    monkeypatch.setattr(probe, "stopped_by", lambda *_: SimpleNamespace(wait=lambda: None))
+    probe.serving(target, ("127.0.0.1", 1))
+    assert looked == [target, again]
+
+
 @pytest.mark.first
 def test_serve_has_a_watch_that_answers_from_the_start(
     lab: Any, monkeypatch: pytest.MonkeyPatch

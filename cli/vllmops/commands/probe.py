@@ -106,6 +106,9 @@ def serving(target: str | None, place: tuple[str, int]) -> VllmopsError:
         VllmopsError: as `look` and `Listener` do.
     """
     label, first = look(target)
+    # By its name an instance is found when its pids are new. The label of a URL lacks what may be
+    # secret.
+    again = target if target and "://" in target else label
     lock, last = threading.Lock(), (0.0, first)
     lost_at: float | None = None  # since when a server on another machine can't be reached
 
@@ -114,7 +117,7 @@ def serving(target: str | None, place: tuple[str, int]) -> VllmopsError:
         with lock:
             if time.monotonic() - last[0] > FRESH_S:
                 try:
-                    verdict, lost_at = look(label)[1], None
+                    verdict, lost_at = look(again)[1], None
                 except VllmopsError as error:
                     at = time.monotonic()
                     lost_at = (lost_at or at) if error.code == "admin.unreachable" else None
