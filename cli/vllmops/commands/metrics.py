@@ -132,8 +132,8 @@ def serve(server: Server, target: str | None, host: str, port: int) -> None:
     from ..metrics.listener import listener  # noqa: PLC0415
 
     registry = CollectorRegistry()
-    # An instance stays the one that was meant, also where others run later on.
-    gathering = Gathering(viewing(lambda: resolve(target or server.name)), say)
+    # By its name an instance is found also where others run later on, and when its pids are new.
+    gathering = Gathering(viewing(lambda: resolve(server.name or target)), say)
     registry.register(gathering)
     gathering.collect()
     try:
