@@ -133,10 +133,15 @@ def test_fast_steps_share_a_record(engine: Child) -> None:
 
 def test_of_steps_in_one_record_the_largest_tells_its_size(engine: Child) -> None:
     """The last step of a request schedules nothing, and its KV blocks are free."""
-    engine.run("step(); s.kv_cache_manager.usage = 0.0; step(0)")
-    engine.run("recorder.beat(); recorder.beat()")
-    (found,) = after(engine).steps
-    assert found.steps == 2
+
+    def together() -> list[steps.Step]:  # a busy machine may take its time between them
+        engine.run(
+            "s.kv_cache_manager.usage = 0.5; step(); s.kv_cache_manager.usage = 0.0; step(0)"
+        )
+        engine.run("recorder.beat(); recorder.beat()")
+        return [step for step in history.own(engine.process).steps if step.steps == 2]
+
+    (found,) = until(together)
     assert found.kv_cache_usage == pytest.approx(0.5, abs=0.001)
 
 
