@@ -8,7 +8,6 @@ import fcntl
 import json
 import os
 import pty
-import shlex
 import signal
 import sqlite3
 import subprocess
@@ -25,7 +24,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops import demo
 from vllmops.commands.serve import provide_key
 from vllmops.host.processes import alive
 from vllmops.instances.record import Folder
@@ -270,20 +268,6 @@ def test_a_store_of_a_newer_version(lab: Any, tmp_path: Path) -> None:
 async def make(url: str) -> None:
     async with ResponseStore(backend(url)):
         pass
-
-
-def test_a_dry_run_builds_no_demo_model(vllmops: Any, home: Path) -> None:
-    """What it prints can be pasted all the same: the builder comes first."""
-    place = home / "demo" / f"vision-{demo.RECIPE}"
-    answer = vllmops("serve", "--demo", "vision", "--dry-run")
-    assert (answer.code, answer.err) == (0, "")
-    assert not place.parent.exists()
-    builder, *serve = answer.out.splitlines()
-    assert shlex.split(builder) == demo.builder(demo.Kind.VISION, place)
-    assert str(place) in serve[-1]
-    place.mkdir(parents=True)
-    (place / "config.json").touch()
-    assert vllmops("serve", "--demo", "vision", "--dry-run").out.splitlines() == serve
 
 
 def test_a_dry_run_needs_no_vllm(vllmops: Any, model: Path, monkeypatch: Any) -> None:

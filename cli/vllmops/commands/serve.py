@@ -154,15 +154,15 @@ def serve(
     if probe_port and host_port(probe_port)[1] == order.port:
         raise usage(f"--port and --probe-port are both {order.port}: give two ports")
     order = dataclasses.replace(order, watch=watcher)
+    if demo:  # of a dry run, too, whose command must work
+        build(demo, quiet=json_)
     if dry_run:
         settings.check({**os.environ, **order.environment})
         planned = launch.preview(order)
         if not toml:
-            return Result(instance(planned), lambda: [*building(demo), *shell_lines(planned)])
+            return Result(instance(planned), lambda: shell_lines(planned))
         text = serve_config.written(ctx, given, behind)
         return Result({**instance(planned), "config": text}, lambda: [Verbatim(text)])
-    if demo:
-        build(demo, quiet=json_)
     launch.check(order)
     if probe_port:
         launch.check_port(*host_port(probe_port))
@@ -698,13 +698,6 @@ def failed(record: Record, folder: Folder) -> VllmopsError:
         why.hint or f"vllmops logs {record.name}",
         data=instance(record),
     )
-
-
-def building(demo: demos.Kind | None) -> list[Verbatim]:
-    """The command to paste first, where a demo model is not built yet."""
-    if demo is None or demos.built(place := demos.folder(demo)):
-        return []
-    return [Verbatim(shlex.join(demos.builder(demo, place)))]
 
 
 def shell_lines(record: Record) -> list[Verbatim]:

@@ -18,7 +18,6 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
-from ..home import make
 from . import Kind
 
 BOS, EOS, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -190,7 +189,6 @@ def main() -> None:
     """Build into a directory beside, and rename: a build that breaks off leaves no model."""
     kind, place = Kind(sys.argv[1]), Path(sys.argv[2])
     torch.manual_seed(0)
-    make(place.parent)  # a command that somebody pastes may be the first one
     scratch = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
     try:
         RECIPES[kind](scratch)
