@@ -134,5 +134,5 @@ def felt(setting: Setting, pid: int) -> Figure:
         Limit(2) if setting.short else Limit(OFTEN_LIMIT),
         BURST * len(alone),
         control=rival * ratio(values[AGAIN], values[ALONE])[0],
-        interval=(ends[0], ends[1]),
+        interval=None if setting.short else (ends[0], ends[1]),  # of three there is none
     )
