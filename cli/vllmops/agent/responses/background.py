@@ -19,7 +19,7 @@ from ..log import log
 from . import carried, fields, rerun, wire
 from .conversations import ConversationTurns, named, named_in
 from .fields import dump
-from .turn import Turn, current, hides
+from .turn import Turn, current, hides_any
 from .wire import Refused
 from .writer import patiently
 
@@ -116,7 +116,7 @@ class Runs:
         try:
             asked |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
             request = adapter.ResponsesRequest.model_validate(asked)
-            hidden = not isinstance(request.input, str) and any(map(hides, request.input))
+            hidden = hides_any(request)
             before = partial(self.handler.earlier, run.owner, request.previous_response_id)
             turn = Turn(
                 request,

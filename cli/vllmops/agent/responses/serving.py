@@ -62,7 +62,7 @@ from .fields import dump
 from .history import History, legible
 from .parsing import messages, parsed
 from .stored import Stored
-from .turn import Turn, current, hides, working
+from .turn import Turn, current, hides_any, working
 from .wire import Frame, Refused
 from .writer import Writer
 
@@ -385,7 +385,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         if request.store and previous is not None and websocket.remembered(previous):
             message = "store must be false: the previous response is not stored"
             raise Refused(400, message, "store")
-        hidden = not isinstance(request.input, str) and any(map(hides, request.input))
+        hidden = hides_any(request)
         conversation = named(request)
         sealed = conversation is None and self.asks_for_carrier(request)
         before = (previous, response, conversation)

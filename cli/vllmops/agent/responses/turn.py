@@ -108,6 +108,11 @@ def working(turn: Turn | None) -> Iterator[None]:
         current.reset(token)
 
 
+def hides_any(request: Any) -> bool:
+    """Whether an item of a request's input has encrypted content, or should have."""
+    return not isinstance(request.input, str) and any(map(hides, request.input))
+
+
 def hides(item: Any) -> bool:
     """Whether an item, as vLLM reads it, has encrypted content, or should have."""
     if isinstance(item, dict):
