@@ -91,19 +91,24 @@ def test_a_close_that_takes_too_long_leaves_no_thread(tmp_path: Path) -> None:
 
 async def queries(store: Sqlite, work: Awaitable[Any]) -> tuple[Any, int]:
     """What comes of something, and how often it read the file."""
-    assert store.reader
-    count, run = 0, store.reader.run
+    return await counted(store.reader, work)
 
-    async def counted(job: Callable[[sqlite3.Connection], Any]) -> Any:
+
+async def counted(worker: Worker | None, work: Awaitable[Any]) -> tuple[Any, int]:
+    """What comes of something, and how many jobs a worker had of it."""
+    assert worker
+    count, run = 0, worker.run
+
+    async def one_more(job: Callable[[sqlite3.Connection], Any]) -> Any:
         nonlocal count
         count += 1
         return await run(job)
 
-    store.reader.run = counted  # type: ignore[method-assign]
+    worker.run = one_more  # type: ignore[method-assign]
     try:
         return await work, count
     finally:
-        store.reader.run = run  # type: ignore[method-assign]
+        worker.run = run  # type: ignore[method-assign]
 
 
 def with_store(path: Path, work: Callable[[Sqlite], Awaitable[None]]) -> None:
@@ -169,19 +174,11 @@ def test_what_this_process_adds_changes_nothing_else(tmp_path: Path) -> None:
 
 def test_responses_that_come_together_are_committed_together(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
-        assert store.writer
-        jobs, run = 0, store.writer.run
-
-        async def counted(job: Callable[[sqlite3.Connection], Any]) -> Any:
-            nonlocal jobs
-            jobs += 1
-            return await run(job)
-
-        store.writer.run = counted  # type: ignore[method-assign]
         await store.create(response("resp_2"))
         names = [f"resp_{number}" for number in range(8)]
-        done = await asyncio.gather(*(store.create(response(name)) for name in names))
-        assert (done, jobs) == ([name != "resp_2" for name in names], 3)
+        together = asyncio.gather(*(store.create(response(name)) for name in names))
+        done = [name != "resp_2" for name in names]
+        assert await counted(store.writer, together) == (done, 2)
         for name in names:
             assert await store.get("me", name) == response(name)
 

@@ -65,9 +65,6 @@ class Postgresql(Sql):
         # Of several hosts only one takes writes.
         self.wanted = None if given or len(self.hosts) < 2 else "read-write"
         self.finding = Gathered(self.find_all, lambda _: 0, at_once=True)
-        self.adding = Gathered(
-            self.add_all, lambda response: len(response.body) + len(response.input)
-        )
 
     def answers(self, error: BaseException) -> bool:
         return isinstance(error, asyncpg.DataError)  # the values of a statement
@@ -169,11 +166,7 @@ class Postgresql(Sql):
             for owner, response_id in wanted
         ]
 
-    async def add(self, response: Response) -> bool:
-        return await self.adding(response)
-
     async def add_all(self, responses: list[Response]) -> list[bool]:
-        """Whether each id was free; of two with one id the first has it."""
         # In one order everywhere, or two processes could wait for each other.
         rows = sorted((self.row(response) for response in responses), key=itemgetter(0))
         columns = [list(column) for column in zip(*rows, strict=True)]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, ClassVar
 
 from .backend import (
     EVERYBODY,
@@ -37,6 +37,7 @@ from .backend import (
     words,
 )
 from .conversations import Addition, Outcome
+from .gathering import Gathered
 from .sql_conversations import SqlConversations, Step
 
 SCHEMA = 4
@@ -54,6 +55,9 @@ class Sql(SqlConversations):
         own: the file with the statements that only this database takes.
     """
 
+    # As `Gathered` has it, of new responses.
+    at_once: ClassVar[bool] = False
+
     def __init__(self, url: str, limits: Limits, name: str, own: str) -> None:
         super().__init__(url, limits)
         texts = {**statements("statements.sql"), **statements(own)}
@@ -62,6 +66,7 @@ class Sql(SqlConversations):
         # Counting is slow, so it is done once in a while: of all, and of an owner.
         self.every, self.every_one = max(1, limits.max_size // 100), max(1, limits.share // 100)
         self.created = Counter[str]()
+        self.adding = Gathered(self.add_all, weight, at_once=self.at_once)
 
     @abstractmethod
     async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
@@ -125,7 +130,11 @@ class Sql(SqlConversations):
 
     async def add(self, response: Response) -> bool:
         """As `create`, and none is evicted."""
-        return bool(await self.fetch("create", *self.row(response)))
+        return await self.adding(response)
+
+    @abstractmethod
+    async def add_all(self, responses: list[Response]) -> list[bool]:
+        """As `add`, for several; of two with one id the first has it."""
 
     def row(self, response: Response) -> tuple[Any, ...]:
         """What ``create`` takes for a response."""
@@ -356,3 +365,8 @@ def statements(file: str) -> dict[str, str]:
         name, *lines = part.splitlines()
         found[name] = "\n".join(line for line in lines if not line.startswith("--")).strip()
     return found
+
+
+def weight(response: Response) -> int:
+    """About how many bytes a new response takes."""
+    return len(response.body) + len(response.input)

@@ -28,7 +28,6 @@ import msgspec
 from ..errors import VllmopsError, usage
 from .backend import GONE, Limits, Response
 from .conversations import Outcome
-from .gathering import Gathered
 from .sql import Sql
 from .sql_conversations import Rows, Step, Steps, Undo
 from .urls import shown
@@ -227,6 +226,7 @@ class Sqlite(Sql):
     """A file; one thread writes, another reads."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError, sqlite3.Error)
+    at_once = True
     hint: ClassVar[str] = (
         "check the file, the owner of it and of its directory, and the space on its disk"
     )
@@ -246,9 +246,6 @@ class Sqlite(Sql):
         self.writer: Worker | None = None
         self.recent: Recent | None = None
         self.sparing = {self.text[name] for name in SPARING}
-        self.adding = Gathered(
-            self.add_all, lambda response: len(response.body) + len(response.input), at_once=True
-        )
 
     async def there(self) -> bool:
         return self.path.exists() and await asyncio.to_thread(self.has_tables)
@@ -338,11 +335,7 @@ class Sqlite(Sql):
             return await self.reader.run(run)
         return await self.write(run, spares=statement in self.sparing)
 
-    async def add(self, response: Response) -> bool:
-        return await self.adding(response)
-
     async def add_all(self, responses: list[Response]) -> list[bool]:
-        """As `add`, for several in one commit."""
         text, rows = self.text["create"], [numbered(self.row(one)) for one in responses]
 
         def run(connection: sqlite3.Connection) -> list[bool]:
