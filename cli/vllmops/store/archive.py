@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from . import shape
-from .backend import FINISHED, RUNNING, Response
+from .backend import BROKEN, FINISHED, RUNNING, Response
 from .store import Events
 
 FORMAT = 1
@@ -93,7 +93,7 @@ def read(decoder: msgspec.json.Decoder[T], line: bytes, format_: int) -> T:
     """
     try:
         found = decoder.decode(line)
-    except shape.BROKEN as error:
+    except BROKEN as error:
         raise ValueError(f"{error}") from error
     if found.vllmops != format_:
         raise ValueError(f"the line has format {found.vllmops}; this vllmops reads {format_}")

@@ -27,6 +27,8 @@ __all__ = ["FINISHED", "RUNNING", "STATUSES", "Response"]
 GONE = "The server that ran this response is gone."
 # A call that was given up after so long has met silence: other connections may be as dead.
 SILENT_S = 0.5
+# What makes text no JSON of a type; msgspec raises the last for what is nested deeply.
+BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 CHECK_SERVER = "check the store's URL, and that its server is running"
 # Uses of responses that are noted before they are written.
 NOTED = 1000

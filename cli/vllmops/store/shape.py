@@ -11,11 +11,9 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from .backend import Response
+from .backend import BROKEN, Response
 from .ids import storable, valid
 
-# What makes text no JSON of a type; msgspec raises the last for what is nested deeply.
-BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 # Levels of arrays and objects: whoever reads it later may have less of a stack left than now.
 DEEPEST = 200
 STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)

@@ -66,6 +66,7 @@ from ..background import ErrorReporter, repeat
 from ..errors import VllmopsError
 from . import redaction
 from .backend import (
+    BROKEN,
     FINISHED,
     RUNNING,
     STATUSES,
@@ -504,7 +505,7 @@ def document(response: Response) -> bytes:
         pass
     try:
         found: dict[str, Any] = dict(PARTS.decode(response.body))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except BROKEN:
         found = {
             "id": response.id,
             "object": "response",

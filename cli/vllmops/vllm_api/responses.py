@@ -15,6 +15,7 @@ from ..errors import VllmopsError
 from ..protocol.files import DAMAGE
 from ..store import shape
 from ..store.backend import (
+    BROKEN,
     FINISHED,
     CursorUnknown,
     Page,
@@ -104,7 +105,7 @@ class Http:
             raise CursorUnknown(query.after)
         try:
             listing = LISTING.decode(self.good(answer, "list responses").content)
-        except shape.BROKEN as error:
+        except BROKEN as error:
             raise self.lacking("list responses") from error
         return Page([made(bytes(entry)) for entry in listing.data], listing.has_more)
 
@@ -128,7 +129,7 @@ class Http:
             await self.expect(answer, response.id, "list the input of a response")
             try:
                 listing = LISTING.decode(self.good(answer, "list the input of a response").content)
-            except shape.BROKEN as error:
+            except BROKEN as error:
                 raise self.lacking("list the input of a response") from error
             items += listing.data
             if not listing.has_more or not listing.last_id or not listing.data:
@@ -350,7 +351,7 @@ def head_of(document: bytes) -> Rescued:
     """What names a response, nothing if it has no name."""
     try:
         parts = RESCUED.decode(document)
-    except shape.BROKEN:
+    except BROKEN:
         return Rescued()
     return Rescued(text(parts.get("id")), text(parts.get("status")))
 
@@ -359,7 +360,7 @@ def text(part: msgspec.Raw | None) -> str:
     """A text from its JSON, empty if it is none."""
     try:
         return TEXT.decode(part) if part is not None else ""
-    except shape.BROKEN:
+    except BROKEN:
         return ""
 
 
@@ -386,7 +387,7 @@ def decoded(document: bytes) -> shape.Document | None:
     """A response object, None if it is none."""
     try:
         return shape.DOCUMENT.decode(document)
-    except shape.BROKEN:
+    except BROKEN:
         return None
 
 

@@ -16,7 +16,7 @@ from uuid import uuid4
 import msgspec
 from openai.types.responses.response import Conversation as Reference
 
-from ...store.backend import CursorUnknown, Response
+from ...store.backend import BROKEN, CursorUnknown, Response
 from ...store.conversation_store import Held
 from ...store.conversations import Conversation, Entry, Outcome
 from ...store.ids import valid
@@ -370,7 +370,7 @@ def conversation_of(response: Response) -> str:
     """The id of the conversation that a stored response was made with, empty if there is none."""
     try:
         reference = IN_CONVERSATION.decode(response.body).conversation or {}
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except BROKEN:
         return ""
     name = reference.get("id")
     return name if isinstance(name, str) else ""
@@ -420,7 +420,7 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
         raise Refused(400, message, "items")
     try:
         decoded_items = [wire.ITEM.decode(item) for item in items]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except BROKEN as error:
         raise Refused(400, f"Invalid items: {error}", "items") from error
     check_no_reference((item.get("type") for item in decoded_items), "items")
     # Imported here, because they import vLLM.
@@ -493,7 +493,7 @@ def listed(entries: Sequence[Entry], include: Collection[str], *, more: bool) ->
     """A page of items; OpenAI's type wants texts as the ids of an empty one, too."""
     try:
         data = [shown(entry, include) for entry in entries]
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except BROKEN as error:
         raise Refused(500, f"A stored item is damaged: {error}") from error
     ends = {
         "first_id": entries[0].id if entries else "",
@@ -522,7 +522,7 @@ def decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     """
     try:
         return decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except BROKEN as error:
         raise Refused(400, f"Invalid request: {error}") from error
 
 

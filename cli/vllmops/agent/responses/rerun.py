@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ...errors import VllmopsError
 from ...files import take
 from ...store import redaction
-from ...store.backend import EVERYBODY, FINISHED, Query, Response
+from ...store.backend import BROKEN, EVERYBODY, FINISHED, Query, Response
 from ...store.settings import RERUN, RUN
 from ...store.store import ASKED, Asked, ResponseStore
 from ..service import own_directory
@@ -60,7 +60,7 @@ def asked(response: Response) -> tuple[str, dict[str, Any], Mapping[str, str]]:
     """The start of a server that ran a response, its request and its metadata; empty if unknown."""
     try:
         found = BODY.decode(response.body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except BROKEN:
         return "", {}, {}
     if found.vllmops is None:
         return "", {}, {}

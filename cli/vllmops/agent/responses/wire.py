@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from openai.types.responses import ResponseIncludable
 
-from ...store.backend import Response
+from ...store.backend import BROKEN, Response
 
 # The items of a conversation. vLLM's renderers refuse others, such as calls of built-in tools;
 # clients can't send those either.
@@ -96,7 +96,7 @@ def check_text(body: bytes) -> None:
         body.decode()
         if b"\\ud" in body or b"\\uD" in body:
             msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except BROKEN as error:
         raise Refused(400, f"The request is not JSON in UTF-8: {error}") from error
 
 
@@ -173,7 +173,7 @@ def check_included(response: Response, include: Collection[str]) -> None:
         kind, field = INCLUDED[name]
         try:
             output = OUTPUT.decode(response.body).output
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except BROKEN:
             return  # `document` says that it is damaged
         parts = [part for item in output for part in (item, *(item.get("content") or ()))]
         # A text without tokens has no logprobs in any case.
@@ -215,7 +215,7 @@ def items(response: Response, *, after: str | None, limit: int, descending: bool
     """
     try:
         given = ITEMS.decode(response.input)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except BROKEN as error:
         raise Refused(500, f"The stored input is damaged: {error}") from error
     by_id: dict[str, dict[str, Any]] = {}
     for n, item in enumerate(given):

@@ -13,6 +13,7 @@ from ... import output
 from ...keys.ring import when
 from ...output import Folded, Json, JsonText, Line, Result, Verbatim, command, size
 from ...store import shape
+from ...store.backend import BROKEN
 from ...store.store import document
 from ..options import Target
 from .entries import STYLES, Entry, age, entry_of, state, tokens
@@ -145,7 +146,7 @@ def item_lines(items: Callable[[], list[shape.Item]]) -> Iterator[Line]:
     """The lines of items, or why they cannot be read."""
     try:
         yield from lines_of(items())
-    except shape.BROKEN as error:
+    except BROKEN as error:
         yield Line(2, f"damaged: {error}", "red")
 
 
@@ -181,7 +182,7 @@ def brief(event: bytes) -> str:
     """An event as one line."""
     try:
         fields: dict[str, Any] = msgspec.json.decode(event, type=dict[str, Any])
-    except shape.BROKEN as error:
+    except BROKEN as error:
         return f"damaged: {error}"
     delta = fields.get("delta")
     return f"{fields.get('type')}" + (f"  {delta!r}" if isinstance(delta, str) else "")
