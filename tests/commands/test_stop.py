@@ -188,6 +188,26 @@ def test_restart_what_died_together_with_its_supervisor(lab: Any) -> None:
     assert (answer.code, answer.data["state"]) == (0, "ready"), answer
 
 
+def test_restart_what_a_successor_has_just_ended(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has a supervisor started, which finds only dead processes and ends."""
+    started = commands.started
+
+    def too_early(*_: object, **__: object) -> None:
+        monkeypatch.setattr(commands, "started", started)
+        until(lambda: lab.state("a") == "failed" and not Folder("a").control.exists())
+
+    monkeypatch.setattr(commands, "started", too_early)
+    before = lab.serve("a")
+    lab.kill_supervisor("a")
+    for process in before.processes:
+        lab.kill(process.pid)
+    began = time.monotonic()
+    answer = lab.vllmops("restart", "a", "--json")
+    assert answer.code == 0, answer.out
+    assert answer.data["state"] == "ready"
+    assert time.monotonic() - began < control.CONNECT_TIMEOUT_S
+
+
 @pytest.mark.parametrize("seen", sampled(["stopping", "ready"], 2))
 def test_restart_what_is_just_being_taken_down(
     lab: Any, seen: str, monkeypatch: pytest.MonkeyPatch

@@ -209,6 +209,8 @@ def silent(folder: Folder) -> VllmopsError:
 def connect(folder: Folder, request: Request = NOTHING) -> Control:
     """A connection to the supervisor of an instance; starts one where it has died.
 
+    Of an instance that is over and whose supervisor has gone, one that is at its end.
+
     Raises:
         VllmopsError: ``supervisor.unreachable``.
     """
@@ -223,6 +225,8 @@ def connect(folder: Folder, request: Request = NOTHING) -> Control:
                 raise PermissionError(errno.EPERM, f"{user(uid)} answers at this address")
         except OSError as error:
             connection.close()
+            if gone(folder):
+                return at_its_end()
             if time.monotonic() < deadline:
                 time.sleep(0.1)  # it may be about to listen, or to end
                 continue
@@ -250,6 +254,21 @@ def adopt(folder: Folder, request: Request = NOTHING) -> Control | None:
             return start_supervisor(folder, lock, request, launch=False)
     os.close(lock)
     return None
+
+
+def at_its_end() -> Control:
+    """A connection whose other side is closed."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    return Control(ours)
+
+
+def gone(folder: Folder) -> bool:
+    """Whether an instance is over and nobody supervises it."""
+    try:
+        return over(folder) and not folder.supervised()
+    except VllmopsError:
+        return False
 
 
 def over(folder: Folder) -> bool:
