@@ -121,6 +121,30 @@ def test_the_end_of_a_step_is_written_with_what_follows(engine: Child) -> None:
     assert history.own(engine.process).steps[-1].whole
 
 
+OTHER = """
+import sys, threading
+sys.setswitchinterval(60)  # only who lets go of the GIL loses it
+turns = []
+def other():
+    while True:
+        time.sleep(0)
+        turns.append(1)
+threading.Thread(target=other, daemon=True).start()
+def meanwhile():
+    before = len(turns)
+    for _ in range(100):
+        s.update_from_output(s.schedule(), None)
+    return len(turns) - before
+"""
+
+
+def test_the_gil_is_kept(engine: Child) -> None:
+    """Or the thread that sends the outputs of the last step runs first, and the worker waits."""
+    engine.run("step()")
+    engine.run(OTHER)
+    engine.run("assert meanwhile() == 0")
+
+
 def test_fast_steps_share_a_record(engine: Child) -> None:
     engine.run("for _ in range(3000): step(0)")
     engine.run("recorder.beat(); recorder.beat()")

@@ -3,18 +3,21 @@
 Written with ``pwrite`` from the engine's own thread: a mapped write raises SIGBUS on a full disk,
 and another thread would not write the step in which the process hangs with the GIL held.
 
+Not with `os.pwrite`, which lets go of the GIL: the thread that sends the outputs of the last step
+would take it, and the workers would wait for the next step until it has sent them.
+
 A write is most of what a step's record costs. While requests are pending the next step begins at
 once, so the end of a step is written together with the next one's beginning.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from os import pwrite
 from pathlib import Path
 from time import monotonic
 from types import ModuleType
@@ -44,6 +47,9 @@ KEPT = 8  # recordings of processes that have ended
 KEPT_S = 24 * 3600.0
 NEW_S = 60.0
 SIZE = steps.RECORD.size
+_pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
+_pwrite.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_ssize_t)
+_pwrite.restype = ctypes.c_ssize_t
 OPEN = 64  # steps whose end is awaited; vLLM schedules a few ahead at most
 
 
@@ -149,10 +155,9 @@ class Recorder:
         return bytes(found)
 
     def write(self, content: bytes, offset: int) -> None:
-        try:
-            pwrite(self.fd, content, offset)
-        except OSError as error:
-            self.reporter.report(error)
+        if _pwrite(self.fd, content, len(content), offset) < 0:
+            number = ctypes.get_errno()
+            self.reporter.report(OSError(number, os.strerror(number)))
 
 
 _place: Callable[[], Path] = Path
