@@ -17,9 +17,9 @@ from vllm.entrypoints.openai.responses import serving
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as Request
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.serve.utils.api_utils import (
+    listen_for_disconnect,
     load_aware_call,
     validate_json_request,
-    with_cancellation,
 )
 
 try:
@@ -44,13 +44,13 @@ __all__ = [
     "check",
     "detailed",
     "invalid_item",
+    "listen_for_disconnect",
     "load_aware_call",
     "messages",
     "parsed",
     "renderer",
     "serving",
     "validate_json_request",
-    "with_cancellation",
 ]
 
 try:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response, WebSocket
 from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic import ValidationError
-from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
 from ...errors import VllmopsError
 from ...keys.ring import Ring
@@ -27,55 +24,25 @@ from ..adapters import responses as adapter
 from ..adapters.responses import (
     ErrorResponse,
     ResponsesRequest,
+    listen_for_disconnect,
     load_aware_call,
     validate_json_request,
-    with_cancellation,
 )
 from ..counting import count_store
 from ..log import log
 from . import websocket
 from .compaction import prompt
+from .direct import Direct, Handler, cancelled, refusal
 from .grouping import group
 from .serving import StoredResponses, owner
 from .tokens import CompactRequest, CountRequest
 from .wire import INCLUDABLE, Frame, Refused
 
-Handler = Callable[..., Awaitable[Response]]
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 # The largest integer that JavaScript clients represent exactly.
 Number = Annotated[int | None, Query(ge=0, lt=2**53)]
-
-
-class Direct(APIRoute):
-    """A route that bypasses FastAPI's parameters where a request has only a path.
-
-    FastAPI takes longer to resolve them than the store takes to look up a response.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handled(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except HTTPException as error:  # FastAPI's, of a body that is no text
-                return refusal(error.status_code, str(error.detail))
-
-        return handled
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await tracing.request(self.path, self.answer, scope, receive, send)
-
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        thorough = scope["query_string"] or self.body_field or self.dependencies
-        if thorough or scope["method"] not in (self.methods or ()):
-            await super().handle(scope, receive, send)
-            return
-        request = Request(scope, receive, send)
-        answer = await self.endpoint(raw_request=request, **scope["path_params"])
-        await answer(scope, receive, send)
 
 
 # What any route may answer with, for the description of the API.
@@ -97,8 +64,8 @@ INCLUDE = {
 router = APIRouter(route_class=Direct, responses={"4XX": ERROR, "5XX": ERROR})
 
 
-# vLLM's decorators, with a type.
-cancelled: Callable[[Handler], Handler] = with_cancellation
+until_gone = cancelled(listen_for_disconnect)
+# vLLM's decorator, with a type.
 counted: Callable[[Handler], Handler] = load_aware_call
 
 
@@ -186,14 +153,6 @@ def answered(handler: Handler) -> Handler:
     return wrapper
 
 
-def refusal(
-    status: int, message: str, param: str | None = None, code: str | None = None
-) -> JSONResponse:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    error = {"message": message, "type": kind, "param": param, "code": code or status}
-    return JSONResponse({"error": error}, status)
-
-
 def sent(answer: bytes | AsyncIterator[Frame] | ErrorResponse) -> Response:
     """What the serving class made of a request, as an HTTP answer."""
     if isinstance(answer, ErrorResponse):
@@ -256,7 +215,7 @@ async def retrieve_responses(
 
 
 @router.post("/v1/responses", dependencies=[Depends(validate_json_request)], responses=STREAM)
-@cancelled
+@until_gone
 @counted
 @answered
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
@@ -265,7 +224,7 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
 
 
 @router.post("/v1/responses/input_tokens", dependencies=[Depends(validate_json_request)])
-@cancelled
+@until_gone
 @counted
 @answered
 async def count_input_tokens(request: CountRequest, raw_request: Request) -> Response:
@@ -274,7 +233,7 @@ async def count_input_tokens(request: CountRequest, raw_request: Request) -> Res
 
 
 @router.post("/v1/responses/compact", dependencies=[Depends(validate_json_request)])
-@cancelled
+@until_gone
 @counted
 @answered
 async def compact_responses(request: CompactRequest, raw_request: Request) -> Response:

@@ -1,0 +1,193 @@
+"""Routes that bypass FastAPI's parameters: what they take, what goes FastAPI's way, who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from vllmops.agent.responses.direct import Direct, Handler, cancelled
+
+HEADERS = {"content-type": "application/json"}
+
+
+class Asked(BaseModel):
+    text: str
+    count: int = 1
+
+
+async def checked(raw_request: Request) -> None:
+    if not raw_request.headers.get("content-type", "").startswith("application/json"):
+        raise RequestValidationError(errors=["no JSON"])
+
+
+def served(route: type[APIRoute]) -> FastAPI:
+    app, router = FastAPI(), APIRouter(route_class=route)
+
+    @router.post("/one/{name}", dependencies=[Depends(checked)])
+    async def one(name: str, request: Asked, raw_request: Request) -> Response:
+        """One."""
+        body = json.loads(await raw_request.body())
+        return JSONResponse([name, request.text, request.count, body])
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong(_: Request, error: RequestValidationError) -> Response:
+        return JSONResponse([str(item) for item in error.errors()], 400)
+
+    app.include_router(router)
+    return app
+
+
+async def sent(app: FastAPI, **given: Any) -> tuple[int, str]:
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        answer = await client.request(**{"method": "POST", "url": "/one/x", **given})
+        return answer.status_code, answer.text
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"content": b'{"text": "a", "count": 2}', "headers": HEADERS},
+        {"content": b'{"text": "a"}', "headers": {"content-type": "application/json; charset=x"}},
+        {"content": b'{"text": "a", "other": 1}', "headers": HEADERS, "params": {"a": 1}},
+        {"content": b'{"text": 5}', "headers": HEADERS},
+        {"content": b'{"count": 5}', "headers": HEADERS},
+        {"content": b'{"text": "a"', "headers": HEADERS},
+        {"content": b"[1]", "headers": HEADERS},
+        {"content": b'"\xff"', "headers": HEADERS},
+        {"content": b"[" * 100_000, "headers": HEADERS},
+        {"content": b"", "headers": HEADERS},
+        {"content": b'{"text": "a"}', "headers": {"content-type": "text/plain"}},
+        {"content": b'{"text": "a"}', "headers": {"content-type": "application/vnd.a+json"}},
+        {"method": "GET"},
+    ],
+)
+def test_answers_as_fastapi(given: dict[str, Any]) -> None:
+    answers = [asyncio.run(sent(served(route), **given)) for route in (Direct, APIRoute)]
+    if "parsing the body" in answers[0][1]:  # an error object like OpenAI's
+        assert [status for status, _ in answers] == [400, 400]
+    else:
+        assert answers[0] == answers[1]
+
+
+class Client:
+    """Sends a request, and leaves when it is told to."""
+
+    def __init__(self) -> None:
+        self.leaves = asyncio.Event()
+        self.got: list[Any] = []
+        self.asked = False
+
+    async def receive(self) -> dict[str, Any]:
+        if not self.asked:
+            self.asked = True
+            return {"type": "http.request", "body": b'{"text": "a"}', "more_body": False}
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.got.append(message)
+
+
+SCOPE = {
+    "type": "http",
+    "method": "POST",
+    "path": "/",
+    "query_string": b"",
+    "headers": [(b"content-type", b"application/json")],
+}
+
+
+async def disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def app_of(handler: Handler) -> FastAPI:
+    app, router = FastAPI(), APIRouter(route_class=Direct)
+
+    async def work(request: Asked, raw_request: Request) -> Response:
+        return await handler(request, raw_request)
+
+    router.post("/")(cancelled(disconnected)(work))
+    app.include_router(router)
+    return app
+
+
+def test_a_client_that_leaves_ends_the_work() -> None:
+    ended: list[str] = []
+
+    async def slow(request: Asked, raw_request: Request) -> Response:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append(request.text)
+            raise
+        return Response()
+
+    async def main() -> int:
+        client = Client()
+        task = asyncio.create_task(app_of(slow)(SCOPE, client.receive, client.send))
+        await asyncio.sleep(0.05)
+        client.leaves.set()
+        await asyncio.wait_for(task, 5)
+        return task.cancelling()
+
+    assert asyncio.run(main()) == 0
+    assert ended == ["a"]
+
+
+def test_who_cancels_the_request_is_not_taken_for_the_client() -> None:
+    async def slow(*_: object) -> Response:
+        await asyncio.sleep(60)
+        return Response()
+
+    async def main(*, leaves: bool) -> None:
+        client = Client()
+        task = asyncio.create_task(app_of(slow)(SCOPE, client.receive, client.send))
+        await asyncio.sleep(0.05)
+        if leaves:
+            client.leaves.set()
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+
+    asyncio.run(main(leaves=False))
+    asyncio.run(main(leaves=True))
+
+
+def test_who_leaves_before_the_end_of_the_body_gets_no_answer() -> None:
+    client = Client()
+
+    async def leave() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def work(*_: object) -> Response:
+        raise AssertionError
+
+    asyncio.run(app_of(work)(SCOPE, leave, client.send))
+    assert client.got == []
+
+
+def test_an_answer_ends_the_wait_for_the_client() -> None:
+    async def quick(request: Asked, raw_request: Request) -> Response:
+        return Response(request.text)
+
+    async def main() -> Client:
+        client = Client()
+        await app_of(quick)(SCOPE, client.receive, client.send)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return client
+
+    assert asyncio.run(main()).got[-1]["body"] == b"a"
