@@ -27,11 +27,12 @@ from .setting import VLLMOPS, Server, Setting
 
 PATH = "/v1/completions"
 BODY = {"model": "demo-text", "prompt": "The quick brown", "ignore_eos": True}
-# What a request may take, in times: of one token nearly all is vLLM's own overhead, and no request
-# feels the agent more; 16 on a model of some 100 KB are still less work than any real request.
-LENGTHS = {1: 1.02, 16: 1.01}
 CONNECTIONS = 8
-BURST = 48  # requests
+# What a request of so many tokens on so many connections may take, in times: of one token nearly
+# all is vLLM's own overhead, and no request feels the agent more; 16 on a model of some 100 KB are
+# still less work than any real request. Alone it waits for each step, so it feels who delays one.
+LIMITS = {(1, CONNECTIONS): 1.02, (16, CONNECTIONS): 1.01, (16, 1): 1.03}
+BURST = 6  # requests on each connection
 WARM_UP = 480  # requests: the first are slow; a fifth in the short form
 IDLE_S = 3.0
 MB = 1e6
@@ -44,6 +45,7 @@ HOOKS = {
 }
 INJECTION_S = 30.0
 
+Case = tuple[int, int]
 Values = defaultdict[tuple[str, str], list[float]]
 
 
@@ -59,8 +61,8 @@ def measure(setting: Setting) -> Iterator[Figure]:
     for role in (Role.API, Role.ENGINE, Role.WORKER):
         limit = Limit(1, 100) if wide else Limit(1, 20)
         yield figure(values, role, f"memory of its own (USS), {role}", "MB", limit)
-    for tokens, most in LENGTHS.items():
-        yield told(setting, values, tokens, most)
+    for case, most in LIMITS.items():
+        yield told(setting, values, case, most)
     spent = values[AGENT, "threads"]
     yield Figure(
         "the agent's threads, meanwhile",
@@ -80,20 +82,20 @@ def measure(setting: Setting) -> Iterator[Figure]:
         yield Figure(name, "s", of, "stacks dump", other, Limit(0, seconds), len(taken))
 
 
-def told(setting: Setting, values: Values, tokens: int, limit: float) -> Figure:
+def told(setting: Setting, values: Values, case: Case, limit: float) -> Figure:
     """What requests feel of the agent's hooks; and of its threads, as if all of them waited."""
-    hooked, one, other = (values[name, f"request {tokens}"] for name in BLOCKS)
+    hooked, one, other = (values[name, f"request {case}"] for name in BLOCKS)
     bare = list(map(math.sqrt, map(operator.mul, one, other)))
     rival, threads = statistics.median(bare), statistics.fmean(values[AGENT, "threads"])
     times, low, high = (item + threads for item in ratio(hooked, bare))
     return Figure(
-        f"time per request, tokens: {tokens}, with the agent",
+        "time per request, tokens: {}, connections: {}, with the agent".format(*case),
         "s",
         rival * times,
         "without its hooks and threads",
         rival,
         Limit(2) if setting.short else Limit(limit),
-        BURST * len(bare),
+        BURST * case[1] * len(bare),
         control=rival * ratio(other, one)[0],
         interval=(rival * low, rival * high),
     )
@@ -145,20 +147,23 @@ def requests(setting: Setting, server: Server, values: Values) -> None:
     from one minute to the next. So the hooks of one are taken away and put back ten times a second.
     """
     rounds, choice = 4 if setting.short else 100, random.Random(1)
-    bursts = {item: [server.request(PATH, body(item))] * BURST for item in LENGTHS}
+    bursts = {
+        (tokens, connections): [server.request(PATH, body(tokens))] * (BURST * connections)
+        for tokens, connections in LIMITS
+    }
     with switched(setting, server) as switch:
 
-        def block(name: str, tokens: int) -> float:
+        def block(name: str, case: Case) -> float:
             switch(name == HOOKED)
             began = time.perf_counter()
-            server.load(bursts[tokens], CONNECTIONS)
-            return (time.perf_counter() - began) / BURST
+            server.load(bursts[case], case[1])
+            return (time.perf_counter() - began) / len(bursts[case])
 
         began, spent = time.perf_counter(), switch(True)
         for _ in range(rounds):
-            for tokens in LENGTHS:
+            for case in LIMITS:
                 for name in choice.sample(BLOCKS, len(BLOCKS)):
-                    values[name, f"request {tokens}"].append(block(name, tokens))
+                    values[name, f"request {case}"].append(block(name, case))
         spent = switch(True) - spent
         values[AGENT, "threads"].append(spent / (time.perf_counter() - began))
 
