@@ -29,11 +29,11 @@ from vllmops.instances.servers import Server
 from vllmops.protocol.bundles import Missing
 from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
 from vllmops.protocol.memory import End, MemorySample, ProcessMemory, Recording, RecordingHead
-from vllmops.protocol.server import ServerSnapshot, Unseen
+from vllmops.protocol.server import Gpu, ServerSnapshot, Unseen
 from vllmops.protocol.steps import Step, StepsHead, StepsRecording
 from vllmops.stacks.paste import read
 
-from ..diagnose.servers import healthy, looks, metrics, pulse
+from ..diagnose.servers import MACHINE, healthy, looks, metrics, pulse
 
 STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"
 HASH = "4dfb04f3173c1f2e" * 4
@@ -97,6 +97,7 @@ def stuck() -> ServerSnapshot:
         caches=CACHES,
         memory=MEMORY,
         recordings=(RECORDED,),
+        machine=msgspec.structs.replace(MACHINE, gpus=(Gpu(index=0, by_pid={20: 1 << 30}),)),
         unseen=(Unseen("agent of worker 30", "agent.absent", "it has none", "attach"),),
     )
 

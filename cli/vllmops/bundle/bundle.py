@@ -194,10 +194,10 @@ def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
     if name.endswith(".jsonl"):
         if redactor and name == MESSAGES:
             content = messages.without_prompts(content)
-        lines = map(msgspec.to_builtins, content)
+        lines = (msgspec.to_builtins(item, str_keys=True) for item in content)
         redacted = (redactor.walk(line, log=True) if redactor else line for line in lines)
         return joined(chain(map(text.encoded, redacted), [b""]))
-    plain = msgspec.to_builtins(content)
+    plain = msgspec.to_builtins(content, str_keys=True)  # those of JSON
     if redactor and name == "configuration.json":
         plain = configured(plain, redactor)
     elif redactor:
