@@ -6,7 +6,7 @@ Each function raises where a feature does not work, and has the name of the feat
 from __future__ import annotations
 
 import asyncio
-import importlib
+import importlib.util
 import inspect
 import json
 from collections.abc import Callable
@@ -355,6 +355,16 @@ def asleep() -> None:
     )
     asyncio.run(paused.woken(client))
     assert paused.look() == []
+    # Its base: the worker itself needs a GPU.
+    worker = object.__new__(imported("worker"))
+    worker._sleep_saved_buffers = {}
+    objects.remember("worker", worker)
+    assert paused.weights() == []
+    worker._sleep_saved_buffers = {"rope": 1}
+    (proof,) = paused.weights()
+    assert "level 2" in proof.what
+    spec = importlib.util.find_spec("vllm.v1.worker.gpu_worker")
+    assert "self._sleep_saved_buffers = {" in Path(str(spec and spec.origin)).read_text("utf-8")
 
 
 def lost_load(scheduler: Any, request: Any, *, recomputes: bool) -> None:

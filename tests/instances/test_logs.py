@@ -38,6 +38,38 @@ def test_the_stages_of_a_start_come_in_order() -> None:
     assert [STAGES.index(one) for one in seen] == sorted(STAGES.index(one) for one in seen)
 
 
+def test_on_a_gpu_it_compiles_meanwhile() -> None:
+    """vLLM 0.26 with torch.compile, CUDA graphs and its second model runner."""
+    seen = [found for line in lines("gpu-ready") if (found := stage(line))]
+    assert list(dict.fromkeys(seen)) == [
+        *("loading weights", "compiling", "profiling", "warming up"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("cause", "hint"),
+    [
+        (
+            "ValueError: Free memory on device cuda:0 (119.51/139.8 GiB) on startup is less than"
+            " desired GPU memory utilization (0.98, 137.0 GiB). Decrease GPU memory utilization or"
+            " reduce GPU memory used by other processes.",
+            "nvidia-smi",
+        ),
+        (
+            "ValueError: To serve at least one request with the model's max seq len (32768), (0.75"
+            " GiB KV cache is needed, which is larger than the available KV cache memory (0.06"
+            " GiB). Based on the available memory, the estimated maximum model length is 2720.",
+            "--max-model-len",
+        ),
+    ],
+)
+def test_who_has_too_little_memory_is_told_what_to_change(cause: str, hint: str) -> None:
+    prefix = "(EngineCore pid=7) ERROR 11-26 04:45:33 [core.py:1301] "
+    found = failure([f"{prefix}Traceback (most recent call last):", f"{prefix}{cause}"])
+    assert found is not None
+    assert hint in found.hint
+
+
 # From runs of vLLM 0.32 with the frames in the middle left out; two are written after the
 # messages that PyTorch and torchvision print, since neither can be had without a GPU's builds.
 @pytest.mark.parametrize(

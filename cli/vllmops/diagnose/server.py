@@ -75,7 +75,7 @@ ORPHANS = Rule(
 FAILED = Rule(
     "server.failed",
     ERROR,
-    "the server did not start",
+    "the server has failed",
     "vllmops logs shows why",
 )
 AGENT = Rule(
@@ -265,7 +265,7 @@ def diagnose(snapshot: ServerSnapshot) -> list[Finding]:
 def missing(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Processes that should be there."""
     if snapshot.state == "failed":
-        yield FAILED.at(snapshot.server, snapshot.stage or "its state is failed")
+        yield FAILED.at(snapshot.server, snapshot.failure or "its state is failed")
         return
     if not snapshot.looks or snapshot.state == "starting":
         return

@@ -55,6 +55,8 @@ from ..stacks import pyspy
 from ..vllm_api import http
 from . import history
 
+# By NVIDIA's table of Xids these end one process, and its GPU serves the others as before.
+ONE_PROCESS = frozenset({13, 31, 43, 45})
 # Hardly longer than the second that an examination takes in any case.
 COMPARE = CompareRequest(apart_s=0.2, timeout_s=1.2)
 COMPARE_LONGER = "vllmops cache compare waits longer"
@@ -255,8 +257,9 @@ class Examination:
         if self.options.always and (missing := self.options.samples - len(self.samples)):
             rest.append(Unseen(f"{missing} of {self.options.samples} stacks", "cut-short", why))
         gaps = (*self.unseen, *known, *(rest if self.server.processes else []))
+        errors = () if self.server.processes else xids(self.server)
         return self.snapshot(
-            **{"machine": Machine(memory_total=0, memory_available=0), **parts},
+            **{"machine": Machine(memory_total=0, memory_available=0, xids=errors), **parts},
             unseen=tuple(dict.fromkeys(gaps)),
         )
 
@@ -271,6 +274,7 @@ class Examination:
             model=server.model,
             state=record.state.value if record else "",
             stage=record.stage if record else "",
+            failure=record.failure.cause if record and record.failure else "",
             looks=tuple(self.looks),
             stacks=tuple(self.samples),
             ras=tuple(self.ras),
@@ -492,15 +496,27 @@ def machine(server: Server) -> Machine:
         leftovers=tuple(leftovers()),
         orphans=tuple(orphans(table)),
         gpus=gpu.states(),
-        xids=xids(max((identity.age_s(p.start_ticks) for p in server.processes), default=0.0)),
+        xids=xids(server),
     )
 
 
-def xids(since_s: float) -> tuple[Xid, ...]:
-    """GPU errors: from the kernel's log, and those that only the driver told."""
-    logged = kmsg.xids(since_s)
+def xids(server: Server) -> tuple[Xid, ...]:
+    """GPU errors since a server began, also of one that is over.
+
+    From the kernel's log, and those that only the driver told; without those that another process
+    made for itself alone.
+    """
+    record = server.record
+    ages = [identity.age_s(process.start_ticks) for process in server.processes]
+    if not ages and record and record.started_at:
+        ages = [max(time.time() - record.started_at, 0.0)]
+    logged = kmsg.xids(max(ages, default=0.0))
     known = {(xid.gpu, xid.number) for xid in logged}
-    return (*logged, *(xid for xid in gpu.xids() if (xid.gpu, xid.number) not in known))
+    found = (*logged, *(xid for xid in gpu.xids() if (xid.gpu, xid.number) not in known))
+    if shm.out_of_sight():
+        return found  # pids are others than the kernel's
+    own = {process.pid for process in (*server.processes, *(record.processes if record else ()))}
+    return tuple(xid for xid in found if xid.number not in ONE_PROCESS or xid.pid in {None, *own})
 
 
 def disks() -> Iterator[Disk]:

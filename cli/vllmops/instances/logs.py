@@ -25,7 +25,10 @@ LIMIT_BYTES = 64 << 20
 FIRST_WAIT_S, LAST_WAIT_S = 5.0, 300.0  # between tries to rotate
 CHUNK_BYTES = 1 << 20
 
-STAGES = ("launching", "launched", "loading weights", "profiling", "warming up", "ready")
+STAGES = (
+    *("launching", "launched", "loading weights", "compiling", "profiling", "warming up"),
+    "ready",
+)
 
 LINE = re.compile(
     r"^\((?P<process>[\w.-]+) pid=(?P<pid>\d+)\) (?:(?P<level>[A-Z]+) \S+ \S+ \[[^]]*\] ?)?"
@@ -41,8 +44,9 @@ NAMES = {
 
 SIGNS = {
     "loading weights": re.compile(
-        r"Starting to load model|Loading (model )?weights|Loading safetensors"
+        r"Starting to load model|Loading (model )?(weights|from scratch)|Loading safetensors"
     ),
+    "compiling": re.compile(r"for vLLM's torch.compile|Dynamo bytecode transform"),
     "profiling": re.compile(r"KV cache (size|layout|memory)|for KV cache|[Mm]emory profiling"),
     "warming up": re.compile(r"Warming up|Capturing CUDA graph|Graph capturing|init engine \("),
 }
@@ -80,6 +84,15 @@ HINTS = (
     (
         re.compile(r"out of memory|OutOfMemory", re.IGNORECASE),
         "use less memory: -- --gpu-memory-utilization 0.8, or a smaller --max-model-len",
+    ),
+    (
+        re.compile(r"Free memory on device .* is less than desired"),
+        "another process has its memory: nvidia-smi shows which; or use less:"
+        " -- --gpu-memory-utilization 0.8",
+    ),
+    (
+        re.compile(r"estimated maximum model length is \d|larger than the available KV cache"),
+        "use a smaller -- --max-model-len, or give it more: -- --gpu-memory-utilization 0.95",
     ),
     (re.compile(r"[Aa]ddress already in use"), "use another port: vllmops serve --port N"),
     (

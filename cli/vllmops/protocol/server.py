@@ -6,6 +6,7 @@ could not be read.
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
@@ -251,6 +252,12 @@ class Xid(msgspec.Struct, frozen=True):
     text: str
     age_s: float
 
+    @property
+    def pid(self) -> int | None:
+        """The process that the driver names, as the machine counts; None if it names none."""
+        named = re.search(r"\bpid='?(\d{1,10})", self.text)
+        return int(named[1]) if named else None
+
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """The machine of the server; bytes.
@@ -302,6 +309,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         model: as given to vLLM.
         state: of an instance that vllmops started, such as ``starting``; else empty.
         stage: the stage of an instance that starts.
+        failure: why an instance failed, in vLLM's words; empty for one that has not.
         uptime_s: seconds since its first process began.
         vllm_version: None if unknown.
         looks: some time apart, in their order.
@@ -330,6 +338,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     state: str = ""
     stage: str = ""
+    failure: str = ""
     uptime_s: float | None = None
     vllm_version: str | None = None
     looks: tuple[Observation, ...] = ()

@@ -34,6 +34,11 @@ def kv_cache_usage(scheduler: Any) -> float | None:
     return None if kv_cache is None else float(kv_cache.usage)
 
 
+def dropped_weights(worker: Any) -> bool:
+    """Whether a worker sleeps at vLLM's level 2: its weights are gone until somebody loads them."""
+    return bool(getattr(vars(worker).get("worker", worker), "_sleep_saved_buffers", None))
+
+
 def unfinished(client: Any) -> int:
     """Requests that a client has handed to its engines and that are not finished."""
     return int(client.output_processor.get_num_unfinished_requests())

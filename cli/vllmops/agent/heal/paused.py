@@ -8,6 +8,7 @@ from typing import Any
 
 from ...protocol.heal import Proof
 from .. import engine, objects
+from ..adapters.engine import dropped_weights
 from ..gate import gate
 
 TIMEOUT_S = 60.0  # weights come back from the host's memory
@@ -38,6 +39,13 @@ def pauser() -> list[Proof]:
     client = (arrival.scope.get("client") or ("an unknown client",))[0]
     ago = time.monotonic() - arrival.at
     return [Proof(subject="engine", what=f"{arrival.route} from {client}, {ago:.0f} s ago")]
+
+
+def weights() -> list[Proof]:
+    """One proof where a worker of this process sleeps without its weights."""
+    if not any(map(dropped_weights, objects.every("worker"))):
+        return []
+    return [Proof(subject="engine", what="its weights are gone: vLLM's sleep level 2 drops them")]
 
 
 def act(subjects: list[str]) -> dict[str, str]:

@@ -36,6 +36,7 @@ ACTIONS: Final = {
     "io-threads": Action(io_threads.look, io_threads.act),
     "paused": Action(paused.look, paused.act),
     "pauser": Action(paused.pauser),
+    "sleeping-weights": Action(paused.weights),
     "transfers": Action(transfers.look, transfers.act, transfers.known),
     "transit": Action(transit.look),
 }

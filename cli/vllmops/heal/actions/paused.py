@@ -26,14 +26,23 @@ class Paused(InAgents):
 
     def look(self, server: Server) -> list[Case]:
         cases = super().look(server)
-        by = [case.proof.what for case in asked(server.of(Role.API), "pauser")] if cases else []
+        more: list[str] = []
+        if cases:
+            more += dict.fromkeys(case.proof.what for case in without_weights(server))
+            more += [case.proof.what for case in asked(server.of(Role.API), "pauser")]
         return [
-            Case(case.process, replace(case.proof, what="; ".join((case.proof.what, *by))))
+            Case(case.process, replace(case.proof, what="; ".join((case.proof.what, *more))))
             for case in cases
         ]
 
     def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
         request = HealRequest(action=self.name, subjects=[case.proof.subject for case in cases])
+        if without_weights(server):
+            why = (
+                "it would answer with random tokens: load its weights (reload_weights), or"
+                f" vllmops restart {server.label}"
+            )
+            return dict.fromkeys(request.subjects or (), why)
         failed: dict[str, str] = dict.fromkeys(request.subjects or (), "no API server answers")
         for process in server.of(Role.API):
             try:
@@ -43,3 +52,8 @@ class Paused(InAgents):
             if not failed:
                 break
         return failed
+
+
+def without_weights(server: Server) -> list[Case]:
+    """The processes of a server whose workers sleep without their weights."""
+    return asked(server.of(Role.ENGINE, Role.WORKER), "sleeping-weights")

@@ -1,0 +1,64 @@
+"""What an examination gathers of the machine."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+
+from vllmops.doctor import examine
+from vllmops.host import gpu, kmsg, shm
+from vllmops.host.processes import Process
+from vllmops.host.roles import Role
+from vllmops.instances.record import Record
+from vllmops.instances.servers import Server
+from vllmops.protocol.server import Xid
+
+
+def test_what_another_process_did_to_itself_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged = (
+        Xid("0000:3b:00", 31, "pid=7, name=VLLM::EngineCor, MMU Fault", 5.0),
+        Xid("0000:3b:00", 43, "pid='8', name=VLLM::EngineCor, channel 0x00000046", 4.0),
+        Xid("0000:3b:00", 79, "pid=8, GPU has fallen off the bus.", 3.0),
+        Xid("0000:3b:00", 13, "told by NVML", 2.0),
+    )
+    monkeypatch.setattr(kmsg, "xids", lambda _: logged)
+    monkeypatch.setattr(gpu, "xids", lambda: ())
+    monkeypatch.setattr(shm, "out_of_sight", lambda: "")
+    server = Server("demo", (Process(Role.ENGINE, 7, 0),))
+    assert [(xid.number, xid.pid) for xid in examine.xids(server)] == [(31, 7), (79, 8), (13, None)]
+    monkeypatch.setattr(shm, "out_of_sight", lambda: "this is a container")
+    assert examine.xids(server) == logged
+
+
+def test_a_server_that_is_over_had_its_own_gpu_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    since: list[float] = []
+
+    def told(since_s: float) -> tuple[Xid, ...]:
+        since.append(since_s)
+        return logged
+
+    logged = (Xid("0000:3b:00", 31, "pid=7, MMU Fault", 5.0),)
+    monkeypatch.setattr(kmsg, "xids", told)
+    monkeypatch.setattr(gpu, "xids", lambda: ())
+    monkeypatch.setattr(shm, "out_of_sight", lambda: "")
+    record = msgspec.convert(
+        {
+            "name": "demo",
+            "command": ["vllm"],
+            "directory": "/",
+            "environment": {},
+            "model": "m",
+            "host": "127.0.0.1",
+            "port": 8000,
+            "detached": True,
+            "created_at": 0.0,
+            "state": "failed",
+            "started_at": time.time() - 100,
+            "processes": [{"role": "engine", "pid": 7, "start_ticks": 0}],
+        },
+        Record,
+    )
+    assert examine.xids(Server("demo", (), record=record)) == logged
+    assert since[0] == pytest.approx(100, abs=5)
