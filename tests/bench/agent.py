@@ -31,7 +31,7 @@ CONNECTIONS = 8
 # What a request of so many tokens on so many connections may take, in times: of one token nearly
 # all is vLLM's own overhead, and no request feels the agent more; 16 on a model of some 100 KB are
 # still less work than any real request. Alone it waits for each step, so it feels who delays one.
-LIMITS = {(1, CONNECTIONS): 1.02, (16, CONNECTIONS): 1.01, (16, 1): 1.03}
+LIMITS = {(1, CONNECTIONS): 1.03, (16, CONNECTIONS): 1.03, (16, 1): 1.03}
 BURST = 6  # requests on each connection
 WARM_UP = 480  # requests: the first are slow; a fifth in the short form
 IDLE_S = 3.0
