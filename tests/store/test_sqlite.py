@@ -312,6 +312,47 @@ def test_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     with_store(tmp_path / "a.db", work)
 
 
+def test_the_turns_of_this_process_are_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "a.db"
+
+    async def turn(store: Sqlite, number: int) -> int:
+        """Have one after the one before it; how often SQLite was asked for the turns until then."""
+        before, count = f"resp_{number - 1}" if number else None, 0
+        if before:
+            found, count = await queries(store, store.conversation("me", before))
+            assert [each.id for each in found] == [f"resp_{each}" for each in range(number)]
+            earlier = f"resp_{number - 2}" if number > 1 else None
+            assert found[-1] == response(before, previous_id=earlier)
+        together = [store.create(response(f"resp_{number}", previous_id=before))]
+        together += [store.create(response(f"resp_{number}_{each}")) for each in range(3)]
+        assert await asyncio.gather(*together) == [True] * 4
+        return count
+
+    async def work(store: Sqlite) -> None:
+        assert [await turn(store, number) for number in range(6)] == [0, 1, 0, 0, 0, 0]
+        with sqlite3.connect(path) as other:
+            other.execute("UPDATE vllmops_responses SET owner = 'you' WHERE id = 'resp_0_1'")
+        other.close()
+        assert [await turn(store, number) for number in range(6, 9)] == [1, 0, 0]
+        assert await store.delete("me", "resp_4")
+        found, count = await queries(store, store.conversation("me", "resp_8"))
+        assert ([each.id for each in found], count) == ([f"resp_{n}" for n in range(5, 9)], 1)
+        assert await store.conversation("you", "resp_8") == []
+
+    with_store(path, work)
+
+
+def test_turns_that_bite_their_tail_end(tmp_path: Path) -> None:
+    async def work(store: Sqlite) -> None:
+        for name, before in (("resp_a", "resp_b"), ("resp_b", "resp_a")):
+            await store.create(response(name, previous_id=before))
+        for _ in range(2):
+            found = await asyncio.wait_for(store.conversation("me", "resp_a"), 5)
+            assert {each.id for each in found} == {"resp_a", "resp_b"}
+
+    with_store(tmp_path / "a.db", work)
+
+
 def test_a_conversation_that_is_deleted_while_it_is_read_is_not_empty(tmp_path: Path) -> None:
     class Late(Sqlite):
         async def fetch(self, name: str, *values: Any) -> Any:

@@ -131,7 +131,7 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
 
 
 class Recent:
-    """Responses that were read lately, which the event loop may tell again.
+    """Responses that were read or stored lately, which the event loop may tell again.
 
     It asks no connection, because any statement may wait for the disk. What is kept is as it was
     at one version of the file, and is told as long as the file has that version. A commit of this
@@ -164,27 +164,45 @@ class Recent:
             self.kept[owner, response_id] = known
         return known
 
+    def chain(self, owner: str, response_id: str) -> list[Response] | None:
+        """A turn after all before it, the oldest first; None where one of them is not kept."""
+        turns, turn = list[Response](), response_id
+        while (known := self.find(owner, turn)) and len(turns) < KEPT:
+            turns.append(known)
+            if known.previous_id is None:
+                return turns[::-1]
+            turn = known.previous_id
+        return None
+
     def keep(self, owner: str, response: Response, version: bytes) -> None:
         """Keep a response that was read when the file had that version, or a later one."""
-        if not fits(response) or version != self.look():
+        if version != self.look():
             return
         if version != self.version:
             self.kept.clear()
             self.version = version
+        self.add(owner, response)
+
+    def add(self, owner: str, response: Response) -> None:
+        """Keep a response as it is in the file at this version."""
+        if not fits(response):
+            return
         self.kept.pop((owner, response.id), None)
         self.kept[owner, response.id] = response
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
 
-    def committed(self, before: bytes, after: bytes) -> None:
-        """Count a commit that has changed nothing that is kept.
+    def committed(self, before: bytes, after: bytes) -> bool:
+        """Count a commit that has changed nothing that is kept; False where that is not certain.
 
         Args:
             before: the version before it.
             after: the version after it; of others' commits between these nothing is known.
         """
-        if before == self.version and commits(after) - commits(before) == 1:
+        known = before == self.version and commits(after) - commits(before) == 1
+        if known:
             self.version = after
+        return known
 
 
 def commits(version: bytes) -> int:
@@ -324,6 +342,19 @@ class Sqlite(Sql):
             recent.keep(owner, found, version)
         return found
 
+    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+        recent = self.recent
+        if recent is None:
+            return await super().conversation(owner, response_id)
+        if turns := recent.chain(owner, response_id):
+            await self.uses.note([turn.id for turn in turns])
+            return turns
+        version = recent.look()
+        found = await super().conversation(owner, response_id)
+        for turn in found:
+            recent.keep(owner, turn, version)
+        return found
+
     async def run(self, statement: str, *values: Any) -> Rows:
         given = numbered(values)
 
@@ -344,14 +375,26 @@ class Sqlite(Sql):
             with transaction(connection):
                 return [bool(connection.execute(text, row).fetchall()) for row in rows]
 
-        return await self.write(run, spares=True)
+        def keep(recent: Recent, added: list[bool]) -> None:
+            for one, new in zip(responses, added, strict=True):
+                if new:
+                    recent.add(one.owner, one)
 
-    async def write(self, job: Callable[[sqlite3.Connection], T], *, spares: bool) -> T:
+        return await self.write(run, spares=True, keep=keep)
+
+    async def write(
+        self,
+        job: Callable[[sqlite3.Connection], T],
+        *,
+        spares: bool,
+        keep: Callable[[Recent, T], None] | None = None,
+    ) -> T:
         """Have the writer do something.
 
         Args:
             job: what; it commits once at most.
             spares: whether it changes no response that has ended by itself.
+            keep: keeps what it has stored.
         """
         assert self.writer
         recent = self.recent
@@ -365,7 +408,8 @@ class Sqlite(Sql):
             return done, before, recent.look() if connection.total_changes > count else before
 
         done, before, after = await self.writer.run(run)
-        recent.committed(before, after)
+        if recent.committed(before, after) and keep:
+            keep(recent, done)
         return done
 
     async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
