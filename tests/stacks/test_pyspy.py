@@ -148,6 +148,7 @@ def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
 
 def test_local_variables_only_when_asked_for() -> None:
     with python(THREADS) as target:
+        until_spun(target.pid, 0.1)
         without, with_ = dump(target.pid), dump(target.pid, Options(locals=True))
     assert all(frame.locals is None for thread in without.threads for frame in thread.frames)
     frame = with_.threads[2].frames[0]
@@ -159,6 +160,7 @@ def test_local_variables_only_when_asked_for() -> None:
 
 def test_native_frames() -> None:
     with python(THREADS) as target:
+        until_spun(target.pid, 0.1)
         stacks = dump(target.pid, Options(native=True))
     assert stacks.note == ""
     waiter = stacks.threads[2].frames
