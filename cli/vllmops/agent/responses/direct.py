@@ -26,7 +26,10 @@ JSON = "application/json"
 
 
 class Direct(APIRoute):
-    """A route that bypasses FastAPI where a request has only a path, or only a JSON body."""
+    """A route that bypasses FastAPI where a request has only a path, or only a JSON body.
+
+    What such a route depends on is not asked, so that may only be that its body is JSON.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -44,18 +47,19 @@ class Direct(APIRoute):
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        given: dict[str, Any] | None = None
-        if not scope["query_string"] and scope["method"] in (self.methods or ()):
-            given = {}
-            if self.body_field is not None:
-                try:
-                    body = await request.body()
-                except ClientDisconnect:
-                    return
-                given, receive = self.parsed(request, body), again(body, receive)
-        if given is None:
+        if scope["query_string"] or scope["method"] not in (self.methods or ()):
             await super().handle(scope, receive, send)
             return
+        given: dict[str, Any] = {}
+        if self.body_field is not None:
+            try:
+                body = await request.body()
+            except ClientDisconnect:
+                return
+            if (parsed := self.parsed(request, body)) is None:
+                await super().handle(scope, again(body, receive), send)
+                return
+            given = parsed
         answer = await self.endpoint(raw_request=request, **given, **scope["path_params"])
         await answer(scope, receive, send)
 
