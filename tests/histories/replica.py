@@ -233,7 +233,9 @@ def serve(port: int, url: str, kind: str) -> None:
     if kind:
         os.environ[opening.CLASS] = kind
     assert conversation_routes  # which adds to the others
-    backend = opening.backend(url, Limits(lease_s=LEASE_S))
+    # A sweep while the clock is ahead would take the events that a client has not followed yet.
+    limits = Limits(lease_s=LEASE_S, events_kept_s=2 * STEP_S)
+    backend = opening.backend(url, limits)
     StoredResponses.open_store = staticmethod(lambda: ResponseStore(backend))
     StoredResponses.ring = staticmethod(lambda: None)
     app = FastAPI(lifespan=functools.partial(routes.lifespan, routes.router))
