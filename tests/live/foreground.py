@@ -52,4 +52,5 @@ class Foreground:
         self.process.send_signal(number)
         self.process.wait(60)
         footprint.wait_gone()
-        assert self.live.row["state"] in {"stopped", "failed"}
+        # Its supervisor writes that down after the last process has gone.
+        until(lambda: self.live.row["state"] in {"stopped", "failed"}, 10)
