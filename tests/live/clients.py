@@ -41,7 +41,7 @@ SPEAKS: dict[str, Any] = {"extra_body": {"structured_outputs": {"choice": ["on"]
 # Of these a fast machine is done with 1,800 before the next request comes.
 SLOW: dict[str, Any] = {"max_output_tokens": 3800, **ENDLESS}
 # Within which what is cancelled has to stop, wherever it runs.
-STOPPED_S = 15
+STOPPED_S = 7
 
 
 def talkative(folder: Path) -> tuple[str, ...]:
