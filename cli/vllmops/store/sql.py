@@ -237,9 +237,13 @@ class Sql(SqlConversations):
         raise CursorUnknown(response_id)
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
-        found = await self.alive("conversation", response_id, owner)
+        found = await self.turns(owner, response_id)
         await self.uses.note([response.id for response in found])
         return found
+
+    async def turns(self, owner: str, response_id: str) -> list[Response]:
+        """As `conversation`, and no use of it."""
+        return await self.alive("conversation", response_id, owner)
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         now = time.time()

@@ -342,15 +342,14 @@ class Sqlite(Sql):
             recent.keep(owner, found, version)
         return found
 
-    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+    async def turns(self, owner: str, response_id: str) -> list[Response]:
         recent = self.recent
         if recent is None:
-            return await super().conversation(owner, response_id)
-        if turns := recent.chain(owner, response_id):
-            await self.uses.note([turn.id for turn in turns])
-            return turns
+            return await super().turns(owner, response_id)
+        if known := recent.chain(owner, response_id):
+            return known
         version = recent.look()
-        found = await super().conversation(owner, response_id)
+        found = await super().turns(owner, response_id)
         for turn in found:
             recent.keep(owner, turn, version)
         return found
