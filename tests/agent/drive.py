@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import inspect
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -498,6 +499,41 @@ def left_out() -> list[Any]:
     request = ResponsesRequest.model_validate({"input": given})
     *texts, parts = request.input
     return [*(item["content"] for item in texts), parts.content[0].text]
+
+
+TEXT: dict[str, Any] = {"type": "input_text", "text": "hi"}
+KINDS: tuple[dict[str, Any], ...] = ({}, {"type": "message"}, {"type": "mesage"})
+CONTENTS: tuple[Any, ...] = (
+    *("hi", "", "grün", "\ud800", None, 5, {}, [], [TEXT], [TEXT, TEXT], [TEXT, "hi"]),
+    *([{**TEXT, "text": value}] for value in ("", "grün", "\ud800", None, 5)),
+    *([{**TEXT, "type": value}] for value in ("output_text", "text", None, 5)),
+)
+
+
+def messages() -> dict[str, Any]:
+    """How many messages vLLM leaves as they are or refuses, as we do; those that differ."""
+    from vllmops.agent.adapters.responses import Request, ResponsesRequest
+
+    given: list[dict[str, Any]] = [
+        {**kind, "role": role, "content": content}
+        for kind in KINDS
+        for role in ("user", "system", "developer", "tool", None, ["user"])
+        for content in CONTENTS
+    ]
+    counts, differ = Counter[str](), []
+    for item in given:
+        read: list[Any] = []
+        for model in (ResponsesRequest, Request):
+            try:
+                read += model.model_validate({"input": [item]}).input
+            except ValueError:
+                read.append(None)
+        ours, stock = read
+        counts["refused" if stock is None else "as it is" if stock == item else "changed"] += 1
+        if ours != stock:
+            differ.append(item)
+    kinds = {str(model.model_fields["input"].annotation) for model in (ResponsesRequest, Request)}
+    return {**counts, "differ": differ, "quick": len(kinds) == 2}
 
 
 async def turns(serving: Any, request_type: Any, ours: Any) -> None:

@@ -52,6 +52,9 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
         "a type",
         "parts, no type",
     ]
+    read: Any = process.run("out = messages()")
+    assert read["as it is"] > 40 < read["refused"]
+    assert (read["differ"], read["quick"]) == ([], True)
     assert process.run("out = objects.problems") == []
 
 
