@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
-from vllmops.agent.responses.direct import Direct, Handler, cancelled
+from vllmops.agent.responses.direct import PATIENCE_S, Direct, Handler, cancelled
 
 HEADERS = {"content-type": "application/json"}
 
@@ -137,7 +137,7 @@ def test_a_client_that_leaves_ends_the_work() -> None:
     async def main() -> int:
         client = Client()
         task = asyncio.create_task(app_of(slow)(SCOPE, client.receive, client.send))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(PATIENCE_S / 2)
         client.leaves.set()
         await asyncio.wait_for(task, 5)
         return task.cancelling()
@@ -154,7 +154,7 @@ def test_who_cancels_the_request_is_not_taken_for_the_client() -> None:
     async def main(*, leaves: bool) -> None:
         client = Client()
         task = asyncio.create_task(app_of(slow)(SCOPE, client.receive, client.send))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(4 * PATIENCE_S)
         if leaves:
             client.leaves.set()
             await asyncio.sleep(0)
@@ -179,8 +179,10 @@ def test_who_leaves_before_the_end_of_the_body_gets_no_answer() -> None:
     assert client.got == []
 
 
-def test_an_answer_ends_the_wait_for_the_client() -> None:
+@pytest.mark.parametrize("after_s", [0.0, 4 * PATIENCE_S])
+def test_an_answer_ends_the_wait_for_the_client(after_s: float) -> None:
     async def quick(request: Asked, raw_request: Request) -> Response:
+        await asyncio.sleep(after_s)
         return Response(request.text)
 
     async def main() -> Client:

@@ -23,6 +23,9 @@ from .. import tracing
 
 Handler = Callable[..., Awaitable[Response]]
 JSON = "application/json"
+# How long a client that has gone is not noticed: the task that listens takes 1.5 % of a short
+# request's time.
+PATIENCE_S = 0.05
 
 
 class Direct(APIRoute):
@@ -90,7 +93,8 @@ def cancelled(
 ) -> Callable[[Handler], Handler]:
     """Have a handler cancelled once its client has gone.
 
-    As vLLM's ``with_cancellation`` does, with one task less for each request.
+    As vLLM's ``with_cancellation`` does, with one task less for each request, and two less for
+    those that are answered before `PATIENCE_S` is over.
 
     Args:
         listen: ends once the client has gone.
@@ -101,6 +105,7 @@ def cancelled(
         async def wrapper(*args: Any, raw_request: Request, **kwargs: Any) -> Response:
             task = asyncio.current_task()
             assert task
+            listener: asyncio.Task[None] | None = None
             gone = False
 
             async def leave() -> None:
@@ -109,7 +114,11 @@ def cancelled(
                 gone = True
                 task.cancel()
 
-            listener = asyncio.create_task(leave())
+            def begin() -> None:
+                nonlocal listener
+                listener = asyncio.create_task(leave())
+
+            timer = asyncio.get_running_loop().call_later(PATIENCE_S, begin)
             try:
                 return await handler(*args, raw_request=raw_request, **kwargs)
             except asyncio.CancelledError:
@@ -117,7 +126,9 @@ def cancelled(
                     raise
                 return Response()  # nobody reads it
             finally:
-                listener.cancel()
+                timer.cancel()
+                if listener:
+                    listener.cancel()
                 if gone:
                     task.uncancel()
 
