@@ -244,7 +244,6 @@ class Sqlite(Sql):
     """A file; one thread writes, another reads."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError, sqlite3.Error)
-    at_once = True
     hint: ClassVar[str] = (
         "check the file, the owner of it and of its directory, and the space on its disk"
     )
