@@ -88,7 +88,7 @@ class Worker:
             result, error = None, None
             try:
                 connection = connection or patiently(self.connect)
-                result = patiently(partial(job, connection))
+                result = patiently(partial(job, connection), unless=future.cancelled)
             except BaseException as caught:
                 error = caught
             self.done.append((future, result, error))
@@ -108,15 +108,20 @@ class Worker:
             settle(*self.done.popleft())
 
 
-def patiently(job: Callable[[], T]) -> T:
-    """Do a job once nobody else holds the file; gives up after `BUSY_S`."""
+def patiently(job: Callable[[], T], unless: Callable[[], bool] = lambda: False) -> T:
+    """Do a job once nobody else holds the file.
+
+    Args:
+        job: what to do; it is given up after `BUSY_S`.
+        unless: whether it is given up sooner.
+    """
     deadline = time.monotonic() + BUSY_S
     while True:
         try:
             return job()
         except sqlite3.OperationalError as error:
             busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-            if not busy or time.monotonic() > deadline:
+            if not busy or time.monotonic() > deadline or unless():
                 raise
         time.sleep(NAP_S)
 
