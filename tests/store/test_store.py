@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
-from vllmops.store import fields, opening, packing, redaction
-from vllmops.store.backend import Limits, Response
+from vllmops.store import backend, fields, opening, packing, redaction
+from vllmops.store.backend import Limits, Response, Uses
 from vllmops.store.store import document
 from vllmops.store.urls import shown
 
@@ -115,6 +116,27 @@ def test_a_stored_object_without_all_fields_gets_the_defaults() -> None:
         "tools": [{"type": "x"}],
         "n": None,
     }
+
+
+def test_a_use_is_written_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn of a conversation uses all turns before it."""
+    written: list[list[str]] = []
+
+    async def write(uses: list[tuple[str, float]]) -> None:
+        written.append([response_id for response_id, _ in uses])
+
+    async def main() -> None:
+        uses = Uses(write)
+        await uses.note(["a", "b"])
+        await uses.flush()
+        await uses.note(["a", "b", "c"])
+        await uses.flush()
+        monkeypatch.setattr(backend, "GRAIN_S", 0.0)
+        await uses.note(["a"])
+        await uses.flush()
+
+    asyncio.run(main())
+    assert written == [["a", "b"], ["c"], ["a"]]
 
 
 @pytest.mark.parametrize("url", URLS)

@@ -32,6 +32,8 @@ BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 CHECK_SERVER = "check the store's URL, and that its server is running"
 # Uses of responses that are noted before they are written.
 NOTED = 1000
+# To how many seconds a use is known.
+GRAIN_S = 10.0
 # An owner is a hash or empty, so this is nobody's: it stands for whoever runs the server.
 EVERYBODY = "*"
 
@@ -383,7 +385,8 @@ def words(statuses: Collection[str]) -> str:
 class Uses:
     """When responses were used last, noted until it is written down, all at once.
 
-    A use that is not written is lost with the process, which harms nothing.
+    A use that is not written is lost with the process, which harms nothing. Each turn uses all
+    turns before it, so what was noted is not noted again for `GRAIN_S`.
 
     Args:
         write: writes down ids, each with the time of its last use in seconds since the epoch.
@@ -392,10 +395,16 @@ class Uses:
     def __init__(self, write: Callable[[list[tuple[str, float]]], Awaitable[None]]) -> None:
         self.write = write
         self.noted: dict[str, float] = {}
+        self.known, self.since = set[str](), 0.0
 
     async def note(self, ids: Collection[str]) -> None:
         """Count as use, which is written down later."""
-        self.noted.update(dict.fromkeys(ids, time.time()))
+        now = time.monotonic()
+        if now - self.since > GRAIN_S:
+            self.known, self.since = set(), now
+        fresh = set(ids) - self.known
+        self.known |= fresh
+        self.noted.update(dict.fromkeys(fresh, time.time()))
         if len(self.noted) >= NOTED:
             await self.flush()
 
