@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from cachetools import LRUCache
@@ -71,22 +72,22 @@ class History:
                 items, size = left, len(text)
                 break
         compacted, parsed = bool(items), self.parse(items)
-        for turn, answer in zip(turns[len(turns) - len(answers) :], reversed(answers), strict=True):
-            if not compacted:
-                given = await unpack(turn.input)
-                asked = legible(wire.ITEMS.decode(given))
-                items += asked
-                parsed += self.parse(asked)
-                size += len(given)
+        # What clients sent is read all at once, which takes half the time; a compaction has it.
+        sent = [await unpack(turn.input) for turn in turns[len(turns) - len(answers) + compacted :]]
+        asked = list(map(legible, wire.INPUTS.decode(b"[%b]" % b",".join(sent))))
+        asked_parsed = iter(self.parse([item for part in asked for item in part]))
+        if compacted:
+            asked.insert(0, [])
+        for part, answer in zip(asked, reversed(answers), strict=True):
+            items += part
+            parsed += islice(asked_parsed, len(part))
             items += answer.items
             parsed += answer.parsed
             size += answer.size
-            compacted = False
-        return Part(items, parsed, size)
+        return Part(items, parsed, size + sum(map(len, sent)))
 
     async def of_entries(self, entries: Sequence[Entry]) -> Part:
         """The items of a conversation, as the store keeps them."""
-        # What clients sent is read all at once, which takes half the time.
         sent = [await unpack(entry.body) for entry in entries if not entry.answer]
         given = list(map(readable, wire.ITEMS.decode(b"[%b]" % b",".join(sent))))
         asked = iter(given)

@@ -79,6 +79,7 @@ class Kind(msgspec.Struct):
 REQUEST = msgspec.json.Decoder(Input)
 GIVEN = msgspec.json.Decoder(str | list[dict[str, Any]] | None)
 ITEMS = msgspec.json.Decoder(list[dict[str, Any]])
+INPUTS = msgspec.json.Decoder(list[list[dict[str, Any]]])
 ITEM = msgspec.json.Decoder(dict[str, Any])
 OUTPUT = msgspec.json.Decoder(Output)
 BACKGROUND = msgspec.json.Decoder(Background)
@@ -139,8 +140,8 @@ def speaks(item: dict[str, Any], kept: frozenset[str]) -> bool:
 def silent(item: Any) -> bool:
     """Whether an input item is an empty answer, which vLLM produces and can't render."""
     fields = item if isinstance(item, dict) else vars(item)
-    message = fields.get("role") == "assistant" and fields.get("type") == "message"
-    return message and fields.get("content") == []
+    empty = fields.get("content") == []
+    return empty and fields.get("role") == "assistant" and fields.get("type") == "message"
 
 
 def in_background(response: Response) -> bool:
