@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 
@@ -193,3 +198,69 @@ def test_an_answer_ends_the_wait_for_the_client(after_s: float) -> None:
         return client
 
     assert asyncio.run(main()).got[-1]["body"] == b"a"
+
+
+@contextmanager
+def uvicorn_of(app: FastAPI, **options: Any) -> Iterator[socket.socket]:
+    """A connection to an app that uvicorn serves in a thread."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **options))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            with socket.create_connection(listening.getsockname()) as client:
+                yield client
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def echo() -> FastAPI:
+    app, router = FastAPI(), APIRouter(route_class=Direct)
+
+    @router.post("/")
+    async def work(request: Asked, raw_request: Request) -> Response:
+        if request.text == "stream":
+            return StreamingResponse(iter([b"a", b"b"]))
+        return Response(request.text * request.count)
+
+    app.include_router(router)
+    return app
+
+
+def asking(text: str, count: int = 1, *headers: str) -> bytes:
+    body = json.dumps({"text": text, "count": count})
+    head = ["POST / HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    return "\r\n".join([*head, f"content-length: {len(body)}", "", body]).encode()
+
+
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+@pytest.mark.parametrize("http", ["h11", "httptools"])
+def test_the_head_and_the_body_of_an_answer_leave_together(http: str, loop: str) -> None:
+    with uvicorn_of(echo(), http=http, loop=loop) as client:
+        for _ in range(3):
+            client.sendall(asking("abc"))
+            assert client.recv(10_000).endswith(b"\r\n\r\nabc")
+        client.sendall(asking("stream"))
+        streamed = b""
+        while not streamed.endswith(b"0\r\n\r\n"):
+            streamed += client.recv(10_000)
+        client.sendall(asking("ab", 2_000_000))
+        large = b""
+        while not large.endswith(b"ab" * 2_000_000):
+            large += client.recv(1 << 20)
+        client.sendall(asking("abc") + asking("def", 1, "connection: close"))
+        rest = b""
+        while part := client.recv(10_000):
+            rest += part
+        heads = rest.replace(b"\r\n\r\nabc", b"|").replace(b"\r\n\r\ndef", b"|").split(b"|")
+        assert [head[:15] for head in heads] == [b"HTTP/1.1 200 OK", b"HTTP/1.1 200 OK", b""]
+
+
+def test_who_leaves_while_an_answer_is_sent_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    with uvicorn_of(echo()) as client:
+        client.sendall(asking("ab", 20_000_000))
+        assert client.recv(1000)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        client.close()  # with a reset
+    assert caplog.records == []

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -64,7 +65,8 @@ class Direct(APIRoute):
                 return
             given = parsed
         answer = await self.endpoint(raw_request=request, **given, **scope["path_params"])
-        await answer(scope, receive, send)
+        with nullcontext() if isinstance(answer, StreamingResponse) else at_once(receive):
+            await answer(scope, receive, send)
 
     def parsed(self, request: Request, body: bytes) -> dict[str, Any] | None:
         """A body as the endpoint takes it; None where there is something wrong with it."""
@@ -76,6 +78,52 @@ class Direct(APIRoute):
             return {parameter.name: model.model_validate(json.loads(body))}
         except Exception:
             return None
+
+
+class Held:
+    """Stands in for a transport: what is written waits until all of it is there."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self.parts: list[bytes] = []
+
+    def write(self, data: bytes) -> None:
+        self.parts.append(data)
+
+    def close(self) -> None:
+        self.flush()
+        self.transport.close()
+
+    def flush(self) -> None:
+        if self.parts and not self.transport.is_closing():
+            self.transport.write(b"".join(self.parts))
+        self.parts.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+
+@contextmanager
+def at_once(receive: Receive) -> Iterator[None]:
+    """Have the head and the body of an answer leave together.
+
+    uvicorn writes one after the other: two packets, of which each wakes the client. With another
+    server, or where a middleware of the user's stands between, it stays so.
+
+    Args:
+        receive: of the request; uvicorn's is a method of what has the connection.
+    """
+    cycle: Any = getattr(receive, "__self__", None)
+    if not type(cycle).__module__.startswith("uvicorn.") or not hasattr(cycle, "transport"):
+        yield
+        return
+    transport = cycle.transport
+    held = cycle.transport = Held(transport)
+    try:
+        yield
+    finally:
+        cycle.transport = transport
+        held.flush()
 
 
 def again(body: bytes, receive: Receive) -> Receive:
