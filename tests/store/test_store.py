@@ -118,8 +118,7 @@ def test_a_stored_object_without_all_fields_gets_the_defaults() -> None:
     }
 
 
-def test_a_use_is_written_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn of a conversation uses all turns before it."""
+def test_the_turns_before_a_turn_are_used_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[list[str]] = []
 
     async def write(uses: list[tuple[str, float]]) -> None:
@@ -127,16 +126,17 @@ def test_a_use_is_written_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> No
 
     async def main() -> None:
         uses = Uses(write)
-        await uses.note(["a", "b"])
-        await uses.flush()
-        await uses.note(["a", "b", "c"])
+        for turns in ("abc", "abcd", "abcd"):
+            await uses.note_turns(turns)
+            await uses.flush()
+        await uses.note("a")
         await uses.flush()
         monkeypatch.setattr(backend, "GRAIN_S", 0.0)
-        await uses.note(["a"])
+        await uses.note_turns("abcde")
         await uses.flush()
 
     asyncio.run(main())
-    assert written == [["a", "b"], ["c"], ["a"]]
+    assert written == [["a", "b", "c"], ["c", "d"], ["d"], ["a"], ["a", "b", "c", "d", "e"]]
 
 
 @pytest.mark.parametrize("url", URLS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 import msgspec
@@ -32,7 +32,7 @@ BROKEN = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 CHECK_SERVER = "check the store's URL, and that its server is running"
 # Uses of responses that are noted before they are written.
 NOTED = 1000
-# To how many seconds a use is known.
+# To how many seconds the use of the turns before a turn is known.
 GRAIN_S = 10.0
 # An owner is a hash or empty, so this is nobody's: it stands for whoever runs the server.
 EVERYBODY = "*"
@@ -385,8 +385,7 @@ def words(statuses: Collection[str]) -> str:
 class Uses:
     """When responses were used last, noted until it is written down, all at once.
 
-    A use that is not written is lost with the process, which harms nothing. Each turn uses all
-    turns before it, so what was noted is not noted again for `GRAIN_S`.
+    A use that is not written is lost with the process, which harms nothing.
 
     Args:
         write: writes down ids, each with the time of its last use in seconds since the epoch.
@@ -399,14 +398,21 @@ class Uses:
 
     async def note(self, ids: Collection[str]) -> None:
         """Count as use, which is written down later."""
+        self.noted.update(dict.fromkeys(ids, time.time()))
+        if len(self.noted) >= NOTED:
+            await self.flush()
+
+    async def note_turns(self, ids: Sequence[str]) -> None:
+        """Count as use of a turn, the last one, and of all before it: of these once in `GRAIN_S`.
+
+        Each turn uses all before it, and writing that down takes longer than to store the turn.
+        """
         now = time.monotonic()
         if now - self.since > GRAIN_S:
             self.known, self.since = set(), now
-        fresh = set(ids) - self.known
-        self.known |= fresh
-        self.noted.update(dict.fromkeys(fresh, time.time()))
-        if len(self.noted) >= NOTED:
-            await self.flush()
+        before = set(ids[:-1]) - self.known
+        self.known |= before
+        await self.note([*before, *ids[-1:]])
 
     def take(self) -> list[tuple[str, float]]:
         """What is noted, for whoever writes it down."""

@@ -307,7 +307,7 @@ class Redis(RedisConversations):
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         found = await self.call("conversation", response_id, owner, *self.judged)
         turns = [made(response) for response in reversed(found)]
-        await self.uses.note([response.id for response in turns])
+        await self.uses.note_turns([response.id for response in turns])
         return turns
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:

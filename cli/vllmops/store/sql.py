@@ -238,7 +238,7 @@ class Sql(SqlConversations):
 
     async def conversation(self, owner: str, response_id: str) -> list[Response]:
         found = await self.turns(owner, response_id)
-        await self.uses.note([response.id for response in found])
+        await self.uses.note_turns([response.id for response in found])
         return found
 
     async def turns(self, owner: str, response_id: str) -> list[Response]:
