@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any, ClassVar
+from typing import Any
 
 from .backend import (
     EVERYBODY,
@@ -55,9 +55,6 @@ class Sql(SqlConversations):
         own: the file with the statements that only this database takes.
     """
 
-    # As `Gathered` has it, of new responses.
-    at_once: ClassVar[bool] = False
-
     def __init__(self, url: str, limits: Limits, name: str, own: str) -> None:
         super().__init__(url, limits)
         texts = {**statements("statements.sql"), **statements(own)}
@@ -66,7 +63,7 @@ class Sql(SqlConversations):
         # Counting is slow, so it is done once in a while: of all, and of an owner.
         self.every, self.every_one = max(1, limits.max_size // 100), max(1, limits.share // 100)
         self.created = Counter[str]()
-        self.adding = Gathered(self.add_all, weight, at_once=self.at_once)
+        self.adding = Gathered(self.add_all, weight)
 
     @abstractmethod
     async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
