@@ -504,7 +504,7 @@ def left_out() -> list[Any]:
 TEXT: dict[str, Any] = {"type": "input_text", "text": "hi"}
 KINDS: tuple[dict[str, Any], ...] = ({}, {"type": "message"}, {"type": "mesage"})
 CONTENTS: tuple[Any, ...] = (
-    *("hi", "", "grün", "\ud800", None, 5, {}, [], [TEXT], [TEXT, TEXT], [TEXT, "hi"]),
+    *("hi", "", "a\0b", "grün", "\ud800", None, 5, {}, [], [TEXT], [TEXT, TEXT], [TEXT, "hi"]),
     *([{**TEXT, "text": value}] for value in ("", "grün", "\ud800", None, 5)),
     *([{**TEXT, "type": value}] for value in ("output_text", "text", None, 5)),
 )

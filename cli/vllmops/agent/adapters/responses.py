@@ -22,6 +22,8 @@ from vllm.entrypoints.serve.utils.api_utils import (
     validate_json_request,
 )
 
+from ...store.ids import storable
+
 try:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.exceptions import GenerationError
@@ -176,11 +178,8 @@ def plain_part(part: Any) -> bool:
 
 
 def text(value: Any) -> bool:
-    """Whether a value is a text as pydantic takes it: Unicode without surrogates."""
-    try:
-        return isinstance(value, str) and (value.isascii() or bool(value.encode()))
-    except UnicodeEncodeError:
-        return False
+    """Whether a value is a text that pydantic takes; one with NUL is left to vLLM, too."""
+    return isinstance(value, str) and storable(value)
 
 
 def sooner(item: Any, validate: Callable[[Any], Any]) -> Any:
