@@ -538,6 +538,8 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
         before = server.handed()
         first = server.ask()
         until(lambda: server.handed() > before)
+        # A busy machine's engine might not be in this step yet, and take one of the two alone.
+        until(lambda: agent.reach(server.processes["engine"]).engine().running)
         texts = [f"{next(_numbers)} ".ljust(750, "z") for _ in range(2)]
         bodies = [chat([1, 2, 3], text) for text in texts]
         for body in bodies:

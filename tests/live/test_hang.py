@@ -381,6 +381,7 @@ def test_a_request_is_ended_while_a_parser_blocks_the_event_loop(stock: Prone) -
 def test_a_request_that_only_the_engine_knows(stock: Prone) -> None:
     with larger_than_the_cache(stock) as asked:
         until(lambda: len(in_flight(stock)) == 2)
+        until(lambda: stock.handed() == 2)  # a heartbeat late
         (stock.place / "lost-abort").touch()
         for one in asked:
             one.abort()
