@@ -184,7 +184,8 @@ async def driver(
     async def fetch(operation: str, values: list[Any]) -> Any:
         # There is a statement for many alone.
         given = [[value] for value in values] if operation == "create" else values
-        return await backend.pool.fetch(texts[operation], *given)
+        async with backend.pool.lend() as connection:
+            return await connection.fetch(texts[operation], *given)
 
     yield fetch
 

@@ -1,4 +1,4 @@
-"""When connections of the drivers' pools are used again."""
+"""When connections are used again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Lender:
         self.kind = kind
         backend: Any = opening.backend(f"{servers[kind].url}?namespace=t{time.time_ns()}")
         self.backend = backend
-        self.lend = (backend.source if kind == "redis" else backend).lend
+        self.lend = (backend.source if kind == "redis" else backend.pool).lend
 
     async def two(self) -> set[int]:
         """Two at once, by their names."""
@@ -61,8 +61,7 @@ def test_what_a_call_was_given_up_on_is_not_used_again(
     kind: str, silent_s: float, shared_servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is any other, where that took long."""
-    module = "postgresql" if kind == "postgresql" else "redis_source"
-    monkeypatch.setattr(f"vllmops.store.{module}.SILENT_S", silent_s)
+    monkeypatch.setattr("vllmops.store.pool.SILENT_S", silent_s)
     lender = Lender(kind, shared_servers)
 
     async def main() -> None:
@@ -84,22 +83,57 @@ def test_what_is_in_use_when_the_others_go_is_ended_after(kind: str, shared_serv
             if isinstance(lender.backend, Redis):
                 await lender.backend.source.leave()
             else:
-                await lender.backend.pool.expire_connections()
+                await lender.backend.pool.empty()
             assert await name_of(lent, kind) in before
         assert not await lender.two() & before
 
     lender.run(main)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_rested_for_long_is_not_used_again(
-    shared_servers: Any, monkeypatch: pytest.MonkeyPatch
+    kind: str, shared_servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """asyncpg's pool ends such by itself."""
-    lender = Lender("redis", shared_servers)
+    lender = Lender(kind, shared_servers)
 
     async def main() -> None:
         before = await lender.two()
-        monkeypatch.setattr("vllmops.store.redis_source.IDLE_S", 0.0)
+        monkeypatch.setattr("vllmops.store.pool.IDLE_S", 0.0)
         assert not await lender.two() & before
+
+    lender.run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_more_calls_than_connections_wait_for_one(kind: str, shared_servers: Any) -> None:
+    lender = Lender(kind, shared_servers)
+
+    async def use() -> int:
+        async with lender.lend() as lent:
+            name = await name_of(lent, kind)
+            await asyncio.sleep(0.05)
+            return name
+
+    async def main() -> None:
+        most = 4 if kind == "redis" else 8
+        assert len(set(await asyncio.gather(*(use() for _ in range(3 * most))))) == most
+
+    lender.run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_the_server_has_closed_is_not_used_again(kind: str, shared_servers: Any) -> None:
+    lender = Lender(kind, shared_servers)
+
+    async def main() -> None:
+        before = await lender.two()
+        async with lender.lend() as one:
+            (other,) = before - {await name_of(one, kind)}
+            if kind == "redis":
+                await asked(one, [("CLIENT", "KILL", "ID", other)])
+            else:
+                await one.execute(f"SELECT pg_terminate_backend({other})")
+        await asyncio.sleep(0.1)
+        assert len(await lender.two() & before) == 1
 
     lender.run(main)

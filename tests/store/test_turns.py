@@ -45,7 +45,7 @@ def with_conversation(server: Server, work: Callable[[Postgresql], Awaitable[Non
 def test_a_turn_takes_two_statements(shared_servers: dict[str, Server]) -> None:
     async def work(backend: Postgresql) -> None:
         sent: list[str] = []
-        lend = backend.lend
+        lend = backend.pool.lend
 
         @asynccontextmanager
         async def noting() -> Any:
@@ -53,7 +53,7 @@ def test_a_turn_takes_two_statements(shared_servers: dict[str, Server]) -> None:
                 with connection.query_logger(lambda record: sent.append(record.query)):
                     yield connection
 
-        backend.lend = noting  # type: ignore[method-assign]
+        backend.pool.lend = noting  # type: ignore[method-assign]
         run = response("r2", "in_progress")
         await backend.create(run)
         for number, (stored, new) in enumerate(
@@ -76,7 +76,7 @@ def test_who_waits_for_a_conversation_reads_what_was_added_meanwhile(
     """A statement that waits sees the database as it was when it began."""
 
     async def work(backend: Postgresql) -> None:
-        async with backend.lend() as connection:
+        async with backend.pool.lend() as connection:
             transaction = connection.transaction()
             await transaction.start()
             given = ("conv", "me", "", 1)

@@ -24,36 +24,33 @@ class Gathered(Generic[Given, Got]):
         run: makes some calls, and gives as many results in their order; what it raises is raised
             by all of them.
         weigh: about how many bytes a call takes.
-        at_once: whether a call goes alone, and the sooner, where none is under way; else it goes
-            with those of the same turn of the event loop.
     """
 
     def __init__(
         self,
         run: Callable[[list[Given]], Coroutine[Any, Any, Sequence[Got]]],
         weigh: Callable[[Given], int],
-        *,
-        at_once: bool = False,
     ) -> None:
         self.run = run
         self.weigh = weigh
-        self.at_once = at_once
         self.busy = False
         self.waiting: deque[tuple[Given, asyncio.Future[Got]]] = deque()
         self.together: list[asyncio.Future[Got]] = []
         self.task: asyncio.Task[Sequence[Got]] | None = None
 
     async def __call__(self, given: Given) -> Got:
-        if self.at_once and not self.busy:
+        future: asyncio.Future[Got] = asyncio.get_running_loop().create_future()
+        if self.busy:
+            self.waiting.append((given, future))
+        else:
             self.busy = True
             try:
-                return (await self.run([given]))[0]
+                await asyncio.sleep(0)  # those of the same turn have come by then
+                if not self.waiting:  # no task: most calls are alone
+                    return (await self.run([given]))[0]
+                self.waiting.appendleft((given, future))
             finally:
                 self.begin()
-        future: asyncio.Future[Got] = asyncio.get_running_loop().create_future()
-        self.waiting.append((given, future))
-        if not self.busy:
-            self.begin()
         try:
             return await future
         finally:

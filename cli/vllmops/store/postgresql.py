@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from operator import itemgetter
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import asyncpg
 
-from .backend import EVERYBODY, FINISHED, SILENT_S, Chunk, Limits, Response
+from .backend import EVERYBODY, FINISHED, Chunk, Limits, Response
 from .conversations import Addition, Outcome
 from .gathering import Gathered
+from .pool import Pool
 from .sql import Sql
 from .sql_conversations import Rows, Steps, Undo
 from .urls import FORMS, parsed, refuse, shown
 
 T = TypeVar("T")
+Connection: TypeAlias = asyncpg.Connection
 
 CONNECTIONS = 8
 # How long one of several hosts is waited for: less than a call may take.
@@ -39,15 +40,13 @@ ELSEWHERE = (
 )
 
 
-class Connection(asyncpg.Connection):  # type: ignore[misc]
-    """A connection of the driver's pool, which may let go of a silent one and does not wait."""
-
-    async def close(self, **_: Any) -> None:
-        self.terminate()
+async def usable(connection: Connection) -> bool:
+    return not connection.is_closed()
 
 
-async def nothing(_: Connection) -> None:
-    """Statements by themselves leave nothing to reset, which takes the driver a round trip."""
+async def end(connection: Connection) -> None:
+    """Let go of it, and wait for nobody: the server may be silent."""
+    connection.terminate()
 
 
 class Postgresql(Sql):
@@ -58,13 +57,13 @@ class Postgresql(Sql):
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         super().__init__(url, limits, name, "postgresql.sql")
         self.name = name
-        self.pool: Any = None
+        self.pool = Pool(self.connect, usable, end, CONNECTIONS)
         parts = parsed(url)
         self.hosts = [(host, port or PORT) for host, port in parts.hosts]
         given = "target_session_attrs" in parts.query or "PGTARGETSESSIONATTRS" in os.environ
         # Of several hosts only one takes writes.
         self.wanted = None if given or len(self.hosts) < 2 else "read-write"
-        self.finding = Gathered(self.find_all, lambda _: 0, at_once=True)
+        self.finding = Gathered(self.find_all, lambda _: 0)
 
     def answers(self, error: BaseException) -> bool:
         return isinstance(error, asyncpg.DataError)  # the values of a statement
@@ -76,14 +75,14 @@ class Postgresql(Sql):
         finally:
             await connection.close()
 
-    async def connect(self, _: str | None = None, **given: Any) -> Connection:
-        """A new connection, for the driver's pool: to a host that takes writes, of several."""
+    async def connect(self) -> Connection:
+        """A new connection: to a host that takes writes, of several."""
         if len(self.hosts) < 2:
-            return await self.connect_to(**given)
+            return await self.connect_to()
         error: Exception = OSError("no host")
         for host, port in list(self.hosts):
             try:
-                return await self.connect_to(host=host, port=port, timeout=HOST_S, **given)
+                return await self.connect_to(host=host, port=port, timeout=HOST_S)
             except TROUBLE as found:
                 error = found
             # The next call begins with one that may be better.
@@ -97,26 +96,18 @@ class Postgresql(Sql):
             VllmopsError: ``usage``, where the driver can't read the URL.
         """
         try:
-            made: Connection = await asyncpg.connect(
+            return await asyncpg.connect(
                 self.url,
                 server_settings={"application_name": "vllmops"},
                 target_session_attrs=self.wanted,
                 **given,
             )
-            return made
         except (ValueError, asyncpg.ClientConfigurationError):
             refuse(f"{shown(self.url)!r} has an invalid parameter", FORMS["postgresql"])
 
     async def open(self) -> None:
-        self.end()
-        self.pool = await asyncpg.create_pool(
-            min_size=0,
-            max_size=CONNECTIONS,
-            connect=self.connect,
-            connection_class=Connection,
-            reset=nothing,
-        )
-        async with self.lend() as connection, connection.transaction():
+        await self.pool.empty()
+        async with self.pool.lend() as connection, connection.transaction():
             await self.upgrade(connection)
 
     async def upgrade(self, connection: Connection) -> None:
@@ -130,25 +121,7 @@ class Postgresql(Sql):
         try:
             await super().close()
         finally:
-            self.end()
-
-    def end(self) -> None:
-        """Let go of all connections."""
-        if self.pool:
-            self.pool.terminate()
-
-    @asynccontextmanager
-    async def lend(self) -> AsyncIterator[Connection]:
-        """A connection, which is not used again after any trouble."""
-        async with self.pool.acquire() as connection:
-            began = time.monotonic()
-            try:
-                yield connection
-            except BaseException as error:
-                connection.terminate()
-                if isinstance(error, ELSEWHERE) or time.monotonic() - began > SILENT_S:
-                    await self.pool.expire_connections()
-                raise
+            await self.pool.empty()
 
     async def find(self, owner: str, response_id: str) -> Response | None:
         return await self.finding((owner, response_id))
@@ -257,11 +230,18 @@ class Postgresql(Sql):
         server is asked.
         """
         try:
-            async with self.lend() as connection:
-                return await run(connection)
+            return await self.on_one(run)
         except asyncpg.ReadOnlySQLTransactionError:
-            async with self.lend() as connection:
+            return await self.on_one(run)
+
+    async def on_one(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
+        """Run something on a connection."""
+        try:
+            async with self.pool.lend() as connection:
                 return await run(connection)
+        except ELSEWHERE:
+            await self.pool.empty()
+            raise
 
     async def caveats(self) -> list[str]:
         rows = await self.fetch("caveats")

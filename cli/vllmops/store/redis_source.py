@@ -21,7 +21,7 @@ from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
-from .backend import SILENT_S
+from .pool import Pool
 from .urls import CLUSTER, FORMS, SENTINEL, WAIT_REPLICAS, StoreUrl, refuse, shown
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ Address: TypeAlias = tuple[str, int]
 PORT, SENTINEL_PORT = 6379, 26379
 # One for calls that are gathered, the rest for what may take long.
 CONNECTIONS = 4
-# Longer than that, and something on the way may have forgotten a connection.
-IDLE_S = 300.0
 # Less than a call may take, so that one that is silent leaves time for another.
 ASK_S = 0.5
 # A primary that was replaced may live on and not know it: how often Sentinels are asked.
@@ -56,12 +54,9 @@ class Found:
     def __init__(self, source: Source, **options: Any) -> None:
         super().__init__(**options)
         self.source = source
-        self.used = 0.0
 
     async def connect(self) -> None:
         here: Any = self
-        if here.is_connected and time.monotonic() - self.used > IDLE_S:
-            await self.disconnect()
         if not here.is_connected:
             self.source.alone = True
             try:
@@ -97,16 +92,12 @@ class Source(ABC):
         # A call that was sent twice would find its own doing: whether to try again is the caller's,
         # as is how long it may take.
         given = {**options, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
-        kind: Any = driver.BlockingConnectionPool
-        self.pool = kind(
-            connection_class=Encrypted if self.tls else Plain,
-            max_connections=CONNECTIONS,
-            timeout=None,
-            source=self,
-            **given,
-        )
-        self.pool.make_connection()  # so that what it does not take is refused now
-        self.client = driver.Redis.from_pool(self.pool)
+        kind: Any = driver.ConnectionPool
+        self.made = kind(connection_class=Encrypted if self.tls else Plain, source=self, **given)
+        self.made.make_connection()  # so that what it does not take is refused now
+        self.pool = Pool(self.connect, usable, driver.Connection.disconnect, CONNECTIONS)
+        # For what is seldom asked.
+        self.client = driver.Redis.from_pool(self.made)
         # Whether the server is taken to have no replica: who waits for one looks first.
         self.alone = True
 
@@ -115,23 +106,18 @@ class Source(ABC):
         """A connection, which is not used again after any trouble."""
         if await self.moved():
             await self.empty()
-        connection = await self.pool.get_connection()
-        began = time.monotonic()
-        try:
+        async with self.pool.lend() as connection:
             yield connection
-        except BaseException:
-            await connection.disconnect()
-            if time.monotonic() - began > SILENT_S:
-                await self.empty()
-            raise
-        finally:
-            connection.used = time.monotonic()
-            await self.pool.release(connection)
+
+    async def connect(self) -> Connection:
+        connection: Any = self.made.make_connection()
+        await connection.connect()
+        return connection  # type: ignore[no-any-return]
 
     async def empty(self) -> None:
         """Let go of all connections; of one that is in use when that is over."""
-        await self.pool.update_active_connections_for_reconnect()
-        await self.pool.disconnect(inuse_connections=False)
+        await self.pool.empty()
+        await self.made.disconnect(inuse_connections=False)
 
     async def leave(self) -> None:
         """Use none of these any more, the one that is in use included: look for the server anew."""
@@ -154,6 +140,7 @@ class Source(ABC):
         return False
 
     async def close(self) -> None:
+        await self.pool.empty()
         await self.client.aclose(close_connection_pool=True)
 
 
@@ -260,6 +247,14 @@ class Cluster(Source):
     async def close(self) -> None:
         await super().close()
         await self.cluster.aclose()
+
+
+async def usable(connection: Connection) -> bool:
+    """Whether a connection is open, and the answer to each call that came on it is read."""
+    try:
+        return not await connection.can_read()
+    except (OSError, RedisError):
+        return False
 
 
 def source(url: str, parts: StoreUrl, key: str) -> Source:
