@@ -923,6 +923,7 @@ def test_input_items(client: Any) -> None:
         "/" + "x" * 5000,
         "/resp_unknown/input_items",
         "/resp_unknown?stream=perhaps",
+        "/resp_unknown/input_items?include=odd",
     ],
 )
 def test_bad_questions(base: str, path: str) -> None:
@@ -962,6 +963,38 @@ def test_bad_requests(base: str, body: dict[str, Any]) -> None:
     answer = httpx.post(f"{base}/responses", content=content, headers=headers, timeout=60)
     assert answer.status_code in {400, 404, 422}, answer.text
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"background": "perhaps"}, "background"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 500, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+    ],
+)
+def test_a_wrong_parameter_is_named(base: str, given: dict[str, Any], param: str) -> None:
+    answer = ask(base, "", "POST", json={"model": MODEL, "input": "x", **given})
+    assert answer.status_code == 400
+    assert (error := answer.json()["error"])["param"] == param
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize("cursor", ["after", "before"])
+def test_a_wrong_cursor_is_named(base: str, cursor: str) -> None:
+    answer = ask(base, f"?{cursor}=resp_unknown")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, cursor)
+
+
+def test_null_is_as_if_it_was_left_out(base: str, client: Any) -> None:
+    nulls = dict.fromkeys(("tools", "tool_choice", "service_tier", "store", "metadata"))
+    answer = ask(base, "", "POST", json={"model": MODEL, "input": "x", **nulls})
+    assert answer.status_code == 200, answer.text
+    assert client.responses.retrieve(answer.json()["id"]).store
+    counted = ask(base, "/input_tokens", "POST", json={"model": MODEL, "input": "x", **nulls})
+    assert counted.status_code == 200
 
 
 def test_parameters_of_openais_do_no_harm(client: Any) -> None:

@@ -202,6 +202,7 @@ class CursorUnknown(VllmopsError):  # noqa: N818
 
     def __init__(self, cursor: str, what: str = "response") -> None:
         super().__init__("store.cursor", f"no {what} {cursor!r} to start the list from")
+        self.cursor = cursor
 
 
 class ConversationBroken(VllmopsError):  # noqa: N818

@@ -267,12 +267,11 @@ async def packed_entries(entries: Sequence[Entry]) -> list[Entry]:
 
 
 async def unpacked(entry: Entry) -> Entry:
-    """An item as JSON.
-
-    Raises:
-        ValueError: it is damaged.
-    """
-    return replace(entry, body=await unpack(entry.body))
+    """An item as JSON; the body of one that is damaged is empty, so that it hides no other."""
+    try:
+        return replace(entry, body=await unpack(entry.body))
+    except ValueError:
+        return replace(entry, body=b"")
 
 
 def legible(conversation: Conversation) -> Conversation:

@@ -15,9 +15,11 @@ import msgspec
 import pytest
 
 from vllmops.agent.responses.conversations import (
+    CREATED,
     ConversationObjects,
     ConversationTurns,
     added,
+    decoded,
     parts,
 )
 from vllmops.agent.responses.wire import Refused
@@ -259,6 +261,22 @@ def test_a_list_behind_no_item_is_refused(after: str) -> None:
             assert (caught.value.status, caught.value.param) == (400, "after")
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"metadata":{"a":1}}', "metadata"),
+        (b'{"metadata":"x"}', "metadata"),
+        (b'{"items":"x"}', "items"),
+        (b'{"foo":1}', "foo"),
+        (b"[]", None),
+    ],
+)
+def test_what_is_wrong_in_a_body_is_named(body: bytes, param: str | None) -> None:
+    with pytest.raises(Refused) as caught:
+        decoded(CREATED, body)
+    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_an_item_that_is_not_in_utf_8_is_refused() -> None:

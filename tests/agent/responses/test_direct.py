@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
@@ -17,9 +17,16 @@ from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError, create_model, model_validator
 
-from vllmops.agent.responses.direct import PATIENCE_S, Direct, Handler, cancelled
+from vllmops.agent.responses.direct import (
+    PATIENCE_S,
+    Direct,
+    Handler,
+    cancelled,
+    invalid,
+    refusal,
+)
 
 HEADERS = {"content-type": "application/json"}
 
@@ -45,7 +52,7 @@ def served(route: type[APIRoute]) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def wrong(_: Request, error: RequestValidationError) -> Response:
-        return JSONResponse([str(item) for item in error.errors()], 400)
+        return refusal(400, *invalid(error.errors()))
 
     app.include_router(router)
     return app
@@ -82,6 +89,42 @@ def test_answers_as_fastapi(given: dict[str, Any]) -> None:
         assert [status for status, _ in answers] == [400, 400]
     else:
         assert answers[0] == answers[1]
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Whole(BaseModel):
+    input: str | list[Part | int]
+    tags: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def positive(self) -> Whole:
+        if self.input == "no":
+            raise ValueError("it says no")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"input": "a", "tags": {"b": 5}}, ("tags.b", "Input should be a valid string")),
+        ({"input": "a", "tags": {"str": 5}}, ("tags", "Input should be a valid string")),
+        ({"input": [{"type": "text", "text": 5}]}, ("input[0].text", "a valid string")),
+        ({"input": [1, {"type": "no"}]}, ("input[1].type", "should be 'text'")),
+        ({}, ("input", "input: Field required")),
+        ({"input": "no"}, (None, "it says no")),
+    ],
+)
+def test_what_is_wrong_is_named(given: dict[str, Any], expected: tuple[str | None, str]) -> None:
+    for answer in (Whole, create_model("Body", body=(Whole, ...))):
+        with pytest.raises(ValidationError) as raised:
+            answer.model_validate(given if answer is Whole else {"body": given})
+        message, param = invalid(raised.value.errors())
+        assert param == expected[0]
+        assert expected[1] in message
 
 
 class Client:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from tests.agent.responses.test_wire import CALL, REASONING, USER, turn
 
 from vllmops.agent.responses.history import CACHE_BYTES, History, Part
+from vllmops.agent.responses.wire import Refused
 from vllmops.store.backend import Response
 from vllmops.store.conversations import Entry
 from vllmops.store.packing import deflate
@@ -54,6 +55,19 @@ def test_a_conversation_has_every_item_once() -> None:
 def test_its_weight_is_what_the_store_has_of_it() -> None:
     made = turn([USER], [MESSAGE])
     assert told([kept([USER], [MESSAGE])] * 2).size == 2 * len(made.body + made.input)
+
+
+@pytest.mark.parametrize("damage", [b"junk", deflate(b"{"), deflate(b'[{"a":1}]')[:-1]])
+def test_damage_is_no_fault_of_the_client(damage: bytes) -> None:
+    history = History(Parser(), harmony=False)
+    turns = [replace(kept([USER], [MESSAGE]), **{name: damage}) for name in ("body", "input")]
+    for one in turns:
+        with pytest.raises(Refused, match="A stored turn is damaged") as caught:
+            told([one], history)
+        assert caught.value.status == 500
+    for answer in (False, True):
+        with pytest.raises(Refused, match="A stored item is damaged"):
+            asyncio.run(history.of_entries([Entry("a", damage, answer)]))
 
 
 @pytest.mark.parametrize(

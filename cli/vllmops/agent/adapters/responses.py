@@ -46,13 +46,14 @@ __all__ = [
     "calls_tools",
     "check",
     "detailed",
-    "invalid_item",
     "listen_for_disconnect",
     "load_aware_call",
     "messages",
     "parsed",
     "renderer",
+    "renders",
     "serving",
+    "valid_item",
     "validate_json_request",
 ]
 
@@ -63,6 +64,8 @@ except ImportError:  # up to 0.28
 
 # What vLLM raises for a request that is invalid or too long.
 INVALID: Final = (ValueError, VLLMClientError)
+# OpenAI's names of parameters that its errors call otherwise.
+PARAMETERS: Final = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
 Serving: Final = serving.OpenAIServingResponses
 
 # The events that end a stream with a response: the first one for every status up to 0.32.
@@ -122,22 +125,24 @@ def check() -> None:
 
 
 def detailed(item: dict[str, Any]) -> dict[str, Any]:
-    """An item with a ``detail`` in each image.
-
-    Clients may leave it out, vLLM's renderer requires it, and the request model of newer versions
-    adds it.
-    """
+    """An item with parts that vLLM's renderer takes."""
     if not isinstance(content := item.get("content"), list):
         return item
-    return {
-        **item,
-        "content": [
-            {"detail": "auto", **part}
-            if isinstance(part, dict) and part.get("type") == "input_image"
-            else part
-            for part in content
-        ],
-    }
+    return {**item, "content": list(map(rendered, content))}
+
+
+def rendered(part: Any) -> Any:
+    """A part of an item as vLLM's renderer takes it.
+
+    An image needs a ``detail``, which clients may leave out, and newer request models add.
+    A refusal, with which another model may have answered, is a text.
+    """
+    match part:
+        case {"type": "input_image"}:
+            return {"detail": "auto", **part}
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "output_text", "text": text, "annotations": []}
+    return part
 
 
 def said(item: Any) -> Any:
@@ -151,7 +156,7 @@ def said(item: Any) -> Any:
     if item.get("role") == "assistant":
         if isinstance(item.get("content"), str):
             return {name: value for name, value in item.items() if name != "type"}
-        return {"type": "message", **item}
+        return {"type": "message", **detailed(item)}
     return detailed(item)
 
 
@@ -216,8 +221,12 @@ else:
         @model_validator(mode="before")
         @classmethod
         def complete(cls, given: Any) -> Any:
-            if isinstance(given, dict) and isinstance(items := given.get("input"), list):
-                return {**given, "input": list(map(said, items))}
+            if not isinstance(given, dict):
+                return given
+            # Null is as if it was left out, where vLLM refuses it, or takes it for false.
+            given = {name: value for name, value in given.items() if value is not None}
+            if isinstance(items := given.get("input"), list):
+                given["input"] = list(map(said, items))
             return given
 
 
@@ -227,14 +236,22 @@ def parsed(items: list[dict[str, Any]]) -> list[Any]:
     return typed
 
 
-def invalid_item(items: list[dict[str, Any]]) -> int | None:
-    """The index of the first item that no request can have in its input; None if all can be."""
-    for index, item in enumerate(items):
-        try:
-            ResponsesRequest.model_validate({"input": [item]})
-        except ValueError:
-            return index
-    return None
+def valid_item(item: dict[str, Any]) -> bool:
+    """Whether a request can have an item in its input."""
+    try:
+        ResponsesRequest.model_validate({"input": [item]})
+    except ValueError:
+        return False
+    return True
+
+
+def renders(item: dict[str, Any]) -> bool:
+    """Whether vLLM can make a message of a valid item."""
+    try:
+        messages(parsed([detailed(item)]))
+    except (*INVALID, TypeError, AttributeError, LookupError):
+        return False
+    return True
 
 
 def messages(items: list[Any]) -> list[Any]:

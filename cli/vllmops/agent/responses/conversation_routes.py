@@ -8,7 +8,7 @@ import msgspec
 from fastapi import Request, Response
 
 from .conversations import Added, ConversationObjects, Created, Updated
-from .routes import INCLUDE, Limit, Order, answered, counted, json, router, serving
+from .routes import INCLUDE, Limit, Order, answered, counted, included, json, router, serving
 from .serving import owner
 
 ONE = "/v1/conversations/{conversation_id}"
@@ -27,12 +27,6 @@ def objects(raw_request: Request) -> ConversationObjects:
         Refused: this model does not generate text.
     """
     return ConversationObjects(serving(raw_request).store)
-
-
-def include(raw_request: Request) -> list[str]:
-    """The values of ``include``, which OpenAI's client sends as ``include[]``."""
-    query = raw_request.query_params
-    return [*query.getlist("include"), *query.getlist("include[]")]
 
 
 @router.post("/v1/conversations", openapi_extra=body(Created))
@@ -75,7 +69,7 @@ async def delete_conversation(conversation_id: str, raw_request: Request) -> Res
 async def create_items(conversation_id: str, raw_request: Request) -> Response:
     """Add items to a conversation."""
     who, given = owner(raw_request), await raw_request.body()
-    wanted = include(raw_request)
+    wanted = included(raw_request)
     return json(await objects(raw_request).add(who, conversation_id, given, wanted))
 
 
@@ -93,7 +87,7 @@ async def list_items(
     page = await objects(raw_request).page(
         owner(raw_request),
         conversation_id,
-        include(raw_request),
+        included(raw_request),
         after=after,
         limit=limit,
         descending=order == "desc",
@@ -106,7 +100,7 @@ async def list_items(
 @answered
 async def retrieve_item(conversation_id: str, item_id: str, raw_request: Request) -> Response:
     """Retrieve an item of a conversation."""
-    who, wanted = owner(raw_request), include(raw_request)
+    who, wanted = owner(raw_request), included(raw_request)
     return json(await objects(raw_request).item(who, conversation_id, item_id, wanted))
 
 

@@ -9,6 +9,8 @@ client wants kept.
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, TypeGuard
 from uuid import uuid4
@@ -22,8 +24,9 @@ from ...store.conversations import Conversation, Entry, Outcome
 from ...store.ids import valid
 from ...store.store import ResponseStore
 from . import wire
+from .carried import readable
 from .parameters import KEY, PAIRS, VALUE
-from .wire import ENCODE, ENCRYPTED, INCLUDABLE, LOGPROBS, Refused
+from .wire import ENCODE, ENCRYPTED, LOGPROBS, Refused, check_include
 
 PARAM = "conversation"
 REFERENCE = "item_reference"  # which vLLM takes for an item, and cannot render
@@ -87,6 +90,8 @@ class InConversation(msgspec.Struct):
     conversation: dict[str, Any] | None = None
 
 
+# The field that an error of msgspec's is about.
+PLACE = re.compile(r"(?:\$\.|field `)(\w+)")
 CREATED, UPDATED = msgspec.json.Decoder(Created), msgspec.json.Decoder(Updated)
 ADDED, NAMED = msgspec.json.Decoder(Added), msgspec.json.Decoder(Named)
 ANSWER, RAWS = msgspec.json.Decoder(Answer), msgspec.json.Decoder(list[msgspec.Raw])
@@ -310,7 +315,8 @@ class ConversationObjects:
         entry = await self.kept.entry(who, conversation_id, item_id)
         if entry is None:
             raise no_item(item_id)
-        return ENCODE(shown(entry, include))
+        with wire.stored("item"):
+            return ENCODE(shown(entry, include))
 
     async def delete_item(self, who: str, conversation_id: str, item_id: str) -> bytes:
         """Delete an item of a conversation; the conversation.
@@ -424,13 +430,18 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
         raise Refused(400, f"Invalid items: {error}", "items") from error
     check_no_reference((item.get("type") for item in decoded_items), "items")
     # Imported here, because they import vLLM.
-    from ..adapters.responses import detailed, invalid_item  # noqa: PLC0415
+    from ..adapters.responses import detailed, renders, valid_item  # noqa: PLC0415
 
-    if (wrong := invalid_item(list(map(detailed, decoded_items)))) is not None:
-        raise Refused(400, f"items[{wrong}] is no valid item of an input", f"items[{wrong}]")
+    for n, item in enumerate(decoded_items):
+        if not valid_item(detailed(item)):
+            raise Refused(400, f"items[{n}] is no valid item of an input", f"items[{n}]")
+        part = None if wire.silent(item) else readable(item)
+        if part and not renders(part):  # nor could any request with the conversation
+            kind = kind_of(item.get("type"))
+            raise Refused(400, f"items[{n}], a {kind}, can't be rendered by vLLM", f"items[{n}]")
     entries = made(items)
-    if len({entry.id for entry in entries}) < len(entries):
-        raise Refused(400, "Two of the items have the same id.", "items")
+    if twice := [name for name, count in Counter(one.id for one in entries).items() if count > 1]:
+        raise Refused(400, f"Two of the items have the same id: {twice[0]!r}.", "items")
     return entries
 
 
@@ -491,10 +502,8 @@ def kind_of(given: Any) -> str:
 
 def listed(entries: Sequence[Entry], include: Collection[str], *, more: bool) -> bytes:
     """A page of items; OpenAI's type wants texts as the ids of an empty one, too."""
-    try:
+    with wire.stored("item"):
         data = [shown(entry, include) for entry in entries]
-    except BROKEN as error:
-        raise Refused(500, f"A stored item is damaged: {error}") from error
     ends = {
         "first_id": entries[0].id if entries else "",
         "last_id": entries[-1].id if entries else "",
@@ -523,7 +532,8 @@ def decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except BROKEN as error:
-        raise Refused(400, f"Invalid request: {error}") from error
+        place = PLACE.search(f"{error}")
+        raise Refused(400, f"Invalid request: {error}", place and place[1]) from error
 
 
 def checked(metadata: dict[str, str]) -> bytes:
@@ -536,21 +546,12 @@ def checked(metadata: dict[str, str]) -> bytes:
         raise Refused(400, f"metadata has more than {PAIRS} pairs", "metadata")
     for name, value in metadata.items():
         if len(name) > KEY:
-            raise Refused(400, f"a key has more than {KEY} characters", "metadata")
+            message = f"the key {name[:KEY]!r}… has more than {KEY} characters"
+            raise Refused(400, message, "metadata")
         if len(value) > VALUE:
             message = f"the value of {name!r} has more than {VALUE} characters"
             raise Refused(400, message, f"metadata.{name}")
     return ENCODE(metadata)
-
-
-def check_include(include: Collection[str]) -> None:
-    """Check what a request wants included.
-
-    Raises:
-        Refused: one of them is unknown.
-    """
-    if unknown := set(include) - INCLUDABLE:
-        raise Refused(400, f"Invalid value of include: {min(unknown)!r}.", "include")
 
 
 def found(conversation: Conversation | None, conversation_id: str) -> Conversation:

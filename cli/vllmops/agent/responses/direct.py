@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
@@ -27,6 +29,11 @@ JSON = "application/json"
 # How long a client that has gone is not noticed: the task that listens takes 1.5 % of a short
 # request's time.
 PATIENCE_S = 0.05
+# Where FastAPI finds what it validates; what a parameter's name looks like, and a type's, too.
+PLACES, NAME = frozenset({"body", "query", "path"}), re.compile("[a-z_][a-z0-9_]*")
+SCALARS = frozenset(
+    {"str", "int", "float", "bool", "bytes", "list", "dict", "tuple", "set", "none"}
+)
 
 
 class Direct(APIRoute):
@@ -41,6 +48,8 @@ class Direct(APIRoute):
         async def handled(request: Request) -> Response:
             try:
                 return await handle(request)
+            except RequestValidationError as error:
+                return refusal(400, *invalid(error.errors()))
             except HTTPException as error:  # FastAPI's, of a body that is no text
                 return refusal(error.status_code, str(error.detail))
 
@@ -183,6 +192,39 @@ def cancelled(
         return wrapper
 
     return decorate
+
+
+def invalid(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """What is wrong with a request, in words, and with which parameter.
+
+    Args:
+        errors: pydantic's, or vLLM's own texts. Of a value that may be of several types there is
+            one for each, and the one that has got furthest tells most.
+    """
+    first = max(errors, key=lambda error: len(error["loc"]) if isinstance(error, dict) else 0)
+    if not isinstance(first, dict):
+        return str(first), None
+    context = (first.get("ctx") or {}).get("error")
+    param = getattr(context, "parameter", None) or parameter(first["loc"])
+    message = (
+        first["msg"] if isinstance(context, Exception | None) else f"{first['msg']}: {context}"
+    )
+    return (f"{param}: {message}" if param else message), param
+
+
+def parameter(place: Sequence[str | int]) -> str | None:
+    """The parameter that an error of pydantic's is about, and where in it; None if it is about all.
+
+    Args:
+        place: where pydantic has found it, which includes the types that it has tried.
+    """
+    path = ""
+    for part in place[1:] if place[:1] and place[0] in PLACES else place:
+        if isinstance(part, int):
+            path += f"[{part}]" if path else ""
+        elif NAME.fullmatch(part) and part not in SCALARS:
+            path += f".{part}" if path else part
+    return path or None
 
 
 def refusal(

@@ -73,8 +73,10 @@ class History:
                 break
         compacted, parsed = bool(items), self.parse(items)
         # What clients sent is read all at once, which takes half the time; a compaction has it.
-        sent = [await unpack(turn.input) for turn in turns[len(turns) - len(answers) + compacted :]]
-        asked = list(map(legible, wire.INPUTS.decode(b"[%b]" % b",".join(sent))))
+        asking = turns[len(turns) - len(answers) + compacted :]
+        with wire.stored("turn"):
+            sent = [await unpack(turn.input) for turn in asking]
+            asked = list(map(legible, wire.INPUTS.decode(b"[%b]" % b",".join(sent))))
         asked_parsed = iter(self.parse([item for part in asked for item in part]))
         if compacted:
             asked.insert(0, [])
@@ -88,8 +90,9 @@ class History:
 
     async def of_entries(self, entries: Sequence[Entry]) -> Part:
         """The items of a conversation, as the store keeps them."""
-        sent = [await unpack(entry.body) for entry in entries if not entry.answer]
-        given = list(map(readable, wire.ITEMS.decode(b"[%b]" % b",".join(sent))))
+        with wire.stored("item"):
+            sent = [await unpack(entry.body) for entry in entries if not entry.answer]
+            given = list(map(readable, wire.ITEMS.decode(b"[%b]" % b",".join(sent))))
         asked = iter(given)
         asked_parsed = iter(self.parse([item for item in given if item]))
         items, parsed, size = list[Item](), list[Any](), sum(map(len, sent))
@@ -107,14 +110,16 @@ class History:
 
     async def answered(self, packed: bytes) -> Part:
         """An item that the model made; caches it."""
-        body = await unpack(packed)
-        items = legible(wire.spoken([wire.ITEM.decode(body)], harmony=self.harmony))
+        with wire.stored("item"):
+            body = await unpack(packed)
+            items = legible(wire.spoken([wire.ITEM.decode(body)], harmony=self.harmony))
         return self.cached(packed, Part(items, self.parse(items), len(body)))
 
     async def answer(self, packed: bytes) -> Part:
         """The answer in the body of a response; caches it."""
-        body = await unpack(packed)
-        output = wire.OUTPUT.decode(body).output
+        with wire.stored("turn"):
+            body = await unpack(packed)
+            output = wire.OUTPUT.decode(body).output
         compaction = next(
             (encrypted(item) for item in output if item.get("type") == COMPACTION), ""
         )

@@ -62,7 +62,9 @@ PARAMETERS: dict[str, Parameter] = {
         fields={"context_compression": frozenset({"auto", "disabled"})},
     ),
     "include": Parameter(
-        How.WORKS, "log probabilities and encrypted content; results of web searches are refused"
+        How.WORKS,
+        "log probabilities and encrypted content; of images in the input and of other built-in "
+        "tools it adds nothing, and results of web searches are refused",
     ),
     "input": Parameter(How.WORKS, "an `item_reference` is refused: send the item itself"),
     "instructions": Parameter(How.VLLM),

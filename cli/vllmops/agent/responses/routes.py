@@ -32,11 +32,11 @@ from ..counting import count_store
 from ..log import log
 from . import websocket
 from .compaction import prompt
-from .direct import Direct, Handler, cancelled, refusal
+from .direct import Direct, Handler, cancelled, invalid, refusal
 from .grouping import group
 from .serving import StoredResponses, owner
 from .tokens import CompactRequest, CountRequest
-from .wire import INCLUDABLE, Frame, Refused
+from .wire import INCLUDABLE, Frame, Refused, check_include
 
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
@@ -143,7 +143,8 @@ def answered(handler: Handler) -> Handler:
             response.headers["Retry-After"] = str(math.ceil(error.retry_after_s) or 1)
             return response
         except CursorUnknown as error:
-            return refusal(400, error.message, "after")
+            param = "before" if error.cursor == kwargs.get("before") else "after"
+            return refusal(400, error.message, param)
         except VllmopsError as error:
             if error.code == "store.no-conversations":
                 return refusal(501, error.message, code=error.code)
@@ -174,6 +175,14 @@ def streaming(frames: AsyncIterator[Frame]) -> Response:
     return StreamingResponse(sse(frames), media_type="text/event-stream")
 
 
+def included(raw_request: Request) -> list[str]:
+    """The values of ``include``, which OpenAI's client sends as ``include[]``."""
+    if not raw_request.scope["query_string"]:
+        return []
+    asked = raw_request.query_params
+    return [*asked.getlist("include"), *asked.getlist("include[]")]
+
+
 def serving(raw_request: Request) -> Any:
     """The instance that serves the Responses API.
 
@@ -199,11 +208,7 @@ async def retrieve_responses(
 ) -> Response:
     """Retrieve a response, or the rest of its stream."""
     who, handler = owner(raw_request), serving(raw_request)
-    include: list[str] = []
-    if raw_request.scope["query_string"]:
-        # OpenAI's client writes the name of a list with brackets.
-        asked = raw_request.query_params
-        include = [*asked.getlist("include"), *asked.getlist("include[]")]
+    include = included(raw_request)
     if stream:
         if include:
             await handler.stored.retrieve(who, response_id, include)
@@ -269,9 +274,7 @@ async def streamed(
     try:
         request = ResponsesRequest.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = ".".join(map(str, first["loc"][:1])) or None
-        raise Refused(400, f"{param or 'The request'}: {first['msg']}", param) from error
+        raise Refused(400, *invalid(error.errors(include_url=False))) from error
     answer = await handler.create(request, raw_request)
     if isinstance(answer, ErrorResponse):
         why = answer.error
@@ -320,7 +323,7 @@ async def cancel_responses(response_id: str, raw_request: Request) -> Response:
     return json(await serving(raw_request).stored.cancel(owner(raw_request), response_id))
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", openapi_extra=INCLUDE)
 @counted
 @answered
 async def list_input_items(
@@ -331,6 +334,7 @@ async def list_input_items(
     order: Order = "desc",
 ) -> Response:
     """List what a response's turn added to its conversation."""
+    check_include(included(raw_request))
     body = await serving(raw_request).stored.input_items(
         owner(raw_request), response_id, after=after, limit=limit, descending=order == "desc"
     )

@@ -163,7 +163,10 @@ def refused(error: CarrierError, param: str, what: str = "") -> Refused:
         param: the request parameter that contains it.
         what: what to call it, where the error does not tell.
     """
-    message = f"The {what} can't be opened: {error.message}." if what else f"{error.message}."
+    if what or error.message.startswith("it "):
+        message = f"The {what or 'carrier'} can't be opened: {error.message}."
+    else:
+        message = f"{error.message}."
     return Refused(400, message[0].upper() + message[1:], param, error.code)
 
 

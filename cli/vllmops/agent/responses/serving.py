@@ -163,6 +163,10 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             turn.threshold = threshold
         try:
             return await self.answer(turn, request, raw_request, prewarms=prewarms)
+        except adapter.INVALID as error:
+            if name := adapter.PARAMETERS.get(getattr(error, "parameter", None) or ""):
+                raise Refused(400, f"{name} is invalid: {error}", name) from error
+            raise
         finally:
             if turn and not turn.goes_on:
                 await self.conversations.release(turn)

@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from ...store.backend import Query, StoreUnavailable
+from ...store.backend import BROKEN, Query, StoreUnavailable
 from ...store.store import ResponseStore, document
 from . import fields, wire
 from .conversations import ConversationTurns
@@ -114,6 +114,9 @@ class Stored:
                     break
         except StoreUnavailable as error:
             yield wire.error_event(after + 1, error.message)
+            return
+        except (*BROKEN, ValueError) as error:
+            yield wire.error_event(after + 1, f"The stored events are damaged: {error}")
             return
         if ended is None:
             yield wire.error_event(after + 1, f"Response with id '{response_id}' was deleted.")

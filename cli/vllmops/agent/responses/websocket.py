@@ -474,7 +474,7 @@ class Connection:
                             raise
                         task.uncancel()
                         if run.cancelled:
-                            await self.send(run.stream_id, cancelled(run))
+                            await self.end(run)
                         else:
                             await self.refuse(
                                 Refused(503, "The server is draining."), run.stream_id
@@ -482,7 +482,7 @@ class Connection:
         except asyncio.CancelledError:
             if not run.cancelled:  # it was still waiting for its turn, otherwise
                 raise
-            await self.send(run.stream_id, cancelled(run))
+            await self.end(run)
         except WebSocketDisconnect:
             self.lose()
         finally:
@@ -490,6 +490,14 @@ class Connection:
             self.idle_since = monotonic()
             if gate.leaving and not self.runs:
                 await self.close(RESTARTING, "connect again: another process takes over")
+
+    async def end(self, run: Run) -> None:
+        """Tell a client that a run was cancelled, which may not have a response yet."""
+        if run.response:
+            await self.send(run.stream_id, cancelled(run.response, run.number + 1))
+        else:
+            message = "The request was cancelled before its response began."
+            await self.refuse(Refused(400, message, code="cancelled"), run.stream_id)
 
     async def relay(self, run: Run, frames: AsyncIterator[Frame]) -> None:
         """Send the events of a run, or the error that it ends with.
@@ -547,7 +555,7 @@ class Connection:
                 yield frame
 
     async def cancel(self, event: Asked) -> None:
-        """End a response: the named one, else all of a stream.
+        """End a response: the named one, else what runs and waits on a stream.
 
         Raises:
             Refused: there is none, or it is not the connection's owner's.
@@ -584,7 +592,7 @@ class Connection:
         else:
             code, message = "response_not_found", "No such response runs on this connection."
         error = {"code": code, "message": message, "type": "invalid_request_error"}
-        steer = {"previous_response_id": response_id, "input": given}
+        steer = {"previous_response_id": response_id or "", "input": given or ""}
         kind = "response.steer.failed"
         body = {"type": kind, "sequence_number": 0, "error": error, "steer": steer}
         await self.send(run.stream_id if run else None, Frame(kind, wire.ENCODE(body)))
@@ -722,7 +730,6 @@ def an_id(given: Any, param: str) -> str:
     raise Refused(400, f"{param} must be a string of 1 to {LONGEST_ID} characters", param)
 
 
-def cancelled(run: Run) -> Frame:
-    """The event that ends a run which its client cancelled."""
-    response = {**(run.response or {"object": "response", "output": []}), "status": "cancelled"}
-    return wire.terminal("cancelled", run.number + 1, wire.ENCODE(response))
+def cancelled(response: dict[str, Any], number: int) -> Frame:
+    """The event that ends a response which its client cancelled."""
+    return wire.terminal("cancelled", number, wire.ENCODE({**response, "status": "cancelled"}))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, get_args
 
 import msgspec
@@ -87,6 +88,22 @@ KIND = msgspec.json.Decoder(Kind)
 ENCODE = msgspec.json.Encoder().encode
 
 
+@contextmanager
+def stored(what: str) -> Iterator[None]:
+    """Blame the store for what can't be read back, and not the client.
+
+    Args:
+        what: it is.
+
+    Raises:
+        Refused: it is damaged.
+    """
+    try:
+        yield
+    except (*BROKEN, ValueError) as error:
+        raise Refused(500, f"A stored {what} is damaged: {error}") from error
+
+
 def check_text(body: bytes) -> None:
     """Check that an answer can repeat the texts of a request.
 
@@ -160,15 +177,24 @@ INCLUDED = {
 }
 
 
+def check_include(include: Collection[str]) -> None:
+    """Check what a request wants included.
+
+    Raises:
+        Refused: OpenAI's API has nothing of that name.
+    """
+    if unknown := set(include) - INCLUDABLE:
+        raise Refused(400, f"include {min(unknown)!r} is unknown", "include")
+
+
 def check_included(response: Response, include: Collection[str]) -> None:
     """Check that a stored response has what is to be included: it can't be made afterwards.
 
     Raises:
         Refused: OpenAI's API has nothing of that name, or the response was made without it.
     """
+    check_include(include)
     for name in include:
-        if name not in INCLUDABLE:
-            raise Refused(400, f"include {name!r} is unknown", "include")
         if name not in INCLUDED or response.running:
             continue
         kind, field = INCLUDED[name]
@@ -214,10 +240,8 @@ def items(response: Response, *, after: str | None, limit: int, descending: bool
     Raises:
         Refused: no item has the id `after`, or the stored input is damaged.
     """
-    try:
+    with stored("input"):
         given = ITEMS.decode(response.input)
-    except BROKEN as error:
-        raise Refused(500, f"The stored input is damaged: {error}") from error
     by_id: dict[str, dict[str, Any]] = {}
     for n, item in enumerate(given):
         one = as_listed(item, response.id, n)
