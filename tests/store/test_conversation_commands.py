@@ -176,6 +176,13 @@ def test_broken_lines_are_named_and_the_others_imported(
     assert kept(other).keys() == {"conv_0002"}
 
 
+def test_an_export_of_the_other_kind_is_named(vllmops: Any, store: str, tmp_path: Path) -> None:
+    file, other = tmp_path / "a.jsonl", f"sqlite:///{tmp_path}/b.db"
+    vllmops("conversations", "export", "--store", store, "-o", str(file))
+    answer = vllmops("responses", "import", str(file), "--store", other)
+    assert "it is a conversation: vllmops conversations import reads it" in answer.out
+
+
 def test_a_damaged_one_is_left_out_of_an_export_and_named(
     vllmops: Any, store: str, tmp_path: Path
 ) -> None:
@@ -192,6 +199,8 @@ def test_a_damaged_one_is_left_out_of_an_export_and_named(
     assert (answer.code, answer.error["code"]) == (Exit.FAILED, "conversations.broken")
     assert answer.data["damaged"].keys() == {"conv_bad"}
     assert len(file.read_text().split("\n")) == 4
+    shown = vllmops("conversations", "show", "conv_bad", "--store", store)
+    assert (shown.code, "damaged" in shown.out) == (0, True)
 
 
 def test_an_export_has_nothing_that_import_does_not_take(

@@ -110,6 +110,22 @@ QUESTIONS: dict[str, Callable[[Http], Awaitable[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("response_id", ["", ".", ".."])
+def test_what_is_no_part_of_a_path_is_no_response(hostile: Hostile, response_id: str) -> None:
+    """The server has routes there, with other answers."""
+    endpoint = hostile(lambda: iter([JSON, b"\r\n{}"]))
+
+    async def asked() -> None:
+        async with Http(endpoint, timeout_s=TIMEOUT_S) as server:
+            with pytest.raises(VllmopsError) as caught:
+                await server.get(response_id)
+            assert caught.value.code == "responses.unknown"
+            for change in (server.cancel, server.delete):
+                assert (await change(response_id)).code == "responses.unknown"
+
+    asyncio.run(asked())
+
+
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
 def test_an_answer_without_end(
     hostile: Hostile, question: Any, monkeypatch: pytest.MonkeyPatch

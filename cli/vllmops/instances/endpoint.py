@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from ..errors import VllmopsError
@@ -33,6 +35,16 @@ def endpoint(target: str | None) -> Endpoint:
         )
     store = store_of(server.record) if server.record else None
     return Endpoint(server.url, server.label, store, vllm=True)
+
+
+def behind(target: str | None) -> Endpoint:
+    """As `endpoint`, with the store of a server of this machine that is named by its URL."""
+    found = endpoint(target)
+    if found.store is None and found.local and target and isinstance(parsed(target), Url):
+        with suppress(VllmopsError):  # it is elsewhere, or no instance of ours
+            if record := resolve(target).record:
+                return replace(found, store=store_of(record))
+    return found
 
 
 def last(target: str | None) -> Record | None:

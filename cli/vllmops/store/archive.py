@@ -7,7 +7,8 @@ that no credentials come back which were never stored.
 from __future__ import annotations
 
 import re
-from typing import Protocol, TypeVar
+from contextlib import suppress
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -16,6 +17,11 @@ from .backend import BROKEN, FINISHED, RUNNING, Response
 from .store import Events
 
 FORMAT = 1
+# The field that a line has of each kind of archive, and the command for it.
+READ_BY = {
+    "response": "vllmops responses import",
+    "conversation": "vllmops conversations import",
+}
 # An owner is a hash or nobody; anything else would be an owner that no key can be.
 OWNER = re.compile("|[0-9a-f]{64}")
 
@@ -94,10 +100,20 @@ def read(decoder: msgspec.json.Decoder[T], line: bytes, format_: int) -> T:
     try:
         found = decoder.decode(line)
     except BROKEN as error:
-        raise ValueError(f"{error}") from error
+        raise ValueError(of_other(line, decoder.type) or f"{error}") from error
     if found.vllmops != format_:
         raise ValueError(f"the line has format {found.vllmops}; this vllmops reads {format_}")
     return found
+
+
+def of_other(line: bytes, kind: Any) -> str:
+    """Says of a line that belongs into an archive of another kind; empty where it does not."""
+    with suppress(*BROKEN):
+        found = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
+        for field, command in READ_BY.items():
+            if field in found and field not in kind.__struct_fields__:
+                return f"it is a {field}: {command} reads it"
+    return ""
 
 
 def check_owner(owner: str) -> None:

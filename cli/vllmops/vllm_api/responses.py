@@ -110,6 +110,8 @@ class Http:
         return Page([made(bytes(entry)) for entry in listing.data], listing.has_more)
 
     async def get(self, response_id: str) -> Response:
+        if nowhere(response_id):
+            raise unknown(self.name, response_id)
         answer = await self.ask("GET", path(response_id))
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise unknown(self.name, response_id, sure=response_id in answer.text)
@@ -174,6 +176,8 @@ class Http:
         return events
 
     async def cancel(self, response_id: str) -> ChangeResult:
+        if nowhere(response_id):
+            return failed(response_id, unknown(self.name, response_id))
         answer = await self.ask("POST", f"{path(response_id)}/cancel")
         if answer.status_code in {httpx.codes.BAD_REQUEST, httpx.codes.CONFLICT}:
             return refused(response_id, refusal(answer))
@@ -183,6 +187,8 @@ class Http:
         return ChangeResult(id=response_id, done=True, result=(head and head.status) or "cancelled")
 
     async def delete(self, response_id: str) -> ChangeResult:
+        if nowhere(response_id):
+            return failed(response_id, unknown(self.name, response_id))
         answer = await self.ask("DELETE", path(response_id))
         if failure := await self.missing(answer, response_id, "delete a response"):
             return failure
@@ -330,6 +336,11 @@ def routeless(answer: httpx.Response) -> bool:
     if answer.status_code == httpx.codes.BAD_REQUEST:
         return not answer.headers.get("content-type", "").startswith("application/json")
     return answer.status_code in {httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED}
+
+
+def nowhere(response_id: str) -> bool:
+    """Whether an id leads to no response, but elsewhere, as a part of a path."""
+    return response_id in {"", ".", ".."}
 
 
 def path(response_id: str) -> str:

@@ -79,9 +79,9 @@ def place(target: str | None, store: str | None) -> str:
     if store is not None:
         either(target)
     else:
-        from ...instances.endpoint import endpoint  # noqa: PLC0415
+        from ...instances.endpoint import behind  # noqa: PLC0415
 
-        server = endpoint(target)
+        server = behind(target)
         if server.store is None:
             raise usage(f"the URL of {server.name}'s store is not known here", "--store URL")
         store = server.store

@@ -83,4 +83,4 @@ def render(found: Conversation, entries: Sequence[Entry]) -> Iterator[Renderable
 
 def decoded(entry: Entry) -> list[shape.Item]:
     """As much of an item as is shown."""
-    return shape.ITEMS.decode(b"[%b]" % entry.body)
+    return [msgspec.json.decode(entry.body, type=shape.Item)]

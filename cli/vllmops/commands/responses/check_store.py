@@ -31,8 +31,9 @@ def check_store(
     """Check that a store behaves as a server needs it.
 
     Every check runs in a temporary namespace beside the stored responses, and
-    cleans up after itself. With your own backend class, named by
-    VLLM_RESPONSES_STORE_BACKEND, the store must be empty.
+    cleans up after itself; a SQLite file that was not there stays, without responses.
+    With your own backend class, named by VLLM_RESPONSES_STORE_BACKEND, the store must
+    be empty.
     """
     with Progress(time.time(), quiet=json_) as progress:
         outcomes, caveats = asyncio.run(checked(url, progress))

@@ -92,7 +92,7 @@ def export(
         data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
         lacking = VllmopsError(
             "responses.damaged",
-            f"{len(done.damaged):,} damaged responses were left out",
+            f"damaged and left out: {many(len(done.damaged), 'response')}",
             "vllmops responses show ID shows what is readable",
         )
     return ended(Result(data), lacking, as_json=json_)

@@ -127,9 +127,9 @@ def store_behind(target: str | None) -> str:
     Raises:
         VllmopsError: as `place`, or ``usage`` if it is not known.
     """
-    from ...instances.endpoint import endpoint  # noqa: PLC0415
+    from ...instances.endpoint import behind  # noqa: PLC0415
 
-    server = endpoint(target)
+    server = behind(target)
     if server.store is None:
         raise usage(
             f"{server.name} has no route for imports, and its store's URL is not known here",
