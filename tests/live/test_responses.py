@@ -1120,7 +1120,8 @@ def test_responses_move_to_another_store(
     # Its server's store has them, and keeps them.
     assert cli("responses", "import", file, *here).data["skipped"] == count
     who.responses.delete(first.id)
-    assert cli("responses", "import", file, *here).data["count"] == 1
+    by_url = ("-t", kept.url, "--json")
+    assert cli("responses", "import", file, *by_url).data["count"] == 1
     assert who.responses.retrieve(first.id).output == first.output
     assert say(who, "and then?", previous_response_id=first.id).previous_response_id == first.id
     lines = [json.loads(line) for line in Path(file).read_text().splitlines()]
