@@ -140,10 +140,20 @@ CompactionPrompt = Annotated[
         " [vllmops' own].",
     ),
 ]
+
+
+def message(value: object) -> int:
+    """A parser for the size of a message."""
+    size = size_(value)
+    if not 1 <= size <= settings.LARGEST_MESSAGE:
+        raise typer.BadParameter(f"it can be up to {settings.LARGEST_MESSAGE >> 20}M, and not 0.")
+    return size
+
+
 WsMaxMessage = Annotated[
     int | None,
     socket_option(
-        parser=size_,
+        parser=message,
         metavar="SIZE",
         help="Maximum size of a WebSocket message, and of the requests together that wait on a"
         " connection, up to 16M, such as 4M [16M].",

@@ -164,4 +164,4 @@ def given(
     try:
         return number(text, least, most) if text else default
     except ValueError as error:
-        raise usage(f"{name}: {error}", f"{name}={default:g}") from error
+        raise usage(f"{name}: {error}", f"{name}={default:.10g}") from error

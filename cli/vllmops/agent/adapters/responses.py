@@ -246,9 +246,11 @@ def valid_item(item: dict[str, Any]) -> bool:
 
 
 def renders(item: dict[str, Any]) -> bool:
-    """Whether vLLM can make a message of a valid item."""
+    """Whether vLLM can make a message of a valid item, as far as can be told."""
     try:
         messages(parsed([detailed(item)]))
+    except ImportError:
+        return True
     except (*INVALID, TypeError, AttributeError, LookupError):
         return False
     return True
@@ -257,9 +259,11 @@ def renders(item: dict[str, Any]) -> bool:
 def messages(items: list[Any]) -> list[Any]:
     """Items of vLLM's types as messages of the Chat Completions API."""
     # Imported here, because everything else also works in a vLLM without it.
-    from vllm.entrypoints.openai.responses import utils  # noqa: PLC0415
+    from vllm.entrypoints.openai.responses.utils import (  # noqa: PLC0415
+        construct_chat_messages_with_tool_call,
+    )
 
-    return list(utils.construct_chat_messages_with_tool_call(items))
+    return list(construct_chat_messages_with_tool_call(items))
 
 
 async def agreeing(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:

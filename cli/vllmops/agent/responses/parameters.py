@@ -93,8 +93,8 @@ PARAMETERS: dict[str, Parameter] = {
     "prompt_cache_retention": Parameter(How.ECHOED, "can be `in_memory`", frozenset({"in_memory"})),
     "reasoning": Parameter(
         How.VLLM,
-        "`effort` is passed on; `summary` can be `auto`, and none is made; `context` can be `auto` "
-        "or `all_turns`, `mode` can be `standard`",
+        "`effort` is passed on; `summary` (or `generate_summary`) can be `auto`, and none is made; "
+        "`context` can be `auto` or `all_turns`, `mode` can be `standard`",
         fields={
             "effort": None,
             "summary": frozenset({"auto"}),
