@@ -100,7 +100,7 @@ def find() -> list[Server]:
     An instance that is over is among them, without processes.
     """
     table = processes.table()
-    instances, trees = [], []
+    instances, trees, beside = [], [], []
     for folder in folders():
         try:
             record = folder.read()
@@ -110,7 +110,10 @@ def find() -> list[Server]:
             instances.append((folder, record))
             known = [p.pid for p in record.processes if is_in(table, p)]
             trees.append(processes.tree(table, known))
-    trees, strangers = membership.groups(table, trees)
+            # The other server of a hand-over has no row of its own: the first one answers for it.
+            other = [p.pid for p in record.beside if is_in(table, p)]
+            beside.append(processes.tree(table, other))
+    trees, strangers = membership.groups(table, [*trees, *beside])
     servers = [
         Server(
             name=record.name,
@@ -124,7 +127,7 @@ def find() -> list[Server]:
             uds=record.uds,
             headless=record.headless,
         )
-        for (folder, record), tree in zip(instances, trees, strict=True)
+        for (folder, record), tree in zip(instances, trees, strict=False)
     ]
     return servers + [stranger(table, tree) for tree in strangers]
 
