@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from vllmops.errors import Exit, VllmopsError
 from vllmops.host import processes
@@ -162,15 +161,6 @@ def test_a_stranger_does_not_stand_in_the_way_of_an_instance(table: Table, put: 
     assert resolve(None, strangers=False).name == "a"
     assert resolve(str(stranger + 2), strangers=False).pid == stranger
     assert resolve("http://localhost:9000").pid == stranger
-
-
-def test_the_other_server_of_a_hand_over_is_no_stranger(table: Table, put: Put) -> None:
-    first, second = serve(table, 0), serve(table, 10)
-    record = put("a", first)
-    assert [one.name for one in find()] == ["a", None]
-    Folder("a").write(replace(record, beside=processes.tree(table, [second])))
-    (only,) = find()
-    assert (only.name, only.pid) == ("a", first)
 
 
 def test_two_strangers_must_be_named(table: Table) -> None:

@@ -66,12 +66,19 @@ def test_a_hand_over_loses_no_request(cli: Cli) -> None:
         with ThreadPoolExecutor(1) as pool, requests(server) as wrong:
             time.sleep(1)
             handing = pool.submit(cli, "restart", "handed", "--hand-over", "--json")
+            others = set()
             while not handing.done():
+                others |= {
+                    (row["state"], row["started_by_vllmops"])
+                    for row in cli("ps", "--json").data["instances"]
+                    if row["url"] == server.url and row["name"] is None
+                }
                 lines = stream(server, 1500)
                 assert lines[-1] == "data: [DONE]"
                 assert '"finish_reason":"length"' in lines[-2]  # several tokens may share a line
             time.sleep(2)
         assert handing.result().code == 0, handing.result()
+        assert others == {("handing over", True)}
         assert wrong == []
         assert not set(before.pids) & set(server.footprint().pids)
         before = Footprint(before.pids, None, before.segments)  # the port is the second one's

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from msgspec.structs import replace
 from rich.console import RenderableType
 from rich.text import Text
 
@@ -90,7 +91,7 @@ def ps(
     """
     servers = [resolve(target)] if target else find()
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:  # one that hangs holds up no other
-        rows = list(pool.map(row, servers))
+        rows = [handing_over(one, servers) for one in pool.map(row, servers)]
     shown = [
         one
         for one, server in zip(rows, servers, strict=True)
@@ -109,6 +110,15 @@ def ps(
         "faults": [{"code": f.code, "message": f.message, "hint": f.hint} for f in faults],
     }
     return Result(data, lambda: listing(shown) if shown else ["no vLLM server runs here"])
+
+
+def handing_over(one: InstanceRow, servers: Sequence[Server]) -> InstanceRow:
+    """A row, which may be of the other server of a hand-over: at its URL the first one answers."""
+    for server in servers:
+        if server.record and one.pid in {process.pid for process in server.record.beside}:
+            note = f"the other server in the hand-over of {server.label}"
+            return replace(one, state="handing over", started_by_vllmops=True, note=note)
+    return one
 
 
 def registry_faults() -> list[VllmopsError]:

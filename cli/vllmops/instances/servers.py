@@ -100,7 +100,7 @@ def find() -> list[Server]:
     An instance that is over is among them, without processes.
     """
     table = processes.table()
-    instances, trees, beside = [], [], []
+    instances, trees = [], []
     for folder in folders():
         try:
             record = folder.read()
@@ -110,10 +110,7 @@ def find() -> list[Server]:
             instances.append((folder, record))
             known = [p.pid for p in record.processes if is_in(table, p)]
             trees.append(processes.tree(table, known))
-            # The other server of a hand-over has no row of its own: the first one answers for it.
-            other = [p.pid for p in record.beside if is_in(table, p)]
-            beside.append(processes.tree(table, other))
-    trees, strangers = membership.groups(table, [*trees, *beside])
+    trees, strangers = membership.groups(table, trees)
     servers = [
         Server(
             name=record.name,
@@ -127,7 +124,7 @@ def find() -> list[Server]:
             uds=record.uds,
             headless=record.headless,
         )
-        for (folder, record), tree in zip(instances, trees, strict=False)
+        for (folder, record), tree in zip(instances, trees, strict=True)
     ]
     return servers + [stranger(table, tree) for tree in strangers]
 
