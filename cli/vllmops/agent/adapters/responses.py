@@ -248,12 +248,13 @@ def valid_item(item: dict[str, Any]) -> bool:
 def renders(item: dict[str, Any]) -> bool:
     """Whether vLLM can make a message of a valid item, as far as can be told."""
     try:
-        messages(parsed([detailed(item)]))
+        made = messages(parsed([detailed(item)]))
     except ImportError:
         return True
     except (*INVALID, TypeError, AttributeError, LookupError):
         return False
-    return True
+    # Older versions leave what they do not know as it is.
+    return all(one.get("role") if isinstance(one, dict) else hasattr(one, "role") for one in made)
 
 
 def messages(items: list[Any]) -> list[Any]:
