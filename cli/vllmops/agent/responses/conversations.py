@@ -430,10 +430,10 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
         raise Refused(400, f"Invalid items: {error}", "items") from error
     check_no_reference((item.get("type") for item in decoded_items), "items")
     # Imported here, because they import vLLM.
-    from ..adapters.responses import detailed, renders, valid_item  # noqa: PLC0415
+    from ..adapters.responses import renders, valid_item  # noqa: PLC0415
 
     for n, item in enumerate(decoded_items):
-        if not valid_item(detailed(item)):
+        if not valid_item(item):
             raise Refused(400, f"items[{n}] is no valid item of an input", f"items[{n}]")
         part = None if wire.silent(item) else readable(item)
         if part and not renders(part):  # nor could any request with the conversation
