@@ -150,9 +150,11 @@ def test_what_is_refused(client: Any) -> None:
 def test_an_item_that_no_request_could_use_is_refused(client: Any) -> None:
     action = {"type": "search", "query": "q"}
     search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": action}
-    with pytest.raises(openai.BadRequestError) as raised:
-        client.conversations.create(items=[user("a"), search])
-    assert raised.value.param == "items[1]"
+    file = {"type": "input_file", "filename": "a.txt", "file_data": "data:text/plain;base64,YQ=="}
+    for item in (search, {"role": "user", "content": [file]}):
+        with pytest.raises(openai.BadRequestError) as raised:
+            client.conversations.create(items=[user("a"), item])
+        assert raised.value.param == "items[1]"
     refusal = {"type": "refusal", "refusal": "I won't."}
     answer = {"type": "message", "id": "msg_a", "role": "assistant", "status": "completed"}
     asked = [user("a"), {**answer, "content": [refusal]}]

@@ -973,6 +973,7 @@ def test_bad_requests(base: str, body: dict[str, Any]) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"top_logprobs": 500, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+        ({"input": []}, "input"),
     ],
 )
 def test_a_wrong_parameter_is_named(base: str, given: dict[str, Any], param: str) -> None:

@@ -164,6 +164,8 @@ def said(item: Any) -> Any:
 ASKING: Final = frozenset({"user", "system", "developer"})
 MESSAGES: Final = ({"role", "content"}, {"type", "role", "content"})
 PART: Final = {"type", "text"}
+# The type of a part that is valid, and that no version renders.
+FILE: Final = "input_file"
 
 
 def plain(item: Any) -> bool:
@@ -247,6 +249,8 @@ def valid_item(item: dict[str, Any]) -> bool:
 
 def renders(item: dict[str, Any]) -> bool:
     """Whether vLLM can make a message of a valid item, as far as can be told."""
+    if any(part.get("type") == FILE for part in parts(item)):
+        return False
     try:
         made = messages(parsed([detailed(item)]))
     except ImportError:
@@ -255,6 +259,13 @@ def renders(item: dict[str, Any]) -> bool:
         return False
     # Older versions leave what they do not know as it is.
     return all(one.get("role") if isinstance(one, dict) else hasattr(one, "role") for one in made)
+
+
+def parts(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of an item that has some: of a message, or of what a tool gave."""
+    content = item.get("content") or item.get("output")
+    given = content if isinstance(content, list) else []
+    return [part for part in given if isinstance(part, dict)]
 
 
 def messages(items: list[Any]) -> list[Any]:

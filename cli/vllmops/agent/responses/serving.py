@@ -496,6 +496,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                         add(tracing.size(turn.history))
                 if isinstance(request.input, list):
                     request.input = [item for item in request.input if not wire.silent(item)]
+            if not (request.input or request.input == "" or request.instructions):
+                raise Refused(400, "The input is empty.", "input")
             if turn and turn.threshold is not None:
                 await self.compact_beyond(turn, turn.threshold)
             if request.truncation == "auto" and self.counts:
