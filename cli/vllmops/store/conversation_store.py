@@ -180,6 +180,9 @@ class ConversationStore:
         if outcome is not Outcome.DONE:
             return outcome
         held = Held(conversation_id, owner, holder, entries)
+        for other in list(self.holds):  # one that has lapsed would be renewed instead
+            if other.conversation_id == conversation_id and other.holder != holder:
+                self.holds.discard(other)
         self.holds.add(held)
         return held
 

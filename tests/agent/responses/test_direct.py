@@ -223,7 +223,11 @@ def test_who_leaves_before_the_end_of_the_body_gets_no_answer() -> None:
     async def work(*_: object) -> Response:
         raise AssertionError
 
-    asyncio.run(app_of(work)(SCOPE, leave, client.send))
+    async def reading(raw_request: Request) -> Response:
+        raise AssertionError(await raw_request.body())
+
+    for answer in (app_of(work), Direct("/", reading, methods=["POST"]).handle):
+        asyncio.run(answer(SCOPE, leave, client.send))
     assert client.got == []
 
 

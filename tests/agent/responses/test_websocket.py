@@ -267,6 +267,15 @@ def test_what_all_connections_remember_has_a_bound(monkeypatch: pytest.MonkeyPat
     play(act)
 
 
+def test_turns_with_one_id_are_all_counted() -> None:
+    memory, history = websocket.Memory(), list[Response]()
+    for _ in range(5):
+        turn = Response(id="mine", owner="", model="m", status="completed", body=b"{}")
+        memory.keep(history := [*history, turn])
+    assert memory.bytes == websocket.Memory.bytes_of_all == 5 * len(turn.body + turn.input)
+    memory.clear()
+
+
 def test_requests_have_a_bound() -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one:

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, cast
 
 from fastapi import Request, Response
@@ -56,7 +56,8 @@ class Direct(APIRoute):
         return handled
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await tracing.request(self.path, self.answer, scope, receive, send)
+        with suppress(ClientDisconnect):  # nobody reads an answer
+            await tracing.request(self.path, self.answer, scope, receive, send)
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
@@ -65,10 +66,7 @@ class Direct(APIRoute):
             return
         given: dict[str, Any] = {}
         if self.body_field is not None:
-            try:
-                body = await request.body()
-            except ClientDisconnect:
-                return
+            body = await request.body()
             if (parsed := self.parsed(request, body)) is None:
                 await super().handle(scope, again(body, receive), send)
                 return

@@ -125,7 +125,8 @@ class Memory:
     @property
     def size(self) -> int:
         """Bytes; a turn in several histories counts once."""
-        turns = {turn.id: turn for history in self.histories.values() for turn in history}
+        # Not by their ids: a client may choose one, and choose it again.
+        turns = {id(turn): turn for history in self.histories.values() for turn in history}
         return sum(len(turn.body) + len(turn.input) for turn in turns.values())
 
 
