@@ -113,6 +113,9 @@ class Engine:
     async def _check_model(self, request: Any) -> None:
         return None
 
+    async def _with_kv_transfer_rejection_cleanup(self, awaitable: Any, *_: Any) -> Any:
+        return await awaitable
+
     def create_error_response(self, error: Any) -> Any:
         return Namespace(error=Namespace(message=str(error)))
 

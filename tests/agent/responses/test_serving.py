@@ -49,6 +49,73 @@ async def main():
 asyncio.run(main())
 """
 
+# vLLM frees the blocks that another server has filled for a request, where it refuses that request.
+REJECTED = """
+import asyncio, json, sys
+from types import SimpleNamespace
+from typing import Any
+from pydantic import BaseModel
+from tests.store.served import Vllm
+sys.meta_path.insert(0, Vllm())
+from vllmops.agent.responses import tokens
+from vllmops.agent.responses.serving import StoredResponses
+from vllmops.agent.responses.wire import Refused
+
+class Asked(BaseModel, extra="allow"):
+    input: Any = None
+    kv_transfer_params: Any = None
+    previous_response_id: str | None = None
+    truncation: str = "auto"
+
+freed, asked = [], []
+
+class Served(StoredResponses):
+    counts, tool_server, parser, use_harmony = True, None, None, False
+
+    def __init__(self):
+        pass
+
+    async def _with_kv_transfer_rejection_cleanup(self, awaitable, request, raw_request):
+        try:
+            return await awaitable
+        except Exception:
+            if request.kv_transfer_params:
+                freed.append(raw_request)
+            raise
+
+    async def create_responses(self, request, raw_request):
+        return await self._with_kv_transfer_rejection_cleanup(
+            self.limited(request), request, raw_request
+        )
+
+    async def limited(self, request):
+        asked.append(len(request.input))
+        if len(request.input) > 2:
+            raise ValueError("too long")
+        return tokens.Counted(1)
+
+async def main():
+    items = [{"role": "user", "content": str(n)} for n in range(4)]
+    request = Asked(input=items, kv_transfer_params={"do_remote_prefill": True})
+    await Served().truncate(request)
+    assert (len(request.input), freed) == (2, []) and asked, (request, freed, asked)
+    request = Asked(kv_transfer_params={"do_remote_prefill": True}, unknown=1)
+    try:
+        await Served().create(request, "raw")
+    except Refused as error:
+        assert (error.param, freed) == ("unknown", ["raw"])
+        print("refused")
+
+asyncio.run(main())
+"""
+
+
+def test_blocks_are_freed_for_what_is_refused_and_for_nothing_that_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REJECTED], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
 
 def test_an_answer_in_the_background_begins_with_one_compaction() -> None:
     done = subprocess.run(

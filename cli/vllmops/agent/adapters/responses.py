@@ -93,6 +93,7 @@ RENDERERS: Final = tuple(
 METHODS: Final = {
     "create_responses": ("request", "raw_request"),
     "_check_model": ("request",),
+    "_with_kv_transfer_rejection_cleanup": ("awaitable", "request", "raw_request"),
     "_validate_generator_input": ("engine_input",),
     "_extract_prompt_len": ("prompt",),
     "_run_background_request": ("request",),

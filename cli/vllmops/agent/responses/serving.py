@@ -67,8 +67,9 @@ from .wire import Frame, Refused
 from .writer import Writer
 
 FAILED = "The generation failed."
-# In a copy of a request whose input has the turns before it already, and is counted as it is.
-ALONE = {"previous_response_id": None, "truncation": "disabled"}
+# In a copy of a request whose input has the turns before it already, and is counted as it is. Where
+# it is too long, nobody is to free the blocks that another server has filled for the request.
+ALONE = {"previous_response_id": None, "truncation": "disabled", "kv_transfer_params": None}
 # The parameters that vLLM may not know.
 KNOWN = parameters.PARAMETERS.keys() | {carried.PREVIOUS}
 
@@ -145,8 +146,23 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the request is invalid.
             StoreUnavailable: the store is down, and the response is not stored.
         """
+        turn = await self._with_kv_transfer_rejection_cleanup(
+            self.accept(request, raw_request), request, raw_request
+        )
+        try:
+            return await self.answer(turn, request, raw_request)
+        except adapter.INVALID as error:
+            if name := adapter.PARAMETERS.get(getattr(error, "parameter", None) or ""):
+                raise Refused(400, f"{name} is invalid: {error}", name) from error
+            raise
+        finally:
+            if turn and not turn.goes_on:
+                await self.conversations.release(turn)
+
+    async def accept(self, request: Any, raw_request: Request) -> Turn | None:
+        """Check a request, and collect what it needs; else as `create` and `turn`."""
         self.check_parameters(request)
-        if prewarms := parameters.prewarms(request):
+        if parameters.prewarms(request):
             request.max_output_tokens = 1  # vLLM's least
         if response_before(request) is not None:
             if request.background:
@@ -161,18 +177,10 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         turn = await self.turn(request, raw_request, compacts=threshold is not None)
         if turn:
             turn.threshold = threshold
-        try:
-            return await self.answer(turn, request, raw_request, prewarms=prewarms)
-        except adapter.INVALID as error:
-            if name := adapter.PARAMETERS.get(getattr(error, "parameter", None) or ""):
-                raise Refused(400, f"{name} is invalid: {error}", name) from error
-            raise
-        finally:
-            if turn and not turn.goes_on:
-                await self.conversations.release(turn)
+        return turn
 
     async def answer(
-        self, turn: Turn | None, request: Any, raw_request: Request, *, prewarms: bool
+        self, turn: Turn | None, request: Any, raw_request: Request
     ) -> bytes | AsyncIterator[Frame] | ErrorResponse:
         """Answer a request, once all that it needs is collected; else as `create`."""
         with working(turn):
@@ -186,7 +194,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             if turn:
                 turn.goes_on = True
             return self.streamed(turn, request, answer)
-        if prewarms:
+        if parameters.prewarms(request):
             fields.silence(answer)
         if item := await self.seal(turn, answer):
             answer.output.append(item)
