@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -98,6 +98,16 @@ async def repeat(
     while True:
         await asyncio.sleep(pause_s if succeeded else max(pause_s, after_s))
         succeeded = await attempt(work, reporter)
+
+
+def started(
+    work: Coroutine[object, object, None], tasks: set[asyncio.Task[None]]
+) -> asyncio.Task[None]:
+    """A task that is among others until it is done; asyncio itself would not keep it."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 def thread(

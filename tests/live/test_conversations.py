@@ -255,6 +255,15 @@ def test_two_at_once_never_mix(client: Any) -> None:
     assert sorted((asked, "".join(answer)) for asked, *answer in turns) == sorted(done)
 
 
+def test_what_a_page_of_another_origin_may_send_is_refused(client: Any, text_pair: Any) -> None:
+    made = client.conversations.create()
+    url, key = f"{clients.base(text_pair)}/conversations", {"Authorization": "Bearer one"}
+    for path in ("", f"/{made.id}", f"/{made.id}/items"):
+        for kind in ({}, {"Content-Type": "text/plain"}):
+            answer = httpx.post(url + path, content=b"{}", headers={**key, **kind})
+            assert (answer.status_code, "json" in answer.json()["error"]["message"]) == (400, True)
+
+
 def test_a_conversation_in_use(client: Any) -> None:
     made = client.conversations.create(items=[user("a")])
     run = background(client, conversation=made.id)
@@ -268,6 +277,8 @@ def test_a_conversation_in_use(client: Any) -> None:
         with pytest.raises(openai.ConflictError) as caught:
             attempt()
         assert caught.value.code == "conversation_locked"
+    counted = client.responses.input_tokens.count(model=MODEL, input="x", conversation=made.id)
+    assert counted.input_tokens > 0  # which changes nothing
     client.responses.cancel(run.id)
     say(client, "after", conversation=made.id, **SPEAKS)  # at once
     assert roles(client, made) == ["user", "user", "assistant"]  # nothing of what was cancelled

@@ -947,6 +947,9 @@ def test_bad_questions(base: str, path: str) -> None:
         {"previous_response_id": "a\0b"},
         {"previous_response_id": "\ud800"},
         {"metadata": {"a": "\ud800"}},
+        {"stream": True, "stream_options": {"\ud800": 1}},
+        {"prompt_cache_options": {"\ud800": 1}},
+        {"context_management": [{"type": "compaction", "\ud800": 1}]},
         {"previous_response_id": 7},
         {"request_id": ""},
         {"request_id": "a/b"},
@@ -963,6 +966,15 @@ def test_bad_requests(base: str, body: dict[str, Any]) -> None:
     answer = httpx.post(f"{base}/responses", content=content, headers=headers, timeout=60)
     assert answer.status_code in {400, 404, 422}, answer.text
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"model": "x", "input": NaN}', b'{"\\ud800": 1}', b"[]", b""]
+)
+def test_a_compaction_of_what_is_no_json(base: str, content: bytes) -> None:
+    headers = {"Authorization": "Bearer one", "Content-Type": "application/json"}
+    answer = httpx.post(f"{base}/responses/compact", content=content, headers=headers, timeout=60)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 @pytest.mark.parametrize(

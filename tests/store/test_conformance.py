@@ -317,10 +317,10 @@ def own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
 def test_the_command(vllmops: Any, tmp_path: Path) -> None:
     path = tmp_path / "own.db"
     answer = vllmops("responses", "check-store", f"sqlite:///{path}", "--json")
-    assert (answer.code, answer.err) == (0, "")
     data = json.loads(answer.out)["data"]
     assert [item["name"] for item in data["checks"]] == list(CHECKS)
     assert {item["problem"] for item in data["checks"]} == {""}
+    assert (answer.code, answer.err) == (0, "")
     assert data["caveats"] == []
     # It leaves nothing behind.
     with closing(sqlite3.connect(path)) as kept:

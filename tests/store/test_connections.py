@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import time
 from typing import Any
 
@@ -137,3 +138,27 @@ def test_what_the_server_has_closed_is_not_used_again(kind: str, shared_servers:
         assert len(await lender.two() & before) == 1
 
     lender.run(main)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_leaves_while_it_connects_or_asks_leaves_nothing(
+    kind: str, shared_servers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    lender = Lender(kind, shared_servers)
+
+    async def ask() -> None:
+        async with lender.lend() as connection:
+            await name_of(connection, kind)
+
+    async def main() -> None:
+        for number in range(120):
+            calls = [asyncio.create_task(ask()) for _ in range(3)]
+            await asyncio.sleep(number % 40 * 0.00005)
+            for call in calls:
+                call.cancel()
+            await asyncio.wait(calls)
+        await asyncio.sleep(0.3)
+
+    lender.run(main)
+    gc.collect()  # an error that nobody has asked for is told then
+    assert not caplog.records

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+import pytest
+
 from vllmops.store.backend import Limits
 from vllmops.store.conversation_store import Held
-from vllmops.store.conversations import Conversation
+from vllmops.store.conversations import Conversation, Entry, Outcome
 from vllmops.store.memory import Memory
 from vllmops.store.store import ResponseStore
 
@@ -21,6 +23,38 @@ class Noting(Memory):
 
     async def renew_holds(self, holders: Mapping[str, str]) -> None:
         self.renewed.append(dict(holders))
+
+
+class Slow(Memory):
+    """Holds for a caller who has left, as a database's server does."""
+
+    def __init__(self) -> None:
+        super().__init__("memory://", Limits())
+        self.asked, self.goes_on = asyncio.Event(), asyncio.Event()
+
+    async def hold(
+        self, owner: str, conversation_id: str, holder: str
+    ) -> tuple[Outcome, list[Entry]]:
+        self.asked.set()
+        await self.goes_on.wait()
+        return await super().hold(owner, conversation_id, holder)
+
+
+def test_a_caller_that_leaves_leaves_no_hold_behind() -> None:
+    async def run() -> None:
+        backend = Slow()
+        async with ResponseStore(backend) as store:
+            await store.conversations.create(Conversation(id="conv", owner=""), [])
+            task = asyncio.create_task(store.conversations.hold("", "conv", "gone"))
+            await backend.asked.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            backend.goes_on.set()
+            await asyncio.wait(store.conversations.releases)
+            assert not backend.kept["conv"].held
+
+    asyncio.run(run())
 
 
 def test_a_hold_that_has_lapsed_does_not_keep_the_next_from_being_renewed() -> None:

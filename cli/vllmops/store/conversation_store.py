@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 from weakref import WeakSet
 
 from msgspec.structs import replace
 
+from ..background import started
 from . import redaction
-from .backend import Backend, CursorUnknown, Response, StoreUnavailable
+from .backend import SILENT_S, Backend, CursorUnknown, Response, StoreUnavailable
 from .conversations import Addition, Conversation, Entries, Entry, Outcome, supported
 from .ids import storable, valid
 from .packing import deflate, inflate, pack, unpack
+
+ALL = 1 << 30  # items: more than a conversation has
 
 
 class Store(Protocol):
@@ -39,7 +42,7 @@ class Held:
     Args:
         conversation_id: of the conversation.
         owner: whose it is.
-        holder: who holds it; unique to one run of one response.
+        holder: who holds it; unique to one run of one response. Empty where nobody does.
         entries: its items then, as the store keeps them.
     """
 
@@ -172,10 +175,13 @@ class ConversationStore:
         if not valid(conversation_id):
             return Outcome.GONE
         async with self.bounded() as backend:
+            # In a task, which goes on where the caller leaves: a database would still run the
+            # statement, and might do so after the one that lets go.
+            holding = asyncio.ensure_future(backend.hold(owner, conversation_id, holder))
             try:
-                outcome, entries = await backend.hold(owner, conversation_id, holder)
+                outcome, entries = await asyncio.shield(holding)
             except BaseException:  # it may be held nevertheless
-                self.let_go(conversation_id, holder)
+                started(self.give_up(holding, conversation_id, holder), self.releases)
                 raise
         if outcome is not Outcome.DONE:
             return outcome
@@ -185,6 +191,21 @@ class ConversationStore:
                 self.holds.discard(other)
         self.holds.add(held)
         return held
+
+    async def look(self, owner: str, conversation_id: str) -> Held | Outcome:
+        """As `hold`, of a conversation that anybody may hold: nobody does by this.
+
+        Args:
+            owner: who asks.
+            conversation_id: of the conversation.
+        """
+        if not valid(conversation_id):
+            return Outcome.GONE
+        async with self.bounded() as backend:
+            page = await backend.page_entries(
+                owner, conversation_id, after=None, limit=ALL, descending=False
+            )
+        return Held(conversation_id, owner, "", page.entries) if page else Outcome.GONE
 
     async def finish(
         self, held: Held, entries: Sequence[Entry], response: Response | None, *, new: bool
@@ -211,6 +232,14 @@ class ConversationStore:
             if response is not None:
                 self.store.tell(response.id)
         return outcome
+
+    async def give_up(
+        self, holding: asyncio.Future[Any], conversation_id: str, holder: str
+    ) -> None:
+        """Let go of a conversation once the call to hold it is over."""
+        await asyncio.wait({holding}, timeout=SILENT_S)
+        holding.cancel()
+        await self.release_holder(conversation_id, holder)
 
     async def release(self, held: Held) -> None:
         """Let go of a conversation, unless that was done; a store that is down is no error.
@@ -254,14 +283,6 @@ class ConversationStore:
         if holders := {held.conversation_id: held.holder for held in self.holds}:
             async with self.bounded() as backend:
                 await backend.renew_holds(holders)
-
-
-def started(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-    """A task that is among others until it is done; asyncio itself would not keep it."""
-    task = asyncio.create_task(work)
-    tasks.add(task)
-    task.add_done_callback(tasks.discard)
-    return task
 
 
 async def packed_entries(entries: Sequence[Entry]) -> list[Entry]:

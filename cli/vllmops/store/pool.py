@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
+from ..background import started
 from .backend import SILENT_S
 
 Connection = TypeVar("Connection")
 
 # Longer than that, and something on the way may have forgotten a connection.
 IDLE_S = 300.0
+# How long a connection is made that nobody waits for any more.
+LATE_S = 2.0
 
 
 class Pool(Generic[Connection]):
@@ -44,13 +47,14 @@ class Pool(Generic[Connection]):
         self.resting: list[tuple[Connection, float]] = []
         # How often all were let go of.
         self.emptied = 0
+        self.late: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[Connection]:
         """A connection, which is not used again after trouble; after a long one none is."""
         async with self.room:
             emptied = self.emptied
-            connection = await self.rested() or await self.connect()
+            connection = await self.rested() or await self.connected()
             began = time.monotonic()
             try:
                 yield connection
@@ -63,6 +67,25 @@ class Pool(Generic[Connection]):
                 self.resting.append((connection, time.monotonic()))
             else:
                 await self.end(connection)
+
+    async def connected(self) -> Connection:
+        """A new connection; one that nobody waits for any more when it is made is let go of.
+
+        The drivers can't be stopped while they connect: their own tasks would tell of errors.
+        """
+        making = asyncio.ensure_future(self.connect())
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            started(self.let_go(making), self.late)
+            raise
+
+    async def let_go(self, making: asyncio.Future[Connection]) -> None:
+        done, _ = await asyncio.wait({making}, timeout=LATE_S)
+        if not done:
+            making.cancel()
+        elif not (making.cancelled() or making.exception()):
+            await self.end(making.result())
 
     async def rested(self) -> Connection | None:
         """One that rests; None where none does that can be used."""

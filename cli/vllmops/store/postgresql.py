@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import asyncpg
 
+from ..background import started
 from .backend import EVERYBODY, FINISHED, Chunk, Limits, Response
 from .conversations import Addition, Outcome
 from .gathering import Gathered
@@ -44,9 +46,9 @@ async def usable(connection: Connection) -> bool:
     return not connection.is_closed()
 
 
-async def end(connection: Connection) -> None:
-    """Let go of it, and wait for nobody: the server may be silent."""
-    connection.terminate()
+async def close(connection: Connection) -> None:
+    with suppress(*TROUBLE):
+        await connection.close(timeout=HOST_S)
 
 
 class Postgresql(Sql):
@@ -57,7 +59,8 @@ class Postgresql(Sql):
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         super().__init__(url, limits, name, "postgresql.sql")
         self.name = name
-        self.pool = Pool(self.connect, usable, end, CONNECTIONS)
+        self.closing: set[asyncio.Task[None]] = set()
+        self.pool = Pool(self.connect, usable, self.end, CONNECTIONS)
         parts = parsed(url)
         self.hosts = [(host, port or PORT) for host, port in parts.hosts]
         given = "target_session_attrs" in parts.query or "PGTARGETSESSIONATTRS" in os.environ
@@ -122,6 +125,12 @@ class Postgresql(Sql):
             await super().close()
         finally:
             await self.pool.empty()
+            if self.closing:
+                await asyncio.wait(self.closing)
+
+    async def end(self, connection: Connection) -> None:
+        """Let go of one, and wait for nobody: the server may be silent, or still end a call."""
+        started(close(connection), self.closing)
 
     async def find(self, owner: str, response_id: str) -> Response | None:
         return await self.finding((owner, response_id))

@@ -154,9 +154,18 @@ ORDER BY created_at DESC, id DESC LIMIT $8
 SELECT owner, count(*) FROM {name}_responses WHERE $1 IN ('*', owner)
 GROUP BY owner ORDER BY count(*) DESC, max(created_at)
 
+-- Of a run that took long the first events are old when it ends: its last one says when that was.
 -- name: forget
-DELETE FROM {name}_events WHERE written_at < date_part('epoch', statement_timestamp()) - $1
-    AND response_id IN (SELECT id FROM {name}_responses WHERE lease IS NULL) RETURNING 1
+DELETE FROM {name}_events WHERE response_id IN (
+    SELECT response_id FROM (
+        SELECT DISTINCT response_id FROM {name}_events
+        WHERE written_at < date_part('epoch', statement_timestamp()) - $1
+    ) AS old JOIN {name}_responses ON id = response_id AND lease IS NULL
+    WHERE (
+        SELECT written_at FROM {name}_events AS last WHERE last.response_id = old.response_id
+        ORDER BY first DESC LIMIT 1
+    ) < date_part('epoch', statement_timestamp()) - $1
+) RETURNING 1
 
 -- name: stats
 SELECT status, model, count(*), sum(length(body) + length(input)), min(created_at)

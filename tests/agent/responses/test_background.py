@@ -77,6 +77,46 @@ async def main():
 
 asyncio.run(main())
 """
+DELETED = """
+import asyncio, sys
+from types import SimpleNamespace
+from tests.store.served import Vllm
+sys.meta_path.insert(0, Vllm())
+from vllmops.agent.responses import background
+from vllmops.agent.responses.conversations import ConversationTurns
+from vllmops.agent.responses.turn import Turn, working
+from vllmops.store import opening
+from vllmops.store.conversations import Conversation
+from vllmops.store.store import ResponseStore
+
+background.fields.fill = background.named_in = lambda response, _: response
+background.dump = lambda _: b"{}"
+
+async def main():
+    async with ResponseStore(opening.backend("memory://")) as store:
+        kept = store.conversations
+        await kept.create(Conversation(id="conv", owner=""), [])
+        handler = SimpleNamespace(
+            store=store, conversations=ConversationTurns(store), background_tasks={}
+        )
+        runs = background.Runs(handler)
+        turn = Turn(SimpleNamespace(), "", b"[]")
+        turn.latest = SimpleNamespace(
+            id="resp_1", model="m", status="queued", previous_response_id=None
+        )
+        turn.held = await kept.hold("", "conv", "resp_1")
+        with working(turn):
+            task = asyncio.create_task(runs.carry_out(lambda _: asyncio.sleep(60)))
+        handler.background_tasks["resp_1"] = task
+        await runs.accept(turn, store.create)
+        await store.delete("", "resp_1")
+        runs.stop("resp_1")  # before it has begun
+        await asyncio.wait([task], timeout=1)
+        await asyncio.sleep(0.1)
+        print(task.cancelled(), store.backend.kept["conv"].held)
+
+asyncio.run(main())
+"""
 ENDED = """
 import asyncio, sys
 from types import SimpleNamespace
@@ -155,6 +195,14 @@ def test_a_run_whose_id_is_used_again_ends() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True False True", "True {} {}"]
+
+
+def test_a_run_that_is_stopped_before_it_begins_lets_go_of_its_conversation() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", DELETED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "False"]
 
 
 def test_a_run_that_can_not_be_stored_does_not_wait_for_ever() -> None:

@@ -102,10 +102,16 @@ def test_what_is_kept_ready_is_bounded() -> None:
     history = History(list, harmony=False)
     for number in range(40):
         # It packs well, and what counts is what it is unpacked.
-        text = f"{number}" * (CACHE_BYTES // 16)
+        text = f"{number}" * (CACHE_BYTES // 48)
         told([kept([], [{**CUSTOM, "input": text}])], history)
     assert 4 < len(history.answers) < 16
     assert history.answers.currsize <= CACHE_BYTES
+
+
+def test_many_small_answers_that_are_kept_ready_are_bounded() -> None:
+    history = History(list, harmony=False)
+    told([kept([], [{**CUSTOM, "input": f"{number}"}]) for number in range(30_000)], history)
+    assert 10_000 < len(history.answers) < 22_000
 
 
 def test_an_answer_too_large_to_be_kept_ready_is_read() -> None:

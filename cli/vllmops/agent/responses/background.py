@@ -10,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...background import started
 from ...store.backend import Response, StoreUnavailable
 from ...store.store import ResponseStore, document
 from ..adapters import responses as adapter
@@ -39,6 +40,7 @@ class Runs:
         self.conversations: ConversationTurns = handler.conversations
         self.running: dict[str, tuple[Response, asyncio.Task[None]]] = {}
         self.reruns: set[asyncio.Task[None]] = set()
+        self.releases: set[asyncio.Task[None]] = set()
         self.ending = False
 
     async def end(self) -> None:
@@ -93,7 +95,7 @@ class Runs:
         self.stop(run.id)  # one before, which was deleted on another replica
         self.running[run.id] = run, task
         self.store.attend(run, task.cancel)
-        task.add_done_callback(lambda _: self.leave(run))
+        task.add_done_callback(lambda _: self.over(run, turn))
         turn.accepted.set_result(run)
         return run
 
@@ -169,8 +171,14 @@ class Runs:
             if not self.ending:  # else who runs it again takes over the conversation
                 await self.conversations.release(turn)
 
+    def over(self, run: Response, turn: Turn) -> None:
+        """Forget a run that is over; one that was stopped before it began has let go of nothing."""
+        self.leave(run)
+        if turn.held and not self.ending:
+            started(self.conversations.release(turn), self.releases)
+
     def leave(self, run: Response) -> None:
-        """Forget a run that is over."""
+        """Attend a run no more."""
         self.store.leave(run)
         if (held := self.running.get(run.id)) and held[0] is run:
             del self.running[run.id]

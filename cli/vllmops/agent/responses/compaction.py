@@ -22,6 +22,7 @@ from openai.types.responses import (
     ResponseOutputItemDoneEvent,
 )
 
+from ...store.backend import BROKEN
 from ...store.settings import COMPACTION_PROMPT
 from .. import objects
 from . import carried, wire
@@ -147,7 +148,10 @@ def check_parameters(body: bytes) -> None:
     Raises:
         Refused: it does not.
     """
-    given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    try:
+        given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except BROKEN as error:
+        raise Refused(400, f"The request is not strict JSON: {error}") from error
     if bytes(given.get("model", b"null")) == b"null":
         raise Refused(400, "Missing required parameter: 'model'.", "model")
     if unknown := given.keys() - PARAMETERS:

@@ -10,6 +10,7 @@ from fastapi import Request, Response
 from .conversations import Added, ConversationObjects, Created, Updated
 from .routes import INCLUDE, Limit, Order, answered, counted, included, json, router, serving
 from .serving import owner
+from .wire import Refused
 
 ONE = "/v1/conversations/{conversation_id}"
 
@@ -29,12 +30,25 @@ def objects(raw_request: Request) -> ConversationObjects:
     return ConversationObjects(serving(raw_request).store)
 
 
+async def content(raw_request: Request) -> bytes:
+    """The body of a request.
+
+    Raises:
+        Refused: it does not say that it is JSON. A browser asks before it sends that from a page of
+            another origin.
+    """
+    kind = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refused(400, "Unsupported Media Type: only 'application/json' is allowed.")
+    return await raw_request.body()
+
+
 @router.post("/v1/conversations", openapi_extra=body(Created))
 @counted
 @answered
 async def create_conversation(raw_request: Request) -> Response:
     """Create a conversation."""
-    given = await raw_request.body()
+    given = await content(raw_request)
     return json(await objects(raw_request).create(owner(raw_request), given))
 
 
@@ -51,7 +65,7 @@ async def retrieve_conversation(conversation_id: str, raw_request: Request) -> R
 @answered
 async def update_conversation(conversation_id: str, raw_request: Request) -> Response:
     """Replace the metadata of a conversation."""
-    given = await raw_request.body()
+    given = await content(raw_request)
     return json(await objects(raw_request).update(owner(raw_request), conversation_id, given))
 
 
@@ -68,7 +82,7 @@ async def delete_conversation(conversation_id: str, raw_request: Request) -> Res
 @answered
 async def create_items(conversation_id: str, raw_request: Request) -> Response:
     """Add items to a conversation."""
-    who, given = owner(raw_request), await raw_request.body()
+    who, given = owner(raw_request), await content(raw_request)
     wanted = included(raw_request)
     return json(await objects(raw_request).add(who, conversation_id, given, wanted))
 

@@ -108,20 +108,25 @@ class ConversationTurns:
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
 
-    async def begin(self, turn: Any, conversation_id: str) -> None:
-        """Hold the conversation of a turn, and read its items.
+    async def begin(self, turn: Any, conversation_id: str, *, adds: bool = True) -> None:
+        """Read the items of the conversation of a turn, and hold it.
 
         Args:
             turn: a `serving.Turn`.
             conversation_id: of the conversation.
+            adds: whether the turn will add to it; else it is not held.
 
         Raises:
             Refused: there is no such conversation, another turn holds it, it is full, or an item
                 of the input has an id that is in it.
             StoreUnavailable: the store is down.
         """
-        holder = holder_of(turn.request.request_id, turn.began)
-        held = await self.store.conversations.hold(turn.owner, conversation_id, holder)
+        kept = self.store.conversations
+        if adds:
+            holder = holder_of(turn.request.request_id, turn.began)
+            held = await kept.hold(turn.owner, conversation_id, holder)
+        else:
+            held = await kept.look(turn.owner, conversation_id)
         if not isinstance(held, Held):
             raise refusal(held, conversation_id, param=PARAM)
         turn.held = held

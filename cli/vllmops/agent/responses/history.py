@@ -14,8 +14,8 @@ from ...store.packing import unpack
 from . import wire
 from .carried import COMPACTION, Item, encrypted, readable
 
-# Size of the cached answers as JSON, in bytes; in memory they take about three times as much.
-CACHE_BYTES = 8 << 20
+# Of the cached answers, as they are in memory: about as `weight` has it.
+CACHE_BYTES = 64 << 20
 
 
 class Part(NamedTuple):
@@ -32,6 +32,11 @@ class Part(NamedTuple):
     parsed: Sequence[Any]
     size: int
     compaction: str = ""
+
+
+def weight(part: Part) -> int:
+    """About how many bytes a part takes in memory: its texts, and the objects of each item."""
+    return 3 * part.size + 3_000 * len(part.items)
 
 
 Open = Callable[[str], Awaitable[list[Item] | None]]
@@ -53,9 +58,7 @@ class History:
     def __init__(self, parse: Callable[[list[Item]], list[Any]], *, harmony: bool) -> None:
         self.parse = parse
         self.harmony = harmony
-        self.answers: LRUCache[bytes, Part] = LRUCache(
-            CACHE_BYTES, getsizeof=lambda part: part.size
-        )
+        self.answers: LRUCache[bytes, Part] = LRUCache(CACHE_BYTES, getsizeof=weight)
 
     async def of(self, turns: Sequence[Response], opened: Open | None = None) -> Part:
         """The inputs and answers of stored turns, oldest first.
@@ -127,7 +130,7 @@ class History:
         return self.cached(packed, Part(items, self.parse(items), len(body), compaction))
 
     def cached(self, packed: bytes, answer: Part) -> Part:
-        if answer.size <= CACHE_BYTES:
+        if weight(answer) <= CACHE_BYTES:
             self.answers[packed] = answer
         return answer
 

@@ -161,6 +161,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     async def accept(self, request: Any, raw_request: Request) -> Turn | None:
         """Check a request, and collect what it needs; else as `create` and `turn`."""
+        wire.check_text(await raw_request.body())
         self.check_parameters(request)
         if parameters.prewarms(request):
             request.max_output_tokens = 1  # vLLM's least
@@ -228,14 +229,12 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the request is invalid, or this vLLM can't render without an answer.
             StoreUnavailable: the store is down.
         """
+        wire.check_text(await raw_request.body())
         self.check_parameters(request)
         tokens.only_input(request)
-        turn = await self.turn(request, raw_request)
-        try:
-            with working(turn):
-                counted = await self.counted(request)
-        finally:
-            await self.conversations.release(turn)
+        turn = await self.turn(request, raw_request, adds=False)
+        with working(turn):
+            counted = await self.counted(request)
         return counted if isinstance(counted, ErrorResponse) else tokens.document(counted)
 
     async def counted(self, request: Any) -> tokens.Counted | ErrorResponse:
@@ -284,6 +283,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the request is invalid, or this server can't seal a compaction.
             StoreUnavailable: the store is down.
         """
+        wire.check_text(await raw_request.body())
         self.check_parameters(request)
         compaction.check_parameters(await raw_request.body())
         sealing.check_can_seal(self.ring())
@@ -382,16 +382,21 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
                 request.input = await truncation.fitting(whole, fits) or whole
 
     async def turn(
-        self, request: Any, raw_request: Request, *, compacts: bool = False
+        self, request: Any, raw_request: Request, *, compacts: bool = False, adds: bool = True
     ) -> Turn | None:
         """Collect what a request needs before vLLM begins; None if neither store nor carrier is.
+
+        Args:
+            request: vLLM's ResponsesRequest.
+            raw_request: the HTTP request.
+            compacts: whether its conversation may be compacted.
+            adds: whether its turn is added to the conversation that it names.
 
         Raises:
             Refused: the id is not available, the turn before this one can't be continued, or a
                 carrier is missing, or one too many; or the request has what is no text.
             StoreUnavailable: the store is down.
         """
-        wire.check_text(await raw_request.body())
         response = response_before(request)
         previous = request.previous_response_id
         if request.store and previous is not None and websocket.remembered(previous):
@@ -426,7 +431,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             compacts=compacts,
         )
         if conversation is not None:
-            await self.conversations.begin(turn, conversation)
+            await self.conversations.begin(turn, conversation, adds=adds)
         return turn
 
     def asks_for_carrier(self, request: Any) -> bool:

@@ -127,7 +127,10 @@ class Memory:
         """Bytes; a turn in several histories counts once."""
         # Not by their ids: a client may choose one, and choose it again.
         turns = {id(turn): turn for history in self.histories.values() for turn in history}
-        return sum(len(turn.body) + len(turn.input) for turn in turns.values())
+        return sum(
+            len(turn.id) + len(turn.previous_id or "") + len(turn.body) + len(turn.input)
+            for turn in turns.values()
+        )
 
 
 class Run:
