@@ -11,6 +11,7 @@ import pytest
 from vllmops.diagnose.server import CATALOGUE, diagnose
 from vllmops.host.ptrace import CAP_SYS_PTRACE, Rights, refusal
 from vllmops.protocol.caches import CacheSnapshot, ProcessCaches, Sample, Setup
+from vllmops.protocol.engine import STORE_AWAY
 from vllmops.protocol.patches import ProcessPatches, State, Verdict
 from vllmops.protocol.server import Canary, Disk, Gpu, Guard, Leftover, Turns, Unseen, Xid
 
@@ -96,6 +97,10 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     (
         "responses.store-in-memory",
         {"reports": (told("api"), told("api")), "guard": Guard(store="memory")},
+    ),
+    (
+        "responses.store-unavailable",
+        {"looks": looks({}, {"pulses": (pulse("api", unready=STORE_AWAY),)})},
     ),
     ("security.no-api-key", {"guard": EXPOSED}),
     (

@@ -54,6 +54,22 @@ def test_to_read_writes_nothing(servers: Servers) -> None:
     asyncio.run(main())
 
 
+def test_a_store_that_was_emptied_is_there(servers: Servers) -> None:
+    alone = servers.valkey()
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(alone.url)) as store:
+            await store.create(response("r"))
+            alone.ask("FLUSHALL")
+            reader = opening.backend(alone.url)
+            assert not await reader.there()
+            await store.create(response("r"))
+            assert await reader.there()
+            await reader.close()
+
+    asyncio.run(main())
+
+
 def test_uses_are_written_with_the_next_response(url: str) -> None:
     async def main() -> None:
         limits = Limits(max_size=3)

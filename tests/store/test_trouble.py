@@ -132,6 +132,40 @@ def test_a_server_that_is_down_at_first_and_again_later(kind: str, servers: Any)
     asyncio.run(main())
 
 
+def test_tables_that_somebody_has_dropped_are_made_again(shared_servers: Any) -> None:
+    url = f"{shared_servers['postgresql'].url}?namespace=t{time.time_ns()}"
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(url)) as store:
+            await store.create(response("r"))
+            await opening.backend(url).drop()
+            assert await store.get(OWNER, "r") is None
+            assert await store.create(response("r"))
+
+    asyncio.run(main())
+
+
+def test_an_outage_is_logged_once_and_its_end(
+    servers: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = servers.add("redis")
+
+    async def main() -> None:
+        async with ResponseStore(opening.backend(server.url), deadline_s=DEADLINE_S) as store:
+            await back(store)
+            server.kill()
+            await refused(store)
+            await refused(store)
+            server.start()
+            await back(store)
+
+    asyncio.run(main())
+    away, again = [record.getMessage() for record in caplog.records]
+    assert "the store is unavailable" in away
+    assert "503" in away
+    assert again == "vllmops: the store is available again"
+
+
 def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
     server = servers.add("redis")
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..protocol.engine import EngineState, Traffic
+from ..protocol.engine import STORE_AWAY, EngineState, Traffic
 from . import handover, objects, recorder
 from .adapters import engine as adapter
 from .gate import gate
@@ -162,7 +162,7 @@ def unready() -> str:
     if gate.closed:
         return "draining"
     refuses = attempt(lambda: objects.latest("responses").store.refuses)  # type: ignore[union-attr]
-    return "its store is unavailable" if refuses else ""
+    return STORE_AWAY if refuses else ""
 
 
 def traffic() -> Traffic:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from ..protocol.engine import STORE_AWAY
 from ..protocol.patches import State
 from ..protocol.place import headed, key, who
 from ..protocol.server import Disk, Gpu, Leftover, ProcessState, ServerSnapshot, Unseen, Xid
@@ -168,6 +169,12 @@ SEVERAL_STORES = Rule(
     "a follow-up, a retrieval or a cancellation finds its response only by chance: use one "
     "API server, or a store that they share (vllmops serve --store)",
     "https://github.com/vllm-project/vllm/pull/34738",
+)
+UNSTORED = Rule(
+    "responses.store-unavailable",
+    ERROR,
+    "the store of responses can't be reached",
+    "vllmops logs shows why: check that its server runs, its URL and password, and its disk",
 )
 NO_KEY = Rule(
     "security.no-api-key",
@@ -456,6 +463,13 @@ def nearly_full(disk: Disk) -> bool:
     return disk.free < FULL_SHARE * disk.total and disk.free < FULL_BYTES
 
 
+def stored(snapshot: ServerSnapshot) -> Iterator[Finding]:
+    """API servers whose last call to the store of responses has failed."""
+    for pulse in snapshot.looks[-1].pulses if snapshot.looks else ():
+        if pulse.beat.unready == STORE_AWAY:
+            yield UNSTORED.at(process_name(pulse), "what must be stored gets 503")
+
+
 def guarded(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Who can reach the server, and what they can do."""
     guard = snapshot.guard
@@ -554,6 +568,7 @@ CHECKS: tuple[Callable[[ServerSnapshot], Iterator[Finding]], ...] = (
     installed,
     machine,
     guarded,
+    stored,
     tools,
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 
@@ -59,6 +59,10 @@ class Hello(Answer, frozen=True, kw_only=True):
     @property
     def identity(self) -> Identity:
         return Identity(self.pid, self.start_ticks, self.boot)
+
+
+# Why new requests that must be stored had better go to another server.
+STORE_AWAY: Final = "its store is unavailable"
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):

@@ -213,7 +213,7 @@ class ConversationBroken(VllmopsError):  # noqa: N818
     """
 
     def __init__(self, missing: str) -> None:
-        super().__init__("store.conversation", f"an earlier turn, {missing!r}, is gone")
+        super().__init__("store.conversation", f"An earlier turn, {missing!r}, is gone")
         self.missing = missing
 
 

@@ -242,6 +242,9 @@ class Postgresql(Sql):
             return await self.on_one(run)
         except asyncpg.ReadOnlySQLTransactionError:
             return await self.on_one(run)
+        except asyncpg.UndefinedTableError:  # dropped, or another database is in its place
+            await self.open()
+            return await self.on_one(run)
 
     async def on_one(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
         """Run something on a connection."""

@@ -171,7 +171,9 @@ class Redis(RedisConversations):
         await self.apart("note", packed(uses))
 
     async def there(self) -> bool:
-        return bool(await self.client.exists(f"{self.root}schema"))
+        # A store that somebody has emptied has no schema until it is opened again.
+        keys = (f"{self.root}{name}" for name in ("schema", "all", "conversations"))
+        return bool(await self.client.exists(*keys))
 
     async def open(self) -> None:
         found, version = await self.call("open", SCHEMA)

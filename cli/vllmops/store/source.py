@@ -77,7 +77,7 @@ def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
     return VllmopsError(
         "responses.unknown",
         f"{name} has no response {response_id!r}{route}",
-        "vllmops responses list shows the responses of your API key",
+        "vllmops responses list shows which there are",
     )
 
 

@@ -443,8 +443,9 @@ class Bounded:
         if isinstance(error, self.store.backend.unavailable):
             pauses = not self.store.backend.answers(error)
             raise self.unavailable(self.store.backend.why(error), pauses=pauses) from error
-        if error is None:
+        if error is None and self.store.refuses:
             self.store.refuses = False
+            log.warning("vllmops: the store is available again")
 
     def watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -462,6 +463,8 @@ class Bounded:
     def unavailable(self, why: str, *, pauses: bool = True) -> StoreUnavailable:
         problem = f"the store is unavailable: {why}"
         if pauses:
+            if not self.store.refuses:
+                log.warning("vllmops: %s; what must be stored gets 503", problem)
             self.store.refuses = True
             self.store.paused_until = time.monotonic() + PAUSE_S
             self.store.problem = problem

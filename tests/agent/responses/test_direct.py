@@ -96,8 +96,14 @@ class Part(BaseModel):
     text: str
 
 
+class Grammar(BaseModel):
+    type: Literal["grammar"]
+    rules: str
+
+
 class Whole(BaseModel):
     input: str | list[Part | int]
+    format: Part | Grammar | None = None
     tags: dict[str, str] = {}
 
     @model_validator(mode="after")
@@ -114,6 +120,8 @@ class Whole(BaseModel):
         ({"input": "a", "tags": {"str": 5}}, ("tags", "Input should be a valid string")),
         ({"input": [{"type": "text", "text": 5}]}, ("input[0].text", "a valid string")),
         ({"input": [1, {"type": "no"}]}, ("input[1].type", "should be 'text'")),
+        ({"input": "a", "format": {"type": "grammar"}}, ("format.rules", "Field required")),
+        ({"input": "a", "format": {"type": "no"}}, ("format.type", "should be 'text'")),
         ({}, ("input", "input: Field required")),
         ({"input": "no"}, (None, "it says no")),
     ],

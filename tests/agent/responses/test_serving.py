@@ -100,10 +100,11 @@ async def main():
     await Served().truncate(request)
     assert (len(request.input), freed) == (2, []) and asked, (request, freed, asked)
     request = Asked(kv_transfer_params={"do_remote_prefill": True}, unknown=1)
+    raw = SimpleNamespace(body=lambda: asyncio.sleep(0, b"{}"))
     try:
-        await Served().create(request, "raw")
+        await Served().create(request, raw)
     except Refused as error:
-        assert (error.param, freed) == ("unknown", ["raw"])
+        assert (error.param, freed) == ("unknown", [raw])
         print("refused")
 
 asyncio.run(main())
@@ -115,6 +116,50 @@ def test_blocks_are_freed_for_what_is_refused_and_for_nothing_that_is_measured()
         [sys.executable, "-c", REJECTED], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+AWAY = """
+import asyncio, sys
+from types import SimpleNamespace
+from tests.store.served import Vllm
+sys.meta_path.insert(0, Vllm())
+from vllmops.agent.responses.serving import StoredResponses
+from vllmops.store.backend import StoreUnavailable
+
+class Away:
+    def __init__(self, refuses):
+        self.refuses = refuses
+
+    async def get(self, owner, response_id):
+        raise StoreUnavailable(f"{response_id} is not there")
+
+async def main():
+    serving = StoredResponses.__new__(StoredResponses)
+    for refuses, store in ((True, True), (True, False), (False, True)):
+        serving.store = Away(refuses)
+        request = SimpleNamespace(
+            store=store, previous_response_id=None, input="x", include=[], model_extra=None,
+            previous_input_messages=None, request_id="resp_1", model_fields_set=set(),
+        )
+        raw = SimpleNamespace(body=lambda: asyncio.sleep(0, b'{"input": "x"}'), headers={})
+        raw.app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=[])))
+        try:
+            turn = await serving.turn(request, raw)
+            print("goes on", turn is not None)
+        except StoreUnavailable as error:
+            print(error.message)
+
+asyncio.run(main())
+"""
+
+
+def test_nothing_is_generated_that_a_store_can_not_take() -> None:
+    done = subprocess.run([sys.executable, "-c", AWAY], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "resp_1 is not there",
+        "goes on False",
+        "goes on True",
+    ], done.stderr
 
 
 def test_an_answer_in_the_background_begins_with_one_compaction() -> None:

@@ -250,7 +250,7 @@ def test_bytes_that_wait_on_all_connections_have_a_bound(monkeypatch: pytest.Mon
 
 
 def test_what_all_connections_remember_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "ALL_REMEMBERED_BYTES", 10)  # a response has four
+    monkeypatch.setattr(websocket, "ALL_REMEMBERED_BYTES", 25)  # a response has ten
 
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one, client() as other:
@@ -272,7 +272,9 @@ def test_turns_with_one_id_are_all_counted() -> None:
     for _ in range(5):
         turn = Response(id="mine", owner="", model="m", status="completed", body=b"{}")
         memory.keep(history := [*history, turn])
-    assert memory.bytes == websocket.Memory.bytes_of_all == 5 * len(turn.body + turn.input)
+    assert (
+        memory.bytes == websocket.Memory.bytes_of_all == 5 * len(turn.body + turn.input + b"mine")
+    )
     memory.clear()
 
 

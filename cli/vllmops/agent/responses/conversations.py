@@ -24,7 +24,7 @@ from ...store.conversations import Conversation, Entry, Outcome
 from ...store.ids import valid
 from ...store.store import ResponseStore
 from . import wire
-from .carried import readable
+from .carried import COMPACTION, readable
 from .parameters import KEY, PAIRS, VALUE
 from .wire import ENCODE, ENCRYPTED, LOGPROBS, Refused, check_include
 
@@ -440,6 +440,9 @@ def added(items: list[msgspec.Raw]) -> list[Entry]:
     for n, item in enumerate(decoded_items):
         if not valid_item(item):
             raise Refused(400, f"items[{n}] is no valid item of an input", f"items[{n}]")
+        if item.get("type") == COMPACTION:  # no turn would have what it stands for
+            message = f"items[{n}], a compaction item, can't be in a conversation: send it as input"
+            raise Refused(400, message, f"items[{n}]")
         part = None if wire.silent(item) else readable(item)
         if part and not renders(part):  # nor could any request with the conversation
             kind = kind_of(item.get("type"))

@@ -199,7 +199,7 @@ def invalid(errors: Sequence[Any]) -> tuple[str, str | None]:
         errors: pydantic's, or vLLM's own texts. Of a value that may be of several types there is
             one for each, and the one that has got furthest tells most.
     """
-    first = max(errors, key=lambda error: len(error["loc"]) if isinstance(error, dict) else 0)
+    first = max(meant(errors), key=depth)
     if not isinstance(first, dict):
         return str(first), None
     context = (first.get("ctx") or {}).get("error")
@@ -208,6 +208,29 @@ def invalid(errors: Sequence[Any]) -> tuple[str, str | None]:
         first["msg"] if isinstance(context, Exception | None) else f"{first['msg']}: {context}"
     )
     return (f"{param}: {message}" if param else message), param
+
+
+def meant(errors: Sequence[Any]) -> Sequence[Any]:
+    """The errors of those types whose name the value has; all of them if it has nobody's name."""
+    misnamed = [error for error in errors if depth(error) and names_another(error)]
+    others = [error["loc"][:-1] for error in misnamed]
+    found = [
+        error
+        for error in errors
+        if depth(error) and not any(error["loc"][: len(other)] == other for other in others)
+    ]
+    named = max(map(depth, found), default=0) >= max(map(depth, misnamed), default=0)
+    return found if found and named else errors
+
+
+def names_another(error: dict[str, Any]) -> bool:
+    """Whether an error says that the value has the name of another type."""
+    return (error["type"], *error["loc"][-1:]) == ("literal_error", "type")
+
+
+def depth(error: Any) -> int:
+    """How far into a value an error is; 0 for one of vLLM's own texts."""
+    return len(error["loc"]) if isinstance(error, dict) else 0
 
 
 def parameter(place: Sequence[str | int]) -> str | None:

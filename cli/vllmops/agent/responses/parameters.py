@@ -63,8 +63,8 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "include": Parameter(
         How.WORKS,
-        "log probabilities and encrypted content; of images in the input and of other built-in "
-        "tools it adds nothing, and results of web searches are refused",
+        "log probabilities, and with `store` false encrypted content; of images in the input and "
+        "of other built-in tools it adds nothing, and results of web searches are refused",
     ),
     "input": Parameter(How.WORKS, "an `item_reference` is refused: send the item itself"),
     "instructions": Parameter(How.VLLM),

@@ -420,6 +420,8 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
         check_one(request, brought, conversation, sealed=sealed)
         who = owner(raw_request)
         await self.check_id(request, conversation)
+        if request.store and self.store.refuses:  # rather than generate for nothing
+            await self.store.get(EVERYBODY, request.request_id)
         turn = Turn(
             request,
             who,

@@ -78,8 +78,8 @@ def list_(
         )
     data = {"responses": entries, "next": entries[-1].id if more else None}
     nothing = "no responses are stored" if selection.any and not after else "no matching responses"
-    if not whole:
-        nothing += " visible to this API key" if keyed() else ""
+    if not whole and keyed():
+        nothing += ", of this API key"
     return Result(data, lambda: listing(entries, more=more) if entries else [nothing])
 
 
