@@ -20,6 +20,7 @@ class App:
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
         self.inner: App | None = None
+        self.root_path = ""
         self.go = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -153,6 +154,11 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
         ("GET", "/v1/responses/resp_1/input_items", False),
         ("POST", "/v1/responses/resp_1/cancel", False),
         ("POST", "/v1/responses/compact", True),
+        ("GET", "/v1/conversations/conv_1/items", False),
+        ("DELETE", "/v1/conversations/conv_1", False),
+        ("POST", "/v1/conversations", True),
+        ("GET", "/root/v1/responses/resp_1", False),
+        ("GET", "/rooted/v1/responses/resp_1", True),
         ("POST", "/v1/chat/completions", True),
         ("GET", "/health", True),
         ("GET", "/metrics", False),
@@ -163,6 +169,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
 def test_a_drain_refuses_new_work_alone(gate: Gate, method: str, path: str, new: bool) -> None:
     async def go() -> None:
         app = App()
+        app.root_path = "/root/"
         app.go.set()
         gate.draining = True
         sent = await answer(app, {**scope(path), "method": method})

@@ -30,7 +30,7 @@ EXTENSION = "websocket.http.response"  # of ASGI: an answer to a WebSocket that 
 PAUSES = frozenset({"/pause", "/sleep"})
 # Probes and scrapes: a drain does not wait for them.
 UNCOUNTED = frozenset({"/health", "/ping", "/metrics"})
-RESPONSES = "/v1/responses"
+RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 
 
 class Arrival:
@@ -173,8 +173,8 @@ def install(module: ModuleType) -> None:
         if MARK in scope or scope["type"] == "lifespan":
             await call(self, scope, receive, send)
             return
-        path = scope["path"]
-        if gate.closed and is_new(scope):
+        path = below(scope["path"], getattr(self, "root_path", ""))
+        if gate.closed and is_new(scope, path):
             await refuse(scope, send)
             return
         # On a WebSocket of responses each request counts, by `counted`; an idle one holds no drain.
@@ -256,13 +256,22 @@ async def end(arrival: Arrival, send: Send) -> None:
         )
 
 
-def is_new(scope: Scope) -> bool:
+def below(path: str, root: str) -> str:
+    """A path without vLLM's ``--root-path``, which a proxy may have left in it."""
+    return path.removeprefix(root.rstrip("/")) if path.startswith(f"{root.rstrip('/')}/") else path
+
+
+def is_new(scope: Scope, path: str) -> bool:
     """Whether a request is for new work; a health check counts, so that no work is sent here.
 
-    Who reads, deletes or cancels a response waits for work that was taken before.
+    Who reads, deletes or cancels a response waits for work that was taken before; who reads or
+    deletes a conversation may.
+
+    Args:
+        scope: of ASGI.
+        path: of the request.
     """
-    path = scope["path"]
-    if scope["type"] != "http" or not path.startswith(RESPONSES):
+    if scope["type"] != "http" or not path.startswith((RESPONSES, CONVERSATIONS)):
         return bool(path != "/metrics")
     return scope["method"] not in {"GET", "HEAD", "DELETE"} and not path.endswith("/cancel")
 
