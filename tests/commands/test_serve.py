@@ -265,6 +265,13 @@ def test_a_store_of_a_newer_version(lab: Any, tmp_path: Path) -> None:
     assert "install the newest vllmops" in answer.err
 
 
+def test_a_store_that_is_away_is_told_and_the_server_starts(lab: Any) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    answer = lab.vllmops(*lab.words("a", "--detach", "--store", url))
+    assert answer.code == 0
+    assert "warning: the store is unavailable" in answer.err
+
+
 async def make(url: str) -> None:
     async with ResponseStore(backend(url)):
         pass

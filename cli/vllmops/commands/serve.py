@@ -412,9 +412,11 @@ def check_store(order: launch.Order) -> None:
 
 
 async def try_store(store: ResponseStore) -> None:
-    """Open a store, and print how it could lose responses that it has acknowledged."""
+    """Open a store, and print how it could lose responses that it has acknowledged, or is away."""
     async with store:
-        if store.opened:
+        if not store.opened:
+            say(f"warning: {store.problem}; until it is back, what must be stored gets 503")
+        else:
             with suppress(*store.backend.unavailable, TimeoutError):
                 async with asyncio.timeout(STORE_TIMEOUT_S):
                     for caveat in await store.backend.caveats():

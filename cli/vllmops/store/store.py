@@ -127,9 +127,17 @@ class ResponseStore:
     Args:
         backend: which this store opens and closes.
         deadline_s: seconds that a call may take.
+        outages: gets a line when the backend goes away, and one when it is back.
     """
 
-    def __init__(self, backend: Backend, *, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        deadline_s: float = DEADLINE_S,
+        outages: Callable[[str], object] = str,
+    ) -> None:
+        self.outages = outages
         self.backend = backend
         self.deadline_s = deadline_s
         self.opened = False
@@ -445,7 +453,7 @@ class Bounded:
             raise self.unavailable(self.store.backend.why(error), pauses=pauses) from error
         if error is None and self.store.refuses:
             self.store.refuses = False
-            log.warning("vllmops: the store is available again")
+            self.store.outages("vllmops: the store is available again")
 
     def watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -464,7 +472,7 @@ class Bounded:
         problem = f"the store is unavailable: {why}"
         if pauses:
             if not self.store.refuses:
-                log.warning("vllmops: %s; what must be stored gets 503", problem)
+                self.store.outages(f"vllmops: {problem}; what must be stored gets 503")
             self.store.refuses = True
             self.store.paused_until = time.monotonic() + PAUSE_S
             self.store.problem = problem

@@ -93,7 +93,7 @@ def install(
         raise TypeError("its router has no POST /v1/responses")
     count_store(backend)
     websocket.check_library()
-    StoredResponses.open_store = staticmethod(lambda: ResponseStore(backend))
+    StoredResponses.open_store = staticmethod(lambda: ResponseStore(backend, outages=log.warning))
     StoredResponses.carriers = carriers
     StoredResponses.ring = staticmethod(ring)
     StoredResponses.sockets = sockets
