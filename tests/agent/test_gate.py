@@ -20,7 +20,7 @@ class App:
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
         self.inner: App | None = None
-        self.root_path = ""
+        self.root_path: str | None = None  # as vLLM sets it
         self.go = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:

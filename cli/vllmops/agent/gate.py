@@ -173,7 +173,7 @@ def install(module: ModuleType) -> None:
         if MARK in scope or scope["type"] == "lifespan":
             await call(self, scope, receive, send)
             return
-        path = below(scope["path"], getattr(self, "root_path", ""))
+        path = below(scope["path"], getattr(self, "root_path", None))
         if gate.closed and is_new(scope, path):
             await refuse(scope, send)
             return
@@ -256,9 +256,10 @@ async def end(arrival: Arrival, send: Send) -> None:
         )
 
 
-def below(path: str, root: str) -> str:
+def below(path: str, root: str | None) -> str:
     """A path without vLLM's ``--root-path``, which a proxy may have left in it."""
-    return path.removeprefix(root.rstrip("/")) if path.startswith(f"{root.rstrip('/')}/") else path
+    prefix = (root or "").rstrip("/")
+    return path[len(prefix) :] if path.startswith(f"{prefix}/") else path
 
 
 def is_new(scope: Scope, path: str) -> bool:
