@@ -86,8 +86,11 @@ class Load:
         try:
             yield
         finally:
-            for item in tasks:
-                item.cancel()
+            left = set(tasks)
+            while left:  # wait_for, in which redis-py sends, may lose one up to Python 3.11
+                for item in left:
+                    item.cancel()
+                _, left = await asyncio.wait(left, timeout=5)
             ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(item) for item in ends} == {asyncio.CancelledError}, ends
 
