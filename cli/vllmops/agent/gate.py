@@ -173,7 +173,9 @@ def install(module: ModuleType) -> None:
         if MARK in scope or scope["type"] == "lifespan":
             await call(self, scope, receive, send)
             return
-        path = below(scope["path"], getattr(self, "root_path", None))
+        path = scope["path"]
+        if root := getattr(self, "root_path", None):
+            path = below(path, root)
         if gate.closed and is_new(scope, path):
             await refuse(scope, send)
             return
@@ -256,9 +258,9 @@ async def end(arrival: Arrival, send: Send) -> None:
         )
 
 
-def below(path: str, root: str | None) -> str:
+def below(path: str, root: str) -> str:
     """A path without vLLM's ``--root-path``, which a proxy may have left in it."""
-    prefix = (root or "").rstrip("/")
+    prefix = root.rstrip("/")
     return path[len(prefix) :] if path.startswith(f"{prefix}/") else path
 
 
