@@ -33,51 +33,8 @@ async def main():
 asyncio.run(main())
 """
 
-REUSED = """
-import asyncio, sys
-from types import SimpleNamespace
-from tests.store.served import Vllm
-sys.meta_path.insert(0, Vllm())
-from vllmops.agent.responses import background
-from vllmops.agent.responses.conversations import ConversationTurns
-from vllmops.agent.responses.turn import Turn, working
-from vllmops.store import opening
-from vllmops.store.store import ResponseStore
-
-background.fields.fill = background.named_in = lambda response, _: response
-background.dump = lambda _: b"{}"
-
-async def main():
-    async with ResponseStore(opening.backend("memory://")) as store:
-        handler = SimpleNamespace(
-            store=store, conversations=ConversationTurns(store), background_tasks={}
-        )
-        runs = background.Runs(handler)
-
-        async def begun():
-            turn = Turn(SimpleNamespace(), "", b"[]")
-            turn.latest = SimpleNamespace(
-                id="resp_1", model="m", status="queued", previous_response_id=None
-            )
-            with working(turn):
-                task = asyncio.create_task(runs.carry_out(lambda _: asyncio.sleep(60)))
-            handler.background_tasks["resp_1"] = task
-            await runs.accept(turn, store.create)
-            return task
-
-        first = await begun()
-        await store.delete("", "resp_1")  # as another replica does
-        second = await begun()
-        await asyncio.wait([first], timeout=1)
-        print(first.cancelled(), second.done(), runs.running["resp_1"][1] is second)
-        runs.stop("resp_1")
-        runs.stop("resp_1")
-        await asyncio.wait([second], timeout=1)
-        print(second.cancelled(), runs.running, store.attended)
-
-asyncio.run(main())
-"""
-DELETED = """
+# A run that has been accepted, in a store of its own.
+BEGUN = """
 import asyncio, sys
 from types import SimpleNamespace
 from tests.store.served import Vllm
@@ -92,23 +49,48 @@ from vllmops.store.store import ResponseStore
 background.fields.fill = background.named_in = lambda response, _: response
 background.dump = lambda _: b"{}"
 
+def runs_of(store):
+    handler = SimpleNamespace(
+        store=store, conversations=ConversationTurns(store), background_tasks={}
+    )
+    return background.Runs(handler)
+
+async def begun(runs, held=None):
+    turn = Turn(SimpleNamespace(), "", b"[]")
+    turn.held = held
+    turn.latest = SimpleNamespace(
+        id="resp_1", model="m", status="queued", previous_response_id=None
+    )
+    with working(turn):
+        task = asyncio.create_task(runs.carry_out(lambda _: asyncio.sleep(60)))
+    runs.handler.background_tasks["resp_1"] = task
+    await runs.accept(turn, runs.store.create)
+    return task
+"""
+
+REUSED = """
+async def main():
+    async with ResponseStore(opening.backend("memory://")) as store:
+        runs = runs_of(store)
+        first = await begun(runs)
+        await store.delete("", "resp_1")  # as another replica does
+        second = await begun(runs)
+        await asyncio.wait([first], timeout=1)
+        print(first.cancelled(), second.done(), runs.running["resp_1"][1] is second)
+        runs.stop("resp_1")
+        runs.stop("resp_1")
+        await asyncio.wait([second], timeout=1)
+        print(second.cancelled(), runs.running, store.attended)
+
+asyncio.run(main())
+"""
+DELETED = """
 async def main():
     async with ResponseStore(opening.backend("memory://")) as store:
         kept = store.conversations
         await kept.create(Conversation(id="conv", owner=""), [])
-        handler = SimpleNamespace(
-            store=store, conversations=ConversationTurns(store), background_tasks={}
-        )
-        runs = background.Runs(handler)
-        turn = Turn(SimpleNamespace(), "", b"[]")
-        turn.latest = SimpleNamespace(
-            id="resp_1", model="m", status="queued", previous_response_id=None
-        )
-        turn.held = await kept.hold("", "conv", "resp_1")
-        with working(turn):
-            task = asyncio.create_task(runs.carry_out(lambda _: asyncio.sleep(60)))
-        handler.background_tasks["resp_1"] = task
-        await runs.accept(turn, store.create)
+        runs = runs_of(store)
+        task = await begun(runs, await kept.hold("", "conv", "resp_1"))
         await store.delete("", "resp_1")
         runs.stop("resp_1")  # before it has begun
         await asyncio.wait([task], timeout=1)
@@ -191,7 +173,7 @@ def test_a_run_is_run_again_once_the_store_is_back() -> None:
 
 def test_a_run_whose_id_is_used_again_ends() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", REUSED], capture_output=True, text=True, check=False
+        [sys.executable, "-c", BEGUN + REUSED], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True False True", "True {} {}"]
@@ -199,7 +181,7 @@ def test_a_run_whose_id_is_used_again_ends() -> None:
 
 def test_a_run_that_is_stopped_before_it_begins_lets_go_of_its_conversation() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", DELETED], capture_output=True, text=True, check=False
+        [sys.executable, "-c", BEGUN + DELETED], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True", "False"]

@@ -161,8 +161,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
     async def accept(self, request: Any, raw_request: Request) -> Turn | None:
         """Check a request, and collect what it needs; else as `create` and `turn`."""
-        wire.check_text(await raw_request.body())
-        self.check_parameters(request)
+        await self.check_parameters(request, raw_request)
         if parameters.prewarms(request):
             request.max_output_tokens = 1  # vLLM's least
         if response_before(request) is not None:
@@ -201,12 +200,14 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             answer.output.append(item)
         return await self.kept(turn, fields.fill(answer, request))
 
-    def check_parameters(self, request: Any) -> None:
+    async def check_parameters(self, request: Any, raw_request: Request) -> None:
         """Check that each parameter of a request works.
 
         Raises:
-            Refused: there is no such parameter, or it can't do what the request asks for.
+            Refused: there is no such parameter, or it can't do what the request asks for; or the
+                request has what is no text.
         """
+        wire.check_text(await raw_request.body())
         if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
             raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
         parameters.check(
@@ -229,8 +230,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the request is invalid, or this vLLM can't render without an answer.
             StoreUnavailable: the store is down.
         """
-        wire.check_text(await raw_request.body())
-        self.check_parameters(request)
+        await self.check_parameters(request, raw_request)
         tokens.only_input(request)
         turn = await self.turn(request, raw_request, adds=False)
         with working(turn):
@@ -283,8 +283,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
             Refused: the request is invalid, or this server can't seal a compaction.
             StoreUnavailable: the store is down.
         """
-        wire.check_text(await raw_request.body())
-        self.check_parameters(request)
+        await self.check_parameters(request, raw_request)
         compaction.check_parameters(await raw_request.body())
         sealing.check_can_seal(self.ring())
         tokens.only_input(request)
@@ -394,7 +393,7 @@ class StoredResponses(adapter.Serving):  # type: ignore[misc]
 
         Raises:
             Refused: the id is not available, the turn before this one can't be continued, or a
-                carrier is missing, or one too many; or the request has what is no text.
+                carrier is missing, or one too many.
             StoreUnavailable: the store is down.
         """
         response = response_before(request)
