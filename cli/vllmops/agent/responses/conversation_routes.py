@@ -8,9 +8,19 @@ import msgspec
 from fastapi import Request, Response
 
 from .conversations import Added, ConversationObjects, Created, Updated
-from .routes import INCLUDE, Limit, Order, answered, counted, included, json, router, serving
+from .routes import (
+    INCLUDE,
+    ONLY_JSON,
+    Limit,
+    Order,
+    answered,
+    counted,
+    included,
+    json,
+    router,
+    serving,
+)
 from .serving import owner
-from .wire import Refused
 
 ONE = "/v1/conversations/{conversation_id}"
 
@@ -30,25 +40,12 @@ def objects(raw_request: Request) -> ConversationObjects:
     return ConversationObjects(serving(raw_request).store)
 
 
-async def content(raw_request: Request) -> bytes:
-    """The body of a request.
-
-    Raises:
-        Refused: it does not say that it is JSON. A browser asks before it sends that from a page of
-            another origin.
-    """
-    kind = raw_request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Refused(400, "Unsupported Media Type: only 'application/json' is allowed.")
-    return await raw_request.body()
-
-
-@router.post("/v1/conversations", openapi_extra=body(Created))
+@router.post("/v1/conversations", dependencies=ONLY_JSON, openapi_extra=body(Created))
 @counted
 @answered
 async def create_conversation(raw_request: Request) -> Response:
     """Create a conversation."""
-    given = await content(raw_request)
+    given = await raw_request.body()
     return json(await objects(raw_request).create(owner(raw_request), given))
 
 
@@ -60,12 +57,12 @@ async def retrieve_conversation(conversation_id: str, raw_request: Request) -> R
     return json(await objects(raw_request).retrieve(owner(raw_request), conversation_id))
 
 
-@router.post(ONE, openapi_extra=body(Updated))
+@router.post(ONE, dependencies=ONLY_JSON, openapi_extra=body(Updated))
 @counted
 @answered
 async def update_conversation(conversation_id: str, raw_request: Request) -> Response:
     """Replace the metadata of a conversation."""
-    given = await content(raw_request)
+    given = await raw_request.body()
     return json(await objects(raw_request).update(owner(raw_request), conversation_id, given))
 
 
@@ -77,12 +74,12 @@ async def delete_conversation(conversation_id: str, raw_request: Request) -> Res
     return json(await objects(raw_request).delete(owner(raw_request), conversation_id))
 
 
-@router.post(f"{ONE}/items", openapi_extra={**body(Added), **INCLUDE})
+@router.post(f"{ONE}/items", dependencies=ONLY_JSON, openapi_extra={**body(Added), **INCLUDE})
 @counted
 @answered
 async def create_items(conversation_id: str, raw_request: Request) -> Response:
     """Add items to a conversation."""
-    who, given = owner(raw_request), await content(raw_request)
+    who, given = owner(raw_request), await raw_request.body()
     wanted = included(raw_request)
     return json(await objects(raw_request).add(who, conversation_id, given, wanted))
 

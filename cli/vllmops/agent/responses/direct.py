@@ -61,13 +61,16 @@ class Direct(APIRoute):
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
-        if scope["query_string"] or scope["method"] not in (self.methods or ()):
+        plain = not scope["query_string"] and scope["method"] in (self.methods or ())
+        if (self.body_field or self.dependencies) and request.headers.get("content-type") != JSON:
+            plain = False
+        if not plain:
             await super().handle(scope, receive, send)
             return
         given: dict[str, Any] = {}
         if self.body_field is not None:
             body = await request.body()
-            if (parsed := self.parsed(request, body)) is None:
+            if (parsed := self.parsed(body)) is None:
                 await super().handle(scope, again(body, receive), send)
                 return
             given = parsed
@@ -75,12 +78,10 @@ class Direct(APIRoute):
         with nullcontext() if isinstance(answer, StreamingResponse) else at_once(receive):
             await answer(scope, receive, send)
 
-    def parsed(self, request: Request, body: bytes) -> dict[str, Any] | None:
+    def parsed(self, body: bytes) -> dict[str, Any] | None:
         """A body as the endpoint takes it; None where there is something wrong with it."""
         (parameter,) = self.dependant.body_params
         model = cast(type[BaseModel], parameter.field_info.annotation)
-        if request.headers.get("content-type") != JSON:
-            return None
         try:
             return {parameter.name: model.model_validate(json.loads(body))}
         except Exception:

@@ -64,6 +64,8 @@ INCLUDE = {
 router = APIRouter(route_class=Direct, responses={"4XX": ERROR, "5XX": ERROR})
 
 
+# A browser asks before it sends JSON from a page of another origin.
+ONLY_JSON = [Depends(validate_json_request)]
 until_gone = cancelled(listen_for_disconnect)
 # vLLM's decorator, with a type.
 counted: Callable[[Handler], Handler] = load_aware_call
@@ -219,7 +221,7 @@ async def retrieve_responses(
     return json(await handler.stored.retrieve(who, response_id, include))
 
 
-@router.post("/v1/responses", dependencies=[Depends(validate_json_request)], responses=STREAM)
+@router.post("/v1/responses", dependencies=ONLY_JSON, responses=STREAM)
 @until_gone
 @counted
 @answered
@@ -228,7 +230,7 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
     return sent(await serving(raw_request).create(request, raw_request))
 
 
-@router.post("/v1/responses/input_tokens", dependencies=[Depends(validate_json_request)])
+@router.post("/v1/responses/input_tokens", dependencies=ONLY_JSON)
 @until_gone
 @counted
 @answered
@@ -237,7 +239,7 @@ async def count_input_tokens(request: CountRequest, raw_request: Request) -> Res
     return sent(await serving(raw_request).count(request, raw_request))
 
 
-@router.post("/v1/responses/compact", dependencies=[Depends(validate_json_request)])
+@router.post("/v1/responses/compact", dependencies=ONLY_JSON)
 @until_gone
 @counted
 @answered
