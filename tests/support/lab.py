@@ -134,8 +134,10 @@ class Lab:
         return pids[0]
 
     def kill_supervisor(self, name: str) -> None:
-        self.kill(self.supervisor(name))
-        until(lambda: not Folder(name).supervised())
+        """Kill it; a command that waits may start another one at once."""
+        pid, lock = self.supervisor(name), Folder(name).lock_file
+        self.kill(pid)
+        until(lambda: not holds(pid, lock))
 
     def nothing_left(self, of: Record) -> None:
         """Of that server there is no process, no listener, no segment; `of` it had them all."""
