@@ -9,13 +9,12 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import usage
 from ...output import Json, Result, command
 from ...store.backend import CursorUnknown
 from ..options import Target, count
 from ..responses.entries import OWNER_LETTERS, age
 from ..responses.show import json_of
-from ..responses.sources import PAGE
+from ..responses.sources import PAGE, unknown_cursor
 from .place import Store, every_id, opened, walk
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ async def listed(
                     return found, True
                 found.append(one)
         except CursorUnknown as error:
-            raise usage(f"--after: {name} has no conversation {after!r}", "--all") from error
+            raise unknown_cursor(name, "conversation", after) from error
     return found, False
 
 

@@ -11,14 +11,13 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import usage
 from ...output import Json, Progress, Result, command, size
 from ...store.backend import CursorUnknown
 from ..options import Target, count
 from .entries import OWNER_LETTERS, STYLES, Entry, age, entry_of, state, tokens
 from .progress import Counting
 from .selection import Model, Selection, Since, Statuses, Store, every_id, selected
-from .sources import PAGE, source, walk
+from .sources import PAGE, source, unknown_cursor, walk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -116,7 +115,7 @@ async def listed(
                     entries.append(entry_of(response, whole=responses.whole))
                 counting.add(len(page))
         except CursorUnknown as error:
-            raise usage(f"--after: {responses.name} has no response {after!r}", "--all") from error
+            raise unknown_cursor(responses.name, "response", after) from error
         return entries, False, responses.whole
 
 

@@ -55,6 +55,12 @@ def either(target: str | None) -> None:
         raise usage("--target and --store cannot be combined", "give one of them")
 
 
+def unknown_cursor(of: str, what: str, after: str | None) -> VllmopsError:
+    """The error of a list that is to go on after what is not there."""
+    problem = f"--after: {of} has no {what} {after!r}"
+    return usage(problem, "leave --after out to begin with the newest")
+
+
 async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
     """All responses, page by page, even if some are deleted meanwhile.
 
