@@ -11,6 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import pytest
 
 from vllmops.errors import VllmopsError
@@ -163,6 +164,31 @@ def test_an_outage_is_told_once_and_its_end(servers: Any) -> None:
     assert "the store is unavailable" in away
     assert "503" in away
     assert again == "vllmops: the store is available again"
+
+
+def test_one_call_that_waits_too_long_while_others_are_answered(shared_servers: Any) -> None:
+    url, name = shared_servers["postgresql"].url, f"t{time.time_ns()}"
+
+    async def main() -> None:
+        backend = opening.backend(f"{url}?namespace={name}")
+        async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
+            held, other = response(status="queued"), response()
+            assert await store.create(held)
+            assert await store.create(other)
+            somebody = await asyncpg.connect(url)
+            async with somebody.transaction():
+                row = f"SELECT FROM {name}_responses WHERE id = $1 FOR UPDATE"
+                await somebody.execute(row, held.id)
+                waits = asyncio.create_task(store.set_status(OWNER, held.id, "cancelled"))
+                while not waits.done():
+                    assert await store.get(OWNER, other.id)
+                    await asyncio.sleep(0.01)
+                with pytest.raises(StoreUnavailable, match="too long"):
+                    await waits
+                assert await store.get(OWNER, other.id)
+            await somebody.close()
+
+    asyncio.run(main())
 
 
 def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:

@@ -53,6 +53,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from types import TracebackType
@@ -143,6 +144,7 @@ class ResponseStore:
         self.opened = False
         self.opening = asyncio.Lock()
         self.paused_until = 0.0
+        self.answered = -math.inf  # when its last call succeeded
         self.problem = ""
         self.refuses = False  # its last call failed
         self.attended: dict[str, tuple[Response, Callable[[], object]]] = {}
@@ -421,7 +423,8 @@ class Bounded:
         self.deadline_s = deadline_s
 
     async def __aenter__(self) -> Backend:
-        wait = self.store.paused_until - time.monotonic()
+        self.began = time.monotonic()
+        wait = self.store.paused_until - self.began
         if wait > 0:
             raise StoreUnavailable(self.store.problem, wait, self.store.backend.hint)
         await self.timeout.__aenter__()
@@ -447,13 +450,17 @@ class Bounded:
         try:
             await self.timeout.__aexit__(kind, error, trace)
         except TimeoutError as late:
-            raise self.unavailable("it took too long") from late
+            # While others are answered, that call alone is stuck: on a row, or on a connection.
+            alone = self.store.answered > self.began
+            raise self.unavailable("it took too long", pauses=not alone) from late
         if isinstance(error, self.store.backend.unavailable):
             pauses = not self.store.backend.answers(error)
             raise self.unavailable(self.store.backend.why(error), pauses=pauses) from error
-        if error is None and self.store.refuses:
-            self.store.refuses = False
-            self.store.outages("vllmops: the store is available again")
+        if error is None:
+            self.store.answered = time.monotonic()
+            if self.store.refuses:
+                self.store.refuses = False
+                self.store.outages("vllmops: the store is available again")
 
     def watch(self) -> None:
         loop = asyncio.get_running_loop()
