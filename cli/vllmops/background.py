@@ -100,9 +100,7 @@ async def repeat(
         succeeded = await attempt(work, reporter)
 
 
-def started(
-    work: Coroutine[object, object, None], tasks: set[asyncio.Task[None]]
-) -> asyncio.Task[None]:
+def started(work: Coroutine[object, object, T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
     """A task that is among others until it is done; asyncio itself would not keep it."""
     task = asyncio.create_task(work)
     tasks.add(task)

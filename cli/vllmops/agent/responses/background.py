@@ -41,6 +41,7 @@ class Runs:
         self.running: dict[str, tuple[Response, asyncio.Task[None]]] = {}
         self.reruns: set[asyncio.Task[None]] = set()
         self.releases: set[asyncio.Task[None]] = set()
+        self.accepting: set[asyncio.Task[Response]] = set()
         self.ending = False
 
     async def end(self) -> None:
@@ -69,6 +70,8 @@ class Runs:
     ) -> Response:
         """Store a run that vLLM has started; the run continues only after that.
 
+        Also where the client leaves meanwhile: what it asked for may be stored already.
+
         Args:
             turn: its turn.
             keep: stores it; False where its id is taken, or it is gone.
@@ -81,6 +84,13 @@ class Runs:
             Refused: its id is taken, or it is gone.
             StoreUnavailable: the store is down.
         """
+        turn.goes_on = True
+        return await asyncio.shield(started(self.admit(turn, keep, asked), self.accepting))
+
+    async def admit(
+        self, turn: Turn, keep: Callable[[Response], Awaitable[bool]], asked: bytes | None
+    ) -> Response:
+        """Accept a run; its turn is over where that fails."""
         queued = turn.latest
         task: asyncio.Task[None] = self.handler.background_tasks.pop(queued.id)
         try:
@@ -90,8 +100,8 @@ class Runs:
                 raise wire.taken(run.id)
         except BaseException:
             task.cancel()
+            await self.conversations.release(turn)
             raise
-        turn.goes_on = True
         self.stop(run.id)  # one before, which was deleted on another replica
         self.running[run.id] = run, task
         self.store.attend(run, task.cancel)
