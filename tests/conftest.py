@@ -116,7 +116,7 @@ def spawn(tmp_path: Path) -> Iterator[Spawn]:
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A state directory with a short path; what was started with it is gone at the end."""
-    with tempfile.TemporaryDirectory(prefix="vo-", dir="/tmp", ignore_cleanup_errors=True) as name:
+    with tempfile.TemporaryDirectory(prefix="vo_", dir="/tmp", ignore_cleanup_errors=True) as name:
         place = Path(name)
         others = set(psutil.pids())  # hundreds, and none of them has this directory
         for variable in ("VLLMOPS_TARGET", "VLLMOPS_DEBUG", "VLLM_PLUGINS", "COLUMNS"):

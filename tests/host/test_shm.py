@@ -46,6 +46,23 @@ def hold(how: str, name: str) -> "subprocess.Popen[str]":
     return popen
 
 
+@pytest.mark.parametrize("name", ["model-{}.gguf", "vllm-weights-{}.safetensors"])
+def test_a_file_of_the_user_s_own_is_no_segment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "out_of_sight", str)  # as outside of a container
+    monkeypatch.setattr(shm, "OLD_S", 0.0)
+    path = SHM / name.format(os.getpid())
+    path.write_bytes(bytes(4096))
+    try:
+        holder = hold("map", path.name)
+        assert used_by(holder.pid) == set()
+        holder.communicate(timeout=10)
+        assert sweep([path.name]) == []  # an older vllmops may have noted it
+        assert path.name not in {item.name for item in unused().segments}
+        assert path.exists()
+    finally:
+        path.unlink()
+
+
 @pytest.mark.parametrize("how", ["map", "open"])
 def test_a_segment_that_a_live_process_uses_stays(segment: str, how: str) -> None:
     holder = hold(how, segment)

@@ -38,7 +38,8 @@ for name, value in eval(os.environ.get("STANDIN", "{}"), JSON).items():
     setattr(play, name, value)
 PYTHON = os.readlink("/proc/self/exe")
 UP = 9  # a pipe's writing end, by which the worker says that it is up
-segment = f"/dev/shm/psm_{os.path.basename(os.environ['VLLMOPS_HOME'])}_{os.getsid(0)}"
+home = os.path.basename(os.environ["VLLMOPS_HOME"]).replace("-", "_")
+segment = f"/dev/shm/psm_{home}_{os.getsid(0)}"
 children: list[int] = []
 running = 0
 

@@ -23,8 +23,12 @@ import psutil
 from . import proc
 
 SHM = Path("/dev/shm")  # noqa: S108 - the kernel's own place
-# What Python's multiprocessing, torch and vLLM call theirs.
-NAMES = re.compile(r"psm_\w+|sem\.mp-\w+|torch_\d+_\d+_\d+|vllm[\w.-]*")
+# What Python's multiprocessing, torch, NCCL and vLLM call theirs. A user's own files are here, too:
+# a model that is to load fast, whatever its name begins with.
+NAMES = re.compile(
+    r"psm_\w+|sem\.mp-\w+|torch_\d+_\d+_\d+|nccl-\w+"
+    r"|vllm_(offload|ec)_[\w.-]+\.mmap|VLLM_OBJECT_STORAGE_SHM_BUFFER\w*"
+)
 OLD_S = 600.0  # a younger one may be between two processes: made, and not yet opened by the other
 MAPPING = re.compile(rb"^\S+ \S+ \S+ (\w+):(\w+) (\d+) +(.*)$", re.MULTILINE)
 DELETED = b" (deleted)"
@@ -35,7 +39,7 @@ File = tuple[int, int]  # device, inode
 
 @dataclass(frozen=True)
 class Segment:
-    """A file in ``/dev/shm``.
+    """A file in ``/dev/shm`` of a kind that vLLM makes.
 
     Args:
         name: relative to it.
@@ -53,14 +57,14 @@ class Segment:
 
 
 def segments() -> list[Segment]:
-    """The files in ``/dev/shm``, by name."""
+    """The segments in ``/dev/shm``, by name."""
     segments_ = []
     now = time.time()
     with contextlib.suppress(OSError), os.scandir(SHM) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 at = entry.stat(follow_symlinks=False)
-                if not stat.S_ISREG(at.st_mode):
+                if not (NAMES.fullmatch(entry.name) and stat.S_ISREG(at.st_mode)):
                     continue
                 age_s = max(now - at.st_mtime, 0.0)
                 file = at.st_dev, at.st_ino
@@ -107,7 +111,8 @@ def used_by(pid: int) -> set[str]:
         place = os.fsencode(SHM) + b"/"
         for *_, path in MAPPING.findall((proc.folder(pid) / "maps").read_bytes()):
             if path.startswith(place) and path.endswith(DELETED):
-                names.add(os.fsdecode(path.removeprefix(place).removesuffix(DELETED)))
+                name = os.fsdecode(path.removeprefix(place).removesuffix(DELETED))
+                names |= {name} if NAMES.fullmatch(name) else set()
     return names
 
 
@@ -155,7 +160,7 @@ class Unused:
     """Segments that nobody uses, as far as can be seen.
 
     Args:
-        segments: those, of the kinds that vLLM makes.
+        segments: those.
         doubt: why a process that can't be seen may use them, in words; empty if
             none can.
     """
@@ -165,17 +170,13 @@ class Unused:
 
 
 def unused(include: Callable[[Segment], bool] = lambda _: True) -> Unused:
-    """The segments of vLLM's kinds that no live process uses: of this user, for root of anybody.
+    """The segments that no live process uses: of this user, for root of anybody.
 
     Args:
         include: which of them.
     """
     uid = os.geteuid()
-    left = [
-        segment
-        for segment in segments()
-        if NAMES.fullmatch(segment.name) and uid in (0, segment.uid) and include(segment)
-    ]
+    left = [segment for segment in segments() if uid in (0, segment.uid) and include(segment)]
     if not left:
         return Unused()
     doubt = out_of_sight()
