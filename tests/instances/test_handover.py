@@ -6,16 +6,20 @@ import os
 import socket
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vllmops.agent import handover as adopting
+from vllmops.errors import VllmopsError
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances import handover
+from vllmops.protocol import identity
+from vllmops.protocol.engine import Traffic
 from vllmops.protocol.handover import LISTEN
+from vllmops.rpc import agent
 
 LISTENER = """
 import socket
@@ -64,3 +68,68 @@ def test_a_second_server_needs_as_much_memory_as_the_first(monkeypatch: pytest.M
     assert handover.lacking(tree) == ""
     monkeypatch.setattr("vllmops.host.memory.room", lambda _: (10**6, 10**6))
     assert "0.0 GB of memory are free" in handover.lacking(tree)
+
+
+class Agent:
+    """What an API server's agent and an engine's answer; None where one does not in time.
+
+    A real one that answers late, or not at all, can't be had at a given moment.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.in_flight = 0
+        self.engine_answers = self.api_answers = True
+        self.leaves = 0
+        monkeypatch.setattr(agent, "reach", lambda _: self)
+        monkeypatch.setattr(handover, "KEEP_ALIVE_S", 0.2)
+        monkeypatch.setattr(handover, "SLACK_S", 0.2)
+        monkeypatch.setattr(handover, "POLL_S", 0.02)
+        started = identity.of(os.getpid()).start_ticks
+        self.tree = [Process(role, os.getpid(), started) for role in (Role.API, Role.ENGINE)]
+
+    def traffic(self) -> Traffic:
+        return Traffic(in_flight=self.in_flight, handed=0, started=9, draining=False, serves=False)
+
+    def drain(self, *, leave: bool = False, **_: object) -> Traffic:
+        if leave:
+            self.leaves += 1
+            if not self.api_answers:
+                raise VllmopsError("agent.timeout", "no answer")
+        return self.traffic()
+
+    def engine(self) -> Any:
+        if not self.engine_answers:
+            raise VllmopsError("agent.timeout", "no answer")
+        return SimpleNamespace(unfinished=0)
+
+    def emptied(self, seconds: float = 0.5) -> str:
+        return handover.emptied(self.tree, seconds, lambda _: None, lambda: False, {})
+
+
+def test_a_first_server_is_empty_when_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = Agent(monkeypatch)
+    assert agents.emptied() == "no request was lost"
+    assert agents.leaves == 1
+    agents.in_flight = 5
+    assert agents.emptied() == "requests cut off: 5"
+
+
+def test_an_engine_that_does_not_answer_may_have_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    agents = Agent(monkeypatch)
+    agents.engine_answers, agents.in_flight = False, 5
+    assert agents.emptied() == "requests cut off: unknown"
+
+
+def test_an_api_server_that_did_not_hear_it_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections until then."""
+    agents = Agent(monkeypatch)
+    agents.api_answers = False
+
+    def told(_: str) -> None:
+        agents.api_answers = agents.leaves > 3
+
+    assert handover.emptied(agents.tree, 5, told, lambda: False, {}) == "no request was lost"
+    assert agents.leaves == 5
+    agents.api_answers, said = False, list[str]()
+    handover.emptied(agents.tree, 0.5, said.append, lambda: False, {})
+    assert "still takes connections" in said[-1]

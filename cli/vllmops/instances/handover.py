@@ -93,7 +93,7 @@ def serves(tree: Sequence[Process]) -> bool:
 def leave(tree: Sequence[Process]) -> bool:
     """Have all API servers of a tree take no more connections; False if one can't be told."""
     answers = takedown.ask(takedown.of(tree, Role.API), lambda api: api.drain(on=False, leave=True))
-    return bool(answers) and all(traffic and not traffic.serves for traffic in answers)
+    return all(traffic and not traffic.serves for traffic in answers)
 
 
 def emptied(
@@ -103,7 +103,7 @@ def emptied(
     hurry: Callable[[], bool],
     environment: dict[str, str],
 ) -> str:
-    """Wait until a server that was left has nothing to do; what was cut off gets 503.
+    """Have a server take no more connections, and finish what it has; what is cut off gets 503.
 
     Args:
         tree: its processes.
@@ -118,14 +118,17 @@ def emptied(
     with suppress(ValueError):
         quiet_s = SLACK_S + float(environment.get(KEEP_ALIVE) or KEEP_ALIVE_S)
     until, since, before = time.monotonic() + seconds + quiet_s, time.monotonic(), -1
-    while time.monotonic() < until and not hurry() and any(map(alive, tree)):
+    has_left = False
+    while time.monotonic() < until and not hurry() and (tree := list(filter(alive, tree))):
+        has_left = has_left or leave(tree)
         left, now = takedown.in_flight(tree, None), started(tree)
-        if left or now != before:
+        if not has_left or left != 0 or now != before:
             since, before = time.monotonic(), now
         elif time.monotonic() - since > quiet_s:
             return "no request was lost"
         known = "an unknown number of requests" if left is None else many(left, "request")
-        tell(f"the first server finishes {known}")
+        still = "" if has_left else ", and still takes connections: an agent does not answer"
+        tell(f"the first server finishes {known}{still}")
         time.sleep(POLL_S)
     left = takedown.in_flight(tree, None)
     takedown.close_gates(tree, cut=True)
