@@ -239,3 +239,25 @@ def test_the_least_memory_of_all_control_groups_counts(
     (pod / "memory.max").write_text("max\n")
     (pod / "server" / "memory.max").write_text("max\n")
     assert memory.container(os.getpid()) is None
+
+
+HIDDEN = """
+import os
+from vllmops.host.processes import Process, alive, table
+from vllmops.host.roles import Role
+print(os.getpid() in table(), 1 in table(), alive(Process(Role.API, 1, 0)))
+"""
+
+
+@pytest.mark.parametrize("hidepid", ["1", "2"])
+def test_processes_of_others_may_be_hidden(hidepid: str) -> None:
+    """With 1 their pids are listed (systemd's ProtectProc=noaccess), with 2 not even those."""
+    hide = f'mount -t proc -o hidepid={hidepid} proc /proc && exec "$@"'
+    lower = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", hide, "sh", *lower, sys.executable, "-c", HIDDEN],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split() == ["True", "False", "False"], done.stderr

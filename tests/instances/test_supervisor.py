@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from vllmops.home import make
-from vllmops.host import ports
+from vllmops.host import ports, processes
 from vllmops.host.processes import Process, alive
 from vllmops.host.roles import Role
 from vllmops.instances import control, handover, logs, supervisor, takedown
@@ -371,6 +371,23 @@ def test_supervisors_that_end_as_soon_as_they_are_started(
     assert "supervisor.log shows why" in answer.error["hint"]
 
 
+def test_an_error_right_after_the_start_leaves_no_server(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example a process table that can't be read."""
+    start = Supervisor.start
+
+    def broken(self: Supervisor) -> None:
+        start(self)
+        raise RuntimeError("of all things")
+
+    monkeypatch.setattr(Supervisor, "start", broken)
+    answer = lab.vllmops(*lab.words("a"), "--detach", "--json", timeout_s=20)
+    assert (answer.code, answer.error["code"]) == (1, "serve.failed")
+    assert "of all things" in answer.error["message"]
+    assert not takedown.members(processes.table(), lab.record("a").session)
+
+
 # -- hand-over -----------------------------------------------------------------------------
 
 
@@ -382,7 +399,6 @@ def handing(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         return any(process.role is Role.WORKER for process in tree)
 
     monkeypatch.setattr(handover, "serves", serves)
-    monkeypatch.setattr(handover, "leave", lambda _: True)
     monkeypatch.setattr(handover, "emptied", lambda *_: "no request was lost")
     return lab
 
@@ -447,10 +463,10 @@ def test_a_supervisor_that_dies_while_the_first_server_leaves_has_the_second_one
 ) -> None:
     """The first one takes no more connections by then."""
 
-    def dies(_: object) -> None:
+    def dies(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(handover, "leave", dies)
+    monkeypatch.setattr(handover, "emptied", dies)
     first = handing.serve("a")
     answer = handing.vllmops("restart", "a", "--hand-over", timeout_s=30)
     assert answer.code == 0, answer

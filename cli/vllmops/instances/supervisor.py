@@ -222,8 +222,8 @@ class Supervisor:
         if not launch:
             while not await attempt(self.take_over, self.reporter):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(TICK_S)
-        elif not await attempt(self.launch, self.reporter):
-            self.end(State.FAILED, Failure(f"the server can't be started: {self.reporter.last}"))
+        else:
+            self.launch()
         # While a hand-over or a drain takes its time, too.
         beside = [
             asyncio.create_task(repeat(self.ask_peers, self.reporter, PEERS_S)),
@@ -237,7 +237,22 @@ class Supervisor:
             task.cancel()
         await self.goodbye()
 
-    async def launch(self) -> None:
+    def launch(self) -> None:
+        """Start the server; where that fails, it is over, and nothing runs."""
+        self.child = None
+        try:
+            self.start()
+        except Exception as error:
+            if self.child:
+                self.child.kill()  # it has no children yet
+                self.child.wait()
+            why = f"vLLM can't be started: {error}"
+            if isinstance(error, OSError):
+                why = f"{error.filename or 'vLLM'}: {error.strerror}"
+            self.end(State.FAILED, Failure(why))
+
+    def start(self) -> None:
+        """Start the server; raises OSError, or ValueError for a NUL in an argument, say."""
         self.recent.clear()
         self.up.clear()
         self.raylets.clear()
@@ -245,20 +260,9 @@ class Supervisor:
         run, rerun = uuid4().hex, self.record.rerun
         if self.record.uds:
             shape.remove_dead(self.record.uds)
-        try:
-            logs.start_new(self.folder.log)
-            self.tail = logs.Tail(self.folder.log)
-            self.child = self.spawn(
-                self.folder.log, {RUN: run, **({RERUN: rerun} if rerun else {})}
-            )
-        except (OSError, ValueError) as error:  # ValueError: for example a NUL in an argument
-            why = (
-                f"{error.filename or 'vLLM'}: {error.strerror}"
-                if isinstance(error, OSError)
-                else f"vLLM can't be started: {error}"
-            )
-            self.end(State.FAILED, Failure(why))
-            return
+        logs.start_new(self.folder.log)
+        self.tail = logs.Tail(self.folder.log)
+        self.child = self.spawn(self.folder.log, {RUN: run, **({RERUN: rerun} if rerun else {})})
         self.publish(
             state=State.STARTING,
             stage="launched",
@@ -530,7 +534,7 @@ class Supervisor:
         await self.take_down(again=ending.again)
         if ending.again and (self.holders or self.record.detached):
             self.publish(rerun=self.record.run if ending.rerun else "")
-            await self.launch()
+            self.launch()
         else:
             self.end(State.STOPPED, note=note)
 
@@ -617,7 +621,6 @@ class Supervisor:
         def tell(text: str) -> None:
             loop.call_soon_threadsafe(lambda: self.publish(hand_over=text))
 
-        await asyncio.to_thread(handover.leave, first.processes)
         note = await asyncio.to_thread(
             handover.emptied,
             first.processes,

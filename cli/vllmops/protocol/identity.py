@@ -33,7 +33,7 @@ def of(pid: int) -> Identity:
     """The process that has a pid now.
 
     Raises:
-        ProcessLookupError: there is none.
+        ProcessLookupError: there is none, or it is hidden (proc's ``hidepid``).
         OSError: it can't be read, for example because no file can be opened.
     """
     return Identity(pid, int(stat(pid)[19]), boot_id())
@@ -44,8 +44,8 @@ def stat(pid: int | str) -> list[str]:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
-    except FileNotFoundError as error:
-        raise ProcessLookupError(f"there is no process {pid}") from error
+    except (FileNotFoundError, PermissionError) as error:
+        raise ProcessLookupError(f"there is no process {pid} to be seen") from error
 
 
 @cache
