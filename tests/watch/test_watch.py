@@ -5,6 +5,7 @@ tests/commands/test_watch.py watches real processes, tests/live real hangs.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -20,6 +21,7 @@ from vllmops.diagnose.progress import Stall
 from vllmops.errors import VllmopsError
 from vllmops.heal.action import Outcome
 from vllmops.heal.heal import Healed
+from vllmops.instances.record import Record, State
 from vllmops.instances.servers import Server
 from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
 from vllmops.protocol.engine import Beat
@@ -342,6 +344,54 @@ def test_a_restart_only_when_asked_for_and_after_the_evidence() -> None:
     scene = Scene(stuck(20.0))
     assert kinds(watched(scene, restart=True)) == ["stalled", "restarting"]
     assert scene.done == ["save", "restart"]
+
+
+def test_no_restart_of_what_goes_on_while_the_evidence_is_taken() -> None:
+    scene = Scene(stuck(10.0, until_s=24.5), takes_s=12.0)
+    assert kinds(watched(scene, restart=True)) == ["stalled", "recovered"]
+    assert scene.done == ["save"]
+
+
+@pytest.mark.parametrize("how", ["goes on", "was restarted", "stops"])
+def test_no_restart_of_what_has_changed_while_a_receiver_took_its_time(how: str) -> None:
+    scene = Scene(stuck(20.0))
+    record = Record(
+        name="demo",
+        model="m",
+        command=(),
+        environment={},
+        directory="/",
+        host="127.0.0.1",
+        port=8000,
+        detached=True,
+        created_at=1.0,
+        state=State.READY,
+        run="1",
+    )
+    scene.server = dataclasses.replace(scene.server, record=record)
+    shown: list[Event] = []
+
+    def flush() -> None:
+        scene.time += 25.0
+        if how == "goes on":
+            scene.looks = well
+        elif how == "was restarted":
+            new = msgspec.structs.replace(record, run="2")
+            scene.server = dataclasses.replace(scene.server, record=new)
+        else:
+            scene.phases = {0.0: Phase.AWAY}
+
+    Watch(
+        scene,
+        Plan(FOLDER, for_s=90, restart=True),
+        shown.append,
+        flush=flush,
+        now=lambda: scene.time,
+        wait=scene.pass_,
+    ).run()
+    assert kinds(shown)[:3] == ["stalled", "restarting", "trouble"]
+    assert "not restarted" in shown[2].text
+    assert scene.done == ["save"]
 
 
 def test_what_is_told_has_gone_out_before_a_restart() -> None:

@@ -398,6 +398,7 @@ class Watch:
             self.ongoing.heal_at = [self.now() + seconds for seconds in HEAL_AFTER_S]
         if self.plan.restart:
             self.ongoing.restart_at = self.now() + (MENDING_S if repaired else 0.0)
+        self.vigil.see(self.subject.look(ask=True))  # the last look is older than the evidence
         self.go_on(self.ongoing)
 
     # -- acting ------------------------------------------------------------------------------
@@ -478,12 +479,26 @@ class Watch:
             return
         text = f"{label} restarts because it stalled"
         self.say("restarting", text, number=ongoing.number)
-        # A receiver may want to examine the server before.
+        start = self.start()
+        # A receiver may want to examine the server before, or restart it itself.
         self.flush()
+        if self.subject.phase() is not self.phase or self.start() != start or self.over(ongoing):
+            self.say("trouble", f"{label} is not restarted: it has changed meanwhile")
+            return
         try:
             self.subject.restart()
         except VllmopsError as error:
             self.report_failure(error)
+
+    def start(self) -> str:
+        """Names the start of an instance; empty for a server that vllmops did not start."""
+        record = self.subject.server.record
+        return record.run if record else ""
+
+    def over(self, ongoing: Ongoing) -> bool:
+        """Whether a stall is over by a new look."""
+        self.vigil.see(self.subject.look(ask=True))
+        return not self.vigil.lasts(ongoing.about)
 
     def report_failure(self, error: VllmopsError) -> None:
         self.say("trouble", f"{self.subject.server.label}: {error.message}", next=error.hint)
