@@ -117,7 +117,7 @@ def test_a_first_server_is_empty_when_it_says_so(monkeypatch: pytest.MonkeyPatch
 def test_an_engine_that_does_not_answer_may_have_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     agents = Agent(monkeypatch)
     agents.engine_answers, agents.in_flight = False, 5
-    assert agents.emptied() == "requests cut off: unknown"
+    assert agents.emptied() == "requests cut off: 5"
 
 
 def test_an_api_server_that_did_not_hear_it_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -153,6 +154,49 @@ def test_a_drain_waits_for_requests_in_flight(lab: Any) -> None:
 )
 def test_what_a_front_end_has_not_finished(traffic: Traffic, count: int | None) -> None:
     assert takedown.of_front_end(traffic) == count
+
+
+IDLE, BUSY = Traffic(in_flight=0, handed=0), Traffic(in_flight=5, handed=5)
+
+
+@pytest.mark.parametrize(
+    ("traffic", "unfinished", "gauge", "count"),
+    [
+        (IDLE, 0, None, 0),
+        (BUSY, 5, 0, 5),
+        # An engine that does not answer has what an API server gave it.
+        (BUSY, None, 0, 5),
+        (IDLE, None, 0, 0),
+        (Traffic(in_flight=0), None, 0, None),
+        (Traffic(in_flight=0), None, 2, 2),
+        (Traffic(in_flight=3), None, None, 3),
+        # An API server that does not answer may have what is in no engine yet.
+        (None, 3, 0, 3),
+        (None, 0, 0, None),
+        (None, 0, 2, 2),
+        # Without agents there is nobody else.
+        (None, None, 0, 0),
+        (None, None, None, None),
+    ],
+)
+def test_requests_in_flight_where_an_agent_does_not_answer(
+    traffic: Traffic | None,
+    unfinished: int | None,
+    gauge: float | None,
+    count: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that is silent at a given moment can't be had for real."""
+
+    def answers(*_: object) -> list[Any]:
+        answer = traffic if asked.pop() is Role.API else unfinished
+        return [answer]
+
+    asked = [Role.ENGINE, Role.API]
+    monkeypatch.setattr(takedown, "ask", answers)
+    found = None if gauge is None else SimpleNamespace(running=gauge, waiting=0.0)
+    monkeypatch.setattr(takedown.client_http, "metrics", lambda _: found)
+    assert takedown.in_flight([], "http://127.0.0.1:1") == count
 
 
 def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:

@@ -105,20 +105,26 @@ def close_gates(tree: Sequence[Process], *, cut: bool = False, rerun: bool = Fal
 
 
 def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
-    """Requests that have not finished; None if unknown.
+    """Requests that have not finished, at least; None if unknown.
 
     HTTP requests count, streams included, and what an engine has without one, or will have: a
-    background response, say. Where no agent answers, vLLM's own metrics are asked.
+    background response, say. Where an agent does not answer, vLLM's own metrics are asked. They
+    are of the engine's last output, so their zero says nothing of what another agent waits for.
     """
-    http = ask(of(tree, Role.API), lambda gate: of_front_end(gate.traffic()))
+    fronts = ask(of(tree, Role.API), lambda gate: gate.traffic())
+    http = [of_front_end(traffic) if traffic else None for traffic in fronts]
     engine = ask(of(tree, Role.ENGINE), lambda core: core.engine().unfinished)
-    # One without an API server has engines alone.
-    if http + engine and None not in http + engine:
-        return max(sum(count or 0 for count in http), sum(count or 0 for count in engine))
+    known = max(sum(count or 0 for count in http), sum(count or 0 for count in engine))
+    # What an engine has is from API servers, where they are in this tree.
+    told = bool(fronts) and all(traffic and traffic.handed is not None for traffic in fronts)
+    if http + engine and None not in http and (told or None not in engine):
+        return known
     counted = client_http.metrics(url) if url else None
     if counted is None or counted.running is None:
-        return None
-    return round(counted.running + (counted.waiting or 0))
+        return known or None
+    gauge = round(counted.running + (counted.waiting or 0))
+    silent = all(count is None for count in http + engine)
+    return gauge if silent else max(known, gauge) or None
 
 
 def of_front_end(traffic: Traffic) -> int | None:
