@@ -19,6 +19,7 @@ from vllmops.instances import takedown
 from vllmops.instances.takedown import drain, kill, members, take_down
 from vllmops.protocol import identity
 from vllmops.protocol.engine import Traffic
+from vllmops.vllm_api import http
 
 from ..support.waiting import until
 
@@ -156,6 +157,7 @@ def test_what_a_front_end_has_not_finished(traffic: Traffic, count: int | None) 
     assert takedown.of_front_end(traffic) == count
 
 
+SILENT = -1
 IDLE, BUSY = Traffic(in_flight=0, handed=0), Traffic(in_flight=5, handed=5)
 
 
@@ -165,18 +167,20 @@ IDLE, BUSY = Traffic(in_flight=0, handed=0), Traffic(in_flight=5, handed=5)
         (IDLE, 0, None, 0),
         (BUSY, 5, 0, 5),
         # An engine that does not answer has what an API server gave it.
-        (BUSY, None, 0, 5),
-        (IDLE, None, 0, 0),
-        (Traffic(in_flight=0), None, 0, None),
-        (Traffic(in_flight=0), None, 2, 2),
-        (Traffic(in_flight=3), None, None, 3),
+        (BUSY, SILENT, 0, 5),
+        (IDLE, SILENT, 0, 0),
+        (Traffic(in_flight=0), SILENT, 0, None),
+        (Traffic(in_flight=0), SILENT, 2, 2),
+        (Traffic(in_flight=3), SILENT, None, 3),
+        # One that can't count leaves it to vLLM.
+        (Traffic(in_flight=0), None, 0, 0),
         # An API server that does not answer may have what is in no engine yet.
         (None, 3, 0, 3),
         (None, 0, 0, None),
         (None, 0, 2, 2),
         # Without agents there is nobody else.
-        (None, None, 0, 0),
-        (None, None, None, None),
+        (None, SILENT, 0, 0),
+        (None, SILENT, None, None),
     ],
 )
 def test_requests_in_flight_where_an_agent_does_not_answer(
@@ -189,13 +193,14 @@ def test_requests_in_flight_where_an_agent_does_not_answer(
     """One that is silent at a given moment can't be had for real."""
 
     def answers(*_: object) -> list[Any]:
-        answer = traffic if asked.pop() is Role.API else unfinished
-        return [answer]
+        if asked.pop() is Role.API:
+            return [traffic]
+        return [SimpleNamespace(unfinished=unfinished) if unfinished != SILENT else None]
 
     asked = [Role.ENGINE, Role.API]
     monkeypatch.setattr(takedown, "ask", answers)
     found = None if gauge is None else SimpleNamespace(running=gauge, waiting=0.0)
-    monkeypatch.setattr(takedown.client_http, "metrics", lambda _: found)
+    monkeypatch.setattr(http, "metrics", lambda _: found)
     assert takedown.in_flight([], "http://127.0.0.1:1") == count
 
 

@@ -112,8 +112,9 @@ def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
     are of the engine's last output, so their zero says nothing of what another agent waits for.
     """
     fronts = ask(of(tree, Role.API), lambda gate: gate.traffic())
+    engines = ask(of(tree, Role.ENGINE), lambda core: core.engine())
     http = [of_front_end(traffic) if traffic else None for traffic in fronts]
-    engine = ask(of(tree, Role.ENGINE), lambda core: core.engine().unfinished)
+    engine = [core.unfinished if core else None for core in engines]
     known = max(sum(count or 0 for count in http), sum(count or 0 for count in engine))
     # What an engine has is from API servers, where they are in this tree.
     told = bool(fronts) and all(traffic and traffic.handed is not None for traffic in fronts)
@@ -122,9 +123,9 @@ def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
     counted = client_http.metrics(url) if url else None
     if counted is None or counted.running is None:
         return known or None
-    gauge = round(counted.running + (counted.waiting or 0))
-    silent = all(count is None for count in http + engine)
-    return gauge if silent else max(known, gauge) or None
+    count = max(known, round(counted.running + (counted.waiting or 0)))
+    silent = [answer is None for answer in (*fronts, *engines)]
+    return count or (None if any(silent) and not all(silent) else 0)
 
 
 def of_front_end(traffic: Traffic) -> int | None:
