@@ -16,6 +16,7 @@ from .files import read_private
 from .home import home, own
 from .protocol.identity import boot_id, stat
 from .protocol.probe import OVER, PATIENCE_S, VITAL, WORDS, Verdict, judge
+from .protocol.socket import sockets
 from .targets import NAME
 
 FILE = "verdict.json"
@@ -86,7 +87,7 @@ def by_heartbeats(record: dict[str, Any]) -> Verdict:
     gone = [process for process in vital if not runs(process)]
     slow = [f"{p['role']} {p['pid']} is gone" for p in gone]
     for process in vital:
-        beat = read(home() / "agents" / f"{process['pid']}.beat")
+        beat = read(sockets(home()) / f"{process['pid']}.beat")
         if not beat or beat.get("start_ticks") != process["start_ticks"] or process in gone:
             continue
         if why := beat.get("unready"):

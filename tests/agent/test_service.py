@@ -17,6 +17,7 @@ import pytest
 from vllmops import __version__
 from vllmops.errors import VllmopsError
 from vllmops.protocol.engine import Answer
+from vllmops.protocol.socket import sockets
 from vllmops.rpc.agent import reach
 
 from ..support.waiting import until
@@ -26,7 +27,7 @@ Spawn = Callable[..., Any]
 
 
 def files(home: Path) -> set[str]:
-    return {path.name for path in home.glob("agents/*")}
+    return {path.name for path in sockets(home).glob("*")}
 
 
 def mode(path: Path) -> int:
@@ -39,7 +40,7 @@ def test_says_who_it_is(spawn: Spawn) -> None:
     assert (hello.pid, hello.agent, hello.role) == (child.process.pid, __version__, "api")
     assert hello.identity == child.process.identity
     assert hello.problems == ()
-    assert mode(child.home / "agents") == 0o700
+    assert mode(child.home / "agents") == mode(sockets(child.home)) == 0o700
     assert mode(child.socket) == mode(child.beat) == 0o600
 
 
@@ -73,6 +74,22 @@ def test_sweeps_what_a_killed_process_left(spawn: Spawn) -> None:
     assert {dead.socket.name, dead.beat.name} <= files(dead.home)
     new = spawn()
     assert files(new.home) == {p.name for item in (live, new) for p in (item.socket, item.beat)}
+
+
+def test_leaves_what_another_machine_has_in_a_shared_home(spawn: Spawn, tmp_path: Path) -> None:
+    """Its sockets can't be asked from here, and its pids are no processes here."""
+    other = sockets(tmp_path / "h").with_name("0badcafe")
+    other.mkdir(parents=True, mode=0o700)
+    other.parent.chmod(0o700)
+    (other / "4100123.beat").touch()
+    (other / "4100123.sock").touch()
+    os.utime(other / "4100123.sock", (0, 0))
+    os.utime(other, (0, 0))
+    spawn(home=tmp_path / "h")
+    assert {path.name for path in other.iterdir()} == {"4100123.beat", "4100123.sock"}
+    os.utime(other / "4100123.beat", (0, 0))
+    spawn(home=tmp_path / "h")
+    assert not other.exists()
 
 
 def test_can_be_turned_off(spawn: Spawn) -> None:
@@ -182,7 +199,7 @@ def test_a_forked_child_starts_its_own_once_it_has_something_to_show(spawn: Spaw
         )
     )
     try:
-        path = child.home / "agents" / f"{forked}.sock"
+        path = sockets(child.home) / f"{forked}.sock"
         until(path.exists)
         assert child.socket.exists()
     finally:
@@ -193,7 +210,7 @@ def test_a_forked_child_starts_its_own_once_it_has_something_to_show(spawn: Spaw
 def test_answers_nobody_else(spawn: Spawn) -> None:
     child = spawn()
     # Even where somebody opened the directory and the socket later on.
-    for path in (child.home.parent, child.home, child.home / "agents", child.socket):
+    for path in (child.home.parent, *reversed(child.socket.parents[:3]), child.socket):
         path.chmod(0o777)
     for above in child.home.parent.parents:
         if above != Path("/") and not mode(above) & 0o001:

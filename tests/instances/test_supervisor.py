@@ -32,6 +32,7 @@ from vllmops.instances.control import Request
 from vllmops.instances.record import Folder, State
 from vllmops.instances.supervisor import Supervisor
 from vllmops.protocol import identity
+from vllmops.protocol.socket import sockets
 
 from ..support.extent import long, sampled
 from ..support.own import in_home
@@ -233,7 +234,7 @@ def test_what_was_killed_with_its_supervisor_leaves_no_memory_behind(lab: Any) -
         lab.kill(process.pid)
     until(lambda: not any(alive(process) for process in record.processes))
     # Another server's agent may have one of these pids by now.
-    socket = make(lab.home / "agents") / f"{record.processes[0].pid}.sock"
+    socket = make(sockets(lab.home)) / f"{record.processes[0].pid}.sock"
     socket.touch()
     lab.serve("a")
     assert socket.exists()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from vllmops.home import make
 from vllmops.host import processes
 from vllmops.host.processes import Process, alive
 from vllmops.host.roles import Role
@@ -19,6 +20,7 @@ from vllmops.instances import takedown
 from vllmops.instances.takedown import drain, kill, members, take_down
 from vllmops.protocol import identity
 from vllmops.protocol.engine import Traffic
+from vllmops.protocol.socket import sockets
 from vllmops.vllm_api import http
 
 from ..support.waiting import until
@@ -117,16 +119,16 @@ def test_nothing_to_take_down(home: Path) -> None:
 
 
 def test_what_an_agent_left_is_removed(home: Path) -> None:
-    (home / "agents").mkdir()
+    folder = make(sockets(home))
     victim = sleeper()
     for suffix in (".sock", ".beat"):
-        (home / "agents" / f"{victim.pid}{suffix}").touch()
-        (home / "agents" / f"1{suffix}").touch()
+        (folder / f"{victim.pid}{suffix}").touch()
+        (folder / f"1{suffix}").touch()
     waiter = threading.Thread(target=victim.wait)
     waiter.start()
     take_down([Process(Role.API, victim.pid, identity.of(victim.pid).start_ticks)])
     waiter.join()
-    assert {item.name for item in (home / "agents").iterdir()} == {"1.sock", "1.beat"}
+    assert {item.name for item in folder.iterdir()} == {"1.sock", "1.beat"}
 
 
 def test_a_drain_waits_for_requests_in_flight(lab: Any) -> None:

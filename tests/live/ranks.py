@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllmops.protocol.socket import sockets
+
 from ..support.waiting import until
 from .conftest import Cli, Live, PlugIn
 from .test_cache import ask
@@ -113,7 +115,7 @@ class Ranks:
         module, owner, method = place
         code = SLEEP.format(module=module, owner=owner, method=method, file=str(file))
         self.run(name, code)
-        beat = self.server.home / "agents" / f"{self.named()[engine]}.beat"
+        beat = sockets(self.server.home) / f"{self.named()[engine]}.beat"
         url, complete = self.server.url, self.server.complete
         with ThreadPoolExecutor(requests) as pool:
             sent = [

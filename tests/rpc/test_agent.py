@@ -20,6 +20,7 @@ from vllmops.host import proc
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.protocol.engine import Answer
+from vllmops.protocol.socket import sockets
 from vllmops.rpc import agent
 from vllmops.rpc.agent import beat, reach, side_by_side
 
@@ -268,9 +269,9 @@ def test_home_is_the_servers_not_ours(
     assert reach(child.process).hello().pid == child.process.pid
 
 
-def test_home_without_vllmops_home(spawn: Spawn, tmp_path: Path) -> None:
-    child = spawn(VLLMOPS_HOME="", HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path / "state"))
-    child.home = tmp_path / "state" / "vllmops"
+def test_default_home(spawn: Spawn, tmp_path: Path) -> None:
+    child = spawn(VLLMOPS_HOME="", HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path))
+    child.home = tmp_path / "vllmops"
     assert child.socket.exists()
     assert reach(child.process).hello().pid == child.process.pid
 
@@ -288,7 +289,7 @@ def test_home_where_a_title_hides_the_environment(spawn: Spawn, tmp_path: Path) 
     )
     process = Process(Role.WORKER, pid, 0)
     until(lambda: proc.environment(pid) == {})
-    assert agent.socket_path(process) == tmp_path / "theirs" / "agents" / f"{pid}.sock"
+    assert agent.socket_path(process) == sockets(tmp_path / "theirs") / f"{pid}.sock"
 
 
 def test_every_answer_has_a_decoder_that_was_made_on_one_thread() -> None:

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.protocol import identity
+from vllmops.protocol.socket import sockets
 
 CHILD: Final = Path(__file__).parents[1] / "agent" / "child.py"
 
@@ -27,7 +28,7 @@ class Child:
 
     @property
     def socket(self) -> Path:
-        return self.home / "agents" / f"{self.process.pid}.sock"
+        return sockets(self.home) / f"{self.process.pid}.sock"
 
     @property
     def beat(self) -> Path:

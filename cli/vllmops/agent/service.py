@@ -32,7 +32,7 @@ from ..protocol.heal import HealRequest
 from ..protocol.repairs import RepairRequest
 from ..protocol.requests import Abort, Reveal
 from ..protocol.resets import ResetRequest
-from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES
+from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES, sockets
 from ..protocol.text import encoded
 from . import (
     caches,
@@ -59,6 +59,7 @@ from .listening import Threads
 from .log import log
 from .patches import registry
 
+OLD_S = 24 * 3600.0
 CUT_S = 1.0  # for the event loop to answer what is cut off
 FEATURES = (
     *("engine", "caches", "traffic", "requests", "abort", "drain", "heartbeat"),
@@ -149,7 +150,7 @@ class Running:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        directory = own_directory()
+        directory = private(sockets(own_directory().parent))
         self.path = directory / f"{self.pid}.sock"
         if len(os.fsencode(self.path)) > PATH_BYTES:
             raise OffError(
@@ -157,6 +158,7 @@ class Running:
                 "set VLLMOPS_HOME to a shorter one"
             )
         sweep(directory)
+        sweep_boots(directory)
         if answers(self.path):
             raise OffError(f"another process answers on {self.path}")
         self.path.unlink(missing_ok=True)
@@ -229,13 +231,18 @@ def forked() -> None:
 
 
 def own_directory() -> Path:
-    """The directory of the sockets; created if missing.
+    """The directory of what agents leave behind; created if missing, and raises as `private`."""
+    path = home() / DIRECTORY
+    make_missing(path.parent)
+    return private(path)
+
+
+def private(path: Path) -> Path:
+    """A directory for this user alone; created if missing.
 
     Raises:
         OffError: it belongs to or is open to other users, who could put their own socket there.
     """
-    path = home() / DIRECTORY
-    make_missing(path.parent)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     at = path.lstat()
@@ -260,6 +267,23 @@ def sweep(directory: Path) -> None:
         if not answers(path.with_suffix(".sock")):
             with suppress(OSError):
                 path.unlink()
+
+
+def sweep_boots(directory: Path) -> None:
+    """Remove the directories of other boots, of any machine, after a day without a heartbeat.
+
+    Args:
+        directory: of this boot.
+    """
+    for other in directory.parent.iterdir():
+        if other == directory or other.is_symlink() or not other.is_dir():
+            continue
+        with suppress(OSError):
+            paths = list(other.iterdir())
+            if all(time.time() - path.lstat().st_mtime > OLD_S for path in (other, *paths)):
+                for path in paths:
+                    path.unlink()
+                other.rmdir()
 
 
 def alive(pid: int) -> bool:

@@ -91,7 +91,7 @@ def of(server: Server) -> History:
         with suppress(VllmopsError, OSError):
             if pulse := agent.beat(process):
                 ids |= {*pulse.beat.standing.servers}
-            folders[agent.socket_path(process).parent] = agent.owner(process)
+            folders[agent.socket_path(process).parents[1]] = agent.owner(process)
             recordings.append(own(process))
     known = {recording.head.identity for recording in recordings if recording.head}
 
@@ -115,7 +115,7 @@ def own(process: Process) -> StepsRecording:
         OSError: it can't be read.
     """
     known = agent.own_identity(process)
-    path = agent.socket_path(process).with_name(steps.file_name(known))
+    path = agent.socket_path(process).parents[1] / steps.file_name(known)
     recording = steps.recording(read(path, agent.owner(process)), process.pid, process.role)
     same = recording.head is None or recording.head.identity == known
     return replace(recording, head=recording.head if same else None, **agent.shown(process))

@@ -18,7 +18,7 @@ from ..host import processes, shm
 from ..host.processes import VITAL, Process, alive
 from ..host.roles import Role
 from ..protocol.engine import Traffic
-from ..protocol.socket import DIRECTORY
+from ..protocol.socket import sockets
 from ..rpc import agent
 from ..vllm_api import http as client_http
 
@@ -203,7 +203,7 @@ def take_down(
         for suffix in (".sock", ".beat"):  # of an agent that had no time to remove them
             with contextlib.suppress(OSError, VllmopsError):
                 place = Path(process.home) if process.home else home()
-                (place / DIRECTORY / f"{process.pid}{suffix}").unlink(missing_ok=True)
+                (sockets(place) / f"{process.pid}{suffix}").unlink(missing_ok=True)
     return Remains(tuple(shm.sweep(shared)), tuple(left))
 
 

@@ -42,7 +42,7 @@ from ..protocol.remote import Members
 from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..protocol.requests import Abort, Aborted, ProcessRequests, Prompt, Reveal
 from ..protocol.resets import ResetDone, ResetRequest
-from ..protocol.socket import DIRECTORY, PATH_BYTES
+from ..protocol.socket import PATH_BYTES, sockets
 from ..protocol.stacks import AgentStacks, ProcessStacks
 from ..protocol.steps import StepsFile, StepsRecording, recording
 
@@ -470,7 +470,7 @@ def own_identity(process: Process) -> Identity:
 def listed(place: Path) -> set[int]:
     """The pids of the processes whose agents are, or were, in a state directory."""
     try:
-        names = os.listdir(place / DIRECTORY)
+        names = os.listdir(sockets(place))
     except OSError:
         return set()
     stems = (name.removesuffix(".beat") for name in names if name.endswith(".beat"))
@@ -479,7 +479,7 @@ def listed(place: Path) -> set[int]:
 
 def socket_path(process: Process) -> Path:
     """Where the process's agent listens, by the process's own environment, as seen from here."""
-    path = state_home(process) / DIRECTORY / f"{own_identity(process).pid}.sock"
+    path = sockets(state_home(process)) / f"{own_identity(process).pid}.sock"
     try:
         return proc.seen(process.pid, str(path))
     except OSError:
@@ -645,7 +645,7 @@ def absent(process: Process, path: Path) -> VllmopsError:
         )
     except OSError:
         return gone(process)
-    own = state_home(process) / DIRECTORY / path.name
+    own = sockets(state_home(process)) / path.name
     if len(os.fsencode(own)) > PATH_BYTES:
         return VllmopsError(
             "agent.path-too-long",
