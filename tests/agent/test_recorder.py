@@ -145,6 +145,43 @@ def test_the_gil_is_kept(engine: Child) -> None:
     engine.run("assert meanwhile() == 0")
 
 
+# A disk that stands for a moment can't be had on every machine.
+SLOW = """
+real = recorder._pwrite
+def slow(*given):
+    time.sleep(0.3)
+    return real(*given)
+"""
+
+
+def test_a_slow_write_is_the_only_one_that_the_engine_waits_for(engine: Child) -> None:
+    engine.run("step()")
+    engine.run(SLOW)
+    engine.run("recorder._pwrite = slow; began = time.monotonic(); step()")
+    took = engine.run(
+        "began = time.monotonic(); [step() for _ in range(5)]; out = time.monotonic() - began"
+    )
+    assert float(took) < 0.3
+    numbers = list(range(4701, 4708))
+    assert [step.number for step in reach(engine.process).steps().steps] == numbers
+    engine.run("recorder.beat(); recorder.beat(); recorder.beat()")
+    assert [step.number for step in after(engine).steps] == numbers
+
+
+def test_on_a_file_system_of_the_network_the_engine_writes_nothing(engine: Child) -> None:
+    engine.run("recorder.LOCAL = (); recorder._pwrite = None; step(); step()")
+    assert "not recorded" not in engine.run("out = objects.problems")
+    assert [step.number for step in reach(engine.process).steps().steps] == [4701, 4702]
+    until(lambda: [step.whole for step in history.own(engine.process).steps] == [True, True])
+
+
+def test_which_file_systems_are_of_this_machine(tmp_path: Path) -> None:
+    assert recorder.local(tmp_path)
+    assert recorder.local(Path("/dev/shm"))
+    assert not recorder.local(Path("/proc"))
+    assert not recorder.local(tmp_path / "nowhere")
+
+
 def test_fast_steps_share_a_record(engine: Child) -> None:
     engine.run("for _ in range(3000): step(0)")
     engine.run("recorder.beat(); recorder.beat()")
@@ -194,6 +231,30 @@ def test_a_scheduler_of_another_shape_is_left_alone(engine: Child) -> None:
     assert out == "Output"
     assert "not recorded" in engine.run("out = objects.problems")
     assert engine.run("step(); out = recorder._recorder") == "None"
+
+
+OWN = """
+from vllmops.agent import engine
+class Own(Scheduler):  # as of --scheduler-cls
+    def update_from_output(self, *given):
+        {update}
+        request.num_computed_tokens += 8
+own, request = Own(), types.SimpleNamespace(request_id="a", num_computed_tokens=0)
+own.running, own.num_waiting_for_streaming_input = [request], 0
+objects.remember("scheduler", own)
+for now in range(20):
+    own.update_from_output(own.schedule(), None)
+    out = engine.progress.look(float(now))[3], recorder.computed(own)
+"""
+
+
+@pytest.mark.parametrize(
+    ("update", "computed"), [("pass", None), ("super().update_from_output(*given)", 20 * 512)]
+)
+def test_a_scheduler_of_somebody_s_own_makes_progress(
+    engine: Child, update: str, computed: int | None
+) -> None:
+    assert engine.run(OWN.format(update=update)) == str((0.0, computed))
 
 
 def test_a_fork_leaves_the_parents_recording_alone(engine: Child) -> None:

@@ -68,7 +68,7 @@ class Progress:
             name: known if (known := before.get(name)) and known[0] == count else (count, now)
             for name, count in tokens.items()
         }
-        computed = recorder.computed()
+        computed = recorder.computed(scheduler)
         seen = (tokens, running, waiting) if computed is None else computed
         # vLLM counts an idle streaming session as waiting, too.
         listening = attempt(lambda: int(scheduler.num_waiting_for_streaming_input)) or 0

@@ -6,6 +6,9 @@ and another thread would not write the step in which the process hangs with the 
 Not with `os.pwrite`, which lets go of the GIL: the thread that sends the outputs of the last step
 would take it, and the workers would wait for the next step until it has sent them.
 
+A write that waits for its disk, or for another machine, would hold up the engine and all other
+threads. So on a file system of the network, and after a slow write, the heartbeat's thread writes.
+
 A write is most of what a step's record costs. While requests are pending the next step begins at
 once, so the end of a step is written together with the next one's beginning.
 """
@@ -15,13 +18,15 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -50,7 +55,22 @@ SIZE = steps.RECORD.size
 _pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
 _pwrite.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_ssize_t)
 _pwrite.restype = ctypes.c_ssize_t
+_statfs = ctypes.CDLL(None).statfs
+# Of statfs(2): ext2 to 4, XFS, Btrfs, tmpfs, overlay, ZFS, F2FS, bcachefs.
+LOCAL = {0xEF53, 0x58465342, 0x9123683E, 0x1021994, 0x794C7630, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E}
+SLOW_S = 0.25
 OPEN = 64  # steps whose end is awaited; vLLM schedules a few ahead at most
+
+
+Aside: TypeAlias = deque[tuple[bytes, int]]  # what to write, and where
+
+
+def local(directory: Path) -> bool:
+    """Whether a directory is on a file system of this machine, as far as is known."""
+    found = ctypes.create_string_buffer(256)  # more than a struct statfs
+    if _statfs(os.fsencode(directory), found):
+        return False
+    return int.from_bytes(found.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) in LOCAL
 
 
 class Recorder:
@@ -86,6 +106,8 @@ class Recorder:
         self.open: dict[int, Run] = {}
         self.late: Run | None = None  # its end is not written
         self.later: Run | None = None  # the same at the heartbeat before
+        # What the heartbeat's thread is to write; None where the engine's does.
+        self.aside: Aside | None = None if local(directory) else Aside(maxlen=steps.SLOTS)
 
     def begin(self, scheduler: Any) -> Run:
         """A step begins: it is about to be scheduled."""
@@ -146,18 +168,37 @@ class Recorder:
         if late is not None and late is self.later:
             self.write(packed(late), late.offset)
         self.later = late
+        try:
+            while self.aside:
+                os.pwrite(self.fd, *self.aside.popleft())  # lets go of the GIL
+        except OSError as error:
+            self.reporter.report(error)
 
     def content(self) -> bytes:
         """Of the file, with what is not written yet."""
         found = bytearray(read_private(self.path, None, steps.FILE_BYTES))
+        for content, offset in tuple(self.aside or ()):
+            found[offset : offset + len(content)] = content
         if late := self.late:
             found[late.offset : late.offset + SIZE] = packed(late)
         return bytes(found)
 
     def write(self, content: bytes, offset: int) -> None:
+        if self.aside is not None:
+            self.aside.append((content, offset))
+            return
+        began = monotonic()
         if _pwrite(self.fd, content, len(content), offset) < 0:
             number = ctypes.get_errno()
             self.reporter.report(OSError(number, os.strerror(number)))
+        if (took_s := monotonic() - began) > SLOW_S:
+            self.aside = Aside(maxlen=steps.SLOTS)
+            log.warning(
+                "vllmops: the engine's steps are written once a second from now on: a write to %s "
+                "took %.1f s",
+                self.path,
+                took_s,
+            )
 
 
 _place: Callable[[], Path] = Path
@@ -167,9 +208,14 @@ _computed = 0
 _hooked = False
 
 
-def computed() -> int | None:
-    """The tokens of all steps so far whose output was taken; None where nobody counts them."""
-    return _computed if _hooked else None
+def computed(scheduler: Any) -> int | None:
+    """The tokens of all steps so far whose output was taken; None where nobody counts them.
+
+    As with a scheduler of somebody's own that does not call vLLM's.
+    """
+    update = getattr(type(scheduler), "update_from_output", None)
+    counts = _hooked and (_computed or hasattr(update, "__vllmops__"))
+    return _computed if counts else None
 
 
 def install(place: Callable[[], Path]) -> None:
