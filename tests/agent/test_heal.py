@@ -21,7 +21,9 @@ import pytest
 import zmq
 
 from vllmops.agent.heal import admission, event_loop, fatal, io_threads, sockets
-from vllmops.agent.heal.between import between_steps
+from vllmops.agent.heal.between import before_next, between_steps
+
+from ..support.waiting import until
 
 # Each letter makes it longer by half: it never ends.
 BLOCKED = """
@@ -161,6 +163,21 @@ def test_an_act_runs_once_on_the_engine_s_thread_and_its_error_does_not_reach_it
         stop.set()
         thread.join()
     assert (seen, core.step_fn) == (["engine"], core.step)
+
+
+def test_an_act_does_not_run_where_the_call_has_another_shape() -> None:
+    class Other:
+        def update(self, *, output: int) -> int:
+            return output
+
+    core, seen = Other(), list[str]()
+    act = threading.Thread(target=lambda: seen.append(before_next(core, "update", lambda: ())))
+    act.start()
+    until(lambda: "update" in vars(core))
+    assert core.update(output=7) == 7
+    act.join()
+    assert seen == ["this vLLM calls update in another way"]
+    assert vars(core) == {}
 
 
 def test_an_act_that_found_no_step_does_not_run_later() -> None:

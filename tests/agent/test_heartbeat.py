@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from vllmops.agent import engine, heartbeat, objects, recorder
+from vllmops.agent import engine, heartbeat, objects, recorder, service
 from vllmops.agent.heartbeat import Heart
 from vllmops.protocol.engine import BEAT_BYTES, Beat
 
@@ -147,7 +147,7 @@ def test_who_arrives_and_gives_up_is_no_progress(monkeypatch: pytest.MonkeyPatch
     """Under load there is always somebody."""
     scheduler, tokens = Scheduler(), 0
     monkeypatch.setattr(objects, "latest", lambda kind: scheduler if kind == "scheduler" else None)
-    monkeypatch.setattr(recorder, "computed", lambda: tokens)
+    monkeypatch.setattr(recorder, "computed", lambda _: tokens)
     progress = engine.Progress()
     progress.look(100.0)
     for second in range(20):
@@ -192,6 +192,15 @@ def test_turns_tell_a_blocked_event_loop(monkeypatch: pytest.MonkeyPatch) -> Non
 
     asyncio.run(serve())
     assert turns.look(30.0) is None, "the loop is closed"
+
+
+def test_an_engine_client_of_another_shape_leaves_the_rest_of_a_beat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = SimpleNamespace(output_handler=object(), vllm_config=SimpleNamespace())
+    monkeypatch.setattr(objects, "latest", lambda kind: client if "client" in kind else None)
+    beat = service.beat(1, 1.0)
+    assert (beat.pid, beat.loop_s) == (os.getpid(), None)
 
 
 def test_a_beat_that_can_not_be_made_is_told_once(

@@ -193,7 +193,10 @@ def front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
     handler = getattr(client, "output_handler", None)
     if client is None or handler is None:
         raise RuntimeError("this process has no engine client")
-    return client, handler.get_loop()
+    try:
+        return client, handler.get_loop()
+    except AttributeError as error:
+        raise RuntimeError("its engine client has an unknown shape") from error
 
 
 def counts(scheduler: Any) -> tuple[int | None, int | None]:

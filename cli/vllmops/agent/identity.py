@@ -78,7 +78,7 @@ def standing() -> Standing:
         sizes = ranks.sizes(parallel)
         fields = msgspec.structs.asdict(place(node, ranks.own(parallel, role(), rank), sizes))
         return Standing(servers=servers(config), sizes=sizes, **fields)
-    except (AttributeError, TypeError):  # there is none yet, or it has an unknown shape
+    except Exception:  # there is none yet, or it has an unknown shape
         return Standing(node=node)
 
 

@@ -325,5 +325,8 @@ def snapshot() -> StepsFile:
 
 def beat() -> None:
     """With each heartbeat, see `Recorder.beat`."""
-    if found := _recorder:
-        found.beat()
+    try:
+        if found := _recorder:
+            found.beat()
+    except Exception as error:
+        off(error)

@@ -35,7 +35,7 @@ def before_next(
 
     Args:
         owner: an object of the engine's.
-        method: that each step calls, with positional arguments.
+        method: that each step calls with positional arguments; else `act` does not run.
         act: short; gets the call's arguments, and returns those to be used. What it raises does
             not reach the engine: the call goes on as it came.
         timeout_s: seconds to wait; it does not run later.
@@ -50,17 +50,20 @@ def before_next(
         else:
             vars(owner).pop(method, None)
 
-    def call(*given: Any) -> Any:
+    def call(*given: Any, **named: Any) -> Any:
         nonlocal failed
         put_back()
-        if turn.acquire(blocking=False):  # else the caller has given up
+        if named:
+            failed = f"this vLLM calls {method} in another way"
+            done.set()
+        elif turn.acquire(blocking=False):  # else the caller has given up
             try:
                 given = act(*given)
                 failed = ""
             except Exception as error:
                 failed = f"{type(error).__name__}: {error}"
             done.set()
-        return usual(*given)
+        return usual(*given, **named)
 
     setattr(owner, method, call)
     if not done.wait(timeout_s):
