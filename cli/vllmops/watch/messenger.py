@@ -124,16 +124,16 @@ class Hook:
                 start_new_session=True,
             )
         except OSError as error:
-            raise failed(self.command, f"can't be run: {error.strerror}") from error
+            raise failed(self.words[0], f"can't be run: {error.strerror}") from error
         try:
             process.communicate(msgspec.json.encode(event), self.limit_s)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            raise failed(self.command, f"was killed after {self.limit_s:g} s") from None
+            raise failed(self.words[0], f"was killed after {self.limit_s:g} s") from None
         if process.returncode:
-            raise failed(self.command, f"ended with {process.returncode}")
+            raise failed(self.words[0], f"ended with {process.returncode}")
 
 
 def facts(event: Event) -> dict[str, str]:
@@ -219,5 +219,6 @@ def no_command(command: str, why: str) -> VllmopsError:
     )
 
 
-def failed(command: str, why: str) -> VllmopsError:
-    return VllmopsError("watch.hook", f"the command {command!r} {why}")
+def failed(program: str, why: str) -> VllmopsError:
+    """The error of a hook, without its arguments: it is logged, and they may have a token."""
+    return VllmopsError("watch.hook", f"the command {program!r} {why}")
