@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from typing import Any
 
 import msgspec
 import pytest
 
-from vllmops.instances.control import Request, adopt
+from vllmops.instances.control import Request, adopt, told
 from vllmops.instances.record import Folder, State
 
 from ..support.waiting import until
@@ -47,3 +49,13 @@ def test_one_that_ends_just_now_in_order_gets_no_successor(
     monkeypatch.setattr(Folder, "lock", late)
     assert adopt(folder) is None
     assert (folder.supervised(), lab.state("a")) == (False, "stopped")
+
+
+def test_a_supervisor_that_has_no_time_is_told_all_the_same(lab: Any) -> None:
+    record, supervisor = lab.serve("a"), lab.supervisor("a")
+    lab.kill(supervisor, signal.SIGSTOP)
+    go_on = threading.Timer(0.5, lab.kill, (supervisor, signal.SIGCONT))
+    go_on.start()
+    told(Folder("a"), Request(stop=0.0), 20)
+    until(lambda: lab.state("a") == State.STOPPED)
+    lab.nothing_left(record)

@@ -22,7 +22,7 @@ from ..errors import VllmopsError
 from ..files import peer
 from ..home import user
 from . import detached
-from .record import RECORDS, Folder, Record
+from .record import RECORDS, Folder, Record, State
 
 STOP_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
@@ -158,6 +158,26 @@ class Session:
 
     def close(self) -> None:
         self.control.close()
+
+
+def told(folder: Folder, request: Request, seconds: float) -> None:
+    """Tell the supervisor of a ready instance to end or to restart it, and wait until it begins.
+
+    A Unix socket that is closed before all is read takes what it has sent with it.
+
+    Args:
+        folder: the instance.
+        request: what to do.
+        seconds: how long to wait at most.
+
+    Raises:
+        VllmopsError: ``supervisor.unreachable`` or ``supervisor.silent``.
+    """
+    session = Session(folder, connect(folder))
+    session.send(request)
+    records = session.records(time.monotonic() + seconds)
+    next((record for record in records if record.state is not State.READY), None)
+    session.close()
 
 
 def start_supervisor(

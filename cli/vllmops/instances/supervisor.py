@@ -42,7 +42,7 @@ from ..protocol.place import named
 from ..rpc import membership
 from ..store.settings import RERUN, RUN
 from . import handover, logs, readiness, takedown, watcher
-from .control import Request, connect
+from .control import Request, told
 from .peers import Peers
 from .record import FAILED, Failure, Folder, Record, State, folders
 
@@ -54,6 +54,7 @@ WATCH_S = 10.0  # between two starts of a watch
 GOODBYE_S = 2.0
 CLIENTS = 100  # each costs a file descriptor
 UNREAD_BYTES = 2**20  # of a client that does not read
+OTHERS_S = 5.0  # for another supervisor on this machine to begin what it is told
 HOUSE_S = 1.0  # between two checks of the files it needs
 RETRY_S = 1.0
 HOLDER_GRACE_S = 10.0
@@ -648,7 +649,7 @@ class Supervisor:
         code = second.poll()
         if code is None:
             return ""
-        lines = log.read_text(errors="replace").splitlines()
+        lines = logs.last(log, lines=RECENT_LINES, limit=RECENT_LINES * RECENT_LETTERS)
         failure = logs.failure(lines) or logs.failure(lines, echoes=True)
         cause = failure.cause if failure else f"exit code {code}"
         return f"the second server failed: {cause}"
@@ -699,7 +700,7 @@ class Supervisor:
                     theirs = {process.identity for process in record.processes}
                     if folder.name != self.folder.name and ours & theirs:
                         request = Request(restart=0.0) if again else Request(stop=0.0)
-                        connect(folder, request).close()
+                        told(folder, request, OTHERS_S)
 
     async def take_down(self, *, again: bool = False) -> None:
         """Stop the server; on an error, for example no free descriptor, try again."""
@@ -804,11 +805,10 @@ def main() -> None:
     os.set_inheritable(given.lock, False)
     if given.port is not None:
         os.set_inheritable(given.port, False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Sent to all at once, by systemd say, to end the server: who takes that down is needed yet.
-    # No SIG_IGN, which the server would inherit.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    # No SIG_IGN, which the server would inherit: it reads its keys again on SIGHUP.
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(ignored, lambda *_: None)
     os.environ["VLLMOPS_HOME"] = str(home())  # a watch runs in another directory
     folder = Folder(given.name)
     record = folder.read()

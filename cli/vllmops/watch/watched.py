@@ -271,12 +271,7 @@ class Watched:
         """
         if self.folder is None:
             raise stranger(self.server)
-        session = control.Session(self.folder, control.connect(self.folder))
-        session.send(Request(restart=0.0, rerun=self.rerun))
-        # A Unix socket that is closed before all is read takes what it has sent with it.
-        records = session.records(time.monotonic() + RESTART_S)
-        next((record for record in records if record.state is not State.READY), None)
-        session.close()
+        control.told(self.folder, Request(restart=0.0, rerun=self.rerun), RESTART_S)
 
 
 def stranger(server: Server) -> VllmopsError:
