@@ -174,6 +174,7 @@ ACTOR = "import os, sys; os.execv(sys.executable, [sys.argv[1], '-c', 'input()']
     [
         ("gunicorn: worker [app]", "VLLM::EngineCore", "no API server"),  # with a title of its own
         ("raylet", "ray::RayWorkerWrapper", "no API server"),
+        ("triton_python_backend_stub", "VLLM::EngineCore", "no API server"),  # embeds Python
         ("tini", "VLLM::EngineCore", "orphaned"),
     ],
 )

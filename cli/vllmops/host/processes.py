@@ -26,6 +26,9 @@ ROLES = (Role.API, Role.ENGINE, Role.WORKER)
 # When one of these dies the server is broken, whether or not the others notice.
 VITAL = {Role.LAUNCHER, Role.API, Role.ENGINE, Role.WORKER, Role.COORDINATOR}
 # What `python -m` starts a server with; newer code of vLLM is below `frontend`.
+# They take over processes whose parents have died; others than a machine's first one do, too.
+REAPERS = ("systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "containerd-shim")
+SESSION = 3  # of the fields of `identity.stat`
 ENTRIES = r"vllm\.(?:frontend\.)?entrypoints"
 API_SERVER = re.compile(rf"{ENTRIES}\.(?:openai\.api_server|launchers\.api_server\.entry)")
 COMMAND_LINE = re.compile(rf"{ENTRIES}\.cli\.main|vllmops\.agent\.launch")
@@ -213,15 +216,24 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
 
 
 def orphaned(pid: int) -> bool:
-    """Whether the parent of a process with a title of vLLM's is gone: neither Python nor a raylet.
+    """Whether the parent of a process with a title of vLLM's is gone, and a reaper has it now.
 
-    The parent may have a title of its own. So its executable counts, too, where that can be read.
+    vLLM's processes stay in their parent's session. The parent may have a title of its own, so its
+    executable counts, too, where that can be read; and it may be a program that embeds Python.
     """
     above = proc.parent(pid)
-    names = proc.command_line(above)[:1]
+    paths = proc.command_line(above)[:1]
     with suppress(OSError):
-        names.append(proc.executable(above))
-    return not any(Path(name).name.startswith(("python", "raylet")) for name in names)
+        paths.append(proc.executable(above))
+    names = [Path(path).name for path in paths]
+    if any(name.startswith(("python", "raylet")) for name in names):
+        return False
+    try:
+        first = proc.own_pid(above) == 1
+        apart = identity.stat(above)[SESSION] != identity.stat(pid)[SESSION]
+    except OSError:
+        return True
+    return first or apart or any(name.startswith(REAPERS) for name in names)
 
 
 def absolute(pid: int, path: str) -> str:
