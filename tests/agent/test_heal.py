@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,8 @@ import msgspec
 import pytest
 import zmq
 
-from vllmops.agent.heal import admission, event_loop, fatal, io_threads, sockets
+from vllmops.agent import objects
+from vllmops.agent.heal import admission, event_loop, fatal, io_threads, sockets, transfers
 from vllmops.agent.heal.between import before_next, between_steps
 
 from ..support.waiting import until
@@ -163,6 +165,74 @@ def test_an_act_runs_once_on_the_engine_s_thread_and_its_error_does_not_reach_it
         stop.set()
         thread.join()
     assert (seen, core.step_fn) == (["engine"], core.step)
+
+
+class NixlConnector:
+    """As vLLM's, which loads from the address in a request."""
+
+
+class Offloading:
+    """A connector that loads from elsewhere, whatever a router has written into a request."""
+
+
+def waiting(name: str, transfer: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        request_id=name,
+        arrival_time=time.time() - 60,
+        status=SimpleNamespace(name="WAITING_FOR_REMOTE_KVS"),
+        kv_transfer_params=transfer,
+        num_preemptions=0,
+        num_computed_tokens=0,
+    )
+
+
+@pytest.fixture
+def mute() -> Iterator[int]:
+    """A port at which nobody answers: whoever waits there for a place fills the queue."""
+    with ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("", 0), backlog=0))
+        port: int = listener.getsockname()[1]
+        for _ in range(4):
+            with suppress(TimeoutError):
+                held.enter_context(socket.create_connection(("127.0.0.1", port), 0.2))
+        yield port
+
+
+@pytest.mark.parametrize("kind", [NixlConnector, Offloading])
+def test_a_sender_is_judged_by_what_a_client_can_not_forge(
+    kind: type, mute: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An address that is none harms no other request."""
+    odd: list[Any] = [
+        {"remote_host": "127.0.0.1", "remote_port": "abc"},
+        {"remote_host": "127.0.0.1", "remote_port": 99999},
+        {"remote_host": "127.0.0.1", "remote_port": [1]},
+        {"remote_host": "127.0.0.1", "remote_port": "9" * 5000},
+        {"remote_host": "a" * 300, "remote_port": 1},
+        {"remote_host": "a..b", "remote_port": 1},
+        {"remote_host": 7, "remote_port": 1},
+        ["a"],
+        None,
+        *({"remote_host": f"127.0.0.{n}", "remote_port": mute} for n in range(2, 22)),
+    ]
+    gone = {"remote_host": "127.0.0.1", "remote_port": "1"}
+    requests = [waiting(f"odd {n}", each) for n, each in enumerate(odd)]
+    requests.append(waiting("gone", gone))
+    scheduler = SimpleNamespace(
+        connector=kind(),
+        finished_recving_kv_req_ids=set(),
+        recompute_kv_load_failures=True,
+        requests={request.request_id: request for request in requests},
+        vllm_config=SimpleNamespace(),
+        pause_state=SimpleNamespace(name="UNPAUSED"),
+    )
+    monkeypatch.setattr(objects, "latest", lambda _: scheduler)
+    began = time.monotonic()
+    found = transfers.look()
+    assert time.monotonic() - began < 3
+    assert [proof.subject for proof in found if proof.why] == (
+        ["gone"] if kind is NixlConnector else []
+    )
 
 
 def test_an_act_does_not_run_where_the_call_has_another_shape() -> None:

@@ -238,7 +238,11 @@ class Loads(base.KVConnectorMetadata):
     def __init__(self, loads):
         self.loads = loads
 
-class Losing(base.KVConnectorBase_V1, base.SupportsHMA):
+# Only of NIXL's own connectors it is known that they load from the address in a request.
+class NixlPullConnector(base.KVConnectorBase_V1, base.SupportsHMA):
+    pass
+
+class Losing(NixlPullConnector):
     def __init__(self, *args, **fields):
         super().__init__(*args, **fields)
         self.loads, self.held = {}, {}

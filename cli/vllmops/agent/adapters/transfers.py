@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from typing import Any, Final
 
@@ -16,6 +17,10 @@ WAITS: Final = "WAITING_FOR_REMOTE_KVS"
 BY_REQUEST: Final = frozenset(
     {"NixlConnector", "NixlPullConnector", "OffloadingConnector", "LMCacheMPConnector"}
 )
+# Those that load from the address in a request. Others load from a memory or disk of their own,
+# say, and a router may have written an address there all the same.
+BY_ADDRESS: Final = frozenset({"NixlConnector", "NixlPullConnector", "NixlPushConnector"})
+PORT: Final = re.compile(r"[0-9]{1,5}")
 
 
 def waits(scheduler: Any, request: Any) -> bool:
@@ -41,11 +46,19 @@ def policy(scheduler: Any) -> str:
     return "recompute" if scheduler.recompute_kv_load_failures else "fail"
 
 
-def peer(request: Any) -> tuple[str, int] | None:
-    """The host and port from which a request's blocks come; None if its connector names none."""
-    named = request.kv_transfer_params or {}
-    host, port = named.get("remote_host"), named.get("remote_port")
-    return (host, int(port)) if isinstance(host, str) and host and port else None
+def peer(scheduler: Any, request: Any) -> tuple[str, int] | None:
+    """The host and port from which a request's blocks come; None if that is not known.
+
+    A client may have written anything there.
+    """
+    kinds = {kind.__name__ for kind in type(scheduler.connector).__mro__}
+    named = request.kv_transfer_params
+    if kinds.isdisjoint(BY_ADDRESS) or not isinstance(named, dict):
+        return None
+    host, port = named.get("remote_host"), str(named.get("remote_port"))
+    if not isinstance(host, str) or not host or not PORT.fullmatch(port):
+        return None
+    return (host, int(port)) if int(port) < 1 << 16 else None
 
 
 def by_request(connector: Any) -> bool:

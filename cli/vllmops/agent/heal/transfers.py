@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Collection, Sequence
+from concurrent.futures import wait
+from functools import partial
+from typing import Any, TypeAlias
 
+from ...background import beside
 from ...protocol.heal import Proof
 from .. import engine, objects
 from ..adapters import transfers as adapter
@@ -22,7 +24,9 @@ from .between import before_next
 # A load takes less; one that native code alone knows has so long at least.
 LEAST_S = 10.0
 MOST = 50  # in one look
-CONNECT_S = 0.3
+CONNECT_S, LOOKED_UP_S = 0.3, 1.0
+
+Address: TypeAlias = tuple[str, int]
 
 
 def look() -> list[Proof]:
@@ -36,15 +40,18 @@ def look() -> list[Proof]:
     names, kept = [request.request_id for request in waiting], set[str]()
     if not adapter.by_request(scheduler.connector):
         kept = kept_by(scheduler.connector, names)
-    gone = cache(refuses)
+    peers = [adapter.peer(scheduler, request) for request in waiting]
+    gone = refusing({peer for peer in peers if peer})
     return [
         proof
-        for request in waiting
-        if (proof := judged(scheduler, request, now, kept, gone(adapter.peer(request))))
+        for request, peer in zip(waiting, peers, strict=True)
+        if (proof := judged(scheduler, request, now, kept, peer if peer in gone else None))
     ]
 
 
-def judged(scheduler: Any, request: Any, now: float, kept: set[str], gone: bool) -> Proof | None:
+def judged(
+    scheduler: Any, request: Any, now: float, kept: set[str], gone: Address | None
+) -> Proof | None:
     """What speaks for it that a request waits in vain; None if nothing does.
 
     Args:
@@ -52,7 +59,7 @@ def judged(scheduler: Any, request: Any, now: float, kept: set[str], gone: bool)
         request: that waits for the end of its load.
         now: seconds since the epoch.
         kept: ids that the scheduler's part of the connector knows.
-        gone: whether the server from which the blocks come is.
+        gone: the address of the server from which the blocks come, if nobody listens there.
     """
     name = request.request_id
     if name in kept and not gone:
@@ -60,7 +67,7 @@ def judged(scheduler: Any, request: Any, now: float, kept: set[str], gone: bool)
     what = f"it waits for KV blocks, {now - request.arrival_time:.0f} s after it came"
     why = ""
     if gone:
-        where = "{}:{}".format(*adapter.peer(request) or ())
+        where = "{}:{}".format(*gone)
         what += f"; {where}, which has them, refuses connections"
         why = f"the server that has its KV blocks, {where}, is gone: send it again"
     else:
@@ -71,20 +78,27 @@ def judged(scheduler: Any, request: Any, now: float, kept: set[str], gone: bool)
         subject=name,
         what=what,
         why=why,
-        same=f"{id(request)} {request.num_preemptions} {request.num_computed_tokens} {gone}",
+        same=f"{id(request)} {request.num_preemptions} {request.num_computed_tokens} {bool(gone)}",
         rises=None if steps is None else steps // adapter.in_flight(scheduler),
     )
 
 
-def refuses(address: tuple[str, int] | None) -> bool:
-    """Whether nobody listens at an address; a machine that does not answer is no proof."""
-    if address is None:
-        return False
+def refusing(addresses: Collection[Address]) -> set[Address]:
+    """At which addresses nobody listens; a machine that does not answer is no proof.
+
+    All are asked at once: to look a name up may take much longer than to connect.
+    """
+    asked = {address: beside(partial(refuses, address)) for address in addresses}
+    done, _ = wait(asked.values(), LOOKED_UP_S)
+    return {address for address, answer in asked.items() if answer in done and answer.result()}
+
+
+def refuses(address: Address) -> bool:
     try:
         socket.create_connection(address, CONNECT_S).close()
     except ConnectionRefusedError:
         return True
-    except OSError:
+    except (OSError, ValueError):  # ValueError: a name that can't be one
         return False
     return False
 
