@@ -24,6 +24,7 @@ from vllmops.keys.ring import Key, Ring, Status, fresh
 from vllmops.store.settings import CARRIER_TTL as TTL
 
 from ..keys.test_file import killed_at
+from ..support.children import started
 from ..support.extent import long
 
 TEXT = "ab" * 32
@@ -283,6 +284,32 @@ def test_rotate_waits_for_every_server_and_refuses_none(
                 f"out = unseal({text!r}, keys.ring(), model='m', owner='o').history"
             )
             assert item.run(code) == "['x']"
+
+
+@pytest.mark.parametrize("mounted", ["folder", "file"])
+def test_rotate_waits_for_a_server_in_a_container(
+    vllmops: Any, home: Path, path: Path, mounted: str
+) -> None:
+    """It has the keyring under another name; of a file alone it does not see the new one."""
+    vllmops("keys", "add")
+    place = "mount -t tmpfs none /mnt && "
+    if mounted == "folder":
+        place += f"mkdir /mnt/keys && mount --bind {path.parent} /mnt/keys"
+    else:
+        place += f"mkdir -m 700 /mnt/keys && touch /mnt/keys/{path.name}"
+        place += f" && mount --bind {path} /mnt/keys/{path.name}"
+    inside = ("unshare", "--mount", "sh", "-c", f'{place} && exec "$@"', "sh")
+    ring = f"/mnt/keys/{path.name}"
+    child = started("VLLM::APIServer_0", Role.API, home, inside, VLLMOPS_KEYRING=ring)
+    try:
+        answer = vllmops("keys", "rotate", "--timeout", "2", "--json")
+        if mounted == "folder":
+            assert (answer.code, len(answer.data["loaded"])) == (0, 1), answer
+        else:
+            assert (answer.code, answer.error["code"]) == (3, "keys.not-loaded"), answer
+            assert str(child.process.pid) in answer.error["message"]
+    finally:
+        child.kill()
 
 
 # In a process that holds keys: seals all the time, and opens what all of them have sealed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from ..errors import VllmopsError
 from ..host import proc
 from ..host.processes import Process
 from ..host.roles import Role
+from ..keys import file
 from ..keys.file import PLACE
 from ..keys.ring import CARRIER_TTL_S
 from ..protocol.caches import Silent
@@ -33,14 +34,34 @@ class Holding:
     Args:
         server: how messages name its server.
         keys: its own word.
+        inside: where its ring is as seen from here, if it sees other files than we do, as in a
+            container; else None.
     """
 
     server: str
     keys: ProcessKeys
+    inside: Path | None = None
 
     @property
     def who(self) -> str:
         return f"{self.server} {who(self.keys)}"
+
+    def follows(self, path: Path, secrets: Set[str]) -> bool:
+        """Whether it follows a ring.
+
+        Args:
+            path: of the ring.
+            secrets: the fingerprints of its keys.
+        """
+        if self.keys.keyring is None:
+            return False
+        if self.inside is None:
+            return same(Path(self.keys.keyring), path)
+        with suppress(OSError):
+            if os.path.samefile(self.inside, path):
+                return True
+        # A file that is mounted alone stays the old one where ours is replaced.
+        return not secrets.isdisjoint(key.fingerprint for key in self.keys.keys)
 
 
 @dataclass(frozen=True)
@@ -57,7 +78,10 @@ class Holdings:
 
     def of(self, path: Path) -> Holdings:
         """Those that follow one ring, and those that may."""
-        reported = [holding for holding in self.reported if follows(holding.keys, path)]
+        secrets = set[str]()
+        with suppress(VllmopsError):
+            secrets = {key.fingerprint for key in file.load(path).keys}
+        reported = [holding for holding in self.reported if holding.follows(path, secrets)]
         return Holdings(reported, self.silent)
 
 
@@ -81,7 +105,11 @@ def ask(
         reached = agent.reach(process)
         if FEATURE not in reached.hello().features:
             return None
-        return Holding(asked[process].label, reached.keys(reload=reload))
+        keys, inside = reached.keys(reload=reload), None
+        with suppress(OSError):
+            if keys.keyring and proc.elsewhere(process.pid):
+                inside = proc.seen(process.pid, keys.keyring)
+        return Holding(asked[process].label, keys, inside)
 
     answers, silent = agent.side_by_side(asked, ask_process)
     by_pid = {process.pid: server for process, server in asked.items()}
@@ -117,11 +145,6 @@ def carriers_live(ring: Path) -> tuple[float, str]:
                 if seconds > longest:
                     longest, whose = seconds, server.label
     return longest, whose
-
-
-def follows(keys: ProcessKeys, path: Path) -> bool:
-    """Whether a process follows a ring."""
-    return keys.keyring is not None and same(Path(keys.keyring), path)
 
 
 def may_follow(server: Server, path: Path | None) -> bool:
