@@ -21,6 +21,18 @@ def refusal(path: Path) -> VllmopsError:
     return caught.value
 
 
+@pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 30, "1e300", "1E+30"])
+def test_a_number_that_nobody_can_reckon_with(tmp_path: Path, number: str) -> None:
+    path = tmp_path / "snapshot.json"
+    files.save(path, SNAPSHOT)
+    content = path.read_text().replace('"taken_at":1.0', f'"taken_at":{number}')
+    path.write_text(content)
+    assert "too large" in refusal(path).message
+    # Such a text is no number.
+    path.write_text(content.replace(number, "1.0").replace('"demo"', f'"demo{number}"'))
+    assert files.load(path, CacheSnapshot).server == f"demo{number}"
+
+
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.json"
     files.save(path, SNAPSHOT)

@@ -335,7 +335,7 @@ def figures(snapshot: ServerSnapshot) -> dict[str, str]:
         return rows
     first = looks[0].metrics
     seconds = looks[-1].at_s - looks[0].at_s
-    if rates := list(pace(first, last, seconds)):
+    if seconds > 0 and (rates := list(pace(first, last, seconds))):
         rows[f"over {seconds:.1f} s"] = ", ".join(rates)
     if shares := list(hits(last)):
         rows["caches"] = ", ".join(shares)
@@ -355,9 +355,10 @@ def pace(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:
     yield f"{grown.get('finished', 0.0) / seconds:.1f} requests/s"
     yield f"{grown.get('tokens', 0.0) / seconds:.0f} tokens/s"
     means = {
-        name: grown[f"{name}_s"] / count
+        name: total / count
         for name in ("queue", "prefill", "first", "between", "whole")
         if (count := grown.get(f"{name}_n", 0.0)) > 0
+        and (total := grown.get(f"{name}_s")) is not None
     }
     if {"first", "queue", "prefill"} <= means.keys():
         rest = max(means["first"] - means["queue"] - means["prefill"], 0.0)

@@ -146,7 +146,7 @@ def pace(looks: Sequence[Observation]) -> dict[str, str]:
     still = {key(pulse): pulse.beat.still_s for pulse in fresh if pulse.beat.still_s is not None}
     if not still or len(looks) < 2:
         return {}
-    slowest = max(fresh, key=lambda pulse: still.get(key(pulse), -1.0))
+    slowest = max((p for p in fresh if key(p) in still), key=lambda pulse: still[key(pulse)])
     steps = "moving" if progress.stepping(looks, slowest) else "frozen"
     return {"steps": steps, "still": f"{still[key(slowest)]:.0f}"}
 

@@ -6,6 +6,7 @@ One that grows is a file of lines: what `load` reads from the first, then `Journ
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +19,8 @@ from .text import encoded
 T = TypeVar("T", bound=msgspec.Struct)
 E = TypeVar("E")
 MOST_BYTES = 256 << 20
+LARGEST = 1 << 63
+MANY_DIGITS = re.compile(rb"[0-9]{19}|[0-9][eE]\+?[0-9]{2}")
 DAMAGE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -139,9 +142,29 @@ def decode(path: Path, content: bytes, kind: type[T]) -> T:
                 f"this one reads up to {own.schema})",
                 "install the newest vllmops",
             )
+        check_numbers(content)
         return msgspec.json.decode(content, type=kind)
     except DAMAGE as error:
         raise damaged(path, error) from error
+
+
+def check_numbers(content: bytes) -> None:
+    """Check that all numbers of a stranger's JSON can be reckoned with.
+
+    Raises:
+        ValidationError: one of them is too large.
+    """
+    if not MANY_DIGITS.search(content):
+        return
+    left = [msgspec.json.decode(content)]
+    while left:
+        value = left.pop()
+        if isinstance(value, int | float) and not -LARGEST <= value <= LARGEST:
+            raise msgspec.ValidationError("it has a number that is too large")
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
 
 
 def damaged(path: Path, error: Exception) -> VllmopsError:
