@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -339,3 +340,11 @@ def test_numbers_that_python_does_not_read(text: str, digit: str) -> None:
 )
 def test_what_looks_like_a_number_and_is_none(text: str, number: str) -> None:
     assert explain(read(text.replace("¤", number))).verdict
+
+
+@pytest.mark.parametrize("words", ["py-spy dump -p ", "#1 Frame 0x1, for file ", "\r#*="])
+def test_a_line_without_end_takes_no_time_without_end(words: str) -> None:
+    """Of 400 kB it took minutes."""
+    began = time.process_time()
+    explain(read(words * (400_000 // len(words))))
+    assert time.process_time() - began < 20

@@ -54,6 +54,7 @@ ENDS = pattern(
     r"|, holds the GIL|\bpid \d+(?= \S+: (?:idle|active)))\s*(?![\w\"]*\"|[:,])"
 )
 RUN_TOGETHER = 160
+LONGEST = 4096  # letters of a line; the time that some patterns take grows by their square
 NARROWEST = 19  # columns: no terminal that wraps lines is narrower
 JOINED = 14  # lines at most: a C++ name may take so many in a narrow terminal
 BEGUN = pattern(
@@ -116,6 +117,7 @@ def joined(lines: list[str]) -> Iterator[str]:
             parts += [part.strip() for part in apart if part.strip()]
         else:
             parts.append(line)
+    parts = [part[:LONGEST] for part in parts]
     width = max(map(len, parts), default=0)
     taken = 0
     for at, raw in enumerate(parts, 1):
