@@ -101,7 +101,11 @@ class Listening:
 
 
 class Server(Threads, TCPServer):
-    """Answers whoever has the admin token, each connection in a thread of its own."""
+    """Answers whoever has the admin token, each connection in a thread of its own.
+
+    Nobody without it keeps another one out: of too many whose other end has not shown it, the
+    oldest ends.
+    """
 
     allow_reuse_address = True
     allow_reuse_port = True  # Ray's actors listen side by side; the kernel lets one user do that
@@ -111,6 +115,8 @@ class Server(Threads, TCPServer):
         self.token = token
         self.respond = respond
         self.seats = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self.lock = threading.Lock()
+        self.strangers: dict[socket.socket, None] = {}
         if socket.has_dualstack_ipv6():
             self.address_family = socket.AF_INET6
         super().__init__(("", port), Handler)
@@ -121,20 +127,14 @@ class Server(Threads, TCPServer):
         super().server_bind()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self.seats.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no thread can be started
-            self.seats.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.seats.release()
+        with self.lock:
+            self.strangers[request] = None
+            if len(self.strangers) > MOST_AT_ONCE:
+                oldest = next(iter(self.strangers))
+                del self.strangers[oldest]
+                with suppress(OSError):  # its other end has gone
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer on a connection once its other end has shown that it has the token."""
@@ -142,8 +142,28 @@ class Server(Threads, TCPServer):
 
         made = context(admin_token.token(self.token), server=True)
         request.settimeout(HANDSHAKE_S)
-        with made.wrap_socket(request, server_side=True) as secured:
-            super().finish_request(secured, client_address)
+        with self.lock:
+            if request not in self.strangers:
+                return  # it was the oldest
+            del self.strangers[request]
+            secured = made.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            self.strangers[secured] = None
+        with secured:
+            try:
+                secured.do_handshake()
+            finally:
+                with self.lock:  # another connection may get the descriptor
+                    self.strangers.pop(secured, None)
+            if self.seats.acquire(blocking=False):
+                try:
+                    super().finish_request(secured, client_address)
+                finally:
+                    self.seats.release()
+
+    def close_request(self, request: Any) -> None:
+        with self.lock:
+            self.strangers.pop(request, None)
+            super().close_request(request)
 
 
 class Handler(BaseHTTPRequestHandler):
