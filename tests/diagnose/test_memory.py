@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from vllmops.diagnose import memory
@@ -104,6 +105,14 @@ def test_too_few_rounds(sizes: list[float]) -> None:
     if len(sizes) > 1:
         assert engine(made).more == 3 - max(len(sizes) - 2, 0)
     assert codes(made) == []
+
+
+def test_rounds_that_go_back() -> None:
+    """Nobody records them so, but a file of a stranger may have them."""
+    made = recording([0, 500, 510, 520])
+    *rest, last = made.samples
+    samples = (*rest, msgspec.structs.replace(last, round=1))
+    assert engine(msgspec.structs.replace(made, samples=samples)).verdict == OPEN
 
 
 def test_the_tolerance_can_be_told() -> None:

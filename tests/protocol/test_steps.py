@@ -7,9 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from vllmops.commands.steps import BAR, Bar
 from vllmops.diagnose import history
 from vllmops.protocol import steps
 from vllmops.protocol.steps import ENDED, EXECUTING, StepsHead
@@ -52,6 +55,24 @@ def test_what_is_written_is_read() -> None:
     assert (read.number, read.began_at, read.seconds) == (1, 1000.0, 0.5)
     assert (read.tokens, read.requests, read.running, read.waiting) == (512, 3, 3, 2)
     assert (read.deferred, read.kv_cache_usage, read.phase) == (1, 0.25, "ended")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tokens", -1), ("seconds", -1.0), ("seconds", 1e12), ("requests", 1 << 63)],
+)
+def test_what_no_engine_records_is_refused(field: str, value: float) -> None:
+    (read,) = steps.recording(content({0: record(0)}), 7, "engine").steps
+    odd = msgspec.json.encode(msgspec.structs.replace(read, **{field: value}))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(odd, type=steps.Step)
+
+
+@pytest.mark.parametrize("share", [-1e8, 0.5, 1e8])
+def test_a_bar_is_as_long_as_there_is_room(share: float) -> None:
+    console = Console(width=30)
+    (drawn,) = Bar(share).__rich_console__(console, console.options)
+    assert len(drawn) <= BAR
 
 
 def test_the_ring_fits_and_lasts() -> None:

@@ -342,9 +342,19 @@ def test_what_looks_like_a_number_and_is_none(text: str, number: str) -> None:
     assert explain(read(text.replace("¤", number))).verdict
 
 
-@pytest.mark.parametrize("words", ["py-spy dump -p ", "#1 Frame 0x1, for file ", "\r#*="])
+@pytest.mark.parametrize(
+    "words", ["py-spy dump -p ", "#1 Frame 0x1, for file ", "\r#*=", "author:\tx\n"]
+)
 def test_a_line_without_end_takes_no_time_without_end(words: str) -> None:
     """Of 400 kB it took minutes."""
     began = time.process_time()
     explain(read(words * (400_000 // len(words))))
+    assert time.process_time() - began < 20
+
+
+def test_threads_without_number_take_no_time_without_end() -> None:
+    """Of 16,000 it took 44 seconds."""
+    threads = "".join(f'Thread {n} (active): "T{n}"\n    wait (a.py:1)\n' for n in range(20_000))
+    began = time.process_time()
+    explain(read(f"Process 5: VLLM::EngineCore\n{threads}"))
     assert time.process_time() - began < 20

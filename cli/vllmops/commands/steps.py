@@ -26,7 +26,7 @@ class Bar:
     """A bar that gets shorter where the terminal is narrow."""
 
     def __init__(self, share: float) -> None:
-        self.share = share
+        self.share = min(max(share, 0.0), 1.0)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         from rich.measure import Measurement  # noqa: PLC0415

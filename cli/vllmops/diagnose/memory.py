@@ -232,7 +232,7 @@ def trend(
         steps=len(slopes),
         more=float(LEAST_STEPS - len(slopes)) if by_rounds else None,
     )
-    if not slopes:
+    if not slopes or rss[-1][0] <= rss[0][0]:
         return trend_
     apart = (points[-1][0] - points[0][0]) / len(slopes)
     mean = (points[-1][1] - points[0][1]) / (points[-1][0] - points[0][0])

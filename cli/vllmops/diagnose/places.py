@@ -371,7 +371,7 @@ def is_main(process: ProcessStacks, thread: Thread) -> bool:
     """Whether a thread is its process's main one, as far as the dump tells."""
     if thread.name == "MainThread" or len(process.threads) == 1:
         return True
-    if any(each.name == "MainThread" for each in process.threads):
+    if process.names_main:
         return False
     return thread.tid == process.pid or not is_helper(thread)
 

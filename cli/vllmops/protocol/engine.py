@@ -22,6 +22,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=LONGEST_S)]
 LAST_AT = 4e9  # seconds since the epoch; later dates can't all be shown
 Moment = Annotated[float, msgspec.Meta(ge=0, lt=LAST_AT)]
 Count = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class Answer(Place, frozen=True, kw_only=True):

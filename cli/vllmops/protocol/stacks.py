@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -70,7 +71,7 @@ class Problem(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-class ProcessStacks(Place, frozen=True, kw_only=True):
+class ProcessStacks(Place, frozen=True, kw_only=True, dict=True):
     """The threads of one process, or why they could not be read.
 
     Args:
@@ -101,6 +102,11 @@ class ProcessStacks(Place, frozen=True, kw_only=True):
     threads: tuple[Thread, ...] = ()
     stopped: bool = False
     error: Problem | None = None
+
+    @cached_property
+    def names_main(self) -> bool:
+        """Whether a thread has the name of Python's main one."""
+        return any(thread.name == "MainThread" for thread in self.threads)
 
 
 class AgentStacks(Answer, frozen=True, kw_only=True):

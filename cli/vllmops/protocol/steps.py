@@ -15,7 +15,7 @@ from zlib import crc32
 
 import msgspec
 
-from .engine import LAST_AT, SCHEMA, Answer, Moment
+from .engine import LAST_AT, SCHEMA, Answer, Moment, Seconds, Whole
 from .identity import Identity
 from .place import Place, Standing
 
@@ -61,16 +61,16 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
             ``ended``.
     """
 
-    number: int
+    number: Whole
     began_at: Moment
-    seconds: float
-    steps: int
-    ended: int
-    tokens: int
-    requests: int
-    running: int
-    waiting: int
-    deferred: int
+    seconds: Seconds
+    steps: Whole
+    ended: Whole
+    tokens: Whole
+    requests: Whole
+    running: Whole
+    waiting: Whole
+    deferred: Whole
     kv_cache_usage: float | None
     phase: Phase
 
@@ -104,7 +104,7 @@ class StepsHead(msgspec.Struct, frozen=True, kw_only=True):
     boot: str = ""
     parent: int = 0
     session: int = 0
-    started_at: float = 0.0
+    started_at: Moment = 0.0
     standing: Standing = Standing()
 
     @property
@@ -147,7 +147,7 @@ class StepsRecording(Answer, frozen=True, kw_only=True):
     pid: int
     head: StepsHead | None = None
     alive: bool = True
-    read_at: float = 0.0
+    read_at: Moment = 0.0
     steps: tuple[Step, ...] = ()
 
     @property

@@ -10,7 +10,7 @@ from ..patterns import pattern
 
 # As `gh issue view --comments` prints it, and as a page that was copied shows it.
 AUTHOR = pattern(
-    r"\n(?:author:\t.*\n(?:[a-z ]+:\t.*\n)*--(?=\n)"
+    r"\n(?:author:\t.*\n(?:[a-z ]+:\t.*\n){0,20}--(?=\n)"
     r"|#{0,4} ?\**@?[\w-]{1,39}\** (?:\([^)\n]*\) )?(?:opened|commented)\b[^\n]{0,60}$)",
     re.MULTILINE,
 )
