@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,6 +22,7 @@ import pytest
 import zmq
 
 from vllmops.agent import objects
+from vllmops.agent.adapters import scheduling
 from vllmops.agent.heal import admission, event_loop, fatal, io_threads, sockets, transfers
 from vllmops.agent.heal.between import before_next, between_steps
 
@@ -165,6 +166,29 @@ def test_an_act_runs_once_on_the_engine_s_thread_and_its_error_does_not_reach_it
         stop.set()
         thread.join()
     assert (seen, core.step_fn) == (["engine"], core.step)
+
+
+def test_to_count_the_blocks_of_a_request_writes_nothing() -> None:
+    """vLLM's count for Mamba layers looks into a defaultdict."""
+    books: defaultdict[str, list[int]] = defaultdict(list, held=[1, 2])
+
+    def count(request_id: str, num_tokens: int) -> int:
+        return num_tokens - len(books[request_id])
+
+    coordinator = SimpleNamespace(
+        single_type_managers=[SimpleNamespace(req_to_blocks=books), SimpleNamespace()],
+        get_num_blocks_to_allocate=count,
+    )
+    scheduler = SimpleNamespace(
+        max_model_len=9, kv_cache_manager=SimpleNamespace(coordinator=coordinator)
+    )
+
+    def needed(name: str) -> int:
+        request = SimpleNamespace(request_id=name, num_tokens=5, num_prompt_tokens=5)
+        return scheduling.blocks_needed(scheduler, request)
+
+    assert (needed("new"), needed("held")) == (5, 3)
+    assert books == {"held": [1, 2]}
 
 
 class NixlConnector:

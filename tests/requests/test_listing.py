@@ -63,6 +63,8 @@ def test_nothing_is_said_of_a_side_that_is_not_whole() -> None:
     silent = Silent(role="api", pid=10, code="agent.timeout", why="", hint="", exit_code=3)
     assert one_sided([api(), engine(ONE)], [silent]) == {}
     assert one_sided([engine(ONE), worker(ONE)], []) == {}
+    blind = ProcessRequests(pid=API + 1, role="api")  # its agent has found no engine client
+    assert one_sided([api(), blind, engine(ONE)], []) == {}
     unread = ProcessRequests(pid=ENGINE, role="engine", engine=[], problems=("x",))
     assert one_sided([api(ONE), unread, worker(ONE)], []) == {}
 

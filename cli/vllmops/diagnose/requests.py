@@ -55,6 +55,9 @@ def one_sided(processes: Sequence[ProcessRequests], silent: Sequence[Silent]) ->
     workers = [process for process in processes if process.worker is not None]
     unread = {process.role for process in processes if process.problems}
     unread |= {process.role for process in silent}
+    # An agent that has not found its engine client knows nothing of the requests there.
+    apis = [process for process in processes if process.role == "api"]
+    unread |= {process.role for process in apis if process.front is None}
     handed = {request.id for process in fronts for request in process.front or ()}
     scheduled = {request.id for process in engines for request in process.engine or ()}
     leaving = {name for process in engines for name in process.leaving}

@@ -8,6 +8,7 @@ from typing import Any
 from . import requests
 
 # What has not been computed yet and only waits for its turn.
+NOBODY = "vllmops: nobody's"
 QUEUED = frozenset({"WAITING", "PREEMPTED"})
 
 
@@ -39,6 +40,9 @@ def queued(scheduler: Any) -> list[Any]:
 def blocks_needed(scheduler: Any, request: Any, tokens: int | None = None) -> int:
     """The blocks of the KV cache that a request needs besides what it holds, by vLLM's own count.
 
+    Of Mamba layers vLLM's count makes an entry for a request that holds none yet. So such a one is
+    counted by a name that no request has, and its entry goes.
+
     Args:
         scheduler: of the request.
         request: that waits.
@@ -49,8 +53,10 @@ def blocks_needed(scheduler: Any, request: Any, tokens: int | None = None) -> in
     """
     coordinator = scheduler.kv_cache_manager.coordinator
     tokens = min(tokens or request.num_tokens, scheduler.max_model_len)
+    held = [getattr(one, "req_to_blocks", {}) for one in coordinator.single_type_managers]
+    holds = any(request.request_id in blocks for blocks in held)
     known = {
-        "request_id": request.request_id,
+        "request_id": request.request_id if holds else NOBODY,
         "num_tokens": tokens,
         "new_computed_blocks": tuple([] for _ in coordinator.single_type_managers),
         "num_encoder_tokens": 0,
@@ -62,7 +68,11 @@ def blocks_needed(scheduler: Any, request: Any, tokens: int | None = None) -> in
     }
     count = coordinator.get_num_blocks_to_allocate
     takes = inspect.signature(count).parameters
-    return int(count(**{name: value for name, value in known.items() if name in takes}))
+    try:
+        return int(count(**{name: value for name, value in known.items() if name in takes}))
+    finally:
+        for blocks in held:
+            blocks.pop(NOBODY, None)
 
 
 def one_pool(scheduler: Any) -> bool:

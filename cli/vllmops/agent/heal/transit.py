@@ -35,6 +35,8 @@ def look() -> list[Proof]:
             ends.append(partial(passed_on, queue, thread))
     if client is not None:
         ends.append(lambda: taken(client, until - time.monotonic()))
+    if not ends:
+        return []  # neither an engine nor its client is known here
     for empty in ends:
         while not empty():
             if time.monotonic() > until:
