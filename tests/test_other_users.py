@@ -28,7 +28,7 @@ from vllmops.errors import Exit, VllmopsError
 from vllmops.files import read_private
 from vllmops.home import home as state_home
 from vllmops.home import make, own
-from vllmops.host import listeners, ports, shm
+from vllmops.host import listeners, ports, processes, shm
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.host.shape import unix_url
@@ -46,6 +46,7 @@ from vllmops.rpc import agent
 from vllmops.vllm_api import http
 from vllmops.vllm_api.admin import push
 
+from .support.commands import TABLE
 from .support.extent import sampled
 
 NOBODY = 65534
@@ -255,6 +256,22 @@ def test_a_user_who_is_not_root(home: Path, vllmops: Any) -> None:
     assert "root" in answer.error["message"]
     os.chown(home, NOBODY, NOBODY)
     assert vllmops("ps", "--json", uid=NOBODY).code == 0
+
+
+def test_a_server_of_another_user_is_not_stopped(
+    lab: Any, home: Path, vllmops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = lab.stranger()
+    # That user can't tell whose test a process is of.
+    monkeypatch.setattr(processes, "table", TABLE)
+    os.chown(home, NOBODY, NOBODY)
+    home.chmod(0o755)
+    answer = vllmops("stop", str(server.pid), "--force", "--json", uid=NOBODY)
+    assert (answer.code, answer.error["code"]) == (4, "target.other-user"), answer
+    assert f"sudo vllmops stop {server.pid}" in answer.error["hint"]
+    os.chown(home, 0, 0)
+    assert server.poll() is None
+    assert vllmops("stop", str(server.pid), "--force").code == 0
 
 
 def test_an_agent_makes_nothing_in_a_home_of_another_user(spawn: Any, tmp_path: Path) -> None:

@@ -211,6 +211,7 @@ NotAuthorised = Literal[
     "load.not-authorised",
     "registry.unreadable",
     "responses.not-authorised",
+    "target.other-user",
 ]
 NotFound = Literal[
     "admin.unreachable",

@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import typer
 
-from ..errors import VllmopsError, usage
-from ..home import home, own
+from ..errors import Exit, VllmopsError, usage
+from ..home import home, own, user
 from ..host.processes import alive
 from ..instances import launch
 from ..instances.control import NOTHING, STOP_TIMEOUT_S, Request, Session, connect, start_supervisor
@@ -21,6 +21,7 @@ from ..instances.record import FAILED, Folder, Record, State
 from ..instances.servers import Server, find, resolve
 from ..instances.takedown import END_S, drain, take_down
 from ..output import Json, Progress, Result, command, say, typer_app
+from ..rpc import agent
 from .options import Target, TargetArgument, seconds
 from .serve import failed, instance, stay, summary
 
@@ -78,7 +79,19 @@ def stop(
 
 
 def stop_stranger(server: Server, wait_s: float, progress: Progress) -> str:
-    """Stop a server that has no supervisor; returns what happened to its requests."""
+    """Stop a server that has no supervisor; returns what happened to its requests.
+
+    Raises:
+        VllmopsError: ``target.other-user`` (exit code 4), or ``agent.gone``.
+    """
+    for process in server.processes:
+        if os.geteuid() not in {0, uid := agent.owner(process)}:
+            raise VllmopsError(
+                "target.other-user",
+                f"{agent.name(process)} belongs to {user(uid)}, and you are {user(os.geteuid())}",
+                f"sudo vllmops stop {server.pid}",
+                exit_code=Exit.NOT_AUTHORISED,
+            )
     progress.update(f"{server.label}: stopping")
 
     def tell(text: str) -> None:
