@@ -25,10 +25,10 @@ from .shape import shape
 ROLES = (Role.API, Role.ENGINE, Role.WORKER)
 # When one of these dies the server is broken, whether or not the others notice.
 VITAL = {Role.LAUNCHER, Role.API, Role.ENGINE, Role.WORKER, Role.COORDINATOR}
-# What `python -m` starts a server with; newer code of vLLM is below `frontend`.
-# They take over processes whose parents have died; others than a machine's first one do, too.
+# Programs that take over processes whose parents have died.
 REAPERS = ("systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "containerd-shim")
 SESSION = 3  # of the fields of `identity.stat`
+# What `python -m` starts a server with; newer code of vLLM is below `frontend`.
 ENTRIES = r"vllm\.(?:frontend\.)?entrypoints"
 API_SERVER = re.compile(rf"{ENTRIES}\.(?:openai\.api_server|launchers\.api_server\.entry)")
 COMMAND_LINE = re.compile(rf"{ENTRIES}\.cli\.main|vllmops\.agent\.launch")
