@@ -6,6 +6,7 @@ Each function raises where a feature does not work, and has the name of the feat
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import inspect
 import json
@@ -26,6 +27,7 @@ from vllmops.agent.patches.request_hash_cycle import scratch
 from vllmops.agent.patches.scratch import Request
 from vllmops.agent.responses import hook
 from vllmops.diagnose.caches import alone
+from vllmops.host import shm
 from vllmops.protocol.caches import EncoderCache, LruCache
 from vllmops.protocol.repairs import RepairRequest
 from vllmops.store.backend import Response
@@ -76,6 +78,8 @@ def source(kind: str) -> str:
 
 def multimodal_caches() -> None:
     """A receiver's cache is remembered, read, and rid of a ghost key."""
+    name = getattr(importlib.import_module("vllm.envs"), "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "")
+    assert not name or shm.NAMES.fullmatch(name), name
     base = imported("mm-cache")
     module = places.existing("vllm.multimodal.cache.lru") or base.__module__
     receiver = next(

@@ -222,7 +222,15 @@ def mute() -> Iterator[int]:
         yield port
 
 
-@pytest.mark.parametrize("kind", [NixlConnector, Offloading])
+class Several:
+    """As vLLM's MultiConnector: one of its parts loads a request."""
+
+    def __init__(self) -> None:
+        self._connectors = [Offloading(), NixlConnector()]
+        self._requests_to_connector = {"gone": 1, "odd 0": 0}
+
+
+@pytest.mark.parametrize("kind", [NixlConnector, Offloading, Several])
 def test_a_sender_is_judged_by_what_a_client_can_not_forge(
     kind: type, mute: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,7 +263,7 @@ def test_a_sender_is_judged_by_what_a_client_can_not_forge(
     found = transfers.look()
     assert time.monotonic() - began < 3
     assert [proof.subject for proof in found if proof.why] == (
-        ["gone"] if kind is NixlConnector else []
+        [] if kind is Offloading else ["gone"]
     )
 
 

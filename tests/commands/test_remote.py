@@ -95,9 +95,7 @@ def test_every_command_that_reads(vllmops: Vllmops, fleet: Fleet) -> None:
     assert (answer.code, answer.data["state"]) == (0, "ready")
 
 
-def test_actors_of_the_server_and_no_other_process(
-    vllmops: Vllmops, own: Fleet, spawn: Spawn, tmp_path: Path
-) -> None:
+def test_actors_of_the_server(vllmops: Vllmops, own: Fleet, spawn: Spawn, tmp_path: Path) -> None:
     """Ray's actors are not below the server; their agents say whose they are."""
     own.child.run(standing("api", sizes=(1, 2, 1)))
     near, away, stranger = (

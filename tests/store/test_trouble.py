@@ -181,11 +181,36 @@ def test_one_call_that_waits_too_long_while_others_are_answered(shared_servers: 
                 await somebody.execute(row, held.id)
                 waits = asyncio.create_task(store.set_status(OWNER, held.id, "cancelled"))
                 while not waits.done():
-                    assert await store.get(OWNER, other.id)
+                    assert await store.create(response())
                     await asyncio.sleep(0.01)
                 with pytest.raises(StoreUnavailable, match="too long"):
                     await waits
                 assert await store.get(OWNER, other.id)
+            await somebody.close()
+
+    asyncio.run(main())
+
+
+def test_writes_that_wait_too_long_while_reads_are_answered(shared_servers: Any) -> None:
+    """Or nothing would say that the store is away, and each answer would be made in vain."""
+    url, name = shared_servers["postgresql"].url, f"t{time.time_ns()}"
+    told: list[str] = []
+
+    async def main() -> None:
+        backend = opening.backend(f"{url}?namespace={name}")
+        async with ResponseStore(backend, deadline_s=DEADLINE_S, outages=told.append) as store:
+            made = response()
+            assert await store.create(made)
+            somebody = await asyncpg.connect(url)
+            async with somebody.transaction():
+                await somebody.execute(f"LOCK TABLE {name}_responses IN SHARE MODE")
+                waits = asyncio.create_task(store.create(response()))
+                while not waits.done():
+                    assert await store.get(OWNER, made.id)
+                    await asyncio.sleep(0.01)
+                with pytest.raises(StoreUnavailable, match="too long"):
+                    await waits
+                assert "the store is unavailable" in told[0]
             await somebody.close()
 
     asyncio.run(main())

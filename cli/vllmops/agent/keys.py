@@ -218,9 +218,10 @@ def hand_down(text: str) -> None:
 def reload_on_hangup() -> None:
     """Reload the keyring on SIGHUP, where nothing else handles the signal.
 
-    vLLM does not handle it, so it ends the process: right where a terminal may be closed.
+    vLLM does not handle it, so it ends the process: right where a terminal may be closed. Below a
+    supervisor, or nohup, it is ignored.
     """
-    free = signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    free = signal.getsignal(signal.SIGHUP) in {signal.SIG_DFL, signal.SIG_IGN}
     if free and threading.current_thread() is threading.main_thread() and not has_terminal():
         signal.signal(signal.SIGHUP, hangup)
 

@@ -133,7 +133,8 @@ class Server(Threads, TCPServer):
                 oldest = next(iter(self.strangers))
                 del self.strangers[oldest]
                 with suppress(OSError):  # its other end has gone
-                    oldest.shutdown(socket.SHUT_RDWR)
+                    # Not the method of TLS, which forgets the encryption at once.
+                    socket.socket.shutdown(oldest, socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
     def finish_request(self, request: Any, client_address: Any) -> None:

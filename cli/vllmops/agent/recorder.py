@@ -19,6 +19,7 @@ import ctypes
 import functools
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -106,6 +107,7 @@ class Recorder:
         self.open: dict[int, Run] = {}
         self.late: Run | None = None  # its end is not written
         self.later: Run | None = None  # the same at the heartbeat before
+        self.turn = threading.Lock()
         # What the heartbeat's thread is to write; None where the engine's does.
         self.aside: Aside | None = None if local(directory) else Aside(maxlen=steps.SLOTS)
 
@@ -168,11 +170,16 @@ class Recorder:
         if late is not None and late is self.later:
             self.write(packed(late), late.offset)
         self.later = late
+        if not self.turn.acquire(blocking=False):
+            return  # another thread writes
         try:
             while self.aside:
-                os.pwrite(self.fd, *self.aside.popleft())  # lets go of the GIL
+                os.pwrite(self.fd, *self.aside[0])  # lets go of the GIL
+                self.aside.popleft()
         except OSError as error:
             self.reporter.report(error)
+        finally:
+            self.turn.release()
 
     def content(self) -> bytes:
         """Of the file, with what is not written yet."""

@@ -177,6 +177,7 @@ class Running:
         """Remove the files, unless this is a forked child: they are its parent's."""
         if self.pid == os.getpid():
             self.heart.stop()
+            recorder.beat()
             for path in (self.path, self.heart.path):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)

@@ -84,14 +84,14 @@ def stop_stranger(server: Server, wait_s: float, progress: Progress) -> str:
     Raises:
         VllmopsError: ``target.other-user`` (exit code 4), or ``agent.gone``.
     """
-    for process in server.processes:
-        if os.geteuid() not in {0, uid := agent.owner(process)}:
-            raise VllmopsError(
-                "target.other-user",
-                f"{agent.name(process)} belongs to {user(uid)}, and you are {user(os.geteuid())}",
-                f"sudo vllmops stop {server.pid}",
-                exit_code=Exit.NOT_AUTHORISED,
-            )
+    root = server.processes[0]  # others come and go
+    if os.geteuid() not in {0, uid := agent.owner(root)}:
+        raise VllmopsError(
+            "target.other-user",
+            f"{agent.name(root)} belongs to {user(uid)}, and you are {user(os.geteuid())}",
+            f"sudo vllmops stop {server.pid}",
+            exit_code=Exit.NOT_AUTHORISED,
+        )
     progress.update(f"{server.label}: stopping")
 
     def tell(text: str) -> None:

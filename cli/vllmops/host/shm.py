@@ -27,7 +27,7 @@ SHM = Path("/dev/shm")  # noqa: S108 - the kernel's own place
 # a model that is to load fast, whatever its name begins with.
 NAMES = re.compile(
     r"psm_\w+|sem\.mp-\w+|torch_\d+_\d+_\d+|nccl-\w+"
-    r"|vllm_(offload|ec)_[\w.-]+\.mmap|VLLM_OBJECT_STORAGE_SHM_BUFFER\w*"
+    r"|vllm_[a-z]+_(?:[\w-]+|[\w.-]+\.mmap)|VLLM_OBJECT_STORAGE_SHM_BUFFER[\w-]*"
 )
 OLD_S = 600.0  # a younger one may be between two processes: made, and not yet opened by the other
 MAPPING = re.compile(rb"^\S+ \S+ \S+ (\w+):(\w+) (\d+) +(.*)$", re.MULTILINE)

@@ -248,8 +248,9 @@ class Supervisor:
                 self.child.kill()  # it has no children yet
                 self.child.wait()
             why = f"vLLM can't be started: {error}"
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and error.strerror:
                 why = f"{error.filename or 'vLLM'}: {error.strerror}"
+            self.reporter.report(error)
             self.end(State.FAILED, Failure(why))
 
     def start(self) -> None:
@@ -694,13 +695,15 @@ class Supervisor:
         """Have the supervisors of its headless nodes on this machine end them, or restart them."""
         ours = {process.identity for process in self.record.processes}
         for folder in folders():
-            with contextlib.suppress(VllmopsError):
+            try:
                 record = folder.read()
                 if record and record.headless and not record.state.over:
                     theirs = {process.identity for process in record.processes}
                     if folder.name != self.folder.name and ours & theirs:
                         request = Request(restart=0.0) if again else Request(stop=0.0)
                         told(folder, request, OTHERS_S)
+            except Exception as error:  # to end comes first
+                self.reporter.report(error)
 
     async def take_down(self, *, again: bool = False) -> None:
         """Stop the server; on an error, for example no free descriptor, try again."""
@@ -805,10 +808,12 @@ def main() -> None:
     os.set_inheritable(given.lock, False)
     if given.port is not None:
         os.set_inheritable(given.port, False)
+    # The server inherits that, too. Whoever reads its keys again on SIGHUP hears it all the same.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     # Sent to all at once, by systemd say, to end the server: who takes that down is needed yet.
-    # No SIG_IGN, which the server would inherit: it reads its keys again on SIGHUP.
-    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(ignored, lambda *_: None)
+    # No SIG_IGN, which the server would inherit.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     os.environ["VLLMOPS_HOME"] = str(home())  # a watch runs in another directory
     folder = Folder(given.name)
     record = folder.read()

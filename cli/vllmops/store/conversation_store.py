@@ -31,7 +31,7 @@ class Store(Protocol):
 
     backend: Backend
 
-    def bounded(self) -> AbstractAsyncContextManager[Backend]: ...
+    def bounded(self, *, reads: bool = False) -> AbstractAsyncContextManager[Backend]: ...
     async def packed(self, response: Response) -> Response: ...
     def tell(self, response_id: str) -> None: ...
 
@@ -69,14 +69,14 @@ class ConversationStore:
         # Those that the store's end ends.
         self.retries: set[asyncio.Task[None]] = set()
 
-    def bounded(self) -> AbstractAsyncContextManager[Backend]:
+    def bounded(self, *, reads: bool = False) -> AbstractAsyncContextManager[Backend]:
         """What a call to the backend stands in.
 
         Raises:
             VllmopsError: ``store.no-conversations``.
         """
         supported(self.store.backend)
-        return self.store.bounded()
+        return self.store.bounded(reads=reads)
 
     async def create(self, conversation: Conversation, entries: Sequence[Entry]) -> Outcome:
         """Store a conversation that was not there; `TAKEN` where an id is."""
@@ -89,7 +89,7 @@ class ConversationStore:
         """A conversation, or None; counts as use."""
         if not valid(conversation_id):
             return None
-        async with self.bounded() as backend:
+        async with self.bounded(reads=True) as backend:
             found = await backend.get_conversation(owner, conversation_id)
         return found and legible(found)
 
@@ -118,7 +118,7 @@ class ConversationStore:
         """
         if after is not None and not valid(after):
             raise CursorUnknown(after, "conversation")
-        async with self.bounded() as backend:
+        async with self.bounded(reads=True) as backend:
             found = await backend.list_conversations(owner, after, limit)
         return [legible(one) for one in found]
 
@@ -134,7 +134,7 @@ class ConversationStore:
             return None
         if not storable(after or ""):
             raise CursorUnknown(after or "", "item")
-        async with self.bounded() as backend:
+        async with self.bounded(reads=True) as backend:
             page = await backend.page_entries(
                 owner, conversation_id, after=after, limit=limit, descending=descending
             )
@@ -144,7 +144,7 @@ class ConversationStore:
         """An item of a conversation, or None."""
         if not (valid(conversation_id) and valid(entry_id)):
             return None
-        async with self.bounded() as backend:
+        async with self.bounded(reads=True) as backend:
             found = await backend.get_entry(owner, conversation_id, entry_id)
         return found and await unpacked(found)
 
@@ -201,7 +201,7 @@ class ConversationStore:
         """
         if not valid(conversation_id):
             return Outcome.GONE
-        async with self.bounded() as backend:
+        async with self.bounded(reads=True) as backend:
             page = await backend.page_entries(
                 owner, conversation_id, after=None, limit=ALL, descending=False
             )

@@ -144,7 +144,9 @@ class ResponseStore:
         self.opened = False
         self.opening = asyncio.Lock()
         self.paused_until = 0.0
-        self.answered = -math.inf  # when its last call succeeded
+        # When the last call that writes succeeded, and the last one that reads: where a disk or a
+        # lock stands, reads may go on.
+        self.answered = {False: -math.inf, True: -math.inf}
         self.problem = ""
         self.refuses = False  # its last call failed
         self.attended: dict[str, tuple[Response, Callable[[], object]]] = {}
@@ -243,7 +245,7 @@ class ResponseStore:
         """A response, or None; counts as use."""
         if not valid(response_id):
             return None
-        async with self.bounded():
+        async with self.bounded(reads=True):
             found = await self.backend.get(owner, response_id)
         return found and await legible(found)
 
@@ -265,7 +267,7 @@ class ResponseStore:
                 raise CursorUnknown(cursor)
         if (query.status not in {None, *STATUSES}) or not storable(query.model or ""):
             return Page([], False)
-        async with self.bounded():
+        async with self.bounded(reads=True):
             page = await self.backend.page(owner, query)
         return Page([await legible(response) for response in page.responses], page.more)
 
@@ -279,7 +281,7 @@ class ResponseStore:
         """
         if not valid(response_id):
             return []
-        async with self.bounded():
+        async with self.bounded(reads=True):
             turns = await self.backend.conversation(owner, response_id)
         if turns and turns[0].previous_id is not None:
             raise ConversationBroken(turns[0].previous_id)
@@ -338,7 +340,7 @@ class ResponseStore:
     async def log(self, owner: str, response_id: str, after: int) -> Log | None:
         if not valid(response_id):
             return None
-        async with self.bounded():
+        async with self.bounded(reads=True):
             return await self.backend.log(owner, response_id, after)
 
     def attend(self, response: Response, stop: Callable[[], object]) -> None:
@@ -357,7 +359,7 @@ class ResponseStore:
 
     async def stats(self, owner: str) -> Stats:
         """What there is; may take some seconds where there is much."""
-        async with self.bounded(SLOW_DEADLINE_S):
+        async with self.bounded(SLOW_DEADLINE_S, reads=True):
             return await self.backend.stats(owner)
 
     async def beat(self) -> None:
@@ -404,9 +406,9 @@ class ResponseStore:
             input=await pack(response.input),
         )
 
-    def bounded(self, deadline_s: float | None = None) -> Bounded:
+    def bounded(self, deadline_s: float | None = None, *, reads: bool = False) -> Bounded:
         """What a call to the backend stands in."""
-        return Bounded(self, deadline_s or self.deadline_s)
+        return Bounded(self, deadline_s or self.deadline_s, reads=reads)
 
 
 class Bounded:
@@ -415,9 +417,11 @@ class Bounded:
     Args:
         store: whose call it is.
         deadline_s: seconds in all.
+        reads: whether it changes nothing.
     """
 
-    def __init__(self, store: ResponseStore, deadline_s: float) -> None:
+    def __init__(self, store: ResponseStore, deadline_s: float, *, reads: bool) -> None:
+        self.reads = reads
         self.store = store
         self.timeout = asyncio.timeout(None)
         self.deadline_s = deadline_s
@@ -451,13 +455,13 @@ class Bounded:
             await self.timeout.__aexit__(kind, error, trace)
         except TimeoutError as late:
             # While others are answered, that call alone is stuck: on a row, or on a connection.
-            alone = self.store.answered > self.began
+            alone = self.store.answered[self.reads] > self.began
             raise self.unavailable("it took too long", pauses=not alone) from late
         if isinstance(error, self.store.backend.unavailable):
             pauses = not self.store.backend.answers(error)
             raise self.unavailable(self.store.backend.why(error), pauses=pauses) from error
         if error is None:
-            self.store.answered = time.monotonic()
+            self.store.answered[self.reads] = time.monotonic()
             if self.store.refuses:
                 self.store.refuses = False
                 self.store.outages("vllmops: the store is available again")

@@ -8,8 +8,8 @@ from typing import Any
 from . import requests
 
 # What has not been computed yet and only waits for its turn.
-NOBODY = "vllmops: nobody's"
 QUEUED = frozenset({"WAITING", "PREEMPTED"})
+NOBODY = "vllmops: nobody's"  # the id of no request
 
 
 def waiting(scheduler: Any) -> list[Any]:

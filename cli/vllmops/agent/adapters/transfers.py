@@ -51,7 +51,11 @@ def peer(scheduler: Any, request: Any) -> tuple[str, int] | None:
 
     A client may have written anything there.
     """
-    kinds = {kind.__name__ for kind in type(scheduler.connector).__mro__}
+    loads = scheduler.connector
+    if parts := getattr(loads, "_connectors", None):  # of a MultiConnector; one of them loads it
+        chosen = getattr(loads, "_requests_to_connector", {}).get(request.request_id)
+        loads = None if chosen is None else parts[chosen]
+    kinds = {kind.__name__ for kind in type(loads).__mro__}
     named = request.kv_transfer_params
     if kinds.isdisjoint(BY_ADDRESS) or not isinstance(named, dict):
         return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Collection, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ MOST = 50  # in one look
 CONNECT_S, LOOKED_UP_S = 0.3, 1.0
 
 Address: TypeAlias = tuple[str, int]
+_asked: dict[Address, Future[bool]] = {}  # whose answer has not come
 
 
 def look() -> list[Proof]:
@@ -88,8 +89,12 @@ def refusing(addresses: Collection[Address]) -> set[Address]:
 
     All are asked at once: to look a name up may take much longer than to connect.
     """
-    asked = {address: beside(partial(refuses, address)) for address in addresses}
-    done, _ = wait(asked.values(), LOOKED_UP_S)
+    asked = {
+        address: _asked.get(address) or beside(partial(refuses, address)) for address in addresses
+    }
+    done, late = wait(asked.values(), LOOKED_UP_S)
+    _asked.clear()
+    _asked.update((address, answer) for address, answer in asked.items() if answer in late)
     return {address for address, answer in asked.items() if answer in done and answer.result()}
 
 

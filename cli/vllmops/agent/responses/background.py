@@ -54,10 +54,14 @@ class Runs:
         for _, task in runs:  # all, before the store may take its time
             task.cancel()
         for run, _ in runs:
-            if not (gate.rerun and rerun.asked(run)[0]):
-                with suppress(StoreUnavailable):
-                    await self.store.put(replace(run, status="failed", error=STOPPED))
-                    await self.conversations.release_run(run)
+            await self.leave_behind(run)
+
+    async def leave_behind(self, run: Response) -> None:
+        """Mark a run that ends with the server as failed, unless the next start runs it again."""
+        if not (gate.rerun and rerun.asked(run)[0]):
+            with suppress(StoreUnavailable):
+                await self.store.put(replace(run, status="failed", error=STOPPED))
+                await self.conversations.release_run(run)
 
     def stop(self, response_id: str) -> None:
         """End a run at once in this process; another process notices it within a heartbeat."""
@@ -84,15 +88,19 @@ class Runs:
             Refused: its id is taken, or it is gone.
             StoreUnavailable: the store is down.
         """
+        task: asyncio.Task[None] = self.handler.background_tasks.pop(turn.latest.id)
         turn.goes_on = True
-        return await asyncio.shield(started(self.admit(turn, keep, asked), self.accepting))
+        return await asyncio.shield(started(self.admit(turn, task, keep, asked), self.accepting))
 
     async def admit(
-        self, turn: Turn, keep: Callable[[Response], Awaitable[bool]], asked: bytes | None
+        self,
+        turn: Turn,
+        task: asyncio.Task[None],
+        keep: Callable[[Response], Awaitable[bool]],
+        asked: bytes | None,
     ) -> Response:
-        """Accept a run; its turn is over where that fails."""
+        """Accept a run, which does its work in a task; its turn is over where that fails."""
         queued = turn.latest
-        task: asyncio.Task[None] = self.handler.background_tasks.pop(queued.id)
         try:
             body = dump(named_in(fields.fill(queued, turn.request), turn))
             run = turn.stored(queued, body if asked is None else rerun.kept(body, asked))
@@ -102,6 +110,10 @@ class Runs:
             task.cancel()
             await self.conversations.release(turn)
             raise
+        if self.ending:
+            task.cancel()
+            await self.leave_behind(run)
+            return run
         self.stop(run.id)  # one before, which was deleted on another replica
         self.running[run.id] = run, task
         self.store.attend(run, task.cancel)
