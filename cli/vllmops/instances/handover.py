@@ -14,7 +14,7 @@ import psutil
 from ..errors import VllmopsError
 from ..host import memory
 from ..host.gpu import Gpus
-from ..host.processes import Process, alive
+from ..host.processes import VITAL, Process, alive
 from ..host.roles import Role
 from ..numbers import many
 from . import takedown
@@ -119,6 +119,7 @@ def emptied(
         quiet_s = SLACK_S + float(environment.get(KEEP_ALIVE) or KEEP_ALIVE_S)
     until, since, before = time.monotonic() + seconds + quiet_s, time.monotonic(), -1
     has_left = False
+    tree = [process for process in tree if process.role in VITAL]
     while time.monotonic() < until and not hurry() and (tree := list(filter(alive, tree))):
         has_left = has_left or leave(tree)
         left, now = takedown.in_flight(tree, None), started(tree)

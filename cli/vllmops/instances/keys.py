@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +46,12 @@ class Holding:
     def who(self) -> str:
         return f"{self.server} {who(self.keys)}"
 
-    def follows(self, path: Path, secrets: Set[str]) -> bool:
+    def follows(self, path: Path, primary: str) -> bool:
         """Whether it follows a ring.
 
         Args:
             path: of the ring.
-            secrets: the fingerprints of its keys.
+            primary: the fingerprint of its primary key; empty without one.
         """
         if self.keys.keyring is None:
             return False
@@ -61,7 +61,7 @@ class Holding:
             if os.path.samefile(self.inside, path):
                 return True
         # A file that is mounted alone stays the old one where ours is replaced.
-        return not secrets.isdisjoint(key.fingerprint for key in self.keys.keys)
+        return primary in {key.fingerprint for key in self.keys.keys}
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,11 @@ class Holdings:
 
     def of(self, path: Path) -> Holdings:
         """Those that follow one ring, and those that may."""
-        secrets = set[str]()
+        primary = None
         with suppress(VllmopsError):
-            secrets = {key.fingerprint for key in file.load(path).keys}
-        reported = [holding for holding in self.reported if holding.follows(path, secrets)]
+            primary = file.load(path).primary
+        mark = primary.fingerprint if primary else ""
+        reported = [holding for holding in self.reported if holding.follows(path, mark)]
         return Holdings(reported, self.silent)
 
 

@@ -117,7 +117,8 @@ def joined(lines: list[str]) -> Iterator[str]:
             parts += [part.strip() for part in apart if part.strip()]
         else:
             parts.append(line)
-    parts = [part[:LONGEST] for part in parts]
+    # Of a frame, the library stands at the end.
+    parts = [p if len(p) <= LONGEST else p[: LONGEST // 2] + p[-LONGEST // 2 :] for p in parts]
     width = max(map(len, parts), default=0)
     taken = 0
     for at, raw in enumerate(parts, 1):
