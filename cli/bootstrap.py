@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "installed"
+OURS = VENV / "made-by-bootstrap"
 PACKAGE = ".[cpu,audio,dev]"
 SATURATED = "tests/live/test_probe.py::test_a_saturated_server_lives"
 # The package index has only CUDA builds of these. With a torch for the CPU, each of them stops vLLM
@@ -82,9 +84,15 @@ def install() -> None:
     stamp = f"{sys.version} {hashlib.sha256(content).hexdigest()}"
     if STAMP.is_file() and STAMP.read_text() == stamp:
         return
+    foreign = VENV.exists() and any(VENV.iterdir()) and not (OURS.exists() or STAMP.exists())
+    if VENV.is_symlink() or foreign:
+        sys.exit(f"{VENV} was not made by this script, which would empty it: move it away first")
     print(f"setting up {VENV}: takes about 2 minutes and 2 GB", flush=True)
+    shutil.rmtree(VENV, ignore_errors=True)
+    VENV.mkdir(exist_ok=True)
+    OURS.touch()
     try:
-        venv.create(VENV, with_pip=True, clear=True)
+        venv.create(VENV, with_pip=True)
     except subprocess.CalledProcessError:
         sys.exit(
             "This Python cannot create a virtual environment with pip. "
