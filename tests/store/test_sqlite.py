@@ -19,6 +19,7 @@ from vllmops.store import opening, sqlite
 from vllmops.store.backend import EVERYBODY, Limits, Response
 from vllmops.store.conversations import Addition, Conversation, Entry
 from vllmops.store.sqlite import Sqlite, Worker
+from vllmops.store.store import ResponseStore
 
 FILES, AT_ONCE = 100, 4
 
@@ -372,3 +373,18 @@ def test_a_conversation_that_is_deleted_while_it_is_read_is_not_empty(tmp_path: 
             await store.close()
 
     asyncio.run(run())
+
+
+def test_a_file_behind_a_link_is_private_too(tmp_path: Path) -> None:
+    (tmp_path / "link.db").symlink_to(tmp_path / "real.db")
+    before = os.umask(0o022)
+    try:
+
+        async def main() -> None:
+            async with ResponseStore(opening.backend(f"sqlite:///{tmp_path}/link.db")):
+                pass
+
+        asyncio.run(main())
+    finally:
+        os.umask(before)
+    assert (tmp_path / "real.db").stat().st_mode & 0o777 == 0o600

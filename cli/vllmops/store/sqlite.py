@@ -316,8 +316,9 @@ class Sqlite(Sql):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # What people say to a model is theirs; the files beside it get the same mode.
         # Only where there is none: closing a file drops all locks that the process has on it.
+        # Where a link leads: it is made there.
         with suppress(FileExistsError):
-            os.close(os.open(self.path, os.O_CREAT | os.O_EXCL, 0o600))
+            os.close(os.open(os.path.realpath(self.path), os.O_CREAT | os.O_EXCL, 0o600))
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
