@@ -119,8 +119,12 @@ def test_bytes_that_are_no_text_are_a_usage_error(lab: Any, config: Any) -> None
 
 
 def test_a_dry_run_writes_a_file_that_means_the_same(lab: Any) -> None:
+    token = lab.home / "token"  # a path to a secret is none
+    token.write_text("a" * 40)
+    token.chmod(0o600)
     words = (
         *lab.words("a", "--env", 'ODD=it\'s "a"\\\n\x7f\u202e\U0001f600=', play=1),
+        *("--admin-token", str(token)),
         *("--port", "8125", "--detach", "--store", "memory://", "--store-ttl", "12h"),
         *("--carrier", "signed-v1", "--keyring", "none", "--no-patch", "mm-lru-ghost-keys"),
         *("--no-patch", "request-hash-cycle", "--watch-repair"),

@@ -197,7 +197,7 @@ def written(ctx: typer.Context, env: Sequence[str], arguments: Sequence[str]) ->
         value = ctx.params.get(parameter.name)
         if not value:  # every option that is not given
             continue
-        if isinstance(value, Path):
+        if isinstance(value, Path) or key == "admin-token":
             value = str(value)  # where a secret is, not the secret
             add(key, value, key, value)
         elif isinstance(value, str):
