@@ -92,6 +92,7 @@ def test_odd_files_are_read_to_an_end(
 ) -> None:
     # How long a line really may be is seen where it comes from standard input.
     lines = import_module("vllmops.commands.responses.import_")
+    monkeypatch.setattr(lines, "LONGEST_LINE", 64 << 20)
     monkeypatch.setattr(lines, "ENDLESS", lines.LONGEST_LINE + 1)
     # Each command reads some kinds; over the commands each kind has its turns.
     turn = READERS.index(words)

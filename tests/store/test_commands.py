@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -399,6 +400,42 @@ def test_what_is_there_is_not_overwritten(vllmops: Any, tmp_path: Path) -> None:
     answer = vllmops("responses", "import", str(file), "--store", store, "--overwrite", "--json")
     assert (answer.data["replaced"], answer.data["skipped"]) == (1, 1)
     assert kept(store)[response(1).id][0].status == "in_progress"
+
+
+def test_an_import_that_was_cut_off_goes_on(vllmops: Any, tmp_path: Path) -> None:
+    store, other, file = (
+        f"sqlite:///{tmp_path}/a.db",
+        f"sqlite:///{tmp_path}/b.db",
+        tmp_path / "a",
+    )
+    made = numbered(3, 6)  # both ran in the background
+    fill(store, made)
+    vllmops("responses", "export", "--store", store, "-o", str(file))
+    on(other, lambda item: item.create(made[0]))  # and then came a kill -9, say
+    answer = vllmops("responses", "import", str(file), "--store", other, "--json")
+    assert (answer.code, answer.data["count"], answer.data["skipped"]) == (0, 1, 1)
+    assert kept(other) == kept(store)
+
+
+def test_what_can_not_be_overwritten_is_still_there(
+    vllmops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The old one gives way first, and the new one may be too large for the disk."""
+    store, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "a.jsonl"
+    (made,) = numbered(1)
+    fill(store, [made])
+    vllmops("responses", "export", "--store", store, "-o", str(file))
+    before, create, calls = kept(store), ResponseStore.create, itertools.count(1)
+
+    async def full(self: ResponseStore, response: Response) -> bool:
+        if next(calls) == 2:
+            raise VllmopsError("store.unavailable", "the disk is full", "make room")
+        return await create(self, response)
+
+    monkeypatch.setattr(ResponseStore, "create", full)
+    answer = vllmops("responses", "import", str(file), "--store", store, "--overwrite", "--json")
+    assert answer.error["code"] == "store.unavailable", answer
+    assert kept(store) == before
 
 
 def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:

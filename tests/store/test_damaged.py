@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from vllmops.commands.responses.import_ import LONGEST_LINE, numbered
+from vllmops.commands.responses.import_ import numbered
 from vllmops.errors import Exit
 from vllmops.store import opening, packing
 from vllmops.store.backend import Response
@@ -344,9 +344,10 @@ def test_bad_lines_are_named_and_the_others_taken(
 
 def test_a_line_has_a_bound(tmp_path: Path) -> None:
     path = tmp_path / "a"
-    path.write_bytes(b"a\n" + b"x" * (LONGEST_LINE + 5) + b"\nb\n" + b"y" * (LONGEST_LINE + 1))
+    most = 1 << 20
+    path.write_bytes(b"a\n" + b"x" * (most + 5) + b"\nb\n" + b"y" * (most + 1))
     with path.open("rb") as file:
-        found = list(numbered(file))
+        found = list(numbered(file, most))
     assert found == [(1, b"a\n"), (2, None), (3, b"b\n"), (4, None)]
 
 
@@ -363,6 +364,7 @@ def test_what_is_no_file_of_lines(
 ) -> None:
     # How long a line really may be is seen where it comes from standard input.
     lines = import_module("vllmops.commands.responses.import_")
+    monkeypatch.setattr(lines, "LONGEST_LINE", 64 << 20)
     monkeypatch.setattr(lines, "ENDLESS", lines.LONGEST_LINE + 1)
     answer = vllmops("responses", "import", name, "--store", f"sqlite:///{tmp_path}/r.db", "--json")
     assert answer.error["code"] == code, answer

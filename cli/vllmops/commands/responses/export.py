@@ -21,6 +21,7 @@ from ...output import Json, JsonText, Progress, Result, command
 from ...store import archive, shape
 from ...store.backend import Response
 from ..options import Target, to_write
+from .import_ import LONGEST_LINE
 from .progress import Counting, ended
 from .selection import Model, Selection, Since, Statuses, Store, selected
 from .sources import concurrently, retried, source, walk
@@ -159,6 +160,8 @@ async def exported(
             async def one(response: Response, lines: dict[str, bytes] = lines) -> None:
                 try:
                     lines[response.id] = await line(responses, response, owner)
+                    if len(lines[response.id]) >= LONGEST_LINE:
+                        raise ValueError(f"it has more than {LONGEST_LINE >> 20} MiB")
                     archive.decode(lines[response.id])  # what cannot be read back is damaged
                 except ValueError as error:
                     done.damaged[response.id] = f"{error}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -20,15 +20,18 @@ from ...files import opened, too_large, unreadable
 from ...numbers import many
 from ...output import Json, Progress, Result, Verbatim, command
 from ...store import archive
-from ...store.backend import EVERYBODY, Limits
+from ...store.backend import EVERYBODY, Limits, Response
 from ..options import Target
 from .progress import Counting, ended
 from .selection import Store
 from .sources import concurrently, either, retried
 
+if TYPE_CHECKING:
+    from ...store.store import Events, ResponseStore
+
 SHOWN = 10  # broken lines
 # A response with all that it was given: images and sounds among it.
-LONGEST_LINE = 64 << 20
+LONGEST_LINE = 512 << 20
 # After that a line has no end, and the file is none of lines.
 ENDLESS = 1 << 30
 # Of a pipe, which is copied first.
@@ -184,7 +187,7 @@ async def imported(
                 await taken(responses.store, number, text, done, lines_of_ids, overwrite=overwrite)
                 counting.add()
 
-        await concurrently(numbered(lines), one)
+        await concurrently(numbered(lines, LONGEST_LINE), one)
         return responses.name, (await responses.stats()).count
 
 
@@ -197,7 +200,7 @@ def spool(source: IO[bytes], copy: IO[bytes]) -> None:
         line = line + len(chunk) if end < 0 else len(chunk) - end
 
 
-def numbered(lines: IO[bytes], longest: int = LONGEST_LINE) -> Iterator[tuple[int, bytes | None]]:
+def numbered(lines: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
     """Lines with their numbers, from 1; None for one that is too long.
 
     Args:
@@ -265,12 +268,19 @@ async def taken(
         return
     new = await retried(lambda: store.create(response))
     if not new:
-        there = await retried(lambda: store.get(EVERYBODY, response.id)) if overwrite else None
-        if there is None or there.running:
+        there = await retried(lambda: store.get(EVERYBODY, response.id))
+        if there is None or there.running or not overwrite:
+            if there and same(there, response):
+                await go_on(store, response, events)
             done.skipped += 1
             return
         await retried(lambda: store.delete(EVERYBODY, response.id))
-        if not await retried(lambda: store.create(response)):
+        try:
+            created = await retried(lambda: store.create(response))
+        except BaseException:  # what was there is better than nothing
+            await store.create(there)
+            raise
+        if not created:
             done.skipped += 1
             return
     for part in events:
@@ -279,3 +289,17 @@ async def taken(
         done.count += 1
     else:
         done.replaced += 1
+
+
+def same(one: Response, other: Response) -> bool:
+    """Whether a stored response is the one of a line."""
+    return (one.owner, one.created_at, one.status) == (other.owner, other.created_at, other.status)
+
+
+async def go_on(store: ResponseStore, response: Response, events: Sequence[Events]) -> None:
+    """Write the events of a response that an import before this one was cut off at."""
+    log = await retried(lambda: store.log(EVERYBODY, response.id, -1)) if events else None
+    last = log.chunks[-1].last if log and log.chunks else -1
+    for part in events:
+        if part.first > last:
+            await retried(partial(store.append, response, part.first, part.events))
