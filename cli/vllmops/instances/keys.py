@@ -78,10 +78,10 @@ class Holdings:
 
     def of(self, path: Path) -> Holdings:
         """Those that follow one ring, and those that may."""
-        primary = None
+        mark = ""
         with suppress(VllmopsError):
-            primary = file.load(path).primary
-        mark = primary.fingerprint if primary else ""
+            if primary := file.load(path).primary:
+                mark = primary.fingerprint
         reported = [holding for holding in self.reported if holding.follows(path, mark)]
         return Holdings(reported, self.silent)
 

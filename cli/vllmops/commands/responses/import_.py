@@ -270,8 +270,11 @@ async def taken(
     if not new:
         there = await retried(lambda: store.get(EVERYBODY, response.id))
         if there is None or there.running or not overwrite:
-            if there and same(there, response):
-                await go_on(store, response, events)
+            if there and events and same(there, response):
+                # An import before this one may have been cut off at them.
+                log = await retried(lambda: store.log(EVERYBODY, response.id, -1))
+                last = log.chunks[-1].last if log and log.chunks else -1
+                await append(store, response, [part for part in events if part.first > last])
             done.skipped += 1
             return
         await retried(lambda: store.delete(EVERYBODY, response.id))
@@ -283,8 +286,7 @@ async def taken(
         if not created:
             done.skipped += 1
             return
-    for part in events:
-        await retried(partial(store.append, response, part.first, part.events))
+    await append(store, response, events)
     if new:
         done.count += 1
     else:
@@ -296,10 +298,7 @@ def same(one: Response, other: Response) -> bool:
     return (one.owner, one.created_at, one.status) == (other.owner, other.created_at, other.status)
 
 
-async def go_on(store: ResponseStore, response: Response, events: Sequence[Events]) -> None:
-    """Write the events of a response that an import before this one was cut off at."""
-    log = await retried(lambda: store.log(EVERYBODY, response.id, -1)) if events else None
-    last = log.chunks[-1].last if log and log.chunks else -1
+async def append(store: ResponseStore, response: Response, events: Sequence[Events]) -> None:
+    """Write events of a response."""
     for part in events:
-        if part.first > last:
-            await retried(partial(store.append, response, part.first, part.events))
+        await retried(partial(store.append, response, part.first, part.events))
