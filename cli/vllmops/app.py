@@ -219,7 +219,8 @@ def run() -> int:
         raise failure
     try:
         return report_error(failure)
-    except (ImportError, MemoryError, OSError):  # what reports it can't be imported any more
+    # What reports it can't be imported any more; of an import without memory Python makes any.
+    except (ImportError, MemoryError, OSError, SystemError):
         os.write(2, f"error: {failure.message}\n  hint: {failure.hint}\n".encode())
         return failure.exit_code
 
