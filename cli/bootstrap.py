@@ -1,10 +1,13 @@
-"""Sets up ``.venv`` with vLLM for the CPU, and runs the main job or all tests in it.
+"""Sets up ``.venv`` with vLLM for the CPU, and runs the main job or tests in it.
 
     python3 cli/bootstrap.py demo         start a server with a demo model, and show its caches
-    python3 cli/bootstrap.py test         run the formatter, the linters, the type checker,
-                                          the fast tests, the live tests and short benchmarks
-    python3 cli/bootstrap.py test --fast  only the checks of the code, and the tests that start
-                                          no program: a minute and a half
+    python3 cli/bootstrap.py test         the gate, which CI runs: the formatter, the linters, the
+                                          type checker, the tests that start no vLLM, and one story
+                                          on a real vLLM: six minutes
+    python3 cli/bootstrap.py test --live  all tests that the gate leaves out: on a real vLLM, with
+                                          its old versions, and short benchmarks: 20 minutes
+    python3 cli/bootstrap.py test --fast  only the checks of the code, and the tests that start no
+                                          program: a minute and a half
     python3 cli/bootstrap.py test --all   all of it with whole test matrices, longer soaks and
                                           whole benchmarks; --soak MINUTES for the longest one
 
@@ -23,18 +26,30 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 import venv
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "installed"
 OURS = VENV / "made-by-bootstrap"
-PACKAGE = ".[cpu,audio,dev]"
+# What each set-up adds to the one before it: extras of the package.
+EXTRAS = {"demo": ("cpu", "audio", "top"), "test": ("dev",), "live": ("live",)}
 SATURATED = "tests/live/test_probe.py::test_a_saturated_server_lives"
+STORY = "tests/live/test_story.py"
+EXTENTS = {
+    "fast": "only the checks, and the tests that start no program (90 seconds)",
+    "live": "all that the gate leaves out: tests on a real vLLM, short benchmarks (20 minutes)",
+    "all": "all of it, with whole matrices, longer soaks and whole benchmarks (hours)",
+}
+GATE_S = 45 * 60
+FAILURES = "VLLMOPS_TEST_FAILURES"  # names a file to which the tests write which of them failed
+RUNNING: list[subprocess.Popen[bytes]] = []
 # The package index has only CUDA builds of these. With a torch for the CPU, each of them stops vLLM
 # (`operator torchvision::nms does not exist`). The demo models do not need them.
 CUDA_ONLY = ("torchvision", "torchaudio", "torchcodec")
@@ -49,7 +64,14 @@ def run(*words: str) -> None:
 def attempt(*words: str) -> int:
     """Run a command in the environment; returns its exit code."""
     print(f"$ {shlex.join(words)}", flush=True)
-    return subprocess.run(words, cwd=ROOT, env=environment(), check=False).returncode
+    return started(*words).wait()
+
+
+def started(*words: str, output: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
+    """Start a command in the environment."""
+    process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=output, stderr=output)
+    RUNNING.append(process)
+    return process
 
 
 def environment() -> dict[str, str]:
@@ -59,35 +81,84 @@ def environment() -> dict[str, str]:
     return {**kept, "PATH": f"{VENV / 'bin'}{os.pathsep}{kept.get('PATH', '')}"}
 
 
-@contextmanager
-def beside(*words: str) -> Iterator[None]:
-    """Run a command during the block; if it fails, print at the end what it said, and exit."""
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=said, stderr=said)
-        try:
-            yield
-        except BaseException:
-            process.send_signal(signal.SIGINT)  # on which pytest ends what it has started
-            raise
-        finally:
+def together(*commands: Sequence[str]) -> list[str]:
+    """Run commands side by side; what the first says is shown, of the others only what fails.
+
+    Returns:
+        Those that failed.
+    """
+    with ExitStack() as stack:
+        others = []
+        for words in commands[1:]:
+            output = stack.enter_context(tempfile.TemporaryFile())
+            others.append((words, started(*words, output=output), output))
+        failed = [shlex.join(commands[0])] if attempt(*commands[0]) else []
+        for words, process, output in others:
             code = process.wait()
-            said.seek(0)
-            shown = f"failed:\n{said.read().decode()}" if code else "passed"
+            output.seek(0)
+            shown = f"failed:\n{output.read().decode()}" if code else "passed"
             print(f"$ {shlex.join(words)}\n{shown}", flush=True)
-    if code:
-        sys.exit(code)
+            failed += [shlex.join(words)] if code else []
+    return failed
 
 
-def install() -> None:
-    """Bring ``.venv`` up to date with ``pyproject.toml``; do nothing if it is."""
+def limit(seconds: int) -> None:
+    """End all that runs, and this program, after some time: the tests say which of them ran."""
+
+    def end(*_: object) -> None:
+        print(f"not at an end after {seconds // 60} minutes: it is ended", flush=True)
+        running = [process for process in RUNNING if process.poll() is None]
+        for process in running:
+            process.send_signal(signal.SIGINT)  # on which pytest ends what it has started
+        deadline = time.monotonic() + 60
+        for process in running:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline - time.monotonic(), 0))
+            process.kill()
+        show_failures([])
+        os._exit(1)
+
+    signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+
+
+def show_failures(failed: list[str]) -> None:
+    """Print, as the last lines, which commands and tests failed, and how to run one alone."""
+    path = Path(os.environ[FAILURES])
+    tests = path.read_text().splitlines() if path.exists() else []
+    print("\nFailed:", *failed, *tests, sep="\n", flush=True)
+    if tests:
+        name = tests[0].split(" ", 1)[1].partition(" - ")[0]
+        print(f"To run one alone: .venv/bin/pytest {shlex.quote(name)}", flush=True)
+
+
+def install(job: str) -> None:
+    """Bring ``.venv`` up to date with ``pyproject.toml``; do nothing if it is.
+
+    Args:
+        job: what it is for, a key of `EXTRAS`.
+    """
     content = (ROOT / "pyproject.toml").read_bytes() + Path(__file__).read_bytes()
-    stamp = f"{sys.version} {hashlib.sha256(content).hexdigest()}"
-    if STAMP.is_file() and STAMP.read_text() == stamp:
+    state = f"{sys.version} {hashlib.sha256(content).hexdigest()}"
+    jobs = list(EXTRAS)
+    wanted = jobs[: jobs.index(job) + 1]
+    installed = STAMP.read_text() if STAMP.is_file() else ""
+    there = next((name for name in jobs if installed == f"{state} {name}"), None)
+    missing = jobs[jobs.index(there) + 1 : len(wanted)] if there else wanted
+    if not missing:
         return
+    if not there:
+        make_environment()
+    install_package([extra for name in missing for extra in EXTRAS[name]])
+    STAMP.write_text(f"{state} {job}")
+
+
+def make_environment() -> None:
+    """Make an empty ``.venv`` in place of an older one of this script."""
     foreign = VENV.exists() and any(VENV.iterdir()) and not (OURS.exists() or STAMP.exists())
     if VENV.is_symlink() or foreign:
         sys.exit(f"{VENV} was not made by this script, which would empty it: move it away first")
-    print(f"setting up {VENV}: takes about 2 minutes and 2 GB", flush=True)
+    print(f"setting up {VENV}", flush=True)
     shutil.rmtree(VENV, ignore_errors=True)
     VENV.mkdir(exist_ok=True)
     OURS.touch()
@@ -98,20 +169,25 @@ def install() -> None:
             "This Python cannot create a virtual environment with pip. "
             "On Debian and Ubuntu: apt install python3-venv"
         )
+
+
+def install_package(extras: Sequence[str]) -> None:
+    """Install this project with some of its extras."""
+    package = f".[{','.join(extras)}]"
+    print("installing packages: takes about 2 minutes", flush=True)
     pip = (str(VENV / "bin/python"), "-m", "pip", "--disable-pip-version-check")
     # pip would compile bytecode on one core; below, all cores do it.
-    plain = (*pip, "install", "--quiet", "--quiet", "--no-compile", "--editable", PACKAGE)
+    plain = (*pip, "install", "--quiet", "--quiet", "--no-compile", "--editable", package)
     print(f"$ {shlex.join(plain)}", flush=True)
     if subprocess.run(plain, cwd=ROOT, check=False).returncode:
         # uv knows PyTorch's CPU index; pip does not.
         print("pip found no torch for the CPU; uv installs it from PyTorch's index", flush=True)
         run(*pip, "install", "--quiet", "uv")
         uv = (str(VENV / "bin/uv"), "pip", "install", "--python", str(VENV / "bin/python"))
-        run(*uv, "--torch-backend", "cpu", "--editable", PACKAGE)
+        run(*uv, "--torch-backend", "cpu", "--editable", package)
     run(*pip, "uninstall", "--quiet", "--quiet", "--yes", *CUDA_ONLY)
     # Some packages contain files for another Python version. Those fail to compile; ignore that.
     attempt(str(VENV / "bin/python"), "-m", "compileall", "-qq", "-j", "0", str(VENV / "lib"))
-    STAMP.write_text(stamp)
 
 
 def demo() -> None:
@@ -141,67 +217,86 @@ def demo_url(vllmops: str) -> str | None:
     return None
 
 
-def test(*, fast: bool, everything: bool) -> None:
-    """Run all that CI checks.
+def test(extent: str) -> list[str]:
+    """Run checks, tests and benchmarks.
 
     Args:
-        fast: only checks of the code, and tests that start no program.
-        everything: leave nothing out of matrices, soaks, benchmarks.
+        extent: a key of `EXTENTS`, or empty for the gate.
+
+    Returns:
+        The commands that failed.
     """
-    if everything:
-        os.environ["VLLMOPS_TEST_ALL"] = "1"
+    if extent == "all":
+        os.environ |= {"VLLMOPS_TEST_ALL": "1", "PYTEST_ADDOPTS": "--timeout 0"}
+    elif extent != "live":
+        limit(GATE_S)
+        os.environ["PYTHONHASHSEED"] = "0"
+    if extent == "live":
+        return [*together(fast_tests("-m", "live_only")), *test_live("--short")]
     # Compiles the tests, as else every worker would do, on the core that the linters leave idle.
-    with beside("pytest", "--collect-only", "-qqq"):
-        run("ruff", "format", "--check", ".")
-        run("ruff", "check", ".")
-        run("lint-imports")
+    collect = started("pytest", "--collect-only", "-qqq", output=subprocess.DEVNULL)
+    checks = ("ruff", "format", "--check", "."), ("ruff", "check", "."), ("lint-imports",)
+    failed = [shlex.join(words) for words in checks if attempt(*words)]
+    collect.wait()
+    if failed:
+        return failed
     # Tests wait half of their time, for processes above all; others, and mypy, use the cores then.
-    with beside("mypy"):
-        chosen = ("-m", "not programs") if fast else ()
-        pytest("6", "worksteal", "--ignore", "tests/live", *chosen)
-    if fast:
-        return
+    if extent == "fast":
+        return together(fast_tests("-m", "not programs and not live_only"), ("mypy",))
+    if extent == "all":
+        return [*together(fast_tests(), ("mypy",)), *test_live()]
+    return together(fast_tests("-m", "not live_only"), ("mypy",), ("pytest", "-q", STORY))
+
+
+def test_live(*how: str) -> list[str]:
+    """Run the tests on a real vLLM, then the benchmarks; returns the commands that failed.
+
+    Args:
+        how: options of the benchmarks.
+    """
     # The others are the load on the machine of one that takes minutes and little else. Those of a
     # file share servers, each of which takes 1 GB and, at work, one core. tests/live/conftest.py
     # puts them in order.
-    with beside("pytest", SATURATED):
-        live = ("--no-loadscope-reorder", "tests/live", "--deselect", SATURATED)
-        pytest("3", "loadgroup", *live)
-    run("python", "tests/bench/run.py", *([] if everything else ["--short"]))
+    live = ("--no-loadscope-reorder", "tests/live", "--deselect", SATURATED)
+    failed = together(spread("3", "loadgroup", *live), ("pytest", "-q", SATURATED))
+    return [*failed, *together(("python", "tests/bench/run.py", *how))]
 
 
-def pytest(workers: str, way: str, *which: str) -> None:
-    """Run tests in so many processes."""
-    run("pytest", "--numprocesses", workers, "--dist", way, *which)
+def fast_tests(*which: str) -> tuple[str, ...]:
+    """The command that runs tests which need no server."""
+    return spread("6", "worksteal", "--ignore", "tests/live", *which)
+
+
+def spread(workers: str, way: str, *which: str) -> tuple[str, ...]:
+    """The command that runs tests in so many processes."""
+    return ("pytest", "-q", "--numprocesses", workers, "--dist", way, *which)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Set up vllmops, and run it or its tests.")
     jobs = parser.add_subparsers(dest="job", required=True)
     jobs.add_parser("demo", help="start a server with a demo model, and show its caches")
-    tests = jobs.add_parser("test", help="run all checks, tests and short benchmarks")
+    tests = jobs.add_parser("test", help="run the gate: all checks, and most tests (6 minutes)")
     extent = tests.add_mutually_exclusive_group()
-    extent.add_argument(
-        "--fast",
-        action="store_true",
-        help="only checks of the code and tests that start no program (90 seconds)",
-    )
-    extent.add_argument(
-        "--all",
-        action="store_true",
-        help="run whole test matrices, longer soaks and whole benchmarks (hours)",
-    )
+    for name, words in EXTENTS.items():
+        extent.add_argument(
+            f"--{name}", dest="extent", action="store_const", const=name, default="", help=words
+        )
     tests.add_argument("--soak", help="minutes of the soak that heals, at most (240)")
     given = parser.parse_args()
     if sys.version_info < (3, 11):
         sys.exit(f"vllmops needs Python 3.11 or newer; this is Python {sys.version.split()[0]}")
-    install()
+    install("live" if getattr(given, "extent", "") in {"live", "all"} else given.job)
     if given.job == "demo":
         demo()
     else:
         if given.soak:
             os.environ["VLLMOPS_SOAK_MINUTES"] = given.soak
-        test(fast=given.fast, everything=given.all)
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ[FAILURES] = f"{folder}/failed"
+            if failed := test(given.extent):
+                show_failures(failed)
+                sys.exit(1)
 
 
 if __name__ == "__main__":

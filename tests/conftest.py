@@ -24,7 +24,7 @@ from vllmops.host.roles import Role
 from vllmops.instances import detached, launch
 from vllmops.vllm_api import admin
 
-from .support import commands, extent, own, versions
+from .support import commands, extent, gate, own, ports, reachable, versions
 from .support.children import Child, Spawn, started
 from .support.commands import Vllmops
 from .support.databases import Server, shared
@@ -32,9 +32,12 @@ from .support.lab import Lab
 from .support.own import in_home
 from .support.waiting import until
 
-# A busy machine is no failure.
+# A busy machine is no failure, and what the gate finds is found in each of its runs.
 hypothesis.settings.register_profile(
-    "vllmops", deadline=None, max_examples=100 if extent.EVERYTHING else 30
+    "vllmops",
+    deadline=None,
+    derandomize=not extent.EVERYTHING,
+    max_examples=100 if extent.EVERYTHING else 30,
 )
 hypothesis.settings.load_profile("vllmops")
 
@@ -49,8 +52,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what starts programs, and leave out what is `long`, unless everything is to run."""
+    """Mark what starts programs or is not in the gate; leave out what is `long`, in most runs."""
     for item in items:
+        if reason := gate.reason(item.nodeid):
+            item.add_marker(pytest.mark.live_only(reason))
         if extent.STARTERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(extent.programs)
     if not extent.EVERYTHING:
@@ -66,6 +71,12 @@ def turn(item: pytest.Item) -> int:
     if item.nodeid.startswith(LIVE) or item.get_closest_marker("first"):
         return 0
     return 1 if item.get_closest_marker("programs") else 2
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # xdist's workers inherit what this does
+        reachable.open_to_all()
+        config.pluginmanager.register(gate.Reporter())
 
 
 def pytest_sessionstart() -> None:
@@ -124,9 +135,9 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv("VLLMOPS_HOME", name)
         # Other servers may run on this machine, and this user's ports be theirs.
         monkeypatch.setattr(processes, "table", own.table_of(place))
-        first = 20000 + os.getpid() % 200 * 100
+        first, last = ports.launch_ports()
         monkeypatch.setattr(launch, "FIRST_PORT", first)
-        monkeypatch.setattr(launch, "LAST_PORT", first + 99)
+        monkeypatch.setattr(launch, "LAST_PORT", last)
         monkeypatch.setattr(detached, "start", commands.detached)
         yield place
         while left := [pid for pid in set(psutil.pids()) - others if in_home(pid, place)]:

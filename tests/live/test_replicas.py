@@ -335,7 +335,7 @@ def as_given(item: Any) -> Any:
 def test_an_agent_with_a_tool_over_several_turns(west: Live, east: str, here: Any) -> None:
     switched: list[bool] = []
 
-    @function_tool
+    @function_tool  # type: ignore[untyped-decorator]
     def lamp(on: bool) -> str:
         """Switch the lamp."""
         switched.append(on)

@@ -739,7 +739,8 @@ def test_a_session_of_the_agents_sdk_is_compacted(base: str) -> None:
                 agent, text, session=session, run_config=RunConfig(tracing_disabled=True)
             )
         await client.close()
-        return await session.get_items()
+        items: list[Any] = await session.get_items()
+        return items
 
     items = asyncio.run(converse())
     kinds = [item.get("type", "message") for item in items]

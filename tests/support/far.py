@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,13 +18,15 @@ from cryptography.x509.oid import NameOID
 
 from . import herd
 from .fleet import TOKEN
+from .ports import slot
 
 
 @contextmanager
 def network() -> Iterator[tuple[str, str]]:
     """A namespace with an address of its own, and a link to it; both have the name."""
-    name, number = f"vo{os.getpid()}", os.getpid() % 250
-    near, there = f"10.203.{number}.1", f"10.203.{number}.2"
+    number = slot()
+    name, near, there = f"vo{number}", f"10.203.{number}.1", f"10.203.{number}.2"
+    forget(name)
     ip(f"netns add {name}")
     try:
         ip(f"link add {name} type veth peer name far netns {name}")
@@ -35,17 +36,24 @@ def network() -> Iterator[tuple[str, str]]:
         ip(f"-n {name} link set far up")
         yield name, there
     finally:
-        # The kernel takes its time to end a namespace, and the link with it.
-        ip(f"link del {name}", check=False)
-        ip(f"netns del {name}")
+        forget(name)
+
+
+def forget(name: str) -> None:
+    """Remove a namespace and the link to it, also those of an earlier process with this number."""
+    # The kernel takes its time to end a namespace, and the link with it.
+    for words in (f"link del {name}", f"netns del {name}"):
+        subprocess.run(["ip", *words.split()], check=False, stderr=subprocess.DEVNULL)
 
 
 @contextmanager
 def switched(count: int) -> Iterator[list[tuple[str, str]]]:
     """Namespaces that reach each other and this machine; each with its address."""
-    number = os.getpid() % 250
-    bridge = f"vo{os.getpid()}"
+    number = slot()
+    bridge = f"vob{number}"
     made = [(f"{bridge}n{n}", f"10.204.{number}.{n + 2}") for n in range(count)]
+    for name in (*(name for name, _ in made), bridge):
+        forget(name)
     ip(f"link add {bridge} type bridge")
     try:
         ip(f"addr add 10.204.{number}.1/24 dev {bridge}")
@@ -59,10 +67,8 @@ def switched(count: int) -> Iterator[list[tuple[str, str]]]:
                 ip(f"-n {name} link set {device} up")
         yield made
     finally:
-        for name, _ in made:
-            ip(f"link del {name}", check=False)
-            ip(f"netns del {name}", check=False)
-        ip(f"link del {bridge}")
+        for name in (*(name for name, _ in made), bridge):
+            forget(name)
 
 
 def machine(name: str, network: str = "", memory: str = "") -> tuple[str, ...]:
@@ -105,8 +111,8 @@ def far(folder: Path) -> Iterator[tuple[str, Path]]:
             yield f"https://{there}:{output.readline().strip()}", file
 
 
-def ip(words: str, *, check: bool = True) -> None:
-    subprocess.run(["ip", *words.split()], check=check)
+def ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True)
 
 
 def certificate(address: str, file: Path) -> Path:

@@ -11,11 +11,12 @@ T = TypeVar("T")
 
 FIRST_PAUSE_S = 0.005
 LONGEST_PAUSE_S = 0.1
+PATIENCE_S = 60.0  # only a hang takes longer, on any machine
 
 
 def until(
     condition: Callable[[], T | None],
-    timeout_s: float = 40,
+    timeout_s: float = PATIENCE_S,
     explain: Callable[[], object] = lambda: "",
 ) -> T:
     """Poll a condition, at first often, until what it returns is true; returns that.
@@ -34,7 +35,7 @@ def until(
     raise AssertionError
 
 
-async def until_async(condition: Callable[[], object], timeout_s: float = 40) -> None:
+async def until_async(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     """As `until`, while the event loop's tasks go on."""
     deadline = time.monotonic() + timeout_s
     for pause_s in pauses():
