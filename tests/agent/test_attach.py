@@ -81,7 +81,7 @@ def waiting(run: Callable[[threading.Event], None]) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(10)
+        thread.join(60)
 
 
 def test_variables_of_threads_and_of_suspended_coroutines() -> None:
@@ -108,7 +108,7 @@ def test_variables_of_threads_and_of_suspended_coroutines() -> None:
         asyncio.run(main())
 
     with waiting(spin), waiting(loop):
-        assert ready.wait(10)
+        assert ready.wait(60)
         held = list(attach.values())
     for thing in (in_thread, in_task, in_context):
         assert thing in held
@@ -126,7 +126,7 @@ def test_a_forked_process_does_not_have_its_parent_s_variables() -> None:
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
-    child.join(10)
+    child.join(60)
     assert of_parent in list(attach.values())
     assert ours.recv() == (True, False)
 
@@ -153,10 +153,14 @@ def test_looking_keeps_nothing_alive() -> None:
         assert (found, gone[0]()) == (1, None)
 
 
+ANSWERED = threading.Event()
+
+
 async def application(scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] == "lifespan":
         return
-    await asyncio.sleep(1)
+    while not ANSWERED.is_set():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
     await send({"type": "http.response.start", "status": 204, "headers": []})
     await send({"type": "http.response.body"})
 
@@ -171,12 +175,13 @@ def test_requests_that_began_before_are_counted(monkeypatch: pytest.MonkeyPatch)
         serving = threading.Thread(target=server.run, args=([listener],), daemon=True)
         serving.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        asking = threading.Thread(target=httpx.get, args=(url,))
+        asking = threading.Thread(target=httpx.get, args=(url,), kwargs={"timeout": 60})
         asking.start()
         until(lambda: attach.tasks(attach.values()))
         attach.count(attach.tasks(attach.values()))
         until(lambda: (gate.in_flight, len(gate.rendering)) == (1, 1))
-        asking.join(10)
+        ANSWERED.set()
+        asking.join(60)
         until(lambda: (gate.in_flight, len(gate.rendering)) == (0, 0))
         server.should_exit = True
-        serving.join(10)
+        serving.join(60)

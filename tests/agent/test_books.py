@@ -118,17 +118,17 @@ def test_a_coroutine_that_waits_is_found() -> None:
 
 
 def test_what_a_thread_has_in_hand_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books, "LIMIT_S", 30)  # other tests have left a lot that can be reached
+    monkeypatch.setattr(books, "LIMIT_S", 60)  # other tests have left a lot that can be reached
     begun, over = threading.Event(), threading.Event()
 
     def receive(name: str) -> str:
         begun.set()
-        over.wait(30)
+        over.wait(60)
         return name
 
     with ThreadPoolExecutor() as pool:
         running = pool.submit(receive, NAME)
-        assert begun.wait(30)
+        assert begun.wait(60)
         try:
             assert books.named(books.threads(), [NAME], native=True) == {NAME}
         finally:

@@ -32,10 +32,10 @@ def worker() -> Any:
 
 
 class Client:
-    """An engine client whose engine answers after some seconds."""
+    """An engine client whose engine answers some calls, and no later one."""
 
     def __init__(self) -> None:
-        self.delay_s = 0.0
+        self.answers = 2
         self.calls = 0
         self.core = Core()
         self.engine_core = self
@@ -43,7 +43,8 @@ class Client:
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         self.calls += 1
-        await asyncio.sleep(self.delay_s)
+        if self.calls > self.answers:
+            await asyncio.Event().wait()
         return [getattr(self.core, method)(*args)]
 
 
@@ -64,7 +65,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     compare.hook_engine(module)
     monkeypatch.setattr(engine, "front_end", lambda: (made, loop))
     yield made
-    assert asyncio.run_coroutine_threadsafe(left(), loop).result(5) == 1
+    assert asyncio.run_coroutine_threadsafe(left(), loop).result(60) == 1
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -74,7 +75,7 @@ async def left() -> int:
     return len(asyncio.all_tasks())
 
 
-def request(timeout_s: float = 5) -> CompareRequest:
+def request(timeout_s: float = 60) -> CompareRequest:
     return CompareRequest(apart_s=0.05, timeout_s=timeout_s)
 
 
@@ -82,7 +83,7 @@ def test_two_looks_at_both_sides(client: Client) -> None:
     found = compare.compare(request())
     assert len(found.looks) == client.calls == 2
     assert found.settled
-    assert 0.05 <= found.waited_s < 1
+    assert found.waited_s >= 0.05
     last = found.looks[-1]
     assert (last.handed, last.rendering, last.problems) == (2, 0, [])
     _, process = last.engines
@@ -92,15 +93,21 @@ def test_two_looks_at_both_sides(client: Client) -> None:
 
 
 def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
-    client: Client, gate: Gate
+    client: Client, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early, later = (Arrival(0.0, rendering=True) for _ in range(2))
     gate.arrivals.add(early)
-    threading.Timer(0.1, gate.arrivals.add, (later,)).start()
-    threading.Timer(0.4, gate.arrivals.discard, (early,)).start()
+    wait = compare.handed_over
+
+    def handed_over(pending: set[Arrival], deadline: float) -> bool:
+        gate.arrivals.add(later)
+        threading.Timer(0.3, gate.arrivals.discard, (early,)).start()
+        return wait(pending, deadline)
+
+    monkeypatch.setattr(compare, "handed_over", handed_over)
     found = compare.compare(request())
     assert found.settled
-    assert 0.3 < found.waited_s < 2
+    assert found.waited_s > 0.3
     assert [item.rendering for item in found.looks] == [1, 1]
 
 
@@ -113,11 +120,8 @@ def test_one_that_does_not_come_is_not_waited_for_for_ever(client: Client, gate:
 
 @pytest.mark.parametrize("looks", [0, 1])
 def test_an_engine_that_does_not_answer_leaves_nothing_behind(client: Client, looks: int) -> None:
-    threading.Timer(0.02 * looks, setattr, (client, "delay_s", 60.0)).start()
-    client.delay_s = 0.0 if looks else 60.0
-    began = time.monotonic()
-    found = compare.compare(request(0.5))
-    assert time.monotonic() - began < 3
+    client.answers = looks
+    found = compare.compare(request(3 if looks else 0.5))  # on a busy machine, too, it looks once
     assert (len(found.looks), found.after) == (looks, None)
 
 
@@ -129,7 +133,7 @@ def test_a_late_call_does_nothing() -> None:
 def test_a_worker_that_can_not_be_read_is_told() -> None:
     core = Core()
     core.model_executor.collective_rpc = lambda ask: [ask(worker()), ask(object())]
-    own, one, other = compare.look(core, time.time() + 5)
+    own, one, other = compare.look(core, time.time() + 60)
     assert isinstance(own, bytes)
     assert isinstance(one, bytes)
     assert isinstance(other, str)
@@ -139,7 +143,7 @@ def test_a_worker_that_can_not_be_read_is_told() -> None:
 def test_an_executor_that_has_failed_is_told() -> None:
     core = Core()
     del core.model_executor.collective_rpc
-    (shown,) = compare.look(core, time.time() + 5)
+    (shown,) = compare.look(core, time.time() + 60)
     assert str(shown).startswith("the engine can't be read: ")
 
 

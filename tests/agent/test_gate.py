@@ -64,9 +64,11 @@ def test_a_websocket_of_responses_counts_by_its_requests(gate: Gate) -> None:
         socket = asyncio.ensure_future(answer(app, scope("/v1/responses", "websocket")))
         await asyncio.sleep(0.01)
         assert (gate.in_flight, gate.started) == (0, 0)
+        began = time.monotonic()
         with module.counted(scope("/v1/responses"), rendering=True) as arrival:
             assert gate.rendering == {arrival}
-            assert gate.longest(time.monotonic()) < 5
+            now = time.monotonic()
+            assert gate.longest(now) <= now - began
             assert arrival.route == "POST /v1/responses"
             assert gate.handed_over() is arrival
             assert (gate.in_flight, len(gate.rendering)) == (1, 0)
@@ -202,6 +204,7 @@ def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
     async def go() -> None:
         waiting, handing = App(), App()
         handing.inner = Handing()
+        began = time.monotonic()
         tasks = [
             asyncio.ensure_future(answer(app, {**scope(), "method": method}))
             for app, method in ((waiting, "POST"), (waiting, "GET"), (handing, "POST"))
@@ -213,7 +216,8 @@ def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
         await asyncio.sleep(0.01)
         assert (gate.in_flight, len(gate.rendering)) == (4, 2)
         # What it has waited for nobody knows: the oldest of the others counts.
-        assert 0.01 < gate.longest(time.monotonic()) < 5
+        now = time.monotonic()
+        assert 0.01 < gate.longest(now) <= now - began
         waiting.go.set()
         handing.go.set()
         await asyncio.gather(*tasks)
@@ -262,7 +266,7 @@ def test_what_is_cut_off_after_its_answer_is_in_flight_no_more(gate: Gate) -> No
         asked = asyncio.ensure_future(app(scope(), None, send))
         await asyncio.sleep(0.01)
         assert gate.in_flight == 1
-        assert await asyncio.to_thread(gate.cut, 5.0)
+        assert await asyncio.to_thread(gate.cut, 60.0)
         await asked
         assert gate.in_flight == 0
 
@@ -297,7 +301,7 @@ def test_what_is_cut_off_gets_a_503_and_a_stream_an_error(gate: Gate, swallows: 
         followed = asyncio.ensure_future(answer(outer, scope()))
         await asyncio.sleep(0.01)
         outer.go.set()
-        assert await asyncio.to_thread(gate.cut, 5.0)
+        assert await asyncio.to_thread(gate.cut, 60.0)
         start, _ = await asked
         assert (start["status"], dict(start["headers"])[b"retry-after"]) == (503, b"5")
         began, _, last = await followed

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +12,8 @@ import pytest
 from vllmops.agent import engine, heartbeat, objects, recorder, service
 from vllmops.agent.heartbeat import Heart
 from vllmops.protocol.engine import BEAT_BYTES, Beat
+
+from ..support.waiting import until
 
 
 def beat(sequence: int, now: float) -> Beat:
@@ -79,9 +80,8 @@ def test_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heart = Heart(tmp_path / "1.beat", beat)
     heart.start()
     first = heart.path.read_bytes()
-    time.sleep(0.3)
+    until(lambda: heart.path.read_bytes() != first)
     heart.stop()
-    assert heart.path.read_bytes() != first
 
 
 def test_a_full_disk_is_survived() -> None:
@@ -216,8 +216,7 @@ def test_a_beat_that_can_not_be_made_is_told_once(
 
     heart = Heart(tmp_path / "1.beat", broken)
     heart.start()
-    while beats < 5:
-        time.sleep(0.01)
+    until(lambda: beats >= 5)
     heart.stop()
     assert [item.message for item in caplog.records if "another shape" in item.message] != []
     assert sum("another shape" in item.message for item in caplog.records) == 1

@@ -88,12 +88,12 @@ def test_a_killed_engine_tells_its_last_steps(engine: Child) -> None:
 def test_a_hang_inside_the_scheduler_is_told(engine: Child) -> None:
     engine.run("step()")
     engine.run(
-        "module.Scheduler = type('Slow', (), {'schedule': lambda self: time.sleep(60),"
+        "module.Scheduler = type('Slow', (), {'schedule': lambda self: time.sleep(600),"
         " 'update_from_output': None, 'current_step': 9}); recorder.hook(module);"
         " slow = module.Scheduler(); time.sleep(0.02)"
     )
     engine.send("slow.schedule()")
-    time.sleep(1.0)
+    until(lambda: (open_ := history.own(engine.process).open) and open_.number == 10)
     last = after(engine).open
     assert last is not None
     assert (last.number, last.phase, last.tokens) == (10, "scheduling", 0)
@@ -147,8 +147,10 @@ def test_the_gil_is_kept(engine: Child) -> None:
 
 # A disk that stands for a moment can't be had on every machine.
 SLOW = """
-real = recorder._pwrite
+import threading
+real, writers = recorder._pwrite, []
 def slow(*given):
+    writers.append(threading.current_thread().name)
     time.sleep(0.3)
     return real(*given)
 """
@@ -157,11 +159,9 @@ def slow(*given):
 def test_a_slow_write_is_the_only_one_that_the_engine_waits_for(engine: Child) -> None:
     engine.run("step()")
     engine.run(SLOW)
-    engine.run("recorder._pwrite = slow; began = time.monotonic(); step()")
-    took = engine.run(
-        "began = time.monotonic(); [step() for _ in range(5)]; out = time.monotonic() - began"
-    )
-    assert float(took) < 0.3
+    engine.run("recorder._pwrite = slow; step()")
+    written = engine.run("[step() for _ in range(5)]; out = writers.count('MainThread')")
+    assert int(written) <= 1  # on a busy machine the first one of all may have been slow
     numbers = list(range(4701, 4708))
     assert [step.number for step in reach(engine.process).steps().steps] == numbers
     engine.run("recorder.beat(); recorder.beat(); recorder.beat()")

@@ -114,7 +114,7 @@ def test_stays_out_of_a_model_inspection(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=True,
     )
     assert done.stdout == "inspected\n"
@@ -167,7 +167,7 @@ def test_a_forked_child_does_not_answer_for_its_parent(spawn: Spawn) -> None:
             "out = os.fork()\n"
             "if out == 0:\n"
             "    os.write(writer, b'1')\n"  # what it does first at a fork, it has done
-            "    time.sleep(30)\n"
+            "    time.sleep(600)\n"
             "    os._exit(0)\n"
             "os.read(reader, 1)"
         )
@@ -194,7 +194,7 @@ def test_a_forked_child_starts_its_own_once_it_has_something_to_show(spawn: Spaw
             "    class Scheduler: pass\n"
             "    held = Scheduler()\n"
             "    objects.remember('scheduler', held)\n"
-            "    time.sleep(30)\n"
+            "    time.sleep(600)\n"
             "    os._exit(0)"
         )
     )
@@ -216,7 +216,7 @@ def test_answers_nobody_else(spawn: Spawn) -> None:
         if above != Path("/") and not mode(above) & 0o001:
             above.chmod(mode(above) | 0o011)
     ask = (
-        "import socket; s = socket.socket(socket.AF_UNIX); s.settimeout(5)\n"
+        "import socket; s = socket.socket(socket.AF_UNIX); s.settimeout(60)\n"
         f"s.connect({str(child.socket)!r})\n"
         "try:\n"
         "    s.sendall(b'GET /hello HTTP/1.0\\r\\n\\r\\n'); print(s.recv(100))\n"
@@ -224,8 +224,8 @@ def test_answers_nobody_else(spawn: Spawn) -> None:
     )
     command = [sys.executable, "-c", ask]
     other = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command]
-    assert subprocess.check_output(command, timeout=20).startswith(b"b'HTTP/1.1 200")
-    assert subprocess.check_output(other, timeout=20) == b"b''\n"
+    assert subprocess.check_output(command, timeout=60).startswith(b"b'HTTP/1.1 200")
+    assert subprocess.check_output(other, timeout=60) == b"b''\n"
 
 
 def test_many_callers_at_once_and_one_that_says_nothing(spawn: Spawn) -> None:
@@ -234,7 +234,7 @@ def test_many_callers_at_once_and_one_that_says_nothing(spawn: Spawn) -> None:
     try:
         for item in silent:
             item.connect(os.fspath(child.socket))
-        assert reach(child.process, timeout_s=5).hello().pid == child.process.pid
+        assert reach(child.process, timeout_s=60).hello().pid == child.process.pid
     finally:
         for item in silent:
             item.close()
@@ -251,7 +251,7 @@ def test_bad_requests_are_told(spawn: Spawn) -> None:
         ("DELETE /hello", b"", 501),
     ):
         with socket.socket(socket.AF_UNIX) as caller:
-            caller.settimeout(20)
+            caller.settimeout(60)
             caller.connect(os.fspath(child.socket))
             head = f"{request_line} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
             caller.sendall(head.encode() + body)
@@ -262,14 +262,16 @@ def test_bad_requests_are_told(spawn: Spawn) -> None:
 
 STARVE = """
 import os, resource, threading
+from vllmops.agent import service
+tries, take = [], service.Server.get_request
+service.Server.get_request = lambda self: tries.append(1) or take(self)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-cpu = sum(os.times()[:2])
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
 out = "starved"
 """
 FEED = """
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-out = sum(os.times()[:2]) - cpu
+out = len(tries)
 """
 
 
@@ -278,11 +280,11 @@ def test_without_file_descriptors_it_waits_and_then_answers(spawn: Spawn) -> Non
     child = spawn()
     child.run(STARVE)
     with socket.socket(socket.AF_UNIX) as call:
-        call.settimeout(10)
+        call.settimeout(60)
         call.connect(os.fspath(child.socket))
         call.sendall(b"GET /hello HTTP/1.1\r\nHost: a\r\n\r\n")
         time.sleep(2)
-        assert float(child.run(FEED)) < 0.5
+        assert 1 <= int(child.run(FEED)) < 100  # not thousands
         assert call.recv(100).startswith(b"HTTP/1.1 200")
 
 

@@ -40,7 +40,7 @@ def epoll(): p = select.epoll(); p.register(ends["epoll"][0], 1); return bool(p.
 waits = {
     "get": lambda: things.get() == 1,
     "lock": lock.acquire,
-    "event": lambda: event.wait(60),
+    "event": lambda: event.wait(600),
     "select": lambda: select.select([ends["select"][0]], [], [])[0] != [],
     "poll": poll,
     "epoll": epoll,
@@ -79,7 +79,7 @@ class Program:
 
     def end(self) -> dict[str, bool]:
         """Let all threads go; what each says."""
-        output, _ = self.process.communicate("\n", timeout=30)
+        output, _ = self.process.communicate("\n", timeout=60)
         assert self.process.returncode == 0
         found: dict[str, bool] = eval(output)
         return found
@@ -108,12 +108,13 @@ def test_every_kind_of_wait_goes_on(program: Program, tmp_path: Path) -> None:
         if name == "sleep":
             continue
         assert program.target.idle(tid), name
-        stopped_s = injected(
-            program.target, tid, f"open({str(file)!r}, 'a').write('{name} {tid}\\n')"
-        )
-        assert stopped_s < 1
+        injected(program.target, tid, f"open({str(file)!r}, 'a').write('{name} {tid}\\n')")
         until(partial(says, file, f"{name} {tid}\n"))
     assert program.end() == dict.fromkeys(program.tids, True)
+
+
+def test_the_thread_is_stopped_for_less_than_a_second(program: Program) -> None:
+    assert injected(program.target, program.tids["get"], "pass") < 1
 
 
 def test_the_borrowed_thread_runs_it(program: Program, tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_a_running_thread_is_left_alone(program: Program) -> None:
 
 
 def test_a_process_without_python_is_refused() -> None:
-    sleeper = subprocess.Popen(["sleep", "60"])
+    sleeper = subprocess.Popen(["sleep", "600"])
     try:
         with pytest.raises(VllmopsError) as error:
             injected(inject.Target(sleeper.pid), sleeper.pid, "1")
@@ -250,7 +251,7 @@ def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> 
     for _ in range(3):
         with pytest.raises(BusyError):
             injected(target, tid, "1 / 0")
-    process.communicate("\n", timeout=10)
+    process.communicate("\n", timeout=60)
     assert process.returncode == 0
 
 
@@ -311,13 +312,13 @@ run = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3)(
 size = int(sys.argv[2])
 given, got = bytes(range(100, 100 + size)), ctypes.create_string_buffer(size)
 print(threading.get_native_id(), flush=True)
-run(given, ctypes.addressof(got), struct.pack("qq", 20, 0))
+run(given, ctypes.addressof(got), struct.pack("qq", 600, 0))
 print(int(got.raw == given), flush=True)
 """
 # The code, the bytes of the register, and the number of the system call.
 VECTORS = {
-    # vmovdqu ymm15, [rdi]; mov r8, rsi; poll(NULL, 0, 20000); vmovdqu [r8], ymm15; vzeroupper; ret
-    "x86_64": ("c57e6f3f4989f031ff31f6ba204e0000b8070000000f05c4417e7f38c5f877c3", 32, 7),
+    # vmovdqu ymm15, [rdi]; mov r8, rsi; poll(NULL, 0, 600000); vmovdqu [r8], ymm15; vzeroupper; ret
+    "x86_64": ("c57e6f3f4989f031ff31f6bac0270900b8070000000f05c4417e7f38c5f877c3", 32, 7),
     # ldr q20, [x0]; mov x9, x1; ppoll(NULL, 0, x2, NULL); str q20, [x9]; ret
     "aarch64": (
         "1400c03de90301aa000080d2010080d2030080d2280980d2010000d43401803dc0035fd6",
@@ -335,7 +336,7 @@ def test_vector_registers_are_as_they_were(start: Any, tmp_path: Path) -> None:
     line = f"import ctypes; open({str(file)!r}, 'w').write(str(sum(x * 0.1 for x in range(9999))))"
     injected(inject.Target(process.pid), tid, line)
     until(file.exists)
-    assert process.communicate(timeout=10)[0] == "1\n"
+    assert process.communicate(timeout=60)[0] == "1\n"
 
 
 def stopped(program: Program, act: Callable[[int], Any]) -> Any:

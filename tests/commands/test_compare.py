@@ -27,7 +27,7 @@ def compare(*options: object) -> Any:
         env=os.environ,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=False,
     )
     return done.returncode, json.loads(done.stdout)["errors"][0]

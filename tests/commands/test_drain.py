@@ -22,21 +22,22 @@ from ..support.waiting import until
 Spawn = Callable[..., Any]
 # Its engine has no scheduler that could count, so the command asks for vLLM's own figures.
 COUNTED = """
-import asyncio
+import asyncio, os
 from vllmops.agent.gate import gate
 app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") != "/metrics"]
 @app.get("/metrics")
 def counted():
     return PlainTextResponse(f'vllm:num_requests_running{{engine="0"}} {gate.in_flight}.0\\n')
 @app.get("/slow")
-async def slow(): await asyncio.sleep(4)
+async def slow():
+    while not os.path.exists(RELEASED): await asyncio.sleep(0.05)
 """
 
 
 @pytest.fixture
 def fleet(spawn: Spawn, tmp_path: Path) -> Iterator[Fleet]:
     made = Fleet(spawn, tmp_path)
-    made.child.run(COUNTED)
+    made.child.run(COUNTED.replace("RELEASED", repr(str(tmp_path / "released"))))
     yield made
     made.kill()
 
@@ -69,14 +70,13 @@ def test_a_server_that_dies_meanwhile(lab: Any, monkeypatch: pytest.MonkeyPatch)
     # It has no agent that could be told.
     monkeypatch.setattr(drain, "set_draining", lambda *_, **__: lab.kill(engine))
     with socket.create_connection(("127.0.0.1", record.port)) as slow:
-        slow.sendall(b"GET /slow/60 HTTP/1.1\r\n\r\n")
+        slow.sendall(b"GET /slow/600 HTTP/1.1\r\n\r\n")
         answer = lab.vllmops("drain", "-t", "a", "--wait", "--timeout", "50", "--json")
     assert (answer.code, answer.error["code"]) == (1, "drain.ended"), answer
     assert f"engine (pid {engine}) has ended" in answer.error["message"]
 
 
-def test_what_is_in_flight_finishes(fleet: Fleet, vllmops: Any) -> None:
-
+def test_what_is_in_flight_finishes(fleet: Fleet, vllmops: Any, tmp_path: Path) -> None:
     done: list[int] = []
 
     def ask() -> None:
@@ -89,7 +89,8 @@ def test_what_is_in_flight_finishes(fleet: Fleet, vllmops: Any) -> None:
     answer = vllmops("drain", *target, "--wait", "--timeout", "0.3", "--json")
     assert (answer.code, answer.error["code"]) == (3, "drain.timeout"), answer
     assert answer.data["in_flight"] == 1
-    assert vllmops("drain", *target, "--wait", "--timeout", "50", "--json").code == 0
+    threading.Timer(1, (tmp_path / "released").touch).start()
+    assert vllmops("drain", *target, "--wait", "--timeout", "60", "--json").code == 0
     slow.join()
     assert done == [200]
 

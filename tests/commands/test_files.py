@@ -6,7 +6,6 @@ import os
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -99,12 +98,10 @@ def test_odd_files_are_read_to_an_end(
     for number, (kind, file) in enumerate(odd.items()):
         if not (EVERYTHING or number % 3 == turn % 3):
             continue
-        began = time.monotonic()
-        answer = vllmops(*typed(words, file, home), "--json", timeout_s=30)
+        answer = vllmops(*typed(words, file, home), "--json")
         assert answer.code in {1, 4} or (kind, words[0]) == ("empty", "responses"), (kind, answer)
         assert "Traceback" not in answer.err
         assert "unexpected" not in answer.out + answer.err, kind
-        assert time.monotonic() - began < 20, kind
 
 
 @pytest.mark.parametrize("words", INPUTS, ids=" ".join)

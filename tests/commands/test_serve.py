@@ -85,7 +85,7 @@ def test_a_dry_run_can_be_pasted_into_a_shell(lab: Any) -> None:
         assert spoken[1:-1] == planned["command"][1:]
     finally:
         server.terminate()
-        server.wait(10)
+        server.wait(60)
 
 
 def test_a_dry_run_shows_no_secrets(lab: Any) -> None:
@@ -477,7 +477,7 @@ def test_ready_then_ended_from_outside(lab: Any) -> None:
     serve = lab.hold("a")
     record = lab.record("a")
     lab.kill(record.session, signal.SIGTERM)  # vLLM itself exits 0 then
-    out, err = serve.communicate(timeout=30)
+    out, err = serve.communicate(timeout=60)
     assert serve.returncode == 1
     assert "stopped by a signal" in err
     assert "a is ready at" in err
@@ -499,7 +499,7 @@ def test_however_it_ends_nothing_is_left(lab: Any, number: signal.Signals, code:
     record = lab.record("a")
     assert not record.detached
     serve.send_signal(number)
-    err = serve.communicate(timeout=30)[1]
+    err = serve.communicate(timeout=60)[1]
     assert serve.returncode == code, err
     assert "Traceback" not in err
     until(lambda: lab.state("a") == "stopped")
@@ -509,12 +509,12 @@ def test_however_it_ends_nothing_is_left(lab: Any, number: signal.Signals, code:
 
 def test_interrupted_while_it_starts(lab: Any) -> None:
     port = str(free_port())
-    command = [sys.executable, "-m", "vllmops", *lab.words("a", "--port", port, ready_s=60)]
+    command = [sys.executable, "-m", "vllmops", *lab.words("a", "--port", port, ready_s=600)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE) as serve:
         until(lambda: lab.state("a") and len(lab.record("a").processes) >= 3)
         record = lab.record("a")
         serve.send_signal(signal.SIGINT)
-        serve.communicate(timeout=30)
+        serve.communicate(timeout=60)
     assert serve.returncode == 130
     assert lab.state("a") == "stopped"
     lab.nothing_left(record)
@@ -536,7 +536,7 @@ def test_a_terminal_that_is_closed(lab: Any) -> None:
     record = lab.record("a")
     os.close(ours)
     until(lambda: lab.state("a") == "stopped")
-    assert serve.wait(10) != 0
+    assert serve.wait(60) != 0
     lab.nothing_left(record)
 
 
@@ -570,6 +570,6 @@ def test_both_die_at_once(lab: Any) -> None:
 def test_json_in_the_foreground_is_one_document_at_the_end(lab: Any) -> None:
     serve = lab.hold("a", "--json")
     serve.send_signal(signal.SIGTERM)
-    out, err = serve.communicate(timeout=30)
+    out, err = serve.communicate(timeout=60)
     assert json.loads(out)["data"]["state"] == "stopped"
     assert err == ""

@@ -11,7 +11,7 @@ from ..support.waiting import until
 
 def test_one_screen(lab: Any) -> None:
     record = lab.serve("a")
-    threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/60",)).start()
+    threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",)).start()
     until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     data = lab.vllmops("status", "--json").data
     assert data["instance"]["name"] == "a"

@@ -45,7 +45,7 @@ def test_requests_in_flight_finish(lab: Any) -> None:
     request.start()
     until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     answer = lab.vllmops("stop", "a")
-    request.join(20)
+    request.join(60)
     assert done == [b"done"]
     assert "requests in flight: 1" in answer.err
     assert "drained" in answer.out
@@ -56,27 +56,27 @@ def test_requests_in_flight_finish(lab: Any) -> None:
 )
 def test_requests_are_cut_off(lab: Any, words: list[str], note: str) -> None:
     record = lab.serve("a")
-    request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/60",))
+    request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",))
     request.start()
     until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     answer = lab.vllmops("stop", "a", *words, "--json")
     assert (answer.code, answer.data["note"]) == (0, note)
-    request.join(5)
+    request.join(60)
     assert not request.is_alive()
     lab.nothing_left(record)
 
 
 def test_a_second_stop_cuts_the_drain_short(lab: Any) -> None:
     record = lab.serve("a")
-    request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/60",))
+    request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",))
     request.start()
     until(lambda: takedown.in_flight(record.processes, record.url) == 1)
     patient = threading.Thread(target=lab.vllmops, args=("stop", "a"))
     patient.start()
     until(lambda: lab.state("a") == "stopping")
     assert lab.vllmops("stop", "a", "--force").code == 0
-    patient.join(10)
-    request.join(10)
+    patient.join(60)
+    request.join(60)
     lab.nothing_left(record)
 
 
@@ -100,7 +100,7 @@ def test_a_server_that_vllmops_did_not_start(lab: Any) -> None:
     assert server.poll() is None
     answer = lab.vllmops("stop", str(server.pid), "--json")
     assert (answer.code, answer.data["state"], answer.data["name"]) == (0, "stopped", None)
-    server.wait(10)
+    server.wait(60)
     assert not list(Path("/dev/shm").glob(f"*_{lab.home.name}_*"))
     assert lab.bind_error(server.port) is None
 
@@ -116,14 +116,14 @@ def test_one_that_ignores_sigterm(lab: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.3)
     server = lab.stranger(stubborn=True)
     assert lab.vllmops("stop", str(server.pid), "--force").code == 0
-    assert server.wait(5) == -signal.SIGKILL
+    assert server.wait(60) == -signal.SIGKILL
 
 
 def test_a_foreground_server_can_be_stopped(lab: Any) -> None:
     serve = lab.hold("a")
     record = lab.record("a")
     assert lab.vllmops("stop", "a").code == 0
-    serve.communicate(timeout=20)
+    serve.communicate(timeout=60)
     assert serve.returncode == 0
     lab.nothing_left(record)
 
@@ -197,15 +197,14 @@ def test_restart_what_a_successor_has_just_ended(lab: Any, monkeypatch: pytest.M
         until(lambda: lab.state("a") == "failed" and not Folder("a").control.exists())
 
     monkeypatch.setattr(commands, "started", too_early)
+    monkeypatch.setattr(control, "CONNECT_TIMEOUT_S", 600.0)  # nor does it wait for another one
     before = lab.serve("a")
     lab.kill_supervisor("a")
     for process in before.processes:
         lab.kill(process.pid)
-    began = time.monotonic()
     answer = lab.vllmops("restart", "a", "--json")
     assert answer.code == 0, answer.out
     assert answer.data["state"] == "ready"
-    assert time.monotonic() - began < control.CONNECT_TIMEOUT_S
 
 
 @pytest.mark.parametrize("seen", sampled(["stopping", "ready"], 2))
@@ -242,7 +241,7 @@ def test_stop_ends_where_the_supervisor_does_nothing(
     record = lab.serve("a")
     stuck = lab.supervisor("a")
     lab.kill(stuck, signal.SIGSTOP)
-    answer = lab.vllmops("stop", "a", "--force", "--json", timeout_s=20)
+    answer = lab.vllmops("stop", "a", "--force", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (3, "supervisor.silent")
     assert "pkill -9" in answer.error["hint"]
     assert all(map(alive, record.processes))
@@ -262,7 +261,7 @@ def test_a_supervisor_that_dies_before_it_obeys_has_a_successor_that_does(
     waiting = background(command, "a", "--force")
     time.sleep(1)
     lab.kill(stuck)
-    assert waiting.wait(20) == 0
+    assert waiting.wait(60) == 0
     assert not any(map(alive, record.processes))
     assert lab.state("a") == {"stop": "stopped", "restart": "ready"}[command]
 

@@ -32,7 +32,7 @@ def test_until_stopped(lab: Any) -> None:
     time.sleep(0.5)
     assert waiter.is_alive()
     lab.vllmops("stop", "a", "--force")
-    waiter.join(10)
+    waiter.join(60)
     assert (answers[0].code, answers[0].out) == (0, "a is stopped\n")
 
 
@@ -41,7 +41,7 @@ def test_until_the_time_is_up(lab: Any) -> None:
     answer = lab.vllmops("wait", "a", "--for", "stopped", "--timeout", "0.3", "--json")
     assert (answer.code, answer.error["code"]) == (3, "wait.timeout")
     assert "it is ready" in answer.error["message"]
-    lab.starting("b", ready_s=60)
+    lab.starting("b", ready_s=600)
     answer = lab.vllmops("wait", "b", "--timeout", "0")
     assert answer.code == 3
     assert "b is not ready" in answer.err
@@ -64,7 +64,7 @@ def test_one_that_dies_together_with_its_supervisor(lab: Any, words: tuple[str, 
     lab.kill_supervisor("a")
     for process in record.processes:
         lab.kill(process.pid)
-    assert waiting.wait(20) == 0
+    assert waiting.wait(60) == 0
 
 
 @long
@@ -92,5 +92,5 @@ def test_one_that_vllmops_did_not_start(lab: Any) -> None:
     waiter.start()
     time.sleep(0.5)
     lab.vllmops("stop", target, "--force")
-    waiter.join(10)
+    waiter.join(60)
     assert answers[0].data["state"] == "stopped"

@@ -59,7 +59,7 @@ def test_the_journal_where_the_log_may_not_be_read(
     assert xid.age_s == pytest.approx(50, abs=5)
 
 
-@pytest.mark.parametrize("script", ["exit 1", "sleep 60", "head -c 99 /dev/urandom"])
+@pytest.mark.parametrize("script", ["exit 1", "sleep 600", "head -c 99 /dev/urandom"])
 def test_a_journal_that_tells_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str
 ) -> None:
@@ -76,9 +76,7 @@ def readable() -> Iterator[str]:
 
 
 def test_the_real_log_is_read_to_its_end() -> None:
-    began = time.monotonic()
     assert all(line.split(",")[0].isdecimal() for line in readable())
-    assert time.monotonic() - began < 5
 
 
 def test_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,8 @@ def test_a_server_on_a_unix_socket(lab: Any) -> None:
     assert (row["state"], row["url"], row["uds"]) == ("ready", unix_url(str(path)), str(path))
     assert f"unix:{path}" in lab.vllmops("ps").out
     assert lab.vllmops("status", "a", "--json").data["metrics"]["running"] == 0
-    assert lab.vllmops("wait", f"unix:{path}", "--timeout", "5").code == 0
-    assert lab.vllmops("wait", unix_url(str(path)), "--timeout", "5").code == 0
+    assert lab.vllmops("wait", f"unix:{path}", "--timeout", "60").code == 0
+    assert lab.vllmops("wait", unix_url(str(path)), "--timeout", "60").code == 0
     doctor = lab.vllmops("doctor", "-t", "a", "--canary", "--only", "canary", "--json")
     # The stand-in names no model; that it was asked is what counts.
     assert "JSON" in doctor.data["findings"][0]["evidence"], doctor
@@ -149,7 +149,7 @@ def test_a_headless_server_that_waits_for_its_head_is_not_ready(lab: Any) -> Non
     waited = lab.vllmops("wait", "a", "--timeout", "1")
     assert waited.code == 3
     assert lab.vllmops("stop", "a", "--force").code == 0
-    out, err = lab.foreground[-1].communicate(timeout=20)
+    out, err = lab.foreground[-1].communicate(timeout=60)
     assert "is ready" not in out + err
 
 

@@ -55,7 +55,7 @@ def test_a_file_of_the_user_s_own_is_no_segment(name: str, monkeypatch: pytest.M
     try:
         holder = hold("map", path.name)
         assert used_by(holder.pid) == set()
-        holder.communicate(timeout=10)
+        holder.communicate(timeout=60)
         assert sweep([path.name]) == []  # an older vllmops may have noted it
         assert path.name not in {item.name for item in unused().segments}
         assert path.exists()
@@ -69,7 +69,7 @@ def test_a_segment_that_a_live_process_uses_stays(segment: str, how: str) -> Non
     assert used_by(holder.pid) == {segment}
     assert sweep([segment]) == []
     assert (SHM / segment).exists()
-    holder.communicate(timeout=10)
+    holder.communicate(timeout=60)
     assert used_by(holder.pid) == set()
     assert sweep([segment]) == [segment]
     assert not (SHM / segment).exists()
@@ -127,7 +127,7 @@ def end(popen: "subprocess.Popen[str]") -> None:
     for child in psutil.Process(popen.pid).children():
         child.kill()
     popen.kill()
-    popen.communicate(timeout=10)
+    popen.communicate(timeout=60)
 
 
 def test_a_semaphore_is_its_maker_s_though_it_has_another_name_there() -> None:
@@ -177,7 +177,7 @@ def test_what_nobody_uses_is_cleaned(segment: str, how: str | None, patient: Non
     assert [item.name for item in removed] == ([] if holder else [segment])
     assert (SHM / segment).exists() == bool(holder)
     if holder:
-        holder.communicate(timeout=10)
+        holder.communicate(timeout=60)
 
 
 def test_a_holder_with_another_dev_shm_is_seen(segment: str, patient: None) -> None:
@@ -194,7 +194,7 @@ def test_a_holder_with_another_dev_shm_is_seen(segment: str, patient: None) -> N
     assert holder.stdout.readline() == "up\n"
     assert clean()[1] == []
     assert sweep([segment]) == []
-    holder.communicate(timeout=10)
+    holder.communicate(timeout=60)
     assert [item.name for item in clean()[1]] == [segment]
 
 
@@ -221,7 +221,7 @@ def isolated(*words: str, how: list[str]) -> str:
         [*how, sys.executable, "-c", CLEAN, *words],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         check=True,
     )
     return done.stdout

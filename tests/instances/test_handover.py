@@ -41,7 +41,7 @@ def test_what_waits_for_a_server_that_went_is_taken_by_the_one_that_got_its_sock
         with pytest.raises(OSError, match=r"listens on port 1$"):
             handover.listener(tree, 1)
         number = handover.listener(tree, port)
-        client = socket.create_connection(("127.0.0.1", port), timeout=5)
+        client = socket.create_connection(("127.0.0.1", port), timeout=60)
         first.communicate("\\n")
     module = ModuleType("launcher")
     calls = list[Any]()

@@ -60,7 +60,7 @@ def test_a_service(lab: Any, manager: Manager, place: str, monkeypatch: pytest.M
     assert all(line.startswith("STATUS=") for line in before)
     assert "STOPPING=1" not in shown
     serve.send_signal(signal.SIGTERM)
-    serve.communicate(timeout=40)
+    serve.communicate(timeout=60)
     until(lambda: "STOPPING=1" in manager.heard())
     assert lab.state("a") == "stopped"
 
@@ -71,10 +71,10 @@ def test_a_server_that_fails_leaves_its_cause(
     monkeypatch.setenv(notify.SOCKET, place)
     serve = lab.hold("a")
     lab.kill(lab.process("a", "engine").pid)
-    serve.communicate(timeout=40)
+    serve.communicate(timeout=60)
     last = [line for line in manager.heard() if line.startswith("STATUS=")][-1]
     assert last.startswith("STATUS=failed: engine (pid ")
-    lab.hold("b", exits=7).communicate(timeout=40)
+    lab.hold("b", exits=7).communicate(timeout=60)
     assert "STATUS=failed: vLLM exited with status 7" in manager.heard()[-1]
 
 
@@ -88,7 +88,7 @@ def test_what_the_watchdog_aborts_is_taken_down_at_once(lab: Any) -> None:
     record = lab.hold("a") and lab.record("a")
     serve = lab.foreground[-1]
     serve.send_signal(signal.SIGABRT)
-    serve.communicate(timeout=40)
+    serve.communicate(timeout=60)
     lab.nothing_left(record)
 
 
@@ -128,7 +128,7 @@ def test_what_can_not_be_judged_is_fed(
     monkeypatch.setattr(notify, "verdict", broken)
     notifier = Notifier(Folder("a"), {notify.SOCKET: place, notify.PERIOD: "300000"})
     try:
-        until(lambda: manager.heard().count("WATCHDOG=1") >= 2, 5)
+        until(lambda: manager.heard().count("WATCHDOG=1") >= 2)
     finally:
         notifier.close()
 

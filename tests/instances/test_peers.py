@@ -4,7 +4,6 @@ import asyncio
 import os
 import resource
 import socket
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +20,6 @@ from ..support.extent import long
 from ..support.far import ip, network, running
 from ..support.waiting import until
 
-TOLD_S = 10
 # Takes every connection; it says where, and when somebody asks whether the host is there.
 NODE = f"""
 import socket, sys
@@ -47,9 +45,7 @@ def test_a_node_whose_network_is_cut_is_named(
     assert output.readline() == output.readline() == "asked\n"
     assert lab.record("a").note == ""
     ip(f"-n {link} link set far down")
-    began = time.monotonic()
     until(lambda: lab.record("a").note)
-    assert time.monotonic() - began < TOLD_S
     (row,) = vllmops("ps", "--json").data["instances"]
     assert (row["state"], row["note"]) == ("ready", f"node {there} does not answer")
     assert row["note"] in vllmops("ps").out
@@ -86,7 +82,7 @@ def test_a_node_of_a_server_without_a_supervisor(
     assert unanswered([engine.process], None) == set()
     ip(f"-n {link} link set far down")
     engine.run("far.send(b'work')")
-    until(lambda: unanswered([engine.process], None) == {there}, 60)
+    until(lambda: unanswered([engine.process], None) == {there})
 
     def row() -> Any:
         rows = vllmops("ps", "--json").data["instances"]
@@ -100,7 +96,7 @@ def test_a_node_of_a_server_without_a_supervisor(
     )
     assert there in part["why"]
     ip(f"-n {link} link set far up")
-    until(lambda: not row()["note"], 60)
+    until(lambda: not row()["note"])
 
 
 @pytest.mark.parametrize(

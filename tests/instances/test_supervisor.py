@@ -41,14 +41,15 @@ from ..support.waiting import until
 
 
 @pytest.mark.parametrize("role", sampled(["engine", "api", "worker"], 3))
-def test_one_process_killed_takes_the_whole_server_down(lab: Any, role: str) -> None:
+def test_one_process_killed_takes_the_whole_server_down(
+    lab: Any, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 600.0)  # none of them is waited for in vain
     record = lab.serve("a")
     assert [p.role for p in record.processes] == ["api", "engine", "worker"]
     victim = lab.process("a", role)
-    began = time.monotonic()
     lab.kill(victim.pid)
     until(lambda: lab.state("a") == "failed")
-    assert time.monotonic() - began < 6
     lab.nothing_left(record)
     until(lambda: not Folder("a").supervised())
     failure = lab.record("a").failure
@@ -266,7 +267,7 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
     until(lambda: not Folder("a").supervised())
-    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         reused = tuple(
             Process(p.role, bystander.pid, p.start_ticks - 6000) for p in record.processes
@@ -347,7 +348,7 @@ def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
     until(lambda: not Folder("a").supervised())
-    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         # The same numbers, even the same start after boot, and another boot.
         there = identity.of(bystander.pid)
@@ -367,7 +368,7 @@ def test_supervisors_that_end_as_soon_as_they_are_started(
 ) -> None:
     """For example of an installation that is broken in part."""
     monkeypatch.setattr(Supervisor, "run", None)
-    answer = lab.vllmops(*lab.words("a"), "--detach", "--json", timeout_s=20)
+    answer = lab.vllmops(*lab.words("a"), "--detach", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (5, "supervisor.unreachable")
     assert "supervisor.log shows why" in answer.error["hint"]
 
@@ -383,7 +384,7 @@ def test_an_error_right_after_the_start_leaves_no_server(
         raise RuntimeError("of all things")
 
     monkeypatch.setattr(Supervisor, "start", broken)
-    answer = lab.vllmops(*lab.words("a"), "--detach", "--json", timeout_s=20)
+    answer = lab.vllmops(*lab.words("a"), "--detach", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "serve.failed")
     assert "of all things" in answer.error["message"]
     assert not takedown.members(processes.table(), lab.record("a").session)
@@ -437,7 +438,7 @@ def test_an_error_in_a_hand_over_leaves_no_second_server(
 
     monkeypatch.setattr(handover, "serves", broken)
     first = handing.serve("a")
-    answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=30)
+    answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
     assert "of all things" in answer.error["message"]
     assert (handing.record("a").beside, handing.state("a")) == ((), "ready")
@@ -454,7 +455,7 @@ def test_an_error_while_the_first_server_finishes_leaves_the_second_one(
 
     monkeypatch.setattr(handover, "emptied", broken)
     first = handing.serve("a")
-    assert handing.vllmops("restart", "a", "--hand-over", timeout_s=30).code == 0
+    assert handing.vllmops("restart", "a", "--hand-over", timeout_s=60).code == 0
     assert not any(map(alive, first.processes))
     until(lambda: alone(handing))
 
@@ -469,7 +470,7 @@ def test_a_supervisor_that_dies_while_the_first_server_leaves_has_the_second_one
 
     monkeypatch.setattr(handover, "emptied", dies)
     first = handing.serve("a")
-    answer = handing.vllmops("restart", "a", "--hand-over", timeout_s=30)
+    answer = handing.vllmops("restart", "a", "--hand-over", timeout_s=60)
     assert answer.code == 0, answer
     assert not handing.record("a").beside
     assert not any(map(alive, first.processes))
@@ -485,7 +486,7 @@ def test_a_supervisor_that_dies_before_there_is_a_second_server(
 
     monkeypatch.setattr(handover, "lacking", dies)
     handing.serve("a")
-    answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=30)
+    answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
     assert "its supervisor died" in answer.error["message"]
 
@@ -506,9 +507,9 @@ def test_two_hand_overs_at_once(handing: Any, monkeypatch: pytest.MonkeyPatch) -
     handing.serve("a")
     with ThreadPoolExecutor(2) as pool:
         words = ("restart", "a", "--hand-over", "--json")
-        first = pool.submit(handing.vllmops, *words, timeout_s=40)
+        first = pool.submit(handing.vllmops, *words, timeout_s=60)
         until(lambda: handing.record("a").hand_over)
-        second = pool.submit(handing.vllmops, *words, timeout_s=40)
+        second = pool.submit(handing.vllmops, *words, timeout_s=60)
         time.sleep(1)
         goes_on.touch()
     assert "there is no memory" in first.result().error["message"]
@@ -543,7 +544,7 @@ def test_a_hand_over_knows_how_long_an_exported_variable_keeps_connections(
 def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill_supervisor("a")
-    bystander = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         there = identity.of(bystander.pid)
         old = Process(Role.API, there.pid, there.start_ticks, boot="another")
@@ -634,7 +635,7 @@ def test_a_fifo_in_place_of_its_log_does_not_block_a_new_supervisor(lab: Any) ->
     log = Folder("a").supervisor_log
     log.unlink()
     os.mkfifo(log)
-    lab.vllmops("ps", timeout_s=10)
+    lab.vllmops("ps", timeout_s=60)
     until(lambda: Folder("a").supervised())
     assert lab.vllmops("stop", "a").code == 0
 
@@ -662,7 +663,7 @@ def test_a_state_directory_that_is_refused_does_not_keep_a_server_alive(lab: Any
     lab.home.chmod(0o777)
     try:
         popen.send_signal(signal.SIGINT)
-        assert popen.wait(20) == 130
+        assert popen.wait(60) == 130
     finally:
         lab.home.chmod(0o700)
     lab.nothing_left(record)
@@ -706,7 +707,7 @@ def test_many_clients_do_not_use_up_its_descriptors(lab: Any) -> None:
     clients = [control.connect(Folder("a")) for _ in range(300)]
     descriptors = Path(f"/proc/{lab.supervisor('a')}/fd")
     until(lambda: len(list(descriptors.iterdir())) < 150)
-    assert lab.vllmops("stop", "a", timeout_s=20).code == 0
+    assert lab.vllmops("stop", "a", timeout_s=60).code == 0
     lab.nothing_left(record)
     for item in clients:
         item.close()
@@ -795,7 +796,7 @@ def test_a_wish_that_can_not_be_read_leaves_no_client_behind(lab: Any) -> None:
     folder = Folder("a")
     for _ in range(2):
         with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(10)
+            client.settimeout(60)
             client.connect(os.fspath(folder.control))
             client.sendall(b'{"hold":true}\n{"a":' + b"[" * 20_000 + b"\n")
             while client.recv(1 << 16):

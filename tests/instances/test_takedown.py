@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,32 +26,34 @@ from ..support.waiting import until
 
 
 def sleeper(**options: Any) -> "subprocess.Popen[bytes]":
-    return subprocess.Popen(["sleep", "60"], **options)
+    return subprocess.Popen(["sleep", "600"], **options)
 
 
-def test_a_tree_goes_with_its_port_and_its_segment(lab: Any) -> None:
+def test_a_tree_goes_with_its_port_and_its_segment(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 600.0)  # none of it is waited for in vain
     server = lab.stranger()
     tree = processes.tree(processes.table(), [server.pid])
     assert [p.role for p in tree] == ["api", "engine", "worker"]
     lab.kill(server.pid)  # so that nobody unlinks the segment in order
     server.wait()
-    began = time.monotonic()
     removed = take_down(tree, session=server.pid).removed
     assert len(removed) == 1
     assert not any(map(alive, tree))
     assert not Path("/dev/shm", removed[0]).exists()
     assert lab.bind_error(server.port) is None
-    assert time.monotonic() - began < 5
 
 
-def test_orphans_that_heed_sigterm_are_not_waited_for_in_vain(lab: Any) -> None:
+def test_orphans_that_heed_sigterm_are_not_waited_for_in_vain(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 600.0)
     server = lab.stranger()
     tree = processes.tree(processes.table(), [server.pid])
     lab.kill(lab.pid_of(tree, "engine"))  # the API server does not know of the worker
-    began = time.monotonic()
     take_down(tree, session=server.pid)
     assert not any(map(alive, tree))
-    assert time.monotonic() - began < 5
 
 
 def test_one_that_ignores_sigterm_is_killed(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +97,7 @@ def test_a_reused_pid_is_not_killed() -> None:
     take_down([stale])
     assert bystander.poll() is None
     kill(Process(Role.API, bystander.pid, created), signal.SIGKILL)
-    assert bystander.wait(5) == -signal.SIGKILL
+    assert bystander.wait(60) == -signal.SIGKILL
 
 
 def test_one_that_nothing_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,11 +137,11 @@ def test_a_drain_waits_for_requests_in_flight(lab: Any) -> None:
     url = f"http://127.0.0.1:{server.port}"
     tree = processes.tree(processes.table(), [server.pid])
     words: list[str] = []
-    request = threading.Thread(target=urllib.request.urlopen, args=(f"{url}/slow/1",))
+    request = threading.Thread(target=urllib.request.urlopen, args=(f"{url}/slow/3",))
     request.start()
     until(lambda: takedown.in_flight(tree, url) == 1)
-    assert drain(tree, url, 20, words.append) == "drained"
-    request.join(1)
+    assert drain(tree, url, 600, words.append) == "drained"
+    request.join(60)
     assert not request.is_alive()
     assert "in flight: 1" in words[0]
 
@@ -210,24 +211,21 @@ def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
     server = lab.stranger()
     url = f"http://127.0.0.1:{server.port}"
     tree = processes.tree(processes.table(), [server.pid])
-    cut = threading.Thread(target=lab.cut_off, args=(f"{url}/slow/60",))
+    cut = threading.Thread(target=lab.cut_off, args=(f"{url}/slow/600",))
     cut.start()
     until(lambda: takedown.in_flight(tree, url) == 1)
-    began = time.monotonic()
     assert drain(tree, url, 0.3, lambda _: None) == "requests cut off: 1"
-    assert drain(tree, url, 60, lambda _: None, hurry=lambda: True).startswith("requests cut off")
+    assert drain(tree, url, 600, lambda _: None, hurry=lambda: True).startswith("requests cut off")
     lab.kill(lab.pid_of(tree, "engine"))
-    assert drain(tree, url, 60, lambda _: None).startswith("requests cut off")  # none will finish
-    assert time.monotonic() - began < 10
+    # None will finish.
+    assert drain(tree, url, 600, lambda _: None).startswith("requests cut off")
     take_down(tree, session=server.pid)
     cut.join()
 
 
 def test_engines_without_an_agent_and_an_api_server_are_not_waited_for() -> None:
     tree = [Process(Role.ENGINE, os.getpid(), identity.of(os.getpid()).start_ticks)]
-    began = time.monotonic()
-    assert drain(tree, None, 30, lambda _: None) == "requests cut off: unknown"
-    assert time.monotonic() - began < 5
+    assert drain(tree, None, 600, lambda _: None) == "requests cut off: unknown"
 
 
 def test_nobody_can_tell_what_is_in_flight(listener: int) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 from vllmops.memory.record import Background
+
+from ..support.waiting import until
 
 
 class Load:
@@ -17,9 +18,7 @@ class Load:
 def test_a_load_that_ends_by_what_nobody_foresaw_is_no_silence() -> None:
     load: Any = Load()
     background = Background(load)
-    background.thread.join(5)
-    deadline = time.monotonic() + 5
-    while background.error is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    assert until(lambda: background.error)
+    background.thread.join(60)
     assert background.error
     assert "can't start new thread" in background.error.message

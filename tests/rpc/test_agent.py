@@ -1,6 +1,7 @@
 """Reaching agents, in real processes that are stopped, stuck, killed or not what they claim."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -50,16 +51,18 @@ def test_every_question(spawn: Spawn) -> None:
 
 def test_questions_share_a_connection_and_outlive_it(spawn: Spawn) -> None:
     child = spawn()
-    child.run("from vllmops.agent.service import Handler; Handler.timeout = 0.3")
+    child.run("from vllmops.agent.service import Handler; Handler.timeout = 600")
     count = "import threading; out = sum('request' in t.name for t in threading.enumerate())"
     found = reach(child.process)
     for _ in range(3):
         assert found.engine().running is None
     assert child.run(count) == "1"
     # The agent closes what has been silent; it is asked anew.
-    time.sleep(0.8)
-    assert child.run(count) == "0"
-    assert found.engine().running is None
+    child.run("Handler.timeout = 0.1")
+    other = reach(child.process)
+    assert other.engine().running is None
+    until(lambda: child.run(count) == "1")
+    assert other.engine().running is None
 
 
 def test_role_is_the_process_tables(spawn: Spawn) -> None:
@@ -71,12 +74,13 @@ def test_role_is_the_process_tables(spawn: Spawn) -> None:
 def test_several_side_by_side(spawn: Spawn) -> None:
     live, stopped = spawn(), spawn()
     os.kill(stopped.process.pid, signal.SIGSTOP)
-    began = time.monotonic()
-    shown, silent = side_by_side(
-        [live.process, stopped.process, stopped.process],
-        lambda process: reach(process, timeout_s=0.5).hello().pid,
-    )
-    assert time.monotonic() - began < 0.9
+    together = threading.Barrier(3)  # one after the other would not get on
+
+    def ask(process: Process) -> int:
+        together.wait()
+        return reach(process, timeout_s=60 if process is live.process else 0.5).hello().pid
+
+    shown, silent = side_by_side([live.process, stopped.process, stopped.process], ask)
     assert shown == [live.process.pid]
     assert [(item.pid, item.code) for item in silent] == [
         (stopped.process.pid, "agent.timeout")
@@ -119,36 +123,40 @@ def test_stopped_process_is_told_by_its_heartbeat(spawn: Spawn) -> None:
     child = spawn()
     os.kill(child.process.pid, signal.SIGSTOP)
     time.sleep(1.5)
-    began = time.monotonic()
     error = refusal(child, timeout_s=0.3)
-    assert time.monotonic() - began < 0.8
     assert error.code == "agent.timeout"
     pulse = beat(child.process)
     assert pulse is not None
-    assert 1.5 <= pulse.age_s < 3.5
-    assert f"{pulse.age_s:.0f} s old" in error.message
+    assert pulse.age_s >= 1.5
+    told = re.search(r"(\d+) s old", error.message)
+    assert told
+    assert 2 <= int(told[1]) <= round(pulse.age_s)
 
 
 def test_held_gil_is_told_by_the_heartbeat(spawn: Spawn) -> None:
     child = spawn()
     # PyDLL, unlike CDLL, keeps the GIL during the call.
-    child.send("import ctypes; ctypes.PyDLL(None).sleep(20)")
-    time.sleep(2.5)
+    child.send("import ctypes; ctypes.PyDLL(None).sleep(600)")
+    until(lambda: (pulse := beat(child.process)) and pulse.age_s >= 2.4)
     assert refusal(child, timeout_s=0.3).code == "agent.timeout"
     pulse = beat(child.process)
     assert pulse is not None
-    assert pulse.age_s >= 1.4
+    assert pulse.age_s >= 2.4
 
 
 def test_a_busy_main_thread_does_not_hinder_it(spawn: Spawn) -> None:
     child = spawn()
     child.send("while True: pass")
-    time.sleep(1.2)
-    assert reach(child.process, timeout_s=1).hello().pid == child.process.pid
-    pulse = beat(child.process)
-    assert pulse is not None
-    assert pulse.beat.sequence >= 1
-    assert not pulse.late
+    before = beat(child.process)
+    assert before is not None
+    assert reach(child.process, timeout_s=60).hello().pid == child.process.pid
+    until(
+        lambda: (
+            (pulse := beat(child.process))
+            and pulse.beat.sequence >= before.beat.sequence + 2
+            and not pulse.late
+        )
+    )
 
 
 def test_another_process_behind_the_pid(spawn: Spawn) -> None:
@@ -201,7 +209,7 @@ def test_another_users_process_is_told(spawn: Spawn) -> None:
         [*other, sys.executable, "-c", ask],
         capture_output=True,
         text=True,
-        timeout=20,
+        timeout=60,
         check=True,
         cwd="/",
     )
@@ -227,7 +235,7 @@ def test_connection_that_breaks(spawn: Spawn) -> None:
     child = spawn(VLLMOPS_DISABLE="1")
     with bound(child) as server:
         server.listen()
-        server.settimeout(5)
+        server.settimeout(60)
 
         def hang_up() -> None:
             server.accept()[0].close()
@@ -249,9 +257,7 @@ def test_an_answer_without_end(spawn: Spawn) -> None:
                     connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
 
         threading.Thread(target=flood, daemon=True).start()
-        began = time.monotonic()
         assert refusal(child, timeout_s=0.3).code == "agent.timeout"
-        assert time.monotonic() - began < 3
 
 
 def test_path_too_long(spawn: Spawn, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Writer:
         self.process.kill()
         assert self.process.stdout
         words = self.process.stdout.read()
-        self.process.wait(10)
+        self.process.wait(60)
         return words.splitlines(keepends=True)
 
 

@@ -66,10 +66,10 @@ def test_the_heartbeat_goes_on(
             assert found
             assert found.status == "in_progress"  # its lease is renewed
             await store.set_status("", RUN.id, "cancelled")
-            await asyncio.wait_for(stopped.wait(), 2)
+            await asyncio.wait_for(stopped.wait(), 60)
 
     with caplog.at_level(logging.ERROR):
-        asyncio.run(asyncio.wait_for(play(), 20))
+        asyncio.run(asyncio.wait_for(play(), 60))
     (shown,) = [item.message for item in caplog.records if type(error).__name__ in item.message]
     assert "lease" in shown
 
@@ -95,10 +95,10 @@ def test_sweeping_goes_on_and_hinders_no_heartbeat(
             store.attend(RUN, stopped.set)
             await until_async(lambda: backend.swept >= 3)
             await store.delete("", RUN.id)
-            await asyncio.wait_for(stopped.wait(), 2)
+            await asyncio.wait_for(stopped.wait(), 60)
 
     with caplog.at_level(logging.ERROR):
-        asyncio.run(asyncio.wait_for(play(), 20))
+        asyncio.run(asyncio.wait_for(play(), 60))
     assert sum("KeyError" in item.message for item in caplog.records) == 1
 
 
@@ -114,7 +114,7 @@ def test_what_a_run_raises_when_it_is_stopped_is_told(caplog: pytest.LogCaptureF
             await until_async(lambda: not store.attended)
 
     with caplog.at_level(logging.ERROR):
-        asyncio.run(asyncio.wait_for(play(), 20))
+        asyncio.run(asyncio.wait_for(play(), 60))
     assert any("no such task" in item.message for item in caplog.records)
 
 
@@ -132,8 +132,8 @@ def test_events_go_on_behind_those_that_can_not_be_stored(
             await store.create(RUN)
             async with Writer(store, RUN) as writer:
                 writer.add(0, b"{}")
-                await asyncio.sleep(0.2)
-                assert any("not these" in item.message for item in caplog.records)  # at once
+                # At once, not only at the end.
+                await until_async(lambda: any("not these" in r.message for r in caplog.records))
                 for n in range(1, 4):
                     writer.add(n, b"{}")
                     await asyncio.sleep(0.1)
@@ -151,7 +151,7 @@ def test_a_database_that_answers_too_little_keeps_nobody_waiting() -> None:
 
     async def play() -> None:
         calling = Gathered(run, lambda _: 0)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             first = await asyncio.gather(*(calling(n) for n in range(3)), return_exceptions=True)
             assert [isinstance(item, Exception) for item in first] == [True] * 3
             assert await calling(7) == 7  # and it goes on
@@ -178,7 +178,7 @@ def test_a_thread_of_sqlite_serves_on_though_a_loop_that_it_told_is_closed(tmp_p
     loop.close()
 
     async def one() -> Any:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await worker.run(lambda c: c.execute("SELECT 1").fetchone())
 
     try:
@@ -264,4 +264,4 @@ def test_whoever_answers_instead_of_a_database(scheme: str, words: bytes) -> Non
         await store.close()
         server.close()
 
-    asyncio.run(asyncio.wait_for(play(), 20))
+    asyncio.run(asyncio.wait_for(play(), 60))

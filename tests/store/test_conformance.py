@@ -366,7 +366,7 @@ def test_what_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> None:
         async def slow() -> None:
             if not began.is_set():
                 began.set()
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             await drop()
 
         backend.drop = slow  # type: ignore[method-assign]

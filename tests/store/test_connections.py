@@ -43,7 +43,7 @@ class Lender:
         """A call on one of them that is given up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(after_s), self.lend():
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
 
     def run(self, main: Any) -> None:
         async def whole() -> None:
@@ -109,14 +109,16 @@ def test_what_rested_for_long_is_not_used_again(
 def test_more_calls_than_connections_wait_for_one(kind: str, shared_servers: Any) -> None:
     lender = Lender(kind, shared_servers)
 
-    async def use() -> int:
-        async with lender.lend() as lent:
-            name = await name_of(lent, kind)
-            await asyncio.sleep(0.05)
-            return name
-
     async def main() -> None:
         most = 4 if kind == "redis" else 8
+        all_in_use = asyncio.Barrier(most)
+
+        async def use() -> int:
+            async with lender.lend() as lent:
+                name = await name_of(lent, kind)
+                await all_in_use.wait()
+                return name
+
         assert len(set(await asyncio.gather(*(use() for _ in range(3 * most))))) == most
 
     lender.run(main)
@@ -134,7 +136,7 @@ def test_what_the_server_has_closed_is_not_used_again(kind: str, shared_servers:
                 await asked(one, [("CLIENT", "KILL", "ID", other)])
             else:
                 await one.execute(f"SELECT pg_terminate_backend({other})")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.5)  # until it has heard of that
         assert len(await lender.two() & before) == 1
 
     lender.run(main)

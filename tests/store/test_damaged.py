@@ -262,7 +262,7 @@ def test_a_server_s_damaged_response_is_shown(hostile: Any, vllmops: Any, body: 
 def test_a_server_whose_list_goes_round(hostile: Any, vllmops: Any) -> None:
     url = hostile(lambda *_: page(GOOD, b"{}", more=True, last=b'"resp_good"'))
     for words in (("list", "--all"), ("stats",), ("purge", "--status", "failed", "--dry-run")):
-        answer = vllmops("responses", *words, "-t", url, "--json", timeout_s=20)
+        answer = vllmops("responses", *words, "-t", url, "--json", timeout_s=60)
         assert (answer.code, answer.error["code"]) == (1, "responses.refused"), answer
 
 
@@ -273,7 +273,7 @@ def test_a_server_whose_input_goes_round(hostile: Any, vllmops: Any) -> None:
         return GOOD
 
     shown = vllmops(
-        "responses", "show", "resp_good", "--input", "-t", hostile(answer), "--json", timeout_s=20
+        "responses", "show", "resp_good", "--input", "-t", hostile(answer), "--json", timeout_s=60
     )
     assert (shown.code, shown.error["code"]) == (1, "responses.refused"), shown
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import msgspec
 import pytest
 
@@ -169,10 +167,8 @@ def test_what_is_taken(name: str) -> None:
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_not_and_why(name: str) -> None:
     """As ValueError, which names the line and takes the next one."""
-    began = time.monotonic()
     with pytest.raises(ValueError, match=r".") as caught:
         decode(BAD[name])
-    assert time.monotonic() - began < 2
     assert len(f"{caught.value}") < 500
 
 

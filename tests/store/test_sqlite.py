@@ -68,7 +68,7 @@ def test_a_close_that_takes_too_long_leaves_no_thread(tmp_path: Path) -> None:
 
     def wait(_: sqlite3.Connection) -> None:
         busy.set()
-        over.wait(30)
+        over.wait()
 
     async def play() -> list[threading.Thread]:
         store = Sqlite(f"sqlite:///{tmp_path}/responses.db", Limits(), "test")
@@ -77,7 +77,7 @@ def test_a_close_that_takes_too_long_leaves_no_thread(tmp_path: Path) -> None:
         assert store.reader
         threads = [store.writer.thread, store.reader.thread]
         work = asyncio.create_task(store.writer.run(wait))
-        await asyncio.to_thread(busy.wait, 30)
+        await asyncio.to_thread(busy.wait, 60)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
                 await store.close()
@@ -86,7 +86,7 @@ def test_a_close_that_takes_too_long_leaves_no_thread(tmp_path: Path) -> None:
         return threads
 
     for thread in asyncio.run(play()):
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -348,7 +348,7 @@ def test_turns_that_bite_their_tail_end(tmp_path: Path) -> None:
         for name, before in (("resp_a", "resp_b"), ("resp_b", "resp_a")):
             await store.create(response(name, previous_id=before))
         for _ in range(2):
-            found = await asyncio.wait_for(store.conversation("me", "resp_a"), 5)
+            found = await asyncio.wait_for(store.conversation("me", "resp_a"), 60)
             assert {each.id for each in found} == {"resp_a", "resp_b"}
 
     with_store(tmp_path / "a.db", work)

@@ -71,7 +71,7 @@ async def shown() -> str:
 
 async def seen(app: Top, pilot: Pilot[None], *texts: str) -> None:
     """Wait until the screen has these texts; it may go on to change."""
-    for _ in range(200):
+    for _ in range(300):
         await pilot.pause(0.2)
         text = "\n".join(lines(app))
         if all(part in text for part in texts):
@@ -82,7 +82,7 @@ async def seen(app: Top, pilot: Pilot[None], *texts: str) -> None:
 async def settled(app: Top, pilot: Pilot[None], *texts: str) -> list[str]:
     """What is on the screen once it changes no more, and has these texts."""
     before: list[str] = []
-    for _ in range(100):
+    for _ in range(600):
         await pilot.pause(0.1)
         now = lines(app)
         if now == before and all(text in "\n".join(now) for text in texts):

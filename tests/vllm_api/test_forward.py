@@ -79,7 +79,7 @@ def test_a_server_in_a_pod(vllmops: Vllmops, fleet: Fleet, cluster: Cluster, fol
     assert answer.data["server"] == "k8s:inference/vllm-0:8123"
     (row,) = vllmops("ps", *target, env=environment).data["instances"]
     assert (row["state"], {p["role"]: p["pid"] for p in row["processes"]}) == ("ready", fleet.pids)
-    assert vllmops("wait", "-t", target[1], "--timeout", "5", env=environment).code == 0
+    assert vllmops("wait", "-t", target[1], "--timeout", "60", env=environment).code == 0
     paths = {(urlsplit(path).path, urlsplit(path).query) for path, _ in cluster.asked}
     assert paths == {("/api/v1/namespaces/inference/pods/vllm-0/portforward", "ports=8123")}
     assert {given for _, given in cluster.asked} == {f"Bearer {TOKEN}"}
@@ -132,9 +132,9 @@ def test_nobody_else_reaches_the_pod(cluster: Cluster, folder: Path) -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:
-        assert client.get("http://pod/health", timeout=20).status_code == 200
+        assert client.get("http://pod/health", timeout=60).status_code == 200
     made.listening.shutdown(socket.SHUT_RDWR)
-    made.thread.join(20)
+    made.thread.join(60)
     assert not made.thread.is_alive()
 
 

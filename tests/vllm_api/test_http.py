@@ -41,17 +41,19 @@ python_gc_objects_collected_total{generation="0"} 5.0
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     servers = []
+    over = threading.Event()
 
     def start(
         code: int = 200,
         body: bytes = b"",
-        delay_s: float = 0.0,
+        silent: bool = False,
         posts: Mapping[str, bytes] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> str:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                time.sleep(delay_s)
+                if silent:
+                    over.wait()
                 self.send_response(code)
                 for name, value in (headers or {}).items():
                     self.send_header(name, value)
@@ -74,6 +76,7 @@ def serve() -> Iterator[Serve]:
         return f"http://127.0.0.1:{server.server_port}"
 
     yield start
+    over.set()
     for server in servers:
         server.shutdown()
         server.server_close()
@@ -131,11 +134,9 @@ def test_nobody_there() -> None:
 
 
 def test_a_server_that_takes_too_long(serve: Serve) -> None:
-    url = serve(delay_s=2.0)
-    began = time.monotonic()
-    assert status(url, timeout_s=0.2) == 0
-    assert metrics(url, timeout_s=0.2) is None
-    assert time.monotonic() - began < 1.9
+    url = serve(silent=True)
+    assert status(url, timeout_s=1) == 0
+    assert metrics(url, timeout_s=1) is None
 
 
 @pytest.mark.parametrize("words", ["HTTP/1.1 200 OK\r\nx: ", "HTTP/1.1 200 OK\r\n\r\n"])
@@ -144,15 +145,13 @@ def test_an_answer_that_trickles_in(words: str) -> None:
         connection, _ = server.accept()
         with connection, suppress(OSError):
             connection.sendall(words.encode())
-            for _ in range(100):
+            while True:
                 time.sleep(0.1)
                 connection.sendall(b"x")
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=trickle, args=(server,), daemon=True).start()
-        began = time.monotonic()
-        assert status(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=0.3) == 0
-        assert time.monotonic() - began < 3
+        assert status(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=1) == 0
 
 
 def test_an_answer_without_end(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +164,7 @@ def test_an_answer_without_end(serve: Serve, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_something_that_does_not_speak_http(listener: int) -> None:
-    assert status(f"http://127.0.0.1:{listener}", timeout_s=0.2) == 0
+    assert status(f"http://127.0.0.1:{listener}", timeout_s=1) == 0
 
 
 @pytest.mark.parametrize(
@@ -217,10 +216,10 @@ def test_an_answer_that_comes_by_the_byte_is_not_waited_for() -> None:
     class Dripping(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
-            self.send_header("Content-Length", "1000")
+            self.send_header("Content-Length", "1000000")
             self.end_headers()
             with contextlib.suppress(OSError):
-                for _ in range(1000):
+                while True:
                     self.wfile.write(b"#")
                     time.sleep(0.2)
 
@@ -229,8 +228,6 @@ def test_an_answer_that_comes_by_the_byte_is_not_waited_for() -> None:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    began = time.monotonic()
     assert metrics(f"http://127.0.0.1:{server.server_port}", timeout_s=1) is None
-    assert time.monotonic() - began < 5
     server.shutdown()
     server.server_close()

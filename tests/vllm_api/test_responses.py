@@ -26,7 +26,8 @@ Hostile = Callable[[Callable[[], Part]], Endpoint]
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n"
 EVENT = b'data: {"type":"response.x","sequence_number":1}\n\n'
-TIMEOUT_S = 0.4
+TIMEOUT_S = 60.0
+SHORT_S = 0.4  # for what never comes to an end
 
 
 @pytest.fixture
@@ -67,16 +68,14 @@ def asked(
         async with Http(place, timeout_s=timeout_s) as server:
             return await question(server)
 
-    began = time.monotonic()
-    try:
-        return asyncio.run(ask())
-    finally:
-        assert time.monotonic() - began < 5
+    return asyncio.run(ask())
 
 
-def refusal(place: Endpoint, question: Callable[[Http], Awaitable[Any]]) -> VllmopsError:
+def refusal(
+    place: Endpoint, question: Callable[[Http], Awaitable[Any]], timeout_s: float = TIMEOUT_S
+) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        asked(place, question)
+        asked(place, question, timeout_s)
     return caught.value
 
 
@@ -143,14 +142,14 @@ def test_an_answer_that_trickles_in(
     hostile: Hostile, question: Any, head: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http, "GRACE_S", 0.05)
-    error = refusal(hostile(endless(head, b"x", 0.05)), question)
+    error = refusal(hostile(endless(head, b"x", 0.05)), question, SHORT_S)
     assert (error.code, error.exit_code) == ("responses.timeout", Exit.TIMED_OUT)
 
 
 def test_events_that_trickle_in(hostile: Hostile) -> None:
     place = hostile(endless(EVENTS, EVENT, 0.05))
-    assert refusal(place, QUESTIONS["events"]).code == "responses.timeout"
-    assert asked(place, lambda server: server.events(one("in_progress")), 1.0)
+    assert refusal(place, QUESTIONS["events"], SHORT_S).code == "responses.timeout"
+    assert asked(place, lambda server: server.events(one("in_progress")), 3.0)
 
 
 @pytest.mark.parametrize("coding", [b"gzip", b"gzip, gzip", b"br"])

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import threading
-import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -103,11 +102,15 @@ def test_a_command_that_fails_or_can_not_be_run(tmp_path: Path) -> None:
 
 def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    began = time.monotonic()
-    # It holds our end of no pipe: its child has its output.
-    code, message = told(Hook(f"sh -c 'sleep 600 & echo $$ $! > {pids}; wait'", limit_s=0.5))
-    assert time.monotonic() - began < 10
-    assert (code, "killed after 0.5 s" in message) == ("watch.hook", True)
+    pids.touch()
+    for limit_s in (0.5, 5.0, 50.0):
+        # It holds our end of no pipe: its child has its output.
+        hook = Hook(f"sh -c 'sleep 600 & echo $$ $! > {pids}; wait'", limit_s=limit_s)
+        code, message = told(hook)
+        assert (code, f"killed after {limit_s:g} s" in message) == ("watch.hook", True)
+        if pids.read_text():  # on a busy machine it may not have come so far
+            break
+    assert pids.read_text()
     for pid in map(int, pids.read_text().split()):
         until(lambda pid=pid: not alive(pid))  # type: ignore[misc]
 
@@ -126,8 +129,9 @@ ENDED = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptio
 class Receiver:
     """An HTTP server that answers as told, and keeps what it got."""
 
-    def __init__(self, *statuses: int, delay_s: float = 0.0) -> None:
+    def __init__(self, *statuses: int, silent: bool = False) -> None:
         self.got: list[Any] = []
+        self.over = threading.Event()
         left = iter(statuses)
         receiver = self
 
@@ -135,7 +139,8 @@ class Receiver:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 receiver.got.append((self.headers["Content-Type"], json.loads(body)))
-                time.sleep(delay_s)
+                if silent:
+                    receiver.over.wait()
                 self.send_response(next(left, 200))
                 self.end_headers()
 
@@ -151,12 +156,13 @@ class Receiver:
 def receive() -> Iterator[Callable[..., Receiver]]:
     made: list[Receiver] = []
 
-    def start(*statuses: int, **options: float) -> Receiver:
+    def start(*statuses: int, **options: bool) -> Receiver:
         made.append(Receiver(*statuses, **options))
         return made[-1]
 
     yield start
     for item in made:
+        item.over.set()
         item.server.shutdown()
         item.server.server_close()
 
@@ -192,7 +198,7 @@ def test_nobody_there_and_one_who_takes_too_long(
     assert "ConnectError" in told(Webhook("http://127.0.0.1:1/x", pause_s=0.01))[1]
     monkeypatch.setattr(messenger, "POST_S", 0.1)
     monkeypatch.setattr(messenger, "TRIES", 2)
-    assert "ReadTimeout" in told(Webhook(receive(delay_s=0.5).url, pause_s=0.01))[1]
+    assert "ReadTimeout" in told(Webhook(receive(silent=True).url, pause_s=0.01))[1]
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://x/y", "http://", "file:///etc/passwd"])
@@ -209,7 +215,7 @@ def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
     gate = threading.Event()
 
     def slow(event: Event) -> None:
-        gate.wait(20)
+        gate.wait()
         order.append(event.number)
 
     def broken(event: Event) -> None:
@@ -218,11 +224,9 @@ def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
         raise ZeroDivisionError("nobody foresaw it")
 
     carrier = Messenger([broken, slow], trouble.append)
-    began = time.monotonic()
     for number in range(3):
         carrier.send(Event(event="stalled", at=0.0, server="demo", text="", number=number))
     carrier.flush(0.1)
-    assert time.monotonic() - began < 5
     assert order == []
     gate.set()
     carrier.flush()

@@ -178,10 +178,7 @@ def test_probes_and_patches(vllm: Callable[[str], Any], version: str) -> None:
     assert process.run(f"out = {probe}") is True
 
     process.run("before = {name: dict(vars(c)) for name, c in {'r': request.Request}.items()}")
-    process.run(
-        "began = time.process_time(); registry.install(); took = time.process_time() - began"
-    )
-    assert process.run("out = took") < 1.0  # a benchmark measures it; here the machine is busy
+    process.run("registry.install()")
     states = process.run(
         "out = {each.id: (each.state.value, each.present) "
         "for each in registry.states(verify=True).patches}"
@@ -205,6 +202,16 @@ def test_probes_and_patches(vllm: Callable[[str], Any], version: str) -> None:
         == states["mm-lru-ghost-keys"][0]
     )
     assert process.run(CYCLE) == after
+
+
+@pytest.mark.parametrize("version", [*OLD, INSTALLED])
+def test_the_patches_cost_little(vllm: Callable[[str], Any], version: str) -> None:
+    process = vllm(version)
+    assert process.run(IMPORT) is None
+    process.run(
+        "began = time.process_time(); registry.install(); took = time.process_time() - began"
+    )
+    assert process.run("out = took") < 1.0  # a benchmark measures it; here the machine is busy
 
 
 LOST = """
@@ -231,16 +238,24 @@ def said(healed, patched):
     writer._spin_condition.notify = lambda: None
     looks = [len(broadcast.look())]
     writer.enqueue("a")
-    time.sleep(0.3)
+    while not (patched or broadcast.look()):
+        time.sleep(0.02)
     looks.append(len(broadcast.look()))
     if healed:
         broadcast.act(["reader 0"])
-    until = time.monotonic() + 1
-    while len(got) < 1 and time.monotonic() < until:
-        time.sleep(0.02)
+    if healed or patched:
+        while len(got) < 1:
+            time.sleep(0.02)
+    else:
+        time.sleep(1)
     looks.append(len(broadcast.look()))
-    began = time.process_time(); time.sleep(0.5); burnt = time.process_time() - began
-    return got, looks, burnt < 0.25
+    waits, wait = [], condition.wait
+    def counted(*given, **named):
+        waits.append(1)
+        return wait(*given, **named)
+    condition.wait = counted
+    time.sleep(0.5)
+    return got, looks, len(waits) < 100
 """
 
 

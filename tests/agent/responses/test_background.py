@@ -30,7 +30,7 @@ async def main():
         await background.Runs(handler).accept(turn, None)
     except ValueError as error:
         print(error)
-    await asyncio.wait([task], timeout=5)
+    await asyncio.wait([task], timeout=60)
     print(task.cancelled(), handler.background_tasks)
 
 asyncio.run(main())
@@ -65,7 +65,7 @@ async def begun(runs, held=None, keep=None):
         id="resp_1", model="m", status="queued", previous_response_id=None
     )
     with working(turn):
-        task = asyncio.create_task(runs.carry_out(lambda _: asyncio.sleep(60)))
+        task = asyncio.create_task(runs.carry_out(lambda _: asyncio.sleep(600)))
     runs.handler.background_tasks["resp_1"] = task
     try:
         await runs.accept(turn, keep or runs.store.create)
@@ -82,11 +82,11 @@ async def main():
         first = await begun(runs)
         await store.delete("", "resp_1")  # as another replica does
         second = await begun(runs)
-        await asyncio.wait([first], timeout=1)
+        await asyncio.wait([first], timeout=60)
         print(first.cancelled(), second.done(), runs.running["resp_1"][1] is second)
         runs.stop("resp_1")
         runs.stop("resp_1")
-        await asyncio.wait([second], timeout=1)
+        await asyncio.wait([second], timeout=60)
         print(second.cancelled(), runs.running, store.attended)
 
 asyncio.run(main())
@@ -100,8 +100,9 @@ async def main():
         task = await begun(runs, await kept.hold("", "conv", "resp_1"))
         await store.delete("", "resp_1")
         runs.stop("resp_1")  # before it has begun
-        await asyncio.wait([task], timeout=1)
-        await asyncio.sleep(0.1)
+        await asyncio.wait([task], timeout=60)
+        while store.backend.kept["conv"].held:
+            await asyncio.sleep(0.01)
         print(task.cancelled(), store.backend.kept["conv"].held)
 
 asyncio.run(main())
@@ -123,7 +124,9 @@ async def main():
         await asked.wait()
         request.cancel()
         await asyncio.wait([request])
-        await asyncio.sleep(0.3)
+        while not await store.get("", "resp_1"):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
         print(request.cancelled(), (await store.get("", "resp_1")).status)
         print(list(runs.running), store.backend.kept["conv"].held)
 
@@ -141,10 +144,10 @@ async def main():
 
     async def put(_):
         begun.set()
-        await asyncio.sleep(60)
+        await asyncio.sleep(600)
 
     runs = background.Runs(SimpleNamespace(store=SimpleNamespace(put=put), conversations=None))
-    tasks = [asyncio.create_task(asyncio.sleep(60)) for _ in range(3)]
+    tasks = [asyncio.create_task(asyncio.sleep(600)) for _ in range(3)]
     for number, task in enumerate(tasks):
         run = background.Response(
             id=str(number), owner="", model="m", status="in_progress", body=b"{}"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-import time
 from pathlib import Path
 
 import pytest
 
+from vllmops.agent.responses import writer as writing
 from vllmops.agent.responses.writer import Writer
 from vllmops.store import opening
 from vllmops.store.backend import Response
@@ -42,14 +42,16 @@ def test_all_events_are_there_at_the_end_and_few_writes_do() -> None:
     assert chunks <= 6
 
 
-def test_the_first_event_is_not_kept_back() -> None:
+def test_the_first_event_is_not_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "BATCH_S", 600.0)
+
     async def play() -> None:
         async with ResponseStore(opening.backend("memory://")) as store:
             await store.create(RUN)
             async with Writer(store, RUN) as writer:
                 writer.add(0, b"{}")
-                await asyncio.sleep(0.03)
-                assert await stored(store) == [0]
+                while await stored(store) != [0]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
 
     asyncio.run(play())
 
@@ -92,21 +94,19 @@ def test_a_run_that_is_cancelled_waits_for_no_store(tmp_path: Path) -> None:
     async def work(store: ResponseStore) -> None:
         async with Writer(store, RUN) as writer:
             writer.add(0, b"{}")
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
 
     async def play() -> None:
         url = f"sqlite:///{tmp_path}/responses.db"
-        async with ResponseStore(opening.backend(url)) as store:
+        async with ResponseStore(opening.backend(url), deadline_s=600) as store:
             await store.create(RUN)
             blocker = sqlite3.connect(tmp_path / "responses.db", isolation_level=None)
             blocker.execute("BEGIN IMMEDIATE")
             task = asyncio.create_task(work(store))
             await asyncio.sleep(0.1)
-            began = time.monotonic()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            assert time.monotonic() - began < 0.5
             blocker.execute("ROLLBACK")
             blocker.close()
 
