@@ -235,7 +235,11 @@ def test(extent: str) -> list[str]:
         return [*together(fast_tests("-m", "live_only")), *test_live("--short")]
     # Compiles the tests, as else every worker would do, on the core that the linters leave idle.
     collect = started("pytest", "--collect-only", "-qqq", output=subprocess.DEVNULL)
-    checks = ("ruff", "format", "--check", "."), ("ruff", "check", "."), ("lint-imports",)
+    checks = (
+        ("ruff", "format", "--check", "."),
+        ("ruff", "check", "."),
+        ("lint-imports", "--no-logo"),
+    )
     failed = [shlex.join(words) for words in checks if attempt(*words)]
     collect.wait()
     if failed:

@@ -76,6 +76,10 @@ def turn(item: pytest.Item) -> int:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # xdist's workers inherit what this does
         reachable.open_to_all()
+        # What libraries find in a home, such as a token of Ray's, changes what they do.
+        empty = tempfile.TemporaryDirectory(prefix="vo-home-")
+        os.environ["HOME"] = empty.name
+        config.add_cleanup(empty.cleanup)
         config.pluginmanager.register(gate.Reporter())
 
 

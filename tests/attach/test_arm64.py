@@ -2,13 +2,11 @@
 
 from pathlib import Path
 
-import pytest
-
-from ..support.extent import EVERYTHING
+from ..support.extent import long
 from . import emulated
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="the long form: three minutes, and packages to download")
+@long  # three minutes, and packages to download
 def test_injection_works_on_arm64(tmp_path: Path) -> None:
     shown = emulated.booted(*emulated.guest(tmp_path))
     assert "aarch64 GNU/Linux" in shown

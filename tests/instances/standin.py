@@ -129,6 +129,12 @@ def answer(connection: socket.socket) -> None:
             time.sleep(float(path.removeprefix("/slow/")))
             running -= 1
             body = "done"
+        elif path.startswith("/until/"):  # a file is there
+            running += 1
+            while not os.path.exists(path.removeprefix("/until")):
+                time.sleep(0.05)
+            running -= 1
+            body = "done"
         print(f'INFO:     127.0.0.1:50000 - "{method} {path} HTTP/1.1" {status}', flush=True)
         head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close"
         connection.sendall(f"{head}\r\n\r\n{body}".encode())

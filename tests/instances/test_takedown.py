@@ -132,15 +132,20 @@ def test_what_an_agent_left_is_removed(home: Path) -> None:
     assert {item.name for item in folder.iterdir()} == {"1.sock", "1.beat"}
 
 
-def test_a_drain_waits_for_requests_in_flight(lab: Any) -> None:
+def test_a_drain_waits_for_requests_in_flight(lab: Any, tmp_path: Path) -> None:
     server = lab.stranger()
     url = f"http://127.0.0.1:{server.port}"
     tree = processes.tree(processes.table(), [server.pid])
     words: list[str] = []
-    request = threading.Thread(target=urllib.request.urlopen, args=(f"{url}/slow/3",))
+    request = threading.Thread(target=urllib.request.urlopen, args=(f"{url}/until{tmp_path}/go",))
     request.start()
     until(lambda: takedown.in_flight(tree, url) == 1)
-    assert drain(tree, url, 600, words.append) == "drained"
+
+    def tell(text: str) -> None:
+        words.append(text)
+        (tmp_path / "go").touch()
+
+    assert drain(tree, url, 600, tell) == "drained"
     request.join(60)
     assert not request.is_alive()
     assert "in flight: 1" in words[0]
