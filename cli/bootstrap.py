@@ -227,7 +227,8 @@ def test(extent: str) -> list[str]:
         The commands that failed.
     """
     if extent == "all":
-        os.environ |= {"VLLMOPS_TEST_ALL": "1", "PYTEST_ADDOPTS": "--timeout 0"}
+        unlimited = "--timeout 0 -o faulthandler_timeout=0"  # soaks take hours
+        os.environ |= {"VLLMOPS_TEST_ALL": "1", "PYTEST_ADDOPTS": unlimited}
     elif extent != "live":
         limit(GATE_S)
         os.environ["PYTHONHASHSEED"] = "0"

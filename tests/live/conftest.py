@@ -39,6 +39,8 @@ from .clients import LENGTH, MODEL, talkative
 if TYPE_CHECKING:
     from .hangs import Prone
 
+LIVE = Path(__file__).parent
+HANG_S = 0 if EVERYTHING else 300  # seconds of a test with the servers that it starts; 0 for any
 START_TIMEOUT_S = 600.0
 SOAKED = (
     *("--env", "VLLM_SERVER_DEV_MODE=1"),  # which has /sleep and /wake_up
@@ -292,6 +294,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
         # Of several markers xdist, which reads them in the hook, would make one more group.
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(group_of(item)))
+        if LIVE in item.path.parents and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(HANG_S))
     yield
     # Where pytest itself puts those of a fixture's parameter together, that is over now.
     sizes = Counter(map(group_of, items))

@@ -211,6 +211,7 @@ def share(server: Prone, nice: str) -> None:
         Path(f"/proc/{server.name}/autogroup").write_text(nice)
 
 
+@pytest.mark.timeout(0 if EVERYTHING else 3 * SATURATED_S)
 def test_a_saturated_server_lives(starved: Probed) -> None:
     """`bootstrap.py test` runs this one beside the other live tests."""
     with SATURATED.on(starved.server) as answers, starved.never_red():
