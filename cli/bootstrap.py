@@ -107,19 +107,24 @@ def limit(seconds: int) -> None:
 
     def end(*_: object) -> None:
         print(f"not at an end after {seconds // 60} minutes: it is ended", flush=True)
-        running = [process for process in RUNNING if process.poll() is None]
-        for process in running:
-            process.send_signal(signal.SIGINT)  # on which pytest ends what it has started
-        deadline = time.monotonic() + 60
-        for process in running:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(deadline - time.monotonic(), 0))
-            process.kill()
+        end_running()
         show_failures([])
         os._exit(1)
 
     signal.signal(signal.SIGALRM, end)
     signal.alarm(seconds)
+
+
+def end_running() -> None:
+    """End the commands that run, within a minute."""
+    running = [process for process in RUNNING if process.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGINT)  # on which pytest ends what it has started
+    deadline = time.monotonic() + 60
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(deadline - time.monotonic(), 0))
+        process.kill()
 
 
 def show_failures(failed: list[str]) -> None:
@@ -178,8 +183,7 @@ def install_package(extras: Sequence[str]) -> None:
     pip = (str(VENV / "bin/python"), "-m", "pip", "--disable-pip-version-check")
     # pip would compile bytecode on one core; below, all cores do it.
     plain = (*pip, "install", "--quiet", "--quiet", "--no-compile", "--editable", package)
-    print(f"$ {shlex.join(plain)}", flush=True)
-    if subprocess.run(plain, cwd=ROOT, check=False).returncode:
+    if attempt(*plain):
         # uv knows PyTorch's CPU index; pip does not.
         print("pip found no torch for the CPU; uv installs it from PyTorch's index", flush=True)
         run(*pip, "install", "--quiet", "uv")
@@ -230,7 +234,6 @@ def test(extent: str) -> list[str]:
         unlimited = "--timeout 0 -o faulthandler_timeout=0"  # soaks take hours
         os.environ |= {"VLLMOPS_TEST_ALL": "1", "PYTEST_ADDOPTS": unlimited}
     elif extent != "live":
-        limit(GATE_S)
         os.environ["PYTHONHASHSEED"] = "0"
     if extent == "live":
         return [*together(fast_tests("-m", "live_only")), *test_live("--short")]
@@ -291,18 +294,27 @@ def main() -> None:
     given = parser.parse_args()
     if sys.version_info < (3, 11):
         sys.exit(f"vllmops needs Python 3.11 or newer; this is Python {sys.version.split()[0]}")
-    install("live" if getattr(given, "extent", "") in {"live", "all"} else given.job)
     if given.job == "demo":
+        install("demo")
         demo()
-    else:
-        if given.soak:
-            os.environ["VLLMOPS_SOAK_MINUTES"] = given.soak
-        with tempfile.TemporaryDirectory() as folder:
-            os.environ[FAILURES] = f"{folder}/failed"
-            if failed := test(given.extent):
-                show_failures(failed)
-                sys.exit(1)
+        return
+    if given.soak:
+        os.environ["VLLMOPS_SOAK_MINUTES"] = given.soak
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FAILURES] = f"{folder}/failed"
+        if given.extent in {"live", "all"}:
+            install("live")
+        else:
+            limit(GATE_S)
+            install("test")
+        if failed := test(given.extent):
+            show_failures(failed)
+            sys.exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        end_running()
+        sys.exit(130)

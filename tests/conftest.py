@@ -80,6 +80,9 @@ def pytest_configure(config: pytest.Config) -> None:
         empty = tempfile.TemporaryDirectory(prefix="vo-home-")
         os.environ["HOME"] = empty.name
         config.add_cleanup(empty.cleanup)
+        for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "NO_COLOR", "PY_COLORS"):  # change outputs
+            os.environ.pop(name, None)
+        os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
         config.pluginmanager.register(gate.Reporter())
 
 
@@ -105,7 +108,7 @@ def threads() -> Iterator[None]:
     if admin.LOOP.running:  # kept for the next question of the same process
         admin.LOOP.running.call_soon_threadsafe(admin.LOOP.running.stop)
         admin.LOOP.running = None
-    until(lambda: set(threading.enumerate()) <= before, 30, threading.enumerate)
+    until(lambda: set(threading.enumerate()) <= before, explain=threading.enumerate)
 
 
 @pytest.fixture
@@ -212,10 +215,10 @@ def lab(
     yield lab
     for popen in lab.foreground:
         popen.kill()
-        popen.communicate(timeout=10)
+        popen.communicate(timeout=60)
     for server in lab.strangers:
         server.kill()
-        server.wait(10)
+        server.wait(60)
 
 
 @pytest.fixture

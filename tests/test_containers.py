@@ -96,7 +96,7 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
     (child,) = psutil.Process(popen.pid).children()
     yield Container(child.pid, 1)
     child.send_signal(signal.SIGKILL)
-    popen.communicate(timeout=20)
+    popen.communicate(timeout=60)
 
 
 @pytest.mark.parametrize("outside", [True, False], ids=["node", "debug container"])

@@ -26,6 +26,7 @@ from vllmops.protocol import files
 from vllmops.protocol.memory import MemorySample, ProcessMemory, RecordingHead
 
 from .support import picture
+from .support.promises import without_timed
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "cli/vllmops/docs"
@@ -290,6 +291,7 @@ def test_examples_that_need_no_server_work(
     vllmops: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    without_timed(monkeypatch)
     prepare(vllmops, line)
 
     def redirect() -> None:

@@ -48,6 +48,8 @@ from vllmops.vllm_api.admin import push
 
 from .support.commands import TABLE
 from .support.extent import sampled
+from .support.ports import free_port
+from .support.waiting import until
 
 NOBODY = 65534
 SECRET = "sk-0123456789abcdef0123456789abcdef"
@@ -93,7 +95,7 @@ def as_nobody() -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
     yield start
     for child in children:
         child.kill()
-        child.communicate(timeout=10)
+        child.communicate(timeout=60)
 
 
 def refusal(act: Callable[[], object]) -> VllmopsError:
@@ -178,7 +180,7 @@ def test_a_file_that_another_user_owns_or_may_write_to_is_no_record(home: Path) 
     for name in ("instance.json", "lock"):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
-    with within(5):
+    with within(60):
         assert refusal(Folder("evil").read).code == "registry.unreadable"
         assert not Folder("evil").supervised()
 
@@ -299,6 +301,8 @@ def test_a_file_that_is_too_long(tmp_path: Path) -> None:
 def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None:
     child = spawn()
     child.send("import os; os.kill(os.getpid(), 19)")  # stopped, so that it does not beat on
+    seen = psutil.Process(child.process.pid)
+    until(lambda: seen.status() == psutil.STATUS_STOPPED)
     kept = child.beat.read_bytes()
     assert agent.beat(child.process)
     child.beat.unlink()
@@ -314,7 +318,7 @@ def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None
         child.beat.chmod(0o666 if what == "lax" else 0o600)
         if what == "theirs":
             os.chown(child.beat, NOBODY, NOBODY)
-    with within(5):
+    with within(60):
         assert agent.beat(child.process) is None
 
 
@@ -352,11 +356,13 @@ def test_a_socket_that_another_user_listens_on(
 TRICKLE = """
 import time
 from vllmops.agent import service
+asked = []
 def trickle(self):
+    asked.append(self.path)
     self.send_response(200)
-    self.send_header('Content-Length', '10000')
+    self.send_header('Content-Length', '1000000')
     self.end_headers()
-    for _ in range(300):
+    while True:
         self.wfile.write(b' ')
         self.wfile.flush()
         time.sleep(0.1)
@@ -368,10 +374,8 @@ out = ''
 def test_an_answer_that_trickles_in_has_an_end(spawn: Any) -> None:
     child = spawn()
     child.run(TRICKLE)
-    with within(10):
-        began = time.monotonic()
+    with within(60):
         assert refusal(lambda: agent.reach(child.process, timeout_s=1)).code == "agent.timeout"
-        assert time.monotonic() - began < 4
 
 
 def test_an_agent_that_trickles_is_not_asked_for_each_part_of_a_screen(
@@ -379,11 +383,9 @@ def test_an_agent_that_trickles_is_not_asked_for_each_part_of_a_screen(
 ) -> None:
     child = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
     child.run(TRICKLE)
-    began = time.monotonic()
     answer = vllmops("status", str(child.process.pid), "--json")
-    took_s = time.monotonic() - began
     assert answer.data["instance"]["processes"][0]["agent"] == "timeout"
-    assert took_s < 5
+    assert int(child.run("out = str(len(asked))")) <= 3  # for the list, and once for all parts
 
 
 def test_a_directory_that_is_lax_is_not_to_be_removed(spawn: Any) -> None:
@@ -414,7 +416,7 @@ def test_root_reaches_the_agent_of_another_users_process(home: Path) -> None:
         assert child.stdout
         assert child.stdout.readline() == "'up'\n"
         process = Process(Role.API, child.pid, identity.of(child.pid).start_ticks)
-        told, pulse = agent.reach(process).hello(), agent.beat(process)
+        told, pulse = agent.reach(process, timeout_s=60).hello(), agent.beat(process)
         child.kill()
     assert told.pid == child.pid
     assert pulse
@@ -467,10 +469,7 @@ def told(server: "subprocess.Popen[str]") -> list[str | None]:
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number: int = free.getsockname()[1]
-        return number
+    return free_port()
 
 
 @pytest.mark.parametrize(("bound", "host"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost")])
@@ -486,7 +485,7 @@ def test_no_key_goes_to_the_process_of_another_user(
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     theirs = as_nobody(SERVE, bound, port)
     url = f"http://{host}:{port}"
-    bird = http.one_token(url, 5.0)
+    bird = http.one_token(url, 60.0)
     assert bird.outcome == "unable"
     assert "nobody" in bird.detail
     answer = vllmops("responses", "list", "-t", url, "--json")
@@ -558,7 +557,7 @@ def test_no_key_follows_a_redirect(
         url = f"http://127.0.0.1:{first.server_port}"
         answer = vllmops("responses", "list", "-t", url, "--json")
         assert f"answered {status}" in answer.error["message"]
-        assert http.one_token(url, 5.0).outcome == "refused"
+        assert http.one_token(url, 60.0).outcome == "refused"
         refusal(lambda: push(endpoints.endpoint(url), SECRET, Ring()))
         for server in (first, other):
             server.shutdown()
@@ -621,7 +620,7 @@ def test_a_name_that_another_user_claims_keeps_no_port(
 ) -> None:
     names = (f"vllmops-port-{port}", f"vllmops-port-{port}-of-0")
     as_nobody(SQUAT, how, *names)
-    with within(5):
+    with within(60):
         for _ in range(3):  # a queue that is full keeps nobody waiting
             held = ports.claim(port)
             assert held is not None
@@ -718,7 +717,7 @@ def test_what_the_interpreter_of_a_server_prints_has_an_end(
     monkeypatch.setattr(interpreter, "OUTPUT_BYTES", 1000)
     python = interpreter.Interpreter(sys.executable, sys.executable, os.environ, "/")
     run = interpreter.Run(python, ("-c", "print('x' * 100_000)"))
-    assert run.wait(time.monotonic() + 10) == "x" * 1000
+    assert run.wait(time.monotonic() + 60) == "x" * 1000
 
 
 POINT = """
@@ -733,7 +732,7 @@ sys.stdin.read()
 def test_a_bundle_holds_no_file_that_the_server_could_not_read(
     as_nobody: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
 ) -> None:
-    secret = Path("/etc/vllmops-test-secret")  # below folders that anybody may search
+    secret = Path(f"/etc/vllmops-test-{os.getpid()}")  # below folders that anybody may search
     secret.write_text("root's own\n")
     secret.chmod(0o600)
     try:
@@ -788,7 +787,7 @@ def test_another_user_gets_no_word_with_a_supervisor(lab: Any) -> None:
 
 def test_the_admin_token_is_no_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token", 0o600)
-    with within(5):
+    with within(60):
         assert refusal(lambda: admin_token.token(tmp_path / "token")).code == "keys.unsafe"
 
 
@@ -805,8 +804,13 @@ def test_a_bundle_opens_no_device_that_a_server_names(tmp_path: Path, home: Path
         assert list(collecting.secrets_of_files(*given)) == []
         writer.join(0.2)
         assert writer.is_alive(), name
-        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-        writer.join(5)
+
+        def let_go(writer: threading.Thread = writer, path: Path = path) -> bool:
+            os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+            writer.join(0.1)
+            return not writer.is_alive()
+
+        until(let_go)  # it may not wait yet
 
 
 def test_the_secrets_in_a_servers_files_are_known_to_root(tmp_path: Path, home: Path) -> None:

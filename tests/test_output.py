@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.cells import cell_len
@@ -25,6 +26,8 @@ from vllmops.output import (
     table,
 )
 from vllmops.streams import UNSAFE, json_safe, printable
+
+from .support.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -87,9 +90,10 @@ def test_a_log_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_progress_in_a_pipe_is_a_line_for_each_new_text(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Progress(time.time() - 65) as progress:
+    monkeypatch.setattr(output, "time", SimpleNamespace(time=lambda: 1065.0))
+    with Progress(1000.0) as progress:
         for text in ("loading", "loading", "[ready]"):
             progress.update(text)
     captured = capsys.readouterr()
@@ -108,12 +112,17 @@ def test_progress_in_a_terminal_ends_without_a_trace(
     with Progress(time.time()) as progress:
         progress.update("loading")
         assert progress.live is not None
-        time.sleep(0.4)  # it is drawn four times a second
+        drawn = list[str]()
+
+        def shown() -> bool:
+            drawn.append(capsys.readouterr().err)
+            return "loading" in "".join(drawn)
+
+        until(shown)  # it is drawn four times a second
         progress.stop()
         assert progress.live is None
         progress.update("again")
     assert progress.live is None
-    assert "loading" in capsys.readouterr().err
 
 
 def test_an_error_shows_its_hint(capsys: pytest.CaptureFixture[str]) -> None:

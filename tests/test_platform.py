@@ -50,7 +50,7 @@ def run(elsewhere: list[str], lines: list[list[str]], system: str) -> list[Answe
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

@@ -10,8 +10,16 @@ from types import ModuleType
 
 import pytest
 
+from vllmops.rpc.agent import reach
+
 from ..support import modules
 from ..support.versions import Vllm
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents are given time: on a busy machine one that answers may do so late."""
+    monkeypatch.setattr(reach, "__kwdefaults__", {"timeout_s": 60.0})
 
 
 @pytest.fixture

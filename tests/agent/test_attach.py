@@ -86,10 +86,11 @@ def waiting(run: Callable[[threading.Event], None]) -> Iterator[None]:
 
 def test_variables_of_threads_and_of_suspended_coroutines() -> None:
     in_thread, in_task, in_context = Thing(), Thing(), Thing()
-    ready = threading.Event()
+    ready = threading.Semaphore(0)
 
     def spin(over: threading.Event) -> None:
         held = in_thread  # noqa: F841 - it is looked for
+        ready.release()
         over.wait()
 
     @contextlib.asynccontextmanager
@@ -98,7 +99,7 @@ def test_variables_of_threads_and_of_suspended_coroutines() -> None:
 
     async def serve(held: Thing, over: threading.Event) -> None:
         async with context():
-            ready.set()
+            ready.release()
             await asyncio.to_thread(over.wait)
 
     def loop(over: threading.Event) -> None:
@@ -108,7 +109,8 @@ def test_variables_of_threads_and_of_suspended_coroutines() -> None:
         asyncio.run(main())
 
     with waiting(spin), waiting(loop):
-        assert ready.wait(60)
+        for _ in range(3):
+            assert ready.acquire(timeout=60)
         held = list(attach.values())
     for thing in (in_thread, in_task, in_context):
         assert thing in held

@@ -17,6 +17,8 @@ from vllmops.agent.gate import Arrival, Gate
 from vllmops.protocol.caches import ProcessCaches, WorkerEncoderCache
 from vllmops.protocol.compares import CompareRequest
 
+from ..support.waiting import until
+
 
 class Core:
     """An engine, as far as the utility needs one."""
@@ -65,7 +67,8 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     compare.hook_engine(module)
     monkeypatch.setattr(engine, "front_end", lambda: (made, loop))
     yield made
-    assert asyncio.run_coroutine_threadsafe(left(), loop).result(60) == 1
+    # What is cancelled ends some turns of the loop later.
+    until(lambda: asyncio.run_coroutine_threadsafe(left(), loop).result(60) == 1)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
@@ -77,6 +80,23 @@ async def left() -> int:
 
 def request(timeout_s: float = 60) -> CompareRequest:
     return CompareRequest(apart_s=0.05, timeout_s=timeout_s)
+
+
+def hurry(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
+    """Have its pauses pass so many seconds for each one: its deadline comes soon, and exactly."""
+    passed_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal passed_s
+        passed_s += pace * seconds
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(
+        time=lambda: time.time() + passed_s,
+        monotonic=lambda: time.monotonic() + passed_s,
+        sleep=sleep,
+    )
+    monkeypatch.setattr(compare, "time", clock)
 
 
 def test_two_looks_at_both_sides(client: Client) -> None:
@@ -111,17 +131,23 @@ def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
     assert [item.rendering for item in found.looks] == [1, 1]
 
 
-def test_one_that_does_not_come_is_not_waited_for_for_ever(client: Client, gate: Gate) -> None:
+def test_one_that_does_not_come_is_not_waited_for_for_ever(
+    client: Client, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate.arrivals.add(Arrival(0.0, rendering=True))
-    found = compare.compare(request(1))
+    hurry(monkeypatch, 100)
+    found = compare.compare(request(120))
     assert len(found.looks) == 2
     assert not found.settled
 
 
 @pytest.mark.parametrize("looks", [0, 1])
-def test_an_engine_that_does_not_answer_leaves_nothing_behind(client: Client, looks: int) -> None:
+def test_an_engine_that_does_not_answer_leaves_nothing_behind(
+    client: Client, looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     client.answers = looks
-    found = compare.compare(request(3 if looks else 0.5))  # on a busy machine, too, it looks once
+    hurry(monkeypatch, 2000)  # the deadline is over once it has looked
+    found = compare.compare(request(60 if looks else 0.5))
     assert (len(found.looks), found.after) == (looks, None)
 
 

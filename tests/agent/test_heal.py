@@ -156,8 +156,9 @@ def test_an_act_runs_once_on_the_engine_s_thread_and_its_error_does_not_reach_it
     thread = threading.Thread(target=core.run, args=(stop,), name="engine")
     thread.start()
     try:
-        assert between_steps(core, lambda: seen.append(threading.current_thread().name)) == ""
-        assert between_steps(core, core.gone) == "AttributeError: gone"
+        note = lambda: seen.append(threading.current_thread().name)  # noqa: E731
+        assert between_steps(core, note, 60) == ""
+        assert between_steps(core, core.gone, 60) == "AttributeError: gone"
         before = core.steps
         until(lambda: core.steps >= before + 3)
     finally:
@@ -279,7 +280,7 @@ def test_an_act_does_not_run_where_the_call_has_another_shape() -> None:
             return output
 
     core, seen = Other(), list[str]()
-    act = threading.Thread(target=lambda: seen.append(before_next(core, "update", lambda: ())))
+    act = threading.Thread(target=lambda: seen.append(before_next(core, "update", tuple, 60)))
     act.start()
     until(lambda: "update" in vars(core))
     assert core.update(output=7) == 7

@@ -53,7 +53,7 @@ def test_it_tells_what_it_holds_and_no_secret(spawn: Spawn, path: Path) -> None:
     shown = keys(child)
     assert (shown.keyring, shown.source, shown.problem) == (str(path), "file", "")
     assert (shown.pid, shown.role) == (child.process.pid, "api")
-    assert shown.loaded_at == pytest.approx(began, abs=20)
+    assert shown.loaded_at == pytest.approx(began, abs=600)
     assert [(key.kid, key.status, key.fingerprint, key.created_at) for key in shown.keys] == [
         (first.kid, "primary", first.fingerprint, 1),
         (second.kid, "next", second.fingerprint, 1),
@@ -77,7 +77,7 @@ def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
     second = grow(path)
     for child in children:
         until(lambda child=child: second.kid in held(child))  # type: ignore[misc]
-    file.change(path, lambda ring: ring.promote(second.kid, time.time(), 60))
+    file.change(path, lambda ring: ring.promote(second.kid, time.time(), 3600))
     for child in children:
         until(lambda child=child: held(child)[second.kid] == "primary")  # type: ignore[misc]
         assert held(child)[first.kid] == "verify-only"

@@ -42,7 +42,9 @@ def test_a_scrape_waits_for_nothing_and_shows_what_was_gathered(over: threading.
     go = threading.Event()
 
     def slow() -> tuple[View, int]:
-        go.wait()
+        while not go.wait(0.01) and not over.is_set():
+            pass
+        go.clear()  # there is no second look
         return View(stall="likely"), 1
 
     gathering = Gathering(slow, log.warning, over.wait)
@@ -77,13 +79,13 @@ def test_nobody_scrapes_nothing_is_gathered(
     assert count == ended
     monkeypatch.setattr(metrics, "IDLE_S", 600.0)
     gathering.collect()
+    monkeypatch.setattr(metrics, "LOOK_S", 600.0)  # what it shows stays new
     until(lambda: count > ended and bool(names(gathering)))
 
 
 def test_an_error_is_reported_once_and_the_next_look_works(
     over: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(metrics, "LOOK_S", 0.01)
     looks = 0
 
     def look() -> tuple[View, int]:
@@ -209,13 +211,12 @@ def test_in_the_registries_that_vllm_scrapes(
     child = spawn("VLLM::APIServer_0", **more)
     child.run(SCRAPE)
 
-    def shown() -> bool:
+    def shown() -> str:
         child.run("out = scrape()")
-        text = child.run("out = scrape()")
-        return "vllmops:agents{" in text
+        text: str = child.run("out = scrape()")
+        return text if "vllmops:agents{" in text else ""
 
-    until(shown)
-    text = child.run("out = scrape()")
+    text = until(shown)
     assert text.count("# TYPE vllmops:processes gauge") == 1
     assert 'vllmops:stalled{certainty="sure"} 0.0' in text
     remembers = "prometheus_client.openmetrics.exposition.escape_label_name.cache_info().hits > 0"

@@ -25,6 +25,7 @@ def test_whoever_says_nothing_keeps_nobody_out(
     token.write_text("a" * 40)
     token.chmod(0o600)
     monkeypatch.setenv(NODE_PORT, str(port))
+    monkeypatch.setattr(nodes, "HANDSHAKE_S", 60.0)  # a busy machine
     reporter = ErrorReporter("it does not listen", print)
     server = nodes.Server(port, reporter, token, lambda *_: (200, b"{}"))
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))

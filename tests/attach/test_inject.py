@@ -53,7 +53,7 @@ def run(name):
     right[name] = waits[name]() and x * 4 == 5.0
 threads = [threading.Thread(target=run, args=(name,)) for name in waits]
 for each in threads: each.start()
-time.sleep(0.2)
+while len(tids) < len(threads): time.sleep(0.01)
 print(tids, flush=True)
 sys.stdin.readline()
 things.put(1); lock.release(); event.set()
@@ -76,6 +76,8 @@ class Program:
         assert self.process.stdout is not None
         self.tids: dict[str, int] = eval(self.process.stdout.readline())
         self.target = inject.Target(self.process.pid)
+        waiting = [tid for name, tid in self.tids.items() if name != "sleep"]
+        until(lambda: all(map(self.target.idle, waiting)))
 
     def end(self) -> dict[str, bool]:
         """Let all threads go; what each says."""
@@ -166,6 +168,7 @@ def test_killed_at_any_step_it_leaves_the_process_running(program: Program, tmp_
     file = tmp_path / "told"
     code = f"open({str(file)!r}, 'a').write('.')"
     for step in range(CALLS + 1):
+        until(partial(program.target.idle, program.tids["epoll"]))
         assert killed(step, program.target, program.tids["epoll"], code) == -signal.SIGKILL
     # Whoever has set the registers has done it all.
     until(lambda: file.exists() and file.read_text())
@@ -185,7 +188,7 @@ def test_a_running_thread_is_left_alone(program: Program) -> None:
         assert not target.idle(spin.pid)
         with pytest.raises(BusyError):
             injected(target, spin.pid, "1 / 0")
-        assert Path(f"/proc/{spin.pid}/stat").read_text().split()[2] == "R"
+        until(lambda: Path(f"/proc/{spin.pid}/stat").read_text().split()[2] == "R")
     finally:
         spin.kill()
         spin.wait()
@@ -273,6 +276,15 @@ def test_what_is_harmless(number: int, operation: int, value: int, harmless: boo
     assert inject._harmless(number, operation, value) is harmless
 
 
+def dead(program: Program) -> bool:
+    """Whether the thread that is traced has ended."""
+    stat = Path(f"/proc/{program.process.pid}/task/{program.tids['get']}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def test_a_process_that_dies_meanwhile(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     """At each step: no time can be told from outside."""
     real = trace.ptrace
@@ -283,7 +295,7 @@ def test_a_process_that_dies_meanwhile(program: Program, monkeypatch: pytest.Mon
             nonlocal left
             if not left:
                 target.process.kill()  # it is reaped once its tracer is gone
-                time.sleep(0.1)
+                until(partial(dead, target))
             left -= 1
             real(*args, **kwargs)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.bundle import bundle
+from vllmops.bundle import bundle, collecting
 from vllmops.bundle.collecting import Collecting, collect, log, options, quietly
 from vllmops.doctor import examine
 from vllmops.errors import VllmopsError
@@ -28,6 +28,7 @@ from vllmops.instances.servers import Server, resolve
 from vllmops.keys import file as keyring
 
 from ..support.commands import background
+from ..support.waiting import until
 
 OTHER = Path(__file__).parent.parent / "bundle" / "logs" / "other.log"
 NCCL = Path(__file__).parent.parent / "support" / "nccl_ras.py"
@@ -51,6 +52,7 @@ def folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     place = home / "here"
     place.mkdir()
     monkeypatch.chdir(place)
+    monkeypatch.setattr(collecting, "JUDGE_S", 60.0)  # a busy machine is no failure
     yield place
     # Before the state directory goes.
     os.chdir("/")
@@ -64,7 +66,7 @@ def test_everything_in_one_file_without_secrets(
     words = ("--", "--api-key", "PLANTED-argument", "PLANTED-second", "--max-num-seqs", "16")
     record = lab.serve("a", *env, *words, says=str(OTHER))
     assert lab.vllmops("memory", "record", "--interval", "0.1", "--duration", "0.3").code == 0
-    answer = lab.vllmops("bundle", "--json")
+    answer = lab.vllmops("bundle", "--timeout", "60", "--json")
     assert answer.code == 0, answer
     (path,) = folder.iterdir()
     assert Path(answer.data["file"]).absolute() == path
@@ -103,9 +105,9 @@ def test_everything_in_one_file_without_secrets(
     assert "vllm:num_requests_running" in found["metrics.txt"]
     assert "kept, what comes after" in found["log.txt"]
     assert found["doctor.txt"].startswith(f"a at {record.url}, vLLM ")
-    # Others may leave segments on this machine.
+    # Of this machine it may find anything.
     findings = json.loads(found["doctor.json"])["findings"]
-    assert {item["code"] for item in findings} <= {"machine.shm-leftovers"}
+    assert {item["code"].partition(".")[0] for item in findings} <= {"machine"}
     assert len(found["stacks.jsonl"].splitlines()) == 3
     for pid in pids:
         for word in ("== status", "Threads:", "== limits", "== cgroup", "== smaps_rollup", "Pss:"):
@@ -157,11 +159,12 @@ def test_what_nccl_answers_is_kept(lab: Any, folder: Path, monkeypatch: pytest.M
     )
     assert service.stdout
     port = int(service.stdout.readline())
+    monkeypatch.setattr(ras, "ANSWER_S", 60.0)  # a busy machine is no failure
     monkeypatch.setattr(
         ras, "listening", lambda pid: [("127.0.0.1", port)] if pid == engine else []
     )
     try:
-        answer = lab.vllmops("bundle", "--json")
+        answer = lab.vllmops("bundle", "--timeout", "60", "--json")
     finally:
         service.kill()
         service.communicate()
@@ -201,12 +204,27 @@ def test_what_a_person_sees(lab: Any, folder: Path) -> None:
     assert (nowhere.code, nowhere.error["code"]) == (1, "bundle.not-written")
 
 
-def test_interrupted_it_keeps_what_there_is(lab: Any, folder: Path) -> None:
+def test_interrupted_it_keeps_what_there_is(
+    lab: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lab.serve("a")
+    reached, wait = folder.parent / "reached", Collecting.wait
+
+    def held(self: Collecting, task: Any, until_s: float) -> None:
+        """Once there is what the test looks for, wait until somebody interrupts."""
+        if not reached.exists():
+            until(lambda: self.looking.looks)
+            for name in ("log.txt", "configuration.json"):
+                self.tasks[name].thread.join()
+            reached.touch()
+            self.stop.wait(600)
+        wait(self, task, until_s)
+
+    monkeypatch.setattr(Collecting, "wait", held)
     running = background("bundle", "-o", "b.tar.gz")
     assert running.stderr is not None
     assert "looking at" in running.stderr.readline()
-    time.sleep(1)
+    until(reached.exists)
     for _ in range(3):  # as people do
         running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
@@ -221,8 +239,11 @@ def test_interrupted_it_keeps_what_there_is(lab: Any, folder: Path) -> None:
     assert "log.txt" in out
 
 
-def test_whatever_hangs_it_ends_in_time(lab: Any, folder: Path) -> None:
+def test_whatever_hangs_it_ends_in_time(
+    lab: Any, folder: Path, patience: pytest.MonkeyPatch
+) -> None:
     """All processes stopped: nothing answers, and py-spy waits for each of them."""
+    patience.undo()
     record = lab.serve("a")
     for process in record.processes:
         lab.kill(process.pid, signal.SIGSTOP)
@@ -280,8 +301,8 @@ def test_what_is_looked_at_first(lab: Any, folder: Path) -> None:
     """As a watch has it, which may not want the rest."""
     lab.serve("a")
     server = resolve("a")
-    looking = examine.Examination(server, options(4.0), quietly)
-    collecting = Collecting(looking, 6.0, 6.0, quietly, threading.Event())
+    looking = examine.Examination(server, options(40.0), quietly)
+    collecting = Collecting(looking, 60.0, 60.0, quietly, threading.Event())
     seen = collecting.look(alone=True)
     assert set(collecting.tasks) == {"server.json"}
     path, index = bundle.write(collecting.contents(), folder / "a.tar.gz", redact=False)
@@ -293,6 +314,6 @@ def test_once_it_is_not_wanted_any_more(lab: Any) -> None:
     lab.serve("a")
     stop = threading.Event()
     stop.set()
-    contents = collect(resolve("a"), stop=stop)
+    contents = collect(resolve("a"), timeout_s=600, collect_env_s=600, stop=stop)
     assert contents.interrupted
-    assert contents.seconds < 3
+    assert contents.seconds < 300  # it has waited for nothing

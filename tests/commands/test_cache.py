@@ -151,7 +151,8 @@ def test_a_stopped_process_is_told_and_the_others_shown(engine: Any, spawn: Spaw
     assert "LruKeyReplicated" not in done.out
 
 
-def test_no_process_that_tells_is_exit_code_5(engine: Any) -> None:
+def test_no_process_that_tells_is_exit_code_5(engine: Any, patience: pytest.MonkeyPatch) -> None:
+    patience.undo()
     os.kill(engine.process.pid, signal.SIGSTOP)
     done = inspect("-t", engine.process.pid, "--json")
     assert done.code == 5
@@ -162,7 +163,8 @@ def test_no_process_that_tells_is_exit_code_5(engine: Any) -> None:
     assert done.data["silent"][0]["code"] == "agent.timeout"
 
 
-def test_a_repair_gives_a_silent_agent_up_soon(engine: Any) -> None:
+def test_a_repair_gives_a_silent_agent_up_soon(engine: Any, patience: pytest.MonkeyPatch) -> None:
+    patience.undo()
     os.kill(engine.process.pid, signal.SIGSTOP)
     done = answered("cache", "repair", "-t", str(engine.process.pid))
     assert done.code == 5

@@ -49,18 +49,18 @@ def test_drain_and_resume(fleet: Fleet, vllmops: Any) -> None:
         (found,) = vllmops("ps", *target, "--json").data["instances"]
         return found
 
-    assert httpx.get(f"{fleet.url}/health").status_code == 200
+    assert httpx.get(f"{fleet.url}/health", timeout=60).status_code == 200
     answer = vllmops("drain", *target, "--wait", "--json")
     assert answer.code == 0, answer
     assert (answer.data["draining"], answer.data["in_flight"]) == (True, 0)
-    assert httpx.get(f"{fleet.url}/health").status_code == 503
-    assert httpx.get(f"{fleet.url}/metrics").status_code == 200
+    assert httpx.get(f"{fleet.url}/health", timeout=60).status_code == 503
+    assert httpx.get(f"{fleet.url}/metrics", timeout=60).status_code == 200
     until(lambda: row()["unready"] == "draining")  # with the next heartbeat
     assert ", draining" in vllmops("status", *target).out
     assert vllmops("drain", *target, "--json").code == 0  # again
     answer = vllmops("resume", *target, "--json")
     assert (answer.code, answer.data["draining"]) == (0, False)
-    assert httpx.get(f"{fleet.url}/health").status_code == 200
+    assert httpx.get(f"{fleet.url}/health", timeout=60).status_code == 200
     until(lambda: not row()["unready"])
 
 

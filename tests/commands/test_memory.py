@@ -29,8 +29,7 @@ from ..support.waiting import until
 
 Spawn = Callable[..., Any]
 QUICK = ("--interval", "0.1", "--duration", "2")
-# What a busy machine is too late for is left out.
-FEW, MANY = 4, 20
+MANY = 20  # samples; what a busy machine is too late for is left out
 
 
 def begin(*words: object, **env: str) -> subprocess.Popen[str]:
@@ -61,10 +60,14 @@ def engine(spawn: Spawn) -> Any:
 def test_by_time_and_the_same_from_the_file(engine: Any, tmp_path: Path) -> None:
     path, drawn = tmp_path / "memory.json", tmp_path / "memory.svg"
     pid = engine.process.pid
-    live = run("record", "-t", pid, *QUICK, "--save", path, "--plot", drawn, "--json")
-    assert (live.code, live.err) == (0, "")
-    found = live.data
-    assert FEW <= len(found["samples"]) <= MANY
+    for seconds in (2, 20):  # what a busy machine is too late for is left out
+        words = ("--interval", "0.1", "--duration", seconds, "--save", path, "--plot", drawn)
+        live = run("record", "-t", pid, *words, "--json")
+        assert (live.code, live.err) == (0, "")
+        found = live.data
+        assert 2 <= len(found["samples"]) <= 10 * seconds
+        if not all("agent" in sample["processes"][0] for sample in found["samples"]):
+            break
     (first,), *_, (last,) = (sample["processes"] for sample in found["samples"])
     own = psutil.Process(pid).memory_full_info()
     assert first["rss_bytes"] == pytest.approx(own.rss, rel=0.1)
@@ -177,7 +180,8 @@ def test_a_process_that_ends_ends_the_recording(engine: Any, tmp_path: Path) -> 
     assert run("report", path).code == 0
 
 
-def test_a_stopped_process_is_still_measured(engine: Any) -> None:
+def test_a_stopped_process_is_still_measured(engine: Any, patience: pytest.MonkeyPatch) -> None:
+    patience.undo()
     os.kill(engine.process.pid, signal.SIGSTOP)
     done = run("record", "-t", engine.process.pid, "--interval", "0.2", "--duration", "3")
     os.kill(engine.process.pid, signal.SIGCONT)
@@ -191,7 +195,7 @@ def test_two_at_once(engine: Any) -> None:
     for item in both:
         out, err = item.communicate(timeout=60)
         assert (item.returncode, err) == (0, "")
-        assert FEW <= len(json.loads(out)["data"]["samples"]) <= MANY
+        assert 2 <= len(json.loads(out)["data"]["samples"]) <= MANY
 
 
 @pytest.mark.parametrize(
@@ -282,16 +286,20 @@ def test_files_that_are_no_recording(
 def test_a_file_that_can_not_grow_is_told_and_the_recording_goes_on(
     engine: Any, tmp_path: Path
 ) -> None:
-    path = tmp_path / "memory.json"
-    recording = begin("record", "-t", engine.process.pid, *QUICK, "--save", path, "--json")
-    until(lambda: lines(path) > 1)
+    path, other = tmp_path / "memory.json", tmp_path / "other.json"
+    words = ("record", "-t", str(engine.process.pid), *QUICK, "--json", "--save")
+    assert run(*words, other).code == 0
+    head, first, second, *_ = other.read_bytes().splitlines(keepends=True)
     # Not a full disk: the last page of a file still takes a dozen samples there, and a busy machine
     # may take no more than those.
-    most = path.stat().st_size
-    resource.prlimit(recording.pid, resource.RLIMIT_FSIZE, (most, most))
-    out, _ = recording.communicate(timeout=60)
-    envelope = json.loads(out)
-    assert recording.returncode == 1
+    most = len(head) + len(first) + len(second) // 2
+
+    def small() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    done = answered("memory", *words, str(path), before=small)
+    envelope = done.envelope
+    assert done.code == 1
     assert "File too large" in envelope["errors"][0]["message"]
     kept = run("report", path, "--json").data["samples"]
     assert 1 <= len(kept) < len(envelope["data"]["samples"])

@@ -49,10 +49,16 @@ def answered(child: Child, *words: str) -> str:
 
 def test_with_the_agent(spawn: Callable[..., Child]) -> None:
     child = spawn(TITLE)
-    text = answered(child)
-    families = {family.name: family for family in text_string_to_metric_families(text)}
-    assert families["vllmops:agents"].samples[0].value == 1
-    assert "vllmops:patch_processes" in families or "vllmops:agent_problems" in families
+
+    def scraped() -> bool:  # on a busy machine an agent may be late
+        text = answered(child)
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        assert "vllmops:agents" in families
+        seen = families["vllmops:agents"].samples[0].value == 1
+        told = families.keys() & {"vllmops:patch_processes", "vllmops:agent_problems"}
+        return seen and bool(told)
+
+    until(scraped)
     rows: list[dict[str, Any]] = json.loads(answered(child, "--json"))["data"]["metrics"]
     found = {row["name"]: row for row in rows}
     assert found["vllmops:agents"]["labels"]["role"] == "api"

@@ -115,6 +115,12 @@ def rows(vllmops: Vllmops, nodes: Nodes) -> dict[str, str]:
     return {f"{p['ranks']} {p['node']}": p["agent"] for p in processes if p["role"] == "engine"}
 
 
+@pytest.fixture(autouse=True)
+def usual(patience: pytest.MonkeyPatch) -> None:
+    """Here nodes are silent."""
+    patience.undo()
+
+
 def test_who_has_another_token_gets_and_gives_nothing(vllmops: Vllmops, nodes: Nodes) -> None:
     nodes.theirs.write_text("another-" * 8)
     try:

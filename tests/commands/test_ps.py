@@ -33,7 +33,7 @@ def test_nothing_runs(vllmops: Any) -> None:
     assert vllmops("ps").out == "no vLLM server runs here\n"
 
 
-def test_an_instance_and_a_stranger(lab: Any) -> None:
+def test_an_instance_and_a_stranger(lab: Any, patience: pytest.MonkeyPatch) -> None:
     record = lab.serve("a")
     server = lab.stranger()
     answer = lab.vllmops("ps", "--json")
@@ -50,8 +50,9 @@ def test_an_instance_and_a_stranger(lab: Any) -> None:
         assert all(p["rss_bytes"] > 2**20 for p in row["processes"])
         assert {p["agent"] for p in row["processes"]} == {"absent"}  # it has none to play
         assert row["rss_bytes"] == sum(p["rss_bytes"] for p in row["processes"])
-        assert 0 <= row["uptime_s"] < 60
+        assert 0 <= row["uptime_s"] < 3600
 
+    patience.undo()
     os.kill(server.pid, signal.SIGSTOP)  # it still listens, and does not answer
     assert lab.vllmops("ps", "--json").data["instances"][1]["state"] == "not answering"
     lab.kill(server.pid)
@@ -146,8 +147,11 @@ def listening(tmp_path: Path, home: Path) -> Iterator[dict[int, socket.socket]]:
         yield found
 
 
-def test_many_that_do_not_answer(vllmops: Any, tmp_path: Path, home: Path) -> None:
+def test_many_that_do_not_answer(
+    vllmops: Any, tmp_path: Path, home: Path, patience: pytest.MonkeyPatch
+) -> None:
     """Any user can start them."""
+    patience.undo()
     with listening(tmp_path, home) as silent:
         answer = vllmops("ps", "--json")
     shown = {one["pid"]: one["state"] for one in answer.data["instances"]}

@@ -65,7 +65,7 @@ def test_every_command_that_reads(vllmops: Vllmops, fleet: Fleet) -> None:
     assert roles(row["processes"]) == fleet.pids
     assert [p["ranks"] for p in row["processes"]] == ["", "DP1", "DP1 TP0"]
     assert {p["node"] for p in row["processes"]} == {os.uname().nodename}
-    assert 0 < row["uptime_s"] < 600
+    assert 0 < row["uptime_s"] < 86_400
     answer = vllmops("status", *fleet.words(), "--json")
     assert answer.code == 0, answer
     assert roles(answer.data["instance"]["processes"]) == fleet.pids
@@ -117,7 +117,7 @@ def test_actors_of_the_server(vllmops: Vllmops, own: Fleet, spawn: Spawn, tmp_pa
     dumped = vllmops("stacks", "dump", *own.words(), "--json").data["processes"]
     assert {near.process.pid, away.process.pid} < {process["pid"] for process in dumped}
     url = f"{own.url}{PROCESSES}/{stranger.process.pid}/hello"
-    refused = httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"})
+    refused = httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "agent.gone")
 
 
@@ -128,12 +128,16 @@ def test_an_action(vllmops: Vllmops, fleet: Fleet) -> None:
     assert "engine client" in answer.error["message"]
 
 
-def test_what_does_not_answer_is_told(vllmops: Vllmops, fleet: Fleet) -> None:
+def test_what_does_not_answer_is_told(
+    vllmops: Vllmops, fleet: Fleet, patience: pytest.MonkeyPatch
+) -> None:
+    patience.undo()
     os.kill(fleet.engine, signal.SIGSTOP)
     time.sleep(1.2)
     answer = vllmops("cache", "inspect", *fleet.words(), "--json")
-    (silent,) = answer.data["silent"]
-    assert (silent["pid"], silent["code"]) == (fleet.engine, "agent.timeout")
+    # On a busy machine others may be late, too.
+    (silent,) = (one for one in answer.data["silent"] if one["pid"] == fleet.engine)
+    assert silent["code"] == "agent.timeout"
     assert silent["beat_age_s"] > 1
     assert silent["hint"].startswith("on the machine of the server: ")
     os.kill(fleet.engine, signal.SIGCONT)
@@ -268,7 +272,7 @@ def test_a_watch_follows_it(vllmops: Vllmops, own: Fleet, home: Path) -> None:
         *("watch", *own.words(), "--interval", "0.3", "--json"), env={"VLLMOPS_HOME": str(home)}
     )
     assert watch.stderr is not None
-    time.sleep(3)
+    next(line for line in watch.stderr if "watching" in line)
     own.child.kill()
     try:
         next(line for line in watch.stderr if "has ended" in line)

@@ -51,6 +51,12 @@ stuck() if kind == "stuck" and not titles else wait()
 TITLES = ["VLLM::APIServer_0", "VLLM::EngineCore", "VLLM::Worker_TP1"]
 
 
+def rests(pid: int) -> bool:
+    """Whether all threads of a process wait in the kernel."""
+    stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return {stat.rpartition(") ")[2][0] for stat in stats} <= {"S", "D"}
+
+
 @contextlib.contextmanager
 def tree(folder: Path, kind: str = "wait") -> Iterator[list[int]]:
     """A server's processes, root first; only of the kind ``spin`` one is busy."""
@@ -69,6 +75,8 @@ def tree(folder: Path, kind: str = "wait") -> Iterator[list[int]]:
         for _ in TITLES:
             assert root.stdout.readline() == b"up\n"
         pids = [root.pid, *(c.pid for c in psutil.Process(root.pid).children(recursive=True))]
+        waiting = pids[: len(TITLES) - (kind == "spin")]
+        until(lambda: all(map(rests, waiting)))  # after its word, each still goes to its place
         yield pids[:3]
     finally:
         with contextlib.suppress(ProcessLookupError):

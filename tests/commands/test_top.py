@@ -11,7 +11,8 @@ from vllmops.commands import top
 from vllmops.errors import Exit, VllmopsError
 
 
-def test_every_server_of_the_machine_is_shown(lab: Any) -> None:
+def test_every_server_of_the_machine_is_shown(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(top, "ONCE_S", 60.0)
     lab.serve("demo")
     stranger = lab.stranger()
     answer = lab.vllmops("top", "--once", "--json")
@@ -25,7 +26,11 @@ def test_every_server_of_the_machine_is_shown(lab: Any) -> None:
     assert "demo  ready" in shown
 
 
-def test_one_that_is_stopped_or_unknown_holds_up_no_other(lab: Any) -> None:
+def test_one_that_is_stopped_or_unknown_holds_up_no_other(
+    lab: Any, patience: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patience.undo()
+    monkeypatch.setattr(top, "ONCE_S", 30.0)
     record = lab.serve("demo")
     lab.serve("other")
     lab.kill(lab.pid_of(record.processes, "api"), signal.SIGSTOP)

@@ -1,7 +1,10 @@
 """``vllmops wait``, with a stand-in for vLLM (see instances/standin.py)."""
 
-import threading
+import os
 import time
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,16 +27,12 @@ def test_until_ready(lab: Any) -> None:
 @long
 def test_until_stopped(lab: Any) -> None:
     lab.serve("a")
-    answers: list[Any] = []
-    waiter = threading.Thread(
-        target=lambda: answers.append(lab.vllmops("wait", "a", "--for", "stopped"))
-    )
-    waiter.start()
-    time.sleep(0.5)
-    assert waiter.is_alive()
+    waiter = background("wait", "a", "--for", "stopped")
+    assert waiter.stderr
+    assert "a: ready" in waiter.stderr.readline()
     lab.vllmops("stop", "a", "--force")
-    waiter.join(60)
-    assert (answers[0].code, answers[0].out) == (0, "a is stopped\n")
+    out, _ = waiter.communicate(timeout=60)
+    assert (waiter.returncode, out) == (0, "a is stopped\n")
 
 
 def test_until_the_time_is_up(lab: Any) -> None:
@@ -47,8 +46,19 @@ def test_until_the_time_is_up(lab: Any) -> None:
     assert "b is not ready" in answer.err
 
 
-def test_until_it_fails(lab: Any) -> None:
-    lab.starting("a", ready_s=1.5, exits=0)
+def test_until_it_fails(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(held := tmp_path / "held")
+    lab.starting("a", says=str(held), exits=0)
+
+    def look_again(seconds: float) -> None:
+        """Once the command has seen that it starts, it goes on, and fails."""
+        if held.exists():
+            held.write_text("")
+            held.unlink()
+        time.sleep(seconds)
+
+    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=look_again)
+    monkeypatch.setattr(import_module("vllmops.commands.wait"), "time", clock)
     answer = lab.vllmops("wait", "a", "--json")
     assert (answer.code, answer.error["code"]) == (1, "serve.failed")
     answer = lab.vllmops("wait", "a", "--json")
@@ -85,12 +95,9 @@ def test_one_that_vllmops_did_not_start(lab: Any) -> None:
     assert lab.vllmops("wait", target).code == 0
     answer = lab.vllmops("wait", target, "--for", "stopped", "--timeout", "0.3")
     assert answer.code == 3
-    answers: list[Any] = []
-    waiter = threading.Thread(
-        target=lambda: answers.append(lab.vllmops("wait", target, "--for", "stopped", "--json"))
-    )
-    waiter.start()
-    time.sleep(0.5)
+    waiter = background("wait", target, "--for", "stopped")
+    assert waiter.stderr
+    assert f"{target}: ready" in waiter.stderr.readline()
     lab.vllmops("stop", target, "--force")
-    waiter.join(60)
-    assert answers[0].data["state"] == "stopped"
+    out, _ = waiter.communicate(timeout=60)
+    assert (waiter.returncode, out) == (0, f"{target} is stopped\n")

@@ -29,6 +29,7 @@ from vllmops.host.roles import Role
 from vllmops.instances import supervisor
 from vllmops.instances.record import Folder
 from vllmops.instances.servers import resolve
+from vllmops.rpc import agent
 from vllmops.stacks import pyspy
 from vllmops.watch import watched
 
@@ -167,7 +168,9 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
 def test_once(engine: Any, home: Path, vllmops: Any) -> None:
     target = ("-t", str(engine.process.pid))
     answer = vllmops("watch", *target, *QUICK, "--once", "--for", "3")
-    assert (answer.code, answer.out) == (0, "watched for 3s: 0 stalled, 0 recovered, 0 failed\n")
+    assert answer.code == 0
+    told = r"watched for \d+s: 0 stalled, 0 recovered, 0 failed\n"
+    assert re.fullmatch(told, answer.out), answer.out
     stick(engine)
     answer = vllmops("watch", *target, *QUICK, "--once", "-o", str(home / "kept"), "--json")
     assert answer.code == 1
@@ -177,10 +180,16 @@ def test_once(engine: Any, home: Path, vllmops: Any) -> None:
 
 
 def test_a_stopped_process_is_a_stall_where_it_holds_up_work(
-    engine: Any, spawn: Spawn, home: Path, begin: Begin
+    engine: Any, spawn: Spawn, home: Path, begin: Begin, patience: pytest.MonkeyPatch
 ) -> None:
+    patience.undo()
     stick(engine)
-    time.sleep(1.5)
+
+    def stands() -> bool:  # as its heartbeat has it
+        pulse = agent.beat(engine.process)
+        return bool(pulse and pulse.beat.waiting and pulse.beat.still_s)
+
+    until(stands)
     os.kill(engine.process.pid, signal.SIGSTOP)
     watch = begin("-t", engine.process.pid, *QUICK, "--once")
     idle = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
@@ -270,7 +279,10 @@ def test_evidence_that_ends_early_has_all_that_is_there(engine: Any, hanging: Pa
 
 
 @pytest.mark.usefixtures("hanging")
-def test_evidence_is_there_in_time_whatever_hangs(engine: Any, home: Path) -> None:
+def test_evidence_is_there_in_time_whatever_hangs(
+    engine: Any, home: Path, patience: pytest.MonkeyPatch
+) -> None:
+    patience.undo()
     stick(engine)
     os.kill(engine.process.pid, signal.SIGSTOP)
     server = watched.Watched(resolve(str(engine.process.pid)))
@@ -303,7 +315,9 @@ def test_command_lines_that_are_wrong(engine: Any, vllmops: Any) -> None:
 def hang(lab: Any, name: str) -> Iterator[subprocess.Popen[bytes]]:
     """A request that its gauge counts, and that gets nowhere."""
     url = f"{lab.record(name).url}/slow/600"
-    with subprocess.Popen(["curl", "-s", url], stdout=subprocess.DEVNULL) as request:
+    with subprocess.Popen(
+        ["curl", "-s", "--noproxy", "*", url], stdout=subprocess.DEVNULL
+    ) as request:
         try:
             yield request
         finally:
@@ -319,7 +333,9 @@ def test_without_agents_and_with_a_restart(lab: Any, begin: Begin) -> None:
     watch.says("a is ready; watching it")
     assert watch.said.index("evidence:") < watch.said.index("restarts because")
     assert lab.record("a").session != before.session
-    (kept,) = bundles(lab.home)
+    # With so little patience, what was seen before evidence that takes long is forgotten: on a busy
+    # machine a stall is told twice.
+    kept = bundles(lab.home)[-1]
     # There is none, and it had the time to say so.
     assert "No module named vllm.collect_env" in missing(kept)["collect_env.txt"]
     lab.vllmops("stop", "a")
@@ -357,7 +373,7 @@ def test_serve_watches_until_its_end(lab: Any) -> None:
     assert Folder("a").watched()
     lab.vllmops("stop", "a")
     until(lambda: not Folder("a").watched())
-    assert said(lab, "a")[-1].startswith("a has ended")
+    until(lambda: said(lab, "a")[-1].startswith("a has ended"))
 
 
 def test_it_runs_where_serve_ran_wherever_restart_does(

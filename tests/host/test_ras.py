@@ -21,6 +21,8 @@ from vllmops.host import ras
 from vllmops.protocol.pasted import Pasted
 from vllmops.protocol.server import RasCapture
 
+from ..support.ports import free_port
+
 PROGRAM = Path(__file__).parents[1] / "support/nccl_ras.py"
 Start = Callable[..., Any]
 
@@ -34,31 +36,23 @@ def start(tmp_path: Path) -> Iterator[Start]:
             files = [tmp_path / f"{number}" for number, _ in enumerate(answers)]
             for file, answer in zip(files, answers, strict=True):
                 file.write_text(answer)
-            # NCCL reads its variables before it listens, so the port is taken before.
-            port = subprocess.Popen(
-                [sys.executable, "-c", WRAPPER, str(PROGRAM), kind, *map(str, files)],
+            # NCCL reads its variables before it listens, so the port is chosen before.
+            port = free_port()
+            text = PROGRAM.read_text().replace('("127.0.0.1", 0)', f'("127.0.0.1", {port})')
+            named = {"NCCL_RAS_ADDR": f"localhost:{port}"}
+            process = subprocess.Popen(
+                [sys.executable, "-c", text, kind, *map(str, files)],
                 stdout=subprocess.PIPE,
-                env={**os.environ, **environment},
+                env={**os.environ, **named, **environment},
                 text=True,
             )
-            stack.callback(port.communicate)
-            stack.callback(port.kill)
-            assert port.stdout
-            port.stdout.readline()
-            return SimpleNamespace(pid=port.pid)
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            assert process.stdout
+            process.stdout.readline()
+            return SimpleNamespace(pid=process.pid)
 
         yield made
-
-
-# The service's own program; the variable with its port is in its environment from the start.
-WRAPPER = """
-import os, socket, sys
-with socket.create_server(("127.0.0.1", 0)) as taken:
-    port = taken.getsockname()[1]
-os.environ.setdefault("NCCL_RAS_ADDR", f"localhost:{port}")
-text = open(sys.argv[1]).read().replace('("127.0.0.1", 0)', f'("127.0.0.1", {port})')
-os.execv(sys.executable, [sys.executable, "-c", text, *sys.argv[2:]])
-"""
 
 
 def status(*counts: int, aborted: bool = False) -> str:

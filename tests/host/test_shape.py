@@ -71,7 +71,7 @@ def test_a_server_on_a_unix_socket(lab: Any) -> None:
     record = lab.serve("a", "--", "--uds", str(path))
     assert (record.port, record.uds) == (None, str(path))
     assert "--port" not in record.command
-    assert 0 < record.ready_s < 60
+    assert 0 < record.ready_s < 600
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["state"], row["url"], row["uds"]) == ("ready", unix_url(str(path)), str(path))
     assert f"unix:{path}" in lab.vllmops("ps").out
@@ -133,7 +133,7 @@ def test_a_headless_server(lab: Any, words: tuple[str, ...]) -> None:
     record = lab.record("a")
     assert (record.port, record.url) == (None, None)
     assert [p.role for p in record.processes] == ["launcher", "engine", "worker"]
-    assert 0.5 < record.ready_s < 60
+    assert 0.5 < record.ready_s < 600
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["state"], row["url"], row["headless"]) == ("ready", None, True)
     assert lab.vllmops("status", "a").code == 0

@@ -22,6 +22,7 @@ class Play:
     """What this server does."""
 
     ready_s: float = 0.1  # how long it loads
+    ready_with: str | None = None  # a file; it loads until that is there, too
     says: str | None = None  # a file whose text it prints while it loads
     exits: int | None = None  # ends with that status instead of serving
     api_servers: int = 1  # with more than one, the root only launches them
@@ -163,6 +164,8 @@ def main() -> None:
     if "--headless" in words:
         wait()
     time.sleep(play.ready_s)
+    while play.ready_with and not os.path.exists(play.ready_with):
+        time.sleep(0.05)
     say("APIServer", "[launcher.py:195] Route: /health, Methods: GET")
     if play.api_servers > 1:
         child("VLLM::APIServer_0", "serve", host, str(port))

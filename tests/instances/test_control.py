@@ -56,6 +56,6 @@ def test_a_supervisor_that_has_no_time_is_told_all_the_same(lab: Any) -> None:
     lab.kill(supervisor, signal.SIGSTOP)
     go_on = threading.Timer(0.5, lab.kill, (supervisor, signal.SIGCONT))
     go_on.start()
-    told(Folder("a"), Request(stop=0.0), 20)
+    told(Folder("a"), Request(stop=0.0), 600)
     until(lambda: lab.state("a") == State.STOPPED)
     lab.nothing_left(record)

@@ -19,6 +19,8 @@ from vllmops.store import sqlite, urls
 from vllmops.store.opening import CLASS
 from vllmops.store.settings import STORE
 
+from ..support import ports
+
 
 def refusal(code: str, check: Any, *arguments: Any) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
@@ -53,7 +55,10 @@ def test_models_that_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     check_model("hf")
 
 
-def test_a_port_that_is_taken(listener: int) -> None:
+def test_a_port_that_is_taken(listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, last = ports.launch_ports()  # no other test takes the one that is free
+    monkeypatch.setattr(launch, "FIRST_PORT", first)
+    monkeypatch.setattr(launch, "LAST_PORT", last)
     error = refusal("port.taken", check_port, "127.0.0.1", listener)
     assert f"127.0.0.1:{listener}" in error.message
     assert f"pid {os.getpid()}" in error.message
@@ -81,7 +86,7 @@ def test_a_port_that_is_taken_on_every_address() -> None:
 
 
 def test_a_port_in_time_wait_is_free() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    with socket.create_server(("127.0.0.1", ports.free_port())) as server:
         address = server.getsockname()
         client = socket.create_connection(address)
         accepted, _ = server.accept()
@@ -263,7 +268,7 @@ def test_many_at_once_get_different_names_and_ports(home: Path) -> None:
         ours, theirs = fork.Pipe()
         fork.Process(target=take_one, args=(theirs,), daemon=True).start()
         pipes.append(ours)
-    taken = [pipe.recv() for pipe in pipes if pipe.poll(20)]
+    taken = [pipe.recv() for pipe in pipes if pipe.poll(60)]
     for pipe in pipes:
         pipe.send(None)
     assert len(taken) == 12
@@ -284,7 +289,7 @@ def test_many_homes_at_once_get_different_ports(home: Path) -> None:
         words = (theirs, home / str(number))
         fork.Process(target=take_elsewhere, args=words, daemon=True).start()
         pipes.append(ours)
-    taken = [pipe.recv() for pipe in pipes if pipe.poll(20)]
+    taken = [pipe.recv() for pipe in pipes if pipe.poll(60)]
     error = refusal("port.taken", reserve, Order("M", port=taken[0][1]))
     assert "belongs to another instance" in error.message
     for pipe in pipes:

@@ -83,7 +83,10 @@ def test_it_is_a_program_of_its_own_and_so_is_a_watch(programs: None, lab: Any) 
 
 
 def cmdline(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:  # it has just ended
+        return []
 
 
 @long
@@ -331,10 +334,11 @@ def test_a_clock_that_steps_after_the_start_does_not_lose_the_server(
     (tmp_path / "sitecustomize.py").write_text(STEPPED)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("CLOCK_STEP_S", str(step_s))
+    before = time.time()
     shown = subprocess.run(
         [sys.executable, "-c", "import time; print(time.time())"], capture_output=True, check=True
     )
-    assert float(shown.stdout) - time.time() == pytest.approx(step_s, abs=2)
+    assert before + step_s <= float(shown.stdout) <= time.time() + step_s
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert {item["pid"] for item in row["processes"]} >= {item.pid for item in record.processes}
     lab.kill(record.session)

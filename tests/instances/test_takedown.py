@@ -22,7 +22,13 @@ from vllmops.protocol.engine import Traffic
 from vllmops.protocol.socket import sockets
 from vllmops.vllm_api import http
 
-from ..support.waiting import until
+from ..support.waiting import patiently, until
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is slow to tell how many requests it has is no server that can't."""
+    patiently(monkeypatch, "timeout_s", http.metrics)
 
 
 def sleeper(**options: Any) -> "subprocess.Popen[bytes]":

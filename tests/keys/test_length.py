@@ -11,6 +11,7 @@ import string
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +121,14 @@ def together(secret: str, words: str) -> list[Item]:
 
 
 @pytest.fixture
+def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise that is the same in each run: what chance could do once in 500,000 it does never."""
+    chance = random.Random(5)
+    drawn = SimpleNamespace(token_bytes=chance.randbytes, randbelow=chance.randrange)
+    monkeypatch.setattr(carrier, "secrets", drawn)
+
+
+@pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths to the byte, without noise and without buckets."""
     monkeypatch.setattr(carrier, "NOISE_BYTES", 1)
@@ -144,6 +153,7 @@ def test_what_one_says_has_no_effect_on_what_another_takes(place: str) -> None:
 
 
 @pytest.mark.parametrize("place", sampled(ATTACKED, 3))
+@pytest.mark.usefixtures("seeded")
 def test_the_attack_finds_nothing(place: str) -> None:
     """Fillers sweep a whole bucket, so that its edge is among them."""
     guess, count = attacked(partial(PLACES[place], SECRET), length, tries=32, step=9)
@@ -158,6 +168,7 @@ def test_within_one_text_the_attack_needs_silence() -> None:
     assert right(guess) >= 7
 
 
+@pytest.mark.usefixtures("seeded")
 def test_within_one_text_noise_stands_against_it() -> None:
     guess, _ = attacked(partial(together, SECRET), length, tries=32, step=9)
     assert right(guess) <= CHANCE
@@ -175,6 +186,7 @@ def test_lengths_are_few() -> None:
     assert len(every) < 2**8
 
 
+@pytest.mark.usefixtures("seeded")
 def test_what_it_costs() -> None:
     """A kilobyte at most where a conversation is short, a sixteenth beyond noise where not."""
     short = [message("user", "What is the door code?"), message("assistant", "I can't tell.")]

@@ -7,9 +7,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from vllmops.host import processes
-
-from ..support import own
 from ..test_docs import LIVE, words
 from .conftest import Bundled, Live
 
@@ -26,8 +23,6 @@ def test_examples_work(
         "29914": str(vision_server.pids()["engine"]),
         "resp_9d1f43c8": response.json()["id"],
     }
-    # `doctor` rightly names what is wrong with other servers of the machine.
-    monkeypatch.setattr(processes, "table", own.table_of(vision_server.home))
     monkeypatch.setenv("VLLMOPS_TARGET", vision_server.name)
     monkeypatch.chdir(tmp_path)
     Path("hang.tar.gz").symlink_to(bundled.path)

@@ -68,11 +68,11 @@ def test_a_server_is_looked_into_healed_drained_and_stopped(cli: Cli) -> None:
 
     rotated = cli("keys", "rotate", "--json")
     assert rotated.code == 0, rotated
-    until(lambda: rotated.data["kid"] in str(cli("keys", "status", *target).data))
+    until(lambda: rotated.data["kid"] in str(cli("keys", "status", *target).data), 600)
 
     assert cli("drain", *target).code == 0
     refused = httpx.post(f"{server.url}/v1/chat/completions", json=chat([1]), timeout=600)
     assert refused.status_code == 503
     footprint = server.footprint()
     assert cli("stop", server.name).code == 0
-    footprint.wait_gone()
+    footprint.wait_gone(600)

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -49,6 +48,15 @@ def test_every_question(spawn: Spawn) -> None:
     assert found.caches().caches == []
 
 
+BRIEF = """
+answer = Handler.answer
+def answered(self, *given):
+    answer(self, *given)
+    self.connection.settimeout(0.1)
+Handler.answer = answered
+"""
+
+
 def test_questions_share_a_connection_and_outlive_it(spawn: Spawn) -> None:
     child = spawn()
     child.run("from vllmops.agent.service import Handler; Handler.timeout = 600")
@@ -57,8 +65,8 @@ def test_questions_share_a_connection_and_outlive_it(spawn: Spawn) -> None:
     for _ in range(3):
         assert found.engine().running is None
     assert child.run(count) == "1"
-    # The agent closes what has been silent; it is asked anew.
-    child.run("Handler.timeout = 0.1")
+    # The agent closes what has been silent, here once it has been answered; it is asked anew.
+    child.run(BRIEF)
     other = reach(child.process)
     assert other.engine().running is None
     until(lambda: child.run(count) == "1")
@@ -122,7 +130,7 @@ def test_no_agent(spawn: Spawn) -> None:
 def test_stopped_process_is_told_by_its_heartbeat(spawn: Spawn) -> None:
     child = spawn()
     os.kill(child.process.pid, signal.SIGSTOP)
-    time.sleep(1.5)
+    until(lambda: (pulse := beat(child.process)) and pulse.age_s >= 1.5)
     error = refusal(child, timeout_s=0.3)
     assert error.code == "agent.timeout"
     pulse = beat(child.process)

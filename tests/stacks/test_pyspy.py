@@ -35,16 +35,20 @@ READABLE = "import ctypes; ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1
 
 THREADS = """
     import threading, time
+    begun = threading.Barrier(3)
 
     def generate(prompt):
+        begun.wait()
         time.sleep(1000)
 
     def spin():
+        begun.wait()
         while True:
             pass
 
     threading.Thread(target=generate, args=["tell me"], name="waiter", daemon=True).start()
     threading.Thread(target=spin, name="spinner", daemon=True).start()
+    begun.wait()
     print("up", flush=True)
     time.sleep(1000)
 """
@@ -76,6 +80,15 @@ PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH, WALL = 0x4206, 0x4207, 17, 0x4000
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine all takes its time."""
+    monkeypatch.setattr(pyspy.capture, "__kwdefaults__", {"timeout_s": 120.0, "server": None})
+    monkeypatch.setattr(pyspy, "AGENT_S", 60.0)
+    monkeypatch.setattr(pyspy, "HELD_S", 60.0)
+    monkeypatch.setattr(pyspy, "KILL_WAIT_S", 60.0)
+
+
 @contextlib.contextmanager
 def python(source: str) -> Iterator[subprocess.Popen[bytes]]:
     """A Python process that runs ``source`` and has said ``up``."""
@@ -99,7 +112,7 @@ def process(pid: int, role: Role = Role.ENGINE) -> Process:
     return Process(role=role, pid=pid, start_ticks=identity.of(pid).start_ticks)
 
 
-def dump(pid: int, options: Options | None = None, *, timeout_s: float = 20.0) -> ProcessStacks:
+def dump(pid: int, options: Options | None = None, *, timeout_s: float = 120.0) -> ProcessStacks:
     return pyspy.capture([process(pid)], options, timeout_s=timeout_s).processes[0]
 
 
@@ -117,10 +130,15 @@ def state(pid: int) -> str:
     return psutil.Process(pid).status()
 
 
-def until_spun(pid: int, seconds: float) -> None:
-    """Wait until a process has used so much more of a core."""
-    wanted = psutil.Process(pid).cpu_times().user + seconds
-    until(lambda: psutil.Process(pid).cpu_times().user >= wanted)
+def settled(pid: int, options: Options | None = None) -> ProcessStacks:
+    """A dump of `THREADS` once all but the spinner have come to their sleep."""
+
+    def asleep() -> ProcessStacks | None:
+        stacks = dump(pid, options)
+        states = [thread.state for thread in stacks.threads]
+        return stacks if states == ["active", "idle", "idle"] else None
+
+    return until(asleep)
 
 
 def until_state(pid: int, wanted: str) -> None:
@@ -129,9 +147,7 @@ def until_state(pid: int, wanted: str) -> None:
 
 def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
     with python(THREADS) as target:
-        # Until then the main thread may not have come to its sleep.
-        until_spun(target.pid, 0.1)
-        stacks = dump(target.pid)
+        stacks = settled(target.pid)
     assert stacks.error is None
     assert stacks.note == ""
     assert [thread.name for thread in stacks.threads] == ["spinner", "MainThread", "waiter"]
@@ -140,7 +156,7 @@ def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
     assert stacks.threads[1].tid == target.pid
     spin = stacks.threads[0].frames[0]
     assert (spin.function, spin.file) == ("spin", "<string>")
-    assert spin.line in {9, 10}
+    assert spin.line in {12, 13}
     run = stacks.threads[0].frames[1]
     assert run.short_file == "threading.py"
     assert run.file.endswith("/threading.py")
@@ -149,8 +165,7 @@ def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
 
 def test_local_variables_only_when_asked_for() -> None:
     with python(THREADS) as target:
-        until_spun(target.pid, 0.1)
-        without, with_ = dump(target.pid), dump(target.pid, Options(locals=True))
+        without, with_ = settled(target.pid), settled(target.pid, Options(locals=True))
     assert all(frame.locals is None for thread in without.threads for frame in thread.frames)
     frame = with_.threads[2].frames[0]
     assert frame.locals is not None
@@ -161,8 +176,8 @@ def test_local_variables_only_when_asked_for() -> None:
 
 def test_native_frames() -> None:
     with python(THREADS) as target:
-        until_spun(target.pid, 0.1)
-        stacks = dump(target.pid, Options(native=True))
+        settled(target.pid)
+        stacks = settled(target.pid, Options(native=True))
     assert stacks.note == ""
     waiter = stacks.threads[2].frames
     assert waiter[0].function != "generate"
@@ -286,6 +301,13 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> No
     monkeypatch.setattr(pyspy, "find", lambda: str(program))
 
 
+def ended(child: psutil.Process) -> bool:
+    try:
+        return child.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, monkeypatch, "#!/bin/sh\nexec sleep 1000\n")
     me = process(os.getpid())
@@ -312,8 +334,7 @@ def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert error is not None
     assert "py-spy did not finish" in error.message
     assert "--timeout 60" in error.hint
-    left = [child for child in psutil.Process().children() if child not in before]
-    assert [child for child in left if child.status() != psutil.STATUS_ZOMBIE] == []
+    until(lambda: all(map(ended, set(psutil.Process().children()).difference(before))))
 
 
 @pytest.mark.parametrize(
@@ -438,7 +459,6 @@ def test_a_pyspy_that_holds_its_target_and_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawn: Spawn, request_: int
 ) -> None:
     child = spawn(role=Role.ENGINE)
-    monkeypatch.setattr(pyspy, "AGENT_S", 60.0)  # a busy machine
     monkeypatch.setattr(pyspy, "HELD_S", 1000.0)
     held = tmp_path / "held"
     stand_in(
@@ -471,7 +491,6 @@ def test_no_pyspy_holds_its_target_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spawn: Spawn
 ) -> None:
     child = spawn(role=Role.ENGINE)
-    monkeypatch.setattr(pyspy, "AGENT_S", 60.0)  # a busy machine
     monkeypatch.setattr(pyspy, "HELD_S", 0.5)
     stand_in(
         tmp_path,

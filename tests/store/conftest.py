@@ -12,9 +12,25 @@ from typing import Any
 
 import pytest
 
+from vllmops.store import sqlite
+from vllmops.store.store import ResponseStore
+from vllmops.vllm_api.responses import Http
+
 from ..support.databases import Server, Servers
+from ..support.waiting import PATIENCE_S, patiently
 
 WRITER = Path(__file__).with_name("writer.py")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A database, or a holder of a file, that stands still on a busy machine is not away.
+
+    Tests of what is away give a deadline of their own.
+    """
+    patiently(monkeypatch, "deadline_s", ResponseStore.__init__)
+    patiently(monkeypatch, "timeout_s", Http.__init__)
+    monkeypatch.setattr(sqlite, "BUSY_S", PATIENCE_S)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ def rss() -> int:
 
 
 async def main(url: str, max_size: int, counts: list[int], events: int) -> None:
-    store = ResponseStore(opening.backend(url, Limits(max_size=max_size)))
+    store = ResponseStore(opening.backend(url, Limits(max_size=max_size)), deadline_s=60)
     async with store:
         begun, number, words, raw = rss(), 0, [], 0
         for count in counts:

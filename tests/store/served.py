@@ -79,7 +79,7 @@ def ours(url: str, keys: list[str]) -> FastAPI:
     from vllmops.store.store import ResponseStore
 
     serving = StoredResponses.__new__(StoredResponses)
-    serving.store = ResponseStore(opening.backend(url))
+    serving.store = ResponseStore(opening.backend(url), deadline_s=60)
     serving.conversations = ConversationTurns(serving.store)
     serving.stored = Stored(serving.store, serving.conversations, serving.store.tell)
     assert conversation_routes  # which adds to the others

@@ -51,20 +51,22 @@ def test_the_heartbeat_goes_on(
     error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "AFTER_S", 0.05)
+    monkeypatch.setattr(stores, "SWEEP_S", 0.1)  # leases are renewed as often, at least
 
     async def play() -> None:
-        backend = Faulty("memory://", Limits(lease_s=2))
+        backend = Faulty("memory://", Limits(lease_s=600))
         backend.error = error
         async with ResponseStore(backend) as store:
             await store.create(RUN)
             stopped = asyncio.Event()
             store.attend(RUN, stopped.set)
             await until_async(lambda: backend.calls >= 4)
+            lease = backend.leases[RUN.id]
             backend.broken = False
-            await asyncio.sleep(2.5)
+            await until_async(lambda: backend.leases[RUN.id] > lease)
             found = await store.get("", RUN.id)
             assert found
-            assert found.status == "in_progress"  # its lease is renewed
+            assert found.status == "in_progress"
             await store.set_status("", RUN.id, "cancelled")
             await asyncio.wait_for(stopped.wait(), 60)
 

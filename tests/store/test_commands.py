@@ -7,8 +7,8 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import signal
-import socket
 import sqlite3
 import subprocess
 import sys
@@ -37,6 +37,7 @@ from vllmops.vllm_api.responses import Http
 
 from ..support.databases import nobodys
 from ..support.extent import combinations
+from ..support.ports import free_port
 from ..support.waiting import until
 
 SERVED = Path(__file__).with_name("served.py")
@@ -323,7 +324,8 @@ def test_purge(vllmops: Any, shared_url: str) -> None:
 
 
 def test_stats(vllmops: Any, shared_url: str) -> None:
-    fill(shared_url, numbered(1, 3) + numbered(2, status="failed", owner=TWO, model="other"))
+    made = numbered(1, 3) + numbered(2, status="failed", owner=TWO, model="other")
+    fill(shared_url, made)
     data = vllmops("responses", "stats", "--json", "--store", shared_url).data
     assert data["count"] == 3
     assert data["statuses"] == {"completed": 2, "failed": 1}
@@ -331,10 +333,10 @@ def test_stats(vllmops: Any, shared_url: str) -> None:
     assert data["bytes"] > 100
     assert data["event_bytes"] > 10
     assert data["evictions"] == 0
-    assert abs(time.time() - 3 * 3600 - data["oldest"]) < 60
+    assert data["oldest"] == pytest.approx(made[1].created_at, abs=0.001)
     text = vllmops("responses", "stats", "--store", shared_url).out
     assert "3 responses" in text
-    assert "3h00m ago" in text
+    assert re.search(r"3h\d\dm ago", text)
 
 
 # -- from one store to another ----------------------------------------------------------
@@ -542,8 +544,7 @@ class Server:
     """A server in a process of its own."""
 
     def __init__(self, *words: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         program = [sys.executable, str(SERVED), str(port), *words]
         self.process = psutil.Popen(program, env=nobodys())
@@ -618,6 +619,7 @@ def ask(vllmops: Any, served: Ours) -> Ask:
 
 
 def test_a_server_shows_those_of_a_key(ask: Ask, served: Ours) -> None:
+    began = int(time.time())
     made = fill(served.store, numbered(0, 1, 2, 3) + numbered(4, owner=TWO))
     assert ids(ask("list", "--json")) == made[:4]
     assert ids(ask("list", "--json", key="two")) == made[4:]
@@ -628,7 +630,7 @@ def test_a_server_shows_those_of_a_key(ask: Ask, served: Ours) -> None:
     assert ask("list", "--status", "failed").out.startswith("no matching responses")
     first = ask("list", "--json").data["responses"][0]
     assert (first["owner"], first["input_tokens"]) == (None, 1200)
-    assert first["created_at"] > time.time() - 60
+    assert first["created_at"] >= began
     for words in (("show", made[4]), ("delete", made[4]), ("cancel", made[4])):
         answer = ask(*words, "--json")
         assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
@@ -745,9 +747,7 @@ def test_what_others_answer(vllmops: Any, stock: Server) -> None:
 
 
 def test_nobody_there(vllmops: Any, listener: int) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    answer = vllmops("responses", "list", "--json", "-t", f"http://127.0.0.1:{port}")
+    answer = vllmops("responses", "list", "--json", "-t", f"http://127.0.0.1:{free_port()}")
     assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unreachable")
     answer = vllmops("responses", "list", "--json", "-t", "http://[bad")
     assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
@@ -799,7 +799,7 @@ def test_ctrl_c(served: Ours, tmp_path: Path, home: Path) -> None:
 
 def test_ids_are_completed(served: Ours, vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made = fill(served.store, [*numbered(1, 2), response(3, status="in_progress")])
-    monkeypatch.setattr(selection, "COMPLETION_S", 20)  # a busy machine is no failure
+    monkeypatch.setattr(selection, "COMPLETION_S", 60)  # a busy machine is no failure
 
     def completed(words: str, key: str = "one") -> tuple[list[str], str]:
         answer = vllmops(

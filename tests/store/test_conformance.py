@@ -24,18 +24,34 @@ from vllmops.store.memory_conversations import Kept
 from vllmops.store.store import ResponseStore
 
 from ..support.extent import programs
+from ..support.promises import TIMED, without_timed
 
 pytestmark = programs
+
+
+@pytest.fixture
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_timed(monkeypatch)
 
 
 async def judged(url: str) -> list[CheckResult]:
     return [item async for item in run(url)]
 
 
-def test_every_backend_keeps_every_promise(url: str) -> None:
+def test_every_backend_keeps_every_promise(url: str, untimed: None) -> None:
     outcomes = asyncio.run(judged(url))
     assert [item for item in outcomes if item.problem] == []
     assert len(outcomes) == len(CHECKS) >= 18
+
+
+def test_every_backend_keeps_what_it_promises_about_times(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CHECKS.keys() - set(TIMED):
+        monkeypatch.delitem(CHECKS, name)
+    outcomes = asyncio.run(judged(url))
+    assert [item for item in outcomes if item.problem] == []
+    assert len(outcomes) == len(CHECKS) == len(TIMED)
 
 
 class Careless(Memory):
@@ -314,7 +330,7 @@ def own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     return write
 
 
-def test_the_command(vllmops: Any, tmp_path: Path) -> None:
+def test_the_command(vllmops: Any, tmp_path: Path, untimed: None) -> None:
     path = tmp_path / "own.db"
     answer = vllmops("responses", "check-store", f"sqlite:///{path}", "--json")
     data = json.loads(answer.out)["data"]

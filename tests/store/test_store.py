@@ -120,6 +120,7 @@ def test_a_stored_object_without_all_fields_gets_the_defaults() -> None:
 
 def test_the_turns_before_a_turn_are_used_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[list[str]] = []
+    monkeypatch.setattr(backend, "GRAIN_S", 600.0)
 
     async def write(uses: list[tuple[str, float]]) -> None:
         written.append([response_id for response_id, _ in uses])

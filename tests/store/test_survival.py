@@ -42,10 +42,11 @@ async def check(store: ResponseStore, acknowledged: list[str]) -> None:
 
 def test_the_writer_is_killed(shared_url: str, writer: Callable[..., Any]) -> None:
     acknowledged: list[str] = []
+    chance = random.Random(1)
     for number in range(KILLS):
         process = writer(shared_url)
         process.send(store=f"r{number}-")
-        acknowledged += [process.read() for _ in range(random.randrange(20, 60))]
+        acknowledged += [process.read() for _ in range(chance.randrange(20, 60))]
         # A line that was cut off was not said.
         acknowledged += [item.strip() for item in process.kill() if item.endswith("\n")]
 

@@ -18,13 +18,13 @@ import pytest
 from vllmops.errors import VllmopsError
 from vllmops.store import opening, sql, sqlite
 from vllmops.store.backend import Query, Response, StoreUnavailable
-from vllmops.store.store import ResponseStore
+from vllmops.store.store import DEADLINE_S as OWN_DEADLINE_S
+from vllmops.store.store import Bounded, ResponseStore
 
 from ..support.extent import EVERYTHING
+from ..support.waiting import PATIENCE_S, until_async
 
 DEADLINE_S = 0.5
-# Where other calls are answered meanwhile.
-LONG_S = 3.0
 # How often a server goes and comes back.
 TIMES = 2 if EVERYTHING else 1
 OWNER = "ann"
@@ -60,6 +60,24 @@ async def refused(store: ResponseStore) -> None:
         assert isinstance(item, StoreUnavailable), item
         assert 0 < item.retry_after_s <= 2
         assert "unavailable" in item.message
+
+
+class Late:
+    """Ends calls of a store as if their time was up: others are answered however slow they are."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self.bounded, self.calls = store.bounded, dict[object, Bounded]()
+        store.bounded = self.note  # type: ignore[method-assign]
+
+    def note(self, *given: Any, **more: Any) -> Bounded:
+        made = self.calls[asyncio.current_task()] = self.bounded(*given, **more)
+        return made
+
+    async def begun(self, call: Awaitable[object]) -> tuple[asyncio.Future[object], Bounded]:
+        """A call that has begun, and what ends it."""
+        task = asyncio.ensure_future(call)
+        await until_async(lambda: task in self.calls)
+        return task, self.calls[task]
 
 
 async def patient(call: Callable[[], Awaitable[T]]) -> T:
@@ -151,9 +169,9 @@ def test_an_outage_is_told_once_and_its_end(servers: Any) -> None:
 
     async def main() -> None:
         backend = opening.backend(server.url)
-        async with ResponseStore(backend, deadline_s=DEADLINE_S, outages=told.append) as store:
+        async with ResponseStore(backend, outages=told.append) as store:
             await back(store)
-            server.kill()
+            server.kill()  # which refuses at once
             await refused(store)
             await refused(store)
             server.start()
@@ -171,7 +189,7 @@ def test_one_call_that_waits_too_long_while_others_are_answered(shared_servers: 
 
     async def main() -> None:
         backend = opening.backend(f"{url}?namespace={name}")
-        async with ResponseStore(backend, deadline_s=LONG_S) as store:
+        async with ResponseStore(backend) as store:
             held, other = response(status="queued"), response()
             assert await store.create(held)
             assert await store.create(other)
@@ -179,10 +197,13 @@ def test_one_call_that_waits_too_long_while_others_are_answered(shared_servers: 
             async with somebody.transaction():
                 row = f"SELECT FROM {name}_responses WHERE id = $1 FOR UPDATE"
                 await somebody.execute(row, held.id)
-                waits = asyncio.create_task(store.set_status(OWNER, held.id, "cancelled"))
-                while not waits.done():
+                waits, stuck = await Late(store).begun(
+                    store.set_status(OWNER, held.id, "cancelled")
+                )
+                for _ in range(3):
                     assert await store.create(response())
-                    await asyncio.sleep(0.01)
+                assert not waits.done()
+                stuck.over(asyncio.get_running_loop().time())
                 with pytest.raises(StoreUnavailable, match="too long"):
                     await waits
                 assert await store.get(OWNER, other.id)
@@ -198,16 +219,17 @@ def test_writes_that_wait_too_long_while_reads_are_answered(shared_servers: Any)
 
     async def main() -> None:
         backend = opening.backend(f"{url}?namespace={name}")
-        async with ResponseStore(backend, deadline_s=LONG_S, outages=told.append) as store:
+        async with ResponseStore(backend, outages=told.append) as store:
             made = response()
             assert await store.create(made)
             somebody = await asyncpg.connect(url)
             async with somebody.transaction():
                 await somebody.execute(f"LOCK TABLE {name}_responses IN SHARE MODE")
-                waits = asyncio.create_task(store.create(response()))
-                while not waits.done():
+                waits, stuck = await Late(store).begun(store.create(response()))
+                for _ in range(3):
                     assert await store.get(OWNER, made.id)
-                    await asyncio.sleep(0.01)
+                assert not waits.done()
+                stuck.over(asyncio.get_running_loop().time())
                 with pytest.raises(StoreUnavailable, match="too long"):
                     await waits
                 assert "the store is unavailable" in told[0]
@@ -220,7 +242,7 @@ def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
     server = servers.add("redis")
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(server.url), deadline_s=DEADLINE_S) as store:
+        async with ResponseStore(opening.backend(server.url)) as store:
             made = response("r", status="in_progress")
             await store.create(made)
             await store.append(made, 0, [b'{"n":0}'])
@@ -245,7 +267,7 @@ def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
     asyncio.run(main())
 
 
-def test_a_file_that_somebody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_somebody_holds(tmp_path: Path) -> None:
     path = tmp_path / "responses.db"
 
     async def main() -> None:
@@ -254,7 +276,7 @@ def test_a_file_that_somebody_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             await back(store)
             with closing(sqlite3.connect(path, isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
-                monkeypatch.setattr(sqlite, "BUSY_S", 600.0)  # the call's own deadline ends it
+                # The call's own deadline ends it.
                 with pytest.raises(StoreUnavailable):
                     await store.create(response("r"))
                 # Readers wait for nobody.
@@ -273,9 +295,11 @@ def test_an_event_loop_that_was_blocked_is_no_outage(shared_url: str) -> None:
             await store.create(response())
             made = response()
             calls = [asyncio.create_task(store.create(made)) for made in (made, response())]
+            store.deadline_s = OWN_DEADLINE_S
             await asyncio.sleep(0)
             time.sleep(store.deadline_s + 1)  # noqa: ASYNC251
             await asyncio.gather(*calls)
+            store.deadline_s = PATIENCE_S
             assert await store.get(OWNER, made.id)
 
     asyncio.run(main())
@@ -319,13 +343,16 @@ def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
 
     async def main() -> None:
         backend = opening.backend(f"sqlite:///{path}")
+        assert isinstance(backend, sqlite.Sqlite)
         async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
             await back(store)
+            assert backend.writer
             with closing(sqlite3.connect(path, isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
                 calls = [store.create(response(f"late-{number}")) for number in range(20)]
                 shown = await asyncio.gather(*calls, return_exceptions=True)
-                await asyncio.sleep(0.5)  # the one that is being tried is given up, too
+                # The one that is being tried is given up, too: it needs no lock to be behind it.
+                await backend.writer.run(lambda _: None)
                 other.execute("ROLLBACK")
             assert all(isinstance(item, StoreUnavailable) for item in shown)
             await back(store)

@@ -13,11 +13,12 @@ import sys
 
 from msgspec.structs import replace
 
-from vllmops.store import opening
+from vllmops.store import opening, sqlite
 from vllmops.store.backend import Limits, Response
 from vllmops.store.store import ResponseStore
 
 OWNER = "ann"
+sqlite.BUSY_S = 60.0  # another process that has the file may stand still
 
 
 def made(name: str, created_at: float, status: str = "in_progress") -> Response:
@@ -45,7 +46,7 @@ async def do(store: ResponseStore, what: str, response: Response) -> object:
 
 
 async def main(url: str, lease_s: float) -> None:
-    store = ResponseStore(opening.backend(url, Limits(lease_s=lease_s)), deadline_s=20)
+    store = ResponseStore(opening.backend(url, Limits(lease_s=lease_s)), deadline_s=60)
     loop = asyncio.get_running_loop()
     async with store:
         print("ready", flush=True)

@@ -49,11 +49,11 @@ class Child:
 
     def end(self) -> str:
         """End it in order; what it logged."""
-        return self.popen.communicate(timeout=20)[1]
+        return self.popen.communicate(timeout=60)[1]
 
     def kill(self) -> None:
         self.popen.kill()
-        self.popen.wait(10)
+        self.popen.wait(60)
         for pipe in (self.popen.stdin, self.popen.stdout, self.popen.stderr):
             if pipe is not None:
                 pipe.close()

@@ -41,7 +41,7 @@ class Cluster:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.run, args=(up.set,), daemon=True)
         self.thread.start()
-        assert up.wait(10)
+        assert up.wait(60)
 
     def run(self, up: Callable[[], None]) -> None:
         async def main() -> None:
@@ -62,7 +62,7 @@ class Cluster:
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.over.set)
-        self.thread.join(10)
+        self.thread.join(60)
 
     def configuration(self, folder: Path) -> dict[str, str]:
         """What the environment says of it."""

@@ -60,7 +60,7 @@ class Server:
             self.process = psutil.Popen(
                 self.words(), stdout=log, stderr=log, cwd=self.folder, env=nobodys(), **lower()
             )
-        until(self.up, 30)
+        until(self.up)
 
     def up(self) -> bool:
         assert self.process.poll() is None, (self.folder / "log").read_text()
@@ -86,7 +86,7 @@ class Server:
         tree = self.signal(signal.SIGKILL)
         if isinstance(self.process, psutil.Popen):  # else somebody else has to collect it
             # A child that is not gone has PostgreSQL's shared memory, and no other one can start.
-            psutil.wait_procs(tree, 10)
+            psutil.wait_procs(tree, 60)
 
 
 class PostgresServer(Server):
@@ -180,7 +180,7 @@ class ValkeyServer(Server):
 
     def ask(self, *words: object) -> Any:
         """What it answers to a command."""
-        with redis.Redis(port=self.port, socket_timeout=5, decode_responses=True) as client:
+        with redis.Redis(port=self.port, socket_timeout=60, decode_responses=True) as client:
             return client.execute_command(*words)
 
     def connected(self) -> bool:
@@ -341,7 +341,8 @@ class Servers:
 
 
 # A crash of the machine is none of the tests' that share servers: these need not wait for a disk.
-FAST = {"postgresql": ("fsync=off",), "redis": ("--appendfsync", "no")}
+# Nor may a plan depend on whether autovacuum has just looked at a table.
+FAST = {"postgresql": ("fsync=off", "autovacuum=off"), "redis": ("--appendfsync", "no")}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ decide how it ends: no clock, no chance, no network, and nothing that only some 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,26 +21,51 @@ TIMES = "compares times"
 MEMORY = "depends on how much memory Python and its libraries take"
 CHANCE = "what happens in it is drawn by chance"
 FAILOVER = "databases decide by their own clocks that a server has failed"
-KERNEL = "needs what only some kernels allow"
+LIMITS = "one limit of time is for those that answer and for those that do not"
+KERNEL = "needs namespaces or counters that only some kernels have"
+MACHINE = "judges the machine, too, on which it runs"
 
-# Patterns of test ids, in which ``[`` and ``]`` are plain.
+# Patterns of test ids, in which ``[[]`` is the bracket before a test's parameters.
 LIVE_ONLY: Final = {
-    "tests/agent/patches/*[[]0.*": DOWNLOADS,
+    "tests/agent/patches/*[[]*0.[1-9]*.[0-9]*": DOWNLOADS,
+    "tests/agent/patches/test_old_code.py::test_a_notification_that_is_lost*": DOWNLOADS,
     "tests/agent/patches/test_old_code.py::test_the_patches_cost_little*": TIMES,
     "tests/agent/test_caches.py::test_a_cache_that_another_thread_spins_in_is_read_in_time": TIMES,
+    "tests/agent/test_counting.py::test_the_cpu_time_of_its_threads": KERNEL,
+    "tests/agent/test_memory.py::test_a_request_costs_a_microsecond_or_two_more": TIMES,
     "tests/agent/test_versions.py::*": DOWNLOADS,
     "tests/attach/test_inject.py::test_the_thread_is_stopped_for_less_than_a_second": TIMES,
+    "tests/bundle/test_bundle_memory.py::test_memory_*": MEMORY,
     "tests/bundle/test_bundle_memory.py::test_ten_times_as_long_takes_about_ten_times*": TIMES,
     "tests/bundle/test_redact.py::test_it_is_quick_whatever_the_text": TIMES,
+    "tests/commands/test_attach.py::test_killed_halfway_it_can_be_done_again*": CHANCE,
+    "tests/commands/test_bundle.py::test_whatever_hangs_it_ends_in_time": LIMITS,
+    "tests/commands/test_keys.py::test_rotate_waits_for_every_server_and_refuses_none": LIMITS,
+    "tests/commands/test_memory.py::test_a_full_disk_does_not_fail_a_recording_that*": LIMITS,
+    "tests/commands/test_nodes.py::*": KERNEL,
+    "tests/commands/test_reset.py::test_one_that_does_not_answer": LIMITS,
+    "tests/commands/test_watch.py::test_a_stall_from_its_beginning_to_its_end": LIMITS,
+    "tests/commands/test_watch.py::test_on_a_slow_machine_all_samples_are_there": LIMITS,
     "tests/histories/test_histories.py::*": CHANCE,
+    "tests/instances/test_peers.py::test_a_node_*": KERNEL,
+    "tests/instances/test_peers.py::test_neither_a_store_nor_a_client_is_a_node": KERNEL,
+    "tests/instances/test_peers.py::test_what_ends_without_its_node_says_so": KERNEL,
     "tests/instances/test_systemd.py::*": KERNEL,
     "tests/metrics/test_alerts.py::test_it_fires*": DOWNLOADS,
     "tests/metrics/test_alerts.py::test_none_fires_where_nothing_is_wrong": DOWNLOADS,
     "tests/metrics/test_alerts.py::test_prometheus_takes_them": DOWNLOADS,
+    "tests/store/test_bounds.py::test_elsewhere_there_are_no_more_than_may_be*": MEMORY,
+    "tests/store/test_bounds.py::test_events_of_many_streams_leave_memory_flat": MEMORY,
+    "tests/store/test_bounds.py::test_of_many_a_tenth_is_left_and_memory_is_flat": MEMORY,
+    "tests/store/test_bounds.py::test_what_the_memory_takes_is_near_the_json": MEMORY,
+    "tests/store/test_conformance.py::test_every_backend_keeps_what_it_promises_about_t*": TIMES,
+    "tests/store/test_failover.py::*": FAILOVER,
     "tests/test_bad_input.py::test_limits[[]*memory*": MEMORY,
     "tests/test_bad_input.py::test_too_little_memory*": MEMORY,
     "tests/test_bad_input.py::test_with_little_memory_a_command_takes_little*": MEMORY,
-    "tests/store/test_failover.py::*": FAILOVER,
+    "tests/test_containers.py::*": KERNEL,
+    "tests/test_docs.py::test_examples_that_need_no_vllm_work": MACHINE,
+    "tests/test_platform.py::*": KERNEL,
     "tests/top/test_ssh.py::*": DOWNLOADS,
 }
 # Set by `bootstrap.py`: a file for what failed, which stands last in its output.
@@ -70,7 +96,8 @@ class Reporter:
             crash = getattr(report.longrepr, "reprcrash", None)
             why = str(crash.message if crash else report.longrepr).strip().partition("\n")[0]
             kind = "FAILED" if report.when == "call" else "ERROR"
-            self.failed.append(f"{kind} {report.nodeid} - {why}")
+            name = re.sub(r"@\w+$", "", report.nodeid)  # to which xdist adds the group
+            self.failed.append(f"{kind} {name} - {why}")
 
     def pytest_report_teststatus(self, report: Any) -> tuple[str, str, str] | None:
         if report.when == "call" and report.passed and not sys.stdout.isatty():

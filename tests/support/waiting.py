@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 
@@ -43,6 +45,21 @@ async def until_async(condition: Callable[[], object], timeout_s: float = PATIEN
             return
         assert time.monotonic() < deadline, f"not within {timeout_s} s"
         await asyncio.sleep(pause_s)
+
+
+def patiently(patch: pytest.MonkeyPatch, name: str, *functions: Callable[..., Any]) -> None:
+    """Have functions wait by default as long as only a hang takes.
+
+    Args:
+        patch: undoes it.
+        name: of the parameter that is a time limit.
+        functions: ours.
+    """
+    for function in functions:
+        defaults = function.__kwdefaults__
+        assert defaults is not None
+        assert name in defaults
+        patch.setitem(defaults, name, PATIENCE_S)
 
 
 def pauses() -> Iterator[float]:

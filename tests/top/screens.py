@@ -79,13 +79,15 @@ async def seen(app: Top, pilot: Pilot[None], *texts: str) -> None:
     raise AssertionError(f"no {texts} in\n{text}")
 
 
-async def settled(app: Top, pilot: Pilot[None], *texts: str) -> list[str]:
-    """What is on the screen once it changes no more, and has these texts."""
+async def settled(app: Top, pilot: Pilot[None], *texts: str, without: str = "") -> list[str]:
+    """What is on the screen once it changes no more, and has these texts, and not that one."""
     before: list[str] = []
     for _ in range(600):
         await pilot.pause(0.1)
         now = lines(app)
-        if now == before and all(text in "\n".join(now) for text in texts):
+        whole = "\n".join(now)
+        lacks = not without or without not in whole
+        if now == before and lacks and all(text in whole for text in texts):
             return now
         before = now
     raise AssertionError(f"no {texts} in\n" + "\n".join(before))

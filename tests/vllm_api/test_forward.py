@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from vllmops.targets import Pod, parsed
-from vllmops.vllm_api import forward
+from vllmops.vllm_api import forward, http
 
 from ..support import commands
 from ..support.children import Spawn
@@ -26,6 +26,7 @@ from ..support.commands import Vllmops
 from ..support.extent import EVERYTHING
 from ..support.fleet import Fleet
 from ..support.forking import Forking
+from ..support.waiting import patiently
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,6 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", os.environ["KUBECONFIG"])
         import_module("kubernetes.client")
         import_module("kubernetes.stream")
+        # Nor is a server away that is slow.
+        asking = (http.healthy, http.health, http.status, http.code, http.metrics)
+        patiently(patch, "timeout_s", *asking)
         forking = Forking(commands.alone)
         patch.setattr(commands, "forking", lambda: forking)
         yield place
@@ -120,7 +124,7 @@ def test_nobody_else_reaches_the_pod(cluster: Cluster, folder: Path) -> None:
     assert stat.S_IMODE(os.stat(made.path.parent).st_mode) == 0o700
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:
         for _ in range(3):
-            assert client.get("http://pod/health").status_code == 200
+            assert client.get("http://pod/health", timeout=60).status_code == 200
     # Without a descriptor left, who connects is turned away; later it works again.
     with socket.socket(socket.AF_UNIX) as early:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

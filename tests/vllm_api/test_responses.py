@@ -21,6 +21,8 @@ from vllmops.vllm_api import http, responses
 from vllmops.vllm_api.endpoint import Endpoint
 from vllmops.vllm_api.responses import Http
 
+from ..support.waiting import until
+
 Part = Iterator[bytes]
 Hostile = Callable[[Callable[[], Part]], Endpoint]
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -149,7 +151,8 @@ def test_an_answer_that_trickles_in(
 def test_events_that_trickle_in(hostile: Hostile) -> None:
     place = hostile(endless(EVENTS, EVENT, 0.05))
     assert refusal(place, QUESTIONS["events"], SHORT_S).code == "responses.timeout"
-    assert asked(place, lambda server: server.events(one("in_progress")), 3.0)
+    # Some have come by then, unless this machine was busy.
+    until(lambda: asked(place, lambda server: server.events(one("in_progress")), 3.0))
 
 
 @pytest.mark.parametrize("coding", [b"gzip", b"gzip, gzip", b"br"])

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import time
+from http.server import HTTPServer
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,8 @@ from vllmops.instances.record import Folder
 from vllmops.protocol.probe import Verdict
 from vllmops.quick_probe import FILE
 from vllmops.watch.board import Board, Listener
+
+from ..support.ports import free_port
 
 WELL = Verdict(live=True, ready=True, started=True)
 STUCK = Verdict(live=False, ready=False, started=True, reason="no token for 12 s", evidence="b")
@@ -57,33 +60,36 @@ def test_a_watch_that_does_not_look_any_more(folder: Folder) -> None:
     assert board.last()[:3] == (True, False, True)
 
 
-def test_over_http() -> None:
-    now = [WELL]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+def test_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, port = [WELL], free_port()
     listener = Listener(("127.0.0.1", port), lambda: now[0])
     url = f"http://127.0.0.1:{port}"
+
+    def get(path: str) -> httpx.Response:
+        return httpx.get(f"{url}/{path}", timeout=60)
+
+    def answers() -> list[int]:
+        return [get(path).status_code for path in ("livez", "readyz", "startupz")]
+
+    def unknown(_: HTTPServer) -> None:  # as without a network; real names take one
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
     try:
-
-        def answers() -> list[int]:
-            return [
-                httpx.get(f"{url}/{path}").status_code for path in ("livez", "readyz", "startupz")
-            ]
-
         assert answers() == [200, 200, 200]
-        assert httpx.get(f"{url}/livez").text == "live\n"
+        assert get("livez").text == "live\n"
         now[0] = STUCK
         assert answers() == [503, 503, 200]
-        assert httpx.get(f"{url}/readyz").text == "not ready: no token for 12 s\n"
-        shown = httpx.get(f"{url}/livez?verbose").text
+        assert get("readyz").text == "not ready: no token for 12 s\n"
+        shown = get("livez?verbose").text
         assert shown == "not live: no token for 12 s\n[-] live\n[-] ready\n[+] started\n"
-        assert httpx.get(f"{url}/health").status_code == 404
+        assert get("health").status_code == 404
         # Who says nothing holds up no other one.
         with socket.create_connection(("127.0.0.1", port)):
             assert answers() == [503, 503, 200]
         with pytest.raises(VllmopsError, match="nothing can listen") as caught:
             Listener(("127.0.0.1", port), lambda: WELL)
         assert caught.value.code == "port.taken"
+        monkeypatch.setattr(HTTPServer, "server_bind", unknown)
         with pytest.raises(VllmopsError) as caught:
             Listener(("no.such.host.invalid", port), lambda: WELL)
         assert caught.value.code == "host.unknown"

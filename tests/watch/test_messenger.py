@@ -153,8 +153,9 @@ class Receiver:
 
 
 @pytest.fixture
-def receive() -> Iterator[Callable[..., Receiver]]:
+def receive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Receiver]]:
     made: list[Receiver] = []
+    monkeypatch.setattr(messenger, "POST_S", 60.0)  # a busy machine is no failure
 
     def start(*statuses: int, **options: bool) -> Receiver:
         made.append(Receiver(*statuses, **options))
@@ -198,7 +199,8 @@ def test_nobody_there_and_one_who_takes_too_long(
     assert "ConnectError" in told(Webhook("http://127.0.0.1:1/x", pause_s=0.01))[1]
     monkeypatch.setattr(messenger, "POST_S", 0.1)
     monkeypatch.setattr(messenger, "TRIES", 2)
-    assert "ReadTimeout" in told(Webhook(receive(silent=True).url, pause_s=0.01))[1]
+    # Which part of it takes too long, the machine decides.
+    assert "Timeout" in told(Webhook(receive(silent=True).url, pause_s=0.01))[1]
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://x/y", "http://", "file:///etc/passwd"])
@@ -250,7 +252,7 @@ def test_trouble_that_can_not_be_told_costs_no_later_event() -> None:
     messenger = Messenger([receive, got.append], nobody)
     for _ in range(2):
         messenger.send(EVENT)
-    messenger.flush(5)
+    messenger.flush()
     assert len(got) == 4
     end(messenger)
 

@@ -215,7 +215,7 @@ def test_the_patches_cost_little(vllm: Callable[[str], Any], version: str) -> No
 
 
 LOST = """
-import threading, time
+import sys, threading, time
 from vllm.distributed.device_communicators import shm_broadcast as code
 from vllmops.agent.heal import broadcast
 from vllmops.agent.patches import broadcast_recheck, registry
@@ -234,7 +234,13 @@ def said(healed, patched):
             got.append(reader.dequeue(indefinite=True))
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    time.sleep(0.3)
+    def polls():
+        frame = sys._current_frames().get(thread.ident)
+        while frame and frame.f_code.co_name != "poll":
+            frame = frame.f_back
+        return frame is not None
+    while not polls():
+        time.sleep(0.02)
     writer._spin_condition.notify = lambda: None
     looks = [len(broadcast.look())]
     writer.enqueue("a")

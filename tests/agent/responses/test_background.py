@@ -124,9 +124,9 @@ async def main():
         await asked.wait()
         request.cancel()
         await asyncio.wait([request])
-        while not await store.get("", "resp_1"):
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while (run := await store.get("", "resp_1")) is None or run.status == "queued":
+                await asyncio.sleep(0.01)
         print(request.cancelled(), (await store.get("", "resp_1")).status)
         print(list(runs.running), store.backend.kept["conv"].held)
 

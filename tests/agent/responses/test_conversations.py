@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -216,10 +215,18 @@ def test_a_turn_whose_end_fails_lets_go_once_the_store_is_back(
                 outage.setattr(store.backend, "add_entries", down)
                 with pytest.raises(StoreUnavailable):
                     await turns.finish(given, None, b'{"output":[]}', new=True)
-            store.paused_until = time.monotonic() + 2.0  # as it did, but for longer
-            await turns.release(given)
-            assert store.conversations.retries
-            assert not await free(store)
+            release = store.backend.release
+
+            async def refused(name: str, holder: str) -> None:
+                if holder == given.request.request_id:
+                    raise OSError("it is down")
+                await release(name, holder)
+
+            with monkeypatch.context() as outage:
+                outage.setattr(store.backend, "release", refused)
+                await turns.release(given)
+                assert store.conversations.retries
+                assert not await free(store)
             await freed(store)
             await asyncio.sleep(0)  # what is done takes itself off
             assert not {*store.conversations.releases, *store.conversations.retries}

@@ -173,6 +173,19 @@ async def closed(client: ClientConnection) -> int:
         return error.rcvd.code if error.rcvd else 0
 
 
+@pytest.fixture
+def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection is closed soon where it is idle, but not before its first run has begun."""
+    begin = websocket.Connection.begin
+
+    def begun(self: websocket.Connection, *given: Any) -> None:
+        begin(self, *given)
+        self.limits = Sockets(idle_s=0.3)
+
+    monkeypatch.setattr(websocket.Connection, "begin", begun)
+
+
+@pytest.mark.usefixtures("brief")
 def test_idle_time_begins_where_the_last_run_ends() -> None:
     async def act(client: Client, handler: Handler) -> None:
         loop = asyncio.get_running_loop()
@@ -185,7 +198,7 @@ def test_idle_time_begins_where_the_last_run_ends() -> None:
             assert await closed(one) == websocket.GOING_AWAY
             assert loop.time() - ended > 0.25
 
-    play(act, Sockets(idle_s=0.3))
+    play(act)
 
 
 def test_a_message_begins_the_idle_time_again() -> None:
@@ -193,13 +206,15 @@ def test_a_message_begins_the_idle_time_again() -> None:
         loop = asyncio.get_running_loop()
         async with client() as one:
             await asyncio.sleep(0.5)
+            (connection,) = websocket.opened
+            connection.limits = Sockets(idle_s=0.3)  # from its next message on
             sent = loop.time()
             await one.send("{}")
             assert (await hear(one))["code"] == "400"
             assert await closed(one) == websocket.GOING_AWAY
-            assert loop.time() - sent > 1.9
+            assert loop.time() - sent > 0.25
 
-    play(act, Sockets(idle_s=2.0))
+    play(act)
 
 
 def test_bytes_that_wait_have_a_bound() -> None:
@@ -346,6 +361,7 @@ def test_a_wrong_key(key: str, caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
 
 
+@pytest.mark.usefixtures("brief")
 def test_an_idle_client_that_takes_nothing() -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client(max_queue=1, compression=None) as slow:
@@ -354,7 +370,7 @@ def test_an_idle_client_that_takes_nothing() -> None:
             async with asyncio.timeout(60):
                 await reached(lambda: not websocket.opened)
 
-    play(act, Sockets(idle_s=0.3), ping_s=None)  # a ping that is not answered would close it, too
+    play(act, ping_s=None)  # a ping that is not answered would close it, too
 
 
 def test_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

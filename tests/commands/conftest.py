@@ -1,0 +1,26 @@
+"""What tests of commands have in common: whoever answers is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from vllmops.rpc import agent
+from vllmops.vllm_api import http
+
+from ..support.waiting import patiently
+
+ASKING = (agent.reach, http.healthy, http.health, http.status, http.code, http.metrics)
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[pytest.MonkeyPatch]:
+    """A process that stands still on a busy machine is not taken for a silent one.
+
+    It holds for commands that are forks of this process. Tests in which somebody is silent for
+    good `undo` it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patiently(patch, "timeout_s", *ASKING)
+        yield patch
