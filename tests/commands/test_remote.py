@@ -114,8 +114,12 @@ def test_actors_of_the_server(vllmops: Vllmops, own: Fleet, spawn: Spawn, tmp_pa
     rows = {near.process.pid: "worker DP0 TP0 answers", away.process.pid: "worker DP0 TP1 answers"}
     until(lambda: rows.items() <= listed().items(), explain=listed)
     assert stranger.process.pid not in listed()
-    dumped = vllmops("stacks", "dump", *own.words(), "--json").data["processes"]
-    assert {near.process.pid, away.process.pid} < {process["pid"] for process in dumped}
+
+    def dumped() -> set[int]:
+        answer = vllmops("stacks", "dump", *own.words(), "--json")
+        return {process["pid"] for process in answer.data["processes"]}
+
+    until(lambda: {near.process.pid, away.process.pid} < dumped(), explain=dumped)
     url = f"{own.url}{PROCESSES}/{stranger.process.pid}/hello"
     refused = httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "agent.gone")

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 NEEDED = (ROOT, Path(sys.prefix), Path(sys.base_prefix))
 ENTER = 0o001
@@ -28,7 +30,7 @@ def open_to_all(needed: Iterable[Path] = NEEDED) -> None:
     """Let other users enter some folders; nothing is done if they can, or if this is not root.
 
     Raises:
-        OSError: this root may not mount, as in a container.
+        pytest.UsageError: this root may not mount, as in a container.
     """
     folders = [folder.resolve() for folder in needed]
     closed = {each for folder in folders for each in (folder, *folder.parents) if not is_open(each)}
@@ -38,7 +40,12 @@ def open_to_all(needed: Iterable[Path] = NEEDED) -> None:
     # Of a folder that is itself closed, all that is in it.
     places = [place for each in folders for place in ([each] if is_open(each) else each.iterdir())]
     here, mask = os.getcwd(), os.umask(0o022)
-    check(LIBC.unshare(CLONE_NEWNS))
+    if LIBC.unshare(CLONE_NEWNS):
+        names = " ".join(map(str, outermost))
+        raise pytest.UsageError(
+            f"other users, which some tests are, can't enter {names}, and this root may not mount: "
+            f"let them enter (chmod o+x {names}), or run the tests where they can"
+        )
     mount("none", Path("/"), "", MS_REC | MS_PRIVATE)
     kept = {place: os.open(place, os.O_PATH) for place in places}
     for folder in outermost:

@@ -197,8 +197,10 @@ def test_a_server_that_wants_to_be_asked_later(
     hostile: Hostile, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sources, "LONGEST_PAUSE_S", 0.01)
-    head = f"HTTP/1.1 503 x\r\nRetry-After: {after}\r\nContent-Length: 0\r\n\r\n".encode("latin-1")
-    place = hostile(lambda: iter([head]))
+    head = f"HTTP/1.1 503 x\r\nRetry-After: {after}\r\nContent-Length: 0\r\n"
+    # Else the client might ask again on the connection that is just being closed.
+    head += "Connection: close\r\n\r\n"
+    place = hostile(lambda: iter([head.encode("latin-1")]))
     with pytest.raises(StoreUnavailable):
         asked(place, lambda server: retried(lambda: server.page(Query())))
 
