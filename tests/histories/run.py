@@ -305,14 +305,14 @@ def settle(client: Client, conversations: list[str], responses: list[str], seed:
     """Once the faults are over: conversations and chains go on, and everybody reads all."""
     for target in conversations:
         marks = itertools.count()
-        until(partial(takes_turn, client, target, marks), 20)
+        until(partial(takes_turn, client, target, marks))
     chain, names = list[str](), (f"resp_{seed}_end_{number}" for number in itertools.count())
-    until(partial(grows, client, chain, names), 20)
+    until(partial(grows, client, chain, names))
     for port in client.ports:
         reader = Client(client.dice, [port], client.history)
         for kind, targets in (("read", conversations), ("get", responses)):
             for target in targets:
-                until(partial(answers, reader, kind, target), 20)
+                until(partial(answers, reader, kind, target))
 
 
 def up(port: int) -> bool:

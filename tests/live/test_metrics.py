@@ -78,8 +78,9 @@ def check(server: Live, roles: dict[str, int]) -> None:
 
 def test_one_api_server(vision_server: Live) -> None:
     check(vision_server, {"api": 1, "engine": 1, "worker": 1})
-    found = scraped(vision_server)
-    assert sum(found["mm_cache_one_sided_keys"].values()) == 0
+    # On a busy machine no two readings of both sides may be in time.
+    one_sided = until(lambda: scraped(vision_server).get("mm_cache_one_sided_keys"))
+    assert sum(one_sided.values()) == 0
 
 
 @pytest.fixture
