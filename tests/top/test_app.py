@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from textual.pilot import Pilot
+from textual.widgets import Tree
 
 from vllmops.streams import UNSAFE
 from vllmops.top import actions
@@ -245,6 +246,14 @@ def test_servers_that_come_and_go_leave_the_choice_alone() -> None:
         new = app.board.make("demo", None)
         app.board.followers = {"another": new, **app.board.followers}
         await settled(app, pilot, "another")
+        assert app.key == ("two", "", 20)
+        # Two changes before the cursor is where it belongs after the first: as on a busy machine.
+        for name in ("third", "fourth"):
+            app.board.followers = {name: new, **app.board.followers}
+            app.refresh_rows()
+            assert app.query_one(Tree).last_line > 0  # it is built, with its cursor anywhere
+            assert app.key == ("two", "", 20)
+        await settled(app, pilot, "two  stalled")
         assert app.key == ("two", "", 20)
         del app.board.followers["two"]
         app.refresh_rows()

@@ -172,6 +172,7 @@ class Top(App[None]):
         self.servers: list[ServerRow] = []
         self.events: tuple[Event, ...] = ()
         self.keys: list[Key] = []
+        self.moving_to: Key | None = None  # the cursor is not there yet
         self.nodes: dict[Key, TreeNode[Key]] = {}
         self.labels: dict[Key, Text] = {}
         self.listed: tuple[object, ...] = ()
@@ -256,7 +257,7 @@ class Top(App[None]):
         if not (width := tree.scrollable_content_region.width):
             return  # it has no place yet
         if [*labels] != self.keys:
-            chosen = tree.cursor_node.data if tree.cursor_node else None
+            chosen = self.key
             tree.clear()
             self.nodes, self.keys = {}, [*labels]
             for key, label in labels.items():
@@ -267,7 +268,8 @@ class Top(App[None]):
                 self.nodes[key].expand()
             found = self.nodes.get(chosen) if chosen else None
             if first := found or next(iter(self.nodes.values()), None):
-                self.call_after_refresh(tree.move_cursor, first)
+                self.moving_to = first.data
+                self.call_after_refresh(self.move_cursor)
         for key, label in labels.items():
             row = self.nodes[key]
             label.truncate(width - tree.guide_depth * depth(row), overflow="ellipsis")
@@ -275,9 +277,17 @@ class Top(App[None]):
                 row.set_label(label)
         self.labels = labels
 
+    def move_cursor(self) -> None:
+        """Move the cursor of a tree that was filled anew to what is chosen."""
+        if node := self.nodes.get(self.moving_to) if self.moving_to else None:
+            self.part("#servers", Tree).move_cursor(node)
+        self.moving_to = None
+
     @property
     def key(self) -> Key | None:
         """What is chosen in the tree; the first server if nothing is."""
+        if self.moving_to:
+            return self.moving_to
         node = self.part("#servers", Tree).cursor_node
         if node is not None and node.data is not None:
             found: Key = node.data
