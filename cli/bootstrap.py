@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / "installed"
 OURS = VENV / "made-by-bootstrap"
-# What each set-up adds to the one before it: extras of the package.
+# The extras of the package that a job needs, beyond those of the jobs above it.
 EXTRAS = {"demo": ("cpu", "audio", "top"), "test": ("dev",), "live": ("live",)}
 SATURATED = "tests/live/test_probe.py::test_a_saturated_server_lives"
 STORY = "tests/live/test_story.py"
@@ -64,10 +64,10 @@ def run(*words: str) -> None:
 def attempt(*words: str) -> int:
     """Run a command in the environment; returns its exit code."""
     print(f"$ {shlex.join(words)}", flush=True)
-    return started(*words).wait()
+    return start(*words).wait()
 
 
-def started(*words: str, output: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
+def start(*words: str, output: IO[bytes] | int | None = None) -> subprocess.Popen[bytes]:
     """Start a command in the environment."""
     process = subprocess.Popen(words, cwd=ROOT, env=environment(), stdout=output, stderr=output)
     RUNNING.append(process)
@@ -91,7 +91,7 @@ def together(*commands: Sequence[str]) -> list[str]:
         others = []
         for words in commands[1:]:
             output = stack.enter_context(tempfile.TemporaryFile())
-            others.append((words, started(*words, output=output), output))
+            others.append((words, start(*words, output=output), output))
         failed = [shlex.join(commands[0])] if attempt(*commands[0]) else []
         for words, process, output in others:
             code = process.wait()
@@ -238,7 +238,7 @@ def test(extent: str) -> list[str]:
     if extent == "live":
         return [*together(fast_tests("-m", "live_only")), *test_live("--short")]
     # Compiles the tests, as else every worker would do, on the core that the linters leave idle.
-    collect = started("pytest", "--collect-only", "-qqq", output=subprocess.DEVNULL)
+    collect = start("pytest", "--collect-only", "-qqq", output=subprocess.DEVNULL)
     checks = (
         ("ruff", "format", "--check", "."),
         ("ruff", "check", "."),

@@ -219,7 +219,7 @@ def run() -> int:
         raise failure
     try:
         return report_error(failure)
-    # What reports it can't be imported any more; of an import without memory Python makes any.
+    # Without memory the imports of the error report fail, in Python itself with a SystemError.
     except (ImportError, MemoryError, OSError, SystemError):
         os.write(2, f"error: {failure.message}\n  hint: {failure.hint}\n".encode())
         return failure.exit_code

@@ -14,12 +14,13 @@ from vllmops.rpc.agent import reach
 
 from ..support import modules
 from ..support.versions import Vllm
+from ..support.waiting import patiently
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents are given time: on a busy machine one that answers may do so late."""
-    monkeypatch.setattr(reach, "__kwdefaults__", {"timeout_s": 60.0})
+    patiently(monkeypatch, "timeout_s", reach)
 
 
 @pytest.fixture
