@@ -97,7 +97,7 @@ def told(setting: Setting, values: Values, case: Case, limit: float) -> Figure:
         Limit(2) if setting.short else Limit(limit),
         BURST * case[1] * len(bare),
         control=rival * ratio(other, one)[0],
-        interval=(rival * low, rival * high),
+        interval=None if setting.short else (rival * low, rival * high),
     )
 
 
