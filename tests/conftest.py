@@ -56,6 +56,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if reason := gate.reason(item.nodeid):
             item.add_marker(pytest.mark.live_only(reason))
+        if item.get_closest_marker("root_only") and os.geteuid() != 0:
+            item.add_marker(pytest.mark.skip("takes root"))
         if extent.STARTERS.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(extent.programs)
     if not extent.EVERYTHING:

@@ -301,6 +301,7 @@ HOMES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.root_only
 @numbered(HOMES)
 def test_homes(
     trial: Trial, tmp_path: Path, number: int, case: Callable[[Path], dict[str, Any]]
@@ -532,6 +533,7 @@ def test_an_error_about_a_long_text_is_short(vllmops: Any, tmp_path: Path) -> No
     assert len(answer.out) < 4_000
 
 
+@pytest.mark.root_only
 def test_a_file_of_somebody_else(trial: Trial, home: Path) -> None:
     home.chmod(0o777)
     secret = home / "secret"

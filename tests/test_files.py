@@ -85,6 +85,7 @@ def test_no_such_folder(tmp_path: Path) -> None:
         write_atomically(tmp_path / "no" / "file", b"")
 
 
+@pytest.mark.root_only
 def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
     for overwrite in (True, False):
         path = device(tmp_path / f"null{overwrite}", 3)
@@ -108,6 +109,7 @@ def test_what_takes_nothing_is_refused_before_there_is_anything_to_write(
         files.check(home / "new")
 
 
+@pytest.mark.root_only
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     os.mknod(disk, 0o600 | stat.S_IFBLK, os.makedev(7, 250))
@@ -139,6 +141,7 @@ def test_a_fifo_has_a_reader_or_is_refused(tmp_path: Path) -> None:
     assert stat.S_ISFIFO(path.lstat().st_mode)
 
 
+@pytest.mark.root_only
 def test_a_link_stays_and_its_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "far").mkdir()
     target, link, first = tmp_path / "far" / "file", tmp_path / "link", tmp_path / "first"
@@ -172,6 +175,7 @@ def test_standard_output_by_its_name(tmp_path: Path) -> None:
     assert path.read_bytes() == b"before\nnew\n"
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize("kind", ["link", "file", "fifo", "link at home"])
 def test_what_another_user_has_put_into_a_common_directory(everybodys: Path, kind: str) -> None:
     victim, path = everybodys / "victim", everybodys / "planted"
@@ -209,6 +213,7 @@ def unread(path: Path, most: int = MIB) -> VllmopsError:
     return caught.value
 
 
+@pytest.mark.root_only
 def test_reading_ends(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * MIB)
@@ -226,6 +231,7 @@ def test_reading_ends(tmp_path: Path) -> None:
         assert (error.code, error.exit_code) == ("file.unreadable", Exit.FAILED)
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize("link", [False, True])
 def test_what_is_no_plain_file_is_not_even_opened(tmp_path: Path, link: bool) -> None:
     absent = tmp_path / "device"
@@ -263,6 +269,7 @@ def test_a_slow_writer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     writer.join()
 
 
+@pytest.mark.root_only
 def test_what_may_not_be_read(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")

@@ -40,7 +40,7 @@ def test_a_name_that_is_not_utf8_is_refused_before_anything_is_done(
     assert not Path(place).exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.root_only
 def test_without_a_home() -> None:
     user = [f"--reuid={NOBODY_AT_ALL}", f"--regid={NOBODY_AT_ALL}", "--clear-groups"]
     answer = subprocess.run(

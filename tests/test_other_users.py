@@ -51,6 +51,7 @@ from .support.extent import sampled
 from .support.ports import free_port
 from .support.waiting import until
 
+pytestmark = pytest.mark.root_only
 NOBODY = 65534
 SECRET = "sk-0123456789abcdef0123456789abcdef"
 

@@ -100,6 +100,7 @@ def hurried(child: Any) -> Any:
     return child
 
 
+@pytest.mark.root_only
 def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, path: Path) -> None:
     before = {grow(path, Status.PRIMARY).kid: "primary"}
     child = hurried(spawn(VLLMOPS_KEYRING=str(path)))

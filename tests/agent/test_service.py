@@ -121,6 +121,7 @@ def test_stays_out_of_a_model_inspection(tmp_path: Path) -> None:
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize("fault", ["lax", "long", "file", "foreign", "unwritable"])
 def test_what_hinders_it_is_logged_and_harms_nothing(
     spawn: Spawn, tmp_path: Path, fault: str
@@ -206,7 +207,7 @@ def test_a_forked_child_starts_its_own_once_it_has_something_to_show(spawn: Spaw
         os.kill(forked, signal.SIGKILL)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.root_only
 def test_answers_nobody_else(spawn: Spawn) -> None:
     child = spawn()
     # Even where somebody opened the directory and the socket later on.

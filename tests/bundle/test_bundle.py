@@ -408,7 +408,8 @@ def test_data_is_redacted_by_the_names_in_it(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     """A process may have been given any bytes; a bundle of it can be written."""
     popen = subprocess.Popen(
-        ["sh", "-c", "sleep 600; true", b"odd\xff"],
+        ["sh", "-c", "read -r _", b"odd\xff"],  # which a kill leaves nothing of
+        stdin=subprocess.PIPE,
         env={b"ODD\xff": b"\xfe", b"VLLM_X": b"\xfd"},
     )
     try:

@@ -135,7 +135,7 @@ def test_what_is_not_a_server_is_refused(attach: Attach) -> None:
     assert (done.code, done.error["code"]) == (5, "target.unknown")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
+@pytest.mark.root_only
 def test_without_the_right_to_trace(server: list[int], attach: Attach) -> None:
     code, error = refused(server, "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
     assert (code, error["code"]) == (1, "attach.no-capability")
@@ -143,7 +143,7 @@ def test_without_the_right_to_trace(server: list[int], attach: Attach) -> None:
     assert attach.agents(server) == ["absent"] * 3
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.root_only
 def test_another_users_process_is_refused(server: list[int]) -> None:
     rights = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups")
     # A state directory of their own; the server's belongs to root.

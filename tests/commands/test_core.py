@@ -228,7 +228,7 @@ def test_a_core_of_another_program(vllmops: Vllmops, tmp_path: Path) -> None:
     assert "sleep 1000" in shown.error["message"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
+@pytest.mark.root_only
 def test_a_core_that_one_may_not_read(vllmops: Vllmops, kept: Kept, home: Path) -> None:
     theirs = home / "theirs"
     theirs.mkdir(0o700)
@@ -362,6 +362,7 @@ def test_a_gpu_that_is_not_to_be_asked(
     assert shown.data["processes"][0]["threads"]  # the stacks are there, whatever the GPU says
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -382,7 +383,7 @@ def test_a_driver_that_gives_no_dump(
     assert why in dump["error"]["message"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to be somebody else")
+@pytest.mark.root_only
 def test_a_pipe_of_somebody_else_is_not_written(
     vllmops: Vllmops, device: Callable[..., int], tmp_path: Path
 ) -> None:

@@ -124,6 +124,7 @@ def alone() -> Iterator[None]:
     os.close(folder)
 
 
+@pytest.mark.root_only
 @pytest.mark.usefixtures("alone")
 def test_shared_memory_that_is_left_is_named_and_cleaned(lab: Any) -> None:
     lab.serve("a")

@@ -80,6 +80,7 @@ def odd(tmp_path: Path) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize("words", READERS, ids=" ".join)
 @pytest.mark.usefixtures("ring")
 def test_odd_files_are_read_to_an_end(
@@ -115,6 +116,7 @@ def test_a_missing_file_has_one_code(
         assert str(file) in answer.error["message"]
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize(
     "words",
     [
@@ -148,6 +150,7 @@ def test_a_paste_through_a_pipe_of_the_shell(home: Path, tmp_path: Path) -> None
     assert json.loads(done.stdout)["data"]["seen"] or json.loads(done.stdout)["data"]["findings"]
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize("words", WRITERS, ids=" ".join)
 @pytest.mark.usefixtures("ring")
 def test_what_is_written_into(
@@ -193,6 +196,7 @@ def test_a_full_disk(vllmops: Any, full_disk: Callable[[], None], home: Path) ->
     assert set(os.listdir(home)) == names
 
 
+@pytest.mark.root_only
 def test_a_directory_of_others(vllmops: Any, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     answer = vllmops("keygen", "--out", "/etc/vllmops-test", "--json", uid=65534)

@@ -178,7 +178,7 @@ def test_times_that_are_none(vllmops: Any, path: Path, text: str) -> None:
     assert not path.exists()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.root_only
 def test_without_a_home_a_named_keyring_works(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     ring = Path(tempfile.mkdtemp(prefix="vo-ring-", dir="/tmp"))
@@ -288,6 +288,7 @@ def test_rotate_waits_for_every_server_and_refuses_none(
             assert item.run(code) == "['x']"
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize("mounted", ["folder", "file"])
 def test_rotate_waits_for_a_server_in_a_container(
     vllmops: Any, home: Path, path: Path, mounted: str

@@ -288,6 +288,7 @@ def test_a_watch_follows_it(vllmops: Vllmops, own: Fleet, home: Path) -> None:
     assert [event["event"] for event in json.loads(out)["data"]["events"]] == ["ended"], out + err
 
 
+@pytest.mark.root_only
 def test_a_certificate_that_nobody_vouches_for(
     vllmops: Vllmops, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -349,7 +349,7 @@ def test_models_that_cannot_be_served(lab: Any, tmp_path: Path) -> None:
     assert "config.json" in refused(lab, "model.missing", str(tmp_path))["message"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.root_only
 def test_a_model_that_cannot_be_read(lab: Any) -> None:
     lab.home.chmod(0o755)
     lab.model.parent.chmod(0o755)
@@ -390,7 +390,7 @@ def test_a_state_directory_that_cannot_be_written(lab: Any, tmp_path: Path) -> N
     assert "VLLMOPS_HOME=" in error["hint"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.root_only
 def test_a_state_directory_of_somebody_else(lab: Any) -> None:
     lab.home.chmod(0o755)
     lab.model.parent.chmod(0o755)

@@ -244,7 +244,7 @@ def test_progress_on_stderr_while_one_process_cannot_be_stopped(
     assert "note: read without stopping it" in shown.out
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
+@pytest.mark.root_only
 def test_no_permission(server: list[int]) -> None:
     shown = subprocess.run(
         [

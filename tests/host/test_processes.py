@@ -249,6 +249,7 @@ print(os.getpid() in table(), 1 in table(), alive(Process(Role.API, 1, 0)))
 """
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize("hidepid", ["1", "2"])
 def test_processes_of_others_may_be_hidden(hidepid: str) -> None:
     """With 1 their pids are listed (systemd's ProtectProc=noaccess), with 2 not even those."""

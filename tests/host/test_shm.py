@@ -170,6 +170,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shm, "NAMES", re.compile(rf"psm_test_{os.getpid()}"))
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize("how", ["map", "open", None])
 def test_what_nobody_uses_is_cleaned(segment: str, how: str | None, patient: None) -> None:
     holder = hold(how, segment) if how else None
@@ -181,6 +182,7 @@ def test_what_nobody_uses_is_cleaned(segment: str, how: str | None, patient: Non
         holder.communicate(timeout=60)
 
 
+@pytest.mark.root_only
 def test_a_holder_with_another_dev_shm_is_seen(segment: str, patient: None, tmp_path: Path) -> None:
     """A container that shares it has it mounted elsewhere, under another name."""
     script = f"mount --bind /dev/shm {tmp_path} && "
@@ -237,12 +239,14 @@ print(removed if not found.doubt else found.doubt)
 """
 
 
+@pytest.mark.root_only
 def test_in_a_container_nothing_is_proven(segment: str) -> None:
     words = isolated(how=["unshare", "--mount", "--pid", "--fork", "--mount-proc"])
     assert "container" in words
     assert (SHM / segment).exists()
 
 
+@pytest.mark.root_only
 @pytest.mark.parametrize("hidepid", ["0", "1", "2"])
 def test_another_user_can_prove_nothing(segment: str, hidepid: str) -> None:
     os.chown(SHM / segment, 65534, 65534)

@@ -28,7 +28,6 @@ from vllmops.keys import file
 from vllmops.keys.ring import Key, Ring, Status, fresh
 
 NOBODY = 65534
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
 @pytest.fixture
@@ -165,7 +164,7 @@ def test_a_lax_mode(path: Path, mode: int) -> None:
     assert caught.value.hint == f"chmod 600 {path}"
 
 
-@root_only
+@pytest.mark.root_only
 def test_another_users(path: Path) -> None:
     made(path)
     os.chown(path, NOBODY, NOBODY)
@@ -177,7 +176,7 @@ def test_another_users(path: Path) -> None:
     assert path.stat().st_uid == NOBODY
 
 
-@root_only
+@pytest.mark.root_only
 def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
     made(path)
     os.chown(path, 0, NOBODY)

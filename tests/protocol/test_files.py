@@ -95,6 +95,7 @@ def test_a_file_that_can_not_be_written_is_told(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["directory"]
 
 
+@pytest.mark.root_only
 def test_a_journal_into_a_device_a_link_and_a_fifo(tmp_path: Path) -> None:
     null, link, fifo = tmp_path / "null", tmp_path / "link", tmp_path / "fifo"
     os.mknod(null, 0o666 | stat.S_IFCHR, os.makedev(1, 3))

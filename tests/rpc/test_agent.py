@@ -191,7 +191,7 @@ def test_a_file_in_the_sockets_place_is_refused(spawn: Spawn) -> None:
     assert refusal(child).code == "agent.unsafe"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.root_only
 def test_another_users_socket_is_refused(spawn: Spawn) -> None:
     child = spawn()
     os.chown(child.socket, NOBODY, NOBODY)
@@ -200,7 +200,7 @@ def test_another_users_socket_is_refused(spawn: Spawn) -> None:
     assert "not to root" in error.message
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.root_only
 def test_another_users_process_is_told(spawn: Spawn) -> None:
     child = spawn()
     ask = (

@@ -160,6 +160,7 @@ def test_without_an_agent_the_titles_are_all_that_is_known(
     assert (worker.place.ranks, worker.place.dp_rank, worker.place.pp_rank) == ("DP1 TP3", 1, None)
 
 
+@pytest.mark.root_only
 def test_what_a_process_of_another_user_says_is_not_trusted(start: Start, elsewhere: Path) -> None:
     ours = start(API, "api")
     liar = start(ACTOR, "worker", home=elsewhere)

@@ -77,8 +77,6 @@ UNINTERRUPTIBLE = """
 
 PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH, WALL = 0x4206, 0x4207, 17, 0x40000000
 
-only_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes root to give up rights")
-
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +404,7 @@ AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups",
 IN_CONTAINER = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
 
 
-@only_root
+@pytest.mark.root_only
 @pytest.mark.parametrize(
     ("wrap", "expected", "words", "hint"),
     [

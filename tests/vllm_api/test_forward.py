@@ -118,6 +118,7 @@ def test_what_is_wrong_with_a_pod_is_told(
     assert "vllmops-cli[k8s]" in answer.error["hint"]
 
 
+@pytest.mark.root_only
 def test_nobody_else_reaches_the_pod(cluster: Cluster, folder: Path) -> None:
     cluster.configuration(folder)
     made = forward.Forward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
