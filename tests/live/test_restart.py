@@ -88,8 +88,12 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     until(lambda: (engine.engine().running or 0) >= 4)  # a cancelled one may still be there
     worker = server.pids()["worker"]
     os.kill(worker, signal.SIGSTOP)  # so that none ends by itself before the restart
-    threading.Timer(3, resume, [worker]).start()
 
+    def go_on() -> None:
+        plain.join(30)
+        resume(worker)
+
+    threading.Thread(target=go_on).start()
     ran = server.cli("restart", server.name, "--force", "--rerun", "--json")
     assert ran.code == 0, ran.err
     assert ran.data["environment"]["VLLM_PLUGINS"] == f"{ALLOWED},vllmops"
