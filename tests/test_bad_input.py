@@ -164,10 +164,20 @@ def trial(
 NUMBERED = itertools.count()
 
 
-def numbered(cases: dict[str, Any]) -> pytest.MarkDecorator:
-    """Each case with its number, for the turns; over all the tests, so that none starts anew."""
-    found = [(next(NUMBERED), case) for case in cases.values()]
-    return pytest.mark.parametrize(("number", "case"), found, ids=list(cases))
+def numbered(cases: dict[str, Any], *roots: str) -> pytest.MarkDecorator:
+    """Each case with its number, for the turns; over all the tests, so that none starts anew.
+
+    Args:
+        cases: by name.
+        roots: names of those that only root can run.
+    """
+    found = [
+        pytest.param(
+            next(NUMBERED), case, id=name, marks=pytest.mark.root_only if name in roots else ()
+        )
+        for name, case in cases.items()
+    ]
+    return pytest.mark.parametrize(("number", "case"), found)
 
 
 # Streams
@@ -301,8 +311,7 @@ HOMES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.root_only
-@numbered(HOMES)
+@numbered(HOMES, "none, and no user", "read-only")
 def test_homes(
     trial: Trial, tmp_path: Path, number: int, case: Callable[[Path], dict[str, Any]]
 ) -> None:

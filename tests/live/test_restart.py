@@ -90,7 +90,7 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     os.kill(worker, signal.SIGSTOP)  # so that none ends by itself before the restart
 
     def go_on() -> None:
-        plain.join(30)
+        plain.join()
         resume(worker)
 
     threading.Thread(target=go_on).start()
