@@ -97,7 +97,7 @@ def pytest_sessionfinish() -> None:
     commands.forking().close()
 
 
-START = detached.start
+START = detached.start_detached
 LIVE = "tests/live/"
 STANDIN = Path(__file__).with_name("instances") / "standin.py"
 
@@ -143,11 +143,11 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setenv("VLLMOPS_HOME", name)
         # Other servers may run on this machine, and this user's ports be theirs.
-        monkeypatch.setattr(processes, "table", own.table_of(place))
+        monkeypatch.setattr(processes, "read_process_table", own.table_of(place))
         first, last = ports.launch_ports()
         monkeypatch.setattr(launch, "FIRST_PORT", first)
         monkeypatch.setattr(launch, "LAST_PORT", last)
-        monkeypatch.setattr(detached, "start", commands.detached)
+        monkeypatch.setattr(detached, "start_detached", commands.detached)
         yield place
         while left := [pid for pid in set(psutil.pids()) - others if in_home(pid, place)]:
             for pid in left:
@@ -161,7 +161,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def programs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What outlives a command is a program of its own, as it is for users, and no fork."""
-    monkeypatch.setattr(detached, "start", START)
+    monkeypatch.setattr(detached, "start_detached", START)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 
 from vllmops import __version__, app
 from vllmops.app import COMMANDS
-from vllmops.errors import Exit
+from vllmops.errors import ExitCode
 
 from .support.extent import EVERYTHING, sampled
 from .support.here import here
@@ -38,7 +38,7 @@ def nodes() -> list[tuple[str, ...]]:
 def resolved(name: str) -> Any:
     import click
 
-    group = app.build()
+    group = app.build_root_command()
     return group.resolve_command(click.Context(group), [name])
 
 
@@ -92,7 +92,7 @@ def test_every_command_keeps_the_envelope(
     untargeted |= {("integrate", "systemd"), ("integrate", "kubernetes")}
     if words not in untargeted and words[0] not in {"keygen", "keys"}:
         answers.append(vllmops(*words, "--json", "--target", "nobody"))
-        assert answers[-1].code == Exit.NOT_FOUND
+        assert answers[-1].code == ExitCode.NOT_FOUND
     for answer in answers:
         found = json.loads(answer.out)
         assert list(found) == KEYS
@@ -172,7 +172,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def find() -> None:
         raise error
 
-    monkeypatch.setattr(ps, "find", find)
+    monkeypatch.setattr(ps, "list_servers", find)
 
 
 def test_an_error_that_nobody_foresaw(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,8 +216,8 @@ def test_nothing_imports_vllm_or_what_is_slow(home: Path) -> None:
     code = """
 import sys
 sys.argv = ["vllmops", "--help"]
-from vllmops.app import run
-run()
+from vllmops.app import run_command
+run_command()
 slow = {"vllm", "torch", "transformers", "httpx", "psutil", "msgspec", "prometheus_client"}
 print(sorted(slow & {name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
 """
@@ -276,7 +276,7 @@ def test_interrupted_while_it_starts(home: Path, moment: str, words: tuple[str, 
     spoken = answer.stdout + answer.stderr
     assert "Traceback" not in spoken
     assert "ignored" not in spoken
-    assert answer.returncode in {130, Exit.FAILED}  # what is not imported interrupts nothing
+    assert answer.returncode in {130, ExitCode.FAILED}  # what is not imported interrupts nothing
     if moment in {"streams", "typer"}:
         assert answer.returncode == 130
         assert "interrupted" in spoken
@@ -310,7 +310,7 @@ def test_a_full_disk_is_told_and_a_reader_that_left_is_not(
 
 
 def test_what_was_found_counts_though_nobody_reads_it(vllmops: Any) -> None:
-    assert vllmops("keys", "list", "--json", before=no_reader).code == Exit.FAILED
+    assert vllmops("keys", "list", "--json", before=no_reader).code == ExitCode.FAILED
 
 
 def test_following_ends_with_its_reader(lab: Any) -> None:

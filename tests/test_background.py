@@ -28,7 +28,9 @@ def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(
-            background.repeat(work, ErrorReporter("it rests", shown.append), 0.0, after_s=0.0)
+            background.repeat_forever(
+                work, ErrorReporter("it rests", shown.append), 0.0, after_s=0.0
+            )
         )
         await until_async(lambda: rounds >= 30)
         task.cancel()
@@ -58,7 +60,7 @@ def test_a_cancellation_that_nobody_asked_for_ends_no_task() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(
-            background.repeat(work, ErrorReporter("w", shown.append), 0.0, after_s=0.0)
+            background.repeat_forever(work, ErrorReporter("w", shown.append), 0.0, after_s=0.0)
         )
         for _ in range(100):
             await asyncio.sleep(0)
@@ -81,7 +83,7 @@ def test_a_thread_goes_on_until_it_is_to_end() -> None:
         rounds += 1
         raise RuntimeError("can't start new thread")
 
-    made = background.thread(
+    made = background.start_repeating_thread(
         "t", work, ErrorReporter("w", shown.append), wait=stop.wait, after_s=0.001
     )
     until(lambda: rounds >= 5)
@@ -127,7 +129,7 @@ def test_what_nobody_waits_for_any_more_ends_without_an_error(
         ended.set()
 
     async def play() -> None:
-        waiting = asyncio.wrap_future(background.beside(work, "beside"))
+        waiting = asyncio.wrap_future(background.call_in_thread(work, "beside"))
         waiting.cancel()
         await asyncio.sleep(0.05)  # for the cancellation to reach the thread's future
 

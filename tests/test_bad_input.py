@@ -27,7 +27,7 @@ import pytest
 import typer
 
 from vllmops.app import COMMANDS
-from vllmops.errors import Exit
+from vllmops.errors import ExitCode
 from vllmops.streams import UNSAFE
 
 from .support.extent import EVERYTHING, long
@@ -137,7 +137,7 @@ class Trial:
         faults = [
             word for word in ("Traceback", "unexpected ", "Exception ignored") if word in said
         ]
-        if answer.code not in list(Exit):
+        if answer.code not in list(ExitCode):
             faults.append(f"code {answer.code}")
         if found := UNSAFE.search(said.replace("\r", "") if "columns" in how else said):
             faults.append(f"raw {found[0]!r}")
@@ -384,7 +384,7 @@ def test_so_few_files_that_nothing_is_imported(number: int, words: str) -> None:
     hint = "hint: allow more open files: ulimit -n 1024"
     assert re.fullmatch(f"error: .*Too many open files {hint}", message)
     assert "Traceback" not in message
-    assert ended.returncode == Exit.FAILED
+    assert ended.returncode == ExitCode.FAILED
 
 
 @pytest.mark.parametrize("size", [48, pytest.param(64, marks=long), 80])
@@ -395,7 +395,7 @@ def test_too_little_memory(size: int) -> None:
         return
     why = f"error: memory is limited to {size} MiB; a command needs 96 MiB"
     assert ended.stderr.replace("\n ", "").startswith(why), ended.stderr
-    assert ended.returncode == Exit.FAILED
+    assert ended.returncode == ExitCode.FAILED
 
 
 @pytest.mark.parametrize("size", [96, *(pytest.param(n, marks=long) for n in (128, 256)), 512])
@@ -404,7 +404,7 @@ def test_with_little_memory_a_command_takes_little(size: int) -> None:
     for _ in range(5 if EVERYTHING else 1):
         ended = alone(limited(resource.RLIMIT_AS, size << 20), "ps")
         assert not ended.stderr
-        assert ended.returncode == Exit.OK
+        assert ended.returncode == ExitCode.OK
 
 
 def test_a_thread_that_ends_before_it_began() -> None:
@@ -416,14 +416,14 @@ def bootstrap(self):
 threading.Thread._bootstrap_inner = bootstrap
 sys.argv = ["vllmops", "ps"]
 from vllmops import app, output
-app.run = lambda: threading.Thread(target=print).start()
+app.run_command = lambda: threading.Thread(target=print).start()
 app.main()
 """
     ended = subprocess.run(
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert ended.stderr == "error: no thread can be started: too little memory, or too many run\n"
-    assert ended.returncode == Exit.FAILED
+    assert ended.returncode == ExitCode.FAILED
 
 
 @pytest.mark.parametrize("error", ["MemoryError", "SystemError", "ImportError"])
@@ -437,11 +437,11 @@ def test_what_fails_in_any_way_where_no_memory_is_left(error: str) -> None:
 import sys
 from vllmops import app
 def fail(*_):
-    app.memory_limit = lambda: 0
+    app.read_address_space_limit = lambda: 0
     raise AttributeError("module 'httpcore' has no attribute 'AsyncConnectionPool'")
 def report(_):
     raise {error}
-app.build, app.report_error = fail, report
+app.build_root_command, app.report_error = fail, report
 sys.argv = ["vllmops", "ps"]
 app.main()
 """
@@ -449,7 +449,7 @@ app.main()
         [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=TIMEOUT_S
     )
     assert ended.stderr.startswith("error: there is not enough memory"), ended.stderr
-    assert ended.returncode == Exit.FAILED
+    assert ended.returncode == ExitCode.FAILED
 
 
 # Files
@@ -520,15 +520,15 @@ def test_a_file_that_is_missing_is_the_same_failure_wherever_it_is_named(
     for leaf, param in found.values():
         words = leaf.line(param, missing)
         answer = vllmops(*words)
-        assert answer.code == Exit.FAILED, (words, answer.out, answer.err)
+        assert answer.code == ExitCode.FAILED, (words, answer.out, answer.err)
     words = ["serve", "--demo", "text", "--dry-run"]
     for option in ("config", "compaction-prompt", "keyring", "admin-token"):
-        assert vllmops(*words, f"--{option}={missing}").code == Exit.FAILED, option
+        assert vllmops(*words, f"--{option}={missing}").code == ExitCode.FAILED, option
 
 
 def test_a_word_too_many_is_not_called_unexpected(vllmops: Any) -> None:
     answer = vllmops("patches", "list", "one", "\x1b[31mtwo")
-    assert answer.code == Exit.USAGE
+    assert answer.code == ExitCode.USAGE
     assert "unexpected" not in answer.err
     assert "one" in answer.err
 
@@ -536,7 +536,7 @@ def test_a_word_too_many_is_not_called_unexpected(vllmops: Any) -> None:
 def test_an_error_about_a_long_text_is_short(vllmops: Any, tmp_path: Path) -> None:
     (tmp_path / "targets").write_text("[" * 400_000)
     answer = vllmops("ps", "-t", f"@{tmp_path / 'targets'}")
-    assert answer.code == Exit.USAGE
+    assert answer.code == ExitCode.USAGE
     assert len(answer.err) < 4_000
     answer = vllmops("ps", "--json", "-t", f"@{tmp_path / 'targets'}")
     assert len(answer.out) < 4_000

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import get_args
 
 import vllmops
-from vllmops.codes import BY_EXIT, CODES, known
-from vllmops.diagnose.doctor import checks
-from vllmops.docs import pages
-from vllmops.errors import Exit
+from vllmops.codes import BY_EXIT, CODES, parse_error_code
+from vllmops.diagnose.doctor import list_checks
+from vllmops.docs import load_pages
+from vllmops.errors import ExitCode
 
 PACKAGE = Path(vllmops.__file__).parent
 COLLECTIONS = (ast.Set, ast.List, ast.Tuple)
@@ -79,12 +79,12 @@ def raised() -> set[str]:
 def test_every_code_that_is_compared_is_one_that_is_raised() -> None:
     words = {code for code in compared() if "." in code}
     assert {"agent.absent", "stacks.seccomp", "responses.unknown", "stack.crash"} <= words
-    assert not words - raised() - {check.code for check in checks()}
+    assert not words - raised() - {check.code for check in list_checks()}
 
 
 def test_every_code_is_in_the_group_of_one_exit_code() -> None:
     assert sum(len(get_args(group)) for group in BY_EXIT.values()) == len(CODES)
-    assert set(BY_EXIT) == {*Exit} - {Exit.OK}
+    assert set(BY_EXIT) == {*ExitCode} - {ExitCode.OK}
 
 
 def test_every_registered_code_is_raised() -> None:
@@ -92,11 +92,11 @@ def test_every_registered_code_is_raised() -> None:
 
 
 def test_every_code_has_its_page_and_every_error_page_a_code() -> None:
-    assert {page.name for page in pages().values() if page.kind == "error"} == CODES
+    assert {page.name for page in load_pages().values() if page.kind == "error"} == CODES
 
 
 def test_a_page_says_what_the_error_means_and_what_to_do() -> None:
-    for page in pages().values():
+    for page in load_pages().values():
         if page.kind == "error":
             text = page.text.partition("\n")[2].strip()
             assert text.endswith("."), page.name
@@ -104,5 +104,5 @@ def test_a_page_says_what_the_error_means_and_what_to_do() -> None:
 
 
 def test_a_code_from_a_newer_server_gets_a_known_one() -> None:
-    assert known("keys.locked", "admin.failed") == "keys.locked"
-    assert known("keys.from-the-future", "admin.failed") == "admin.failed"
+    assert parse_error_code("keys.locked", "admin.failed") == "keys.locked"
+    assert parse_error_code("keys.from-the-future", "admin.failed") == "admin.failed"

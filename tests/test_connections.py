@@ -13,10 +13,10 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from vllmops import connections
-from vllmops.metrics.listener import Handler as Scraped
-from vllmops.metrics.listener import listener
-from vllmops.protocol.probe import Verdict
-from vllmops.watch.board import Listener
+from vllmops.metrics.listener import ScrapeHandler as Scraped
+from vllmops.metrics.listener import make_metrics_server
+from vllmops.protocol.probe import ProbeResult
+from vllmops.watch.board import ProbeServer
 
 from .support.ports import free_port
 from .support.waiting import until
@@ -25,13 +25,15 @@ from .support.waiting import until
 def metrics(port: int) -> Any:
     registry = CollectorRegistry()
     Gauge("live", "Whether it lives", registry=registry).set(1)
-    made = listener("127.0.0.1", port, registry)
+    made = make_metrics_server("127.0.0.1", port, registry)
     threading.Thread(target=made.serve_forever, daemon=True).start()
     return made
 
 
 def probes(port: int) -> Any:
-    return Listener(("127.0.0.1", port), lambda: Verdict(live=True, ready=True, started=True))
+    return ProbeServer(
+        ("127.0.0.1", port), lambda: ProbeResult(live=True, ready=True, started=True)
+    )
 
 
 @pytest.fixture(params=[metrics, probes])
@@ -53,7 +55,7 @@ def begun(port: int, held: ExitStack) -> socket.socket:
 
 def test_of_too_many_connections_the_oldest_end(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scraped, "timeout", 600.0)  # it is not their silence that ends them
-    monkeypatch.setattr("vllmops.watch.board.Handler.timeout", 600.0)
+    monkeypatch.setattr("vllmops.watch.board.ProbeHandler.timeout", 600.0)
     before = threading.active_count()
     with ExitStack() as held:
         slow = [begun(port, held) for _ in range(connections.MOST * 3)]
@@ -70,7 +72,7 @@ def test_who_says_nothing_is_not_waited_for(
     port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Scraped, "timeout", 0.2)
-    monkeypatch.setattr("vllmops.watch.board.Handler.timeout", 0.2)
+    monkeypatch.setattr("vllmops.watch.board.ProbeHandler.timeout", 0.2)
     with ExitStack() as held:
         assert begun(port, held).recv(1) == b""
     assert not capfd.readouterr().err

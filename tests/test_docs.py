@@ -19,11 +19,11 @@ import click
 import pytest
 
 from vllmops import app, home
-from vllmops.docs import pages
+from vllmops.docs import load_pages
 from vllmops.keys import file
-from vllmops.keys.carrier import seal
+from vllmops.keys.carrier import seal_history
 from vllmops.protocol import files
-from vllmops.protocol.memory import MemorySample, ProcessMemory, RecordingHead
+from vllmops.protocol.memory import MemoryRecordingHead, MemorySample, ProcessMemory
 
 from .support import picture
 from .support.promises import without_timed
@@ -197,7 +197,7 @@ def parse(line: list[str]) -> None:
     Raises:
         click.ClickException: if click refuses it.
     """
-    group = app.build()
+    group = app.build_root_command()
     # Commands are kept for all tests, with the help option of their first context.
     context = click.Context(group, help_option_names=["-h", "--help"])
     _, command, rest = group.resolve_command(context, line[:])
@@ -253,9 +253,9 @@ def test_commands_and_options_in_sentences_exist(page: Path) -> None:
         entry = app.COMMANDS.get(rest[0])
         assert entry, code
         if rest[0] == "help" and rest[1:]:
-            assert rest[1] in pages() or rest[1] in {"WORD", "CODE", "[WORD]"}, code
+            assert rest[1] in load_pages() or rest[1] in {"WORD", "CODE", "[WORD]"}, code
         elif entry.several and rest[1:]:
-            group = app.build()
+            group = app.build_root_command()
             _, noun, _ = group.resolve_command(click.Context(group), [rest[0]])
             for verb in rest[1].replace("\\", "").split("|"):
                 assert verb in noun.commands, code
@@ -267,15 +267,19 @@ def prepare(vllmops: Any, line: str) -> None:
         shutil.copy(DUMP, "dump.txt")
     if "carrier.txt" in line:
         assert vllmops("keys", "add").code == 0
-        sealed = seal([], file.load(home.home() / "keyring.json"), model="m", owner="")
+        sealed = seal_history(
+            [], file.load_keyring(home.resolve_home() / "keyring.json"), model="m", owner=""
+        )
         Path("carrier.txt").write_text(sealed)
     if "--secret keyring.json" in line:
         assert vllmops("keys", "add", "--keyring", "keyring.json").code == 0
     if "memory.jsonl" in line:
-        journal = files.Journal(Path("memory.jsonl"), RecordingHead(server="demo", started_at=0.0))
+        journal = files.Journal(
+            Path("memory.jsonl"), MemoryRecordingHead(server="demo", started_at=0.0)
+        )
         for number in range(8):
             engine = ProcessMemory(role="engine", pid=1, rss_bytes=1 << 30)
-            journal.add(MemorySample(taken_at=10.0 * number, processes=[engine]))
+            journal.append(MemorySample(taken_at=10.0 * number, processes=[engine]))
 
 
 def test_every_example_is_run_or_has_a_reason() -> None:

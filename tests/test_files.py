@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from vllmops import files
-from vllmops.errors import Exit, VllmopsError
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.files import write_atomically
 
 NOBODY = 65534
@@ -100,13 +100,13 @@ def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
 def test_what_takes_nothing_is_refused_before_there_is_anything_to_write(
     tmp_path: Path, home: Path, full_disk: Callable[[], None]
 ) -> None:
-    files.check(device(tmp_path / "null", 3))
+    files.require_writable(device(tmp_path / "null", 3))
     with pytest.raises(OSError, match="No space"):
-        files.check(device(tmp_path / "full", 7))
-    files.check(home / "new")
+        files.require_writable(device(tmp_path / "full", 7))
+    files.require_writable(home / "new")
     full_disk()
     with pytest.raises(OSError, match="No space"):
-        files.check(home / "new")
+        files.require_writable(home / "new")
 
 
 @pytest.mark.root_only
@@ -208,7 +208,7 @@ def test_a_long_name_and_a_folder_that_can_not_be_listed(tmp_path: Path) -> None
 
 def unread(path: Path, most: int = MIB) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        files.read(path, most)
+        files.read_input(path, most)
     assert str(path) in caught.value.message
     return caught.value
 
@@ -217,10 +217,10 @@ def unread(path: Path, most: int = MIB) -> VllmopsError:
 def test_reading_ends(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * MIB)
-    assert files.read(path, MIB) == b"x" * MIB
+    assert files.read_input(path, MIB) == b"x" * MIB
     assert unread(path, MIB - 1).code == "file.too-large"
     assert unread(device(tmp_path / "zero", 5)).code == "file.too-large"
-    assert files.read(device(tmp_path / "null", 3), 1) == b""
+    assert files.read_input(device(tmp_path / "null", 3), 1) == b""
     os.mkfifo(tmp_path / "fifo")
     assert "no process writes" in unread(tmp_path / "fifo").message
     with socket.socket(socket.AF_UNIX) as server:
@@ -228,7 +228,7 @@ def test_reading_ends(tmp_path: Path) -> None:
         assert unread(tmp_path / "socket").code == "file.unreadable"
     for other in (tmp_path, tmp_path / "none", path / "below", tmp_path / ("x" * 300)):
         error = unread(other)
-        assert (error.code, error.exit_code) == ("file.unreadable", Exit.FAILED)
+        assert (error.code, error.exit_code) == ("file.unreadable", ExitCode.FAILED)
 
 
 @pytest.mark.root_only
@@ -240,14 +240,14 @@ def test_what_is_no_plain_file_is_not_even_opened(tmp_path: Path, link: bool) ->
     if link:
         path.symlink_to(absent)
     with pytest.raises(PermissionError, match="no plain file") as caught:
-        files.open_plain(path, files.ANYBODY, follow=link)
+        files.open_regular_file(path, files.ANYBODY, follow=link)
     assert caught.value.filename == str(path)
 
 
 def test_the_error_of_a_file_has_its_name(tmp_path: Path) -> None:
     for path in (tmp_path / "none", tmp_path / "x" / "none"):
         with pytest.raises(FileNotFoundError) as caught:
-            files.open_plain(path)
+            files.open_regular_file(path)
         assert caught.value.filename == str(path)
 
 
@@ -265,7 +265,7 @@ def test_a_slow_writer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     writer = threading.Thread(target=write)
     writer.start()
-    assert files.read(path, MIB) == b"x" * 300_000
+    assert files.read_input(path, MIB) == b"x" * 300_000
     writer.join()
 
 
@@ -279,8 +279,8 @@ def test_what_may_not_be_read(tmp_path: Path) -> None:
     if pid == 0:
         os.setresuid(NOBODY, NOBODY, NOBODY)
         try:
-            files.read(path, 1)
+            files.read_input(path, 1)
         except VllmopsError as error:
             os._exit(error.exit_code if error.code == "file.unreadable" else 99)
         os._exit(98)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == Exit.NOT_AUTHORISED
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == ExitCode.NOT_AUTHORISED

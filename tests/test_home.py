@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.home import home
+from vllmops.home import resolve_home
 
 NOBODY_AT_ALL = 54321  # a user id that no database knows, as containers have them
 
@@ -17,9 +17,9 @@ def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/op")
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.delenv("VLLMOPS_HOME", raising=False)
-    assert home() == Path("/home/op/.local/state/vllmops")
+    assert resolve_home() == Path("/home/op/.local/state/vllmops")
     monkeypatch.setenv("VLLMOPS_HOME", "~/here")
-    assert home() == Path("/home/op/here")
+    assert resolve_home() == Path("/home/op/here")
 
 
 def test_of_a_user_who_is_not_there(vllmops: Any) -> None:

@@ -8,12 +8,12 @@ import pytest
 import typer
 
 from vllmops import app
-from vllmops.commands.options import duration
-from vllmops.errors import Exit, VllmopsError
+from vllmops.commands.options import parse_duration
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.instances import logs, supervisor
-from vllmops.keys.ring import when
-from vllmops.numbers import many
-from vllmops.output import size, span
+from vllmops.keys.ring import format_utc_time
+from vllmops.numbers import format_count
+from vllmops.output import format_bytes, format_duration
 
 from .support.here import here
 
@@ -37,7 +37,7 @@ def numeric(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
         assert param.type.name not in {"integer", "float", "integer range", "float range"}, param
 
 
-OPTIONS = sorted(set(numeric(app.build())))
+OPTIONS = sorted(set(numeric(app.build_root_command())))
 
 
 def test_they_are_found() -> None:
@@ -50,19 +50,19 @@ def test_they_are_found() -> None:
 def test_an_option_refuses_them(words: tuple[str, ...], option: str) -> None:
     for text in NONE + MORE if words == ("stop",) else ("nan", "1e400", "1e300", MORE[0]):
         answer = here(*words, f"{option}={text}", "--json")
-        assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage"), text
+        assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage"), text
         assert option in answer.error["message"]
 
 
 @pytest.mark.parametrize("text", [*NONE, *MORE, "0", "0d", "1e3", "36501d", "1.", "5 d", "1w"])
 def test_times_that_are_none(text: str) -> None:
     with pytest.raises(VllmopsError) as caught:
-        duration(text)
-    assert caught.value.exit_code == Exit.USAGE
+        parse_duration(text)
+    assert caught.value.exit_code == ExitCode.USAGE
 
 
 def test_times() -> None:
-    assert [duration(item) for item in ("90", "1.5m", "36h", "36500d")] == [
+    assert [parse_duration(item) for item in ("90", "1.5m", "36h", "36500d")] == [
         90,
         90,
         129_600,
@@ -77,26 +77,33 @@ def test_numbers_of_the_environment(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     answer = vllmops("serve", str(tmp_path), "--json", env={name: text})
-    assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+    assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
     assert name in answer.error["message"]
     # A supervisor that takes over reads it, too, and must not end by that.
     monkeypatch.setenv(name, text)
-    assert supervisor.log_limit() == logs.LIMIT_BYTES
+    assert supervisor.read_log_limit() == logs.LIMIT_BYTES
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e18])
 def test_numbers_of_others_are_shown(value: float) -> None:
-    for show in (span, size, when):
+    for show in (format_duration, format_bytes, format_utc_time):
         assert len(show(value)) < 400
-    assert span(value) == when(value) == "-"
-    assert size(10**400) == size(math.inf) == "-"
+    assert format_duration(value) == format_utc_time(value) == "-"
+    assert format_bytes(10**400) == format_bytes(math.inf) == "-"
 
 
 def test_a_clock_that_was_set_back() -> None:
-    assert (span(-0.4), span(-75), when(0.0)) == ("0s", "0s", "1970-01-01 00:00Z")
+    assert (format_duration(-0.4), format_duration(-75), format_utc_time(0.0)) == (
+        "0s",
+        "0s",
+        "1970-01-01 00:00Z",
+    )
 
 
 def test_a_number_of_things() -> None:
-    counts = [many(count, "request") for count in (0, 1, 2000)]
+    counts = [format_count(count, "request") for count in (0, 1, 2000)]
     assert counts == ["0 requests", "1 request", "2,000 requests"]
-    assert [many(count, "process", "processes") for count in (1, 2)] == ["1 process", "2 processes"]
+    assert [format_count(count, "process", "processes") for count in (1, 2)] == [
+        "1 process",
+        "2 processes",
+    ]

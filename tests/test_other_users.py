@@ -24,27 +24,32 @@ import pytest
 
 from vllmops.bundle import collecting
 from vllmops.commands import serve
-from vllmops.errors import Exit, VllmopsError
-from vllmops.files import read_private
-from vllmops.home import home as state_home
-from vllmops.home import make, own
+from vllmops.errors import ExitCode, VllmopsError
+from vllmops.files import read_private_file
+from vllmops.home import create_folder, require_safe_folder
+from vllmops.home import resolve_home as state_home
 from vllmops.host import listeners, ports, processes, shm
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
-from vllmops.host.shape import unix_url
+from vllmops.host.shape import make_unix_url
 from vllmops.instances import endpoint as endpoints
 from vllmops.instances import interpreter, launch
 from vllmops.instances import keys as instance_keys
-from vllmops.instances.record import Folder, Record, State, folders
+from vllmops.instances.record import (
+    InstanceFolder,
+    InstanceRecord,
+    InstanceState,
+    list_instance_folders,
+)
 from vllmops.instances.servers import Server
 from vllmops.keys import admin_token
 from vllmops.keys import file as keyring
-from vllmops.keys.ring import Key, Ring, Status, fresh
+from vllmops.keys.ring import Key, KeyRing, KeyStatus, generate_secret
 from vllmops.memory import loads
 from vllmops.protocol import identity
 from vllmops.rpc import agent
 from vllmops.vllm_api import http
-from vllmops.vllm_api.admin import push
+from vllmops.vllm_api.admin import push_keyring
 
 from .support.commands import TABLE
 from .support.extent import sampled
@@ -107,7 +112,7 @@ def refusal(act: Callable[[], object]) -> VllmopsError:
 
 def unsafe(act: Callable[[], object], path: Path) -> VllmopsError:
     error = refusal(act)
-    assert (error.code, error.exit_code) == ("home.unsafe", Exit.NOT_AUTHORISED)
+    assert (error.code, error.exit_code) == ("home.unsafe", ExitCode.NOT_AUTHORISED)
     assert str(path) in error.message
     assert "VLLMOPS_HOME=/tmp" not in error.hint
     return error
@@ -119,7 +124,7 @@ def unsafe(act: Callable[[], object], path: Path) -> VllmopsError:
 def planted(folder: Path) -> None:
     """An instance that seems to run, and whose watch runs a command."""
     us = psutil.Process()
-    record = Record(
+    record = InstanceRecord(
         name=folder.name,
         model="m",
         command=("touch", f"{folder}/hit"),
@@ -130,9 +135,9 @@ def planted(folder: Path) -> None:
         detached=True,
         created_at=0.0,
         started_at=us.create_time(),
-        state=State.READY,
+        state=InstanceState.READY,
         session=os.getsid(0),
-        processes=(Process(Role.OTHER, us.pid, identity.of(us.pid).start_ticks),),
+        processes=(Process(Role.OTHER, us.pid, identity.read_identity(us.pid).start_ticks),),
         watch=("--exec", f"touch {folder}/hit"),
     )
     (folder / "instance.json").write_bytes(msgspec.json.encode(record))
@@ -167,23 +172,23 @@ def test_a_file_that_another_user_owns_or_may_write_to_is_no_record(home: Path) 
     folder = home / "instances" / "evil"
     folder.mkdir(parents=True)
     planted(folder)
-    assert Folder("evil").read()
-    record = Folder("evil").record_file
+    assert InstanceFolder("evil").load_record()
+    record = InstanceFolder("evil").record_file
     record.chmod(0o666)
-    assert refusal(Folder("evil").read).code == "registry.unreadable"
+    assert refusal(InstanceFolder("evil").load_record).code == "registry.unreadable"
     record.chmod(0o600)
     os.chown(record, NOBODY, NOBODY)
-    assert refusal(Folder("evil").read).exit_code == Exit.NOT_AUTHORISED
+    assert refusal(InstanceFolder("evil").load_record).exit_code == ExitCode.NOT_AUTHORISED
     record.rename(folder / "real")
     os.chown(folder / "real", 0, 0)
     record.symlink_to(folder / "real")
-    assert refusal(Folder("evil").read).code == "registry.unreadable"
+    assert refusal(InstanceFolder("evil").load_record).code == "registry.unreadable"
     for name in ("instance.json", "lock"):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
     with within(60):
-        assert refusal(Folder("evil").read).code == "registry.unreadable"
-        assert not Folder("evil").supervised()
+        assert refusal(InstanceFolder("evil").load_record).code == "registry.unreadable"
+        assert not InstanceFolder("evil").is_supervised()
 
 
 @pytest.mark.parametrize(
@@ -194,9 +199,9 @@ def test_a_folder_that_others_may_write_to(home: Path, below: str, mode: int, hi
     path = home / below
     path.mkdir(exist_ok=True)
     path.chmod(mode)
-    assert f"{hint} {path}" in unsafe(lambda: list(folders()), path).hint
+    assert f"{hint} {path}" in unsafe(lambda: list(list_instance_folders()), path).hint
     path.chmod(0o755)
-    assert list(folders()) == []
+    assert list(list_instance_folders()) == []
 
 
 def test_what_lies_in_a_sticky_home_is_ones_own(home: Path) -> None:
@@ -204,10 +209,10 @@ def test_what_lies_in_a_sticky_home_is_ones_own(home: Path) -> None:
     assert state_home() == home
     (home / "instances").mkdir(mode=0o700)
     (home / "instances").chmod(0o1777)
-    unsafe(lambda: list(folders()), home / "instances")
+    unsafe(lambda: list(list_instance_folders()), home / "instances")
     (home / "instances").chmod(0o700)
     os.chown(home / "instances", NOBODY, NOBODY)
-    unsafe(lambda: list(folders()), home / "instances")
+    unsafe(lambda: list(list_instance_folders()), home / "instances")
 
 
 def test_a_folder_above_that_lets_others_exchange_it(tmp_path: Path) -> None:
@@ -215,13 +220,13 @@ def test_a_folder_above_that_lets_others_exchange_it(tmp_path: Path) -> None:
     path.mkdir(parents=True)
     for mode in (0o777, 0o775):
         path.parent.chmod(mode)
-        error = unsafe(lambda: own(path), path.parent)
+        error = unsafe(lambda: require_safe_folder(path), path.parent)
         assert f"{path.parent}" in error.hint
     path.parent.chmod(0o1777)
-    assert own(path) == path
+    assert require_safe_folder(path) == path
     os.chown(path.parent, NOBODY, NOBODY)
     path.parent.chmod(0o755)
-    unsafe(lambda: own(path), path.parent)
+    unsafe(lambda: require_safe_folder(path), path.parent)
 
 
 def test_links(tmp_path: Path) -> None:
@@ -231,21 +236,21 @@ def test_links(tmp_path: Path) -> None:
     shared.chmod(0o1777)
     link = shared / "home"
     link.symlink_to("../real")
-    assert own(link) == link
-    assert own(link / "instances") == link / "instances"
+    assert require_safe_folder(link) == link
+    assert require_safe_folder(link / "instances") == link / "instances"
     real.chmod(0o777)
-    unsafe(lambda: own(link), link)
+    unsafe(lambda: require_safe_folder(link), link)
     real.chmod(0o700)
     os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
-    unsafe(lambda: own(link), link)
+    unsafe(lambda: require_safe_folder(link), link)
     (tmp_path / "round").symlink_to("round")
-    assert own(tmp_path / "round")  # whoever opens it is told
+    assert require_safe_folder(tmp_path / "round")  # whoever opens it is told
 
 
 def test_what_is_made_is_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        path = make(tmp_path / "state" / "vllmops" / "instances")
+        path = create_folder(tmp_path / "state" / "vllmops" / "instances")
     finally:
         os.umask(before)
     for item in (path, path.parent, path.parent.parent):
@@ -266,7 +271,7 @@ def test_a_server_of_another_user_is_not_stopped(
 ) -> None:
     server = lab.stranger()
     # That user can't tell whose test a process is of.
-    monkeypatch.setattr(processes, "table", TABLE)
+    monkeypatch.setattr(processes, "read_process_table", TABLE)
     os.chown(home, NOBODY, NOBODY)
     home.chmod(0o755)
     answer = vllmops("stop", str(server.pid), "--force", "--json", uid=NOBODY)
@@ -290,9 +295,9 @@ def test_a_file_that_is_too_long(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(100))
     path.chmod(0o600)
-    assert read_private(path, None, 100) == bytes(100)
+    assert read_private_file(path, None, 100) == bytes(100)
     with pytest.raises(OSError, match="more than 99"):
-        read_private(path, None, 99)
+        read_private_file(path, None, 99)
 
 
 # -- agents ------------------------------------------------------------------------------------
@@ -305,7 +310,7 @@ def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None
     seen = psutil.Process(child.process.pid)
     until(lambda: seen.status() == psutil.STATUS_STOPPED)
     kept = child.beat.read_bytes()
-    assert agent.beat(child.process)
+    assert agent.read_heartbeat(child.process)
     child.beat.unlink()
     if what == "fifo":
         os.mkfifo(child.beat)
@@ -320,7 +325,7 @@ def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None
         if what == "theirs":
             os.chown(child.beat, NOBODY, NOBODY)
     with within(60):
-        assert agent.beat(child.process) is None
+        assert agent.read_heartbeat(child.process) is None
 
 
 LISTEN = """
@@ -349,8 +354,8 @@ def test_a_socket_that_another_user_listens_on(
     for path in (folder, child.socket):
         os.chown(path, 0, 0)
     child.socket.chmod(0o600)
-    error = refusal(lambda: agent.reach(child.process))
-    assert (error.code, error.exit_code) == ("agent.unsafe", Exit.NOT_AUTHORISED)
+    error = refusal(lambda: agent.open_agent(child.process))
+    assert (error.code, error.exit_code) == ("agent.unsafe", ExitCode.NOT_AUTHORISED)
     assert "nobody" in error.message
 
 
@@ -367,7 +372,7 @@ def trickle(self):
         self.wfile.write(b' ')
         self.wfile.flush()
         time.sleep(0.1)
-service.Handler.do_GET = trickle
+service.AgentHandler.do_GET = trickle
 out = ''
 """
 
@@ -376,7 +381,7 @@ def test_an_answer_that_trickles_in_has_an_end(spawn: Any) -> None:
     child = spawn()
     child.run(TRICKLE)
     with within(60):
-        assert refusal(lambda: agent.reach(child.process, timeout_s=1)).code == "agent.timeout"
+        assert refusal(lambda: agent.open_agent(child.process, timeout_s=1)).code == "agent.timeout"
 
 
 def test_an_agent_that_trickles_is_not_asked_for_each_part_of_a_screen(
@@ -392,7 +397,7 @@ def test_an_agent_that_trickles_is_not_asked_for_each_part_of_a_screen(
 def test_a_directory_that_is_lax_is_not_to_be_removed(spawn: Any) -> None:
     child = spawn()
     child.socket.parent.chmod(0o755)
-    error = refusal(lambda: agent.reach(child.process))
+    error = refusal(lambda: agent.open_agent(child.process))
     assert f"chmod 700 {child.socket.parent}" in error.hint
     assert "rm " not in error.hint
 
@@ -416,8 +421,11 @@ def test_root_reaches_the_agent_of_another_users_process(home: Path) -> None:
     with child:
         assert child.stdout
         assert child.stdout.readline() == "'up'\n"
-        process = Process(Role.API, child.pid, identity.of(child.pid).start_ticks)
-        told, pulse = agent.reach(process, timeout_s=60).hello(), agent.beat(process)
+        process = Process(Role.API, child.pid, identity.read_identity(child.pid).start_ticks)
+        told, pulse = (
+            agent.open_agent(process, timeout_s=60).fetch_hello(),
+            agent.read_heartbeat(process),
+        )
         child.kill()
     assert told.pid == child.pid
     assert pulse
@@ -486,18 +494,18 @@ def test_no_key_goes_to_the_process_of_another_user(
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     theirs = as_nobody(SERVE, bound, port)
     url = f"http://{host}:{port}"
-    bird = http.one_token(url, 60.0)
+    bird = http.request_one_token(url, 60.0)
     assert bird.outcome == "unable"
     assert "nobody" in bird.detail
     answer = vllmops("responses", "list", "-t", url, "--json")
     assert (answer.code, answer.error["code"]) == (4, "responses.not-authorised")
     assert "was not sent" in answer.error["message"]
     server = Server(name="s", processes=(), host=host, port=port)
-    error = refusal(lambda: loads.prepare("text", server, requests=1, inputs=1, seed=0))
+    error = refusal(lambda: loads.build_load("text", server, requests=1, inputs=1, seed=0))
     assert (error.code, "was not sent" in error.message) == ("load.not-authorised", True)
-    place = endpoints.endpoint(url)
-    error = refusal(lambda: push(place, SECRET, Ring()))
-    assert (error.code, error.exit_code) == ("admin.other-user", Exit.NOT_AUTHORISED)
+    place = endpoints.resolve_endpoint(url)
+    error = refusal(lambda: push_keyring(place, SECRET, KeyRing()))
+    assert (error.code, error.exit_code) == ("admin.other-user", ExitCode.NOT_AUTHORISED)
     found = told(theirs)
     assert found
     assert set(found) == {None}
@@ -509,10 +517,10 @@ def test_ones_own_server_and_roots_get_the_key_and_no_other(
     url = f"http://127.0.0.1:{listener}"
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    assert http.key_for(url) == ({}, "")
+    assert http.build_api_key_headers(url) == ({}, "")
     monkeypatch.setenv("VLLM_API_KEY", "mine")
-    assert http.key_for(url) == ({"Authorization": "Bearer mine"}, "")
-    ask = f"from vllmops.vllm_api import http; print(http.key_for({url!r}).headers)"
+    assert http.build_api_key_headers(url) == ({"Authorization": "Bearer mine"}, "")
+    ask = f"from vllmops.vllm_api import http; print(http.build_api_key_headers({url!r}).headers)"
     done = subprocess.run(
         [sys.executable, "-c", ask],
         user=NOBODY,
@@ -558,8 +566,8 @@ def test_no_key_follows_a_redirect(
         url = f"http://127.0.0.1:{first.server_port}"
         answer = vllmops("responses", "list", "-t", url, "--json")
         assert f"answered {status}" in answer.error["message"]
-        assert http.one_token(url, 60.0).outcome == "refused"
-        refusal(lambda: push(endpoints.endpoint(url), SECRET, Ring()))
+        assert http.request_one_token(url, 60.0).outcome == "refused"
+        refusal(lambda: push_keyring(endpoints.resolve_endpoint(url), SECRET, KeyRing()))
         for server in (first, other):
             server.shutdown()
     assert set(asked) == {first.server_port}
@@ -569,11 +577,15 @@ def test_no_key_follows_a_redirect(
 def test_where_nobody_is_known_to_listen_no_key_is_sent(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not listeners.distrust(f"http://127.0.0.1:{port}")  # there is nobody to send it to
-    monkeypatch.setattr(listeners, "answers", lambda *_: True)  # in another network namespace, say
+    assert not listeners.explain_distrust(
+        f"http://127.0.0.1:{port}"
+    )  # there is nobody to send it to
+    monkeypatch.setattr(
+        listeners, "is_port_open", lambda *_: True
+    )  # in another network namespace, say
     for host in ("127.0.0.1", "localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0", "127.9.9.9"):
-        assert listeners.distrust(f"http://{host}:{port}"), host
-    assert not listeners.distrust("http://192.0.2.1:8000")  # another machine
+        assert listeners.explain_distrust(f"http://{host}:{port}"), host
+    assert not listeners.explain_distrust("http://192.0.2.1:8000")  # another machine
 
 
 def test_a_listener_of_version_six_counts_too(
@@ -583,7 +595,7 @@ def test_a_listener_of_version_six_counts_too(
         "server = V6", "class V6(ThreadingHTTPServer): address_family = 10\nserver = V6"
     )
     as_nobody(code, "::", port)
-    assert "nobody" in listeners.distrust(f"http://127.0.0.1:{port}")
+    assert "nobody" in listeners.explain_distrust(f"http://127.0.0.1:{port}")
 
 
 def test_no_key_goes_to_a_unix_socket_of_another_user(
@@ -591,13 +603,13 @@ def test_no_key_goes_to_a_unix_socket_of_another_user(
 ) -> None:
     monkeypatch.setenv(http.KEY, SECRET)
     path = tmp_path / "A b.sock"
-    url = unix_url(str(path))
-    assert http.key_for(url).headers  # there is nobody to send it to
+    url = make_unix_url(str(path))
+    assert http.build_api_key_headers(url).headers  # there is nobody to send it to
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
-        assert http.key_for(url).headers
+        assert http.build_api_key_headers(url).headers
         os.chown(path, NOBODY, NOBODY)
-        assert http.key_for(url) == ({}, f"{path} belongs to nobody")
+        assert http.build_api_key_headers(url) == ({}, f"{path} belongs to nobody")
 
 
 # -- ports -------------------------------------------------------------------------------------
@@ -623,40 +635,43 @@ def test_a_name_that_another_user_claims_keeps_no_port(
     as_nobody(SQUAT, how, *names)
     with within(60):
         for _ in range(3):  # a queue that is full keeps nobody waiting
-            held = ports.claim(port)
+            held = ports.claim_port(port)
             assert held is not None
             os.close(held)
         # Whose queue is full can't be asked who it is.
-        assert ports.stranger(port) in {"user nobody", "another user"}
+        assert ports.find_other_claimant(port) in {"user nobody", "another user"}
 
 
 @pytest.mark.usefixtures("home")
 def test_a_port_that_another_user_claims_is_passed_over(
     as_nobody: Callable[..., "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = launch.free_port("127.0.0.1", set())
-    second = launch.free_port("127.0.0.1", {first})
+    first = launch.find_free_port("127.0.0.1", set())
+    second = launch.find_free_port("127.0.0.1", {first})
     squat = SQUAT.replace("listen(0)", "listen(9)")
     as_nobody(squat, "listen", *(f"vllmops-port-{port}-of-0" for port in (first, second)))
     monkeypatch.setattr(launch, "FIRST_PORT", first)
-    reserved = launch.reserve(launch.Order("M", name="a"))
-    lines = list(serve.claims(reserved))
+    reserved = launch.reserve_instance(launch.LaunchOptions("M", name="a"))
+    lines = list(serve.describe_port_claims(reserved))
     own = reserved.record.port
     assert own not in {first, second}
     which = f"2 ports from {first} to {second} are claimed by user nobody"
     assert lines == [f"{which}; using {own}"]
     # Of one alone its number is said.
     monkeypatch.setattr(launch, "FIRST_PORT", second)
-    reserved = launch.reserve(launch.Order("M", name="d"))
-    [line] = serve.claims(reserved)
+    reserved = launch.reserve_instance(launch.LaunchOptions("M", name="d"))
+    [line] = serve.describe_port_claims(reserved)
     assert line == f"port {second} is claimed by user nobody; using {reserved.record.port}"
     monkeypatch.setattr(launch, "FIRST_PORT", first)
     # Asked for by its number it is used, and where there is no other.
     monkeypatch.setattr(launch, "LAST_PORT", first)
-    for order in (launch.Order("M", name="b"), launch.Order("M", name="c", port=second)):
-        reserved = launch.reserve(order)
+    for order in (
+        launch.LaunchOptions("M", name="b"),
+        launch.LaunchOptions("M", name="c", port=second),
+    ):
+        reserved = launch.reserve_instance(order)
         assert reserved.record.port == (order.port or first)
-        [line] = serve.claims(reserved)
+        [line] = serve.describe_port_claims(reserved)
         assert line.startswith(f"port {reserved.record.port} is claimed by user nobody, and used")
 
 
@@ -666,22 +681,22 @@ def test_a_process_of_another_user_that_cannot_read_a_keyring_follows_none(
     """It may only look like a server, and never answer."""
     child = as_nobody("print('up'); input()")
     ring = tmp_path / "keyring.json"
-    assert instance_keys.may_read(child.pid, ring)  # nobody knows yet
+    assert instance_keys.can_read_keyring(child.pid, ring)  # nobody knows yet
     ring.touch(0o600)
-    assert not instance_keys.may_read(child.pid, ring)
-    assert instance_keys.may_read(os.getpid(), ring)
+    assert not instance_keys.can_read_keyring(child.pid, ring)
+    assert instance_keys.can_read_keyring(os.getpid(), ring)
     ring.chmod(0o640)  # by a group that it may be of
-    assert instance_keys.may_read(child.pid, ring)
+    assert instance_keys.can_read_keyring(child.pid, ring)
 
 
 def test_a_claim_of_ones_own_is_found_however_often_it_is_asked_for(port: int) -> None:
-    held = ports.claim(port)
+    held = ports.claim_port(port)
     assert held is not None
-    assert not ports.stranger(port)
+    assert not ports.find_other_claimant(port)
     for _ in range(200):
-        assert ports.claim(port) is None
+        assert ports.claim_port(port) is None
     os.close(held)
-    held = ports.claim(port)
+    held = ports.claim_port(port)
     assert held is not None
     os.close(held)
 
@@ -690,7 +705,7 @@ def test_a_claim_of_ones_own_is_found_however_often_it_is_asked_for(port: int) -
 
 
 def server_of(child: "subprocess.Popen[str]") -> Server:
-    started = identity.of(child.pid).start_ticks
+    started = identity.read_identity(child.pid).start_ticks
     return Server(name=None, processes=(Process(Role.API, child.pid, started),))
 
 
@@ -706,7 +721,7 @@ def test_the_interpreter_of_a_process_that_was_given_roots_rights_does_not_run_a
     with child:
         assert child.stdout
         assert child.stdout.readline() == "up\n"
-        owner = interpreter.of(server_of(child)).owner
+        owner = interpreter.find_interpreter(server_of(child)).owner
         child.kill()
     assert owner
     assert owner[0] == NOBODY
@@ -717,8 +732,8 @@ def test_what_the_interpreter_of_a_server_prints_has_an_end(
 ) -> None:
     monkeypatch.setattr(interpreter, "OUTPUT_BYTES", 1000)
     python = interpreter.Interpreter(sys.executable, sys.executable, os.environ, "/")
-    run = interpreter.Run(python, ("-c", "print('x' * 100_000)"))
-    assert run.wait(time.monotonic() + 60) == "x" * 1000
+    run = interpreter.InterpreterRun(python, ("-c", "print('x' * 100_000)"))
+    assert run.wait_for_output(time.monotonic() + 60) == "x" * 1000
 
 
 POINT = """
@@ -739,7 +754,7 @@ def test_a_bundle_holds_no_file_that_the_server_could_not_read(
     try:
         child = as_nobody(POINT, secret)
         assert os.readlink(f"/proc/{child.pid}/fd/2") == str(secret)
-        assert refusal(lambda: collecting.log(server_of(child))).code == "bundle.no-log"
+        assert refusal(lambda: collecting.read_server_log(server_of(child))).code == "bundle.no-log"
     finally:
         secret.unlink()
 
@@ -749,7 +764,7 @@ def test_a_segment_behind_a_link_is_not_removed(tmp_path: Path) -> None:
     link = shm.SHM / f"vllmops-test-{os.getpid()}"
     link.symlink_to(tmp_path)
     try:
-        assert shm.sweep([f"{link.name}/file", f"../..{tmp_path}/file"]) == []
+        assert shm.remove_unused_segments([f"{link.name}/file", f"../..{tmp_path}/file"]) == []
     finally:
         link.unlink()
     assert (tmp_path / "file").exists()
@@ -757,14 +772,14 @@ def test_a_segment_behind_a_link_is_not_removed(tmp_path: Path) -> None:
 
 def test_another_user_gets_no_word_with_a_supervisor(lab: Any) -> None:
     record = lab.serve("a")
-    folder = Folder("a")
+    folder = InstanceFolder("a")
     for path in (lab.home, folder.path.parent, folder.path):
         path.chmod(0o755)
-    folder.control.chmod(0o777)
+    folder.control_socket.chmod(0o777)
     ask = (
         "import socket\n"
         "control = socket.socket(socket.AF_UNIX)\n"
-        f"control.connect({str(folder.control)!r})\n"
+        f"control.connect({str(folder.control_socket)!r})\n"
         "try:\n"
         "    control.sendall(b'{\"stop\": 0}\\n')\n"
         "    print(control.recv(10))\n"
@@ -789,7 +804,9 @@ def test_another_user_gets_no_word_with_a_supervisor(lab: Any) -> None:
 def test_the_admin_token_is_no_fifo(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "token", 0o600)
     with within(60):
-        assert refusal(lambda: admin_token.token(tmp_path / "token")).code == "keys.unsafe"
+        assert (
+            refusal(lambda: admin_token.read_admin_token(tmp_path / "token")).code == "keys.unsafe"
+        )
 
 
 def test_a_bundle_opens_no_device_that_a_server_names(tmp_path: Path, home: Path) -> None:
@@ -802,7 +819,7 @@ def test_a_bundle_opens_no_device_that_a_server_names(tmp_path: Path, home: Path
         time.sleep(0.1)
         place = {name: str(path)}
         given = [place.get(one) for one in ("ring", "token", "configuration")]
-        assert list(collecting.secrets_of_files(*given)) == []
+        assert list(collecting.read_file_secrets(*given)) == []
         writer.join(0.2)
         assert writer.is_alive(), name
 
@@ -816,11 +833,13 @@ def test_a_bundle_opens_no_device_that_a_server_names(tmp_path: Path, home: Path
 
 def test_the_secrets_in_a_servers_files_are_known_to_root(tmp_path: Path, home: Path) -> None:
     ring, token = tmp_path / "ring", tmp_path / "token"
-    secret = fresh()
-    ring.write_bytes(keyring.encode(Ring(keys=(Key.of(secret, Status.NEXT),))))
+    secret = generate_secret()
+    ring.write_bytes(
+        keyring.encode_keyring(KeyRing(keys=(Key.from_secret(secret, KeyStatus.NEXT),)))
+    )
     token.write_text("t" * 40 + "\n")
     for path in (ring, token):
         path.chmod(0o600)
         os.chown(path, NOBODY, NOBODY)
-    known = set(collecting.secrets_of_files(str(ring), str(token), None))
+    known = set(collecting.read_file_secrets(str(ring), str(token), None))
     assert {"t" * 40, secret.reveal().hex()} <= known

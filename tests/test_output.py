@@ -10,22 +10,22 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from vllmops import output
-from vllmops.app import typed
-from vllmops.errors import Exit, VllmopsError
+from vllmops.app import parse_command_name
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.output import (
-    Folded,
+    FoldedLines,
+    IndentedLine,
     JsonText,
-    Line,
     Progress,
-    Verbatim,
-    fail,
-    say,
-    show,
-    size,
-    span,
-    table,
+    VerbatimText,
+    format_bytes,
+    format_duration,
+    make_table,
+    print_error,
+    print_parts,
+    print_to_stderr,
 )
-from vllmops.streams import UNSAFE, json_safe, printable
+from vllmops.streams import UNSAFE, escape_json, make_printable
 
 from .support.waiting import until
 
@@ -44,7 +44,7 @@ from .support.waiting import until
     ],
 )
 def test_bytes(count: float | None, text: str) -> None:
-    assert size(count) == text
+    assert format_bytes(count) == text
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_bytes(count: float | None, text: str) -> None:
     ],
 )
 def test_spans(seconds: float | None, text: str) -> None:
-    assert span(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_a_table_folds_and_does_not_cut() -> None:
-    made = table("name", "bytes", right=["bytes"])
+    made = make_table("name", "bytes", right=["bytes"])
     made.add_row("a" * 100, "1")
     console = Console(width=60, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(made)
@@ -77,15 +77,15 @@ def test_a_pipe_gets_whole_lines(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    show("x" * 150)
-    say("[bold]" + "y" * 150)
+    print_parts("x" * 150)
+    print_to_stderr("[bold]" + "y" * 150)
     captured = capsys.readouterr()
     assert captured.out == "x" * 150 + "\n"
     assert captured.err == "[bold]" + "y" * 150 + "\n"
 
 
 def test_a_log_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    show(*map(Verbatim, ["[red]", "x" * 500]))
+    print_parts(*map(VerbatimText, ["[red]", "x" * 500]))
     assert capsys.readouterr().out == "[red]\n" + "x" * 500 + "\n"
 
 
@@ -126,17 +126,17 @@ def test_progress_in_a_terminal_ends_without_a_trace(
 
 
 def test_an_error_shows_its_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    fail(VllmopsError("usage", "it is [broken]", "vllmops hint [it]"), as_json=False)
+    print_error(VllmopsError("usage", "it is [broken]", "vllmops hint [it]"), as_json=False)
     captured = capsys.readouterr()
     assert captured.err == "error: it is [broken]\n  hint: vllmops hint [it]\n"
     assert captured.out == ""
-    fail(VllmopsError("usage", "it"), as_json=False)
+    print_error(VllmopsError("usage", "it"), as_json=False)
     assert "hint" not in capsys.readouterr().err
 
 
 def test_the_envelope(capsys: pytest.CaptureFixture[str]) -> None:
-    output.invoked("ps")
-    output.envelope({"a": "ü", "b": None}, Exit.OK)
+    output.set_command_name("ps")
+    output.print_envelope({"a": "ü", "b": None}, ExitCode.OK)
     captured = json.loads(capsys.readouterr().out)
     assert captured == {
         "version": 1,
@@ -146,7 +146,7 @@ def test_the_envelope(capsys: pytest.CaptureFixture[str]) -> None:
         "data": {"a": "ü", "b": None},
         "errors": [],
     }
-    output.envelope([], Exit.FAILED)
+    output.print_envelope([], ExitCode.FAILED)
     assert json.loads(capsys.readouterr().out)["status"] == "findings"
 
 
@@ -165,7 +165,7 @@ def test_which_command_was_typed(
     monkeypatch: pytest.MonkeyPatch, words: list[str], command: str
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["vllmops", *words])
-    assert typed() == command
+    assert parse_command_name() == command
 
 
 UNSEEN = [
@@ -179,13 +179,13 @@ UNSEEN = [
 
 def test_foreign_text_is_visible_and_as_wide() -> None:
     for item in UNSEEN:
-        shown = printable(f"a{item}b")
+        shown = make_printable(f"a{item}b")
         assert len(shown) == 3
         assert cell_len(shown) == 3
         assert shown.isprintable()
     for text in ("ä€漢字🙂", "👩\u200d💻", "a\u00a0b", "line\n\ttab"):
-        assert printable(text) == text
-    assert printable("a\n\tb", lines=False) == "a␊␉b"
+        assert make_printable(text) == text
+    assert make_printable("a\n\tb", lines=False) == "a␊␉b"
 
 
 @pytest.mark.parametrize("unseen", UNSEEN, ids=ascii)
@@ -197,20 +197,20 @@ def test_nothing_foreign_reaches_the_terminal_as_it_is(
     from rich.text import Text
 
     evil = f"a{unseen}[red]b[/]c"
-    made = table(evil)
+    made = make_table(evil)
     made.add_row(evil)
     made.add_row(Text(evil, "bold"))
-    show(evil, Text(evil), made, Panel("x", title=Text(evil)), Verbatim(evil))
-    show(Folded((Line(2, evil, "red"),)), stderr=True)
-    say(evil)
+    print_parts(evil, Text(evil), made, Panel("x", title=Text(evil)), VerbatimText(evil))
+    print_parts(FoldedLines((IndentedLine(2, evil, "red"),)), stderr=True)
+    print_to_stderr(evil)
     with Progress(time.time()) as progress:
         progress.update(evil)
-    fail(VllmopsError("usage", evil, evil), as_json=False)
+    print_error(VllmopsError("usage", evil, evil), as_json=False)
     captured = capsys.readouterr()
     assert not UNSAFE.search(captured.out + captured.err)
     assert "".join(captured.out.split()).count("[red]b[/]c") == 7
     monkeypatch.setattr(sys, "argv", ["vllmops", evil])
-    fail(VllmopsError("usage", evil, evil, data={evil: evil}), as_json=True)
+    print_error(VllmopsError("usage", evil, evil, data={evil: evil}), as_json=True)
     answer = capsys.readouterr().out
     assert not UNSAFE.search(answer)
     found = json.loads(answer)
@@ -221,7 +221,7 @@ def test_nothing_foreign_reaches_the_terminal_as_it_is(
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", None])
 def test_json_that_an_encoding_can_hold(encoding: str | None) -> None:
     text = json.dumps("ü漢🙂\u202e\x9b\x7f\ud800", ensure_ascii=False)
-    safe = json_safe(text, encoding)
+    safe = escape_json(text, encoding)
     assert json.loads(safe) == json.loads(text)
     assert not UNSAFE.search(safe)
     if encoding:
@@ -232,10 +232,10 @@ def test_json_lines_keep_their_data(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = json.dumps({"a": "\u200b\u2028\x9b漢"}, ensure_ascii=False)
-    show(JsonText(text))
+    print_parts(JsonText(text))
     assert capsys.readouterr().out == f"{text}\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    show(JsonText(text))
+    print_parts(JsonText(text))
     printed = capsys.readouterr().out
     assert json.loads(printed) == json.loads(text)
     assert not UNSAFE.search(printed)

@@ -23,7 +23,7 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return make(text, flags)
 
     monkeypatch.setattr(re, "compile", noted)
-    known = patterns.pattern("(?P<word>a+)", re.IGNORECASE)
+    known = patterns.compile_lazily("(?P<word>a+)", re.IGNORECASE)
     assert not compiled
     assert [match["word"] for text in ("Aa", "b", "a") if (match := known.fullmatch(text))] == [
         "Aa",
@@ -35,7 +35,7 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", USERS)
 def test_all_are_valid(name: str) -> None:
     module = import_module(f"vllmops.{name}")
-    known = [value for value in vars(module).values() if isinstance(value, patterns._Later)]
+    known = [value for value in vars(module).values() if isinstance(value, patterns._LazyPattern)]
     assert known
     for each in known:
         assert each.pattern

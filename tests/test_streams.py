@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
-from vllmops.streams import stopped_by
+from vllmops.streams import make_stop_event
 
 
 def test_a_signal_in_the_midst_of_a_wait_ends_it() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     try:
-        stop = stopped_by(signal.SIGUSR1)
+        stop = make_stop_event(signal.SIGUSR1)
         # `wait` has this lock for a moment, and so has `set`: a handler in this thread that calls
         # `set` would hang.
         with stop._cond:  # type: ignore[attr-defined]

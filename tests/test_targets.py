@@ -3,8 +3,8 @@
 import pytest
 from tests.support.commands import Vllmops
 
-from vllmops.errors import Exit, VllmopsError
-from vllmops.targets import Url, parsed
+from vllmops.errors import ExitCode, VllmopsError
+from vllmops.targets import ServerUrl, parse_target
 
 NONE = (
     "",
@@ -48,22 +48,22 @@ NONE = (
 @pytest.mark.parametrize("text", NONE)
 def test_what_names_none(text: str) -> None:
     with pytest.raises(VllmopsError) as caught:
-        parsed(text)
-    assert (caught.value.code, caught.value.exit_code) == ("usage", Exit.USAGE)
+        parse_target(text)
+    assert (caught.value.code, caught.value.exit_code) == ("usage", ExitCode.USAGE)
     assert "hunter2" not in caught.value.message
 
 
 @pytest.mark.parametrize(
     ("text", "url"),
     [
-        ("http://h", Url("http://h", "h", 80)),
-        ("https://h/", Url("https://h", "h", 443)),
-        ("HTTP://h:8000/v1/", Url("http://h:8000", "h", 8000)),
-        ("http://[::1]:8000", Url("http://[::1]:8000", "::1", 8000)),
-        ("https://gate/team/v1", Url("https://gate/team", "gate", 443)),
+        ("http://h", ServerUrl("http://h", "h", 80)),
+        ("https://h/", ServerUrl("https://h", "h", 443)),
+        ("HTTP://h:8000/v1/", ServerUrl("http://h:8000", "h", 8000)),
+        ("http://[::1]:8000", ServerUrl("http://[::1]:8000", "::1", 8000)),
+        ("https://gate/team/v1", ServerUrl("https://gate/team", "gate", 443)),
         (
             "http://m\N{LATIN SMALL LETTER U WITH DIAERESIS}ller:8",
-            Url(
+            ServerUrl(
                 "http://m\N{LATIN SMALL LETTER U WITH DIAERESIS}ller:8",
                 "m\N{LATIN SMALL LETTER U WITH DIAERESIS}ller",
                 8,
@@ -71,21 +71,21 @@ def test_what_names_none(text: str) -> None:
         ),
     ],
 )
-def test_urls(text: str, url: Url) -> None:
-    assert parsed(text) == url
+def test_urls(text: str, url: ServerUrl) -> None:
+    assert parse_target(text) == url
 
 
 @pytest.mark.parametrize("words", [("status",), ("responses", "list"), ("keys", "push")])
 @pytest.mark.parametrize("text", ["", "http://h:99999", "http://x:abc", "+5", "https://[::1"])
 def test_commands_refuse_it(vllmops: Vllmops, words: tuple[str, ...], text: str) -> None:
     answer = vllmops(*words, "--json", "-t", text)
-    assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+    assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
     if text and words != ("keys", "push"):
         answer = vllmops(*words, "--json", env={"VLLMOPS_TARGET": text})
-        assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+        assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
 
 
 @pytest.mark.parametrize("text", ["0", "9" * 60, "nosuch", "http://127.0.0.1:1"])
 def test_what_is_well_formed_is_not_found(vllmops: Vllmops, text: str) -> None:
-    assert vllmops("status", "--json", "-t", text).code == Exit.NOT_FOUND
-    assert vllmops("stop", "--json", text).code == Exit.NOT_FOUND
+    assert vllmops("status", "--json", "-t", text).code == ExitCode.NOT_FOUND
+    assert vllmops("stop", "--json", text).code == ExitCode.NOT_FOUND

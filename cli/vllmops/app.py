@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .errors import VllmopsError
 
 
-class Entry:  # not a dataclass: those cost `--version` a third of its time
+class CommandEntry:  # not a dataclass: those cost `--version` a third of its time
     """Where a command lives: a module of `commands`, and in it ``app`` or what follows a colon.
 
     Args:
@@ -40,39 +40,43 @@ class Entry:  # not a dataclass: those cost `--version` a third of its time
 
 
 COMMANDS = {
-    "serve": Entry("serve", "Launch a vLLM server and supervise all its processes."),
-    "ps": Entry("ps", "List every vLLM server on this machine."),
-    "status": Entry("status", "Show one server on one screen."),
-    "top": Entry("top", "Show servers on a full screen that stays up to date."),
-    "logs": Entry("logs", "Show a server's log, also after it has ended."),
-    "wait": Entry("wait", "Wait until a server is ready or has stopped."),
-    "stop": Entry("stop:stop_app", "Drain a server, then stop it."),
-    "restart": Entry("stop:restart_app", "Stop a server and start it again with the same command."),
-    "drain": Entry("drain:drain_app", "Refuse new requests, and let those in flight finish."),
-    "resume": Entry("drain:resume_app", "Have a drained server take requests again."),
-    "probe": Entry("probe", "Say whether a server lives, is ready, or has started."),
-    "doctor": Entry("doctor", "Show what is wrong with a server, and what to do next."),
-    "heal": Entry("heal", "Bring a server that hangs back, without a restart."),
-    "bundle": Entry("bundle", "Write evidence for a bug report to a file, without secrets."),
-    "watch": Entry("watch", "Report when a server stalls, and keep the evidence."),
-    "metrics": Entry("metrics", "Show a server's state as metrics of Prometheus."),
-    "attach": Entry("attach", "Load the agent into a server that runs without it."),
-    "cache": Entry("cache", "Multimodal and encoder caches.", several=True),
-    "patches": Entry("patches", "Known vLLM defects and their patch status.", several=True),
-    "memory": Entry("memory", "Memory of a server's processes over time.", several=True),
-    "stacks": Entry("stacks", "Stacks of every process of a server.", several=True),
-    "requests": Entry("requests", "Requests that a server works on.", several=True),
-    "responses": Entry("responses", "Stored responses.", several=True),
-    "conversations": Entry("conversations", "Stored conversations.", several=True),
-    "integrate": Entry("integrate", "What systemd and Kubernetes need.", several=True),
-    "keygen": Entry("keygen", "Print a fresh random key."),
-    "keys": Entry("keys", "Keys that protect client-held conversation state.", several=True),
-    "help": Entry("help", "Show a page of the manual."),
-    "completions": Entry("completions", "Print a shell's completion script."),
+    "serve": CommandEntry("serve", "Launch a vLLM server and supervise all its processes."),
+    "ps": CommandEntry("ps", "List every vLLM server on this machine."),
+    "status": CommandEntry("status", "Show one server on one screen."),
+    "top": CommandEntry("top", "Show servers on a full screen that stays up to date."),
+    "logs": CommandEntry("logs", "Show a server's log, also after it has ended."),
+    "wait": CommandEntry("wait", "Wait until a server is ready or has stopped."),
+    "stop": CommandEntry("stop:stop_app", "Drain a server, then stop it."),
+    "restart": CommandEntry(
+        "stop:restart_app", "Stop a server and start it again with the same command."
+    ),
+    "drain": CommandEntry(
+        "drain:drain_app", "Refuse new requests, and let those in flight finish."
+    ),
+    "resume": CommandEntry("drain:resume_app", "Have a drained server take requests again."),
+    "probe": CommandEntry("probe", "Say whether a server lives, is ready, or has started."),
+    "doctor": CommandEntry("doctor", "Show what is wrong with a server, and what to do next."),
+    "heal": CommandEntry("heal", "Bring a server that hangs back, without a restart."),
+    "bundle": CommandEntry("bundle", "Write evidence for a bug report to a file, without secrets."),
+    "watch": CommandEntry("watch", "Report when a server stalls, and keep the evidence."),
+    "metrics": CommandEntry("metrics", "Show a server's state as metrics of Prometheus."),
+    "attach": CommandEntry("attach", "Load the agent into a server that runs without it."),
+    "cache": CommandEntry("cache", "Multimodal and encoder caches.", several=True),
+    "patches": CommandEntry("patches", "Known vLLM defects and their patch status.", several=True),
+    "memory": CommandEntry("memory", "Memory of a server's processes over time.", several=True),
+    "stacks": CommandEntry("stacks", "Stacks of every process of a server.", several=True),
+    "requests": CommandEntry("requests", "Requests that a server works on.", several=True),
+    "responses": CommandEntry("responses", "Stored responses.", several=True),
+    "conversations": CommandEntry("conversations", "Stored conversations.", several=True),
+    "integrate": CommandEntry("integrate", "What systemd and Kubernetes need.", several=True),
+    "keygen": CommandEntry("keygen", "Print a fresh random key."),
+    "keys": CommandEntry("keys", "Keys that protect client-held conversation state.", several=True),
+    "help": CommandEntry("help", "Show a page of the manual."),
+    "completions": CommandEntry("completions", "Print a shell's completion script."),
 }
 
 
-def build() -> Any:
+def build_root_command() -> Any:
     """The click command behind ``vllmops``; imports Typer, and no command."""
     from importlib import import_module  # noqa: PLC0415
 
@@ -112,7 +116,7 @@ def build() -> Any:
     )
 
     @app.callback()
-    def root(
+    def handle_root_options(
         version: bool = typer.Option(False, "--version", help="Print the version and exit."),
     ) -> None:
         if version:
@@ -128,39 +132,39 @@ def build() -> Any:
 
 def print_version() -> None:
     """Print the version, and on stderr whether another program has our name."""
-    from .host.namesake import warning  # noqa: PLC0415
+    from .host.namesake import describe_namesakes  # noqa: PLC0415
 
     print(f"vllmops {__version__}")
-    if line := warning():
+    if line := describe_namesakes():
         print(line, file=sys.stderr)
 
 
 def main() -> None:
-    """Run ``vllmops``: exit codes as in `errors.Exit`, a traceback only on request."""
+    """Run ``vllmops``: exit codes as in `errors.ExitCode`, a traceback only on request."""
     try:
         from . import streams  # noqa: PLC0415
 
-        streams.on_interrupt(interrupted)
-        streams.prepare()
+        streams.set_interrupt_handler(exit_interrupted)
+        streams.prepare_streams()
         if os.environ.get("VLLMOPS_DEBUG") != "1":
             # What Python says as it ends, for example of an event loop that could not be made.
-            sys.unraisablehook = quiet
+            sys.unraisablehook = handle_unraisable
             if not sys.warnoptions:
                 import warnings  # noqa: PLC0415
 
                 warnings.simplefilter("ignore")
         gc.disable()  # imports make no garbage, and collecting it took 6 % of `stacks dump`
-        code = run()
-        if error := streams.close():
-            code = report_error(output_failed(error))
+        code = run_command()
+        if error := streams.close_output():
+            code = report_error(make_output_error(error))
         # From here on a Ctrl-C would be a traceback from the end of the interpreter.
-        streams.on_interrupt(streams.DEFAULT)
+        streams.set_interrupt_handler(streams.DEFAULT)
     except KeyboardInterrupt:
-        interrupted()
+        exit_interrupted()
     sys.exit(code)
 
 
-def quiet(unraisable: Any) -> None:
+def handle_unraisable(unraisable: Any) -> None:
     """Write nothing of an exception that nobody can catch: a command reports its own errors.
 
     A thread that fails before its own code runs is the exception: whoever starts it waits for ever.
@@ -170,7 +174,7 @@ def quiet(unraisable: Any) -> None:
         os._exit(1)
 
 
-def interrupted(*_: object) -> NoReturn:
+def exit_interrupted(*_: object) -> NoReturn:
     """End at Ctrl-C, before a command runs: an exception in the middle of an import shows."""
     try:
         from .errors import VllmopsError  # noqa: PLC0415
@@ -182,25 +186,25 @@ def interrupted(*_: object) -> NoReturn:
         os._exit(130)
 
 
-def run() -> int:
+def run_command() -> int:
     """Run the command in ``sys.argv``; returns the exit code."""
     if sys.argv[1:] == ["--version"]:
         print_version()
         return 0
-    if (code := quick()) is not None:
+    if (code := run_quick_probe()) is not None:
         return code
     import typer  # noqa: PLC0415
 
-    from .errors import Exit, VllmopsError  # noqa: PLC0415
-    from .output import invoked  # noqa: PLC0415
+    from .errors import ExitCode, VllmopsError  # noqa: PLC0415
+    from .output import set_command_name  # noqa: PLC0415
     from .streams import OutputError, ReaderGoneError  # noqa: PLC0415
 
-    invoked(typed())
+    set_command_name(parse_command_name())
     try:
-        save_memory()
-        return build().main(prog_name="vllmops", standalone_mode=False) or Exit.OK
+        adapt_to_memory_limit()
+        return build_root_command().main(prog_name="vllmops", standalone_mode=False) or ExitCode.OK
     except typer.TyperException as error:
-        failure = wrong_usage(error)
+        failure = convert_usage_error(error)
         if failure is None:
             return error.exit_code
     except VllmopsError as error:
@@ -208,13 +212,13 @@ def run() -> int:
     except (KeyboardInterrupt, typer.Abort):
         failure = VllmopsError("interrupted", "interrupted")
     except ReaderGoneError:  # the reader has what it needs
-        return Exit.OK
+        return ExitCode.OK
     except OutputError as error:
-        failure = output_failed(error)
+        failure = make_output_error(error)
     except (OSError, MemoryError) as error:
-        failure = refused(error)
+        failure = make_system_error(error)
     except Exception as error:
-        failure = unexpected(error)
+        failure = make_internal_error(error)
     if os.environ.get("VLLMOPS_DEBUG") == "1":
         raise failure
     try:
@@ -225,38 +229,38 @@ def run() -> int:
         return failure.exit_code
 
 
-def quick() -> int | None:
+def run_quick_probe() -> int | None:
     """Answer a probe without Typer; returns the exit code, None where it takes the command."""
     if sys.argv[1:2] != ["probe"]:
         return None
-    from .quick_probe import quick  # noqa: PLC0415
+    from .quick_probe import answer_probe  # noqa: PLC0415
 
     try:
-        return quick(sys.argv[2:])
+        return answer_probe(sys.argv[2:])
     except Exception:  # the command says what is wrong
         return None
 
 
-def wrong_usage(error: Any) -> VllmopsError | None:
+def convert_usage_error(error: Any) -> VllmopsError | None:
     """Typer's error about a command line, as a VllmopsError; None if it showed help."""
-    from .errors import Exit, VllmopsError  # noqa: PLC0415
+    from .errors import ExitCode, VllmopsError  # noqa: PLC0415
 
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # Typer keeps the class to itself, too
         error.show()
         return None
     # The parser of options has no context.
-    hint = f"{context.command_path if context else f'vllmops {typed()}'} --help"
+    hint = f"{context.command_path if context else f'vllmops {parse_command_name()}'} --help"
     unknown = hasattr(error, "possibilities")  # an option
     if unknown and context and context.info_name == "serve":
         hint += "; arguments for vLLM come after --: vllmops serve MODEL -- VLLM ARGUMENTS"
     message = error.format_message()
     if message.startswith(EXTRA):  # nothing here is unexpected, it is one word too many
         message = f"too many arguments: {message.rpartition(' (')[2][:-1]}"
-    return VllmopsError("usage", message, hint, exit_code=Exit(error.exit_code))
+    return VllmopsError("usage", message, hint, exit_code=ExitCode(error.exit_code))
 
 
-def memory_limit() -> int | None:
+def read_address_space_limit() -> int | None:
     """The bytes of address space that this process may have; None where there is no limit."""
     try:
         import resource  # noqa: PLC0415
@@ -266,7 +270,7 @@ def memory_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def save_memory() -> None:
+def adapt_to_memory_limit() -> None:
     """Take little address space where it is limited.
 
     Otherwise each thread reserves 64 MiB for what it allocates, and 8 MiB for its stack. Once
@@ -275,7 +279,7 @@ def save_memory() -> None:
     Raises:
         VllmopsError: ``system.refused`` where the limit is too low.
     """
-    limit = memory_limit()
+    limit = read_address_space_limit()
     if limit is None:
         return
     if limit < LEAST:
@@ -295,12 +299,12 @@ def save_memory() -> None:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
-def exhausted() -> bool:
+def is_memory_exhausted() -> bool:
     """Whether this process has reached the limit of its memory.
 
     Then packages fail in any way: they take an import that fails for a module that is not there.
     """
-    limit = memory_limit()
+    limit = read_address_space_limit()
     try:
         with open("/proc/self/statm", "rb") as file:
             used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -309,14 +313,14 @@ def exhausted() -> bool:
     return limit is not None and used > limit - SPARE
 
 
-def unexpected(error: Exception) -> VllmopsError:
+def make_internal_error(error: Exception) -> VllmopsError:
     """The error for what no command foresees."""
     from .errors import VllmopsError  # noqa: PLC0415
 
     if str(error) == NO_THREAD:
-        return refused(error)
-    if exhausted():
-        return refused(MemoryError())
+        return make_system_error(error)
+    if is_memory_exhausted():
+        return make_system_error(MemoryError())
     failure = VllmopsError(
         "internal",
         f"unexpected {type(error).__name__}: {error}",
@@ -326,7 +330,7 @@ def unexpected(error: Exception) -> VllmopsError:
     return failure
 
 
-def refused(error: Exception) -> VllmopsError:
+def make_system_error(error: Exception) -> VllmopsError:
     """The error for what the operating system refused, with the file and the reason.
 
     Args:
@@ -334,19 +338,19 @@ def refused(error: Exception) -> VllmopsError:
     """
     import errno  # noqa: PLC0415
 
-    from .errors import Exit, VllmopsError  # noqa: PLC0415
+    from .errors import ExitCode, VllmopsError  # noqa: PLC0415
 
     if isinstance(error, MemoryError):
-        what, code = "there is not enough memory", Exit.FAILED
+        what, code = "there is not enough memory", ExitCode.FAILED
     elif not isinstance(error, OSError):
-        what, code = NO_THREAD_STARTS, Exit.FAILED
+        what, code = NO_THREAD_STARTS, ExitCode.FAILED
     else:
         name = error.filename
         named = os.fsdecode(name) if isinstance(name, (str, bytes)) else ""
         what = ": ".join(filter(None, (named, error.strerror or str(error))))
         if isinstance(error, FileNotFoundError) and not named:  # getcwd(3) names nothing
             what = "the current directory does not exist any more"
-        code = Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
+        code = ExitCode.NOT_AUTHORISED if isinstance(error, PermissionError) else ExitCode.FAILED
     hint = "run it again with VLLMOPS_DEBUG=1 to see where it happens"
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         hint = "allow more open files: ulimit -n 1024"
@@ -355,12 +359,12 @@ def refused(error: Exception) -> VllmopsError:
     return failure
 
 
-def output_failed(error: OSError) -> VllmopsError:
+def make_output_error(error: OSError) -> VllmopsError:
     """Close standard output after an error; returns the error to report."""
     from . import streams  # noqa: PLC0415
     from .errors import VllmopsError  # noqa: PLC0415
 
-    streams.close()
+    streams.close_output()
     return VllmopsError(
         "output.failed",
         f"standard output: {error.strerror or error}",
@@ -371,20 +375,20 @@ def output_failed(error: OSError) -> VllmopsError:
 def report_error(failure: VllmopsError) -> int:
     """Report an error; returns the exit code."""
     from . import streams  # noqa: PLC0415
-    from .output import fail, invoked  # noqa: PLC0415
+    from .output import print_error, set_command_name  # noqa: PLC0415
 
-    invoked(typed())
+    set_command_name(parse_command_name())
     try:
-        fail(failure, as_json=wants_json() and failure.code != "output.failed")
+        print_error(failure, as_json=wants_json() and failure.code != "output.failed")
     except streams.ReaderGoneError:
         pass
     except streams.OutputError as error:
-        for problem in (failure, output_failed(error)):
-            fail(problem, as_json=False)
+        for problem in (failure, make_output_error(error)):
+            print_error(problem, as_json=False)
     return failure.exit_code
 
 
-def typed() -> str:
+def parse_command_name() -> str:
     """The command that was typed, without options: ``ps``, ``cache inspect``."""
     words = [word for word in sys.argv[1:] if not word.startswith("-")][:2]
     noun = COMMANDS.get(words[0]) if words else None

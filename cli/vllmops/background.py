@@ -41,7 +41,7 @@ class ErrorReporter:
     def report(self, error: BaseException) -> None:
         """Report an exception, unless it was reported within the hour; never raises."""
         try:
-            kind, now = (type(error), place(error)), time.monotonic()
+            kind, now = (type(error), format_error_location(error)), time.monotonic()
             self.last = f"{type(error).__name__}: {error}"
             if now - self.reported.get(kind, -AGAIN_S) < AGAIN_S:
                 return
@@ -51,7 +51,7 @@ class ErrorReporter:
             pass
 
 
-def place(error: BaseException) -> str:
+def format_error_location(error: BaseException) -> str:
     """The file and the line that raised an exception."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
@@ -59,7 +59,7 @@ def place(error: BaseException) -> str:
     return f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
 
 
-async def attempt(work: Callable[[], Awaitable[object]], reporter: ErrorReporter) -> bool:
+async def run_and_report(work: Callable[[], Awaitable[object]], reporter: ErrorReporter) -> bool:
     """Do something and report what it raises; whether it succeeded.
 
     A CancelledError is reported if this task itself is not being cancelled: then something that
@@ -79,7 +79,7 @@ async def attempt(work: Callable[[], Awaitable[object]], reporter: ErrorReporter
     return False
 
 
-async def repeat(
+async def repeat_forever(
     work: Callable[[], Awaitable[object]],
     reporter: ErrorReporter,
     pause_s: float = 0.0,
@@ -97,10 +97,10 @@ async def repeat(
     succeeded = True
     while True:
         await asyncio.sleep(pause_s if succeeded else max(pause_s, after_s))
-        succeeded = await attempt(work, reporter)
+        succeeded = await run_and_report(work, reporter)
 
 
-def started(work: Coroutine[object, object, T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
+def start_task(work: Coroutine[object, object, T], tasks: set[asyncio.Task[T]]) -> asyncio.Task[T]:
     """A task that is among others until it is done; asyncio itself would not keep it."""
     task = asyncio.create_task(work)
     tasks.add(task)
@@ -108,7 +108,7 @@ def started(work: Coroutine[object, object, T], tasks: set[asyncio.Task[T]]) -> 
     return task
 
 
-def thread(
+def start_repeating_thread(
     name: str,
     work: Callable[[], object],
     reporter: ErrorReporter,
@@ -128,7 +128,7 @@ def thread(
         after_s: the least pause after a failed round, in seconds.
     """
 
-    def run() -> None:
+    def run_rounds() -> None:
         pause = pause_s
         while not wait(pause):
             try:
@@ -138,12 +138,12 @@ def thread(
                 reporter.report(error)
                 pause = max(pause_s, after_s)
 
-    daemon = threading.Thread(target=run, name=name, daemon=True)
+    daemon = threading.Thread(target=run_rounds, name=name, daemon=True)
     daemon.start()
     return daemon
 
 
-def beside(work: Callable[[], T], name: str | None = None) -> Future[T]:
+def call_in_thread(work: Callable[[], T], name: str | None = None) -> Future[T]:
     """Call something once in a daemon thread; what it gives or raises comes with the future.
 
     Args:
@@ -153,11 +153,11 @@ def beside(work: Callable[[], T], name: str | None = None) -> Future[T]:
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()  # whoever stops waiting can't cancel what runs
 
-    def run() -> None:
+    def complete_future() -> None:
         try:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=complete_future, name=name, daemon=True).start()
     return future

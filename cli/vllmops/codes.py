@@ -1,6 +1,6 @@
 """The registry of error codes: stable words for scripts, each with a page in ``docs/errors``.
 
-They are grouped by the exit code that a command ends with, as `errors.Exit` names it.
+They are grouped by the exit code that a command ends with, as `errors.ExitCode` names it.
 
 The type checker holds every error that is raised against it, so that a code is spelt in one way.
 The codes of findings stand in the rules of `diagnose`, those of stacks in its catalogue.
@@ -257,7 +257,7 @@ EXITS: dict[ErrorCode, int] = {
 CODES = frozenset(EXITS)
 
 
-def known(code: str, otherwise: ErrorCode) -> ErrorCode:
+def parse_error_code(code: str, otherwise: ErrorCode) -> ErrorCode:
     """A code that came over a wire, from a vllmops that may be newer.
 
     Args:

@@ -17,7 +17,7 @@ MOST = 64  # connections; each takes a thread and a file descriptor
 SILENT_S = 5.0  # that a client may be
 
 
-class Bounded(ThreadingMixIn, Base):
+class BoundedServerMixin(ThreadingMixIn, Base):
     """A thread for each connection; of too many the oldest ends.
 
     An answer takes a moment, so the oldest is one whose client sends nothing, or little by little.

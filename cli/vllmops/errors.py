@@ -8,7 +8,7 @@ from enum import IntEnum
 from .codes import EXITS, ErrorCode
 
 
-class Exit(IntEnum):
+class ExitCode(IntEnum):
     """Exit codes, the same for every command.
 
     A named file that is missing or unreadable is FAILED, or NOT_AUTHORISED if permission is
@@ -27,7 +27,7 @@ class Exit(IntEnum):
 MOST, TAIL = 2_000, 200  # characters of a message, and those of its end where it is cut
 
 
-def shortened(text: str) -> str:
+def shorten_message(text: str) -> str:
     """A message without its middle, where it quotes what nobody can read any more."""
     return text if len(text) <= MOST else f"{text[: MOST - TAIL]} … {text[-TAIL:]}"
 
@@ -49,23 +49,23 @@ class VllmopsError(Exception):
         message: str,
         hint: str = "",
         *,
-        exit_code: Exit | None = None,
+        exit_code: ExitCode | None = None,
         data: object = None,
     ) -> None:
         super().__init__(message)
         self.code: ErrorCode = code
-        self.message = shortened(message)
-        self.hint = shortened(hint)
-        self.exit_code = Exit(EXITS[code]) if exit_code is None else exit_code
+        self.message = shorten_message(message)
+        self.hint = shorten_message(hint)
+        self.exit_code = ExitCode(EXITS[code]) if exit_code is None else exit_code
         self.data = data
 
 
-def usage(message: str, hint: str) -> VllmopsError:
+def make_usage_error(message: str, hint: str) -> VllmopsError:
     """The error of a command line, or of a setting, that can't be meant."""
     return VllmopsError("usage", message, hint)
 
 
-def needs_linux(what: str) -> VllmopsError:
+def make_platform_error(what: str) -> VllmopsError:
     """The error of a command that this system can't run, because it has no /proc.
 
     Args:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from .codes import ErrorCode
-from .errors import Exit, VllmopsError, needs_linux
+from .errors import ExitCode, VllmopsError, make_platform_error
 
 FLOCK = "hhqqi4x"  # struct flock: type, whence, start, length, pid
 ANYBODY = -1
@@ -39,13 +39,13 @@ def write_atomically(
     group: int | None = None,
     durable: bool = True,
 ) -> None:
-    """Write ``path`` whole; see `written`."""
-    with written(path, overwrite=overwrite, group=group, durable=durable) as file:
+    """Write ``path`` whole; see `open_atomically`."""
+    with open_atomically(path, overwrite=overwrite, group=group, durable=durable) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
-def written(
+def open_atomically(
     path: Path, *, overwrite: bool = True, group: int | None = None, durable: bool = True
 ) -> Iterator[BinaryIO]:
     """A file to write. It gets its name once it is complete; only its owner can read it.
@@ -63,14 +63,14 @@ def written(
         OSError: with the old content intact; FileExistsError without `overwrite`, PermissionError
             for what another user has put into a directory of everybody's.
     """
-    path = followed(path)
-    special = through(path)
+    path = resolve_links(path)
+    special = open_special_file(path)
     if special is not None:
         with open(special, "wb") as file:
             yield file
         return
     if overwrite:
-        trust(path)
+        require_trusted_owner(path)
     descriptor, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name[:NAME_CHARACTERS]}."
     )
@@ -101,7 +101,7 @@ def written(
             os.close(folder)
 
 
-def followed(path: Path) -> Path:
+def resolve_links(path: Path) -> Path:
     """The path behind a name that may be a link; the file need not exist.
 
     Raises:
@@ -110,18 +110,18 @@ def followed(path: Path) -> Path:
     for _ in range(MOST_LINKS):
         path = Path(os.path.realpath(path.parent), path.name)
         # What /proc calls a link (/dev/stdout leads there) is a file that is open.
-        if in_proc(path) or not path.is_symlink():
+        if is_in_proc(path) or not path.is_symlink():
             return path
-        trust(path, anywhere=True)
+        require_trusted_owner(path, anywhere=True)
         path = path.parent / path.readlink()
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
 
-def in_proc(path: Path) -> bool:
+def is_in_proc(path: Path) -> bool:
     return path.parts[:2] == ("/", "proc")
 
 
-def trust(path: Path, *, anywhere: bool = False) -> None:
+def require_trusted_owner(path: Path, *, anywhere: bool = False) -> None:
     """Refuse a file that another user has put into a shared directory, such as /tmp.
 
     Args:
@@ -141,11 +141,11 @@ def trust(path: Path, *, anywhere: bool = False) -> None:
         raise PermissionError(errno.EPERM, f"it belongs to uid {owner}")
 
 
-def through(path: Path) -> int | None:
+def open_special_file(path: Path) -> int | None:
     """A descriptor to write into a device or a FIFO; None for a regular or missing file.
 
     Args:
-        path: as `followed` gives it.
+        path: as `resolve_links` gives it.
 
     Raises:
         OSError: it is a directory, a socket, a block device, or a FIFO that nobody reads.
@@ -154,14 +154,14 @@ def through(path: Path) -> int | None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return None
-    if stat.S_ISREG(mode) and not in_proc(path):
+    if stat.S_ISREG(mode) and not is_in_proc(path):
         return None
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if stat.S_ISBLK(mode) or stat.S_ISSOCK(mode):
         raise OSError(errno.EINVAL, "It is a block device or a socket, not a file")
-    if stat.S_ISFIFO(mode) and not in_proc(path):
-        trust(path)
+    if stat.S_ISFIFO(mode) and not is_in_proc(path):
+        require_trusted_owner(path)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
@@ -172,13 +172,13 @@ def through(path: Path) -> int | None:
     return descriptor
 
 
-def check(path: Path) -> None:
-    """Raise what `written` would, before there is anything to write.
+def require_writable(path: Path) -> None:
+    """Raise what `open_atomically` would, before there is anything to write.
 
     Raises:
-        OSError: as `written`, as far as it can be known before.
+        OSError: as `open_atomically`, as far as it can be known before.
     """
-    path = followed(path)
+    path = resolve_links(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if path.is_file() or not path.exists():
@@ -188,7 +188,7 @@ def check(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def not_written(
+def make_not_written_error(
     path: Path,
     error: OSError,
     code: ErrorCode = "file.not-written",
@@ -196,11 +196,14 @@ def not_written(
 ) -> VllmopsError:
     """The error of a file that could not be written; an existing file is unchanged."""
     return VllmopsError(
-        code, f"{path} can't be written: {error.strerror or error}", hint, exit_code=denied(error)
+        code,
+        f"{path} can't be written: {error.strerror or error}",
+        hint,
+        exit_code=choose_file_exit_code(error),
     )
 
 
-def read(path: Path, most: int) -> bytes:
+def read_input(path: Path, most: int) -> bytes:
     """The content of a file that a person named; ``-`` is standard input.
 
     Args:
@@ -211,13 +214,13 @@ def read(path: Path, most: int) -> bytes:
         VllmopsError: ``file.unreadable`` (exit code 1, or 4 if permission is missing), or
             ``file.too-large``.
     """
-    with opened(path) as file:
+    with open_input(path) as file:
         try:
             content = file.read(most + 1)
         except OSError as error:
-            raise unreadable(path, error) from error
+            raise make_unreadable_error(path, error) from error
     if len(content) > most:
-        raise too_large(path, most)
+        raise make_too_large_error(path, most)
     return content
 
 
@@ -233,7 +236,7 @@ def is_gzip(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def open_input(path: Path) -> Iterator[BinaryIO]:
     """A file that a person named, to be read; ``-`` is standard input.
 
     Raises:
@@ -241,22 +244,22 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     """
     if str(path) == STDIN:
         if sys.stdin is None:
-            raise unreadable(path, OSError(errno.EBADF, "it is closed"))
+            raise make_unreadable_error(path, OSError(errno.EBADF, "it is closed"))
         yield sys.stdin.buffer
         return
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-        file = io.BufferedReader(Patient(descriptor))  # type: ignore[type-var]
+        file = io.BufferedReader(FifoAwareFile(descriptor))  # type: ignore[type-var]
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             file.close()
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     except (OSError, ValueError) as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     with file:
         yield file
 
 
-class Patient(io.RawIOBase):
+class FifoAwareFile(io.RawIOBase):
     """A file whose read raises an error if it is a FIFO without a writer.
 
     Args:
@@ -296,38 +299,38 @@ class Patient(io.RawIOBase):
             os.close(self.descriptor)
 
 
-def spelt(path: Path) -> str:
+def format_input_name(path: Path) -> str:
     """The name of a file for messages."""
     return "standard input" if str(path) == STDIN else str(path)
 
 
-def unreadable(path: Path, error: Exception) -> VllmopsError:
+def make_unreadable_error(path: Path, error: Exception) -> VllmopsError:
     """The error of a file that a person named and that can't be read, missing ones included."""
     why = getattr(error, "strerror", None) or error
     return VllmopsError(
         "file.unreadable",
-        f"{spelt(path)} can't be read: {why}",
+        f"{format_input_name(path)} can't be read: {why}",
         "run vllmops as the owner of the file"
         if isinstance(error, PermissionError)
         else "check the name of the file",
-        exit_code=denied(error),
+        exit_code=choose_file_exit_code(error),
     )
 
 
-def too_large(path: Path, most: int) -> VllmopsError:
+def make_too_large_error(path: Path, most: int) -> VllmopsError:
     return VllmopsError(
         "file.too-large",
-        f"{spelt(path)} is larger than the limit of {most >> 20} MiB",
+        f"{format_input_name(path)} is larger than the limit of {most >> 20} MiB",
         "check the name of the file",
     )
 
 
-def denied(error: Exception) -> Exit:
+def choose_file_exit_code(error: Exception) -> ExitCode:
     """The exit code of a file that can't be read or written."""
-    return Exit.NOT_AUTHORISED if isinstance(error, PermissionError) else Exit.FAILED
+    return ExitCode.NOT_AUTHORISED if isinstance(error, PermissionError) else ExitCode.FAILED
 
 
-def take(path: Path, *, wait: bool = False) -> int | None:
+def lock_file(path: Path, *, wait: bool = False) -> int | None:
     """Lock a file; returns the descriptor that holds it, None if somebody else does.
 
     An open-file-description lock: it goes along to a child that inherits the descriptor, is
@@ -339,17 +342,17 @@ def take(path: Path, *, wait: bool = False) -> int | None:
     try:
         from fcntl import F_OFD_SETLK, F_OFD_SETLKW  # noqa: PLC0415
     except ImportError:
-        raise needs_linux("to hold a file for one writer") from None
+        raise make_platform_error("to hold a file for one writer") from None
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        asked(descriptor, F_OFD_SETLKW if wait else F_OFD_SETLK)
+        run_lock_command(descriptor, F_OFD_SETLKW if wait else F_OFD_SETLK)
     except BlockingIOError:
         os.close(descriptor)
         return None
     return descriptor
 
 
-def asked(descriptor: int, command: int) -> int:
+def run_lock_command(descriptor: int, command: int) -> int:
     """Ask fcntl(2) about a write lock on the whole file; returns the type of lock it answers."""
     import fcntl  # noqa: PLC0415 - Windows has none, and runs what needs no lock
 
@@ -358,7 +361,7 @@ def asked(descriptor: int, command: int) -> int:
     return answer
 
 
-def open_plain(path: Path, owner: int | None = None, *, follow: bool = False) -> int:
+def open_regular_file(path: Path, owner: int | None = None, *, follow: bool = False) -> int:
     """Open a file for reading whose place other users may have filled with something else.
 
     A FIFO, a device or another user's lease does not block it.
@@ -374,7 +377,7 @@ def open_plain(path: Path, owner: int | None = None, *, follow: bool = False) ->
     Raises:
         OSError: PermissionError if it is no plain file, or is somebody else's.
     """
-    with unopened(path, follow=follow) as (place, status):
+    with open_path_handle(path, follow=follow) as (place, status):
         if not stat.S_ISREG(status.st_mode):
             raise PermissionError(errno.EPERM, "it is no plain file", str(path))
         owner = os.geteuid() if owner is None else owner
@@ -385,7 +388,7 @@ def open_plain(path: Path, owner: int | None = None, *, follow: bool = False) ->
 
 
 @contextlib.contextmanager
-def unopened(path: Path, *, follow: bool = False) -> Iterator[tuple[str, os.stat_result]]:
+def open_path_handle(path: Path, *, follow: bool = False) -> Iterator[tuple[str, os.stat_result]]:
     """What another user has named, or may have put there, to be judged before it is opened.
 
     To open a device can be enough to do harm: a watchdog that was opened resets the machine.
@@ -411,19 +414,19 @@ def unopened(path: Path, *, follow: bool = False) -> Iterator[tuple[str, os.stat
         raise
 
 
-def read_private(path: Path, owner: int | None, limit: int) -> bytes:
+def read_private_file(path: Path, owner: int | None, limit: int) -> bytes:
     """The content of a file that only its owner can write.
 
     Args:
-        path: its name, as `open_plain` takes it.
+        path: its name, as `open_regular_file` takes it.
         owner: the uid that it must be of; None for this user's.
         limit: bytes that it may have.
 
     Raises:
-        OSError: as `open_plain` does; PermissionError if others may write to it; EFBIG if it
+        OSError: as `open_regular_file` does; PermissionError if others may write to it; EFBIG if it
             has more bytes.
     """
-    with open(open_plain(path, owner), "rb", buffering=0) as file:
+    with open(open_regular_file(path, owner), "rb", buffering=0) as file:
         mode = os.fstat(file.fileno()).st_mode
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
             why = f"others may write to it (mode {stat.S_IMODE(mode):o})"
@@ -436,7 +439,7 @@ def read_private(path: Path, owner: int | None, limit: int) -> bytes:
     return content
 
 
-def peer(connection: socket.socket) -> int:
+def read_peer_uid(connection: socket.socket) -> int:
     """The uid at the other end of a Unix socket: who connected, or who listens."""
     size = struct.calcsize("3i")  # struct ucred: pid, uid, gid
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)

@@ -12,35 +12,35 @@ import shlex
 import stat
 from pathlib import Path
 
-from .errors import Exit, VllmopsError
+from .errors import ExitCode, VllmopsError
 
 LINKS = 40  # that Linux follows in one path
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def home() -> Path:
+def resolve_home() -> Path:
     """The state directory: ``VLLMOPS_HOME``, or the user's state directory.
 
     Raises:
         VllmopsError: ``home.unknown``, for a user without a home directory, or of a user who is not
             there; ``home.encoding``, for a name that can't be written down as text; ``home.unsafe``
-            (exit code 4) as `own` does.
+            (exit code 4) as `require_safe_folder` does.
     """
-    return own(place(), sticky=True)
+    return require_safe_folder(locate_home(), sticky=True)
 
 
-def place() -> Path:
+def locate_home() -> Path:
     """Where the state directory is, whoever owns it."""
     chosen = os.environ.get("VLLMOPS_HOME", "")
     try:
-        path = Path(chosen).expanduser().absolute() if chosen else default()
+        path = Path(chosen).expanduser().absolute() if chosen else find_default_home()
     except RuntimeError as error:
         if name := chosen.startswith("~") and chosen[1:].partition("/")[0]:
             raise VllmopsError(
                 "home.unknown",
                 f"VLLMOPS_HOME is {chosen}, but there is no user {name} with a home directory",
                 f"export VLLMOPS_HOME=./{chosen} if the directory has that name",
-                exit_code=Exit.USAGE,
+                exit_code=ExitCode.USAGE,
             ) from error
         raise VllmopsError(
             "home.unknown",
@@ -60,14 +60,14 @@ def place() -> Path:
     return path
 
 
-def default() -> Path:
+def find_default_home() -> Path:
     # Not at the top: an attached agent runs without platformdirs and has VLLMOPS_HOME set.
     from platformdirs import user_state_path  # noqa: PLC0415
 
     return user_state_path("vllmops", appauthor=False)
 
 
-def own(path: Path, *, sticky: bool = False) -> Path:
+def require_safe_folder(path: Path, *, sticky: bool = False) -> Path:
     """Check that a folder is this user's own, and that nobody else can write to or exchange it.
 
     Each folder above it, and each link on the way, belongs to this user or to root; others may
@@ -95,11 +95,13 @@ def own(path: Path, *, sticky: bool = False) -> Path:
             break  # it does not exist; opening it reports any other reason
         if not stat.S_ISLNK(status.st_mode):
             at = step
-            judge(at, status, path, last=not left, sticky=sticky or bool(left))
+            require_safe_component(at, status, path, last=not left, sticky=sticky or bool(left))
             continue
         links += 1
         if status.st_uid not in {0, os.geteuid()}:
-            raise unsafe(step, path, f"is a symbolic link that belongs to {user(status.st_uid)}")
+            raise make_unsafe_error(
+                step, path, f"is a symbolic link that belongs to {format_user(status.st_uid)}"
+            )
         if links > LINKS:
             break
         target = Path(os.readlink(step))
@@ -108,29 +110,33 @@ def own(path: Path, *, sticky: bool = False) -> Path:
     return path
 
 
-def make(path: Path) -> Path:
+def create_folder(path: Path) -> Path:
     """Make a folder for this user alone, with those above it that are missing.
 
     Raises:
         OSError: it can't be made.
-        VllmopsError: ``home.unsafe`` (exit code 4), as `own` does.
+        VllmopsError: ``home.unsafe`` (exit code 4), as `require_safe_folder` does.
     """
-    make_missing(own(path))
-    return own(path)
+    create_missing_folders(require_safe_folder(path))
+    return require_safe_folder(path)
 
 
-def make_missing(path: Path) -> None:
+def create_missing_folders(path: Path) -> None:
     """Make what is missing of a folder's path, each part for this user alone; raises OSError."""
     for folder in (*reversed(path.parents), path):
         if not folder.exists():
             folder.mkdir(mode=0o700, exist_ok=True)
 
 
-def judge(at: Path, status: os.stat_result, path: Path, *, last: bool, sticky: bool) -> None:
-    """Raise `unsafe` where a folder on the way to `path`, or at its end, is not as `own` says."""
+def require_safe_component(
+    at: Path, status: os.stat_result, path: Path, *, last: bool, sticky: bool
+) -> None:
+    """Raise where a folder on the way to `path`, or it, is not as `require_safe_folder` says."""
     me = os.geteuid()
     if status.st_uid not in ({me} if last else {0, me}):
-        raise unsafe(at, path, f"belongs to {user(status.st_uid)}, not to {user(me)}")
+        raise make_unsafe_error(
+            at, path, f"belongs to {format_user(status.st_uid)}, not to {format_user(me)}"
+        )
     lax = status.st_mode & OTHERS_WRITE
     if not lax or (sticky and status.st_mode & stat.S_ISVTX):
         return
@@ -138,19 +144,22 @@ def judge(at: Path, status: os.stat_result, path: Path, *, last: bool, sticky: b
     if me in {0, status.st_uid}:
         change = "g-w" if lax == stat.S_IWGRP else "700" if last else "go-w"
         hint = f"chmod {change} {shlex.quote(str(at))}, or "
-    raise unsafe(at, path, f"can be written to by others (mode {status.st_mode & 0o7777:o})", hint)
+    raise make_unsafe_error(
+        at, path, f"can be written to by others (mode {status.st_mode & 0o7777:o})", hint
+    )
 
 
-def unsafe(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:
+def make_unsafe_error(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:
     whose = f"{at} {why}" if at == path else f"{at}, on the way to {path}, {why}"
     return VllmopsError(
         "home.unsafe",
         f"{whose}: vllmops would run what another user puts there",
-        f"{hint}set VLLMOPS_HOME to a directory of your own, for example {another()}",
+        f"{hint}set VLLMOPS_HOME to a directory of your own, for example "
+        f"{suggest_home_assignment()}",
     )
 
 
-def another(name: str = ".vllmops") -> str:
+def suggest_home_assignment(name: str = ".vllmops") -> str:
     """An assignment of VLLMOPS_HOME to a directory of this user, quoted for a shell."""
     import pwd  # noqa: PLC0415
 
@@ -160,7 +169,7 @@ def another(name: str = ".vllmops") -> str:
         return f"VLLMOPS_HOME=/var/lib/vllmops-{os.geteuid()}"
 
 
-def user(uid: int) -> str:
+def format_user(uid: int) -> str:
     """A user's name, or the number where there is none."""
     import pwd  # noqa: PLC0415
 

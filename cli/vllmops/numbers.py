@@ -15,7 +15,7 @@ CENTURY_S = 36_500 * DAY_S
 MOST = 1 << 53
 
 
-def number(text: str, least: float, most: float) -> float:
+def parse_number(text: str, least: float, most: float) -> float:
     """A number in plain digits, finite, of the right size.
 
     Raises:
@@ -26,8 +26,8 @@ def number(text: str, least: float, most: float) -> float:
     raise ValueError(f"{text!r} is not a number from {least:.10g} to {most:.10g}")
 
 
-def whole(text: str, least: int, most: int = MOST) -> int:
-    """As `number`, for a whole number.
+def parse_whole_number(text: str, least: int, most: int = MOST) -> int:
+    """As `parse_number`, for a whole number.
 
     Raises:
         ValueError: it is not; the text says what is valid.
@@ -37,7 +37,7 @@ def whole(text: str, least: int, most: int = MOST) -> int:
     raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
 
 
-def many(count: int, thing: str, things: str = "") -> str:
+def format_count(count: int, thing: str, things: str = "") -> str:
     """A number of things: ``1 request``, ``2,000 requests``.
 
     Args:

@@ -17,9 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, Self
 import typer
 from typer.core import TyperCommand
 
-from .errors import Exit, VllmopsError, usage
+from .errors import ExitCode, VllmopsError, make_usage_error
 from .numbers import CENTURY_S
-from .streams import ReaderGoneError, json_safe, on_interrupt, plain_log, printable
+from .streams import (
+    ReaderGoneError,
+    clean_log_text,
+    escape_json,
+    make_printable,
+    set_interrupt_handler,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -41,7 +47,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON envelope on s
 P = ParamSpec("P")
 
 
-class Verbatim(str):
+class VerbatimText(str):
     """Text to print line by line as it is, never wrapped: a script, a log.
 
     A log's colours are left out and other controls shown as visible characters, in a pipe too:
@@ -49,7 +55,7 @@ class Verbatim(str):
     """
 
 
-class JsonText(Verbatim):
+class JsonText(VerbatimText):
     """JSON that somebody keeps: byte by byte in a pipe.
 
     In a terminal unsafe characters are escaped as JSON escapes them: the data stays the same.
@@ -69,71 +75,71 @@ class Result:
 
     data: Any
     text: Callable[[], Sequence[RenderableType]] = field(default=tuple)
-    exit_code: Exit = Exit.OK
+    exit_code: ExitCode = ExitCode.OK
     errors: tuple[VllmopsError, ...] = ()
 
 
-class Command(TyperCommand):
+class OrderTrackingCommand(TyperCommand):
     """Keeps in ``ctx.meta[ORDER]`` which options were given, each as often as it was."""
 
     def make_parser(self, ctx: Any) -> Any:
         parser: Any = super().make_parser(ctx)
         parse = parser.parse_args
 
-        def kept(args: list[str]) -> tuple[Any, list[str], list[Any]]:
+        def parse_and_record_order(args: list[str]) -> tuple[Any, list[str], list[Any]]:
             values, rest, order = parse(args)
             ctx.meta[ORDER] = order
             return values, rest, order
 
-        parser.parse_args = kept
+        parser.parse_args = parse_and_record_order
         return parser
 
 
-class App(typer.Typer):
-    """Its commands are of class `Command`, unless they say otherwise."""
+class TyperApp(typer.Typer):
+    """Its commands are of class `OrderTrackingCommand`, unless they say otherwise."""
 
     def command(self, *names: Any, **options: Any) -> Any:
-        return super().command(*names, **{"cls": Command, **options})
+        return super().command(*names, **{"cls": OrderTrackingCommand, **options})
 
 
-def typer_app() -> typer.Typer:
+def make_typer_app() -> typer.Typer:
     """A Typer app for a command, or for the commands of a noun."""
-    return App(
+    return TyperApp(
         add_completion=False,
         rich_markup_mode="markdown",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
 
 
-def command(run: Callable[P, Result]) -> Callable[P, None]:
+def print_result(run: Callable[P, Result]) -> Callable[P, None]:
     """Make a Typer command of a function that returns a `Result` and prints nothing."""
 
     @functools.wraps(run)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
-        on_interrupt(signal.default_int_handler)
+    def run_and_print(*args: P.args, **kwargs: P.kwargs) -> None:
+        set_interrupt_handler(signal.default_int_handler)
         try:
             result = run(*args, **kwargs)
         except KeyboardInterrupt as error:  # Typer would end without a word
             raise VllmopsError("interrupted", "interrupted") from error
         with suppress(ReaderGoneError):  # the exit code counts, whether all output was read or not
             if kwargs.get("json_"):
-                envelope(result.data, result.exit_code, *result.errors)
+                print_envelope(result.data, result.exit_code, *result.errors)
             else:
-                show(*result.text())
+                print_parts(*result.text())
         raise typer.Exit(result.exit_code)
 
     # Typer reads the parameters from the wrapped function, the return type from here.
-    wrapped.__annotations__ = {**run.__annotations__, "return": None}
-    return wrapped
+    run_and_print.__annotations__ = {**run.__annotations__, "return": None}
+    return run_and_print
 
 
-def invoked(name: str) -> None:
+def set_command_name(name: str) -> None:
     """Note the command that was typed, without options, for the envelope: ``cache inspect``."""
     global _invoked  # noqa: PLW0603
     _invoked = name
 
 
-def console(*, stderr: bool = False) -> Console:
+def make_console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr; a pipe gets wide lines instead of cut ones."""
     from .terminal import Terminal  # noqa: PLC0415
 
@@ -144,55 +150,59 @@ def console(*, stderr: bool = False) -> Console:
     )
 
 
-def show(*parts: RenderableType, stderr: bool = False) -> None:
+def print_parts(*parts: RenderableType, stderr: bool = False) -> None:
     """Print for a person."""
-    out = console(stderr=stderr)
+    out = make_console(stderr=stderr)
     for part in parts:
         if isinstance(part, JsonText):
             as_it_is = out.encoding.startswith("utf") and not out.file.isatty()
-            out.file.write(f"{part if as_it_is else json_safe(part, out.encoding)}\n")
-        elif isinstance(part, Verbatim):
-            out.file.write(f"{plain_log(part)}\n")
+            out.file.write(f"{part if as_it_is else escape_json(part, out.encoding)}\n")
+        elif isinstance(part, VerbatimText):
+            out.file.write(f"{clean_log_text(part)}\n")
         else:
             out.print(part)
     out.file.flush()
 
 
-def say(message: str, style: str = "") -> None:
+def print_to_stderr(message: str, style: str = "") -> None:
     """Print a hint or a progress line, on stderr, without markup."""
     if who := speaker.get():
         message = f"{who}: {message}"
-    console(stderr=True).print(message, style=style)
+    make_console(stderr=True).print(message, style=style)
 
 
-def repeat(look: Callable[[], Result], interval_s: float, *, watch: bool, as_json: bool) -> Result:
+def run_or_watch(
+    look: Callable[[], Result], interval_s: float, *, watch: bool, as_json: bool
+) -> Result:
     """The result of a look; with ``--watch`` looks repeat, and are shown, until Ctrl-C.
 
     Raises:
         VllmopsError: ``usage``, or as `look` does.
     """
     if watch and as_json:
-        raise usage("--watch cannot be combined with --json", "leave one of these options out")
+        raise make_usage_error(
+            "--watch cannot be combined with --json", "leave one of these options out"
+        )
     if not watch:
         return look()
-    with until_interrupted():
+    with exit_on_interrupt():
         while True:
             result = look()
-            console().clear()
-            show(*result.text())
+            make_console().clear()
+            print_parts(*result.text())
             time.sleep(interval_s)
 
 
 @contextmanager
-def until_interrupted() -> Iterator[None]:
+def exit_on_interrupt() -> Iterator[None]:
     """What goes on until Ctrl-C, which is its ordinary end: no error is printed."""
     try:
         yield
     except KeyboardInterrupt:
-        raise typer.Exit(Exit.INTERRUPTED) from None
+        raise typer.Exit(ExitCode.INTERRUPTED) from None
 
 
-def confirm(question: str, hint: str) -> None:
+def require_confirmation(question: str, hint: str) -> None:
     """Ask a person whether to go on.
 
     Args:
@@ -207,9 +217,9 @@ def confirm(question: str, hint: str) -> None:
             "unconfirmed",
             f"{question} Standard input is not a terminal, so vllmops can't ask",
             hint,
-            exit_code=Exit.USAGE,
+            exit_code=ExitCode.USAGE,
         )
-    if not typer.confirm(printable(question), err=True):
+    if not typer.confirm(make_printable(question), err=True):
         raise VllmopsError("unconfirmed", "nothing was done", hint)
 
 
@@ -248,25 +258,27 @@ class Progress:
             return
         self.text = text
         if self.plain:
-            say(f"{span(self.elapsed):>6}  {text}")
+            print_to_stderr(f"{format_duration(self.elapsed_s):>6}  {text}")
         elif self.live is None:
             from rich.live import Live  # noqa: PLC0415
 
-            self.live = Live(get_renderable=self.line, console=console(stderr=True), transient=True)
+            self.live = Live(
+                get_renderable=self.render_line, console=make_console(stderr=True), transient=True
+            )
             self.live.start()
 
     @property
-    def elapsed(self) -> float:
+    def elapsed_s(self) -> float:
         return time.time() - self.since
 
-    def line(self) -> RenderableType:
+    def render_line(self) -> RenderableType:
         """The line as it is shown right now."""
         from rich.text import Text  # noqa: PLC0415
 
-        return Text.assemble((f"{span(self.elapsed):>6}  ", "bold"), self.text)
+        return Text.assemble((f"{format_duration(self.elapsed_s):>6}  ", "bold"), self.text)
 
 
-def table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
+def make_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
     """A table that folds long cells rather than cutting them.
 
     Args:
@@ -278,7 +290,7 @@ def table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -
     from rich.table import Table  # noqa: PLC0415
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    room = bool(whole) and console().width >= ROOM
+    room = bool(whole) and make_console().width >= ROOM
     for name in columns:
         made.add_column(
             name,
@@ -289,16 +301,16 @@ def table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -
     return made
 
 
-def facts(rows: Iterable[tuple[str, RenderableType]]) -> Table:
+def make_facts_table(rows: Iterable[tuple[str, RenderableType]]) -> Table:
     """A table without a head: what a thing is called, and what it is."""
-    made = table("", "")
+    made = make_table("", "")
     made.show_header = False
     for row in rows:
         made.add_row(*row)
     return made
 
 
-def styled(text: str, style: str) -> Text:
+def style_text(text: str, style: str) -> Text:
     """Text in a style; without one, a string is enough."""
     from rich.text import Text  # noqa: PLC0415
 
@@ -306,7 +318,7 @@ def styled(text: str, style: str) -> Text:
 
 
 @dataclass(frozen=True)
-class Line:
+class IndentedLine:
     """One line, and how far it is indented."""
 
     indent: int
@@ -315,10 +327,10 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Folded:
+class FoldedLines:
     """Lines that keep their indentation, and all their text, where the terminal is narrow."""
 
-    lines: tuple[Line, ...]
+    lines: tuple[IndentedLine, ...]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         import textwrap  # noqa: PLC0415
@@ -336,34 +348,36 @@ class Folded:
             yield Text("\n".join(folded), style=line.style)
 
 
-def outcome(data: object, exit_code: int, errors: Sequence[VllmopsError]) -> dict[str, Any]:
+def build_result_fields(
+    data: object, exit_code: int, errors: Sequence[VllmopsError]
+) -> dict[str, Any]:
     """What the envelope says of a result."""
     return {
-        "status": "error" if errors else "ok" if exit_code == Exit.OK else "findings",
+        "status": "error" if errors else "ok" if exit_code == ExitCode.OK else "findings",
         "exit_code": int(exit_code),
         "data": data,
-        "errors": [error_fields(error) for error in errors],
+        "errors": [build_error_fields(error) for error in errors],
     }
 
 
-def envelope(data: object, exit_code: int, *errors: VllmopsError) -> None:
+def print_envelope(data: object, exit_code: int, *errors: VllmopsError) -> None:
     """Print the JSON envelope, the only thing on stdout."""
     import msgspec  # noqa: PLC0415
 
     content = {
         "version": ENVELOPE_VERSION,
         "command": _invoked,
-        **outcome(data, exit_code, errors),
+        **build_result_fields(data, exit_code, errors),
     }
     try:
         text = msgspec.json.format(msgspec.json.encode(content), indent=2).decode()
     except UnicodeEncodeError:  # a file's name that is not UTF-8, which msgspec can't write
         text = json.dumps(msgspec.to_builtins(content), indent=2)
-    sys.stdout.write(json_safe(text, sys.stdout.encoding) + "\n")
+    sys.stdout.write(escape_json(text, sys.stdout.encoding) + "\n")
     sys.stdout.flush()
 
 
-def error_fields(error: VllmopsError) -> dict[str, str]:
+def build_error_fields(error: VllmopsError) -> dict[str, str]:
     """An error as the envelope has it; ``page`` is what ``vllmops help`` takes."""
     return {
         "code": error.code,
@@ -373,17 +387,17 @@ def error_fields(error: VllmopsError) -> dict[str, str]:
     }
 
 
-def fail(error: VllmopsError, *, as_json: bool) -> None:
+def print_error(error: VllmopsError, *, as_json: bool) -> None:
     """Tell an error: what is wrong, then what mends it."""
     if as_json:
-        envelope(error.data, error.exit_code, error)
+        print_envelope(error.data, error.exit_code, error)
     else:
-        say(f"error: {error.message}", style="bold red")
+        print_to_stderr(f"error: {error.message}", style="bold red")
         if error.hint:
-            say(f"  hint: {error.hint}")
+            print_to_stderr(f"  hint: {error.hint}")
 
 
-def size(count: float | None) -> str:
+def format_bytes(count: float | None) -> str:
     """Bytes for a person: ``1.5 MiB``; a dash where unknown."""
     if count is None or not abs(count) <= MOST_SHOWN:
         return "-"
@@ -395,7 +409,7 @@ def size(count: float | None) -> str:
     return f"{amount:.1f} TiB"
 
 
-def span(seconds: float | None) -> str:
+def format_duration(seconds: float | None) -> str:
     """A duration for a person: ``42s``, ``3m05s``, ``2h10m``, ``3d04h``; a dash else."""
     if seconds is None or not abs(seconds) <= CENTURY_S:
         return "-"

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 DECIMAL: Final = r"\d+(?:\.\d+)?"
 
 
-class _Later:
+class _LazyPattern:
     """Stands for a pattern, and has its methods."""
 
     def __init__(self, text: str, flags: int) -> None:
@@ -21,6 +21,6 @@ class _Later:
         return value
 
 
-def pattern(text: str, flags: int = 0) -> re.Pattern[str]:
+def compile_lazily(text: str, flags: int = 0) -> re.Pattern[str]:
     """A pattern, as `re.compile` makes it; what is wrong with it shows at its first use."""
-    return cast("re.Pattern[str]", _Later(text, flags))
+    return cast("re.Pattern[str]", _LazyPattern(text, flags))

@@ -12,18 +12,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .files import read_private
-from .home import home, own
-from .protocol.identity import boot_id, stat
-from .protocol.probe import OVER, PATIENCE_S, VITAL, WORDS, Verdict, judge
-from .protocol.socket import sockets
+from .files import read_private_file
+from .home import require_safe_folder, resolve_home
+from .protocol.identity import read_boot_id, read_stat_fields
+from .protocol.probe import OVER, PATIENCE_S, VITAL, WORDS, ProbeResult, judge_state
+from .protocol.socket import get_socket_directory
 from .targets import NAME
 
 FILE = "verdict.json"
 MOST_BYTES = 16 << 20
 
 
-def quick(words: list[str]) -> int | None:
+def answer_probe(words: list[str]) -> int | None:
     """Answer a probe; returns the exit code, None for what the command itself has to do.
 
     Args:
@@ -31,52 +31,56 @@ def quick(words: list[str]) -> int | None:
     """
     match words:
         case [option] | [option, ("-t" | "--target" | "-t="), _] if option[2:] in WORDS:
-            name = words[2] if len(words) > 1 else os.environ.get("VLLMOPS_TARGET") or only()
+            name = (
+                words[2]
+                if len(words) > 1
+                else os.environ.get("VLLMOPS_TARGET") or find_only_instance()
+            )
         case _:
             return None
     if not NAME.fullmatch(name or "") or name.isdigit():
         return None
-    verdict_ = verdict(own(home() / "instances" / name))
+    verdict_ = read_verdict(require_safe_folder(resolve_home() / "instances" / name))
     if verdict_ is None:
         return None
     kind = option[2:]
-    print(f"{name} is {verdict_.line(kind)}")
-    return 0 if verdict_.says(kind) else 1
+    print(f"{name} is {verdict_.format_answer(kind)}")
+    return 0 if verdict_.has_passed(kind) else 1
 
 
-def only() -> str:
+def find_only_instance() -> str:
     """The name of the only instance that has not ended; empty if there is none, or several."""
-    root = home() / "instances"
+    root = resolve_home() / "instances"
     names = [
         entry.name
         for entry in (os.scandir(root) if root.is_dir() else ())
-        if (record := read(own(root / entry.name) / "instance.json"))
+        if (record := read_json_object(require_safe_folder(root / entry.name) / "instance.json"))
         and record["state"] not in OVER
     ]
     return names[0] if len(names) == 1 else ""
 
 
-def verdict(folder: Path) -> Verdict | None:
+def read_verdict(folder: Path) -> ProbeResult | None:
     """The verdict on an instance; None if it has no record.
 
     Args:
         folder: the instance's own.
     """
-    record = read(folder / "instance.json")
+    record = read_json_object(folder / "instance.json")
     if record is None:
         return None
     if record["state"] != "ready":
-        return judge(record["state"], record["stage"])
-    kept = read(folder / FILE)
-    same = kept and (kept["start"], kept["boot"]) == (record["started_at"], boot_id())
+        return judge_state(record["state"], record["stage"])
+    kept = read_json_object(folder / FILE)
+    same = kept and (kept["start"], kept["boot"]) == (record["started_at"], read_boot_id())
     if kept and same and time.monotonic() < kept["until"]:
-        found = Verdict(*kept["verdict"])
+        found = ProbeResult(*kept["verdict"])
         if found.started:  # else it has become ready since
             return found
-    return by_heartbeats(record)
+    return judge_by_heartbeats(record)
 
 
-def by_heartbeats(record: dict[str, Any]) -> Verdict:
+def judge_by_heartbeats(record: dict[str, Any]) -> ProbeResult:
     """The verdict by the heartbeats alone.
 
     Args:
@@ -84,10 +88,10 @@ def by_heartbeats(record: dict[str, Any]) -> Verdict:
     """
     unready: dict[str, None] = {}
     vital = [process for process in record["processes"] if process["role"] in VITAL]
-    gone = [process for process in vital if not runs(process)]
+    gone = [process for process in vital if not is_running(process)]
     slow = [f"{p['role']} {p['pid']} is gone" for p in gone]
     for process in vital:
-        beat = read(sockets(home()) / f"{process['pid']}.beat")
+        beat = read_json_object(get_socket_directory(resolve_home()) / f"{process['pid']}.beat")
         if not beat or beat.get("start_ticks") != process["start_ticks"] or process in gone:
             continue
         if why := beat.get("unready"):
@@ -102,24 +106,24 @@ def by_heartbeats(record: dict[str, Any]) -> Verdict:
                 slow.append(f"{process['role']} {process['pid']}: {what}")
                 break
     if vital and len(gone) == len(vital):
-        return Verdict(live=False, ready=False, started=False, reason="its processes are gone")
+        return ProbeResult(live=False, ready=False, started=False, reason="its processes are gone")
     nodes = [record["note"]] if record["note"] else []
-    return judge("ready", unready=unready, stall="; ".join([*slow, *nodes]))
+    return judge_state("ready", unready=unready, stall="; ".join([*slow, *nodes]))
 
 
-def runs(process: dict[str, Any]) -> bool:
+def is_running(process: dict[str, Any]) -> bool:
     """Whether a process of a record is alive."""
     try:
-        fields = stat(process["pid"])
+        fields = read_stat_fields(process["pid"])
     except OSError:
         return False
     return int(fields[19]) == process["start_ticks"] and fields[0] not in {"Z", "X"}
 
 
-def read(path: Path) -> dict[str, Any] | None:
+def read_json_object(path: Path) -> dict[str, Any] | None:
     """A JSON object in a file of this user's; None if there is none that can be read."""
     try:
-        content = json.loads(read_private(path, None, MOST_BYTES))
+        content = json.loads(read_private_file(path, None, MOST_BYTES))
     except (OSError, ValueError):  # ValueError: caught in the middle of a write
         return None
     return content if isinstance(content, dict) else None

@@ -47,36 +47,36 @@ class ReaderGoneError(OSError):
     """The reader of standard output has closed it."""
 
 
-class Out(io.FileIO):
+class StdoutFile(io.FileIO):
     """Standard output: its errors have types of their own, distinct from other files' errors."""
 
     def write(self, data: Buffer) -> int:
         try:
-            return whole(super().write, data, self)
+            return write_blocking(super().write, data, self)
         except BrokenPipeError as error:
             raise ReaderGoneError from error  # without its number: Typer would end with code 1
         except OSError as error:
             raise OutputError(*error.args) from error
 
 
-class Err(io.FileIO):
+class StderrFile(io.FileIO):
     """Standard error: what it can't write is lost, without an error."""
 
     def write(self, data: Buffer) -> int:
         try:
-            return whole(super().write, data, self)
+            return write_blocking(super().write, data, self)
         except OSError:
             return memoryview(data).nbytes
 
 
-def whole(write: Callable[[Buffer], int | None], data: Buffer, file: io.FileIO) -> int:
+def write_blocking(write: Callable[[Buffer], int | None], data: Buffer, file: io.FileIO) -> int:
     """Write; where another process made the file non-blocking, wait until it takes more."""
     while (count := write(data)) is None:
         select.select((), (file,), ())
     return count
 
 
-def prepare() -> None:
+def prepare_streams() -> None:
     """Open what is closed, and put streams in place that fail as this module says."""
     # A file opened later would get the number of a closed stream, and be taken for it. Standard
     # output is opened for reading: to write to it stays the error that it was.
@@ -88,15 +88,17 @@ def prepare() -> None:
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
     KEPT.extend((sys.stdout, sys.stderr))
-    sys.stdout = writer(Out(1, "w", closefd=False), sys.stdout)
-    sys.stderr = writer(Err(2, "w", closefd=False), sys.stderr, line_buffering=True)
-    set_width()
+    sys.stdout = make_text_stream(StdoutFile(1, "w", closefd=False), sys.stdout)
+    sys.stderr = make_text_stream(
+        StderrFile(2, "w", closefd=False), sys.stderr, line_buffering=True
+    )
+    normalize_terminal_size()
 
 
 KEPT: list[TextIO | None] = []  # a stream that nobody holds closes its file
 
 
-def writer(
+def make_text_stream(
     raw: io.FileIO, before: TextIO | None, *, line_buffering: bool = False
 ) -> io.TextIOWrapper:
     """A text stream like the one before; what its encoding lacks is escaped, never an error."""
@@ -108,7 +110,7 @@ def writer(
     )
 
 
-def set_width() -> None:
+def normalize_terminal_size() -> None:
     """Make ``COLUMNS`` and ``LINES`` valid or absent: Rich, Typer and shutil read them."""
     for name, least in (("COLUMNS", MIN_COLUMNS), ("LINES", 1)):
         text = os.environ.get(name, "")
@@ -124,7 +126,7 @@ def set_width() -> None:
                     os.environ["COLUMNS"] = str(min(max(width, MIN_COLUMNS), MAX_COLUMNS))
 
 
-def close() -> OutputError | None:
+def close_output() -> OutputError | None:
     """Flush at the end; returns the error if that fails, else None."""
     failure = None
     try:
@@ -141,18 +143,19 @@ def close() -> OutputError | None:
     return failure
 
 
-def on_interrupt(handler: Callable[..., object] | signal.Handlers) -> None:
+def set_interrupt_handler(handler: Callable[..., object] | signal.Handlers) -> None:
     """Change what Ctrl-C does, except if this process was started to ignore it, as nohup does."""
     with suppress(ValueError):  # not the main thread
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, handler)
 
 
-def stopped_by(*numbers: int) -> threading.Event:
+def make_stop_event(*numbers: int) -> threading.Event:
     """An event that these signals set.
 
-    A thread sets it. A handler runs in the midst of what the main thread does: if that is `wait`,
-    or the handler of an earlier signal, `set` waits for ever for the lock that these hold.
+    A thread sets it. A handler runs in the midst of what the main thread does: if that is
+    `wait_for_signal`, or the handler of an earlier signal, `set` waits for ever for the lock that
+    these hold.
     """
     stop = threading.Event()
     reader, writer = os.pipe()
@@ -161,15 +164,15 @@ def stopped_by(*numbers: int) -> threading.Event:
     for number in numbers:
         signal.signal(number, lambda *_: None)
 
-    def wait() -> None:
+    def wait_for_signal() -> None:
         os.read(reader, 1)
         stop.set()
 
-    threading.Thread(target=wait, daemon=True).start()
+    threading.Thread(target=wait_for_signal, daemon=True).start()
     return stop
 
 
-def printable(text: str, *, lines: bool = True) -> str:
+def make_printable(text: str, *, lines: bool = True) -> str:
     """Foreign text with each character that a terminal would obey replaced by a visible one.
 
     Args:
@@ -178,32 +181,32 @@ def printable(text: str, *, lines: bool = True) -> str:
     """
     if text.isprintable():
         return text
-    text = UNSAFE.sub(visible, text)
+    text = UNSAFE.sub(make_visible, text)
     return text if lines else text.replace("\n", "␊").replace("\t", "␉")
 
 
-def visible(match: re.Match[str]) -> str:
+def make_visible(match: re.Match[str]) -> str:
     """The visible form of a character, one column wide: layout must not change."""
     code = ord(match[0])
     return chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else "\ufffd"
 
 
-def plain_log(text: str) -> str:
+def clean_log_text(text: str) -> str:
     """A log without its colours; a carriage return, as progress bars have it, begins a line."""
     if text.isprintable():
         return text
-    return printable(COLOUR.sub("", text).rstrip("\r").replace("\r", "\n"))
+    return make_printable(COLOUR.sub("", text).rstrip("\r").replace("\r", "\n"))
 
 
-def json_safe(text: str, encoding: str | None) -> str:
+def escape_json(text: str, encoding: str | None) -> str:
     """JSON with every unsafe character escaped, and all that an encoding may lack."""
     if text.isascii():
         return text.replace("\x7f", "\\u007f")
     if encoding is None or not encoding.lower().replace("-", "").startswith("utf"):
-        return re.sub(r"[^\x00-\x7e]", escaped, text)
-    return UNSAFE.sub(escaped, text)
+        return re.sub(r"[^\x00-\x7e]", escape_match, text)
+    return UNSAFE.sub(escape_match, text)
 
 
-def escaped(match: re.Match[str]) -> str:
+def escape_match(match: re.Match[str]) -> str:
     units = match[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2))

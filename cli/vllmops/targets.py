@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .errors import VllmopsError, usage
+from .errors import VllmopsError, make_usage_error
 
 if TYPE_CHECKING:
     from urllib.parse import SplitResult
@@ -23,7 +23,7 @@ UNIX = ("unix:/", "http+unix://")  # a server's Unix socket
 FORMS = "-t NAME, -t PID, -t http://HOST:PORT or -t k8s:NAMESPACE/POD[:PORT]"
 
 
-class Access(NamedTuple):
+class RemoteAccess(NamedTuple):
     """How a command may reach servers on other machines.
 
     Args:
@@ -34,10 +34,10 @@ class Access(NamedTuple):
 
 
 # What the command that runs may use; None for a command that works on this machine only.
-access: ContextVar[Access | None] = ContextVar("access", default=None)
+access: ContextVar[RemoteAccess | None] = ContextVar("access", default=None)
 
 
-class Url(NamedTuple):
+class ServerUrl(NamedTuple):
     """A server's URL.
 
     Args:
@@ -66,7 +66,7 @@ class Pod(NamedTuple):
     port: int
 
 
-def parsed(target: str) -> str | Url | Pod:
+def parse_target(target: str) -> str | ServerUrl | Pod:
     """An instance name, a pid or a Unix socket as it was given, a URL, or a pod.
 
     Raises:
@@ -75,34 +75,36 @@ def parsed(target: str) -> str | Url | Pod:
     if target.startswith(UNIX):
         return target
     if "://" in target:
-        return url(target)
+        return parse_server_url(target)
     if match := POD.fullmatch(target):
         port = int(match[3] or POD_PORT)
         if 0 < port < 1 << 16:
             return Pod(target, match[1], match[2], port)
     if NAME.fullmatch(target):
         return target
-    raise refused(f"{target!r} is not an instance name, a pid, a URL or a pod")
+    raise make_target_error(f"{target!r} is not an instance name, a pid, a URL or a pod")
 
 
-def url(text: str) -> Url:
+def parse_server_url(text: str) -> ServerUrl:
     """The URL of a server.
 
     Raises:
         VllmopsError: ``usage``.
     """
-    parts = split(text)
+    parts = split_url(text)
     if parts.username is not None or parts.password is not None:
         # Not the URL itself: a message must not contain a password.
-        raise refused("a server's URL has no user and no password; set VLLM_API_KEY for its key")
+        raise make_target_error(
+            "a server's URL has no user and no password; set VLLM_API_KEY for its key"
+        )
     if parts.query or parts.fragment:
-        raise refused("a server's URL has no query and no fragment")
+        raise make_target_error("a server's URL has no query and no fragment")
     assert parts.hostname
     base = f"{parts.scheme}://{parts.netloc}{parts.path}".rstrip("/").removesuffix("/v1")
-    return Url(base, parts.hostname, parts.port or SCHEMES[parts.scheme])
+    return ServerUrl(base, parts.hostname, parts.port or SCHEMES[parts.scheme])
 
 
-def split(text: str) -> SplitResult:
+def split_url(text: str) -> SplitResult:
     """The parts of an http or https URL that can be one.
 
     Raises:
@@ -135,9 +137,9 @@ def split(text: str) -> SplitResult:
         if "\\" in text:
             raise ValueError("it has a backslash")
     except ValueError as error:
-        raise refused(f"this is not the URL of a server: {error}") from error
+        raise make_target_error(f"this is not the URL of a server: {error}") from error
     return parts
 
 
-def refused(message: str) -> VllmopsError:
-    return usage(message, FORMS)
+def make_target_error(message: str) -> VllmopsError:
+    return make_usage_error(message, FORMS)

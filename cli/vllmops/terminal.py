@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from .streams import printable
+from .streams import make_printable
 
 
 class Terminal(Console):
@@ -17,7 +17,7 @@ class Terminal(Console):
 
     def render_str(self, text: str, **how: Any) -> Text:
         """A string as it is measured and rendered."""
-        return super().render_str(printable(text), **how)
+        return super().render_str(make_printable(text), **how)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -25,9 +25,9 @@ class Terminal(Console):
         """Render; texts before they are laid out, and whatever others come out with."""
         if isinstance(renderable, Text) and not renderable.plain.isprintable():
             renderable = renderable.copy()
-            renderable.plain = printable(renderable.plain)
+            renderable.plain = make_printable(renderable.plain)
         for segment in super().render(renderable, options):
             if segment.control or segment.text.isprintable():
                 yield segment
             else:
-                yield Segment(printable(segment.text), segment.style)
+                yield Segment(make_printable(segment.text), segment.style)

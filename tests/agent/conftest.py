@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from vllmops.rpc.agent import reach
+from vllmops.rpc.agent import open_agent
 
 from ..support import modules
 from ..support.versions import Vllm
@@ -20,7 +20,7 @@ from ..support.waiting import patiently
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents are given time: on a busy machine one that answers may do so late."""
-    patiently(monkeypatch, "timeout_s", reach)
+    patiently(monkeypatch, "timeout_s", open_agent)
 
 
 @pytest.fixture

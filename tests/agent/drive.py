@@ -23,10 +23,10 @@ from vllmops.agent.adapters import features, places, scheduling, transfers
 from vllmops.agent.adapters import requests as adapted
 from vllmops.agent.heal import admission, encoder_cache, io_threads, paused
 from vllmops.agent.patches import registry
-from vllmops.agent.patches.request_hash_cycle import scratch
-from vllmops.agent.patches.scratch import Request
+from vllmops.agent.patches.request_hash_cycle import make_scratch_request
+from vllmops.agent.patches.scratch import ScratchRequest
 from vllmops.agent.responses import hook
-from vllmops.diagnose.caches import alone
+from vllmops.diagnose.caches import check_cache
 from vllmops.host import shm
 from vllmops.protocol.caches import EncoderCache, LruCache
 from vllmops.protocol.repairs import RepairRequest
@@ -41,14 +41,14 @@ ATTRIBUTES = (
 def everything() -> dict[str, str]:
     """Installs the hooks, imports what they are for, and drives them; the result by feature."""
     importlib.import_module("vllm.multimodal")  # alone, parts of it import each other in a circle
-    objects.check()
-    objects.install(lambda: None)
-    compare.install()
-    recorder.install(Path)
-    registry.install()
-    hook.install(lambda: None)
+    objects.report_compatibility()
+    objects.hook_constructors(lambda: None)
+    compare.install_hooks()
+    recorder.install_recorder(Path)
+    registry.install_patches()
+    hook.replace_routes_on_import(lambda: None)
     results: dict[str, str] = {}
-    lacks = features.missing()
+    lacks = features.find_missing_features()
     for name in features.FEATURES:
         try:
             assert name not in lacks, f"there is no {', '.join(lacks[name])}"
@@ -57,21 +57,21 @@ def everything() -> dict[str, str]:
         except BaseException as error:  # what a version raises is the result
             results[name] = f"off: {type(error).__name__}: {error}"[:200]
     for patch in registry.PATCHES.values():
-        for module in filter(None, map(places.existing, patch.modules)):
+        for module in filter(None, map(places.find_existing_module, patch.modules)):
             importlib.import_module(module)
-    for verdict in registry.states(verify=True).patches:
+    for verdict in registry.observe_patches(verify=True).patches:
         results[verdict.id] = verdict.state.value if not verdict.present else "failed"
     return results
 
 
 def imported(kind: str) -> Any:
-    module = places.where(kind)
+    module = places.find_symbol_module(kind)
     assert module
     return getattr(importlib.import_module(module), places.PLACES[kind].name)
 
 
 def source(kind: str) -> str:
-    text = places.source(places.where(kind) or "")
+    text = places.read_source(places.find_symbol_module(kind) or "")
     assert text
     return text
 
@@ -81,7 +81,7 @@ def multimodal_caches() -> None:
     name = getattr(importlib.import_module("vllm.envs"), "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "")
     assert not name or shm.NAMES.fullmatch(name), name
     base = imported("mm-cache")
-    module = places.existing("vllm.multimodal.cache.lru") or base.__module__
+    module = places.find_existing_module("vllm.multimodal.cache.lru") or base.__module__
     receiver = next(
         cls
         for name, cls in vars(importlib.import_module(module)).items()
@@ -89,33 +89,33 @@ def multimodal_caches() -> None:
     )
     config = SimpleNamespace(mm_processor_cache_gb=1)
     holder: Any = receiver(SimpleNamespace(get_multimodal_config=lambda: config))
-    assert objects.every("mm-cache") == [holder]
+    assert objects.list_objects("mm-cache") == [holder]
     import torch
 
     holder._cache["a"] = torch.zeros(2)
     holder._cache._LRUCache__order["ghost"] = None
-    read = caches.lru(holder)
+    read = caches.observe_lru_cache(holder)
     assert isinstance(read, LruCache)
     assert (read.entries, read.bytes, read.side, read.order_only) == (1, 8, "P1", ["ghost"])
-    assert repair.repair(RepairRequest()).caches[0].left is None
-    assert not alone(caches.lru(holder))
+    assert repair.repair_caches(RepairRequest()).caches[0].left is None
+    assert not check_cache(caches.observe_lru_cache(holder))
 
 
 def encoder_caches() -> None:
     """A manager's books are read, and contain no fault."""
     manager = imported("encoder-cache")(cache_size=100)
-    request = Request()
+    request = ScratchRequest()
     manager.allocate(request, 0)
     held = SimpleNamespace(
         encoder_cache_manager=manager,
         requests={request.request_id: SimpleNamespace(is_finished=lambda: False)},
     )
     held.requests[request.request_id].mm_features = request.mm_features
-    read = caches.encoder(held)
+    read = caches.observe_encoder_cache(held)
     assert isinstance(read, EncoderCache)
     assert (read.slots, read.slots - read.free_slots) == (100, 3)
     assert list(read.cached) == list(request.hashes)
-    assert not alone(read)
+    assert not check_cache(read)
     assert hasattr(imported("worker").__init__, "__vllmops__")
 
 
@@ -128,9 +128,9 @@ def progress() -> None:
     scheduler = object.__new__(cls)
     scheduler.running, scheduler.waiting = [1], [2, 3]
     scheduler.skipped_waiting = scheduler.kv_holding_waiting = ()  # up to 0.30, and since
-    assert engine.counts(scheduler) == (1, 2)
+    assert engine.count_requests(scheduler) == (1, 2)
     scheduler.deferred_waiting = ()
-    assert adapter.queues(scheduler) == (1, 2, 0)
+    assert adapter.count_requests_by_state(scheduler) == (1, 2, 0)
     scheduler.kv_cache_manager = SimpleNamespace(usage=0.5)
     assert adapter.kv_cache_usage(scheduler) == 0.5
     for method in (cls.schedule, cls.update_from_output):
@@ -147,7 +147,7 @@ def progress() -> None:
 def comparison() -> None:
     """Both ends are hooked, and every engine is asked."""
     assert hasattr(imported("engine-client").add_request, "__vllmops__")
-    assert imported("engine-core").vllmops_look is compare.look
+    assert imported("engine-core").vllmops_look is compare.observe_engine_caches
     assert "def collective_rpc" in source("executor")
     clients = importlib.import_module("vllm.v1.engine.core_client")
 
@@ -157,23 +157,25 @@ def comparison() -> None:
     for cls in (clients.AsyncMPClient, clients.DPLBAsyncMPClient):
         client = object.__new__(cls)
         client.core_engines, client._call_utility_async = [b"0", b"1"], call
-        answers = asyncio.run(adapter.ask(SimpleNamespace(engine_core=client), "look", 1))
+        answers = asyncio.run(
+            adapter.call_engine_utility(SimpleNamespace(engine_core=client), "look", 1)
+        )
         assert answers == [("look", 1, b"0"), ("look", 1, b"1")]
 
 
 def live_requests() -> None:
     """A request is counted while it lives."""
     cls = imported("request")
-    one = scratch(importlib.import_module(cls.__module__))
-    assert objects.count("request") == 1
+    one = make_scratch_request(importlib.import_module(cls.__module__))
+    assert objects.count_objects("request") == 1
     assert not one.is_finished()
     del one
-    assert objects.count("request") == 0
+    assert objects.count_objects("request") == 0
 
 
 def requests_in_flight() -> None:
     """A request is read on each side, as this vLLM keeps it, and ended where it can be."""
-    request = scratch(importlib.import_module(imported("request").__module__))
+    request = make_scratch_request(importlib.import_module(imported("request").__module__))
     scheduler = object.__new__(imported("scheduler"))
     manager = SimpleNamespace(req_to_blocks={request.request_id: [1, 2]})
     scheduler.requests, scheduler.running = {request.request_id: request}, []
@@ -184,11 +186,11 @@ def requests_in_flight() -> None:
     scheduler.kv_cache_manager = SimpleNamespace(
         coordinator=SimpleNamespace(single_type_managers=(manager,))
     )
-    (read,) = requests.in_engine(scheduler)
+    (read,) = requests.list_engine_requests(scheduler)
     assert (read.id, read.state, read.kv_blocks, read.cache_pins) == (
         *(request.request_id, "deferred", 2, 1),
     )
-    assert adapted.leaving(scheduler) == ["gone"]
+    assert adapted.list_finished_ids(scheduler) == ["gone"]
     for kind, words in {
         "scheduler": ("finished_req_ids", "self.requests"),
         "engine-client": ("async def abort", "internal: bool", "output_processor"),
@@ -198,7 +200,7 @@ def requests_in_flight() -> None:
     assert "self.req_to_blocks" in inspect.getsource(managers)
     asyncio.run(ended_for_its_client())
     core = SimpleNamespace(**{name: SimpleQueue() for name in QUEUES})
-    adapted.end_in_engine(core, [request])
+    adapted.abort_engine_requests(core, [request])
     assert core.aborts_queue.get_nowait() == [request.request_id]
     assert core.input_queue.get_nowait()[1] == [request.request_id]
     client, outputs = core.output_queue.get_nowait()
@@ -224,8 +226,8 @@ async def ended_for_its_client() -> None:
     client = SimpleNamespace(
         output_processor=SimpleNamespace(request_states={"a": held}), abort=abort
     )
-    assert adapter.oldest(client) == "a"
-    await adapted.end(client, ["a"], "enough")
+    assert adapter.find_oldest_request_id(client) == "a"
+    await adapted.abort_with_error(client, ["a"], "enough")
     assert aborted == ["a"]
     error = queue.output
     assert str(error) == "enough"
@@ -235,7 +237,7 @@ async def ended_for_its_client() -> None:
 
 def healing() -> None:
     """What heals reads a real queue, KV cache and encoder cache, and finds what it calls."""
-    request = scratch(importlib.import_module(imported("request").__module__))
+    request = make_scratch_request(importlib.import_module(imported("request").__module__))
     kv, specs = (importlib.import_module(f"vllm.v1.{name}") for name in KV_CACHE)
     import torch
 
@@ -255,30 +257,30 @@ def healing() -> None:
     for policy in queues.SchedulingPolicy:
         scheduler.waiting = queues.create_request_queue(policy)
         scheduler.waiting.add_request(request)
-        assert scheduling.queued(scheduler) == [request]
-    assert scheduling.blocks_usable(scheduler) == 3
-    assert scheduling.blocks_needed(scheduler, request) == 1
-    assert admission.too_large(scheduler, request) == ""
+        assert scheduling.list_undeferred_requests(scheduler) == [request]
+    assert scheduling.count_usable_blocks(scheduler) == 3
+    assert scheduling.count_needed_blocks(scheduler, request) == 1
+    assert admission.explain_too_large(scheduler, request) == ""
     needs = SimpleNamespace(request_id="b", num_tokens=64, num_prompt_tokens=64)
-    assert "need 4 blocks" in admission.too_large(scheduler, needs)
-    assert scheduling.one_pool(scheduler)
+    assert "need 4 blocks" in admission.explain_too_large(scheduler, needs)
+    assert scheduling.has_one_block_pool(scheduler)
     knot(scheduler, request)
     manager = imported("encoder-cache")(cache_size=6)
-    first, second = (Request(request_id=name, hashes=tuple(name)) for name in ("ab", "cd"))
+    first, second = (ScratchRequest(request_id=name, hashes=tuple(name)) for name in ("ab", "cd"))
     for number in range(2):
         manager.allocate(first, number)
     for feature in second.mm_features:
         feature.mm_position = SimpleNamespace(offset=0, length=3)
-    assert encoder_cache.readable(manager)
-    assert scheduling.held(manager, first) == {"a": 3, "b": 3}
-    assert scheduling.next_input(manager, second) == ("c", 3)
-    assert encoder_cache.freed(manager, [first]) == 6
-    scheduling.release(manager, first)
+    assert encoder_cache.can_list_holders(manager)
+    assert scheduling.count_slots_by_entry(manager, first) == {"a": 3, "b": 3}
+    assert scheduling.find_unencoded_input(manager, second) == ("c", 3)
+    assert encoder_cache.count_releasable_slots(manager, [first]) == 6
+    scheduling.release_encoder_slots(manager, first)
     assert (manager.num_freeable_slots, manager.get_cached_input_ids(first)) == (6, set())
     asleep()
     for recomputes in (True, False):
         lost_load(scheduler, request, recomputes=recomputes)
-    core = importlib.import_module(places.where("engine-core") or "").EngineCoreProc
+    core = importlib.import_module(places.find_symbol_module("engine-core") or "").EngineCoreProc
     for name, count in ((io_threads.READER, 4), (io_threads.WRITER, 3)):
         inspect.signature(getattr(core, name)).bind(*range(count + 1))
     for kind, words in {
@@ -294,30 +296,32 @@ def knot(scheduler: Any, holder: Any) -> None:
     head = SimpleNamespace(request_id="head", **fields)
     scheduler.scheduler_reserve_full_isl, scheduler.connector = True, None
     scheduler.requests = {holder.request_id: holder}
-    assert admission.held_up(scheduler, head) == ""  # it fits
+    assert admission.explain_blocked(scheduler, head) == ""  # it fits
     scheduler.kv_cache_manager.allocate_slots(holder, 1)
-    assert scheduling.blocks_free(scheduler) == 2
-    assert "needs 3 more blocks" in admission.held_up(scheduler, head)
-    assert "and requests that wait hold 1" in admission.held_up(scheduler, head)
+    assert scheduling.count_free_blocks(scheduler) == 2
+    assert "needs 3 more blocks" in admission.explain_blocked(scheduler, head)
+    assert "and requests that wait hold 1" in admission.explain_blocked(scheduler, head)
     scheduler.running = [holder]
-    assert admission.held_up(scheduler, head) == ""
+    assert admission.explain_blocked(scheduler, head) == ""
     scheduler.running = []
     passed = SimpleNamespace(status=holder.status, num_computed_tokens=0)
     scheduler.deferred_waiting, scheduler.skipped_waiting = {holder}, [holder]
     scheduler.waiting, scheduler.kv_holding_waiting = [], []
     scheduler._pause_state = SimpleNamespace(name="UNPAUSED")
-    objects.remember("scheduler", scheduler)
-    assert admission.look() == []  # the only one is passed over
+    objects.track_object("scheduler", scheduler)
+    assert admission.find_blocking_requests() == []  # the only one is passed over
     big = SimpleNamespace(request_id="big", status=holder.status, **{**fields, "num_tokens": 64})
     scheduler.deferred_waiting = scheduler.skipped_waiting = scheduler.waiting = [big]
-    assert [proof.subject for proof in admission.look()] == ["big"]  # its grammar took a while
+    assert [proof.subject for proof in admission.find_blocking_requests()] == [
+        "big"
+    ]  # its grammar took a while
     scheduler.deferred_waiting, scheduler.skipped_waiting = {holder}, [holder]
     scheduler.waiting = [passed]
-    first, other = scheduling.waiting(scheduler)[:2]
+    first, other = scheduling.list_waiting_requests(scheduler)[:2]
     assert {id(first), id(other)} == {id(holder), id(passed)}
-    assert scheduling.queued(scheduler) == [passed]
+    assert scheduling.list_undeferred_requests(scheduler) == [passed]
     holder.num_computed_tokens = 1  # its blocks came from elsewhere
-    assert scheduling.queued(scheduler)[0] is holder
+    assert scheduling.list_undeferred_requests(scheduler)[0] is holder
     holder.num_computed_tokens = 0
     scheduler.kv_cache_manager.free(holder)
     scheduler.deferred_waiting, scheduler.skipped_waiting = set(), []
@@ -334,10 +338,10 @@ def asleep() -> None:
         executor.is_sleeping = False
     scheduler._pause_state = SimpleNamespace(name="UNPAUSED")
     for name, made in {"executor": executor, "scheduler": scheduler}.items():
-        objects.remember(name, made)
-    assert paused.look() == []
+        objects.track_object(name, made)
+    assert paused.find_paused_engine() == []
     executor.sleep(1)
-    (proof,) = paused.look()
+    (proof,) = paused.find_paused_engine()
     assert "it is asleep" in proof.what
 
     async def yes() -> bool:
@@ -358,15 +362,15 @@ def asleep() -> None:
         is_scheduler_paused_async=no,
         shutdown=lambda *_, **__: None,  # called as it goes
     )
-    asyncio.run(paused.woken(client))
-    assert paused.look() == []
+    asyncio.run(paused.wake_and_resume(client))
+    assert paused.find_paused_engine() == []
     # Its base: the worker itself needs a GPU.
     worker = object.__new__(imported("worker"))
     worker._sleep_saved_buffers = {}
-    objects.remember("worker", worker)
-    assert paused.weights() == []
+    objects.track_object("worker", worker)
+    assert paused.find_dropped_weights() == []
     worker._sleep_saved_buffers = {"rope": 1}
-    (proof,) = paused.weights()
+    (proof,) = paused.find_dropped_weights()
     assert "level 2" in proof.what
     spec = importlib.util.find_spec("vllm.v1.worker.gpu_worker")
     assert "self._sleep_saved_buffers = {" in Path(str(spec and spec.origin)).read_text("utf-8")
@@ -395,11 +399,11 @@ def lost_load(scheduler: Any, request: Any, *, recomputes: bool) -> None:
     request.status = getattr(type(request.status), transfers.WAITS)
     assert manager.allocate_slots(request, request.num_tokens, delay_cache_blocks=True)
     request.num_computed_tokens = request.num_tokens
-    assert transfers.waiting(scheduler) == [request]
-    assert transfers.policy(scheduler) == ("recompute" if recomputes else "fail")
+    assert transfers.list_loading_requests(scheduler) == [request]
+    assert transfers.find_failure_policy(scheduler) == ("recompute" if recomputes else "fail")
     importlib.import_module(transfers.OUTPUTS)
     output = SimpleNamespace(kv_connector_output=None)
-    told = transfers.failed(scheduler, output, {name, "another"}).kv_connector_output
+    told = transfers.add_failed_loads(scheduler, output, {name, "another"}).kv_connector_output
     assert (output.kv_connector_output, told.finished_recving) == (None, {name})
     if told.invalid_block_ids:
         failed = scheduler._handle_invalid_blocks(told.invalid_block_ids, {})
@@ -410,8 +414,8 @@ def lost_load(scheduler: Any, request: Any, *, recomputes: bool) -> None:
     assert ".failed_recving" in text or ".invalid_block_ids" in text
     if recomputes:
         scheduler._update_from_kv_xfer_finished(told)
-        assert transfers.waiting(scheduler) == []
-        again = transfers.failed(scheduler, output, {name})
+        assert transfers.list_loading_requests(scheduler) == []
+        again = transfers.add_failed_loads(scheduler, output, {name})
         assert again is output
         scheduler._update_waiting_for_remote_kv(request)
     assert request.num_computed_tokens == (
@@ -436,9 +440,9 @@ KV_CACHE = ("core.kv_cache_manager", "kv_cache_interface")
 def responses() -> None:
     """The routes are ours, and a turn gets the items of the turn before, as this vLLM's types."""
     routes = imported("responses-routes")
-    served = vars(importlib.import_module(places.where("responses") or ""))
+    served = vars(importlib.import_module(places.find_symbol_module("responses") or ""))
     cls = served["OpenAIServingResponses"]
-    assert cls.__name__ == "StoredResponses", objects.problems
+    assert cls.__name__ == "StoreBackedServing", objects.problems
     assert ("GET", "/v1/responses") in [
         (min(route.methods), route.path) for route in routes.routes if hasattr(route, "methods")
     ]
@@ -448,31 +452,31 @@ def responses() -> None:
         lora_requests={}, is_base_model=lambda _: True, model_name=lambda _: "m"
     )
     serving._is_model_supported = lambda _: True
-    from vllmops.agent.adapters.responses import RENDERERS, ResponsesRequest, renderer
+    from vllmops.agent.adapters.responses import RENDERERS, ResponsesRequest, find_renderer
     from vllmops.agent.responses import parsing
     from vllmops.agent.responses import turn as ours
-    from vllmops.agent.responses.background import Runs
+    from vllmops.agent.responses.background import BackgroundRuns
     from vllmops.agent.responses.conversations import ConversationTurns
-    from vllmops.agent.responses.history import History
-    from vllmops.agent.responses.stored import Stored
+    from vllmops.agent.responses.history import HistoryReader
+    from vllmops.agent.responses.stored import StoredResponsesApi
 
     serving.conversations = ConversationTurns(serving.store)
-    serving.runs = Runs(serving)
-    serving.stored = Stored(serving.store, serving.conversations, serving.runs.stop)
-    serving.history = History(parsing.parsed, harmony=False)
+    serving.runs = BackgroundRuns(serving)
+    serving.stored = StoredResponsesApi(serving.store, serving.conversations, serving.runs.stop_run)
+    serving.history = HistoryReader(parsing.parse_items, harmony=False)
     assert RENDERERS
     for name in RENDERERS:
         kinds = {inspect.iscoroutinefunction(vars(held)[name]) for held in (cls, cls.__base__)}
         assert len(kinds) == 1, name
-    place = places.existing("vllm.renderers.online_renderer")  # since 0.25
+    place = places.find_existing_module("vllm.renderers.online_renderer")  # since 0.25
     module = importlib.import_module(place or "vllm.entrypoints.serve.render.serving")
     name, kind = ("online_renderer", "OnlineRenderer") if place else (OLD, "OpenAIServingRender")
     assert name in inspect.getsource(cls.__base__.__init__)
     rendering = object.__new__(getattr(module, kind))
-    assert renderer(SimpleNamespace(**{name: rendering})) is rendering
+    assert find_renderer(SimpleNamespace(**{name: rendering})) is rendering
     asyncio.run(turns(serving, ResponsesRequest, ours))
     words = [{"role": "user", "content": "hi"}, {"type": "function_call", **CALL}]
-    chat = parsing.messages(
+    chat = parsing.convert_items_to_messages(
         [*words, {"type": "function_call_output", "call_id": "c", "output": "x"}]
     )
     assert [message["role"] for message in chat] == ["user", "assistant", "tool"]
@@ -566,7 +570,7 @@ async def turns(serving: Any, request_type: Any, ours: Any) -> None:
     async def read() -> bytes:
         return body
 
-    turn = await serving.turn(given, SimpleNamespace(app=app, headers={}, body=read))
+    turn = await serving.build_turn(given, SimpleNamespace(app=app, headers={}, body=read))
     token = ours.current.set(turn)
     assert await serving._check_model(given) is None
     ours.current.reset(token)
@@ -618,13 +622,13 @@ async def filled(serving: Any) -> None:
             {"model": "m", "input": "hi", given: param[0]}
         )
         try:
-            parameters.check(asked, tool_server=False, tool_parser=True)
+            parameters.validate_parameters(asked, tool_server=False, tool_parser=True)
             refused = None
-        except wire.Refused as error:
+        except wire.ApiError as error:
             refused = error.param
         assert refused == given + param[1]
     warm = {"model": "m", "input": "hi", "prompt_cache_options": {"prewarm": True}}
-    assert parameters.prewarms(protocol.ResponsesRequest.model_validate(warm))
+    assert parameters.is_prewarm_request(protocol.ResponsesRequest.model_validate(warm))
     for status in ("completed", "incomplete"):
         request.request_id = f"resp_{status}"
         # Since 0.33, an incomplete answer has an event of its own.
@@ -643,8 +647,8 @@ async def filled(serving: Any) -> None:
                         part={"type": "reasoning_text", "text": "hm"},
                     )
 
-        async for part in adapter.agreeing(parts()):
-            event = typed.validate_json(fields.dump(part))
+        async for part in adapter.normalize_stream_events(parts()):
+            event = typed.validate_json(fields.encode_model(part))
             assert event.part.text == "hm"
 
         async def events(status: str = status, kind: str = kind, last: Any = last) -> Any:
@@ -654,7 +658,7 @@ async def filled(serving: Any) -> None:
             )
             yield last(type=f"response.{kind}", sequence_number=1, response=done)
 
-        frames = [frame async for frame in serving.streamed(turn, request, events())]
+        frames = [frame async for frame in serving.stream_response(turn, request, events())]
         assert [frame.type for frame in frames] == ["response.created", f"response.{status}"]
         for frame in frames:
             event = json.loads(frame.data)

@@ -17,8 +17,8 @@ import pytest
 
 from vllmops.keys import file
 from vllmops.keys.admin_token import KEYS, PLACE
-from vllmops.keys.carrier import seal, unseal
-from vllmops.keys.ring import Key, Status, fresh
+from vllmops.keys.carrier import seal_history, unseal_carrier
+from vllmops.keys.ring import Key, KeyStatus, generate_secret
 from vllmops.protocol.engine import SCHEMA
 from vllmops.protocol.remote import GETS, PROCESSES, TIMEOUT
 from vllmops.protocol.socket import BODY_BYTES
@@ -61,7 +61,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A keyring with a primary."""
     for name in (PLACE, file.PLACE, file.SIGNING_KEY, "VLLMOPS_TARGET"):
         monkeypatch.delenv(name, raising=False)
-    grow(path := tmp_path / "here", Status.PRIMARY)
+    grow(path := tmp_path / "here", KeyStatus.PRIMARY)
     return path
 
 
@@ -76,7 +76,7 @@ def serve(spawn: Spawn, ring: Path, token: Path) -> tuple[Any, str]:
 
 
 def statuses(path: Path) -> dict[str, str]:
-    return {key.kid: key.status.value for key in file.load(path).keys}
+    return {key.kid: key.status.value for key in file.load_keyring(path).keys}
 
 
 def ask(url: str, given: str = TOKEN, content: bytes | None = None) -> httpx.Response:
@@ -98,17 +98,17 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
         answer = vllmops(*words, "--json")
         assert answer.code == 0, answer
         assert {key["kid"]: key["status"] for key in answer.data["keys"]} == statuses(here)
-        assert file.load(there) == file.load(here)
+        assert file.load_keyring(there) == file.load_keyring(here)
         assert there.stat().st_mode & 0o777 == 0o600
         assert held(child) == statuses(here)
         until(lambda: held(beside) == statuses(here))
-        if coming := file.load(here).next:
-            file.change(here, lambda ring: ring.promote(coming.kid, time.time(), 3600))
+        if coming := file.load_keyring(here).next_key:
+            file.change_keyring(here, lambda ring: ring.promote(coming.kid, time.time(), 3600))
         else:
             grow(here)
     answer = vllmops(*words)
-    assert f"seals with {file.load(here).sealing().kid}" in answer.out
-    secrets = [key.secret.reveal().hex() for key in file.load(here).keys]
+    assert f"seals with {file.load_keyring(here).require_primary().kid}" in answer.out
+    secrets = [key.secret.reveal().hex() for key in file.load_keyring(here).keys]
     log = child.end()
     assert "POST /v1/vllmops/keys" in log
     assert not [item for item in (TOKEN, *secrets) if item in log + answer.out + answer.err]
@@ -117,18 +117,21 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
 def test_what_a_server_had_of_its_own_still_opens(
     vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
 ) -> None:
-    own = grow(there, Status.PRIMARY).kid
-    before = seal(["x"], file.load(there), model="m", owner="o")
+    own = grow(there, KeyStatus.PRIMARY).kid
+    before = seal_history(["x"], file.load_keyring(there), model="m", owner="o")
     child, url = serve(spawn, there, token)
-    lead = file.load(here).sealing().kid
+    lead = file.load_keyring(here).require_primary().kid
     words = ("keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here))
     assert vllmops(*words).code == 0
     assert held(child) == {own: "verify-only", lead: "primary"}
-    assert unseal(before, file.load(there), model="m", owner="o").history == ["x"]
-    (old,) = file.load(there).those(Status.VERIFY_ONLY)
+    assert unseal_carrier(before, file.load_keyring(there), model="m", owner="o").history == ["x"]
+    (old,) = file.load_keyring(there).select_keys(KeyStatus.VERIFY_ONLY)
     assert old.not_after == pytest.approx(time.time() + 30 * 24 * 3600, abs=120)
     # What was revoked there stays so.
-    file.change(there, lambda ring: ring.revoke(lead, Key.of(fresh(), Status.NEXT, 1), 1))
+    file.change_keyring(
+        there,
+        lambda ring: ring.revoke(lead, Key.from_secret(generate_secret(), KeyStatus.NEXT, 1), 1),
+    )
     answer = vllmops(*words, "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.not-taken")
     assert "revoked" in answer.error["message"]
@@ -195,9 +198,9 @@ def test_there_are_no_routes_where_there_is_no_token(
 def test_what_is_no_keyring_changes_nothing(
     spawn: Spawn, here: Path, there: Path, token: Path
 ) -> None:
-    own = grow(there, Status.PRIMARY).kid
+    own = grow(there, KeyStatus.PRIMARY).kid
     child, url = serve(spawn, there, token)
-    secret = file.load(here).keys[0].secret.reveal().hex()
+    secret = file.load_keyring(here).keys[0].secret.reveal().hex()
     ring = here.read_bytes()
     for content in (
         b"",
@@ -228,16 +231,16 @@ def test_what_is_no_keyring_changes_nothing(
 def test_another_key_of_a_known_kid_is_not_taken(
     vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
 ) -> None:
-    own = grow(there, Status.PRIMARY)
-    other = Key.of(fresh(), Status.NEXT, 1)
-    file.change(here, lambda ring: ring.add(msgspec.structs.replace(other, kid=own.kid)))
+    own = grow(there, KeyStatus.PRIMARY)
+    other = Key.from_secret(generate_secret(), KeyStatus.NEXT, 1)
+    file.change_keyring(here, lambda ring: ring.add(msgspec.structs.replace(other, kid=own.kid)))
     _, url = serve(spawn, there, token)
     answer = vllmops(
         "keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here), "--json"
     )
     assert (answer.code, answer.error["code"]) == (1, "keys.same-kid")
     assert own.kid in answer.error["message"]
-    assert file.load(there).keys == (own,)
+    assert file.load_keyring(there).keys == (own,)
 
 
 def test_a_server_whose_key_is_in_its_environment_takes_none(
@@ -285,7 +288,7 @@ def test_an_engine_has_no_routes(spawn: Spawn, there: Path, token: Path) -> None
         "import multiprocessing; multiprocessing.current_process().name = 'EngineCore'\n"
         "from vllmops.agent import admin\n"
         "from fastapi.applications import FastAPI\n"
-        "admin.install(print); out = hasattr(FastAPI.__call__, '__vllmops_admin__')"
+        "admin.install_routes(print); out = hasattr(FastAPI.__call__, '__vllmops_admin__')"
     )
     child = spawn(**{file.PLACE: str(there)})
     child.run(f"import os; os.environ[{PLACE!r}] = {str(token)!r}")

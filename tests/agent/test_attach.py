@@ -58,17 +58,17 @@ class Foreign:
 )
 def test_what_is_held_is_found(wrap: Callable[[Thing], Any]) -> None:
     thing = Thing()
-    assert thing in list(attach.reachable([wrap(thing)]))
+    assert thing in list(attach.find_vllm_objects([wrap(thing)]))
 
 
 def test_it_does_not_look_into_everything() -> None:
     thing = Thing()
-    assert thing not in list(attach.reachable([Foreign(inner=thing)]))
-    assert thing not in list(attach.reachable([Layer(inner=thing)]))
-    assert thing not in list(attach.reachable([[*list(range(attach.LARGE)), thing]]))
+    assert thing not in list(attach.find_vllm_objects([Foreign(inner=thing)]))
+    assert thing not in list(attach.find_vllm_objects([Layer(inner=thing)]))
+    assert thing not in list(attach.find_vllm_objects([[*list(range(attach.LARGE)), thing]]))
     ring = Thing()
     vars(ring)["inner"] = ring
-    assert list(attach.reachable([ring])) == [ring]
+    assert list(attach.find_vllm_objects([ring])) == [ring]
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def test_variables_of_threads_and_of_suspended_coroutines() -> None:
     with waiting(spin), waiting(loop):
         for _ in range(3):
             assert ready.acquire(timeout=60)
-        held = list(attach.values())
+        held = list(attach.list_live_values())
     for thing in (in_thread, in_task, in_context):
         assert thing in held
 
@@ -123,13 +123,13 @@ def test_a_forked_process_does_not_have_its_parent_s_variables() -> None:
 
     def run() -> None:
         of_child = Thing()
-        held = list(attach.values())
+        held = list(attach.list_live_values())
         theirs.send((of_child in held, identity in map(id, held)))
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     child.join(60)
-    assert of_parent in list(attach.values())
+    assert of_parent in list(attach.list_live_values())
     assert ours.recv() == (True, False)
 
 
@@ -148,7 +148,7 @@ def test_looking_keeps_nothing_alive() -> None:
 
     with waiting(spin):
         done.acquire()
-        found = sum(isinstance(item, Thing) for item in attach.values())
+        found = sum(isinstance(item, Thing) for item in attach.list_live_values())
         steps.release()
         done.acquire()
         gc.collect()
@@ -179,11 +179,11 @@ def test_requests_that_began_before_are_counted(monkeypatch: pytest.MonkeyPatch)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         asking = threading.Thread(target=httpx.get, args=(url,), kwargs={"timeout": 60})
         asking.start()
-        until(lambda: attach.tasks(attach.values()))
-        attach.count(attach.tasks(attach.values()))
-        until(lambda: (gate.in_flight, len(gate.rendering)) == (1, 1))
+        until(lambda: attach.select_request_tasks(attach.list_live_values()))
+        attach.count_earlier_requests(attach.select_request_tasks(attach.list_live_values()))
+        until(lambda: (gate.in_flight, len(gate.rendering_requests)) == (1, 1))
         ANSWERED.set()
         asking.join(60)
-        until(lambda: (gate.in_flight, len(gate.rendering)) == (0, 0))
+        until(lambda: (gate.in_flight, len(gate.rendering_requests)) == (0, 0))
         server.should_exit = True
         serving.join(60)

@@ -76,7 +76,7 @@ HELD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_what_is_held_is_found(name: str) -> None:
-    assert books.named([Holder(HELD[name]())], [NAME, "chatcmpl-2"]) == {NAME}
+    assert books.find_mentioned_names([Holder(HELD[name]())], [NAME, "chatcmpl-2"]) == {NAME}
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,17 @@ def test_a_name_that_begins_as_another_one_is_found_beside_it(
     text: str | bytes, found: set[str]
 ) -> None:
     for names in permutations(("u-1", "u-10", "u-2")):
-        assert books.named([[text]], names) == found
+        assert books.find_mentioned_names([[text]], names) == found
 
 
 def test_what_native_code_keeps_can_not_be_seen() -> None:
     native = Holder(msgspec.msgpack.Encoder())  # of any class that is not written in Python
-    assert books.named([Holder({}), native], [NAME]) is None
-    assert books.named([Holder({}), native], [NAME], native=True) == set()
-    assert books.named([Holder(deque()), queued(), asyncio.Queue[str]()], [NAME]) == set()
+    assert books.find_mentioned_names([Holder({}), native], [NAME]) is None
+    assert books.find_mentioned_names([Holder({}), native], [NAME], native=True) == set()
+    assert (
+        books.find_mentioned_names([Holder(deque()), queued(), asyncio.Queue[str]()], [NAME])
+        == set()
+    )
 
 
 def test_a_coroutine_that_waits_is_found() -> None:
@@ -110,7 +113,7 @@ def test_a_coroutine_that_waits_is_found() -> None:
         task = asyncio.create_task(receives(NAME))
         await asyncio.sleep(0)
         try:
-            return books.named([Holder(task)], [NAME])
+            return books.find_mentioned_names([Holder(task)], [NAME])
         finally:
             task.cancel()
 
@@ -130,7 +133,9 @@ def test_what_a_thread_has_in_hand_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         running = pool.submit(receive, NAME)
         assert begun.wait(60)
         try:
-            assert books.named(books.threads(), [NAME], native=True) == {NAME}
+            assert books.find_mentioned_names(books.list_thread_values(), [NAME], native=True) == {
+                NAME
+            }
         finally:
             over.set()
         running.result()
@@ -139,9 +144,9 @@ def test_what_a_thread_has_in_hand_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_not_held_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     # A function's module knows all kinds of things.
     monkeypatch.setitem(globals(), "chatcmpl", NAME + "7")
-    assert books.named([Holder(closed("another")), threading], [NAME + "7"]) == set()
+    assert books.find_mentioned_names([Holder(closed("another")), threading], [NAME + "7"]) == set()
 
 
 def test_a_connector_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(books, "OBJECTS", 50)
-    assert books.named([[[number] for number in range(100)]], [NAME]) is None
+    assert books.find_mentioned_names([[[number] for number in range(100)]], [NAME]) is None

@@ -19,7 +19,7 @@ import pytest
 
 from vllmops.agent import caches, objects
 from vllmops.agent.heal import transit
-from vllmops.diagnose.caches import alone
+from vllmops.diagnose.caches import check_cache
 from vllmops.protocol.caches import (
     EncoderCache,
     EncoderDecoderCache,
@@ -27,7 +27,7 @@ from vllmops.protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
-from vllmops.rpc.agent import reach
+from vllmops.rpc.agent import open_agent
 
 Spawn = Callable[..., Any]
 
@@ -55,7 +55,7 @@ for number in range(20_000):
 cache._LRUCache__order["ghost"] = None
 cache._LRUCache__order.move_to_end("ghost", last=False)
 holder = LruKeyReplicatedReceiverCache(_cache=cache)
-objects.remember("mm-cache", holder)
+objects.track_object("mm-cache", holder)
 threading.Thread(target=cache.__setitem__, args=("new", 1), daemon=True).start()
 """
 
@@ -63,17 +63,17 @@ threading.Thread(target=cache.__setitem__, args=("new", 1), daemon=True).start()
 def test_a_cache_that_another_thread_spins_in_is_read(spawn: Spawn) -> None:
     child = spawn()
     child.run(SPINNER)
-    (cache,) = reach(child.process, timeout_s=60).caches().caches
+    (cache,) = open_agent(child.process, timeout_s=60).fetch_caches().caches
     assert isinstance(cache, LruCache)
     assert (cache.entries, cache.order_only) == (20_000, ["ghost"])
-    assert [rule.code for rule, _ in alone(cache)] == ["mm-cache.ghost-keys"]
+    assert [rule.code for rule, _ in check_cache(cache)] == ["mm-cache.ghost-keys"]
 
 
 def test_a_cache_that_another_thread_spins_in_is_read_in_time(spawn: Spawn) -> None:
     child = spawn()
     child.run(SPINNER)
     began = time.monotonic()
-    assert reach(child.process).caches().caches
+    assert open_agent(child.process).fetch_caches().caches
     assert time.monotonic() - began < 1.5
 
 
@@ -82,9 +82,9 @@ def test_a_key_with_half_of_a_surrogate_pair_hides_no_cache(spawn: Spawn) -> Non
     child = spawn()
     child.run(SPINNER.partition("cache._LRUCache__order")[0].replace("20_000", "2"))
     child.run(r"cache['\ud800'] = 1; holder = LruKeyReplicatedReceiverCache(_cache=cache)")
-    child.run("objects.remember('mm-cache', holder)")
+    child.run("objects.track_object('mm-cache', holder)")
     for keys in (False, True):
-        answer = reach(child.process).caches(keys=keys)
+        answer = open_agent(child.process).fetch_caches(keys=keys)
         (cache,) = answer.caches
         assert isinstance(cache, LruCache)
         assert (cache.entries, cache.newest, len(cache.digest)) == (2, r"\ud800", 64)
@@ -113,7 +113,9 @@ def test_reading_at_once_is_never_torn() -> None:
     try:
         for _ in range(2000):
             # An iterator would be of the moment before.
-            keys, values, both = caches.at_once((list, one), (list, one.values()), (dict, other))
+            keys, values, both = caches.read_atomically(
+                (list, one), (list, one.values()), (dict, other)
+            )
             assert dict(zip(keys, values, strict=True)) == both
     finally:
         ended.set()
@@ -132,12 +134,12 @@ def test_half_way_through_is_read_again() -> None:
         nonlocal reads
         reads += 1
         cache._hits = 1 if reads < 3 else 0  # as between the two lines of LRUCache.get()
-        return caches.lru(held)
+        return caches.observe_lru_cache(held)
 
-    settled = caches.settled(take, holder)
+    settled = caches.observe_until_consistent(take, holder)
     assert reads == 3
     assert settled is not None
-    assert alone(settled) == []
+    assert check_cache(settled) == []
 
 
 def test_a_container_that_changes_size_is_read_again() -> None:
@@ -149,7 +151,7 @@ def test_a_container_that_changes_size_is_read_again() -> None:
         if reads < 3:
             raise RuntimeError("dictionary changed size during iteration")
 
-    assert caches.settled(take, None) is None
+    assert caches.observe_until_consistent(take, None) is None
     assert reads == 3
 
 
@@ -157,16 +159,16 @@ def test_keys_only_where_asked_for_and_their_digest_always() -> None:
     cache: Any = cachetools.LRUCache(10, len)
     cache.pinned_items, cache._hits, cache._total = set(), 0, 0
     holder = SimpleNamespace(_cache=cache)
-    empty = caches.lru(holder)
+    empty = caches.observe_lru_cache(holder)
     assert (empty.oldest, empty.newest, empty.order) == (None, None, None)
     cache["a"], cache["b"] = "1", "22"
-    light, full = caches.lru(holder), caches.lru(holder, keys=True)
+    light, full = caches.observe_lru_cache(holder), caches.observe_lru_cache(holder, keys=True)
     assert (light.order, light.sizes) == (None, None)
     assert (full.order, full.sizes) == (["a", "b"], [1, 2])
     assert light.digest == full.digest != empty.digest
     assert (light.oldest, light.newest, light.entries, light.bytes) == ("a", "b", 2, 3)
     cache["a"]
-    assert caches.lru(holder).digest != full.digest
+    assert caches.observe_lru_cache(holder).digest != full.digest
 
 
 def shm(**changes: Any) -> Any:
@@ -188,7 +190,7 @@ def shm(**changes: Any) -> Any:
 
 
 def test_shared_memory() -> None:
-    cache = caches.multimodal(shm())
+    cache = caches.observe_multimodal_cache(shm())
     assert isinstance(cache, ShmCache)
     assert (cache.side, cache.keys, cache.bytes, cache.capacity_bytes) == (
         "P0",
@@ -197,7 +199,7 @@ def test_shared_memory() -> None:
         100,
     )
     assert (cache.hits, cache.queries) == (1, 3)
-    assert alone(cache) == []
+    assert check_cache(cache) == []
 
 
 @pytest.mark.parametrize(
@@ -210,18 +212,18 @@ def test_shared_memory() -> None:
     ],
 )
 def test_shared_memory_with_a_broken_index(changes: dict[str, Any], field: str) -> None:
-    cache = caches.shm(shm(**changes))
+    cache = caches.observe_shm_cache(shm(**changes))
     assert getattr(cache, field)
-    assert [rule.code for rule, _ in alone(cache)] == ["mm-cache.shm-index"]
+    assert [rule.code for rule, _ in check_cache(cache)] == ["mm-cache.shm-index"]
 
 
 def test_shared_memory_without_updates_and_a_reader() -> None:
     holder = shm()
     del holder._p0_cache["b"]
-    assert caches.shm(holder).without_updates == ["b"]
+    assert caches.observe_shm_cache(holder).without_updates == ["b"]
     reader = shm(is_writer=False)
     del reader._shm_cache.key_index
-    assert caches.shm(reader).side == "worker"
+    assert caches.observe_shm_cache(reader).side == "worker"
 
 
 def scheduler(**changes: Any) -> Any:
@@ -244,21 +246,21 @@ def scheduler(**changes: Any) -> Any:
 
 
 def test_encoder_cache() -> None:
-    cache = caches.encoder(scheduler())
+    cache = caches.observe_encoder_cache(scheduler())
     assert isinstance(cache, EncoderCache)
     assert (cache.slots, cache.free_slots, cache.freeable_slots) == (10, 3, 6)
     assert cache.cached == {"a": ["r"], "b": []}
     assert cache.inputs == {"r": ["a"]}
-    assert alone(cache) == []
+    assert check_cache(cache) == []
 
 
 def test_encoder_cache_with_references_of_strangers() -> None:
     held = scheduler(cached={"a": {"r", "gone"}, "b": set()})
-    cache = caches.encoder(held)
+    cache = caches.observe_encoder_cache(held)
     assert isinstance(cache, EncoderCache)
     assert cache.strangers == ["gone"]
     held.requests["r"].is_finished = lambda: True
-    cache = caches.encoder(held)
+    cache = caches.observe_encoder_cache(held)
     assert isinstance(cache, EncoderCache)
     assert cache.strangers == ["gone", "r"]
 
@@ -267,16 +269,18 @@ def test_encoder_cache_of_a_vllm_with_fewer_records() -> None:
     held = scheduler()
     del held.encoder_cache_manager.num_embeds_by_hash
     del held.encoder_cache_manager.request_cached_ids
-    cache = caches.encoder(held)
+    cache = caches.observe_encoder_cache(held)
     assert isinstance(cache, EncoderCache)
     assert (cache.slots_by_key, cache.inputs) == (None, None)
-    assert alone(cache) == []
+    assert check_cache(cache) == []
 
 
 @pytest.mark.parametrize("lists", [{"allocated": ["a"], "to_free": ["b"]}, {"freed": ["a", "b"]}])
 def test_encoder_decoder_cache(lists: dict[str, list[str]]) -> None:
     manager = SimpleNamespace(cache_size=10, num_free_slots=19, **lists)
-    cache = caches.encoder(SimpleNamespace(encoder_cache_manager=manager, requests={}))
+    cache = caches.observe_encoder_cache(
+        SimpleNamespace(encoder_cache_manager=manager, requests={})
+    )
     assert isinstance(cache, EncoderDecoderCache)
     assert (cache.slots, cache.free_slots, cache.passing) == (10, 19, ["a", "b"])
 
@@ -288,7 +292,7 @@ def test_worker_encoder_cache_of_either_runner() -> None:
         SimpleNamespace(encoder_cache=outputs),
         SimpleNamespace(encoder_cache=SimpleNamespace(encoder_outputs=outputs)),
     ):
-        cache = caches.worker_encoder(SimpleNamespace(model_runner=runner, rank=1))
+        cache = caches.observe_encoder_outputs(SimpleNamespace(model_runner=runner, rank=1))
         assert isinstance(cache, WorkerEncoderCache)
         assert (cache.keys, cache.bytes, cache.device, cache.rank) == (
             ["a", "b"],
@@ -297,7 +301,7 @@ def test_worker_encoder_cache_of_either_runner() -> None:
             1,
         )
     for without in (None, SimpleNamespace(), SimpleNamespace(encoder_cache=None)):
-        assert caches.worker_encoder(SimpleNamespace(model_runner=without)) is None
+        assert caches.observe_encoder_outputs(SimpleNamespace(model_runner=without)) is None
 
 
 class Held:
@@ -316,9 +320,9 @@ def quiet_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_another_vllm_shapes_otherwise_is_a_problem_in_words() -> None:
     odd, other = Held(), Held()
     odd._cache = object()
-    objects.remember("mm-cache", odd)
-    objects.remember("scheduler", other)
-    snapshot = caches.snapshot()
+    objects.track_object("mm-cache", odd)
+    objects.track_object("scheduler", other)
+    snapshot = caches.observe_caches()
     assert snapshot.caches == []
     assert len(snapshot.problems) == 1
     assert "Held can't be read: AttributeError" in snapshot.problems[0]
@@ -341,23 +345,23 @@ def test_hooked_classes_remember_their_instances_as_long_as_they_live() -> None:
             self.size = size
 
     for _ in range(2):
-        objects.hook("mm-cache", "Base", module(Base=Base))
+        objects.hook_constructor("mm-cache", "Base", module(Base=Base))
     one, other = Cache(1), Cache(size=2)
-    assert [held.size for held in objects.every("mm-cache")] == [1, 2]
-    assert objects.latest("mm-cache") is other
+    assert [held.size for held in objects.list_objects("mm-cache")] == [1, 2]
+    assert objects.find_latest("mm-cache") is other
     del one
     gc.collect()
-    assert objects.every("mm-cache") == [other]
+    assert objects.list_objects("mm-cache") == [other]
     assert objects.problems == []
-    objects.forget()
-    assert objects.latest("mm-cache") is None
+    objects.reset_after_fork()
+    assert objects.find_latest("mm-cache") is None
 
 
 @pytest.mark.usefixtures("quiet_agent")
 def test_an_object_whose_constructor_loads_the_agent_is_remembered() -> None:
     class Engine:
         def __init__(self, name: str) -> None:
-            objects.hook("engine-core", "Engine", module(Engine=Engine))
+            objects.hook_constructor("engine-core", "Engine", module(Engine=Engine))
             self.name = name
 
     class Process(Engine):
@@ -365,16 +369,18 @@ def test_an_object_whose_constructor_loads_the_agent_is_remembered() -> None:
             super().__init__("spawned")
 
     made = Process()
-    assert objects.every("engine-core") == [made]
+    assert objects.list_objects("engine-core") == [made]
     assert made.name == "spawned"
 
 
 @pytest.mark.usefixtures("quiet_agent")
 def test_nothing_is_at_rest_in_an_engine_whose_queues_are_unknown() -> None:
-    assert transit.look() == []  # nor where neither an engine nor its client was found
+    assert (
+        transit.prove_queues_empty() == []
+    )  # nor where neither an engine nor its client was found
     scheduler = Held()
-    objects.remember("scheduler", scheduler)
-    assert transit.look() == []
+    objects.track_object("scheduler", scheduler)
+    assert transit.prove_queues_empty() == []
 
 
 @pytest.mark.usefixtures("quiet_agent")
@@ -383,11 +389,11 @@ def test_a_constructor_that_raises_still_raises() -> None:
         def __init__(self) -> None:
             raise ValueError("no memory")
 
-    objects.hook("mm-cache", "Cache", module(Cache=Cache))
+    objects.hook_constructor("mm-cache", "Cache", module(Cache=Cache))
     with pytest.raises(ValueError, match="no memory"):
         Cache()
     gc.collect()
-    assert objects.every("mm-cache") == []
+    assert objects.list_objects("mm-cache") == []
 
 
 @pytest.mark.usefixtures("quiet_agent")
@@ -398,8 +404,8 @@ def test_classes_of_another_shape_are_reported_and_left_alone(
         __slots__ = ()
 
     monkeypatch.setenv(objects.LOGGED, "1")
-    objects.guarded(partial(objects.hook, "mm-cache", "Missing"))(module())
+    objects.catch_errors(partial(objects.hook_constructor, "mm-cache", "Missing"))(module())
     assert "no attribute 'Missing'" in objects.problems[0]
-    objects.hook("mm-cache", "Slotted", module(Slotted=Slotted))
+    objects.hook_constructor("mm-cache", "Slotted", module(Slotted=Slotted))
     assert isinstance(Slotted(), Slotted)
     assert "Slotted can't be tracked" in objects.problems[1]

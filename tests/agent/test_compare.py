@@ -65,7 +65,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     module = ModuleType("vllm.v1.engine.core")
     module.EngineCore = Core  # type: ignore[attr-defined]
     compare.hook_engine(module)
-    monkeypatch.setattr(engine, "front_end", lambda: (made, loop))
+    monkeypatch.setattr(engine, "require_front_end", lambda: (made, loop))
     yield made
     # What is cancelled ends some turns of the loop later.
     until(lambda: asyncio.run_coroutine_threadsafe(left(), loop).result(60) == 1)
@@ -100,7 +100,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
 
 
 def test_two_looks_at_both_sides(client: Client) -> None:
-    found = compare.compare(request())
+    found = compare.compare_caches(request())
     assert len(found.looks) == client.calls == 2
     assert found.settled
     assert found.waited_s >= 0.05
@@ -117,15 +117,15 @@ def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
 ) -> None:
     early, later = (Arrival(0.0, rendering=True) for _ in range(2))
     gate.arrivals.add(early)
-    wait = compare.handed_over
+    wait = compare.wait_until_handed_over
 
     def handed_over(pending: set[Arrival], deadline: float) -> bool:
         gate.arrivals.add(later)
         threading.Timer(0.3, gate.arrivals.discard, (early,)).start()
         return wait(pending, deadline)
 
-    monkeypatch.setattr(compare, "handed_over", handed_over)
-    found = compare.compare(request())
+    monkeypatch.setattr(compare, "wait_until_handed_over", handed_over)
+    found = compare.compare_caches(request())
     assert found.settled
     assert found.waited_s > 0
     assert [item.rendering for item in found.looks] == [1, 1]
@@ -136,7 +136,7 @@ def test_one_that_does_not_come_is_not_waited_for_for_ever(
 ) -> None:
     gate.arrivals.add(Arrival(0.0, rendering=True))
     hurry(monkeypatch, 100)
-    found = compare.compare(request(120))
+    found = compare.compare_caches(request(120))
     assert len(found.looks) == 2
     assert not found.settled
 
@@ -147,19 +147,19 @@ def test_an_engine_that_does_not_answer_leaves_nothing_behind(
 ) -> None:
     client.answers = looks
     hurry(monkeypatch, 2000)  # the deadline is over once it has looked
-    found = compare.compare(request(60 if looks else 0.5))
+    found = compare.compare_caches(request(60 if looks else 0.5))
     assert (len(found.looks), found.after) == (looks, None)
 
 
 def test_a_late_call_does_nothing() -> None:
-    (shown,) = compare.look(SimpleNamespace(), time.time() - 1)
+    (shown,) = compare.observe_engine_caches(SimpleNamespace(), time.time() - 1)
     assert str(shown).startswith("the engine answers after the deadline")
 
 
 def test_a_worker_that_can_not_be_read_is_told() -> None:
     core = Core()
     core.model_executor.collective_rpc = lambda ask: [ask(worker()), ask(object())]
-    own, one, other = compare.look(core, time.time() + 60)
+    own, one, other = compare.observe_engine_caches(core, time.time() + 60)
     assert isinstance(own, bytes)
     assert isinstance(one, bytes)
     assert isinstance(other, str)
@@ -169,13 +169,13 @@ def test_a_worker_that_can_not_be_read_is_told() -> None:
 def test_an_executor_that_has_failed_is_told() -> None:
     core = Core()
     del core.model_executor.collective_rpc
-    (shown,) = compare.look(core, time.time() + 60)
+    (shown,) = compare.observe_engine_caches(core, time.time() + 60)
     assert str(shown).startswith("the engine can't be read: ")
 
 
 def test_a_worker_needs_no_agent() -> None:
     """As cloudpickle sends it: by value, so that no lookup in the worker can fail."""
-    sent = cloudpickle.dumps(compare.question(), protocol=pickle.HIGHEST_PROTOCOL)
+    sent = cloudpickle.dumps(compare.make_worker_function(), protocol=pickle.HIGHEST_PROTOCOL)
     answer = cloudpickle.loads(sent)(worker())
     (cache,) = msgspec.msgpack.decode(answer, type=ProcessCaches).caches
     assert isinstance(cache, WorkerEncoderCache)
@@ -191,11 +191,11 @@ def test_handing_over_is_told_and_failing_to(gate: Gate, monkeypatch: pytest.Mon
                 raise ValueError("too long")
             return number
 
-    monkeypatch.setattr(gate, "handed_over", lambda: handed.append(True))
+    monkeypatch.setattr(gate, "mark_reached_engine", lambda: handed.append(True))
     module = ModuleType("vllm.v1.engine.async_llm")
     module.AsyncLLM = AsyncLLM  # type: ignore[attr-defined]
-    compare.hook_front(module)
-    compare.hook_front(module)
+    compare.hook_front_end(module)
+    compare.hook_front_end(module)
     assert asyncio.run(AsyncLLM().add_request(7)) == 7
     with pytest.raises(ValueError, match="too long"):
         asyncio.run(AsyncLLM().add_request(-1))

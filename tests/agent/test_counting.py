@@ -10,8 +10,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from vllmops.agent import account
-from vllmops.agent.counting import count_carrier, count_store
-from vllmops.keys.carrier import CarrierError, Case
+from vllmops.agent.counting import count_carrier, count_store_operations
+from vllmops.keys.carrier import CarrierError, CarrierProblem
 from vllmops.store.backend import EVERYBODY, Limits
 from vllmops.store.memory import Memory
 from vllmops.store.store import ResponseStore
@@ -23,7 +23,7 @@ def value(name: str, **labels: str) -> float:
 
 def test_operations_of_the_store() -> None:
     backend = Memory("memory://", Limits())
-    count_store(backend)
+    count_store_operations(backend)
     labels = {"backend": "memory", "operation": "get"}
     before = value("store_operation_seconds_count", **labels)
 
@@ -31,7 +31,7 @@ def test_operations_of_the_store() -> None:
         async with ResponseStore(backend) as store:
             assert await store.get(EVERYBODY, "resp_1") is None
             assert await store.get(EVERYBODY, "resp_2") is None
-            assert (await store.stats(EVERYBODY)).count == 0
+            assert (await store.collect_stats(EVERYBODY)).response_count == 0
 
     asyncio.run(run())
     assert value("store_operation_seconds_count", **labels) == before + 2
@@ -46,7 +46,7 @@ def test_failures_and_cancellations_stay_what_they_are() -> None:
             raise OSError("gone")
 
     backend = Broken("memory://", Limits())
-    count_store(backend)
+    count_store_operations(backend)
     with pytest.raises(OSError, match="gone"):
         asyncio.run(backend.get("", "any"))
 
@@ -63,7 +63,7 @@ def test_failures_and_cancellations_stay_what_they_are() -> None:
 def test_carriers() -> None:
     before = value("carriers_total", action="refused", reason="expired")
     count_carrier("opened")
-    count_carrier("opened", CarrierError(Case.EXPIRED, "too old"))
+    count_carrier("opened", CarrierError(CarrierProblem.EXPIRED, "too old"))
     assert value("carriers_total", action="refused", reason="expired") == before + 1
     assert value("carriers_total", action="opened", reason="") >= 1
 
@@ -75,7 +75,7 @@ def test_the_cpu_time_of_its_threads() -> None:
             pass
 
     used: list[float] = []
-    before, done, go = account.cpu_s(), threading.Event(), threading.Event()
+    before, done, go = account.measure_cpu_s(), threading.Event(), threading.Event()
 
     def lasting() -> None:
         work()
@@ -89,12 +89,14 @@ def test_the_cpu_time_of_its_threads() -> None:
     thread.start()
     other.start()
     done.wait()
-    assert 0.19 < account.cpu_s() - before < sum(used)  # not what the other one has used
+    assert 0.19 < account.measure_cpu_s() - before < sum(used)  # not what the other one has used
     go.set()
     thread.join()
     other.join()
-    before = account.cpu_s()
-    short = threading.Thread(target=account.charged(lasting), name="vllmops-request")
+    before = account.measure_cpu_s()
+    short = threading.Thread(
+        target=account.wrap_with_cpu_accounting(lasting), name="vllmops-request"
+    )
     short.start()
     short.join()
-    assert 0.19 < account.cpu_s() - before < 1.5 * used[-1]  # it counts once
+    assert 0.19 < account.measure_cpu_s() - before < 1.5 * used[-1]  # it counts once

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from vllmops.agent import gate as module
-from vllmops.agent.gate import Gate, install
+from vllmops.agent.gate import Gate, hook_fastapi
 
 
 class App:
-    """What `install` needs of FastAPI: an ASGI callable (tests/live has the real one)."""
+    """What `hook_fastapi` needs of FastAPI: an ASGI callable (tests/live has the real one)."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
@@ -38,8 +38,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(module, "gate", Gate())
     fastapi = ModuleType("fastapi.applications")
     fastapi.FastAPI = App  # type: ignore[attr-defined]
-    install(fastapi)
-    install(fastapi)
+    hook_fastapi(fastapi)
+    hook_fastapi(fastapi)
     yield module.gate
     App.__call__ = call  # type: ignore[method-assign]
 
@@ -65,13 +65,13 @@ def test_a_websocket_of_responses_counts_by_its_requests(gate: Gate) -> None:
         await asyncio.sleep(0.01)
         assert (gate.in_flight, gate.started) == (0, 0)
         began = time.monotonic()
-        with module.counted(scope("/v1/responses"), rendering=True) as arrival:
-            assert gate.rendering == {arrival}
+        with module.count_websocket_request(scope("/v1/responses"), rendering=True) as arrival:
+            assert gate.rendering_requests == {arrival}
             now = time.monotonic()
-            assert gate.longest(now) <= now - began
+            assert gate.measure_rendering_s(now) <= now - began
             assert arrival.route == "POST /v1/responses"
-            assert gate.handed_over() is arrival
-            assert (gate.in_flight, len(gate.rendering)) == (1, 0)
+            assert gate.mark_reached_engine() is arrival
+            assert (gate.in_flight, len(gate.rendering_requests)) == (1, 0)
         assert (gate.in_flight, gate.started) == (0, 1)
         app.go.set()
         await socket
@@ -199,7 +199,7 @@ def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
             await asyncio.create_task(hand_over())
 
     async def hand_over() -> None:
-        gate.handed_over()
+        gate.mark_reached_engine()
 
     async def go() -> None:
         waiting, handing = App(), App()
@@ -210,19 +210,19 @@ def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
             for app, method in ((waiting, "POST"), (waiting, "GET"), (handing, "POST"))
         ]
         await asyncio.sleep(0.01)
-        assert (gate.in_flight, len(gate.rendering)) == (3, 1)
+        assert (gate.in_flight, len(gate.rendering_requests)) == (3, 1)
         # It may bring more at any time.
         tasks.append(asyncio.ensure_future(answer(handing, scope(kind="websocket"))))
         await asyncio.sleep(0.01)
-        assert (gate.in_flight, len(gate.rendering)) == (4, 2)
+        assert (gate.in_flight, len(gate.rendering_requests)) == (4, 2)
         # What it has waited for nobody knows: the oldest of the others counts.
         now = time.monotonic()
-        assert 0.01 < gate.longest(now) <= now - began
+        assert 0.01 < gate.measure_rendering_s(now) <= now - began
         waiting.go.set()
         handing.go.set()
         await asyncio.gather(*tasks)
-        assert not gate.rendering
-        assert gate.longest(time.monotonic()) == 0.0
+        assert not gate.rendering_requests
+        assert gate.measure_rendering_s(time.monotonic()) == 0.0
 
     asyncio.run(go())
 
@@ -230,17 +230,17 @@ def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
 def test_who_holds_it_for_a_while_changes_nothing_for_others(gate: Gate) -> None:
     """Two resets at once, and a drain in between: each undoes its own alone."""
     with ExitStack() as first:
-        first.enter_context(gate.held())
+        first.enter_context(gate.refuse_requests())
         second = ExitStack()
-        second.enter_context(gate.held())
-        assert gate.closed
+        second.enter_context(gate.refuse_requests())
+        assert gate.is_closed
         first.close()
-        assert gate.closed
+        assert gate.is_closed
         second.close()
-        assert not gate.closed
-    with gate.held():
+        assert not gate.is_closed
+    with gate.refuse_requests():
         gate.draining = True
-    assert gate.closed
+    assert gate.is_closed
 
 
 def test_what_is_cut_off_after_its_answer_is_in_flight_no_more(gate: Gate) -> None:
@@ -266,7 +266,7 @@ def test_what_is_cut_off_after_its_answer_is_in_flight_no_more(gate: Gate) -> No
         asked = asyncio.ensure_future(app(scope(), None, send))
         await asyncio.sleep(0.01)
         assert gate.in_flight == 1
-        assert await asyncio.to_thread(gate.cut, 60.0)
+        assert await asyncio.to_thread(gate.cut_off_requests, 60.0)
         await asked
         assert gate.in_flight == 0
 
@@ -301,7 +301,7 @@ def test_what_is_cut_off_gets_a_503_and_a_stream_an_error(gate: Gate, swallows: 
         followed = asyncio.ensure_future(answer(outer, scope()))
         await asyncio.sleep(0.01)
         outer.go.set()
-        assert await asyncio.to_thread(gate.cut, 60.0)
+        assert await asyncio.to_thread(gate.cut_off_requests, 60.0)
         start, _ = await asked
         assert (start["status"], dict(start["headers"])[b"retry-after"]) == (503, b"5")
         began, _, last = await followed

@@ -24,7 +24,7 @@ import zmq
 from vllmops.agent import objects
 from vllmops.agent.adapters import scheduling
 from vllmops.agent.heal import admission, event_loop, fatal, io_threads, sockets, transfers
-from vllmops.agent.heal.between import before_next, between_steps
+from vllmops.agent.heal.between import run_before_call, run_between_steps
 
 from ..support.waiting import until
 
@@ -36,8 +36,8 @@ from vllmops.agent.heal import event_loop
 def {function}():
     compile(r"(a|aa)+$").match(90 * "a" + "b")
 
-event_loop.install()
-print(event_loop.number(), flush=True)
+event_loop.install_signal_handler()
+print(event_loop.find_interrupt_signal(), flush=True)
 try:
     {function}()
 except TimeoutError as error:
@@ -82,7 +82,7 @@ def extract_tool_calls(signals: int) -> None:
 
 
 def helper() -> None:
-    event_loop.interrupt(event_loop.SIGNAL, sys._getframe())
+    event_loop.interrupt_parser(event_loop.SIGNAL, sys._getframe())
 
 
 def test_a_signal_ends_no_other_call_than_the_one_before_it_met() -> None:
@@ -128,8 +128,8 @@ def test_what_a_pool_of_its_own_has_no_room_for_now_may_come_to_run(private: boo
         connector=None,
     )
     request = SimpleNamespace(request_id="a", num_tokens=16, num_prompt_tokens=16)
-    assert bool(admission.too_large(scheduler, request)) is not private
-    assert bool(admission.held_up(scheduler, request)) is not private
+    assert bool(admission.explain_too_large(scheduler, request)) is not private
+    assert bool(admission.explain_blocked(scheduler, request)) is not private
 
 
 class Core:
@@ -157,8 +157,8 @@ def test_an_act_runs_once_on_the_engine_s_thread_and_its_error_does_not_reach_it
     thread.start()
     try:
         note = lambda: seen.append(threading.current_thread().name)  # noqa: E731
-        assert between_steps(core, note, 60) == ""
-        assert between_steps(core, core.gone, 60) == "AttributeError: gone"
+        assert run_between_steps(core, note, 60) == ""
+        assert run_between_steps(core, core.gone, 60) == "AttributeError: gone"
         before = core.steps
         until(lambda: core.steps >= before + 3)
     finally:
@@ -184,7 +184,7 @@ def test_to_count_the_blocks_of_a_request_writes_nothing() -> None:
 
     def needed(name: str) -> int:
         request = SimpleNamespace(request_id=name, num_tokens=5, num_prompt_tokens=5)
-        return scheduling.blocks_needed(scheduler, request)
+        return scheduling.count_needed_blocks(scheduler, request)
 
     assert (needed("new"), needed("held")) == (5, 3)
     assert books == {"held": [1, 2]}
@@ -257,18 +257,18 @@ def test_a_sender_is_judged_by_what_a_client_can_not_forge(
         vllm_config=SimpleNamespace(),
         pause_state=SimpleNamespace(name="UNPAUSED"),
     )
-    monkeypatch.setattr(objects, "latest", lambda _: scheduler)
+    monkeypatch.setattr(objects, "find_latest", lambda _: scheduler)
     together = threading.Barrier(20)
-    refuses = transfers.refuses
+    refuses = transfers.is_refusing_connections
 
     def asked(address: transfers.Address) -> bool:
         if address[1] == mute:  # one after the other would not get on
             together.wait()
         return refuses(address)
 
-    monkeypatch.setattr(transfers, "refuses", asked)
+    monkeypatch.setattr(transfers, "is_refusing_connections", asked)
     monkeypatch.setattr(transfers, "LOOKED_UP_S", 60.0)
-    found = transfers.look()
+    found = transfers.find_lost_loads()
     assert [proof.subject for proof in found if proof.why] == (
         [] if kind is Offloading else ["gone"]
     )
@@ -280,7 +280,7 @@ def test_an_act_does_not_run_where_the_call_has_another_shape() -> None:
             return output
 
     core, seen = Other(), list[str]()
-    act = threading.Thread(target=lambda: seen.append(before_next(core, "update", tuple, 60)))
+    act = threading.Thread(target=lambda: seen.append(run_before_call(core, "update", tuple, 60)))
     act.start()
     until(lambda: "update" in vars(core))
     assert core.update(output=7) == 7
@@ -292,7 +292,7 @@ def test_an_act_does_not_run_where_the_call_has_another_shape() -> None:
 def test_an_act_that_found_no_step_does_not_run_later() -> None:
     core, seen = Core(), list[int]()
     kept = core.step_fn
-    assert "takes no step" in between_steps(core, lambda: seen.append(1), timeout_s=0.01)
+    assert "takes no step" in run_between_steps(core, lambda: seen.append(1), timeout_s=0.01)
     assert core.step_fn == kept
     assert (core.step_fn(), seen) == (1, [])
 
@@ -300,7 +300,7 @@ def test_an_act_that_found_no_step_does_not_run_later() -> None:
 def test_who_loses_by_the_end_of_a_thread_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(io_threads, "_deaths", {})
-    io_threads.watch()
+    io_threads.install_excepthook()
 
     def process_output_sockets() -> None:
         output = 0, SimpleNamespace(outputs=[SimpleNamespace(request_id="a")])
@@ -356,8 +356,8 @@ def test_the_message_that_ended_a_thread_is_kept(monkeypatch: pytest.MonkeyPatch
         try:
             target(*given)
         except Exception as error:
-            io_threads.note(error, error.__traceback__)
-    read, written = fatal.messages().messages
+            io_threads.note_thread_death(error, error.__traceback__)
+    read, written = fatal.list_fatal_messages().messages
     assert [(frame.size, frame.head) for frame in read.frames] == [
         (1, b"\0"),
         (7, b"1234567"),
@@ -406,7 +406,7 @@ def test_a_message_that_can_t_be_encoded_is_sent_without_those_to_blame(
         try:
             core.process_output_sockets(["a"], None, 0)
         except TypeError as error:
-            io_threads.note(error, error.__traceback__)
+            io_threads.note_thread_death(error, error.__traceback__)
 
     bad = One("b", what=object())
     for outputs in ([One("a"), bad, One("c")], [One("d")]):
@@ -416,7 +416,7 @@ def test_a_message_that_can_t_be_encoded_is_sent_without_those_to_blame(
     thread.join()
     assert io_threads._deaths["process_output_sockets"].requests == ("b",)
     core.output_queue.put(None)
-    assert io_threads.started(core, "process_output_sockets") == ""
+    assert io_threads.restart_thread(core, "process_output_sockets") == ""
     core.output_thread.join()
     assert [[one["request_id"] for one in outputs] for outputs in sent] == [["a", "c"], ["d"]]
 
@@ -459,7 +459,7 @@ def test_what_is_sent_while_the_input_thread_is_dead_is_read_by_the_next_one(
         EngineCoreProc, "process_input_sockets", EngineCoreProc.process_input_sockets
     )
     for _ in range(2):
-        sockets.keep(sys.modules[__name__])
+        sockets.hook_input_thread(sys.modules[__name__])
     core, path = EngineCoreProc(), f"ipc://{tmp_path}/socket"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as front_end:
         front_end.bind(path)

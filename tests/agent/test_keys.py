@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from vllmops.keys import file
-from vllmops.keys.ring import Key, Status, fresh
+from vllmops.keys.ring import Key, KeyStatus, generate_secret
 from vllmops.protocol import identity
 from vllmops.protocol.keys import ProcessKeys
-from vllmops.rpc.agent import reach
+from vllmops.rpc.agent import open_agent
 
 from ..support.waiting import until
 
@@ -28,7 +28,7 @@ LOOK_S = 1.0  # for a change of the file to be in use two seconds later
 
 
 def keys(child: Any, *, reload: bool = False) -> ProcessKeys:
-    return reach(child.process).keys(reload=reload)
+    return open_agent(child.process).fetch_keys(reload=reload)
 
 
 def held(child: Any) -> dict[str, str]:
@@ -40,14 +40,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "ring"
 
 
-def grow(path: Path, status: Status = Status.NEXT) -> Key:
-    key = Key.of(fresh(), status, 1)
-    file.change(path, lambda ring: ring.add(key), create=True)
+def grow(path: Path, status: KeyStatus = KeyStatus.NEXT) -> Key:
+    key = Key.from_secret(generate_secret(), status, 1)
+    file.change_keyring(path, lambda ring: ring.add(key), create=True)
     return key
 
 
 def test_it_tells_what_it_holds_and_no_secret(spawn: Spawn, path: Path) -> None:
-    first, second = grow(path, Status.PRIMARY), grow(path)
+    first, second = grow(path, KeyStatus.PRIMARY), grow(path)
     began = time.time()
     child = spawn(VLLMOPS_KEYRING=str(path))
     shown = keys(child)
@@ -58,7 +58,7 @@ def test_it_tells_what_it_holds_and_no_secret(spawn: Spawn, path: Path) -> None:
         (first.kid, "primary", first.fingerprint, 1),
         (second.kid, "next", second.fingerprint, 1),
     ]
-    assert child.run("from vllmops.agent import keys; out = len(keys.ring().keys)") == "2"
+    assert child.run("from vllmops.agent import keys; out = len(keys.get_keyring().keys)") == "2"
     spelt = [key.secret.reveal().hex() for key in (first, second)]
     child.run("import json; from vllmops.agent.service import GETS; import msgspec")
     answer = child.run("out = msgspec.json.encode(GETS['/keys?reload=1']()).decode()")
@@ -68,7 +68,7 @@ def test_it_tells_what_it_holds_and_no_secret(spawn: Spawn, path: Path) -> None:
 
 
 def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
-    first = grow(path, Status.PRIMARY)
+    first = grow(path, KeyStatus.PRIMARY)
     children = [spawn(VLLMOPS_KEYRING=str(path)) for _ in range(2)]
     for child in children:
         # A look takes nearly no time, but on a busy machine its turn may come late.
@@ -77,7 +77,7 @@ def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
     second = grow(path)
     for child in children:
         until(lambda child=child: second.kid in held(child))  # type: ignore[misc]
-    file.change(path, lambda ring: ring.promote(second.kid, time.time(), 3600))
+    file.change_keyring(path, lambda ring: ring.promote(second.kid, time.time(), 3600))
     for child in children:
         until(lambda child=child: held(child)[second.kid] == "primary")  # type: ignore[misc]
         assert held(child)[first.kid] == "verify-only"
@@ -85,9 +85,11 @@ def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
 
 
 def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
-    grow(path, Status.PRIMARY)
+    grow(path, KeyStatus.PRIMARY)
     child = spawn(VLLMOPS_KEYRING=str(path))
-    child.run("from vllmops.agent import keys; keys._holder.mark = lambda: keys._holder.seen")
+    child.run(
+        "from vllmops.agent import keys; keys._holder.read_fingerprint = lambda: keys._holder.seen"
+    )
     second = grow(path)
     assert second.kid not in held(child)
     assert second.kid in {key.kid for key in keys(child, reload=True).keys}
@@ -96,13 +98,13 @@ def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
 
 def hurried(child: Any) -> Any:
     """A process that looks often, too, for tests of many looks."""
-    child.run("from vllmops.agent import keys; keys.CHECK_S = 0.02; keys._holder.follow()")
+    child.run("from vllmops.agent import keys; keys.CHECK_S = 0.02; keys._holder.follow_file()")
     return child
 
 
 @pytest.mark.root_only
 def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, path: Path) -> None:
-    before = {grow(path, Status.PRIMARY).kid: "primary"}
+    before = {grow(path, KeyStatus.PRIMARY).kid: "primary"}
     child = hurried(spawn(VLLMOPS_KEYRING=str(path)))
     wrongs: list[Callable[[bytes], object]] = [
         lambda content: path.write_bytes(content[:100]),
@@ -122,7 +124,7 @@ def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, p
         time.sleep(0.1)
         # Once it is in order again, all is.
         path.unlink(missing_ok=True)
-        file.copy(path).replace(path)
+        file.locate_copy(path).replace(path)
         before[grow(path).kid] = "next"
         until(lambda: held(child) == before)
         assert keys(child).problem == ""
@@ -137,9 +139,9 @@ def test_a_file_that_is_broken_from_the_start(spawn: Spawn, path: Path) -> None:
     child = spawn(VLLMOPS_KEYRING=str(path))
     assert "damaged" in keys(child).problem
     assert held(child) == {}
-    assert child.run("from vllmops.agent import keys; out = keys.ring()") == "None"
+    assert child.run("from vllmops.agent import keys; out = keys.get_keyring()") == "None"
     path.unlink()
-    first = grow(path, Status.PRIMARY)
+    first = grow(path, KeyStatus.PRIMARY)
     until(lambda: held(child) == {first.kid: "primary"})
 
 
@@ -147,7 +149,7 @@ def test_a_file_that_comes_later(spawn: Spawn, path: Path) -> None:
     child = spawn(VLLMOPS_KEYRING=str(path))
     shown = keys(child)
     assert (shown.keys, shown.problem, shown.loaded_at) == ((), "", None)
-    first = grow(path, Status.PRIMARY)
+    first = grow(path, KeyStatus.PRIMARY)
     until(lambda: held(child) == {first.kid: "primary"})
 
 
@@ -156,7 +158,7 @@ def test_the_default_place(spawn: Spawn, tmp_path: Path) -> None:
     assert keys(without).source == "none"
     assert "vllmops-keys" not in without.run(THREADS)
     home = tmp_path / "home"
-    first = grow(home / "keyring.json", Status.PRIMARY)
+    first = grow(home / "keyring.json", KeyStatus.PRIMARY)
     child = spawn()
     assert held(child) == {first.kid: "primary"}
     assert keys(child).keyring == str(home / "keyring.json")
@@ -164,7 +166,7 @@ def test_the_default_place(spawn: Spawn, tmp_path: Path) -> None:
 
 def test_no_keys_are_wanted(spawn: Spawn, tmp_path: Path) -> None:
     spawn().end()  # it makes its home
-    grow(tmp_path / "home" / "keyring.json", Status.PRIMARY)
+    grow(tmp_path / "home" / "keyring.json", KeyStatus.PRIMARY)
     child = spawn(VLLMOPS_KEYRING="none", VLLM_RESPONSES_STATE_SIGNING_KEY=TEXT)
     assert keys(child).source == "none"
     assert "vllmops-keys" not in child.run(THREADS)
@@ -233,41 +235,41 @@ def test_children_that_serve_no_http_do_not_inherit_it(tmp_path: Path) -> None:
 
 
 def test_an_engine_holds_none(spawn: Spawn, path: Path) -> None:
-    grow(path, Status.PRIMARY)
+    grow(path, KeyStatus.PRIMARY)
     # What multiprocessing does before vLLM's engine loads plug-ins.
     code = (
         "import multiprocessing, os; multiprocessing.current_process().name = 'EngineCore'\n"
         "from vllmops.agent import keys; keys._holder = None; os.environ['{0}'] = '{1}'\n"
-        "keys.start(); out = (keys.state().source, os.environ.get('{0}'))"
+        "keys.start_key_holder(); out = (keys.observe_keys().source, os.environ.get('{0}'))"
     )
     child = spawn(VLLMOPS_KEYRING=str(path))
     assert child.run(code.format(file.SIGNING_KEY, TEXT)) == "('none', None)"
 
 
 def test_a_fork_holds_none(spawn: Spawn, path: Path) -> None:
-    grow(path, Status.PRIMARY)
+    grow(path, KeyStatus.PRIMARY)
     child = spawn(VLLMOPS_KEYRING=str(path))
     code = (
         "import os; from vllmops.agent import keys; read, write = os.pipe()\n"
         "pid = os.fork()\n"
         "if pid == 0:\n"
-        "    os.write(write, repr(keys.ring()).encode()); os._exit(0)\n"
+        "    os.write(write, repr(keys.get_keyring()).encode()); os._exit(0)\n"
         "os.waitpid(pid, 0); out = os.read(read, 1000).decode()"
     )
     assert child.run(code) == "None"
-    assert child.run("out = keys.ring() is not None") == "True"
+    assert child.run("out = keys.get_keyring() is not None") == "True"
 
 
 def test_it_never_waits_for_a_file_that_hangs(spawn: Spawn, path: Path) -> None:
-    grow(path, Status.PRIMARY)
+    grow(path, KeyStatus.PRIMARY)
     child = hurried(spawn(VLLMOPS_KEYRING=str(path)))
     # A file system that hangs can't be had here: a stat that does is put in its place.
     child.run(
         "import threading, time; from vllmops.agent import keys; hangs = threading.Event()\n"
-        "keys._holder.mark = lambda: hangs.set() or time.sleep(1000)"
+        "keys._holder.read_fingerprint = lambda: hangs.set() or time.sleep(1000)"
     )
     assert child.run("out = hangs.wait(60)") == "True"
-    child.run("for _ in range(1000): keys.ring().primary")
+    child.run("for _ in range(1000): keys.get_keyring().primary")
     assert list(held(child).values()) == ["primary"]
 
 
@@ -278,7 +280,7 @@ LOOP = """
 import asyncio
 from vllmops.agent import keys, register
 from vllmops.protocol import identity
-keys.Holder.mark = lambda self: (1,)
+keys.KeyHolder.read_fingerprint = lambda self: (1,)
 keys.CHECK_S = 0.02
 {loop}
 async def main():
@@ -315,14 +317,14 @@ def socketed(popen: subprocess.Popen[str]) -> Any:
     from vllmops.host.roles import Role
 
     class Looping:
-        process = Process(Role.API, popen.pid, identity.of(popen.pid).start_ticks)
+        process = Process(Role.API, popen.pid, identity.read_identity(popen.pid).start_ticks)
 
     return Looping
 
 
 @pytest.mark.parametrize("loop", ["", "import uvloop; uvloop.install()"])
 def test_a_hangup_reloads_and_ends_nothing(path: Path, tmp_path: Path, loop: str) -> None:
-    grow(path, Status.PRIMARY)
+    grow(path, KeyStatus.PRIMARY)
     popen = looping(path, tmp_path, loop)
     try:
         child = socketed(popen)
@@ -339,7 +341,7 @@ def test_a_hangup_reloads_and_ends_nothing(path: Path, tmp_path: Path, loop: str
 
 
 def test_a_hangup_of_a_terminal_ends_it_as_ever(path: Path, tmp_path: Path) -> None:
-    grow(path, Status.PRIMARY)
+    grow(path, KeyStatus.PRIMARY)
     ours, theirs = pty.openpty()
 
     def control() -> None:
@@ -356,7 +358,7 @@ def test_a_hangup_of_a_terminal_ends_it_as_ever(path: Path, tmp_path: Path) -> N
 
 
 def test_a_hangup_that_is_somebody_elses_stays_so(spawn: Spawn, path: Path) -> None:
-    grow(path, Status.PRIMARY)
+    grow(path, KeyStatus.PRIMARY)
     child = spawn(VLLMOPS_KEYRING=str(path))
     code = (
         "import signal; from vllmops.agent import keys\n"

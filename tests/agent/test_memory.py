@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from vllmops.host.roles import Role
-from vllmops.protocol.memory import AgentMemory, Held, Store
-from vllmops.rpc.agent import reach
+from vllmops.protocol.memory import AgentMemory, CacheUsage, StoreCounts
+from vllmops.rpc.agent import open_agent
 
 Spawn = Callable[..., Any]
 
@@ -28,11 +28,11 @@ class Request:
         return self.done
 module = types.ModuleType("vllm.v1.request")
 module.Request = Request
-objects.hook("request", "Request", module)
+objects.hook_constructor("request", "Request", module)
 class Scheduler: pass
 scheduler = Scheduler()
 scheduler.requests = {}
-objects.remember("scheduler", scheduler)
+objects.track_object("scheduler", scheduler)
 def add(name, keep=None):
     scheduler.requests[name] = Request(name, keep)
 def finish(name):
@@ -42,7 +42,7 @@ def finish(name):
 
 
 def told(child: Any) -> AgentMemory:
-    answer: AgentMemory = reach(child.process).memory()
+    answer: AgentMemory = open_agent(child.process).fetch_memory()
     return answer
 
 
@@ -72,7 +72,7 @@ def test_live_and_finished_requests(spawn: Spawn) -> None:
 
 def test_one_that_is_being_built_is_alive(spawn: Spawn) -> None:
     child = spawn("VLLM::EngineCore", Role.ENGINE)
-    child.run(REQUEST + "half = Request.__new__(Request); objects.remember('request', half)")
+    child.run(REQUEST + "half = Request.__new__(Request); objects.track_object('request', half)")
     assert counts(child) == (1, 0, 0)
 
 
@@ -85,9 +85,9 @@ def test_very_many_are_counted_by_subtraction(spawn: Spawn) -> None:
 def test_requests_do_not_try_to_bring_the_agent_up(spawn: Spawn) -> None:
     child = spawn("VLLM::EngineCore", Role.ENGINE)
     child.run(REQUEST + "tried = []\n")
-    child.run("objects.install(lambda: tried.append(1))\nadd('a')")
+    child.run("objects.hook_constructors(lambda: tried.append(1))\nadd('a')")
     assert child.run("out = tried") == "[]"
-    assert child.run("objects.remember('scheduler', scheduler); out = tried") == "[1]"
+    assert child.run("objects.track_object('scheduler', scheduler); out = tried") == "[1]"
 
 
 def test_a_request_costs_a_microsecond_or_two_more(spawn: Spawn) -> None:
@@ -125,18 +125,18 @@ ring = SimpleNamespace(data_buffer_start=100, data_buffer_end=350)
 storage = SimpleNamespace(is_writer=True, key_index={"a": 1}, ring_buffer=ring)
 holders += [Shm(_shm_cache=storage), Shm()]
 for holder in holders:
-    objects.remember("mm-cache", holder)
+    objects.track_object("mm-cache", holder)
 scheduler = Scheduler(
     requests={},
     encoder_cache_manager=SimpleNamespace(cache_size=10, num_free_slots=6, cached={"a": set()}),
 )
-objects.remember("scheduler", scheduler)
+objects.track_object("scheduler", scheduler)
 tensor = SimpleNamespace(nbytes=64, device="cpu")
 worker = Worker(model_runner=SimpleNamespace(encoder_cache={"a": tensor}), rank=0)
-objects.remember("worker", worker)
+objects.track_object("worker", worker)
 serving = Serving()
 serving.response_store, serving.msg_store, serving.event_store = {"a": 1, "b": 2}, {"a": 1}, {}
-objects.remember("responses", serving)
+objects.track_object("responses", serving)
 """
 
 
@@ -153,8 +153,8 @@ def test_caches_and_the_store(spawn: Spawn) -> None:
         ("encoder", 1, None, False),
         ("encoder-outputs", 1, 64, True),
     ]
-    assert found.caches[4] == Held(kind="encoder", name="SimpleNamespace", entries=1, slots=4)
-    assert found.store == Store(responses=2, messages=1, events=0)
+    assert found.caches[4] == CacheUsage(kind="encoder", name="SimpleNamespace", entries=1, slots=4)
+    assert found.store == StoreCounts(responses=2, messages=1, events=0)
     assert len(found.gc) == 3
 
 

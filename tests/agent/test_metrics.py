@@ -20,14 +20,14 @@ from vllmops.agent.adapters import metrics as adapter
 from vllmops.agent.log import log
 from vllmops.files import write_atomically
 from vllmops.metrics import gathering as metrics
-from vllmops.metrics.gathering import Gathering
+from vllmops.metrics.gathering import BackgroundCollector
 from vllmops.protocol.server import ProcessState
-from vllmops.protocol.view import View
+from vllmops.protocol.view import MetricsSnapshot
 
 from ..support.waiting import until
 
 
-def names(gathering: Gathering) -> set[str]:
+def names(gathering: BackgroundCollector) -> set[str]:
     return {metric.name for metric in gathering.collect()}
 
 
@@ -41,13 +41,13 @@ def over() -> Iterator[threading.Event]:
 def test_a_scrape_waits_for_nothing_and_shows_what_was_gathered(over: threading.Event) -> None:
     go = threading.Event()
 
-    def slow() -> tuple[View, int]:
+    def slow() -> tuple[MetricsSnapshot, int]:
         while not go.wait(0.01) and not over.is_set():
             pass
         go.clear()  # there is no second look
-        return View(stall="likely"), 1
+        return MetricsSnapshot(stall="likely"), 1
 
-    gathering = Gathering(slow, log.warning, over.wait)
+    gathering = BackgroundCollector(slow, log.warning, over.wait)
     assert not gathering.describe()
     assert not names(gathering)
     go.set()
@@ -61,14 +61,14 @@ def test_nobody_scrapes_nothing_is_gathered(
 ) -> None:
     count = 0
 
-    def look() -> tuple[View, int]:
+    def look() -> tuple[MetricsSnapshot, int]:
         nonlocal count
         count += 1
-        return View(), 1
+        return MetricsSnapshot(), 1
 
     monkeypatch.setattr(metrics, "LOOK_S", 0.01)
     monkeypatch.setattr(metrics, "SHARE", 100.0)
-    gathering = Gathering(look, log.warning, over.wait)
+    gathering = BackgroundCollector(look, log.warning, over.wait)
     assert count == 0
     gathering.collect()
     until(lambda: count > 2)
@@ -88,14 +88,14 @@ def test_an_error_is_reported_once_and_the_next_look_works(
 ) -> None:
     looks = 0
 
-    def look() -> tuple[View, int]:
+    def look() -> tuple[MetricsSnapshot, int]:
         nonlocal looks
         looks += 1
         if looks < 4:
             raise KeyError("odd")
-        return View(), 1
+        return MetricsSnapshot(), 1
 
-    gathering = Gathering(look, log.warning, over.wait)
+    gathering = BackgroundCollector(look, log.warning, over.wait)
     gathering.pause_s = 0.01
     until(lambda: names(gathering) == {"vllmops:stalled"})
     assert [record.message for record in caplog.records if "odd" in record.message][1:] == []
@@ -106,37 +106,37 @@ def test_its_pause_follows_what_it_costs(
 ) -> None:
     spent_s = 0.0
 
-    def look() -> tuple[View, int]:
+    def look() -> tuple[MetricsSnapshot, int]:
         nonlocal spent_s
         spent_s += 0.03
-        return View(), 4
+        return MetricsSnapshot(), 4
 
     clocks = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: spent_s)
     monkeypatch.setattr(metrics, "time", clocks)
-    gathering = Gathering(look, log.warning, over.wait)
+    gathering = BackgroundCollector(look, log.warning, over.wait)
     gathering.collect()
     until(lambda: gathering.gathered > 0)
     assert gathering.pause_s == pytest.approx(4 * metrics.LOOK_S)
     monkeypatch.setattr(metrics, "LOOK_S", 0.1)
-    other = Gathering(look, log.warning, over.wait)
+    other = BackgroundCollector(look, log.warning, over.wait)
     other.collect()
     until(lambda: other.gathered > 0)
     assert other.pause_s == pytest.approx(0.03 / metrics.SHARE)
 
 
-def sharing(place: Path, gather: Callable[[], tuple[View, int]]) -> Gathering:
+def sharing(place: Path, gather: Callable[[], tuple[MetricsSnapshot, int]]) -> BackgroundCollector:
     """What gathers in one of several API servers, without a thread."""
-    made = Gathering(gather, log.warning, shared=lambda: place)
+    made = BackgroundCollector(gather, log.warning, shared=lambda: place)
     made.pid = os.getpid()
     return made
 
 
-def tell(place: Path, told: metrics.Told) -> None:
+def tell(place: Path, told: metrics.SharedSamples) -> None:
     """What another API server writes."""
     write_atomically(place, msgspec.json.encode(told))
 
 
-def cpu_s(gathering: Gathering) -> list[float]:
+def cpu_s(gathering: BackgroundCollector) -> list[float]:
     """A counter, as a scrape shows it."""
     name = "vllmops:process_cpu_seconds_total"
     found = (sample for metric in gathering.collect() for sample in metric.samples)
@@ -146,16 +146,16 @@ def cpu_s(gathering: Gathering) -> list[float]:
 def test_a_counter_never_goes_down_whichever_api_server_is_scraped(tmp_path: Path) -> None:
     spent_s = itertools.count(1)
 
-    def look() -> tuple[View, int]:
+    def look() -> tuple[MetricsSnapshot, int]:
         spent = next(spent_s)
         process = ProcessState(role="api", pid=7, create_time=0.0, state="S", cpu_s=spent)
-        return View(processes=(process,)), 2
+        return MetricsSnapshot(processes=(process,)), 2
 
     servers = [sharing(tmp_path / "told", look) for _ in range(2)]
     seen = []
     for _ in range(3):
         for server in servers:
-            server.look()
+            server.collect_samples()
             seen += [cpu_s(each) for each in reversed(servers)]
     assert seen == [[count] for count in (1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6)]
     assert [path.name for path in tmp_path.iterdir()] == ["told"]
@@ -163,31 +163,31 @@ def test_a_counter_never_goes_down_whichever_api_server_is_scraped(tmp_path: Pat
 
 def test_one_api_server_gathers_until_it_is_late(tmp_path: Path) -> None:
     place, now = tmp_path / "told", time.monotonic()
-    server = sharing(place, lambda: (View(), 2))
-    assert not server.read()
+    server = sharing(place, lambda: (MetricsSnapshot(), 2))
+    assert not server.load_shared_samples()
     sample = ("repairs_total", 3.0, {"role": "api", "what": "cache"})
-    tell(place, metrics.Told(1, now, 20.0, [sample]))
-    assert server.read()
+    tell(place, metrics.SharedSamples(1, now, 20.0, [sample]))
+    assert server.load_shared_samples()
     assert names(server) == {"vllmops:repairs"}
-    tell(place, metrics.Told(1, now + 3600.0, 20.0, [sample]))  # of another boot
+    tell(place, metrics.SharedSamples(1, now + 3600.0, 20.0, [sample]))  # of another boot
     server.gathered -= 1.5 * 20.0
-    assert not server.read()
-    server.look()
+    assert not server.load_shared_samples()
+    server.collect_samples()
     assert names(server) == {"vllmops:stalled"}
-    assert not server.read()  # its own
+    assert not server.load_shared_samples()  # its own
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000])
 def test_a_broken_shared_file_hides_nothing(tmp_path: Path, content: bytes) -> None:
     place = tmp_path / "told"
     place.write_bytes(content)
-    server = sharing(place, lambda: (View(), 2))
-    assert not server.read()
-    server.look()
+    server = sharing(place, lambda: (MetricsSnapshot(), 2))
+    assert not server.load_shared_samples()
+    server.collect_samples()
     assert names(server) == {"vllmops:stalled"}
     alone = sharing(tmp_path / "no folder" / "told", server.gather)
     with pytest.raises(FileNotFoundError):
-        alone.look()
+        alone.collect_samples()
     assert names(alone) == {"vllmops:stalled"}
 
 
@@ -251,6 +251,6 @@ def test_a_scrape_that_remembers_names_has_the_same_text(
     before = generate(registry)
     for name in ("escape_metric_name", "escape_label_name"):
         monkeypatch.setattr(openmetrics, name, getattr(openmetrics, name))  # undone at the end
-    adapter.quicken(openmetrics)
+    adapter.cache_escaped_names(openmetrics)
     assert [generate(registry), generate(registry)] == [before, before]
     assert openmetrics.escape_label_name.cache_info().hits  # type: ignore[attr-defined]

@@ -27,7 +27,7 @@ def test_whoever_says_nothing_keeps_nobody_out(
     monkeypatch.setenv(NODE_PORT, str(port))
     monkeypatch.setattr(nodes, "HANDSHAKE_S", 60.0)  # a busy machine
     reporter = ErrorReporter("it does not listen", print)
-    server = nodes.Server(port, reporter, token, lambda *_: (200, b"{}"))
+    server = nodes.NodeServer(port, reporter, token, lambda *_: (200, b"{}"))
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     with ExitStack() as held:
@@ -37,6 +37,8 @@ def test_whoever_says_nothing_keeps_nobody_out(
         for _ in range(3):
             for _ in range(2 * nodes.MOST_AT_ONCE):
                 held.enter_context(socket.create_connection((HOST, port)))
-            answer = nodes.ask(HOST, "GET", "/x", None, token=token, servers=["s"], timeout_s=60)
+            answer = nodes.request_from_node(
+                HOST, "GET", "/x", None, token=token, servers=["s"], timeout_s=60
+            )
             assert answer == (200, b"{}")
         assert len(server.strangers) <= nodes.MOST_AT_ONCE

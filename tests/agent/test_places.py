@@ -21,10 +21,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    monkeypatch.setattr(places, "root", lambda: tmp_path)
-    places.existing.cache_clear()
+    monkeypatch.setattr(places, "find_source_root", lambda: tmp_path)
+    places.find_existing_module.cache_clear()
     yield make
-    places.existing.cache_clear()
+    places.find_existing_module.cache_clear()
 
 
 ALIAS = """import importlib
@@ -73,19 +73,19 @@ def test_where_a_class_is_defined(
     tree: Callable[..., None], modules: dict[str, str], found: str | None
 ) -> None:
     tree(**modules)
-    assert places.defining("vllm.cache", "Cache") == found
+    assert places.find_defining_module("vllm.cache", "Cache") == found
 
 
 def test_modules_of_patches_follow_shims_alone(tree: Callable[..., None]) -> None:
     tree(old=ALIAS.format("'vllm.new'"), new="", users="from .new import Cache")
-    assert places.existing("vllm.old") == "vllm.new"
-    assert places.existing("vllm.users") == "vllm.users"
-    assert places.existing("vllm.none") is None
+    assert places.find_existing_module("vllm.old") == "vllm.new"
+    assert places.find_existing_module("vllm.users") == "vllm.users"
+    assert places.find_existing_module("vllm.none") is None
 
 
 def test_without_sources_a_module_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "root", lambda: None)
-    places.existing.cache_clear()
-    assert places.existing("vllm.any") == "vllm.any"
-    assert places.defining("vllm.any", "Any") == "vllm.any"
-    places.existing.cache_clear()
+    monkeypatch.setattr(places, "find_source_root", lambda: None)
+    places.find_existing_module.cache_clear()
+    assert places.find_existing_module("vllm.any") == "vllm.any"
+    assert places.find_defining_module("vllm.any", "Any") == "vllm.any"
+    places.find_existing_module.cache_clear()

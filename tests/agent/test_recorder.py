@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from vllmops.agent import recorder
-from vllmops.diagnose.history import end
+from vllmops.diagnose.history import describe_recording_end
 from vllmops.doctor import history
 from vllmops.instances.servers import Server
 from vllmops.protocol import steps
-from vllmops.rpc.agent import beat, reach
+from vllmops.rpc.agent import open_agent, read_heartbeat
 
 from ..support.children import Child, Spawn
 from ..support.waiting import until
@@ -44,8 +44,8 @@ class Scheduler:
         return {}
 module = types.ModuleType("scheduler")
 module.Scheduler = Scheduler
-recorder.hook(module)
-recorder.hook(module)
+recorder.hook_scheduler(module)
+recorder.hook_scheduler(module)
 s = Scheduler()
 def step(apart=0.02):
     time.sleep(apart)
@@ -67,7 +67,7 @@ def kept(child: Child) -> list[Path]:
 
 def after(child: Child) -> steps.StepsRecording:
     child.kill()
-    kept = history.by_pid(str(child.process.pid))
+    kept = history.find_recordings_by_pid(str(child.process.pid))
     (found,) = (one for one in kept if one.pid == child.process.pid)
     assert not found.alive
     return found
@@ -78,8 +78,8 @@ def test_a_killed_engine_tells_its_last_steps(engine: Child) -> None:
     engine.run("time.sleep(0.02); s.schedule()")
     found = after(engine)
     assert [step.number for step in found.steps] == [4701, 4702, 4703, 4704, 4705, 4706]
-    assert [step.whole for step in found.steps] == [True] * 5 + [False]
-    last = found.open
+    assert [step.is_complete for step in found.steps] == [True] * 5 + [False]
+    last = found.open_step
     assert last is not None
     assert (last.number, last.phase, last.tokens, last.requests) == (4706, "executing", 512, 3)
     assert (last.running, last.waiting, last.deferred, last.kv_cache_usage) == (3, 1, 2, 0.5)
@@ -90,12 +90,16 @@ def test_a_hang_inside_the_scheduler_is_told(engine: Child) -> None:
     engine.run("step()")
     engine.run(
         "module.Scheduler = type('Slow', (), {'schedule': lambda self: time.sleep(600),"
-        " 'update_from_output': None, 'current_step': 9}); recorder.hook(module);"
+        " 'update_from_output': None, 'current_step': 9}); recorder.hook_scheduler(module);"
         " slow = module.Scheduler(); time.sleep(0.02)"
     )
     engine.send("slow.schedule()")
-    until(lambda: (open_ := history.own(engine.process).open) and open_.number == 10)
-    last = after(engine).open
+    until(
+        lambda: (
+            (open_ := history.read_live_recording(engine.process).open_step) and open_.number == 10
+        )
+    )
+    last = after(engine).open_step
     assert last is not None
     assert (last.number, last.phase, last.tokens) == (10, "scheduling", 0)
 
@@ -104,24 +108,40 @@ def test_steps_that_overlap(engine: Child) -> None:
     """vLLM schedules the next step before it takes the output of the one before."""
     engine.run("first = s.schedule(); time.sleep(0.02); second = s.schedule()")
     engine.run("s.update_from_output(first, None)")
-    engine.run("recorder.beat(); recorder.beat()")
+    engine.run("recorder.flush_recording(); recorder.flush_recording()")
     found = after(engine)
-    assert [(step.number, step.whole) for step in found.steps] == [(4701, True), (4702, False)]
+    assert [(step.number, step.is_complete) for step in found.steps] == [
+        (4701, True),
+        (4702, False),
+    ]
 
 
 def test_the_end_of_a_step_is_written_with_what_follows(engine: Child) -> None:
     """While requests are pending that is the next step, else a heartbeat, or nothing."""
-    engine.run("beat, recorder.beat = recorder.beat, int")  # no heartbeat comes in between
+    engine.run(
+        "beat, recorder.flush_recording = recorder.flush_recording, int"
+    )  # no heartbeat comes in between
     engine.run("step(); time.sleep(0.02); s.schedule()")
-    assert [step.whole for step in history.own(engine.process).steps] == [True, False]
+    assert [step.is_complete for step in history.read_live_recording(engine.process).steps] == [
+        True,
+        False,
+    ]
     engine.run("time.sleep(0.02); s.update_from_output(s.schedule(), None)")
-    assert [step.whole for step in history.own(engine.process).steps] == [True, False, False]
-    assert [step.whole for step in reach(engine.process).steps().steps] == [True, False, True]
-    engine.run("recorder.beat = beat")
-    until(lambda: history.own(engine.process).steps[-1].whole)
+    assert [step.is_complete for step in history.read_live_recording(engine.process).steps] == [
+        True,
+        False,
+        False,
+    ]
+    assert [step.is_complete for step in open_agent(engine.process).fetch_recording().steps] == [
+        True,
+        False,
+        True,
+    ]
+    engine.run("recorder.flush_recording = beat")
+    until(lambda: history.read_live_recording(engine.process).steps[-1].is_complete)
     engine.run("s.running, s.waiting, s.skipped_waiting = [], [], []; recorder._recorder.open = {}")
     engine.run("recorder._recorder.later = recorder; step()")  # a heartbeat has nothing to write
-    assert history.own(engine.process).steps[-1].whole
+    assert history.read_live_recording(engine.process).steps[-1].is_complete
 
 
 OTHER = """
@@ -167,32 +187,40 @@ def test_a_slow_write_is_the_only_one_that_the_engine_waits_for(engine: Child) -
     written = engine.run("[step() for _ in range(5)]; out = writers.count('MainThread')")
     assert int(written) == 1
     numbers = list(range(4701, 4708))
-    assert [step.number for step in reach(engine.process).steps().steps] == numbers
-    engine.run("recorder.beat(); recorder.beat(); recorder.beat()")
+    assert [step.number for step in open_agent(engine.process).fetch_recording().steps] == numbers
+    engine.run("recorder.flush_recording(); recorder.flush_recording(); recorder.flush_recording()")
     assert [step.number for step in after(engine).steps] == numbers
 
 
 def test_on_a_file_system_of_the_network_the_engine_writes_nothing(engine: Child) -> None:
     engine.run("recorder.LOCAL = (); recorder._pwrite = None; step(); step()")
     assert "not recorded" not in engine.run("out = objects.problems")
-    assert [step.number for step in reach(engine.process).steps().steps] == [4701, 4702]
-    until(lambda: [step.whole for step in history.own(engine.process).steps] == [True, True])
+    assert [step.number for step in open_agent(engine.process).fetch_recording().steps] == [
+        4701,
+        4702,
+    ]
+    until(
+        lambda: (
+            [step.is_complete for step in history.read_live_recording(engine.process).steps]
+            == [True, True]
+        )
+    )
 
 
 def test_which_file_systems_are_of_this_machine(tmp_path: Path) -> None:
-    assert recorder.local(tmp_path)
-    assert recorder.local(Path("/dev/shm"))
-    assert not recorder.local(Path("/proc"))
-    assert not recorder.local(tmp_path / "nowhere")
+    assert recorder.is_local_filesystem(tmp_path)
+    assert recorder.is_local_filesystem(Path("/dev/shm"))
+    assert not recorder.is_local_filesystem(Path("/proc"))
+    assert not recorder.is_local_filesystem(tmp_path / "nowhere")
 
 
 def test_fast_steps_share_a_record(engine: Child) -> None:
     engine.run("for _ in range(3000): step(0)")
-    engine.run("recorder.beat(); recorder.beat()")
+    engine.run("recorder.flush_recording(); recorder.flush_recording()")
     found = after(engine)
     assert sum(step.steps for step in found.steps) == 3000
     assert len(found.steps) < 1500
-    assert all(step.whole for step in found.steps)
+    assert all(step.is_complete for step in found.steps)
     assert found.steps[-1].number + found.steps[-1].steps - 1 == 7700
 
 
@@ -203,17 +231,19 @@ def test_of_steps_in_one_record_the_largest_tells_its_size(engine: Child) -> Non
         engine.run(
             "s.kv_cache_manager.usage = 0.5; step(); s.kv_cache_manager.usage = 0.0; step(0)"
         )
-        engine.run("recorder.beat(); recorder.beat()")
-        return [step for step in history.own(engine.process).steps if step.steps == 2]
+        engine.run("recorder.flush_recording(); recorder.flush_recording()")
+        return [
+            step for step in history.read_live_recording(engine.process).steps if step.steps == 2
+        ]
 
     (found,) = until(together)
     assert found.kv_cache_usage == pytest.approx(0.5, abs=0.001)
 
 
 def test_the_agent_tells_them_too(engine: Child) -> None:
-    assert reach(engine.process).steps().head is None
+    assert open_agent(engine.process).fetch_recording().head is None
     engine.run("step()")
-    answer = reach(engine.process).steps()
+    answer = open_agent(engine.process).fetch_recording()
     assert [step.number for step in answer.steps] == [4701]
     (path,) = kept(engine)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -245,10 +275,10 @@ class Own(Scheduler):  # as of --scheduler-cls
         request.num_computed_tokens += 8
 own, request = Own(), types.SimpleNamespace(request_id="a", num_computed_tokens=0)
 own.running, own.num_waiting_for_streaming_input = [request], 0
-objects.remember("scheduler", own)
+objects.track_object("scheduler", own)
 for now in range(20):
     own.update_from_output(own.schedule(), None)
-    out = engine.progress.look(float(now))[3], recorder.computed(own)
+    out = engine.progress.observe_scheduler(float(now))[3], recorder.count_computed_tokens(own)
 """
 
 
@@ -281,10 +311,10 @@ def test_the_newest_recordings_stay_for_a_day(engine: Child, tmp_path: Path) -> 
     os.mkfifo(fifo)
     link = live.with_name(f"2-1{steps.SUFFIX}")
     link.symlink_to(tmp_path / "other")
-    recorder.sweep(live.parent)
+    recorder.remove_old_recordings(live.parent)
     assert set(kept(engine)) == {live, fifo, link, *ended[: recorder.KEPT]}
     os.utime(ended[0], (now - 90_000,) * 2)
-    recorder.sweep(live.parent)
+    recorder.remove_old_recordings(live.parent)
     assert not ended[0].exists()
     assert not (tmp_path / "other").exists()
 
@@ -295,13 +325,13 @@ def test_a_reader_takes_no_other_file(engine: Child, monkeypatch: pytest.MonkeyP
     pid = str(engine.process.pid)
     engine.kill()
     path.chmod(0o622)
-    assert history.by_pid(pid) == ()
+    assert history.find_recordings_by_pid(pid) == ()
     path.chmod(0o600)
     path.rename(path.with_name(f"{pid}-12{steps.SUFFIX}"))
-    assert history.by_pid(pid) == ()
+    assert history.find_recordings_by_pid(pid) == ()
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
-        assert history.by_pid(pid) == ()
+        assert history.find_recordings_by_pid(pid) == ()
 
 
 def test_doctor_shows_a_dead_engine(engine: Child, vllmops: Any, monkeypatch: Any) -> None:
@@ -323,9 +353,9 @@ def test_doctor_shows_a_dead_engine(engine: Child, vllmops: Any, monkeypatch: An
 
 
 RANK = """
-from vllmops.protocol.place import Standing
-standing = lambda: Standing(servers=("instance x",), dp_rank={rank}, ranks="DP{rank}")
-recorder.standing = service.standing = standing
+from vllmops.protocol.place import ServerMembership
+standing = lambda: ServerMembership(servers=("instance x",), dp_rank={rank}, ranks="DP{rank}")
+recorder.find_standing = service.find_standing = standing
 """
 
 
@@ -339,12 +369,12 @@ def test_each_rank_has_its_own_also_one_that_died_alone(spawn: Spawn) -> None:
     first, second, stranger = ranks
     second.kill()
     stranger.kill()
-    until(lambda: reach(first.process) and beat(first.process).beat.standing.servers)  # type: ignore[union-attr]
-    found = history.of(Server(None, (first.process,))).recordings
+    until(lambda: open_agent(first.process) and read_heartbeat(first.process).beat.standing.servers)  # type: ignore[union-attr]
+    found = history.collect_history(Server(None, (first.process,))).recordings
     assert [(one.pid, one.alive) for one in found] == [
         (first.process.pid, True),
         (second.process.pid, False),
     ]
     assert [one.head and one.head.standing.ranks for one in found] == ["DP0", "DP1"]
-    assert "has not ended for" in end(found[0])
-    assert "never ended" in end(found[1])
+    assert "has not ended for" in describe_recording_end(found[0])
+    assert "never ended" in describe_recording_end(found[1])

@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.remote import whole
-from vllmops.protocol.engine import Beat
-from vllmops.protocol.place import Standing
-from vllmops.protocol.remote import Member
-from vllmops.protocol.server import Pulse
+from vllmops.agent.remote import has_all_ranks
+from vllmops.protocol.engine import Heartbeat
+from vllmops.protocol.place import ServerMembership
+from vllmops.protocol.remote import ServerProcess
+from vllmops.protocol.server import ProcessHeartbeat
 
 
-def member(role: str, **ranks: Any) -> Member:
-    return Member(role=role, pid=1, create_time=0.0, start_ticks=1, boot="", **ranks)
+def member(role: str, **ranks: Any) -> ServerProcess:
+    return ServerProcess(role=role, pid=1, create_time=0.0, start_ticks=1, boot="", **ranks)
 
 
-def pulses(**sizes: int) -> list[Pulse]:
-    beat = Beat(monotonic=0.0, sequence=0, pid=1, role="api", standing=Standing(sizes=sizes))
-    return [Pulse(role="api", pid=1, age_s=0.0, beat=beat)]
+def pulses(**sizes: int) -> list[ProcessHeartbeat]:
+    beat = Heartbeat(
+        monotonic=0.0, sequence=0, pid=1, role="api", standing=ServerMembership(sizes=sizes)
+    )
+    return [ProcessHeartbeat(role="api", pid=1, age_s=0.0, beat=beat)]
 
 
 ENGINE: dict[str, Any] = {"role": "engine", "dp_rank": 0}
@@ -38,5 +40,7 @@ WORKERS = [member("worker", dp_rank=0, tp_rank=rank, pp_rank=0) for rank in (0, 
         ([], {}, False),
     ],
 )
-def test_ranks_that_are_elsewhere(found: list[Member], sizes: dict[str, int], all_: bool) -> None:
-    assert whole(found, pulses(**sizes)) is all_
+def test_ranks_that_are_elsewhere(
+    found: list[ServerProcess], sizes: dict[str, int], all_: bool
+) -> None:
+    assert has_all_ranks(found, pulses(**sizes)) is all_

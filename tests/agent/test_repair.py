@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllmops.protocol.repairs import Fault, RepairRequest
-from vllmops.rpc.agent import reach
+from vllmops.protocol.repairs import CacheDefect, RepairRequest
+from vllmops.rpc.agent import open_agent
 
 from ..support.extent import long
 
@@ -31,7 +31,7 @@ cache = module.LRUCache({capacity}, getsizeof=lambda value: value)
 for number in range({entries}):
     cache[f"k{{number}}"] = 10
 holder = {kind}(_cache=cache)
-objects.remember("mm-cache", holder)
+objects.track_object("mm-cache", holder)
 order, data, sizes = cache._LRUCache__order, cache._Cache__data, cache._Cache__size
 def state():
     return list(order), dict(data), dict(sizes), cache.currsize, cache._hits, cache._total
@@ -57,7 +57,7 @@ def child(spawn: Spawn) -> Callable[..., Any]:
 
 
 def repair(child: Any, **request: Any) -> Any:
-    return reach(child.process, timeout_s=60).repair(RepairRequest(**request))
+    return open_agent(child.process, timeout_s=60).repair_caches(RepairRequest(**request))
 
 
 def faults(answer: Any) -> dict[str, float]:
@@ -79,12 +79,12 @@ def test_each_fault_is_repaired_and_nothing_else(child: Callable[..., Any]) -> N
     process.run("cache._Cache__currsize = 1000")
     healthy = process.run("out = [key for key in order if key in data]")
     wanted = {
-        Fault.GHOST_KEYS: 3,
-        Fault.LOST_KEYS: 2,
-        Fault.SIZED_ONLY: 1,
-        Fault.UNSIZED: 1,
-        Fault.DEAD_PINS: 1,
-        Fault.SIZE_SUM: 1000 - (19 * 10 + 7),
+        CacheDefect.GHOST_KEYS: 3,
+        CacheDefect.LOST_KEYS: 2,
+        CacheDefect.SIZED_ONLY: 1,
+        CacheDefect.UNSIZED: 1,
+        CacheDefect.DEAD_PINS: 1,
+        CacheDefect.SIZE_SUM: 1000 - (19 * 10 + 7),
     }
     before = process.run("out = state()")
     assert faults(repair(process, dry_run=True)) == wanted
@@ -146,7 +146,7 @@ for each in threads: each.start()
 def test_entries_of_the_front_end_alone_are_dropped(child: Callable[..., Any]) -> None:
     process = child(kind="LruKeyReplicatedSenderCache")
     answer = repair(process, front_only=["k3", "k4", "unknown"])
-    assert faults(answer) == {Fault.FRONT_ONLY: 2}
+    assert faults(answer) == {CacheDefect.FRONT_ONLY: 2}
     assert process.run("out = 'k3' in cache, 'k5' in cache, len(cache)") == "(False, True, 18)"
     assert process.run(WHOLE) == "True"
     engine = child()
@@ -158,7 +158,7 @@ def test_a_hundred_thousand_entries_in_time(child: Callable[..., Any]) -> None:
     process = child(entries=100_000, capacity=1_000_000)
     process.run(GHOSTS.format(ghosts=1000))
     answer = repair(process)
-    assert faults(answer) == {Fault.GHOST_KEYS: 1000}
+    assert faults(answer) == {CacheDefect.GHOST_KEYS: 1000}
     assert process.run(WHOLE) == "True"
 
 
@@ -187,7 +187,7 @@ seen = []
 def act():
     seen.append(sys.getswitchinterval())
     time.sleep(0.003)
-threads = [threading.Thread(target=repair.alone, args=(act,)) for _ in range(20)]
+threads = [threading.Thread(target=repair.run_exclusively, args=(act,)) for _ in range(20)]
 for each in threads:
     each.start()
     time.sleep(random.uniform(0, 0.004))
@@ -212,7 +212,7 @@ for _ in range(20):
     time.sleep(0.003)
     if not (pid := os.fork()):
         same = sys.getswitchinterval() == usual
-        os._exit(0 if same and repair.alone(lambda: True) else 1)
+        os._exit(0 if same and repair.run_exclusively(lambda: True) else 1)
     ends.add(os.waitpid(pid, 0)[1])
 out = ends
 """

@@ -16,9 +16,9 @@ import pytest
 
 from vllmops import __version__
 from vllmops.errors import VllmopsError
-from vllmops.protocol.engine import Answer
-from vllmops.protocol.socket import sockets
-from vllmops.rpc.agent import reach
+from vllmops.protocol.engine import AgentAnswer
+from vllmops.protocol.socket import get_socket_directory
+from vllmops.rpc.agent import open_agent
 
 from ..support.waiting import until
 
@@ -27,7 +27,7 @@ Spawn = Callable[..., Any]
 
 
 def files(home: Path) -> set[str]:
-    return {path.name for path in sockets(home).glob("*")}
+    return {path.name for path in get_socket_directory(home).glob("*")}
 
 
 def mode(path: Path) -> int:
@@ -36,18 +36,18 @@ def mode(path: Path) -> int:
 
 def test_says_who_it_is(spawn: Spawn) -> None:
     child = spawn()
-    hello = reach(child.process).hello()
+    hello = open_agent(child.process).fetch_hello()
     assert (hello.pid, hello.agent, hello.role) == (child.process.pid, __version__, "api")
     assert hello.identity == child.process.identity
     assert hello.problems == ()
-    assert mode(child.home / "agents") == mode(sockets(child.home)) == 0o700
+    assert mode(child.home / "agents") == mode(get_socket_directory(child.home)) == 0o700
     assert mode(child.socket) == mode(child.beat) == 0o600
 
 
 def test_a_headless_server_has_no_api_server(spawn: Spawn) -> None:
     child = spawn()
     child.run("import sys; sys.argv = ['vllm', 'serve', 'M', '--headless']")
-    assert reach(child.process).hello().role == "launcher"
+    assert open_agent(child.process).fetch_hello().role == "launcher"
 
 
 def test_registering_twice_starts_one(spawn: Spawn) -> None:
@@ -78,7 +78,7 @@ def test_sweeps_what_a_killed_process_left(spawn: Spawn) -> None:
 
 def test_leaves_what_another_machine_has_in_a_shared_home(spawn: Spawn, tmp_path: Path) -> None:
     """Its sockets can't be asked from here, and its pids are no processes here."""
-    other = sockets(tmp_path / "h").with_name("0badcafe")
+    other = get_socket_directory(tmp_path / "h").with_name("0badcafe")
     other.mkdir(parents=True, mode=0o700)
     other.parent.chmod(0o700)
     (other / "4100123.beat").touch()
@@ -171,7 +171,7 @@ def test_a_forked_child_does_not_answer_for_its_parent(spawn: Spawn) -> None:
         )
     )
     try:
-        assert reach(child.process).hello().pid == child.process.pid
+        assert open_agent(child.process).fetch_hello().pid == child.process.pid
         inherited = [os.readlink(entry) for entry in Path(f"/proc/{forked}/fd").iterdir()]
         listening = Path("/proc/net/unix").read_text().splitlines()
         inode = next(line.split()[6] for line in listening if line.endswith(str(child.socket)))
@@ -191,13 +191,13 @@ def test_a_forked_child_starts_its_own_once_it_has_something_to_show(spawn: Spaw
             "    from vllmops.agent import objects\n"
             "    class Scheduler: pass\n"
             "    held = Scheduler()\n"
-            "    objects.remember('scheduler', held)\n"
+            "    objects.track_object('scheduler', held)\n"
             "    time.sleep(600)\n"
             "    os._exit(0)"
         )
     )
     try:
-        path = sockets(child.home) / f"{forked}.sock"
+        path = get_socket_directory(child.home) / f"{forked}.sock"
         until(path.exists)
         assert child.socket.exists()
     finally:
@@ -232,7 +232,7 @@ def test_many_callers_at_once_and_one_that_says_nothing(spawn: Spawn) -> None:
     try:
         for item in silent:
             item.connect(os.fspath(child.socket))
-        assert reach(child.process, timeout_s=60).hello().pid == child.process.pid
+        assert open_agent(child.process, timeout_s=60).fetch_hello().pid == child.process.pid
     finally:
         for item in silent:
             item.close()
@@ -254,15 +254,15 @@ def test_bad_requests_are_told(spawn: Spawn) -> None:
             head = f"{request_line} HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
             caller.sendall(head.encode() + body)
             assert int(caller.recv(200).split()[1]) == status, (request_line, body)
-        assert reach(child.process).hello().pid == child.process.pid
+        assert open_agent(child.process).fetch_hello().pid == child.process.pid
     assert "Traceback" not in child.end()
 
 
 STARVE = """
 import os, resource, threading
 from vllmops.agent import service
-tries, take = [], service.Server.get_request
-service.Server.get_request = lambda self: tries.append(1) or take(self)
+tries, take = [], service.AgentServer.get_request
+service.AgentServer.get_request = lambda self: tries.append(1) or take(self)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
 out = "starved"
@@ -289,11 +289,11 @@ def test_without_file_descriptors_it_waits_and_then_answers(spawn: Spawn) -> Non
 
 BREAK = """
 from vllmops.agent import service
-was = service.Server.verify_request
+was = service.AgentServer.verify_request
 def broken(*args):
-    service.Server.verify_request = was
+    service.AgentServer.verify_request = was
     raise OSError(107, "Transport endpoint is not connected")
-service.Server.verify_request = broken
+service.AgentServer.verify_request = broken
 """
 
 
@@ -304,11 +304,11 @@ def test_a_call_that_can_not_be_looked_at_ends_nothing(spawn: Spawn) -> None:
     with socket.socket(socket.AF_UNIX) as call:
         call.connect(os.fspath(child.socket))
         time.sleep(1.5)
-    assert reach(child.process).hello().pid == child.process.pid
+    assert open_agent(child.process).fetch_hello().pid == child.process.pid
 
 
 def test_wishes_are_finite(spawn: Spawn) -> None:
-    agent = reach(spawn().process)
+    agent = open_agent(spawn().process)
     wishes = (
         ("/reset", b'{"drain_s":%s}'),
         ("/compare", b'{"apart_s":%s,"timeout_s":1}'),
@@ -317,4 +317,4 @@ def test_wishes_are_finite(spawn: Spawn) -> None:
     wrong = (b"null", b"-1", b"1e308", b"1e400", b"NaN", b'"1"')
     for (path, body), seconds in product(wishes, wrong):
         with pytest.raises(VllmopsError, match="answered 400"):
-            agent.ask("POST", path, Answer, body % seconds)
+            agent.fetch_answer("POST", path, AgentAnswer, body % seconds)

@@ -17,12 +17,12 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from vllmops.agent import tracing
 from vllmops.agent.responses import sealing
-from vllmops.agent.responses.carried import Brought
-from vllmops.agent.responses.wire import Refused
-from vllmops.keys.ring import fresh, only
+from vllmops.agent.responses.carried import RequestCarrier
+from vllmops.agent.responses.wire import ApiError
+from vllmops.keys.ring import generate_secret, make_single_key_ring
 from vllmops.store.backend import EVERYBODY, Limits, Response
 from vllmops.store.memory import Memory
-from vllmops.store.settings import Carriers
+from vllmops.store.settings import CarrierSettings
 from vllmops.store.store import ResponseStore
 
 TRACE, PARENT = "ab" * 16, "cd" * 8
@@ -59,7 +59,7 @@ def asked(work: Any, *headers: tuple[bytes, bytes]) -> None:
         "method": "POST",
         "headers": [(b"authorization", b"Bearer " + OWNER.encode()), *headers],
     }
-    asyncio.run(tracing.request("/v1/responses/{response_id}", answer, scope, send, send))  # type: ignore[arg-type]
+    asyncio.run(tracing.answer_in_span("/v1/responses/{response_id}", answer, scope, send, send))  # type: ignore[arg-type]
 
 
 def parent() -> tuple[bytes, bytes]:
@@ -78,7 +78,7 @@ def stored() -> Response:
 
 def test_the_store_below_the_request_below_the_clients_span(spans: InMemorySpanExporter) -> None:
     backend = Memory("memory://", Limits())
-    tracing.begin(backend)
+    tracing.start_tracing(backend)
     given: dict[str, str] = {}
 
     async def work() -> None:
@@ -86,7 +86,7 @@ def test_the_store_below_the_request_below_the_clients_span(spans: InMemorySpanE
             await store.create(stored())
             assert await store.get(OWNER, ID)
             assert await store.get(OWNER, "resp_none") is None
-            given.update(tracing.headers() or {})
+            given.update(tracing.make_trace_headers() or {})
 
     asked(work, parent())
     found = by_name(spans)
@@ -112,7 +112,7 @@ def test_the_store_below_the_request_below_the_clients_span(spans: InMemorySpanE
 
 def test_what_lasts_longer_than_its_request_has_its_spans(spans: InMemorySpanExporter) -> None:
     backend = Memory("memory://", Limits())
-    tracing.begin(backend)
+    tracing.start_tracing(backend)
 
     async def run() -> None:
         tasks: list[asyncio.Task[Any]] = []
@@ -126,7 +126,7 @@ def test_what_lasts_longer_than_its_request_has_its_spans(spans: InMemorySpanExp
 
         none: Any = None
         scope = {"method": "POST", "headers": []}
-        await tracing.request("/v1/responses", answer, scope, none, none)
+        await tracing.answer_in_span("/v1/responses", answer, scope, none, none)
         await tasks[0]
         await asyncio.create_task(backend.sweep(), name="beside requests")
 
@@ -138,7 +138,7 @@ def test_what_lasts_longer_than_its_request_has_its_spans(spans: InMemorySpanExp
 
 def test_an_error_is_named_and_not_quoted(spans: InMemorySpanExporter) -> None:
     backend = Failing("memory://", Limits())
-    tracing.begin(backend)
+    tracing.start_tracing(backend)
 
     async def work() -> None:
         with pytest.raises(OSError, match=SECRET):
@@ -155,19 +155,26 @@ def test_an_error_is_named_and_not_quoted(spans: InMemorySpanExporter) -> None:
 
 
 def test_carriers(spans: InMemorySpanExporter) -> None:
-    tracing.begin(Memory("memory://", Limits()))
-    ring = only(fresh())
+    tracing.start_tracing(Memory("memory://", Limits()))
+    ring = make_single_key_ring(generate_secret())
     text: list[str] = []
 
     async def work() -> None:
-        made = await sealing.sealed(
-            [{"role": "user", "content": SECRET}], 9, Carriers(), ring, model="m", owner=OWNER
+        made = await sealing.seal_carrier(
+            [{"role": "user", "content": SECRET}],
+            9,
+            CarrierSettings(),
+            ring,
+            model="m",
+            owner=OWNER,
         )
         assert made
         text.append(made)
-        await sealing.opened(Brought(made, 0, "input"), ring, model="m", owner=OWNER)
-        with pytest.raises(Refused):
-            await sealing.opened(Brought(made[:-9], 0, "input"), ring, model="m", owner=OWNER)
+        await sealing.open_carrier(RequestCarrier(made, 0, "input"), ring, model="m", owner=OWNER)
+        with pytest.raises(ApiError):
+            await sealing.open_carrier(
+                RequestCarrier(made[:-9], 0, "input"), ring, model="m", owner=OWNER
+            )
 
     asked(work, parent())
     seal, opened, refused = [
@@ -190,7 +197,7 @@ def test_without_a_request_and_with_a_trace_that_is_not_sampled_there_are_none(
     spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = Memory("memory://", Limits())
-    tracing.begin(backend)
+    tracing.start_tracing(backend)
     asyncio.run(backend.create(stored()))
     provider = TracerProvider(sampler=ALWAYS_OFF)
     monkeypatch.setattr(tracing, "_tracer", provider.get_tracer("vllmops"))
@@ -207,9 +214,9 @@ def test_without_an_endpoint_nothing_is_imported() -> None:
         "import asyncio, sys\n"
         "from vllmops.agent import tracing\n"
         "async def answer(*words): pass\n"
-        "asyncio.run(tracing.request('/', answer, {}, None, None))\n"
-        "with tracing.span('rehydrate', {}) as add: add(1)\n"
-        "assert tracing.headers() is None\n"
+        "asyncio.run(tracing.answer_in_span('/', answer, {}, None, None))\n"
+        "with tracing.start_span('rehydrate', {}) as add: add(1)\n"
+        "assert tracing.make_trace_headers() is None\n"
         "print([name for name in sys.modules if 'opentelemetry' in name])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

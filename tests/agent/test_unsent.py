@@ -34,8 +34,8 @@ class AsyncLLM:
 )
 def test_what_can_not_be_sent_is_not_waited_for(fields: Any) -> None:
     module: Any = SimpleNamespace(AsyncLLM=type("AsyncLLM", (AsyncLLM,), dict(vars(AsyncLLM))))
-    unsent.hook(module)
-    unsent.hook(module)
+    unsent.hook_front_end(module)
+    unsent.hook_front_end(module)
     client = module.AsyncLLM()
     asyncio.run(client._add_request(SimpleNamespace(request_id="a"), "prompt", None, 0))
     request = SimpleNamespace(**{"request_id": "b", **fields})

@@ -43,8 +43,8 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
         table = json.loads(TABLE.read_text())
         table[name]["results"] = found
         TABLE.write_text(json.dumps(table, indent=1) + "\n")
-        features.tested.cache_clear()
-    assert found == features.tested()[name].results
+        features.load_tested_versions.cache_clear()
+    assert found == features.load_tested_versions()[name].results
     assert process.run("out = healed()") == "works"
     assert process.run("out = left_out()") == [
         [{"type": "input_image", "image_url": "data:,", "detail": "auto"}],
@@ -63,7 +63,7 @@ import importlib, os, tempfile, time
 if several:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
 from vllmops.agent import metrics as ours, objects
-ours.install()
+ours.install_collector()
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 app = FastAPI()
@@ -185,9 +185,11 @@ def test_a_class_of_another_shape_keeps_its_routes_and_its_store(
 def test_hooks_follow_shims(made_up: Callable[..., Vllm]) -> None:
     process = made_up({}, MOVED, shims=True)
     found: Any = process.run("out = everything()")
-    assert found == features.tested()[NEWEST_BUILD].results
+    assert found == features.load_tested_versions()[NEWEST_BUILD].results
     assert process.run("out = objects.problems") == []
     assert process.run("out = lines") == [
         "vllmops: vLLM 0.34.0 is newer than 0.33, the newest tested"
     ]
-    assert process.run("out = places.where('engine-core')") == "vllm.runtime.engine.core"
+    assert (
+        process.run("out = places.find_symbol_module('engine-core')") == "vllm.runtime.engine.core"
+    )

@@ -24,7 +24,7 @@ from vllmops.errors import VllmopsError
 from ..support.extent import programs
 from ..support.waiting import until
 
-pytestmark = [programs, pytest.mark.skipif(not inject.supported(), reason="no such processor")]
+pytestmark = [programs, pytest.mark.skipif(not inject.is_supported(), reason="no such processor")]
 
 # Calls of ptrace(2) for one injection; arm64 also asks for a stack of return addresses.
 CALLS = 7 if inject.MACHINE is x86 else 8
@@ -75,9 +75,9 @@ class Program:
         )
         assert self.process.stdout is not None
         self.tids: dict[str, int] = eval(self.process.stdout.readline())
-        self.target = inject.Target(self.process.pid)
+        self.target = inject.PythonProcess(self.process.pid)
         waiting = [tid for name, tid in self.tids.items() if name != "sleep"]
-        until(lambda: all(map(self.target.idle, waiting)))
+        until(lambda: all(map(self.target.is_idle, waiting)))
 
     def end(self) -> dict[str, bool]:
         """Let all threads go; what each says."""
@@ -94,10 +94,10 @@ def program() -> Iterator[Program]:
     made.process.kill()
 
 
-def injected(target: inject.Target, tid: int, code: str) -> float:
+def injected(target: inject.PythonProcess, tid: int, code: str) -> float:
     """In a thread of its own, as it is to be called."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(inject.inject, target, tid, code).result()
+        return pool.submit(inject.inject_code, target, tid, code).result()
 
 
 def says(file: Path, line: str) -> bool:
@@ -109,7 +109,7 @@ def test_every_kind_of_wait_goes_on(program: Program, tmp_path: Path) -> None:
     for name, tid in program.tids.items():
         if name == "sleep":
             continue
-        assert program.target.idle(tid), name
+        assert program.target.is_idle(tid), name
         injected(program.target, tid, f"open({str(file)!r}, 'a').write('{name} {tid}\\n')")
         until(partial(says, file, f"{name} {tid}\n"))
     assert program.end() == dict.fromkeys(program.tids, True)
@@ -131,7 +131,7 @@ def test_many_times(program: Program, tmp_path: Path) -> None:
     for number in range(100):
         name = list(program.tids)[number % 6]
         code = f"open({str(file)!r}, 'a').write('.'); sum(x * 0.5 for x in range(1000))"
-        until(partial(program.target.idle, program.tids[name]))
+        until(partial(program.target.is_idle, program.tids[name]))
         injected(program.target, program.tids[name], code)
     until(lambda: len(file.read_text()) == 100)
     assert program.end() == dict.fromkeys(program.tids, True)
@@ -143,7 +143,7 @@ def test_an_exception_harms_nothing(program: Program) -> None:
     assert program.end() == dict.fromkeys(program.tids, True)
 
 
-def killed(step: int, target: inject.Target, tid: int, code: str) -> int:
+def killed(step: int, target: inject.PythonProcess, tid: int, code: str) -> int:
     """Have a fork inject, and die right before its N-th ptrace(2), or right after the last."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -158,7 +158,7 @@ def killed(step: int, target: inject.Target, tid: int, code: str) -> int:
 
     try:
         trace.ptrace = ptrace
-        inject.inject(target, tid, code)
+        inject.inject_code(target, tid, code)
         os.kill(os.getpid(), signal.SIGKILL)
     finally:
         os._exit(1)
@@ -168,7 +168,7 @@ def test_killed_at_any_step_it_leaves_the_process_running(program: Program, tmp_
     file = tmp_path / "told"
     code = f"open({str(file)!r}, 'a').write('.')"
     for step in range(CALLS + 1):
-        until(partial(program.target.idle, program.tids["epoll"]))
+        until(partial(program.target.is_idle, program.tids["epoll"]))
         assert killed(step, program.target, program.tids["epoll"], code) == -signal.SIGKILL
     # Whoever has set the registers has done it all.
     until(lambda: file.exists() and file.read_text())
@@ -184,8 +184,8 @@ def test_a_running_thread_is_left_alone(program: Program) -> None:
     try:
         assert spin.stdout is not None
         spin.stdout.readline()
-        target = inject.Target(spin.pid)
-        assert not target.idle(spin.pid)
+        target = inject.PythonProcess(spin.pid)
+        assert not target.is_idle(spin.pid)
         with pytest.raises(BusyError):
             injected(target, spin.pid, "1 / 0")
         until(lambda: Path(f"/proc/{spin.pid}/stat").read_text().split()[2] == "R")
@@ -198,7 +198,7 @@ def test_a_process_without_python_is_refused() -> None:
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
         with pytest.raises(VllmopsError) as error:
-            injected(inject.Target(sleeper.pid), sleeper.pid, "1")
+            injected(inject.PythonProcess(sleeper.pid), sleeper.pid, "1")
         assert error.value.code == "attach.not-python"
     finally:
         sleeper.kill()
@@ -249,8 +249,8 @@ def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> 
     """Who looked before may have seen another wait."""
     process, tid = start(LOCKED)
     until(lambda: in_call(process.pid, tid, inject.MACHINE.FUTEX))
-    target = inject.Target(process.pid)
-    assert not target.idle(tid)
+    target = inject.PythonProcess(process.pid)
+    assert not target.is_idle(tid)
     for _ in range(3):
         with pytest.raises(BusyError):
             injected(target, tid, "1 / 0")
@@ -273,7 +273,7 @@ def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> 
     ],
 )
 def test_what_is_harmless(number: int, operation: int, value: int, harmless: bool) -> None:
-    assert inject._harmless(number, operation, value) is harmless
+    assert inject._is_harmless_wait(number, operation, value) is harmless
 
 
 def dead(program: Program) -> bool:
@@ -346,7 +346,7 @@ def test_vector_registers_are_as_they_were(start: Any, tmp_path: Path) -> None:
     until(lambda: in_call(process.pid, tid, number))
     file = tmp_path / "told"
     line = f"import ctypes; open({str(file)!r}, 'w').write(str(sum(x * 0.1 for x in range(9999))))"
-    injected(inject.Target(process.pid), tid, line)
+    injected(inject.PythonProcess(process.pid), tid, line)
     until(file.exists)
     assert process.communicate(timeout=60)[0] == "1\n"
 
@@ -357,7 +357,7 @@ def stopped(program: Program, act: Callable[[int], Any]) -> Any:
     def stop() -> Any:
         trace.ptrace(trace.SEIZE, tid)
         trace.ptrace(trace.INTERRUPT, tid)
-        trace.stopped(tid)
+        trace.wait_until_stopped(tid)
         try:
             return act(tid)
         finally:
@@ -368,7 +368,7 @@ def stopped(program: Program, act: Callable[[int], Any]) -> Any:
 
 
 def extended(tid: int, room: int = x86.XSTATE_BYTES) -> bytes:
-    return trace.registers(tid, x86.NT_X86_XSTATE, room)
+    return trace.read_registers(tid, x86.NT_X86_XSTATE, room)
 
 
 @pytest.mark.skipif(inject.MACHINE is not x86, reason="its extended state")
@@ -398,17 +398,17 @@ def software(frame: bytes) -> tuple[int, int, int]:
 
 
 def test_a_thread_without_tiles_has_a_frame_without_them() -> None:
-    frame = x86.framed(amx(used=0xE7))
+    frame = x86.build_extended_state(amx(used=0xE7))
     assert software(frame) == (2816, 2820, 0x202E7)
     assert frame[600:640] == b"\xaa" * 40
 
 
 def test_a_thread_with_tiles_has_them_in_its_frame() -> None:
-    frame = x86.framed(amx(used=0x602E7, tiles=bytes([7]) * 8192))
+    frame = x86.build_extended_state(amx(used=0x602E7, tiles=bytes([7]) * 8192))
     assert software(frame) == (11008, 11012, 0x602E7)
     assert frame[2816:11008] == bytes([7]) * 8192
 
 
 def test_a_layout_that_is_not_known_is_left_alone() -> None:
     with pytest.raises(BusyError):
-        x86.framed(amx(used=0xE7, tiles=bytes([7]) * 8192))
+        x86.build_extended_state(amx(used=0xE7, tiles=bytes([7]) * 8192))

@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from vllmops.attach.attach import borrow, plan
-from vllmops.demo import Kind
+from vllmops.attach.attach import plan_attach, run_in_borrowed_thread
+from vllmops.demo import DemoKind
 from vllmops.host.processes import VITAL
 from vllmops.host.roles import Role
 
@@ -125,7 +125,7 @@ def compare(setting: Setting, names: Sequence[str], values: Values) -> None:
             if setting.short:
                 servers[name] = setting.text if name == AGENT else setting.stock
             else:
-                own = setting.server(Kind.TEXT, agent=name == AGENT)
+                own = setting.server(DemoKind.TEXT, agent=name == AGENT)
                 servers[name] = stack.enter_context(own)
             values[name, "start"].append(servers[name].start_s)
         for server in servers.values():
@@ -190,7 +190,7 @@ def switched(setting: Setting, server: Server) -> Iterator[Callable[..., float]]
         listener.settimeout(INJECTION_S)
         ends, hooks = [], set()
         for process in (item for item in server.processes() if item.role in VITAL):
-            borrow(plan(process), code, time.monotonic() + INJECTION_S)
+            run_in_borrowed_thread(plan_attach(process), code, time.monotonic() + INJECTION_S)
             end = stack.enter_context(listener.accept()[0]).makefile("rw")
             hooks |= {*stack.enter_context(end).readline().split()}
             ends.append(end)

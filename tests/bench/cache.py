@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from vllmops.demo.inputs import chat
+from vllmops.demo.inputs import make_chat_request
 
 from .figure import Figure, Limit, interleaved
 from .setting import IMAGES, VLLMOPS, Server, Setting
@@ -28,7 +28,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     server = setting.vision
     look = (VLLMOPS, "cache", "inspect", "-t", str(server.pid))
     inspect = (*look, "--json")
-    server.load([server.request(PATH, chat([0]))], 1)
+    server.load([server.request(PATH, make_chat_request([0]))], 1)
     empty = [setting.seconds(*inspect) for _ in range(3 if setting.short else 5)]
     fill(server, entries)
     check(setting, inspect, entries)
@@ -48,7 +48,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     choice = random.Random(1)
     answer: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True}
     images = [[choice.randrange(entries)] for _ in range(block_of)]
-    bodies = [server.request(PATH, chat(item, **answer)) for item in images]
+    bodies = [server.request(PATH, make_chat_request(item, **answer)) for item in images]
     taken: dict[str, list[float]] = {"without": [], "with": []}
     if not setting.short:
         taken["again"] = []
@@ -83,7 +83,7 @@ def fill(server: Server, entries: int) -> None:
     """Send distinct images until the caches have so many."""
     for first in range(0, entries, IMAGES):
         seeds = list(range(first, min(first + IMAGES, entries)))
-        server.load([server.request(PATH, chat(seeds))], 1)
+        server.load([server.request(PATH, make_chat_request(seeds))], 1)
 
 
 def check(setting: Setting, inspect: tuple[str, ...], entries: int) -> None:

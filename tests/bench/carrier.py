@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from vllmops.agent.responses import compaction
 from vllmops.keys import carrier
-from vllmops.keys.ring import Ring, fresh, only
+from vllmops.keys.ring import KeyRing, generate_secret, make_single_key_ring
 
 from .figure import Figure, Limit, interleaved, paired
 from .setting import Setting
@@ -29,7 +29,7 @@ WORDS = "the quick brown fox jumps over a lazy dog and runs far away from its ow
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    ring, rounds = only(fresh()), 4 if setting.short else 40
+    ring, rounds = make_single_key_ring(generate_secret()), 4 if setting.short else 40
     long = history(LARGE)
     opened, sealed = partial(unseal, ring), partial(seal, ring)
     yield compared("seal 1 MB", rounds, partial(sealed, long), partial(raw_seal, long), setting)
@@ -53,7 +53,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         Limit(1, 0.006 if setting.short else 0.002),
         rounds,
     )
-    signed = carrier.seal_signed(long, ring)
+    signed = carrier.sign_history(long, ring)
     name = "length of a carrier of 1 MB of text"
     yield Figure(name, "bytes", len(text), "format 1", len(signed), Limit(0.5), 1)
 
@@ -68,16 +68,16 @@ def history(size: int) -> list[Any]:
     return made
 
 
-def seal(ring: Ring, items: list[Any]) -> str:
-    return carrier.seal(items, ring, model=MODEL, owner=OWNER)
+def seal(ring: KeyRing, items: list[Any]) -> str:
+    return carrier.seal_history(items, ring, model=MODEL, owner=OWNER)
 
 
-def sealed_compaction(ring: Ring, items: list[Any]) -> str:
-    return seal(ring, compaction.left(items, "summary"))
+def sealed_compaction(ring: KeyRing, items: list[Any]) -> str:
+    return seal(ring, compaction.build_compacted_items(items, "summary"))
 
 
-def unseal(ring: Ring, text: str) -> object:
-    return carrier.unseal(text, ring, model=MODEL, owner=OWNER)
+def unseal(ring: KeyRing, text: str) -> object:
+    return carrier.unseal_carrier(text, ring, model=MODEL, owner=OWNER)
 
 
 KEY, NONCE = AESGCM(secrets.token_bytes(32)), secrets.token_bytes(12)

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllmops import output
-from vllmops.diagnose.places import tables
-from vllmops.diagnose.stacks import Explanation, StackFinding, explain
-from vllmops.stacks.paste import read
+from vllmops.diagnose.places import load_frame_tables
+from vllmops.diagnose.stacks import Explanation, StackFinding, explain_stacks
+from vllmops.stacks.paste import parse_stacks
 
 HEALTHY = {"none", "unknown", "idle-spin-normal"}
 Z = 1.96  # 95 %
@@ -128,7 +128,7 @@ def cases(folder: Path) -> list[Case]:
         OSError: a text or the index is missing.
     """
     found = []
-    titles = {phase.id: phase.title for phase in tables().phase}
+    titles = {phase.id: phase.title for phase in load_frame_tables().phase}
     for line in (folder / "INDEX.tsv").read_text().splitlines():
         name, _, _, truth, label, *more = line.split("\t")
         root, phase = (*more, "-", "-")[:2]
@@ -139,7 +139,7 @@ def cases(folder: Path) -> list[Case]:
             Case(
                 name,
                 (label.strip(), *also),
-                explain(read(text, f"{name}.txt")),
+                explain_stacks(parse_stacks(text, f"{name}.txt")),
                 root=() if root == "-" else tuple(root.split(",")),
                 phase=frozenset(titles[word] for word in phase.split("|") if word != "-"),
             )
@@ -147,7 +147,7 @@ def cases(folder: Path) -> list[Case]:
     return found
 
 
-def report(folder: Path, say: Callable[[str], None] = output.say) -> bool:
+def report(folder: Path, say: Callable[[str], None] = output.print_to_stderr) -> bool:
     """Print the figures of a folder; whether no healthy text is called a hang."""
     found = cases(folder)
     hangs = [case for case in found if case.label not in HEALTHY]
@@ -199,15 +199,15 @@ def classes(found: Sequence[Case]) -> None:
             rows[case.label].two.add(case.is_within(2))
         if case.answers and case.found.verdict != "idle":
             rows[case.answers[0]].precision.add(case.answers[0] in case.right)
-    table = output.table("label", "recall, first", "recall, within two", "precision, first")
+    table = output.make_table("label", "recall, first", "recall, within two", "precision, first")
     for label, row in sorted(rows.items()):
         table.add_row(label, str(row.first), str(row.two), str(row.precision))
-    output.show(table)
+    output.print_parts(table)
 
 
 def calibration(found: Sequence[Case]) -> None:
     """Print of the answers with each confidence, how many are right."""
-    table = output.table("confidence", "right, of the first answers", "right, of all answers")
+    table = output.make_table("confidence", "right, of the first answers", "right, of all answers")
     for level in LEVELS:
         first, every = Tally(), Tally()
         for case in found:
@@ -218,7 +218,7 @@ def calibration(found: Sequence[Case]) -> None:
                     if not index:
                         first.add(right)
         table.add_row(level, str(first), str(every))
-    output.show(table)
+    output.print_parts(table)
 
 
 def is_right(case: Case, finding: StackFinding) -> bool:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from vllmops.demo import Kind
+from vllmops.demo import DemoKind
 from vllmops.host.processes import ROLES
 from vllmops.host.roles import Role
 from vllmops.metrics.gathering import SHARE
@@ -38,29 +38,29 @@ def measure(setting: Setting) -> Iterator[Figure]:
     if setting.short:
         # First, for it would wait for the pause of what the others' scrapes have begun.
         yield requests(setting, setting.text)
-        yield from compared(setting, Kind.TEXT, setting.text, setting.stock)
+        yield from compared(setting, DemoKind.TEXT, setting.text, setting.stock)
         yield gathering(setting, setting.text)
         return
     with pair(setting) as (ours, stock):
-        yield from compared(setting, Kind.VISION, ours, stock)
+        yield from compared(setting, DemoKind.VISION, ours, stock)
         yield gathering(setting, ours)
     yield requests(setting, setting.text)
     with pair(setting, "--api-server-count", "2") as (ours, stock):
-        yield from compared(setting, Kind.VISION, ours, stock, ", two API servers")
+        yield from compared(setting, DemoKind.VISION, ours, stock, ", two API servers")
 
 
 @contextlib.contextmanager
 def pair(setting: Setting, *arguments: str) -> Iterator[tuple[Server, Server]]:
     """A server with the agent and one without; both store responses in memory."""
     with (
-        setting.server(Kind.VISION, *arguments, environment={STORE: "memory://"}) as ours,
-        setting.server(Kind.VISION, *arguments, agent=False, environment=STOCK_STORE) as stock,
+        setting.server(DemoKind.VISION, *arguments, environment={STORE: "memory://"}) as ours,
+        setting.server(DemoKind.VISION, *arguments, agent=False, environment=STOCK_STORE) as stock,
     ):
         yield ours, stock
 
 
 def compared(
-    setting: Setting, kind: Kind, ours: Server, stock: Server, shape: str = ""
+    setting: Setting, kind: DemoKind, ours: Server, stock: Server, shape: str = ""
 ) -> Iterator[Figure]:
     """Scrapes of two servers by turns, once both have all their metrics."""
     for server in (ours, stock):
@@ -158,4 +158,4 @@ def more(taken: Mapping[str, Sequence[float]]) -> tuple[float, ...]:
 
 def cpu_s(server: Server) -> float:
     asked = (process for process in server.processes() if process.role in ROLES)
-    return sum(agent.reach(process).patches().cpu_s for process in asked)
+    return sum(agent.open_agent(process).fetch_patches().cpu_s for process in asked)

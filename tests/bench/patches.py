@@ -27,7 +27,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     module = lru_module(installed())
     stock = {name: vars(module.LRUCache)[name] for name in PATCHED}
     for patch in (mm_lru_ghost_keys, mm_lru_stale_eviction):
-        patch.apply(module)
+        patch.apply_patch(module)
     patched = {name: vars(module.LRUCache)[name] for name in PATCHED}
     cache = full(module)
     for name, operate in OPERATE.items():
@@ -48,11 +48,11 @@ def measure(setting: Setting) -> Iterator[Figure]:
             control=of["again"],
         )
     holder = Receiver(_cache=cache)
-    objects.remember("mm-cache", holder)
+    objects.track_object("mm-cache", holder)
     for number in range(GHOSTS):
         cache._LRUCache__order[f"ghost{number}"] = None
     began = time.perf_counter()
-    (done,) = repair.repair(RepairRequest()).caches
+    (done,) = repair.repair_caches(RepairRequest()).caches
     took = time.perf_counter() - began
     if done.left or done.changes[0].count != GHOSTS:
         raise RuntimeError(f"not repaired: {done}")

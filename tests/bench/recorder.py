@@ -45,12 +45,12 @@ def measure(setting: Setting) -> Iterator[Figure]:
     bare, hooked = type("Bare", (Scheduler,), {})(), type("Scheduler", (Scheduler,), {})()
     module = ModuleType("scheduler")
     vars(module)["Scheduler"] = type(hooked)
-    recorder.install(lambda: made(setting.home / "recorder"))
-    recorder.hook(module)
+    recorder.install_recorder(lambda: made(setting.home / "recorder"))
+    recorder.hook_scheduler(module)
     of = medians(
         interleaved(rounds, {"bare": partial(timed, bare), "hooked": partial(timed, hooked)})
     )
-    recorder.forget()
+    recorder.reset_after_fork()
     yield Figure(
         "recording a step, CPU time",
         "s",

@@ -61,9 +61,9 @@ def waiting(bench: Bench) -> Iterator[Server]:
         for _ in range(REQUESTS // PROMPTS):
             connection = stack.enter_context(socket.create_connection((HOST, bench.port)))
             connection.sendall(wanted)
-        until(lambda: len(listing.take(server, STUCK_S).rows) >= REQUESTS, 120)
+        until(lambda: len(listing.list_requests(server, STUCK_S).rows) >= REQUESTS, 120)
         yield server
-    until(lambda: not listing.take(server, STUCK_S).rows, 120)
+    until(lambda: not listing.list_requests(server, STUCK_S).rows, 120)
 
 
 @contextlib.contextmanager
@@ -95,24 +95,24 @@ def apart(server: Server) -> Iterator[None]:
 def listed(server: Server) -> float:
     """Seconds that a list takes of most of them: some end meanwhile."""
     began = time.perf_counter()
-    assert len(listing.take(server, STUCK_S).rows) >= REQUESTS // 2
+    assert len(listing.list_requests(server, STUCK_S).rows) >= REQUESTS // 2
     return time.perf_counter() - began
 
 
 def asked(server: Server) -> float:
     """Seconds that the engine takes to answer which requests it has."""
-    (engine,) = server.of(Role.ENGINE)
+    (engine,) = server.select_processes(Role.ENGINE)
     began = time.perf_counter()
-    status, _ = agent.reach(engine).exchange("GET", "/requests", None)
+    status, _ = agent.open_agent(engine).send_request("GET", "/requests", None)
     assert status == OK
     return time.perf_counter() - began
 
 
 def pinged(server: Server) -> float:
     """Seconds that the engine takes to answer the shortest question."""
-    (engine,) = server.of(Role.ENGINE)
+    (engine,) = server.select_processes(Role.ENGINE)
     began = time.perf_counter()
-    agent.reach(engine).engine()
+    agent.open_agent(engine).fetch_engine_state()
     return time.perf_counter() - began
 
 
@@ -143,7 +143,7 @@ def steps_s(
             began.append((at + first, at + second))
         time.sleep(max(at + 2 * half_s - time.time(), 0.0))
     time.sleep(1)
-    (recording,) = history.of(server).recordings
+    (recording,) = history.collect_history(server).recordings
     times = [step.began_at for step in recording.steps]
     counts = list(accumulate((step.steps for step in recording.steps), initial=0))[:-1]
 

@@ -17,7 +17,7 @@ from typing import Any
 from tests.support.databases import Servers, folder_for_servers, postgres_parts
 from tests.support.ports import free_port
 
-from vllmops.demo import Kind
+from vllmops.demo import DemoKind
 from vllmops.store import settings
 
 from .figure import Figure, Limit, paired
@@ -110,7 +110,7 @@ def started(setting: Setting, stack: contextlib.ExitStack) -> Iterator[tuple[str
     urls |= {item: programs.add(item).url for item in ("postgresql", "redis")}
     ways |= {kind: (True, {settings.STORE: url}) for kind, url in urls.items()}
     for kind, (agent, environment) in ways.items():
-        server = setting.server(Kind.TEXT, *ROOM, agent=agent, environment=environment)
+        server = setting.server(DemoKind.TEXT, *ROOM, agent=agent, environment=environment)
         yield kind, (begun := stack.enter_context(server))
         if kind == STOCK:
             yield GATEWAY, stack.enter_context(gateway(setting, begun))

@@ -96,7 +96,7 @@ def main() -> int:
             place.ahead()
         for name in [given.only] if given.only else GROUPS:
             if not (whole and name in WAITING):
-                output.say(f"measuring: {name}")
+                output.print_to_stderr(f"measuring: {name}")
                 figures += GROUPS[name](place)
         if whole:
             figures += side_by_side(place)
@@ -118,7 +118,7 @@ def main() -> int:
 
 def side_by_side(place: Setting) -> list[Figure]:
     """The figures of those that wait, measured at the same time."""
-    output.say(f"measuring: {', '.join(WAITING)}")
+    output.print_to_stderr(f"measuring: {', '.join(WAITING)}")
     with ThreadPoolExecutor() as pool:
         measured = pool.map(lambda name: [*GROUPS[name](place)], WAITING)
         return [figure for item in measured for figure in item]
@@ -127,7 +127,7 @@ def side_by_side(place: Setting) -> list[Figure]:
 def show(figures: list[Figure]) -> None:
     """Print a table, a figure to the line."""
     numbers = ("value", "its value", "again", "ratio", "95 %", "at most", "n")
-    table = output.table(
+    table = output.make_table(
         "figure",
         "value",
         "rival",
@@ -155,7 +155,7 @@ def show(figures: list[Figure]) -> None:
             f"{item.n:,}",
             "yes" if item.holds else "[bold red]no[/]",
         )
-    output.show(table)
+    output.print_parts(table)
 
 
 def amount(value: float | None, unit: str) -> str:

@@ -66,19 +66,19 @@ class Setting:
     @cached_property
     def vision(self) -> Server:
         """A vision server that measurements share, with room for many images; starts on demand."""
-        return self.started.enter_context(self.server(demo.Kind.VISION, *ROOM))
+        return self.started.enter_context(self.server(demo.DemoKind.VISION, *ROOM))
 
     @cached_property
     def text(self) -> Server:
         """A text server with stored responses in SQLite, for measurements of the short form."""
         store = {STORE: f"sqlite:///{self.home}/responses.db"}
-        return self.started.enter_context(self.server(demo.Kind.TEXT, *LONG, environment=store))
+        return self.started.enter_context(self.server(demo.DemoKind.TEXT, *LONG, environment=store))
 
     @cached_property
     def stock(self) -> Server:
         """As `text`, without the agent, and with vLLM's own stored responses."""
         return self.started.enter_context(
-            self.server(demo.Kind.TEXT, *LONG, agent=False, environment=STOCK_STORE)
+            self.server(demo.DemoKind.TEXT, *LONG, agent=False, environment=STOCK_STORE)
         )
 
     def ahead(self) -> None:
@@ -157,7 +157,7 @@ class Setting:
     @contextlib.contextmanager
     def server(
         self,
-        kind: demo.Kind,
+        kind: demo.DemoKind,
         *arguments: str,
         agent: bool = True,
         environment: Mapping[str, str] | None = None,
@@ -172,9 +172,9 @@ class Setting:
         """
         port = free_port()
         command = (
-            *(PYTHON, "-m", "vllmops.agent.launch", "serve", str(demo.model_dir(kind))),
+            *(PYTHON, "-m", "vllmops.agent.launch", "serve", str(demo.build_missing_model(kind))),
             *("--host", HOST, "--port", str(port)),
-            *demo.serve_arguments(kind),
+            *demo.make_serve_arguments(kind),
             *arguments,
         )
         log = self.home / f"server-{port}.log"
@@ -185,7 +185,7 @@ class Setting:
                 env={
                     **self.environment,
                     **self.lean,
-                    **demo.serve_environment(),
+                    **demo.make_serve_environment(),
                     "VLLMOPS_DISABLE": "" if agent else "1",
                     **(environment or {}),
                 },
@@ -219,7 +219,7 @@ class Server:
     start_s: float
 
     def processes(self) -> tuple[Process, ...]:
-        return processes.tree(processes.table(), [self.pid])
+        return processes.build_process_tree(processes.read_process_table(), [self.pid])
 
     def cpu_s(self, *roles: Role) -> float:
         """CPU seconds of its processes of some roles so far, to the nanosecond."""

@@ -13,7 +13,7 @@ from .setting import VLLMOPS, Setting
 
 def measure(setting: Setting) -> Iterator[Figure]:
     server = setting.vision
-    program = pyspy.find()
+    program = pyspy.find_pyspy()
     dump = (VLLMOPS, "stacks", "dump", "-t", str(server.pid), "--json")
     targets = {"all": partial(setting.seconds, *dump)}
     for process in server.processes():

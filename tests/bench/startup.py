@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from vllmops.protocol import files
-from vllmops.protocol.caches import CacheSnapshot, Sample
+from vllmops.protocol.caches import CacheSample, CacheSnapshot
 
 from .figure import Figure, Limit, interleaved, medians
 from .setting import PYTHON, VLLMOPS, Setting
@@ -93,8 +93,9 @@ def probed(setting: Setting) -> Iterator[Figure]:
 def heavy_imports(setting: Setting) -> int:
     """How many modules that a command line has no use for are imported all the same."""
     file = setting.home / "snapshot.json"
-    files.save(
-        file, CacheSnapshot(server="none", samples=[Sample(taken_at=time.time(), processes=[])])
+    files.save_snapshot(
+        file,
+        CacheSnapshot(server="none", samples=[CacheSample(taken_at=time.time(), processes=[])]),
     )
     found: set[str] = set()
     for words in (("--help",), ("ps",), ("cache", "inspect", str(file))):

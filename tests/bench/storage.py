@@ -20,14 +20,14 @@ from msgspec.structs import replace
 from tests.support.databases import Servers, folder_for_servers, postgres_parts
 
 from vllmops.agent.responses.conversations import ConversationTurns
-from vllmops.agent.responses.history import History
+from vllmops.agent.responses.history import HistoryReader
 from vllmops.store import opening
-from vllmops.store.backend import Backend, Limits, Query, Response
+from vllmops.store.backend import Backend, Limits, Response, ResponseQuery
 from vllmops.store.conversations import Conversation
 from vllmops.store.postgresql import Postgresql
 from vllmops.store.redis import Redis
-from vllmops.store.sql import Sql
-from vllmops.store.sqlite import Sqlite, numbered, path
+from vllmops.store.sql import SqlBackend
+from vllmops.store.sqlite import Sqlite, bind_values, parse_file_path
 from vllmops.store.store import ResponseStore
 
 from .figure import Figure, Limit, paired
@@ -86,12 +86,12 @@ def response(number: int) -> Response:
 
 async def operations(setting: Setting, kind: str, url: str) -> list[Figure]:
     """`create` and `get`, one after the other, against the driver with the same statements."""
-    backend = opening.backend(f"{url}?namespace=ops", ENDLESS)
+    backend = opening.make_backend(f"{url}?namespace=ops", ENDLESS)
     rounds, item = (4, 20) if setting.short else (60, 50)
     times: dict[str, list[float]] = {"create": [], "raw create": [], "get": [], "raw get": []}
     numbers, choice = iter(range(10**9)), random.Random(1)
     async with ResponseStore(backend) as store, driver(backend, url) as raw:
-        packed = await store.packed(response(0))
+        packed = await store.pack_response(response(0))
         for _ in range(rounds):
             made = [response(next(numbers)) for _ in range(item)]
             rivals = [f"raw_{next(numbers)}" for _ in range(item)]
@@ -136,14 +136,14 @@ def inserted(backend: Backend, packed: Response, response_id: str) -> list[Any]:
     limits = backend.limits
     if isinstance(backend, Redis):
         created = repr(packed.created_at)
-        bounds = [limits.lease_s, limits.max_size, limits.share]
+        bounds = [limits.lease_s, limits.max_size, limits.owner_limit]
         return [response_id, *row, created, "", *rest, *bounds, "[]"]
     return [response_id, *row, packed.created_at, None, *rest, time.time(), None]
 
 
 def asked(backend: Backend, response_id: str) -> list[Any]:
     """What `get` gives the driver."""
-    judged = backend.judged if isinstance(backend, Redis) else ()
+    judged = backend.failure_args if isinstance(backend, Redis) else ()
     return [response_id, OWNER, *judged]
 
 
@@ -161,10 +161,12 @@ async def driver(
 
         yield call
         return
-    assert isinstance(backend, Sql)
+    assert isinstance(backend, SqlBackend)
     texts = {name: backend.text[name] for name in ("create", "get")}
     if isinstance(backend, Sqlite):
-        connection = sqlite3.connect(path(url), isolation_level=None, check_same_thread=False)
+        connection = sqlite3.connect(
+            parse_file_path(url), isolation_level=None, check_same_thread=False
+        )
         with contextlib.closing(connection):
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.create_function("statement_timestamp", 0, time.time)
@@ -173,7 +175,7 @@ async def driver(
             async def execute(operation: str, values: list[Any]) -> Any:
                 # As an event loop must, which a disk could hold up otherwise.
                 def run() -> Any:
-                    return connection.execute(texts[operation], numbered(values)).fetchall()
+                    return connection.execute(texts[operation], bind_values(values)).fetchall()
 
                 return await asyncio.to_thread(run)
 
@@ -198,7 +200,7 @@ async def turns(setting: Setting, kind: str, url: str) -> list[Figure]:
     rounds, item = (2, 5) if setting.short else (60, 10)
     figures = []
     for depth, limit in TURNS.items():
-        backend = opening.backend(f"{url}?namespace=turns{depth}", ENDLESS)
+        backend = opening.make_backend(f"{url}?namespace=turns{depth}", ENDLESS)
         spent: dict[str, list[float]] = {"turn": [], "link": []}
         choice = random.Random(1)
         async with ResponseStore(backend) as store:
@@ -214,7 +216,7 @@ async def turns(setting: Setting, kind: str, url: str) -> list[Figure]:
                     for _ in range(item):
                         await acts[name]()
                     spent[name].append((time.process_time() - began) / item)
-            await backend.drop()
+            await backend.delete_store()
         name, of, rival = f"turn {depth} of a conversation, {kind}", spent["turn"], spent["link"]
         figures.append(paired(name, of, "of a chain", rival, limit, short=setting.short))
     return figures
@@ -230,7 +232,7 @@ class Talk:
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
         self.conversations = ConversationTurns(store)
-        self.history = History(list, harmony=False)
+        self.history = HistoryReader(list, harmony=False)
         self.numbers = itertools.count()
         self.conversation, self.last = "", ""
 
@@ -249,15 +251,15 @@ class Talk:
             items=made.input,
             held=None,
         )
-        await self.conversations.begin(turn, self.conversation)
+        await self.conversations.begin_turn(turn, self.conversation)
         assert turn.held
-        await self.history.of_entries(turn.held.entries)
-        assert await self.conversations.finish(turn, made, made.body, new=True)
+        await self.history.read_conversation_items(turn.held.entries)
+        assert await self.conversations.finish_turn(turn, made, made.body, new=True)
 
     async def link(self) -> None:
         made = response(next(self.numbers))
         if self.last:
-            await self.history.of(await self.store.conversation(OWNER, self.last))
+            await self.history.read_turns(await self.store.list_turns(OWNER, self.last))
         assert await self.store.create(replace(made, previous_id=self.last or None))
         self.last = made.id
 
@@ -267,18 +269,18 @@ async def lists(setting: Setting, kind: str, url: str) -> Figure:
     many = 10_000 if setting.short else 1_000_000
     medians = {}
     for count in (FEW, many):
-        backend = opening.backend(f"{url}?namespace=n{count}", ENDLESS)
+        backend = opening.make_backend(f"{url}?namespace=n{count}", ENDLESS)
         async with ResponseStore(backend, deadline_s=600) as store:
             await fill(store, count)
             middle = f"r{count // 2:09d}"
             taken = []
             for after in [None, middle] * PAGES:
                 began = time.perf_counter()
-                page = await store.page(OWNER, Query(after=after))
+                page = await store.list_responses(OWNER, ResponseQuery(after=after))
                 taken.append(time.perf_counter() - began)
                 assert len(page.responses) == 20
             medians[count] = statistics.median(taken)
-            await backend.drop()
+            await backend.delete_store()
     return Figure(
         f"a page of a list of {many:,}, {kind}",
         "s",
@@ -292,7 +294,7 @@ async def lists(setting: Setting, kind: str, url: str) -> Figure:
 
 async def fill(store: ResponseStore, count: int) -> None:
     """Put many small responses into a store, past what would take them one by one."""
-    backend, packed = store.backend, await store.packed(response(0))
+    backend, packed = store.backend, await store.pack_response(response(0))
     now = time.time()
 
     def small(number: int) -> Response:
@@ -309,9 +311,11 @@ async def fill(store: ResponseStore, count: int) -> None:
     for start in range(0, count, 10_000):
         some = [small(number) for number in range(start, min(start + 10_000, count))]
         if isinstance(backend, Postgresql):
-            await backend.add_all(some)
+            await backend.insert_responses(some)
         elif isinstance(backend, Sqlite):
-            await backend.many("create", [backend.row(made) for made in some])
+            await backend.execute_batch(
+                "create", [backend.build_create_args(made) for made in some]
+            )
         else:
             assert isinstance(backend, Redis)
             async with backend.client.pipeline(transaction=False) as pipeline:
@@ -324,7 +328,7 @@ async def fill(store: ResponseStore, count: int) -> None:
 async def in_memory(setting: Setting) -> Figure:
     """What the backend ``memory`` keeps, against the JSON that it was given."""
     count, given = 500 if setting.short else 5_000, 0
-    async with ResponseStore(opening.backend("memory://", ENDLESS)) as store:
+    async with ResponseStore(opening.make_backend("memory://", ENDLESS)) as store:
         tracemalloc.start()
         for number in range(count):
             made = response(number)

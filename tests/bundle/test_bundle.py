@@ -20,19 +20,30 @@ from hypothesis import strategies as st
 
 from vllmops.bundle import archive, bundle
 from vllmops.bundle import redact as redacting
-from vllmops.bundle.collecting import Contents, Piece, configuration, version_of
-from vllmops.bundle.redact import MARK, secrets
+from vllmops.bundle.collecting import (
+    BundleContents,
+    UnredactedPart,
+    collect_configuration,
+    find_package_version,
+)
+from vllmops.bundle.redact import MARK, find_launch_secrets
 from vllmops.diagnose import doctor
 from vllmops.errors import VllmopsError
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
-from vllmops.protocol.bundles import Missing
-from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
-from vllmops.protocol.memory import End, MemorySample, ProcessMemory, Recording, RecordingHead
-from vllmops.protocol.server import Gpu, ServerSnapshot, Unseen
+from vllmops.protocol.bundles import BundleGap
+from vllmops.protocol.caches import CacheSample, CacheSnapshot, LruCache, ProcessCaches
+from vllmops.protocol.memory import (
+    MemoryRecording,
+    MemoryRecordingHead,
+    MemorySample,
+    ProcessMemory,
+    RecordingEnd,
+)
+from vllmops.protocol.server import Gap, Gpu, ServerSnapshot
 from vllmops.protocol.steps import Step, StepsHead, StepsRecording
-from vllmops.stacks.paste import read
+from vllmops.stacks.paste import parse_stacks
 
 from ..diagnose.servers import MACHINE, healthy, looks, metrics, pulse
 from ..support.waiting import until
@@ -59,14 +70,14 @@ GHOST = LruCache(
 CACHES = CacheSnapshot(
     server="demo",
     samples=[
-        Sample(
+        CacheSample(
             taken_at=1.0,
             processes=[ProcessCaches(pid=20, parent=10, role="engine", caches=[GHOST])],
         )
     ],
 )
-MEMORY = Recording(
-    head=RecordingHead(server="demo", started_at=1.0, rounds=2, load="text"),
+MEMORY = MemoryRecording(
+    head=MemoryRecordingHead(server="demo", started_at=1.0, rounds=2, load="text"),
     samples=[
         MemorySample(
             taken_at=float(number),
@@ -75,7 +86,7 @@ MEMORY = Recording(
         )
         for number in range(3)
     ],
-    end=End(at=3.0),
+    end=RecordingEnd(at=3.0),
 )
 
 RECORDED = StepsRecording(
@@ -95,31 +106,31 @@ def stuck() -> ServerSnapshot:
     waiting = {"metrics": metrics(waiting=3), "pulses": (pulse("engine", waiting=3, still_s=60),)}
     return healthy(
         looks=looks(waiting, waiting),
-        stacks=read((STACKS / "mm-cache-eviction-spin.txt").read_text()).samples * 3,
+        stacks=parse_stacks((STACKS / "mm-cache-eviction-spin.txt").read_text()).samples * 3,
         caches=CACHES,
         memory=MEMORY,
         recordings=(RECORDED,),
         machine=msgspec.structs.replace(MACHINE, gpus=(Gpu(index=0, by_pid={20: 1 << 30}),)),
-        unseen=(Unseen("agent of worker 30", "agent.absent", "it has none", "attach"),),
+        unseen=(Gap("agent of worker 30", "agent.absent", "it has none", "attach"),),
     )
 
 
-def contents(snapshot: ServerSnapshot | None = None, **pieces: Any) -> Contents:
+def contents(snapshot: ServerSnapshot | None = None, **pieces: Any) -> BundleContents:
     """What `collect` would give, of a snapshot and further parts by their names without endings."""
-    found = Contents("demo", 1e9)
+    found = BundleContents("demo", 1e9)
     for name, content in pieces.items():
         ending = ".txt" if isinstance(content, str) else ".json"
-        found.pieces[name + ending] = Piece(content, 0.1)
+        found.pieces[name + ending] = UnredactedPart(content, 0.1)
     if snapshot:
         rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None, recordings=())
-        found.pieces["steps.jsonl"] = Piece(list(snapshot.recordings), 1.0)
-        found.pieces["server.json"] = Piece(rest, 1.0)
-        found.pieces["stacks.jsonl"] = Piece(list(snapshot.stacks), 1.0)
+        found.pieces["steps.jsonl"] = UnredactedPart(list(snapshot.recordings), 1.0)
+        found.pieces["server.json"] = UnredactedPart(rest, 1.0)
+        found.pieces["stacks.jsonl"] = UnredactedPart(list(snapshot.stacks), 1.0)
         if snapshot.caches:
-            found.pieces["caches.json"] = Piece(snapshot.caches, 1.0)
+            found.pieces["caches.json"] = UnredactedPart(snapshot.caches, 1.0)
         if memory := snapshot.memory:
             lines = [memory.head, *memory.samples, memory.end]
-            found.pieces["memory.jsonl"] = Piece(lines, 1.0)
+            found.pieces["memory.jsonl"] = UnredactedPart(lines, 1.0)
     return found
 
 
@@ -135,7 +146,7 @@ def unpacked(path: Path) -> dict[str, bytes]:
 
 def refused(path: Path) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        bundle.load(path)
+        bundle.load_bundle(path)
     assert str(path) in caught.value.message
     assert "\n" not in caught.value.message
     return caught.value
@@ -157,13 +168,13 @@ def member(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, link: str = 
 @pytest.mark.parametrize("redact", [True, False])
 def test_what_is_written_is_loaded(tmp_path: Path, redact: bool) -> None:
     snapshot = stuck()
-    path, index = bundle.write(contents(snapshot), tmp_path / "b.tar.gz", redact=redact)
-    assert bundle.load(path) == snapshot
-    shown = doctor.examine(snapshot)
+    path, index = bundle.write_bundle(contents(snapshot), tmp_path / "b.tar.gz", redact=redact)
+    assert bundle.load_bundle(path) == snapshot
+    shown = doctor.diagnose_snapshot(snapshot)
     assert {"stack.mm-cache-eviction-spin", "mm-cache.ghost-keys"} <= {
         item.code for item in shown.findings
     }
-    assert doctor.examine(bundle.load(path)) == shown
+    assert doctor.diagnose_snapshot(bundle.load_bundle(path)) == shown
     stands = next(item for item in shown.findings if item.code == "engine.no-progress")
     assert stands.evidence.endswith(
         "; step 4711 began at 00:16:40.000Z and has not ended for 60.0 s: 3 requests, 512 tokens;"
@@ -175,10 +186,10 @@ def test_what_is_written_is_loaded(tmp_path: Path, redact: bool) -> None:
 
 def test_the_index_lists_every_part(tmp_path: Path) -> None:
     found = contents(stuck(), metrics="m", log="l")
-    found.pieces["proc/7.txt"] = Piece("p", 0.1)
-    found.missing.append(Missing("caches.json", "nobody told"))
+    found.pieces["proc/7.txt"] = UnredactedPart("p", 0.1)
+    found.missing.append(BundleGap("caches.json", "nobody told"))
     found.interrupted = True
-    path, index = bundle.write(found, tmp_path / "b.tar.gz")
+    path, index = bundle.write_bundle(found, tmp_path / "b.tar.gz")
     parts = unpacked(path)
     first, *rest = parts
     assert first == "index.json"
@@ -186,7 +197,7 @@ def test_the_index_lists_every_part(tmp_path: Path) -> None:
     assert {item.name: item.bytes for item in index.parts} == {x: len(parts[x]) for x in rest}
     assert rest[-1] == "proc/7.txt"
     assert all(item.about for item in index.parts)
-    assert index.missing == (Missing("caches.json", "nobody told"),)
+    assert index.missing == (BundleGap("caches.json", "nobody told"),)
     assert index.interrupted
     assert "review it before you share it" in index.note
 
@@ -199,7 +210,7 @@ def unpack(path: Path, into: Path) -> None:
 
 
 def test_parts_are_what_other_commands_read(vllmops: Any, tmp_path: Path) -> None:
-    path, _ = bundle.write(contents(stuck()), tmp_path / "b.tar.gz")
+    path, _ = bundle.write_bundle(contents(stuck()), tmp_path / "b.tar.gz")
     unpack(path, tmp_path / "x")
     for part, words, code in (
         ("stacks.jsonl", ("stacks", "explain"), "stack.mm-cache-eviction-spin"),
@@ -213,19 +224,19 @@ def test_parts_are_what_other_commands_read(vllmops: Any, tmp_path: Path) -> Non
         answer = vllmops("memory", "report", str(file), "--json")
         assert len(answer.data["samples"]) == 3
     answer = vllmops("doctor", str(path), "--json")
-    assert answer.data["findings"] == plain(doctor.examine(stuck()).findings)
+    assert answer.data["findings"] == plain(doctor.diagnose_snapshot(stuck()).findings)
     sure = vllmops("stacks", "explain", str(path), "--json").data
-    assert sure["findings"] == plain(doctor.explanation(stuck()))["findings"]
+    assert sure["findings"] == plain(doctor.explain_snapshot(stuck()))["findings"]
     doubtful = ("--fact", "progress=moving")
     assert vllmops("stacks", "explain", str(path), *doubtful, "--json").data != sure
 
 
 def test_what_a_bundle_does_not_hold_is_told(vllmops: Any, tmp_path: Path) -> None:
     unseen = (
-        Unseen("stacks", "pyspy.missing", "py-spy, which reads the stacks, is not installed"),
-        Unseen("agent of engine 7", "agent.absent", "engine 7 has no agent"),
+        Gap("stacks", "pyspy.missing", "py-spy, which reads the stacks, is not installed"),
+        Gap("agent of engine 7", "agent.absent", "engine 7 has no agent"),
     )
-    path, _ = bundle.write(contents(healthy(unseen=unseen)), tmp_path / "b.tar.gz")
+    path, _ = bundle.write_bundle(contents(healthy(unseen=unseen)), tmp_path / "b.tar.gz")
     for words, code, why in (
         (("stacks", "explain"), "stacks.not-found", "is not installed"),
         (("cache", "inspect"), "bundle.no-caches", "engine 7 has no agent"),
@@ -235,8 +246,8 @@ def test_what_a_bundle_does_not_hold_is_told(vllmops: Any, tmp_path: Path) -> No
         assert error["code"] == code
         assert why in error["message"]
     found = contents()
-    found.missing.append(Missing("server.json", "not done within 9 s"))
-    path, _ = bundle.write(found, tmp_path / "none.tar.gz")
+    found.missing.append(BundleGap("server.json", "not done within 9 s"))
+    path, _ = bundle.write_bundle(found, tmp_path / "none.tar.gz")
     error = refused(path)
     assert error.code == "bundle.no-snapshot"
     assert "not done within 9 s" in error.message
@@ -245,15 +256,15 @@ def test_what_a_bundle_does_not_hold_is_told(vllmops: Any, tmp_path: Path) -> No
 def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     path = tmp_path / "b.tar.gz"
     path.write_text("an older one")
-    second, _ = bundle.write(contents(stuck()), path)
-    third, _ = bundle.write(contents(stuck()), path)
+    second, _ = bundle.write_bundle(contents(stuck()), path)
+    third, _ = bundle.write_bundle(contents(stuck()), path)
     assert (second.name, third.name) == ("b-2.tar.gz", "b-3.tar.gz")
     assert path.read_text() == "an older one"
-    assert bundle.write(contents(stuck()), path, overwrite=True)[0] == path
-    assert bundle.load(path) == stuck()
+    assert bundle.write_bundle(contents(stuck()), path, overwrite=True)[0] == path
+    assert bundle.load_bundle(path) == stuck()
     assert {item.name for item in tmp_path.iterdir()} == {path.name, second.name, third.name}
     with pytest.raises(VllmopsError) as caught:
-        bundle.write(contents(), tmp_path / "none" / "b.tar.gz")
+        bundle.write_bundle(contents(), tmp_path / "none" / "b.tar.gz")
     assert caught.value.code == "bundle.not-written"
 
 
@@ -263,14 +274,14 @@ def test_on_a_full_disk_the_largest_parts_are_left_out(
     noise = "".join(f"{number * 7919:x} {number**3:o}\n" for number in range(40_000))
     snapshot = healthy()
     found = contents(snapshot, log=noise, metrics=noise[:200_000])
-    path, index = bundle.write(found, home / "b", redact=False)
+    path, index = bundle.write_bundle(found, home / "b", redact=False)
     assert [item.name for item in index.missing] == ["log.txt"]
     assert "No space left" in index.missing[0].why
-    assert bundle.load(path) == snapshot
+    assert bundle.load_bundle(path) == snapshot
     assert {item.name for item in home.iterdir()} == {"b"}
     full_disk()
     with pytest.raises(VllmopsError) as caught:
-        bundle.write(contents(snapshot), home / "c")
+        bundle.write_bundle(contents(snapshot), home / "c")
     assert caught.value.code == "bundle.not-written"
 
 
@@ -291,7 +302,7 @@ def test_what_takes_too_long_to_redact_is_left_out(
     found = contents(stuck(), log=hostile, supervisor="all is well")
     # First, so that the others would have no time left.
     found.pieces = {"log.txt": found.pieces.pop("log.txt"), **found.pieces}
-    path, index = bundle.write(found, tmp_path / "b", redact_s=2.0)
+    path, index = bundle.write_bundle(found, tmp_path / "b", redact_s=2.0)
     assert 2000 < looks < 3000  # it was given up in the midst of it
     (missing,) = index.missing
     assert (missing.name, missing.why) == (
@@ -299,7 +310,7 @@ def test_what_takes_too_long_to_redact_is_left_out(
         "not redacted within 2 s: a larger --timeout gives it more time",
     )
     assert {"supervisor.txt", "server.json"} <= {part.name for part in index.parts}
-    assert bundle.load(path) == stuck()
+    assert bundle.load_bundle(path) == stuck()
 
 
 # -- what is secret --------------------------------------------------------------------------
@@ -327,7 +338,7 @@ def test_planted_secrets_are_nowhere_in_the_archive(
     samples = (msgspec.structs.replace(snapshot.stacks[0], processes=(process,)),)
     found = contents(
         msgspec.structs.replace(
-            snapshot, stacks=samples, unseen=(Unseen(key, "x", everything, password),)
+            snapshot, stacks=samples, unseen=(Gap(key, "x", everything, password),)
         ),
         metrics=f'vllm:x{{a="{key}"}} 1\n{everything}',
         log=f"(APIServer pid=1) INFO 11-20 19:05:17 [a.py:1] r: prompt: {prompt!r}, params: P()\n"
@@ -344,10 +355,10 @@ def test_planted_secrets_are_nowhere_in_the_archive(
         versions={"vllm": everything, key: password},
         doctor={"findings": [everything]},
     )
-    found.pieces["proc/7.txt"] = Piece(everything, 0.1)
-    found.missing.append(Missing("x", everything))
-    found.known = list(secrets(environment, words))
-    path, index = bundle.write(found, tmp_path / "b.tar.gz", overwrite=True)
+    found.pieces["proc/7.txt"] = UnredactedPart(everything, 0.1)
+    found.missing.append(BundleGap("x", everything))
+    found.known = list(find_launch_secrets(environment, words))
+    path, index = bundle.write_bundle(found, tmp_path / "b.tar.gz", overwrite=True)
     parts = unpacked(path)
     for name, content in parts.items():
         for mark in (b"Qx7", b"7xQ", b"Zk8", b"8kZ"):
@@ -357,8 +368,8 @@ def test_planted_secrets_are_nowhere_in_the_archive(
     shown = json.loads(parts["configuration.json"])
     assert shown["environment"] == dict.fromkeys(environment, MARK)
     assert shown["command"] == [*words[:4], MARK, "--port", "8000"]
-    assert bundle.load(path).caches == CACHES
-    bundle.write(found, path, redact=False, overwrite=True)
+    assert bundle.load_bundle(path).caches == CACHES
+    bundle.write_bundle(found, path, redact=False, overwrite=True)
     assert key.encode() in unpacked(path)["supervisor.txt"]
 
 
@@ -374,8 +385,8 @@ def test_what_a_watch_is_given_is_its_owner_s_alone(tmp_path: Path) -> None:
         },
         supervisor=f"(Watch pid=3) can't post to {hook}: Qx7-token-7xQ",
     )
-    found.known = list(secrets({}, watch))
-    path, _ = bundle.write(found, tmp_path / "b.tar.gz")
+    found.known = list(find_launch_secrets({}, watch))
+    path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz")
     parts = unpacked(path)
     for name, content in parts.items():
         assert b"Qx7" not in content, name
@@ -394,7 +405,7 @@ def test_data_is_redacted_by_the_names_in_it(tmp_path: Path) -> None:
             "failure": {"cause": "ValueError: The prompt 'tell me Qx7f' is too long"},
         }
     )
-    path, _ = bundle.write(found, tmp_path / "b.tar.gz")
+    path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz")
     content = unpacked(path)["versions.json"]
     assert b"Qx7" not in content
     shown = json.loads(content)
@@ -416,9 +427,11 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         until(Path(f"/proc/{popen.pid}/cmdline").read_bytes)  # empty in the midst of its exec
         server = Server(name=None, processes=(Process(Role.API, popen.pid, 0),))
         found = contents()
-        found.pieces["configuration.json"] = Piece(configuration(server), 0.1)
+        found.pieces["configuration.json"] = UnredactedPart(collect_configuration(server), 0.1)
         for redact in (True, False):
-            path, _ = bundle.write(found, tmp_path / "b.tar.gz", redact=redact, overwrite=True)
+            path, _ = bundle.write_bundle(
+                found, tmp_path / "b.tar.gz", redact=redact, overwrite=True
+            )
             shown = json.loads(unpacked(path)["configuration.json"])
             assert shown["command"][-1] == "odd\\udcff"
     finally:
@@ -431,9 +444,9 @@ def test_names_and_secrets_that_are_no_text(tmp_path: Path, redact: bool) -> Non
     secret = "p\udce4ssw0rd-of-vllm"  # as Python has it of an environment in Latin-1
     found = contents(healthy(server="/m/\udcff"), words="/m/\udcff", log="p\ufffdssw0rd-of-vllm")
     found.server = "/m/\udcff"
-    found.known = list(secrets({"API_KEY": secret}, ()))
-    path, _ = bundle.write(found, tmp_path / "b.tar.gz", redact=redact)
-    assert bundle.load(path).server == "/m/\\udcff"
+    found.known = list(find_launch_secrets({"API_KEY": secret}, ()))
+    path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz", redact=redact)
+    assert bundle.load_bundle(path).server == "/m/\\udcff"
     assert unpacked(path)["words.txt"] == b"/m/\\udcff"
     assert (b"ssw0rd" in unpacked(path)["log.txt"]) is not redact
 
@@ -506,7 +519,7 @@ def test_no_file_and_no_right_to_it(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("bundle") / "b.tar.gz"
-    return bundle.write(contents(stuck(), metrics="m" * 1000), path)[0].read_bytes()
+    return bundle.write_bundle(contents(stuck(), metrics="m" * 1000), path)[0].read_bytes()
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -522,7 +535,7 @@ def test_damage_of_any_kind(tmp_path: Path, sound: bytes, data: st.DataObject) -
     path = tmp_path / "b.tar.gz"
     path.write_bytes(content if whole else gzip.compress(content, compresslevel=1))
     try:
-        assert isinstance(bundle.load(path), ServerSnapshot)
+        assert isinstance(bundle.load_bundle(path), ServerSnapshot)
     except VllmopsError as error:
         assert error.code in {"bundle.damaged", "bundle.no-snapshot", "file.newer"}  # noqa: PT017
 
@@ -547,7 +560,7 @@ def test_parts_that_are_not_what_they_should_be(
     path.write_bytes(sound)
     parts = unpacked(path)
     parts[name] = change(parts[name])
-    path.write_bytes(archive.packed(parts, 1.0))
+    path.write_bytes(archive.pack_archive(parts, 1.0))
     error = refused(path)
     assert error.code == "bundle.damaged"
     assert name in error.message
@@ -557,10 +570,10 @@ def test_a_newer_one(tmp_path: Path, sound: bytes) -> None:
     path = tmp_path / "b.tar.gz"
     path.write_bytes(sound)
     parts = unpacked(path) | {"new.txt": b"of no use yet"}
-    path.write_bytes(archive.packed(parts, 1.0))
-    assert bundle.load(path) == stuck()
+    path.write_bytes(archive.pack_archive(parts, 1.0))
+    assert bundle.load_bundle(path) == stuck()
     parts["index.json"] = parts["index.json"].replace(b'"schema": 1', b'"schema": 2')
-    path.write_bytes(archive.packed(parts, 1.0))
+    path.write_bytes(archive.pack_archive(parts, 1.0))
     assert refused(path).code == "file.newer"
 
 
@@ -570,13 +583,13 @@ def test_unpacked_and_packed_again(tmp_path: Path, sound: bytes) -> None:
     unpack(path, tmp_path / "x")
     with tarfile.open(path, "w:gz") as made:
         made.add(tmp_path / "x", ".")
-    assert bundle.load(path) == stuck()
+    assert bundle.load_bundle(path) == stuck()
 
 
 def test_what_a_terminal_would_obey_is_taken_out(tmp_path: Path) -> None:
     snapshot = healthy(server="a\x1b]0;evil\x07\x9b31mb\r\\u001b\tc\n\x7f")
-    path, _ = bundle.write(contents(snapshot), tmp_path / "b.tar.gz", redact=False)
-    assert bundle.load(path).server == "a]0;evil31mb\\u001b\tc\n"
+    path, _ = bundle.write_bundle(contents(snapshot), tmp_path / "b.tar.gz", redact=False)
+    assert bundle.load_bundle(path).server == "a]0;evil31mb\\u001b\tc\n"
 
 
 @pytest.mark.parametrize(
@@ -592,16 +605,16 @@ def test_what_a_terminal_would_obey_is_taken_out(tmp_path: Path) -> None:
 def test_a_build_for_the_cpu_is_told_by_its_own_version(
     packages: dict[str, str], version: str | None
 ) -> None:
-    assert version_of("vllm", packages) == version
+    assert find_package_version("vllm", packages) == version
 
 
 @pytest.mark.parametrize("value", ["1e308", "1e16", "-1e16"])
 def test_a_step_at_no_time_is_damage(vllmops: Any, tmp_path: Path, value: str) -> None:
-    path, _ = bundle.write(contents(stuck()), tmp_path / "b.tar.gz")
-    parts = archive.unpacked(path, lambda _: True)
+    path, _ = bundle.write_bundle(contents(stuck()), tmp_path / "b.tar.gz")
+    parts = archive.unpack_archive(path, lambda _: True)
     assert b"1000.0" in parts["steps.jsonl"]
     parts = {**parts, "steps.jsonl": parts["steps.jsonl"].replace(b"1000.0", value.encode())}
-    path.write_bytes(archive.packed(parts, 1e9))
+    path.write_bytes(archive.pack_archive(parts, 1e9))
     for words in ((), ("--history",)):
         shown = vllmops("doctor", str(path), *words, "--json")
         assert shown.error["code"] == "bundle.damaged"

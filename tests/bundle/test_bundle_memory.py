@@ -36,16 +36,17 @@ def mib(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
 def make(folder):
-    contents = collecting.Contents("demo", 1e9)
+    contents = collecting.BundleContents("demo", 1e9)
     for name in sys.argv[3:]:
-        contents.pieces[name] = collecting.Piece(collecting.shortened(folder / "server.log"), 0.1)
+        text = collecting.read_shortened_log(folder / "server.log")
+        contents.pieces[name] = collecting.UnredactedPart(text, 0.1)
     contents.known = [f"known-secret-number-{n}-of-them" for n in range(30)]
-    index = bundle.write(contents, folder / "b.tar.gz", redact_s=3600.0)[1]
+    index = bundle.write_bundle(contents, folder / "b.tar.gz", redact_s=3600.0)[1]
     print(index.parts, file=sys.stderr)
 
 def read(folder):
     try:
-        doctor.examine(bundle.load(folder / "b.tar.gz"))
+        doctor.diagnose_snapshot(bundle.load_bundle(folder / "b.tar.gz"))
     except VllmopsError as error:
         print(error.code, file=sys.stderr)
 
@@ -184,7 +185,7 @@ def test_ten_times_as_long_takes_about_ten_times_as_long(name: str) -> None:
     def took(size: int) -> float:
         text = write(size // len(write(1)))
         began = time.process_time()
-        redactor.tail(text)
+        redactor.redact_server_log(text)
         return time.process_time() - began
 
     before = max(min(took(large // 10) for _ in range(2)), 0.02)
@@ -194,5 +195,5 @@ def test_ten_times_as_long_takes_about_ten_times_as_long(name: str) -> None:
 
 
 def test_lines_in_json_are_of_a_bounded_length() -> None:
-    shown = json.dumps(Redactor().walk({"why": "password='" + "x" * 1_000_000}))
+    shown = json.dumps(Redactor().redact_data({"why": "password='" + "x" * 1_000_000}))
     assert len(shown) < 1000

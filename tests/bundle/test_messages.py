@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from vllmops.bundle import bundle
-from vllmops.bundle.collecting import Contents, Piece
-from vllmops.bundle.messages import Message, without_prompts
-from vllmops.protocol.fatal import Frame
+from vllmops.bundle.collecting import BundleContents, UnredactedPart
+from vllmops.bundle.messages import ProcessFatalMessage, redact_messages
+from vllmops.protocol.fatal import MessageFrame
 
 SCHEMA = {"a secret": {"type": "string"}}
 SAMPLING = {
@@ -25,12 +25,12 @@ SAMPLING = {
 REQUEST = ["chatcmpl-1", [1, 2, 3], msgspec.msgpack.Ext(4, b"pixels"), SAMPLING, None]
 WHOLE = msgspec.msgpack.encode(REQUEST)
 FRAMES = (
-    Frame(size=1, head=b"\0"),
-    Frame(size=len(WHOLE), head=WHOLE),
-    Frame(size=9_000_000, head=b"pixels"),
-    Frame(size=1, head=b"\xc1"),
+    MessageFrame(size=1, head=b"\0"),
+    MessageFrame(size=len(WHOLE), head=WHOLE),
+    MessageFrame(size=9_000_000, head=b"pixels"),
+    MessageFrame(size=1, head=b"\xc1"),
 )
-MESSAGE = Message(
+MESSAGE = ProcessFatalMessage(
     process="engine 20",
     thread="input thread",
     at=1000.0,
@@ -42,8 +42,10 @@ MESSAGE = Message(
 
 @pytest.mark.parametrize("redact", [True, False])
 def test_a_message_is_in_a_bundle(tmp_path: Path, *, redact: bool) -> None:
-    contents = Contents("demo", 1000.0, pieces={"messages.jsonl": Piece([MESSAGE], 0.1)})
-    path, index = bundle.write(contents, tmp_path / "demo.tar.gz", redact=redact)
+    contents = BundleContents(
+        "demo", 1000.0, pieces={"messages.jsonl": UnredactedPart([MESSAGE], 0.1)}
+    )
+    path, index = bundle.write_bundle(contents, tmp_path / "demo.tar.gz", redact=redact)
     assert [part.name for part in index.parts] == ["messages.jsonl"]
     with tarfile.open(path) as archive:
         name = next(name for name in archive.getnames() if name.endswith("messages.jsonl"))
@@ -53,7 +55,7 @@ def test_a_message_is_in_a_bundle(tmp_path: Path, *, redact: bool) -> None:
     found: dict[str, Any] = json.loads(line)
     assert found["error"] == MESSAGE.error
     if not redact:
-        again = msgspec.json.decode(line, type=Message)
+        again = msgspec.json.decode(line, type=ProcessFatalMessage)
         assert again == MESSAGE
         return
     assert [(frame["size"], frame["head"]) for frame in found["frames"]] == [
@@ -75,11 +77,11 @@ def test_a_message_is_in_a_bundle(tmp_path: Path, *, redact: bool) -> None:
 
 @pytest.mark.parametrize("key", ["a secret", "x" * 50, 5])
 def test_what_may_be_a_user_s_name_is_not_shown(key: object) -> None:
-    (shown,) = without_prompts(
+    (shown,) = redact_messages(
         [
             msgspec.structs.replace(
                 MESSAGE,
-                frames=(Frame(size=len(one), head=one),),
+                frames=(MessageFrame(size=len(one), head=one),),
             )
             for one in [msgspec.msgpack.encode({key: 1})]
         ]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllmops.bundle.redact import MARK, TOLD, Redactor, secrets
+from vllmops.bundle.redact import MARK, TOLD, Redactor, find_launch_secrets
 
 LOGS = Path(__file__).with_name("logs")
 SERVER, OTHER = ((LOGS / name).read_text() for name in ("server.log", "other.log"))
@@ -24,7 +24,7 @@ def test_the_log_of_a_server_that_logs_its_requests() -> None:
     """vLLM 0.32 at debug level, with keys, prompts and a token in a query."""
     assert SERVER.count("PLANTED") == 19
     redactor = Redactor()
-    shown = redactor.log(SERVER)
+    shown = redactor.redact_log(SERVER)
     assert "PLANTED" not in shown
     # The same as tokens, and the answers.
     assert "50, 46, 35" not in shown
@@ -45,7 +45,7 @@ def test_the_log_of_a_server_that_logs_its_requests() -> None:
 
 
 def test_every_other_form() -> None:
-    shown = Redactor().log(OTHER)
+    shown = Redactor().redact_log(OTHER)
     for number, line in enumerate(shown.split("\n"), 1):
         assert "PLANTED" not in line, (number, line)
         assert "UExBTlRFR" not in line, (number, line)
@@ -72,7 +72,7 @@ def test_every_other_form() -> None:
 def test_of_a_server_s_own_lines_all_are_kept() -> None:
     for text in (SERVER, *(path.read_text() for path in STARTS)):
         redactor = Redactor()
-        assert redactor.tail(text) == Redactor().log(text)
+        assert redactor.redact_server_log(text) == Redactor().redact_log(text)
         assert redactor.counts["log line of no known form"] == 0
 
 
@@ -90,7 +90,7 @@ def test_colours_hide_no_secret(escape: str) -> None:
         f"prompt: {green}'PLANTED PLANTED'{off}, n: {cyan}1{off}": f"prompt: {MARK}, n: 1",
         f"{green}loaded{off} 3 weights": "loaded 3 weights",
     }.items():
-        assert Redactor().tail(start + said) == plain + shown
+        assert Redactor().redact_server_log(start + said) == plain + shown
 
 
 def test_where_ssh_goes_with_a_key_is_no_secret() -> None:
@@ -100,14 +100,14 @@ def test_where_ssh_goes_with_a_key_is_no_secret() -> None:
         'ssh -i "/home/ops/my key" ubuntu@ec2-1-2-3-4.compute.internal',
         "what: `ssh -i /run/secrets/token ops@gpu-7`".replace("`", '"'),
     ):
-        assert Redactor().text(f"{line}\n{line}") == f"{line}\n{line}"
+        assert Redactor().redact_text(f"{line}\n{line}") == f"{line}\n{line}"
     for line in (
         "ssh -i key ops@gpu-7 API_KEY=PLANTED99 vllm serve",
         "sshpass -p planted@gpu-9 ssh -i key ops@gpu-7",
         "ssh -i key ops@gpu-7; echo the password is planted@gpu-9",
         "with key planted@gpu-9",
     ):
-        assert "planted" not in Redactor().text(line).lower()
+        assert "planted" not in Redactor().redact_text(line).lower()
 
 
 def test_what_applications_log_in_their_own_way() -> None:
@@ -123,7 +123,7 @@ def test_what_applications_log_in_their_own_way() -> None:
         "Answer: PLANTED": MARK,
     }
     redactor = Redactor()
-    assert redactor.tail("\n".join(lines)).split("\n") == list(lines.values())
+    assert redactor.redact_server_log("\n".join(lines)).split("\n") == list(lines.values())
     assert redactor.counts["log line of no known form"] == len(lines)
 
 
@@ -143,7 +143,7 @@ def test_lines_of_known_forms() -> None:
         '  File "/venv/vllm/x.py", line 12 in spin',
         "Loading safetensors checkpoint shards: 100% Completed | 1/1 [00:00<00:00, 55.40it/s]",
     ):
-        assert Redactor().tail(line) == line
+        assert Redactor().redact_server_log(line) == line
 
 
 def test_a_traceback_is_kept_to_its_end_and_no_further() -> None:
@@ -154,15 +154,17 @@ def test_a_traceback_is_kept_to_its_end_and_no_further() -> None:
         "(EngineCore pid=8)     ^^^^^^^^^^^^\n"
         "(EngineCore pid=8) torch.OutOfMemoryError: CUDA out of memory"
     )
-    shown = Redactor().tail(f"{known}\n(EngineCore pid=8) PLANTED\n(EngineCore pid=8)   PLANTED")
+    shown = Redactor().redact_server_log(
+        f"{known}\n(EngineCore pid=8) PLANTED\n(EngineCore pid=8)   PLANTED"
+    )
     assert shown == f"{known}\n(EngineCore pid=8) {MARK}\n(EngineCore pid=8) {MARK}"
     # Of another process, in the midst of it.
     mixed = known.replace("\n", "\nAnswer: PLANTED\n", 1)
-    assert Redactor().tail(mixed) == known.replace("\n", f"\n{MARK}\n", 1)
+    assert Redactor().redact_server_log(mixed) == known.replace("\n", f"\n{MARK}\n", 1)
 
 
 def test_what_is_redacted_stays_as_it_is() -> None:
-    for way in (Redactor.log, Redactor.tail):
+    for way in (Redactor.redact_log, Redactor.redact_server_log):
         once = way(Redactor(), SERVER + OTHER)
         assert way(Redactor(), once) == once
 
@@ -192,7 +194,7 @@ def test_it_is_quick_whatever_the_text() -> None:
         "\n" * size,
     ):
         began = time.thread_time()
-        Redactor(["planted-secret"]).tail(text)
+        Redactor(["planted-secret"]).redact_server_log(text)
         assert time.thread_time() - began < 5, text[:20]
 
 
@@ -230,12 +232,12 @@ def test_prompts_and_answers_as_vllm_logs_them(prompt: str) -> None:
         json.dumps({"input": [{"content": [{"type": "input_text", "text": prompt}]}]}, indent=2),
         whole,
     ):
-        absent(Redactor().log(line))
+        absent(Redactor().redact_log(line))
 
 
 def test_a_prompt_that_begins_like_a_call() -> None:
     for prompt in ("f()PLANTED", "main() PLANTED", "x = PLANTED", "print(1) # PLANTED"):
-        shown = Redactor().log(
+        shown = Redactor().redact_log(
             f"(APIServer pid=7) DEBUG 11-20 19:05:17 [c.py:1] Input prompt: {prompt}"
         )
         assert shown.endswith("Input prompt: [redacted]")
@@ -259,14 +261,14 @@ def test_tokens_by_their_place(token: str) -> None:
         f"hf_0123456789{re.sub('[^A-Za-z0-9]', '', token)}",
         f"signing key: '{'0a' * 32}'",
     ):
-        shown = Redactor().text(line)
+        shown = Redactor().redact_text(line)
         absent(shown)
         assert "0a0a" not in shown
 
 
 @given(printable)
 def test_what_is_known_to_be_secret_is_nowhere(secret: str) -> None:
-    known = list(secrets({"VLLM_API_KEY": secret}, ()))
+    known = list(find_launch_secrets({"VLLM_API_KEY": secret}, ()))
     for line in (
         secret,
         f"a{secret}b",
@@ -275,16 +277,19 @@ def test_what_is_known_to_be_secret_is_nowhere(secret: str) -> None:
         f"/path?x={quote(secret, safe='')}",
         f"nested {json.dumps(json.dumps(secret))}",
     ):
-        absent(Redactor(known).text(line))
+        absent(Redactor(known).redact_text(line))
 
 
 @given(printable, printable)
 def test_command_lines(first: str, second: str) -> None:
     words = ["vllm", "serve", "m", "--api-key", first, second, "--port", "8000"]
-    known = list(secrets({}, words))
+    known = list(find_launch_secrets({}, words))
     assert {first, second} <= set(known)
-    assert Redactor().words(words) == [*words[:4], MARK, MARK, "--port", "8000"]
-    assert Redactor().words(["x", f"--hf-token={first}"]) == ["x", f"--hf-token={MARK}"]
+    assert Redactor().redact_command_line(words) == [*words[:4], MARK, MARK, "--port", "8000"]
+    assert Redactor().redact_command_line(["x", f"--hf-token={first}"]) == [
+        "x",
+        f"--hf-token={MARK}",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -301,7 +306,7 @@ def test_command_lines(first: str, second: str) -> None:
     ],
 )
 def test_a_word_that_is_secret_by_those_before_it(words: list[str], secret: str) -> None:
-    shown = Redactor().words(words)
+    shown = Redactor().redact_command_line(words)
     assert len(shown) == len(words)
     assert secret not in " ".join(shown)
     assert shown[0] == words[0]
@@ -310,8 +315,8 @@ def test_a_word_that_is_secret_by_those_before_it(words: list[str], secret: str)
 def test_words_that_are_no_secrets() -> None:
     words = ["vllm", "serve", "m", "--tokenizer", "t", "--max-num-batched-tokens", "2048"]
     words += ["--ssl-keyfile", "/etc/key.pem", "--served-model-name", "a", "b"]
-    assert Redactor().words(words) == words
-    assert list(secrets({}, words)) == []
+    assert Redactor().redact_command_line(words) == words
+    assert list(find_launch_secrets({}, words)) == []
 
 
 def test_environment() -> None:
@@ -332,12 +337,14 @@ def test_environment() -> None:
         "ANYTHING": "x",
         "VLLM_ODD": "abc123def456abc123def456",
     }
-    shown = Redactor().environment({**kept, **hidden})
+    shown = Redactor().redact_environment({**kept, **hidden})
     assert {name: shown[name] for name in kept} == kept
     assert {shown[name] for name in hidden} == {MARK}
     url = {"VLLM_RESPONSES_STORE": "postgresql://u:secret@db/x"}
-    assert Redactor().environment(url) == {"VLLM_RESPONSES_STORE": f"postgresql://{MARK}@db/x"}
-    assert set(secrets({**kept, **hidden, **url}, ())) == {
+    assert Redactor().redact_environment(url) == {
+        "VLLM_RESPONSES_STORE": f"postgresql://{MARK}@db/x"
+    }
+    assert set(find_launch_secrets({**kept, **hidden, **url}, ())) == {
         *("k", "0a" * 32, "hf_x", "x", "secret"),
     }
 
@@ -347,27 +354,27 @@ def test_collect_env_prints_the_environment_too() -> None:
     shown = (
         "OS : Linux\n[pip3] torch==2.13.0\nVLLM_X=1\nNO_COLOR=[redacted]\nVLLM_API_KEY=[redacted]\n"
     )
-    assert Redactor().assignments(text) == shown
+    assert Redactor().redact_assignments(text) == shown
     key = "KEY=-----BEGIN PRIVATE KEY-----\nabcdefghijklmnop\n-----END PRIVATE KEY-----"
-    assert "abcdefghijklmnop" not in Redactor().assignments(f"A=1\0{key}\0B=2")
+    assert "abcdefghijklmnop" not in Redactor().redact_assignments(f"A=1\0{key}\0B=2")
     secret = "Qx7=7xQ"
-    assert Redactor([secret]).assignments(f"VLLM_X=1\n{secret}\n") == f"VLLM_X=1\n{MARK}\n"
+    assert Redactor([secret]).redact_assignments(f"VLLM_X=1\n{secret}\n") == f"VLLM_X=1\n{MARK}\n"
 
 
 def test_a_secret_of_several_lines() -> None:
     key = (
         "-----BEGIN PRIVATE KEY-----\nabcdefghijklmnop\nqrstuvwxyz012345\n-----END PRIVATE KEY-----"
     )
-    redactor = Redactor(secrets({"TLS_KEY": key}, ()))
+    redactor = Redactor(find_launch_secrets({"TLS_KEY": key}, ()))
     for line in ("abcdefghijklmnop", "x qrstuvwxyz012345 y", json.dumps({"a": key})):
-        shown = redactor.text(line)
+        shown = redactor.redact_text(line)
         assert "abcdef" not in shown
         assert "qrstuv" not in shown
 
 
 @pytest.mark.parametrize("value", ["", "None", "null", "true", "[]", "''"])
 def test_nothing_is_no_secret(value: str) -> None:
-    assert Redactor().text(f"api_key={value}, x") == f"api_key={value}, x"
+    assert Redactor().redact_text(f"api_key={value}, x") == f"api_key={value}, x"
 
 
 TABLES = {
@@ -392,7 +399,7 @@ VALUES = ["swordfish", "4dfb04f3173c1f2e4dfb04f3173c1f2e", "4dfb04f3-173c-1f2e-4
 @pytest.mark.parametrize("value", VALUES)
 def test_the_columns_of_tables(name: str, value: str) -> None:
     _, *rows = [row.format(value) for row in TABLES[name]]
-    _, *shown = Redactor().text("\n".join([TABLES[name][0], *rows])).split("\n")
+    _, *shown = Redactor().redact_text("\n".join([TABLES[name][0], *rows])).split("\n")
     if name != "tabulators" or value != "swordfish":  # a model's tokens are words, too
         rows = [row.replace(f'"{value}"', value).replace(value, MARK) for row in rows]
     assert shown == rows
@@ -416,7 +423,7 @@ def test_the_columns_of_tables(name: str, value: str) -> None:
     ],
 )
 def test_tables_without_secrets(text: str) -> None:
-    assert Redactor().text(text) == text
+    assert Redactor().redact_text(text) == text
 
 
 # What a person typed, and what a program made; the name is in another line, or far from it.
@@ -439,18 +446,18 @@ def test_tables_without_secrets(text: str) -> None:
     ],
 )
 def test_a_secret_whose_name_is_elsewhere(text: str, value: str) -> None:
-    assert value not in Redactor().text(text.format(value))
+    assert value not in Redactor().redact_text(text.format(value))
 
 
 @pytest.mark.parametrize("word", ["A" * 200 + "-", "aA1" * 60 + "-", "Ab-" * 60, "a1" * 100 + "/"])
 def test_there_is_one_way_to_read_a_word(word: str) -> None:
     """An expression with several takes longer than anybody waits."""
-    assert Redactor().text(f"password\n{word}\n").count("\n") == 2
+    assert Redactor().redact_text(f"password\n{word}\n").count("\n") == 2
 
 
 def test_a_document_without_an_end_does_not_hide_all_that_follows() -> None:
     lines = ["cat > /run/secrets/db << EOT", "swordfish", *["plain text"] * 1000]
-    shown = Redactor().text("\n".join(lines)).split("\n")
+    shown = Redactor().redact_text("\n".join(lines)).split("\n")
     assert shown[1] == MARK
     assert shown[-1] == "plain text"
 
@@ -458,7 +465,7 @@ def test_a_document_without_an_end_does_not_hide_all_that_follows() -> None:
 def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
     values = [f"a8Dk2mXz91QwErT{n}" for n in range(1000)]
     redactor = Redactor()
-    redactor.text("\n".join(f"password={value}" for value in values))
+    redactor.redact_text("\n".join(f"password={value}" for value in values))
     assert list(redactor.told) == values[-TOLD:]
 
 
@@ -538,7 +545,7 @@ def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
     ],
 )
 def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
-    assert secret not in Redactor().text(line)
+    assert secret not in Redactor().redact_text(line)
 
 
 @pytest.mark.parametrize(
@@ -602,7 +609,7 @@ def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
     ],
 )
 def test_what_looks_like_it_stays(line: str) -> None:
-    assert Redactor().text(line) == line
+    assert Redactor().redact_text(line) == line
 
 
 @pytest.mark.parametrize(
@@ -619,10 +626,10 @@ def test_what_looks_like_it_stays(line: str) -> None:
 )
 def test_what_brackets_quotes_and_colons_are_part_of(text: str) -> None:
     value = "quiet$river9"
-    shown = Redactor().text(text.format(value) if "{}" in text else text)
+    shown = Redactor().redact_text(text.format(value) if "{}" in text else text)
     assert not [word for word in (value, "river", "5f0c1d2e3b4a") if word in shown], shown
 
 
 def test_a_call_and_an_index_are_no_password() -> None:
     for line in ("password = ask(prompt)", "password = values[name]", "routing_key=tasks.gpu"):
-        assert Redactor().text(line) == line
+        assert Redactor().redact_text(line) == line

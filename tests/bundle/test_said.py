@@ -51,8 +51,8 @@ def test_nothing_of_what_was_said_is_left(line: str) -> None:
     for text in TEXTS:
         shown = line.format(r=repr(text), j=json.dumps(text))
         for written in (shown, HEAD + shown):
-            assert "PLANTED" not in Redactor().log(written), written
-            assert "story" not in Redactor().log(written), written
+            assert "PLANTED" not in Redactor().redact_log(written), written
+            assert "story" not in Redactor().redact_log(written), written
 
 
 def test_around_it_all_stays() -> None:
@@ -61,4 +61,6 @@ def test_around_it_all_stays() -> None:
         (f"{HEAD}Received request r: prompt: ", ", params: SamplingParams(n=1)"),
         ("  Input should be a list [type=list_type, input_value=", ", input_type=str]"),
     ):
-        assert Redactor().log(f"{before}'tell me a story'{after}") == f"{before}{MARK}{after}"
+        assert (
+            Redactor().redact_log(f"{before}'tell me a story'{after}") == f"{before}{MARK}{after}"
+        )

@@ -14,7 +14,7 @@ from urllib.parse import quote
 import pytest
 
 from vllmops.bundle.redact import MARK, Redactor
-from vllmops.bundle.secretforms import FORMS, Form
+from vllmops.bundle.secretforms import FORMS, SecretForm
 
 from ..support.extent import EVERYTHING
 from . import carriers
@@ -22,7 +22,11 @@ from . import carriers
 SEED = 20261122
 ALLOWED_DAMAGE = 2
 SECRETS = 150
-WAYS: list[Callable[[Redactor, str], str]] = [Redactor.text, Redactor.log, Redactor.tail]
+WAYS: list[Callable[[Redactor, str], str]] = [
+    Redactor.redact_text,
+    Redactor.redact_log,
+    Redactor.redact_server_log,
+]
 DRAWS = 27 if EVERYTHING else 9  # of each kind of value one at least
 TURNS = len(WAYS)  # in the short form each name meets each carrier in one of the ways
 
@@ -32,18 +36,18 @@ def draw() -> random.Random:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}: {form.goes[:20]}")
-def test_each_form_goes_and_its_like_stays(form: Form) -> None:
+def test_each_form_goes_and_its_like_stays(form: SecretForm) -> None:
     drawn = draw()
     for _ in range(DRAWS):
         text = carriers.filled(form.goes, drawn)
         assert any(has in text.lower() for has in form.has)
         assert form.pattern.search(text), text
-        shown = Redactor().text(f"at first {text} and last")
+        shown = Redactor().redact_text(f"at first {text} and last")
         hidden = max(re.findall(r"[A-Za-z0-9+]+", text), key=len)
         if form.pattern.flags & re.MULTILINE or form.goes.startswith("password"):
-            shown = Redactor().text(text)
+            shown = Redactor().redact_text(text)
         assert hidden not in shown
-    assert Redactor().text(form.stays) == form.stays
+    assert Redactor().redact_text(form.stays) == form.stays
 
 
 def test_no_pattern_keeps_more_than_its_beginning() -> None:
@@ -89,7 +93,7 @@ def test_secrets_with_a_form(carrier: str) -> None:
     for _ in range(2):
         for name, (text, part) in carriers.tokens(drawn).items():
             count += 1
-            if part in Redactor().text(write(text)):
+            if part in Redactor().redact_text(write(text)):
                 left[f"{name} {text}"] += 1
     assert count >= SECRETS
     # Some are known by where in a line they stand.
@@ -107,7 +111,7 @@ def test_secrets_in_sentences(sentence: str) -> None:
         for line in (sentence, f"(APIServer pid=7) ERROR 11-20 19:05:14 [x.py:1] {sentence}"):
             if line != sentence and sentence.startswith(" "):
                 continue
-            if not hidden(Redactor().text(line.replace("¤", value)), value):
+            if not hidden(Redactor().redact_text(line.replace("¤", value)), value):
                 left[line.replace("¤", value)] += 1
     assert not left, report(left, len(values))
 
@@ -126,7 +130,7 @@ def test_private_keys_of_several_lines() -> None:
             "\n".join(f"(APIServer pid=7) {line}" for line in key.splitlines()),
             f"tls.key: {base64.b64encode(key.encode()).decode()}",
         ):
-            shown = Redactor().text(f"{head}before\n{text}\n{head}after")
+            shown = Redactor().redact_text(f"{head}before\n{text}\n{head}after")
             assert not [line for line in body if line[:20] in shown]
             assert shown.startswith(f"{head}before\n")
             assert shown.endswith(f"\n{head}after")
@@ -134,7 +138,7 @@ def test_private_keys_of_several_lines() -> None:
 
 def test_harmless_lines_stay() -> None:
     assert len(carriers.HARMLESS) >= SECRETS
-    for way in (Redactor.text, Redactor.log):
+    for way in (Redactor.redact_text, Redactor.redact_log):
         damaged = [(line, way(Redactor(), line)) for line in carriers.HARMLESS]
         damaged = [(line, shown) for line, shown in damaged if line != shown]
         assert len(damaged) <= ALLOWED_DAMAGE, "\n".join(f"{a}\n  {b}" for a, b in damaged)
@@ -155,11 +159,11 @@ def test_known_secrets_however_they_are_written() -> None:
             *(base64.b64encode(f"{'x' * n}{secret}yz".encode()).decode() for n in range(3)),
             *(base64.urlsafe_b64encode(f"{'x' * n}{secret}yz".encode()).decode() for n in range(3)),
         ):
-            shown = redactor.text(text)
+            shown = redactor.redact_text(text)
             left[text] += shown == text or secret in shown or MARK not in shown
     assert not +left, report(+left, count)
 
 
 def test_short_and_common_values_are_no_known_secrets() -> None:
     text = "true 1 abc default 12345 localhost production"
-    assert Redactor(["1", "true", "abc", "default", "12345", "localhost"]).text(text) == text
+    assert Redactor(["1", "true", "abc", "default", "12345", "localhost"]).redact_text(text) == text

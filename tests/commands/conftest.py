@@ -11,7 +11,14 @@ from vllmops.vllm_api import http
 
 from ..support.waiting import patiently
 
-ASKING = (agent.reach, http.healthy, http.health, http.status, http.code, http.metrics)
+ASKING = (
+    agent.open_agent,
+    http.is_healthy,
+    http.fetch_health,
+    http.fetch_health_status,
+    http.fetch_status_code,
+    http.fetch_metrics,
+)
 
 
 @pytest.fixture(autouse=True)

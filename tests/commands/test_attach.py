@@ -19,7 +19,7 @@ import pytest
 
 from vllmops.attach import attach as attaching
 from vllmops.attach import inject
-from vllmops.attach.attach import Plan
+from vllmops.attach.attach import AttachPlan
 from vllmops.errors import VllmopsError
 from vllmops.host import processes
 from vllmops.host.processes import Process
@@ -206,11 +206,13 @@ def test_a_gil_that_is_never_free_is_waited_for_in_vain(home: Path, attach: Atta
 def test_elsewhere_it_takes_a_newer_python(
     server: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inject, "supported", lambda: False)
-    plan = attaching.plan(Process(Role.API, server[0], identity.of(server[0]).start_ticks))
+    monkeypatch.setattr(inject, "is_supported", lambda: False)
+    plan = attaching.plan_attach(
+        Process(Role.API, server[0], identity.read_identity(server[0]).start_ticks)
+    )
     assert plan.tids == ()
     with pytest.raises(VllmopsError) as caught:
-        attaching.attach(plan, patch=False, timeout_s=600)
+        attaching.attach_agent(plan, patch=False, timeout_s=600)
     assert caught.value.code == "attach.machine"
     assert "remote_exec" in caught.value.message
     assert left(server[0]) == []
@@ -222,21 +224,23 @@ def left(pid: int) -> list[Path]:
 
 
 @pytest.fixture
-def patient(server: list[int], monkeypatch: pytest.MonkeyPatch) -> Plan:
+def patient(server: list[int], monkeypatch: pytest.MonkeyPatch) -> AttachPlan:
     """A process whose Python 3.14 has taken a script, and does not come to run it."""
-    monkeypatch.setattr(inject, "supported", lambda: False)
-    plan = attaching.plan(Process(Role.API, server[0], identity.of(server[0]).start_ticks))
-    monkeypatch.setattr(attaching, "boot", lambda *_: "print('it runs')")
+    monkeypatch.setattr(inject, "is_supported", lambda: False)
+    plan = attaching.plan_attach(
+        Process(Role.API, server[0], identity.read_identity(server[0]).start_ticks)
+    )
+    monkeypatch.setattr(attaching, "build_boot_code", lambda *_: "print('it runs')")
     taken = subprocess.CompletedProcess[str]((), 0)
     monkeypatch.setattr(attaching.subprocess, "run", lambda *_, **__: taken)  # type: ignore[attr-defined]
     return plan
 
 
 def test_a_script_that_python_runs_later_is_there_then(
-    patient: Plan, monkeypatch: pytest.MonkeyPatch
+    patient: AttachPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(VllmopsError) as caught:
-        attaching.attach(patient, patch=False, timeout_s=0.2)
+        attaching.attach_agent(patient, patch=False, timeout_s=0.2)
     assert caught.value.code == "attach.timeout"
     monkeypatch.undo()
     (script,) = left(patient.process.pid)
@@ -248,7 +252,7 @@ def test_a_script_that_python_runs_later_is_there_then(
 
 @pytest.mark.parametrize("before", [True, False])
 def test_no_script_is_left_for_a_process_that_has_ended(
-    patient: Plan, monkeypatch: pytest.MonkeyPatch, before: bool
+    patient: AttachPlan, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
     def ends(*_: Any, **__: Any) -> Any:
         os.kill(patient.process.pid, signal.SIGKILL)
@@ -256,10 +260,10 @@ def test_no_script_is_left_for_a_process_that_has_ended(
 
     if before:
         ends()
-        until(lambda: not processes.alive(patient.process))
+        until(lambda: not processes.is_alive(patient.process))
     monkeypatch.setattr(attaching.subprocess, "run", ends)  # type: ignore[attr-defined]
     with pytest.raises(VllmopsError) as caught:
-        attaching.attach(patient, patch=False, timeout_s=600)
+        attaching.attach_agent(patient, patch=False, timeout_s=600)
     assert caught.value.code == "attach.gone"
     assert left(patient.process.pid) == []
 
@@ -267,7 +271,7 @@ def test_no_script_is_left_for_a_process_that_has_ended(
 TRACER = """
 import sys
 from vllmops.attach import inject, trace
-for tid in inject.Target(int(sys.argv[1])).tids():
+for tid in inject.PythonProcess(int(sys.argv[1])).list_thread_ids():
     trace.ptrace(trace.SEIZE, tid)
 print(1, flush=True)
 sys.stdin.readline()
@@ -290,9 +294,9 @@ def test_a_process_that_has_a_tracer_is_refused(server: list[int], attach: Attac
 
 
 def test_a_process_that_ends_meanwhile(server: list[int]) -> None:
-    process = Process(Role.WORKER, server[2], identity.of(server[2]).start_ticks)
-    made = attaching.plan(process)
+    process = Process(Role.WORKER, server[2], identity.read_identity(server[2]).start_ticks)
+    made = attaching.plan_attach(process)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(VllmopsError) as caught:
-        attaching.attach(made, patch=False, timeout_s=600)
+        attaching.attach_agent(made, patch=False, timeout_s=600)
     assert (caught.value.code, caught.value.exit_code) == ("attach.gone", 5)

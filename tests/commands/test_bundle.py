@@ -18,13 +18,19 @@ from typing import Any
 import pytest
 
 from vllmops.bundle import bundle, collecting
-from vllmops.bundle.collecting import Collecting, collect, log, options, quietly
+from vllmops.bundle.collecting import (
+    BundleCollector,
+    collect_contents,
+    ignore_progress,
+    make_examination_options,
+    read_server_log,
+)
 from vllmops.doctor import examine
 from vllmops.errors import VllmopsError
 from vllmops.host import ras
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
-from vllmops.instances.servers import Server, resolve
+from vllmops.instances.servers import Server, resolve_server
 from vllmops.keys import file as keyring
 
 from ..support.commands import background
@@ -125,7 +131,7 @@ def test_what_files_keep_secret_is_nowhere(
     """Keys of the ring, the admin token, vLLM's configuration file: however a log has them."""
     ring, token, configured = tmp_path / "ring.json", tmp_path / "admin", tmp_path / "vllm.yaml"
     assert lab.vllmops("keys", "add", "--keyring", str(ring)).code == 0
-    (key,) = (item.secret.reveal() for item in keyring.load(ring).keys)
+    (key,) = (item.secret.reveal() for item in keyring.load_keyring(ring).keys)
     token.write_text("PLANTEDadmin" + "x7" * 20)
     token.chmod(0o600)
     configured.write_text("port: 1\napi-key: PLANTED of several words\n")
@@ -161,7 +167,7 @@ def test_what_nccl_answers_is_kept(lab: Any, folder: Path, monkeypatch: pytest.M
     port = int(service.stdout.readline())
     monkeypatch.setattr(ras, "ANSWER_S", 60.0)  # a busy machine is no failure
     monkeypatch.setattr(
-        ras, "listening", lambda pid: [("127.0.0.1", port)] if pid == engine else []
+        ras, "find_service_addresses", lambda pid: [("127.0.0.1", port)] if pid == engine else []
     )
     try:
         answer = lab.vllmops("bundle", "--timeout", "60", "--json")
@@ -169,7 +175,7 @@ def test_what_nccl_answers_is_kept(lab: Any, folder: Path, monkeypatch: pytest.M
         service.kill()
         service.communicate()
     assert answer.code == 0, answer
-    kept = bundle.load(Path(answer.data["file"])).ras
+    kept = bundle.load_bundle(Path(answer.data["file"])).ras
     assert [(capture.pid, capture.port, capture.text) for capture in kept] == [
         (engine, port, text) for text in answers
     ]
@@ -208,9 +214,9 @@ def test_interrupted_it_keeps_what_there_is(
     lab: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.serve("a")
-    reached, wait = folder.parent / "reached", Collecting.wait
+    reached, wait = folder.parent / "reached", BundleCollector.wait_for_task
 
-    def held(self: Collecting, task: Any, until_s: float) -> None:
+    def held(self: BundleCollector, task: Any, until_s: float) -> None:
         """Once there is what the test looks for, wait until somebody interrupts."""
         if not reached.exists():
             until(lambda: self.looking.looks)
@@ -220,7 +226,7 @@ def test_interrupted_it_keeps_what_there_is(
             self.stop.wait(600)
         wait(self, task, until_s)
 
-    monkeypatch.setattr(Collecting, "wait", held)
+    monkeypatch.setattr(BundleCollector, "wait_for_task", held)
     running = background("bundle", "-o", "b.tar.gz")
     assert running.stderr is not None
     assert "looking at" in running.stderr.readline()
@@ -235,7 +241,7 @@ def test_interrupted_it_keeps_what_there_is(
     assert index["interrupted"]
     assert "interrupted" in {item["why"] for item in index["missing"]}
     assert {"log.txt", "configuration.json", "server.json"} <= set(found)
-    assert bundle.load(folder / "b.tar.gz").looks
+    assert bundle.load_bundle(folder / "b.tar.gz").looks
     assert "log.txt" in out
 
 
@@ -255,7 +261,7 @@ def test_whatever_hangs_it_ends_in_time(
     assert "process.stopped" in codes
     missing = {item["name"]: item["why"] for item in answer.data["missing"]}
     assert "Timeout" in missing["metrics.txt"]
-    seen = bundle.load(Path(answer.data["file"]))
+    seen = bundle.load_bundle(Path(answer.data["file"]))
     assert {state.state for look in seen.looks for state in look.processes} == {"T"}
     found = parts(Path(answer.data["file"]))
     assert all("T (stopped)" in text for name, text in found.items() if "proc/" in name)
@@ -288,10 +294,10 @@ def test_the_log_of_a_server_that_others_started(tmp_path: Path) -> None:
                 if out is file:
                     while not (tmp_path / "nohup.out").stat().st_size:
                         time.sleep(0.01)
-                    assert log(server) == "kept"
+                    assert read_server_log(server) == "kept"
                 else:
                     with pytest.raises(VllmopsError) as caught:
-                        log(server)
+                        read_server_log(server)
                     assert "writes to no file" in caught.value.message
             finally:
                 popen.communicate()
@@ -300,13 +306,15 @@ def test_the_log_of_a_server_that_others_started(tmp_path: Path) -> None:
 def test_what_is_looked_at_first(lab: Any, folder: Path) -> None:
     """As a watch has it, which may not want the rest."""
     lab.serve("a")
-    server = resolve("a")
-    looking = examine.Examination(server, options(40.0), quietly)
-    collecting = Collecting(looking, 60.0, 60.0, quietly, threading.Event())
-    seen = collecting.look(alone=True)
+    server = resolve_server("a")
+    looking = examine.Examination(server, make_examination_options(40.0), ignore_progress)
+    collecting = BundleCollector(looking, 60.0, 60.0, ignore_progress, threading.Event())
+    seen = collecting.take_snapshot(alone=True)
     assert set(collecting.tasks) == {"server.json"}
-    path, index = bundle.write(collecting.contents(), folder / "a.tar.gz", redact=False)
-    assert bundle.load(path) == seen
+    path, index = bundle.write_bundle(
+        collecting.collect_contents(), folder / "a.tar.gz", redact=False
+    )
+    assert bundle.load_bundle(path) == seen
     assert {"log.txt", "metrics.txt"} <= {item.name for item in index.parts}
 
 
@@ -314,6 +322,6 @@ def test_once_it_is_not_wanted_any_more(lab: Any) -> None:
     lab.serve("a")
     stop = threading.Event()
     stop.set()
-    contents = collect(resolve("a"), timeout_s=600, collect_env_s=600, stop=stop)
+    contents = collect_contents(resolve_server("a"), timeout_s=600, collect_env_s=600, stop=stop)
     assert contents.interrupted
     assert contents.seconds < 300  # it has waited for nothing

@@ -13,13 +13,13 @@ import pytest
 from vllmops.host.roles import Role
 from vllmops.protocol import files
 from vllmops.protocol.caches import (
+    CacheSample,
+    CacheSetup,
     CacheSnapshot,
     EncoderCache,
     LruCache,
     ProcessCaches,
-    Sample,
-    Setup,
-    Silent,
+    ProcessGap,
     WorkerEncoderCache,
 )
 
@@ -42,14 +42,14 @@ cache.pinned_items, cache._hits, cache._total = {"b"}, 1, 4
 cache["a"], cache["b"], cache["c"] = 100, 200, 300
 holder = LruKeyReplicatedReceiverCache()
 holder._cache = cache
-objects.remember("mm-cache", holder)
+objects.track_object("mm-cache", holder)
 scheduler = Scheduler()
 scheduler.requests = {}
 scheduler.encoder_cache_manager = EncoderCacheManager(
     cache_size=10, num_free_slots=6, num_freeable_slots=10, cached={"a": set()},
     num_embeds_by_hash={"a": 4}, freeable={"a": 4}, request_cached_ids={},
 )
-objects.remember("scheduler", scheduler)
+objects.track_object("scheduler", scheduler)
 """
 
 
@@ -221,7 +221,7 @@ def lru(side: str, keys: list[str] = KEYS) -> LruCache:
 
 
 def snapshot(**changes: Any) -> CacheSnapshot:
-    setup = Setup(multimodal=True, cache_gb=4.0, cache_type="lru")
+    setup = CacheSetup(multimodal=True, cache_gb=4.0, cache_type="lru")
     manager = EncoderCache(
         name="EncoderCacheManager",
         slots=2048,
@@ -244,13 +244,13 @@ def snapshot(**changes: Any) -> CacheSnapshot:
             ProcessCaches(pid=4194303, parent=4194302, role="worker", caches=[tensors]),
         ],
     }
-    return CacheSnapshot(server="demo", samples=[Sample(**{**sample, **changes})])
+    return CacheSnapshot(server="demo", samples=[CacheSample(**{**sample, **changes})])
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "snapshot.json"
-    files.save(path, snapshot())
+    files.save_snapshot(path, snapshot())
     return path
 
 
@@ -279,7 +279,7 @@ def test_drift_of_the_two_sides(tmp_path: Path) -> None:
     whole = snapshot()
     processes = whole.samples[0].processes
     ahead = ProcessCaches(pid=4194301, parent=1, role="api", caches=[lru("P0", [*KEYS, "new"])])
-    files.save(path, snapshot(processes=[ahead, *processes[1:]]))
+    files.save_snapshot(path, snapshot(processes=[ahead, *processes[1:]]))
     done = inspect(path, "--fail-on", "warning", "--json")
     assert done.code == 1
     assert [item["code"] for item in done.data["findings"]] == ["mm-cache.front-only"]
@@ -288,8 +288,10 @@ def test_drift_of_the_two_sides(tmp_path: Path) -> None:
 
 def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.json"
-    silent = Silent(role="engine", pid=7, code="agent.stale", why="nobody listens", hint="restart")
-    files.save(path, snapshot(silent=[silent], quiet=False))
+    silent = ProcessGap(
+        role="engine", pid=7, code="agent.stale", why="nobody listens", hint="restart"
+    )
+    files.save_snapshot(path, snapshot(silent=[silent], quiet=False))
     done = inspect(path)
     assert done.code == 0
     assert "engine 7 did not answer: nobody listens" in done.out

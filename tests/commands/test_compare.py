@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vllmops.commands.cache.compare import report, text
+from vllmops.commands.cache.compare import build_comparison_data, render_comparison
 from vllmops.host.roles import Role
-from vllmops.protocol.caches import Cache, EncoderCache, ProcessCaches, Silent, WorkerEncoderCache
-from vllmops.protocol.compares import CacheReading, Comparison
+from vllmops.protocol.caches import (
+    Cache,
+    EncoderCache,
+    ProcessCaches,
+    ProcessGap,
+    WorkerEncoderCache,
+)
+from vllmops.protocol.compares import CacheComparison, ComparisonSample
 
 from ..diagnose.test_compares import lru
 
@@ -45,7 +51,7 @@ def test_no_time_at_all(option: str) -> None:
     assert compare(option, 0)[1]["code"] == "usage"
 
 
-def comparison() -> Comparison:
+def comparison() -> CacheComparison:
     front = ProcessCaches(pid=10001, parent=1, role="api", caches=[lru("P0", ["a", "b"])])
     manager = EncoderCache(
         name="m", slots=1, free_slots=1, freeable_slots=1, cached={"a": []}, freeable={}
@@ -56,19 +62,19 @@ def comparison() -> Comparison:
     )
     outputs = WorkerEncoderCache(name="r", rank=0, keys=["a"], bytes=1)
     worker = ProcessCaches(pid=10003, parent=10002, role="worker", caches=[outputs])
-    look = CacheReading(front=front, engines=[engine, worker], handed=4, rendering=1)
-    return Comparison(looks=[look, look], after=front, end=front, settled=True)
+    look = ComparisonSample(front=front, engines=[engine, worker], handed=4, rendering=1)
+    return CacheComparison(looks=[look, look], after=front, end=front, settled=True)
 
 
 def shown(data: dict[str, Any], width: int = 60) -> str:
     console = Console(width=width, file=StringIO())
-    console.print(*text(data), sep="\n")
+    console.print(*render_comparison(data), sep="\n")
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
 def test_what_a_person_sees() -> None:
-    silent = Silent(role="api", pid=10004, code="agent.stale", why="nobody listens", hint="x")
-    data = report("demo", [comparison()], [silent])
+    silent = ProcessGap(role="api", pid=10004, code="agent.stale", why="nobody listens", hint="x")
+    data = build_comparison_data("demo", [comparison()], [silent])
     output = shown(data)
     assert "P0: api 10001   P1: engine 10002" in output
     assert "scheduler: engine 10002   worker 10003" in output
@@ -80,7 +86,10 @@ def test_what_a_person_sees() -> None:
 
 
 def test_what_several_api_servers_share_is_told_once() -> None:
-    one, two = report("demo", [comparison()], []), report("demo", [comparison()] * 2, [])
+    one, two = (
+        build_comparison_data("demo", [comparison()], []),
+        build_comparison_data("demo", [comparison()] * 2, []),
+    )
     assert one["findings"] == two["findings"]
     assert len(one["pairs"]) == len(two["pairs"]) == 2
     assert one["in_flight"]["engine"] == two["in_flight"]["engine"] == 4

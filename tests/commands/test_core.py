@@ -16,17 +16,17 @@ import pytest
 
 from vllmops.diagnose import stacks as judge
 from vllmops.host import processes
-from vllmops.host.cudacore import FLAGS, armed
+from vllmops.host.cudacore import FLAGS, build_coredump_environment
 from vllmops.protocol import files
-from vllmops.protocol.pasted import Pasted
-from vllmops.protocol.stacks import Options, StacksSnapshot
+from vllmops.protocol.pasted import PastedStacks
+from vllmops.protocol.stacks import DumpOptions, StacksSnapshot
 from vllmops.stacks import core as cores
 from vllmops.stacks import coreprocess
 
 from ..support.commands import Vllmops
 from ..support.waiting import until
 
-TABLE = processes.table  # the fixture `home` hides what is not its own
+TABLE = processes.read_process_table  # the fixture `home` hides what is not its own
 MOST_CORE = 1 << 30
 NOBODY = 65534
 TITLE = "VLLM::Worker_TP1"
@@ -102,7 +102,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     with running(folder, TITLE, str(script)) as process:
         dump = (sys.executable, "-m", "vllmops", "stacks", "dump", "-t", str(process.pid))
         subprocess.run([*dump, "--save", saved], check=True, capture_output=True)
-        return left_by(process, folder), files.load(saved, StacksSnapshot)
+        return left_by(process, folder), files.load_snapshot(saved, StacksSnapshot)
 
 
 def threads(process: Any) -> dict[int, list[tuple[str, int]]]:
@@ -129,7 +129,7 @@ def test_a_core_shows_what_a_live_dump_showed(vllmops: Vllmops, kept: Kept, home
         for thread in before.threads
     }
     assert "secret" not in shown.out
-    assert files.load(saved, StacksSnapshot).processes[0].pid == before.pid
+    assert files.load_snapshot(saved, StacksSnapshot).processes[0].pid == before.pid
     text = vllmops("stacks", "dump", "--core", str(path)).out
     assert text.startswith(f"Worker_TP1 pid {before.pid}\n")
     assert "    execute_model (" in text
@@ -140,14 +140,14 @@ def test_the_main_thread_has_its_name_in_a_core_of_gdb() -> None:
     thread: Any = SimpleNamespace(
         name="python", tid=7, holds_the_gil=0, all_frames=(), native_frames=(), python_version=()
     )
-    assert coreprocess._thread(thread, 7, Options()).name == "MainThread"
-    assert coreprocess._thread(thread, 6, Options()).name == "python"
+    assert coreprocess._make_thread(thread, 7, DumpOptions()).name == "MainThread"
+    assert coreprocess._make_thread(thread, 6, DumpOptions()).name == "python"
 
 
 def test_a_core_is_explained_as_a_live_dump_is(vllmops: Vllmops, kept: Kept) -> None:
     path, live = kept
     shown = vllmops("stacks", "dump", "--core", str(path), "--explain", "--json")
-    expected = judge.explain(Pasted((live,)))
+    expected = judge.explain_stacks(PastedStacks((live,)))
     assert [f["code"] for f in shown.data["findings"]] == [f.code for f in expected.findings]
     assert shown.data["findings"][0]["subject"] == expected.findings[0].subject
     assert shown.data["verdict"] == expected.verdict == "maybe"
@@ -256,9 +256,9 @@ def test_one_that_does_not_come_to_an_end(
     vllmops: Vllmops, kept: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Less than the command takes, and than any start of Python does.
-    given = cores.capture
+    given = cores.read_core_stacks
     monkeypatch.setattr(
-        cores, "capture", lambda core, options, **_: given(core, options, timeout_s=0.001)
+        cores, "read_core_stacks", lambda core, options, **_: given(core, options, timeout_s=0.001)
     )
     shown = vllmops("stacks", "dump", "--core", str(kept[0]), "--json")
     assert (shown.code, shown.error["code"]) == (1, "core.timeout")
@@ -311,13 +311,13 @@ def device(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., int]]:
     """Starts a worker whose driver behaves in some way."""
-    monkeypatch.setattr(processes, "table", TABLE)
+    monkeypatch.setattr(processes, "read_process_table", TABLE)
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     with contextlib.ExitStack() as stack:
 
         def start(kind: str, **env: str) -> int:
-            environment = {**armed(tmp_path), **env}
+            environment = {**build_coredump_environment(tmp_path), **env}
             place = running(tmp_path, TITLE, str(script), kind, **environment)
             return stack.enter_context(place).pid
 

@@ -14,12 +14,12 @@ import pytest
 from rich.console import Console
 
 from vllmops.commands import steps
-from vllmops.commands.doctor import paragraph
-from vllmops.diagnose.doctor import checks
-from vllmops.diagnose.stacks import explain
+from vllmops.commands.doctor import render_finding
+from vllmops.diagnose.doctor import list_checks
+from vllmops.diagnose.stacks import explain_stacks
 from vllmops.host.shm import SHM
 from vllmops.protocol.steps import Step, StepsRecording
-from vllmops.stacks.paste import read
+from vllmops.stacks.paste import parse_stacks
 
 from ..support.waiting import until
 
@@ -67,8 +67,8 @@ def test_a_stopped_process_is_named(lab: Any) -> None:
 
 def test_who_waits_is_listed_beside_the_root() -> None:
     text = (STACKS / "worker-stuck-broadcast.cpu.txt").read_text()
-    finding = explain(read(text)).findings[0]
-    lines = [line.text for line in paragraph(1, finding)]
+    finding = explain_stacks(parse_stacks(text)).findings[0]
+    lines = [line.text for line in render_finding(1, finding)]
     assert lines[1:3] == ["where: Worker 4200", "waiting for it: EngineCore 4120"]
 
 
@@ -92,9 +92,9 @@ def test_processes_of_a_server_that_is_gone(lab: Any) -> None:
 
 def test_every_check_is_listed(lab: Any) -> None:
     listed = lab.vllmops("doctor", "--list", "--json").data["checks"]
-    assert [check["code"] for check in listed] == [check.code for check in checks()]
+    assert [check["code"] for check in listed] == [check.code for check in list_checks()]
     shown = lab.vllmops("doctor", "--list").out
-    assert all(check.code in shown for check in checks())
+    assert all(check.code in shown for check in list_checks())
     some = lab.vllmops("doctor", "--list", "--only", "stack", "--json").data["checks"]
     assert some
     assert all(check["code"].startswith("stack.") for check in some)
@@ -173,7 +173,7 @@ def test_a_history_fits_a_narrow_terminal() -> None:
     )
     recording = StepsRecording(pid=20, read_at=1004.0, steps=taken)
     console = Console(width=80, record=True, file=StringIO())
-    console.print(*steps.screen("demo", [recording], []), sep="\n")
+    console.print(*steps.render_recordings("demo", [recording], []), sep="\n")
     lines = console.export_text().splitlines()
     bars = [line.count("#") for line in lines if "#" in line]
     assert bars[0] == bars[2] > 8

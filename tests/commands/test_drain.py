@@ -13,8 +13,8 @@ import pytest
 
 from vllmops.commands import drain
 from vllmops.host.roles import Role
-from vllmops.instances.draining import unready
-from vllmops.instances.servers import resolve
+from vllmops.instances.draining import explain_unreadiness
+from vllmops.instances.servers import resolve_server
 
 from ..support.fleet import Fleet
 from ..support.waiting import until
@@ -111,8 +111,8 @@ def test_a_server_without_an_api_server(spawn: Spawn, home: Path, vllmops: Any) 
 def test_why_a_server_is_no_place_for_new_requests(spawn: Spawn, home: Path) -> None:
     """Each rank says it for itself."""
     engine = spawn("VLLM::EngineCore", Role.ENGINE, home=home)
-    server = resolve(str(engine.process.pid))
-    assert unready(server) == ""
+    server = resolve_server(str(engine.process.pid))
+    assert explain_unreadiness(server) == ""
     engine.run(
         """
 from types import SimpleNamespace as Made
@@ -121,23 +121,23 @@ class Scheduler(Made):
     __hash__ = object.__hash__
 scheduler = Scheduler(running=[], waiting=[], current_step=7, pause_state=Made(name="PAUSED_ALL"))
 executor = Scheduler(is_sleeping=False)
-objects.remember("scheduler", scheduler)
-objects.remember("executor", executor)
+objects.track_object("scheduler", scheduler)
+objects.track_object("executor", executor)
 """
     )
-    until(lambda: unready(server) == "paused")
+    until(lambda: explain_unreadiness(server) == "paused")
     engine.run("executor.is_sleeping = True")
-    until(lambda: unready(server) == "asleep")
+    until(lambda: explain_unreadiness(server) == "asleep")
     engine.run("executor.is_sleeping = False; scheduler.pause_state.name = 'UNPAUSED'")
-    until(lambda: unready(server) == "")
+    until(lambda: explain_unreadiness(server) == "")
     engine.run(
         """
 class Serving(Made):
     __hash__ = object.__hash__
 serving = Serving(store=Made(refuses=True))
-objects.remember("responses", serving)
+objects.track_object("responses", serving)
 """
     )
-    until(lambda: unready(server) == "its store is unavailable")
+    until(lambda: explain_unreadiness(server) == "its store is unavailable")
     engine.run("serving.store.refuses = False")
-    until(lambda: unready(server) == "")
+    until(lambda: explain_unreadiness(server) == "")

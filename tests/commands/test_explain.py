@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from vllmops.diagnose.facts import from_metrics
+from vllmops.diagnose.facts import make_metrics_facts
 from vllmops.protocol import files
 from vllmops.protocol.metrics import Metrics
-from vllmops.stacks.paste import read
+from vllmops.stacks.paste import parse_stacks
 
 from ..support.commands import Answer, Vllmops
 from . import test_stacks
@@ -101,7 +101,7 @@ def test_standard_input(piped: Callable[..., Answer]) -> None:
 
 def test_a_saved_snapshot(vllmops: Any, tmp_path: Path) -> None:
     saved = tmp_path / "stuck.json"
-    files.save(saved, read(SPIN.read_text()).samples[0])
+    files.save_snapshot(saved, parse_stacks(SPIN.read_text()).samples[0])
     answer = vllmops("stacks", "explain", str(saved), "--json")
     assert json.loads(answer.out)["data"]["findings"][0]["code"] == "stack.mm-cache-eviction-spin"
 
@@ -221,7 +221,7 @@ def test_samples_are_for_explaining(vllmops: Any) -> None:
 def test_facts_from_figures(
     before: Metrics | None, after: Metrics | None, seconds: float, facts: str
 ) -> None:
-    found = from_metrics(before, after, seconds)
+    found = make_metrics_facts(before, after, seconds)
     if facts:
         assert found.pop("kv_usage") in {"50", "0"}
     told = [found[name] if name == "progress" else name for name in found]

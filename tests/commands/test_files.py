@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vllmops.commands.stacks import explanation
-from vllmops.errors import Exit
+from vllmops.errors import ExitCode
 
 from ..support.extent import EVERYTHING, long
 
@@ -112,7 +112,7 @@ def test_a_missing_file_has_one_code(
 ) -> None:
     for file in (tmp_path / "none", tmp_path / "none" / "below"):
         answer = vllmops(*typed(words, file, home), "--json")
-        assert (answer.code, answer.error["code"]) == (Exit.FAILED, "file.unreadable")
+        assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "file.unreadable")
         assert str(file) in answer.error["message"]
 
 
@@ -136,7 +136,7 @@ def test_standard_input_without_an_end(
         os.dup2(os.open(zero, os.O_RDONLY), 0)
 
     answer = vllmops(*typed(words, "-", home), "--json", before=endless)
-    assert answer.code == Exit.FAILED
+    assert answer.code == ExitCode.FAILED
     assert answer.error["code"] in {"file.too-large", "responses.unreadable"}
 
 
@@ -156,19 +156,19 @@ def test_a_paste_through_a_pipe_of_the_shell(home: Path, tmp_path: Path) -> None
 def test_what_is_written_into(
     vllmops: Any, home: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    for minor, code in ((3, Exit.OK), (7, Exit.FAILED)):
+    for minor, code in ((3, ExitCode.OK), (7, ExitCode.FAILED)):
         for force in ([], ["--force"]):
             file = tmp_path / f"device{minor}{len(force)}"
             answer = vllmops(*typed(words, device(file, minor), home), *force, "--json")
             assert answer.code == code
-            assert code == Exit.OK or str(file) in answer.error["message"]
+            assert code == ExitCode.OK or str(file) in answer.error["message"]
             assert stat.S_ISCHR(file.lstat().st_mode)
     os.mkfifo(tmp_path / "fifo")
     for file, force in ((tmp_path / "fifo", []), (tmp_path, ["--force"])):
         answer = vllmops(*typed(words, file, home), *force, "--json")
-        assert (answer.code, answer.error["code"]) == (Exit.FAILED, "keys.not-written")
+        assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "keys.not-written")
     answer = vllmops(*typed(words, "-", home), "--json")
-    assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+    assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(target)
     for _ in range(2):
@@ -190,7 +190,7 @@ def test_a_full_disk(vllmops: Any, full_disk: Callable[[], None], home: Path) ->
     names = set(os.listdir(home))
     for words in (("keys", "export", "--force", "--out", str(out)), ("keys", "add")):
         answer = vllmops(*words, "--json")
-        assert (answer.code, answer.error["code"]) == (Exit.FAILED, "keys.not-written")
+        assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "keys.not-written")
         assert str(home) in answer.error["message"]
     assert out.read_bytes() == before
     assert set(os.listdir(home)) == names
@@ -200,6 +200,6 @@ def test_a_full_disk(vllmops: Any, full_disk: Callable[[], None], home: Path) ->
 def test_a_directory_of_others(vllmops: Any, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     answer = vllmops("keygen", "--out", "/etc/vllmops-test", "--json", uid=65534)
-    assert (answer.code, answer.error["code"]) == (Exit.NOT_AUTHORISED, "keys.not-written")
+    assert (answer.code, answer.error["code"]) == (ExitCode.NOT_AUTHORISED, "keys.not-written")
     answer = vllmops("stacks", "explain", "/etc/shadow", "--json", uid=65534)
-    assert (answer.code, answer.error["code"]) == (Exit.NOT_AUTHORISED, "file.unreadable")
+    assert (answer.code, answer.error["code"]) == (ExitCode.NOT_AUTHORISED, "file.unreadable")

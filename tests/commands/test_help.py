@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from vllmops.commands.help import shown
-from vllmops.docs import pages
+from vllmops.commands.help import render_page
+from vllmops.docs import load_pages
 from vllmops.terminal import Terminal
 
 from ..support.extent import long
@@ -21,7 +21,7 @@ from ..support.extent import long
 def test_without_a_word_it_lists_the_topics(vllmops: Any) -> None:
     answer = vllmops("help")
     assert (answer.code, answer.err) == (0, "")
-    for page in pages().values():
+    for page in load_pages().values():
         assert (page.name in answer.out.split()) == (page.kind == "topic"), page.name
     assert "Find out what is wrong" in answer.out
 
@@ -65,21 +65,21 @@ def test_an_unknown_word_may_be_part_of_names_or_a_command(vllmops: Any) -> None
 @pytest.mark.parametrize("name", ["top", "drain", "requests", "probe"])
 def test_a_link_is_the_command_that_shows_its_page(name: str) -> None:
     console = Terminal(file=io.StringIO(), width=400, highlight=False, markup=False)
-    console.print(*shown(pages()[name]))
+    console.print(*render_page(load_pages()[name]))
     text = " ".join(console.file.getvalue().split())  # type: ignore[attr-defined]
     assert not re.search(r"\.(md|svg)\b", text)
     linked = re.findall(r"\(vllmops help ([^)]*)\)", text)
     assert linked
-    assert set(linked) <= set(pages())
+    assert set(linked) <= set(load_pages())
 
 
 def test_json_has_the_list_and_the_text(vllmops: Any) -> None:
     listed = vllmops("help", "--json").data["pages"]
     assert {"name": "doctor", "kind": "topic", "title": "Find out what is wrong"} in listed
-    assert [page["name"] for page in listed] == list(pages())
+    assert [page["name"] for page in listed] == list(load_pages())
     data = vllmops("help", "doctor", "--json").data
     assert (data["name"], data["kind"]) == ("doctor", "topic")
-    assert data["text"] == pages()["doctor"].text
+    assert data["text"] == load_pages()["doctor"].text
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,13 @@ def test_json_has_the_list_and_the_text(vllmops: Any) -> None:
     [
         # Most pages are of codes, and of one form.
         name if page.kind == "topic" or number % 8 == 0 else pytest.param(name, marks=long)
-        for number, (name, page) in enumerate(pages().items())
+        for number, (name, page) in enumerate(load_pages().items())
     ],
 )
 def test_every_page_fits_into_a_narrow_terminal(name: str) -> None:
-    page = pages()[name]
+    page = load_pages()[name]
     console = Terminal(file=io.StringIO(), width=60, highlight=False, markup=False)
-    for part in shown(page):
+    for part in render_page(page):
         console.print(part)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert page.title.split()[0] in "".join(lines)

@@ -175,7 +175,7 @@ def test_a_secret_with_the_keys(vllmops: Any, tmp_path: Path) -> None:
     secret = yaml.safe_load(text)
     assert secret["metadata"]["name"] == "vllm-vllmops-keyring"
     content = base64.b64decode(secret["data"]["keyring.json"])
-    assert file.decode(content, path) == file.load(path)
+    assert file.decode_keyring(content, path) == file.load_keyring(path)
     valid(secret)
     answer = vllmops("integrate", "kubernetes", "--secret", str(tmp_path / "none"), "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.no-ring")

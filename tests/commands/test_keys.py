@@ -18,10 +18,10 @@ import pytest
 from msgspec.structs import replace
 
 from vllmops.host.roles import Role
-from vllmops.instances.record import Folder, State
+from vllmops.instances.record import InstanceFolder, InstanceState
 from vllmops.keys import file
-from vllmops.keys.carrier import genuine, seal, seal_signed
-from vllmops.keys.ring import Key, Ring, Status, fresh
+from vllmops.keys.carrier import seal_history, sign_history, verify_carrier
+from vllmops.keys.ring import Key, KeyRing, KeyStatus, generate_secret
 from vllmops.store.settings import CARRIER_TTL as TTL
 
 from ..keys.test_file import killed_at
@@ -42,10 +42,10 @@ def path(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def statuses(path: Path) -> list[str]:
-    return [key.status.value for key in file.load(path).keys]
+    return [key.status.value for key in file.load_keyring(path).keys]
 
 
-def secrets(ring: Ring) -> list[str]:
+def secrets(ring: KeyRing) -> list[str]:
     return [key.secret.reveal().hex() for key in ring.keys]
 
 
@@ -62,7 +62,7 @@ def test_keygen(vllmops: Any, path: Path) -> None:
     manifest = vllmops("keygen", "--format", "k8s-secret").out.splitlines()
     assert manifest[:2] == ["apiVersion: v1", "kind: Secret"]
     assert len(json.loads(manifest[-1].removeprefix(f"  {NAME}: "))) == 64
-    ring = file.decode(vllmops("keygen", "--format", "json").out.encode(), path)
+    ring = file.decode_keyring(vllmops("keygen", "--format", "json").out.encode(), path)
     assert ring.primary
     data = vllmops("keygen", "--json").data
     assert (len(data["key"]), len(data["kid"]), data["path"]) == (64, 8, None)
@@ -137,12 +137,14 @@ def test_import_and_export(vllmops: Any, path: Path, home: Path) -> None:
     assert out.stat().st_mode & 0o777 == 0o600
     other = str(home / "other.json")
     vllmops("keys", "import", str(out), "--keyring", other)
-    assert file.load(Path(other)) == file.load(path)
-    before = file.load(Path(other))
-    file.change(path, lambda ring: ring.add(Key.of(fresh(), Status.NEXT)))
+    assert file.load_keyring(Path(other)) == file.load_keyring(path)
+    before = file.load_keyring(Path(other))
+    file.change_keyring(
+        path, lambda ring: ring.add(Key.from_secret(generate_secret(), KeyStatus.NEXT))
+    )
     words = ("keys", "import", str(path), "--keyring", other, "--verify-only", "--json")
     assert vllmops(*words).error["code"] == "usage"
-    assert file.load(Path(other)) == before
+    assert file.load_keyring(Path(other)) == before
     assert vllmops("keys", "export", "--format", "env", "--reveal").out == f"{NAME}={TEXT}\n"
     assert vllmops("keys", "export", kid, "--format", "hex", "--reveal").out == f"{TEXT}\n"
     given.write_text("nonsense")
@@ -152,8 +154,8 @@ def test_import_and_export(vllmops: Any, path: Path, home: Path) -> None:
 def test_no_command_shows_a_secret_unasked(vllmops: Any, path: Path, home: Path) -> None:
     vllmops("keys", "add")
     vllmops("keys", "rotate")
-    ring = file.load(path)
-    carrier = seal(["x"], ring, model="m", owner="o")
+    ring = file.load_keyring(path)
+    carrier = seal_history(["x"], ring, model="m", owner="o")
     verify_only, primary = (key.kid for key in ring.keys)
     for words in (
         ("list",),
@@ -203,18 +205,18 @@ def test_without_a_home_a_named_keyring_works(tmp_path: Path) -> None:
 
 def test_verify(vllmops: Any, path: Path) -> None:
     kid = vllmops("keys", "add", "--json").data["kid"]
-    ring = file.load(path)
-    good = seal(["needle"], ring, model="m", owner="hash")
+    ring = file.load_keyring(path)
+    good = seal_history(["needle"], ring, model="m", owner="hash")
     data = vllmops("keys", "verify", good, "--json").data
     assert (data["valid"], data["kid"], data["model"], data["owner"]) == (True, kid, "m", "hash")
     assert data["issued_at"] == pytest.approx(time.time(), abs=600)
     shown = vllmops("keys", "verify", good)
     assert (shown.code, "needle" in shown.out, kid in shown.out) == (0, False, True)
     assert "needle" in vllmops("keys", "verify", good, "--reveal").out
-    assert vllmops("keys", "verify", seal_signed(["x"], ring), "--json").data["format"] == 1
-    half = vllmops("keys", "verify", seal_signed(["\ud83d \N{SNOWMAN}"], ring), "--reveal")
+    assert vllmops("keys", "verify", sign_history(["x"], ring), "--json").data["format"] == 1
+    half = vllmops("keys", "verify", sign_history(["\ud83d \N{SNOWMAN}"], ring), "--reveal")
     assert (half.code, "\N{SNOWMAN}" in half.out) == (0, True)
-    old = seal([], ring, model="m", owner="", now=time.time() - 10**8)
+    old = seal_history([], ring, model="m", owner="", now=time.time() - 10**8)
     for text, case in ((good[:-1], "tampered"), ("gAAAA", "foreign"), (old, "expired")):
         answer = vllmops("keys", "verify", text, "--json")
         assert (answer.code, answer.data["valid"], answer.data["case"]) == (1, False, case)
@@ -241,9 +243,12 @@ def server(spawn: Spawn, home: Path, path: Path) -> Any:
 
 
 def test_rotate_replaces_a_next_key_whose_time_is_over(vllmops: Any, path: Path) -> None:
-    old, late = Key.of(fresh(), Status.PRIMARY, 1), Key.of(fresh(), Status.NEXT, 1)
+    old, late = (
+        Key.from_secret(generate_secret(), KeyStatus.PRIMARY, 1),
+        Key.from_secret(generate_secret(), KeyStatus.NEXT, 1),
+    )
     late = replace(late, not_after=2)
-    file.change(path, lambda _: Ring(keys=(old, late)), create=True)
+    file.change_keyring(path, lambda _: KeyRing(keys=(old, late)), create=True)
     steps = " ".join(vllmops("keys", "rotate", "--dry-run", "--json").data["steps"])
     assert f"remove {late.kid}" in steps
     assert "fresh" in steps
@@ -258,14 +263,14 @@ def test_rotate_waits_for_every_server_and_refuses_none(
     patience.undo()
     vllmops("keys", "add")
     servers = [server(spawn, home, path) for _ in range(2)]
-    before = seal(["x"], file.load(path), model="m", owner="o")
+    before = seal_history(["x"], file.load_keyring(path), model="m", owner="o")
     stopped = servers[1].process.pid
     os.kill(stopped, signal.SIGSTOP)
     answer = vllmops("keys", "rotate", "--timeout", "1", "--json")
     assert (answer.code, answer.error["code"]) == (3, "keys.not-loaded")
     assert str(stopped) in answer.error["message"]
     assert statuses(path) == ["primary", "next"]
-    kid = file.load(path).keys[1].kid
+    kid = file.load_keyring(path).keys[1].kid
     answer = vllmops("keys", "promote", kid, "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.not-loaded")
     silent = vllmops("keys", "status", "--json").data["silent"]
@@ -278,12 +283,12 @@ def test_rotate_waits_for_every_server_and_refuses_none(
     status = vllmops("keys", "status", "--json").data
     assert [item["up_to_date"] for item in status["servers"]] == [True, True]
     assert status["stage"] == "overlap"
-    after = seal(["x"], file.load(path), model="m", owner="o")
+    after = seal_history(["x"], file.load_keyring(path), model="m", owner="o")
     for item in servers:
         for text in (before, after):
             code = (
-                "from vllmops.agent import keys; from vllmops.keys.carrier import unseal\n"
-                f"out = unseal({text!r}, keys.ring(), model='m', owner='o').history"
+                "from vllmops.agent import keys; from vllmops.keys.carrier import unseal_carrier\n"
+                f"out = unseal_carrier({text!r}, keys.get_keyring(), model='m', owner='o').history"
             )
             assert item.run(code) == "['x']"
 
@@ -320,11 +325,11 @@ def test_rotate_waits_for_a_server_in_a_container(
 CONVERSING = """
 import glob, os, threading, time
 from vllmops.agent import keys
-from vllmops.keys.carrier import seal, unseal
+from vllmops.keys.carrier import seal_history, unseal_carrier
 turns, refused, folder, own = [0], [], {folder!r}, f"{{os.getpid()}}"
 def converse():
     while not os.path.exists(folder + "/stop"):
-        text = seal([own], keys.ring(), model="m", owner="o")
+        text = seal_history([own], keys.get_keyring(), model="m", owner="o")
         with open(f"{{folder}}/{{own}}.new", "w") as file:
             file.write(text)
         os.replace(f"{{folder}}/{{own}}.new", f"{{folder}}/{{own}}.carrier")
@@ -332,7 +337,7 @@ def converse():
             with open(path) as file:
                 text = file.read()
             try:
-                unseal(text, keys.ring(), model="m", owner="o")
+                unseal_carrier(text, keys.get_keyring(), model="m", owner="o")
                 turns[0] += 1
             except Exception as error:
                 refused.append(repr(error))
@@ -377,28 +382,28 @@ def test_the_overlap_is_as_long_as_carriers_live(lab: Any, path: Path) -> None:
         ("narrow", {**wide.environment, TTL: "60"}),
         ("broken", {**wide.environment, TTL: "x"}),
     ):
-        Folder(name).path.mkdir()
-        over = replace(wide, name=name, state=State.STOPPED, processes=(), session=None)
-        Folder(name).write(replace(over, environment=environment))
+        InstanceFolder(name).path.mkdir()
+        over = replace(wide, name=name, state=InstanceState.STOPPED, processes=(), session=None)
+        InstanceFolder(name).save_record(replace(over, environment=environment))
     assert plan() == (60 * DAY_S, "carriers of wide live for 60 days")
     assert plan("--overlap", "90d") == (90 * DAY_S, "--overlap")
     assert plan("--overlap", "1h") == (3600, "--overlap, but carriers of wide live for 60 days")
     # What it has sealed does not end with it.
     assert lab.vllmops("stop", "wide", "--force").code == 0
-    for words in (("rotate",), ("promote", file.load(path).keys[0].kid)):
+    for words in (("rotate",), ("promote", file.load_keyring(path).keys[0].kid)):
         assert lab.vllmops("keys", *words).code == 0
-        (old,) = file.load(path).those(Status.VERIFY_ONLY)
+        (old,) = file.load_keyring(path).select_keys(KeyStatus.VERIFY_ONLY)
         assert old.not_after == pytest.approx(time.time() + 60 * DAY_S + 60, abs=600)
 
 
 def test_names_of_keys_are_completed(path: Path, vllmops: Any) -> None:
-    from vllmops.commands.keys.keyring import kids
+    from vllmops.commands.keys.keyring import complete_kid
 
-    assert kids("") == []
+    assert complete_kid("") == []
     kid = vllmops("keys", "add", "--json").data["kid"]
-    assert kids(kid[:2]) == [kid]
+    assert complete_kid(kid[:2]) == [kid]
     path.write_text("{")
-    assert kids("") == []
+    assert complete_kid("") == []
 
 
 def test_servers_with_another_ring_are_not_waited_for(
@@ -448,20 +453,20 @@ def test_a_rotation_killed_at_each_step_verifies_what_it_did_and_goes_on(
     kills = 0
     for name in ("replace", "fsync"):
         for number in range(1, 10):
-            before = file.load(path)
-            carrier = seal(["x"], before, model="m", owner="o")
+            before = file.load_keyring(path)
+            carrier = seal_history(["x"], before, model="m", owner="o")
             fault = f"{name}:{number}:{('before', 'after')[number % 2]}"
             done = vllmops("keys", "rotate", before=partial(killed_at, fault))
-            ring = file.load(path)
+            ring = file.load_keyring(path)
             assert ring.primary
             assert {key.kid for key in before.keys} <= {key.kid for key in ring.keys}
-            assert genuine(carrier, ring).history == ["x"]
+            assert verify_carrier(carrier, ring).history == ["x"]
             if done.code == 0:
                 break
             assert done.code == -signal.SIGKILL, done.err
             kills += 1
             assert vllmops("keys", "rotate", "--json").code == 0
-            assert file.load(path).those(Status.NEXT) == ()
+            assert file.load_keyring(path).select_keys(KeyStatus.NEXT) == ()
     assert kills >= 8
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllmops.instances.logs import rotate
-from vllmops.instances.record import Folder
+from vllmops.instances.logs import rotate_log
+from vllmops.instances.record import InstanceFolder
 
 from ..support.commands import background
 from ..support.extent import long
@@ -19,11 +19,11 @@ from ..support.waiting import until
 
 def test_all_some_and_the_last(lab: Any) -> None:
     lab.serve("a")
-    path = Folder("a").log
+    path = InstanceFolder("a").server_log
     for last in ("init engine", "startup complete"):  # later it says no more of its own
         until(lambda last=last: last in path.read_text())  # type: ignore[misc]
     path.write_text("".join(f"(Worker pid=1) INFO 11-20 19:05:14 [a.py:1] {n}\n" for n in range(9)))
-    assert rotate(path, limit=1, keep=3)
+    assert rotate_log(path, limit=1, keep=3)
     with path.open("a") as file:
         file.write("(EngineCore pid=2) INFO 11-20 19:05:14 [a.py:1] [red]x\n")
         file.write("nobody's\n(APIServer pid=3) INFO 11-20 19:05:14 [a.py:1] " + "y" * 300 + "\n")
@@ -49,8 +49,8 @@ def test_the_last_lines_are_read_from_the_end(lab: Any) -> None:
     """A log and its parts may have more bytes than there is memory."""
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    until(lambda: not Folder("a").supervised())
-    path = Folder("a").log
+    until(lambda: not InstanceFolder("a").is_supervised())
+    path = InstanceFolder("a").server_log
     with path.with_name("server.log.1").open("ab") as file:
         file.truncate(1 << 40)
         file.write(b"\nthe first\nhalf of")
@@ -83,7 +83,7 @@ def test_the_last_line_of_one_that_is_over_may_have_no_end(lab: Any, tmp_path: P
 
 def test_following_over_a_rotation_to_the_end(lab: Any) -> None:
     lab.serve("a")
-    path = Folder("a").log
+    path = InstanceFolder("a").server_log
     follower = background("logs", "a", "-f")
     assert follower.stdout
     words: list[str] = []
@@ -99,7 +99,7 @@ def test_following_over_a_rotation_to_the_end(lab: Any) -> None:
     for number in range(20):  # faster than it looks
         write(f"line {number:02}")
         if number % 5 == 4:
-            rotate(path, limit=1, keep=50)
+            rotate_log(path, limit=1, keep=50)
             until(lambda: f"line {number:02}\n" in words)  # noqa: B023 - called at once
     lab.vllmops("stop", "a", "--force")
     assert follower.wait(60) == 0
@@ -124,7 +124,7 @@ def test_following_is_ended_by_ctrl_c(lab: Any) -> None:
 
 def test_a_reader_that_goes_away(lab: Any) -> None:
     lab.serve("a")
-    with Folder("a").log.open("a") as file:
+    with InstanceFolder("a").server_log.open("a") as file:
         file.write("x\n" * 200_000)
     command = f"{sys.executable} -m vllmops logs a | head -n 1"
     answer = subprocess.run(
@@ -148,7 +148,7 @@ def test_what_has_no_log(lab: Any) -> None:
 def test_the_log_is_rotated_while_it_serves(lab: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("VLLMOPS_LOG_MAX_BYTES", "2000")
     lab.serve("a")
-    path = Folder("a").log
+    path = InstanceFolder("a").server_log
     with path.open("a") as file:
         for _ in range(3):
             file.write("x" * 3000 + "\n")
@@ -162,7 +162,7 @@ def test_the_log_is_rotated_while_it_serves(lab: Any, monkeypatch: Any) -> None:
 @pytest.mark.parametrize("columns", [100, None])
 def test_a_log_moves_no_cursor(lab: Any, columns: int | None) -> None:
     lab.serve("a")
-    with Folder("a").log.open("a") as file:
+    with InstanceFolder("a").server_log.open("a") as file:
         file.write("\x1b[32mgreen\x1b[0m\ttab \x1b]0;title\x07 10%\r90%\r\n")
     answer = lab.vllmops("logs", "a", columns=columns)
     assert "green\ttab ␛]0;title␇ 10%\n90%\n" in answer.out.replace("   tab", "\ttab")

@@ -22,7 +22,7 @@ import pytest
 from vllmops.host.roles import Role
 from vllmops.memory import plot
 from vllmops.memory import record as memory
-from vllmops.protocol.memory import MemorySample, ProcessMemory, RecordingHead
+from vllmops.protocol.memory import MemoryRecordingHead, MemorySample, ProcessMemory
 
 from ..support.commands import Answer, answered, background
 from ..support.waiting import until
@@ -244,7 +244,7 @@ def test_without_matplotlib(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 def sampled(*pids: list[int]) -> bytes:
     """A recording with a sample of the processes of each list."""
-    head = RecordingHead(server="s", started_at=1.0)
+    head = MemoryRecordingHead(server="s", started_at=1.0)
     samples = [
         MemorySample(
             taken_at=float(at),
@@ -325,25 +325,25 @@ def test_recordings_of_what_is_gone_do_not_pile_up(engine: Any, state: Path) -> 
 
 def test_the_newest_recording_is_kept_for_doctor_and_bundle(engine: Any, state: Path) -> None:
     label, began = str(engine.process.pid), engine.process.create_time
-    assert memory.newest(label, began) is None
+    assert memory.load_newest_recording(label, began) is None
     words = ("-t", label, "--interval", "0.1", "--duration")
     assert run("record", *words, "0.3").code == 0
-    first = memory.newest(label, began)
+    first = memory.load_newest_recording(label, began)
     assert first is not None
     assert len(first.samples) >= 2
     assert first.end is not None
     assert run("record", *words, "0.2").code == 0
-    second = memory.newest(label, began)
+    second = memory.load_newest_recording(label, began)
     assert second is not None
     assert second.head.started_at > first.head.started_at
     # Of a server that started later, which only has the same name, it is none.
-    assert memory.newest(label, second.head.started_at + 60) is None
-    kept = memory.kept(label)
+    assert memory.load_newest_recording(label, second.head.started_at + 60) is None
+    kept = memory.get_recording_path(label)
     assert kept.is_relative_to(state)
     assert kept.stat().st_mode & 0o777 == 0o600
     assert run("report", kept).code == 0
     kept.write_bytes(b"broken")
-    assert memory.newest(label, began) is None
+    assert memory.load_newest_recording(label, began) is None
 
 
 def test_where_a_recording_cannot_be_kept_it_is_made_all_the_same(engine: Any, state: Path) -> None:

@@ -16,10 +16,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllmops.commands import metrics
-from vllmops.commands.options import host_port
+from vllmops.commands.options import parse_host_port
 from vllmops.instances.servers import Server
 from vllmops.metrics import listener
-from vllmops.metrics.gathering import Gathering
+from vllmops.metrics.gathering import BackgroundCollector
 
 from ..support import commands
 from ..support.children import Child
@@ -120,7 +120,7 @@ def test_over_http(spawn: Callable[..., Child]) -> None:
 )
 def test_addresses(text: str, expected: tuple[str, int] | None) -> None:
     if expected:
-        assert host_port(text) == expected
+        assert parse_host_port(text) == expected
         return
     refused = commands.answered("metrics", f"--listen={text}", "--json")
     assert refused.error["code"] == "usage"
@@ -128,10 +128,12 @@ def test_addresses(text: str, expected: tuple[str, int] | None) -> None:
 
 def test_an_instance_is_looked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
-    monkeypatch.setattr(metrics, "resolve", asked.append)
-    monkeypatch.setattr(metrics, "viewing", lambda find: find)
-    monkeypatch.setattr(Gathering, "collect", lambda gathering: gathering.gather())  # in no thread
+    monkeypatch.setattr(metrics, "resolve_server", asked.append)
+    monkeypatch.setattr(metrics, "make_view_function", lambda find: find)
+    monkeypatch.setattr(
+        BackgroundCollector, "collect", lambda gathering: gathering.gather()
+    )  # in no thread
     monkeypatch.setattr(listener, "make_server", lambda *_: SimpleNamespace(serve_forever=int))
     for name, target in (("a", None), ("a", "12"), (None, None), (None, "12")):
-        metrics.serve(Server(name, ()), target, "127.0.0.1", 9105)
+        metrics.serve_metrics(Server(name, ()), target, "127.0.0.1", 9105)
     assert [*dict.fromkeys(asked)] == ["a", None, "12"]

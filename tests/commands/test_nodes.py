@@ -15,7 +15,7 @@ import pytest
 
 from vllmops.host.roles import Role
 from vllmops.keys.admin_token import PLACE
-from vllmops.keys.node_identity import context
+from vllmops.keys.node_identity import make_tls_context
 from vllmops.protocol.remote import USUAL_NODE_PORT
 
 from ..support.children import CHILD, Child, started
@@ -90,7 +90,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
             far.run(ACTOR)
             # The port opens with the first object that the agent sees, and knows whose it is.
             far.run(standing("engine", instance="2", dp=1, sizes=SIZES, local=1))
-            far.run("from vllmops.agent import service; service.start()")
+            far.run("from vllmops.agent import service; service.start_agent()")
             port = int(far.run(TAKE))
             engine = repr(CONNECT.format(address=address, port=port)) + "\n"
             near.run(f"below[0].stdin.write({engine.encode()!r}); below[0].stdin.flush()")
@@ -167,7 +167,11 @@ def test_a_node_whose_network_is_cut_is_named_and_holds_nobody_up(
 
 
 def test_the_port_speaks_with_nobody_without_the_token(nodes: Nodes) -> None:
-    for made in (None, ssl._create_unverified_context(), context("guess-" * 8, server=False)):
+    for made in (
+        None,
+        ssl._create_unverified_context(),
+        make_tls_context("guess-" * 8, server=False),
+    ):
         with socket.create_connection((nodes.address, USUAL_NODE_PORT), 5) as plain:
             asked = b"GET /v1/vllmops/processes HTTP/1.0\r\n\r\n"
             try:
@@ -205,7 +209,7 @@ def test_one_process_of_a_node_that_is_stopped_hides_no_other(
         "actor.stdout.readline()"
     ).format(title="VLLM::Worker_DP1", child=str(CHILD), python=sys.executable)
     nodes.far.run(code)
-    listen = "from vllmops.agent import service; service.start()"
+    listen = "from vllmops.agent import service; service.start_agent()"
     for line in (ACTOR, standing("worker", instance="2", dp=1, sizes=SIZES, local=1), listen):
         assert "Traceback" not in nodes.far.run(f"out = tell({line!r})")
     until(lambda: "DP1 two" in rows(vllmops, nodes))

@@ -19,9 +19,9 @@ from vllmops.commands import probe
 from vllmops.errors import VllmopsError
 from vllmops.host.roles import Role
 from vllmops.instances import supervisor
-from vllmops.instances.record import Folder
-from vllmops.protocol.identity import boot_id
-from vllmops.protocol.probe import Verdict, judge
+from vllmops.instances.record import InstanceFolder
+from vllmops.protocol.identity import read_boot_id
+from vllmops.protocol.probe import ProbeResult, judge_state
 
 from ..support.commands import background
 from ..support.ports import free_port
@@ -101,7 +101,7 @@ from vllmops.agent import objects
 class Scheduler(Made):
     __hash__ = object.__hash__
 scheduler = Scheduler(running=[], waiting=[], current_step=7)
-objects.remember("scheduler", scheduler)
+objects.track_object("scheduler", scheduler)
 """
 
 
@@ -109,7 +109,7 @@ class Kept:
     """An instance's folder whose record names a process with an agent."""
 
     def __init__(self, engine: Any, home: Path) -> None:
-        self.folder = Folder("a").path
+        self.folder = InstanceFolder("a").path
         self.folder.mkdir(mode=0o700, parents=True)
         process = engine.process
         self.record = {
@@ -128,16 +128,16 @@ class Kept:
         path.write_text(json.dumps(content))
         path.chmod(0o600)
 
-    def shown(self, verdict: Verdict, **fields: Any) -> None:
+    def shown(self, verdict: ProbeResult, **fields: Any) -> None:
         until_ = time.monotonic() + 600
         self.write(
             quick_probe.FILE,
-            {"start": 7.0, "boot": boot_id(), "until": until_, "verdict": verdict, **fields},
+            {"start": 7.0, "boot": read_boot_id(), "until": until_, "verdict": verdict, **fields},
         )
 
     @property
-    def verdict(self) -> Verdict:
-        found = quick_probe.verdict(self.folder)
+    def verdict(self) -> ProbeResult:
+        found = quick_probe.read_verdict(self.folder)
         assert found
         return found
 
@@ -150,7 +150,7 @@ def engine(spawn: Spawn, home: Path) -> Any:
 def test_by_heartbeats(engine: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(engine, home)
     engine.run(SCHEDULER)
-    assert kept.verdict == Verdict(live=True, ready=True, started=True)
+    assert kept.verdict == ProbeResult(live=True, ready=True, started=True)
     engine.run("scheduler.pause_state = Made(name='PAUSED_ALL')")
     until(lambda: kept.verdict.reason == "paused")
     engine.run("scheduler.pause_state.name = 'UNPAUSED'")
@@ -172,8 +172,8 @@ def test_by_heartbeats(engine: Any, home: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_the_verdict_of_a_watch_counts_while_it_is_fresh(engine: Any, home: Path) -> None:
     kept = Kept(engine, home)
-    stuck = Verdict(live=False, ready=False, started=True, reason="no token", evidence="b")
-    well = Verdict(live=True, ready=True, started=True)
+    stuck = ProbeResult(live=False, ready=False, started=True, reason="no token", evidence="b")
+    well = ProbeResult(live=True, ready=True, started=True)
     kept.shown(stuck)
     assert kept.verdict == stuck
     kept.shown(stuck, until=time.monotonic() - 1)  # its watch was killed
@@ -187,7 +187,7 @@ def test_the_verdict_of_a_watch_counts_while_it_is_fresh(engine: Any, home: Path
     assert kept.verdict == well
     kept.write(quick_probe.FILE, [1])
     assert kept.verdict == well
-    kept.shown(judge("starting", "warming up"))
+    kept.shown(judge_state("starting", "warming up"))
     assert kept.verdict == well  # it is ready since the watch looked
     kept.shown(stuck)
     kept.write("instance.json", {**kept.record, "state": "stopping"})
@@ -198,7 +198,7 @@ def test_a_folder_that_others_may_write_to_is_not_believed(
     engine: Any, home: Path, vllmops: Any
 ) -> None:
     kept = Kept(engine, home)
-    kept.shown(Verdict(live=True, ready=True, started=True))
+    kept.shown(ProbeResult(live=True, ready=True, started=True))
     kept.folder.chmod(0o777)
     answer = vllmops("probe", "--liveness", "-t", "a", "--json")
     assert answer.code not in {0, 1}
@@ -228,28 +228,28 @@ def test_over_http_until_it_is_told_to_end(lab: Any) -> None:
 
 
 def test_over_http_an_error_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, found = 100.0, judge("ready")
+    now, found = 100.0, judge_state("ready")
     error: VllmopsError | None = None
-    asked: list[Callable[[], Verdict]] = []
+    asked: list[Callable[[], ProbeResult]] = []
 
-    def look(_: str | None) -> tuple[str, Verdict]:
+    def look(_: str | None) -> tuple[str, ProbeResult]:
         if error:
             raise error
         return "a", found
 
-    def at(seconds: float, code: Any = "") -> Verdict:
+    def at(seconds: float, code: Any = "") -> ProbeResult:
         nonlocal now, error
         now, error = now + seconds, VllmopsError(code, "why") if code else None
         return asked[0]()
 
-    monkeypatch.setattr(probe, "look", look)
-    monkeypatch.setattr(probe, "Listener", lambda _, verdict: asked.append(verdict))
-    monkeypatch.setattr(probe, "stopped_by", lambda *_: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(probe, "judge_server", look)
+    monkeypatch.setattr(probe, "ProbeServer", lambda _, verdict: asked.append(verdict))
+    monkeypatch.setattr(probe, "make_stop_event", lambda *_: SimpleNamespace(wait=lambda: None))
     monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: now))
-    probe.serving("a", ("127.0.0.1", 1))
+    probe.serve_probes("a", ("127.0.0.1", 1))
     # The event loop of a server on another machine may be blocked, and its gateway may restart.
     for code in ("admin.timeout", "admin.unreachable", "agent.broken"):
-        assert at(1, code) == Verdict(live=True, ready=False, started=True, reason="why")
+        assert at(1, code) == ProbeResult(live=True, ready=False, started=True, reason="why")
     assert at(30, "admin.unreachable").live, "it did not answer only now"
     assert at(1) == found
     for code in ("target.over", "target.unknown"):
@@ -267,14 +267,14 @@ def test_over_http_it_is_the_same_server(
 ) -> None:
     looked: list[str | None] = []
 
-    def look(asked: str | None) -> tuple[str, Verdict]:
+    def look(asked: str | None) -> tuple[str, ProbeResult]:
         looked.append(asked)
-        return "https://h/…" if asked and "://" in asked else "a", judge("ready")
+        return "https://h/…" if asked and "://" in asked else "a", judge_state("ready")
 
-    monkeypatch.setattr(probe, "look", look)
-    monkeypatch.setattr(probe, "Listener", lambda _, verdict: verdict())
-    monkeypatch.setattr(probe, "stopped_by", lambda *_: SimpleNamespace(wait=lambda: None))
-    probe.serving(target, ("127.0.0.1", 1))
+    monkeypatch.setattr(probe, "judge_server", look)
+    monkeypatch.setattr(probe, "ProbeServer", lambda _, verdict: verdict())
+    monkeypatch.setattr(probe, "make_stop_event", lambda *_: SimpleNamespace(wait=lambda: None))
+    probe.serve_probes(target, ("127.0.0.1", 1))
     assert looked == [target, again]
 
 
@@ -301,8 +301,8 @@ def test_serve_has_a_watch_that_answers_from_the_start(
     held.touch()
     until(lambda: told("readyz")[0] == 200)
     assert told("startupz") == (200, "started\n")
-    kept = json.loads((Folder("a").path / quick_probe.FILE).read_text())
-    assert Verdict(*kept["verdict"]).ready
+    kept = json.loads((InstanceFolder("a").path / quick_probe.FILE).read_text())
+    assert ProbeResult(*kept["verdict"]).ready
     lab.vllmops("stop", "a")
     until(lambda: told("livez")[0] == 0)  # it ends with the server
 

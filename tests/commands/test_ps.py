@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.instances.record import Folder
+from vllmops.instances.record import InstanceFolder
 from vllmops.streams import UNSAFE
 from vllmops.vllm_api import http
 
@@ -102,16 +102,16 @@ def test_one_that_starts(lab: Any) -> None:
 def test_a_damaged_record_leaves_the_others(lab: Any) -> None:
     lab.serve("a")
     lab.serve("b")
-    Folder("a").record_file.write_text("{")
+    InstanceFolder("a").record_file.write_text("{")
     # Its supervisor would write it anew.
     lab.kill(lab.supervisor("a"))
-    Folder("a").record_file.write_text("{")
+    InstanceFolder("a").record_file.write_text("{")
     answer = lab.vllmops("ps", "--json")
     assert answer.code == 0
     assert [row["name"] for row in answer.data["instances"]] == ["b", None]
     (fault,) = answer.data["faults"]
     assert fault["code"] == "registry.corrupt"
-    assert str(Folder("a").record_file) in fault["message"]
+    assert str(InstanceFolder("a").record_file) in fault["message"]
     assert "warning: " in answer.err
     stranger = answer.data["instances"][1]
     assert lab.vllmops("status", "b", "--json").data["instance"]["name"] == "b"
@@ -162,7 +162,9 @@ def test_many_are_asked_side_by_side(
     tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All together they take no longer than one of them: none answers before all are asked."""
-    monkeypatch.setattr(http, "status", partial(http.status, timeout_s=600))
+    monkeypatch.setattr(
+        http, "fetch_health_status", partial(http.fetch_health_status, timeout_s=600)
+    )
     with listening(tmp_path, home) as late, ExitStack() as stack:
         popen = background("ps", "--json")
         asked = [stack.enter_context(listener.accept()[0]) for listener in late.values()]

@@ -310,4 +310,4 @@ def test_a_tunnel_of_this_user_where_the_kernel_tells_no_owners(
     # As on a Mac, of which none is at hand; psutil tells the sockets of one's own processes.
     monkeypatch.setattr(listeners, "TABLES", ())
     monkeypatch.setattr(listeners, "OWNERS", listeners.PortOwners())
-    assert listeners.distrust(fleet.url) == ""
+    assert listeners.explain_distrust(fleet.url) == ""

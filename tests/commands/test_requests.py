@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllmops.commands.requests.list_ import table
-from vllmops.output import show
-from vllmops.requests.listing import Row
+from vllmops.commands.requests.list_ import make_requests_table
+from vllmops.output import print_parts
+from vllmops.requests.listing import InFlightRequest
 
 ID = "chatcmpl-be432188b3dcdefe"
 ROUTE = "/v1/chat/completions"
@@ -24,7 +24,7 @@ def test_an_id_can_be_copied_from_an_ordinary_terminal(
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
     numbers = {"prompt_tokens": 131_072, "output_tokens": 4_096, "kv_blocks": 8_192}
-    row = Row(
+    row = InFlightRequest(
         id="x",
         http_id=ID,
         state="running",
@@ -34,7 +34,7 @@ def test_an_id_can_be_copied_from_an_ordinary_terminal(
         stuck="no token for 95 s",
         **numbers,  # type: ignore[arg-type]
     )
-    show(table([row]))
+    print_parts(make_requests_table([row]))
     shown = capsys.readouterr().out
     assert (ID in shown) == whole
     assert (ROUTE in shown) == routes

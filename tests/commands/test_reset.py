@@ -17,7 +17,7 @@ import pytest
 
 from vllmops.commands.cache import reset
 from vllmops.protocol.resets import ResetRequest
-from vllmops.rpc.agent import reach
+from vllmops.rpc.agent import open_agent
 
 from ..support.extent import long
 from ..support.waiting import until
@@ -39,7 +39,7 @@ class Client:
     async def reset_mm_cache(self):
         self.resets += 1
 client = Client({left})
-objects.remember("engine-client", client)
+objects.track_object("engine-client", client)
 """
 
 
@@ -57,8 +57,10 @@ def api(spawn: Spawn) -> Callable[..., Any]:
 def run(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     def command(*children: Any, words: tuple[str, ...] = ()) -> Any:
         found = [item.process for item in children]
-        server = SimpleNamespace(label="a", url=None, processes=found, of=lambda *_: found)
-        monkeypatch.setattr(reset, "resolve", lambda _: server)
+        server = SimpleNamespace(
+            label="a", url=None, processes=found, select_processes=lambda *_: found
+        )
+        monkeypatch.setattr(reset, "resolve_server", lambda _: server)
         return vllmops("cache", "reset", "--timeout", "0.5", *words, "--json")
 
     return command
@@ -92,7 +94,7 @@ def test_one_that_is_busy(api: Any, run: Any) -> None:
     assert f"{name(busy)} still had 3 requests in flight" in message
     assert [row["done"] for row in answer.data["processes"]] == [True, False]
     assert (resets(free), resets(busy)) == (1, 0)
-    assert busy.run("out = gate.closed") == "False"
+    assert busy.run("out = gate.is_closed") == "False"
 
 
 @long
@@ -139,7 +141,7 @@ def test_two_resets_at_once_open_the_gate_again(api: Any) -> None:
     child = api()
 
     def once(drain_s: float) -> Any:
-        return reach(child.process, timeout_s=600).reset(ResetRequest(drain_s=drain_s))
+        return open_agent(child.process, timeout_s=600).reset_caches(ResetRequest(drain_s=drain_s))
 
     def holds() -> int:
         return int(child.run("out = gate.holds"))
@@ -154,10 +156,10 @@ def test_two_resets_at_once_open_the_gate_again(api: Any) -> None:
             met = not first.done()
             assert not first.result().done
             until(holds)
-            assert child.run("out = gate.closed") == "True"
+            assert child.run("out = gate.is_closed") == "True"
             child.run("client.left = 0")
             assert second.result().done
-        assert child.run("out = gate.closed") == "False"
+        assert child.run("out = gate.is_closed") == "False"
         if met:  # on a busy machine the first may be over before the second begins
             return
     raise AssertionError("they were never there at once")

@@ -24,12 +24,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.commands.serve import provide_key
-from vllmops.host.processes import alive
-from vllmops.instances.record import Folder
+from vllmops.commands.serve import create_default_keyring
+from vllmops.host.processes import is_alive
+from vllmops.instances.record import InstanceFolder
 from vllmops.keys import file as keys
 from vllmops.store import settings
-from vllmops.store.opening import backend
+from vllmops.store.opening import make_backend
 from vllmops.store.store import ResponseStore
 
 from ..support.commands import background
@@ -130,7 +130,7 @@ def test_limits_of_websockets(lab: Any) -> None:
     assert environment["VLLMOPS_WEBSOCKET_IDLE"] == "5400"
     assert environment["VLLMOPS_WEBSOCKET_MAX_REQUESTS"] == "7"
     assert environment["VLLMOPS_WEBSOCKET_MAX_CONNECTIONS"] == "30"
-    assert settings.sockets(environment) == (4 << 20, 5400, 7, 30)
+    assert settings.parse_websocket_limits(environment) == (4 << 20, 5400, 7, 30)
 
 
 @pytest.mark.parametrize(
@@ -207,17 +207,17 @@ def test_a_keyring_is_made_where_there_is_none(lab: Any, keyring: Path) -> None:
     assert not keyring.exists()
     answer = lab.vllmops(*lab.words("a"), "--detach")
     assert answer.code == 0, answer
-    key = keys.load(keyring).sealing()
+    key = keys.load_keyring(keyring).require_primary()
     assert [line for line in answer.err.splitlines() if key.kid in line and str(keyring) in line]
     assert keyring.stat().st_mode & 0o777 == 0o600
     assert lab.record("a").environment[keys.PLACE] == str(keyring)
     # The next one takes it, and says nothing.
     answer = lab.vllmops(*lab.words("b"), "--detach")
     assert key.kid not in answer.err
-    assert keys.load(keyring).keys == (key,)
+    assert keys.load_keyring(keyring).keys == (key,)
     assert lab.vllmops("restart", "a", "--force").code == 0
     assert lab.record("a").environment[keys.PLACE] == str(keyring)
-    assert keys.load(keyring).keys == (key,)
+    assert keys.load_keyring(keyring).keys == (key,)
 
 
 @pytest.mark.parametrize(
@@ -253,8 +253,8 @@ def test_a_keyring_that_is_lost_is_not_replaced(lab: Any, keyring: Path) -> None
 def test_two_at_once_make_one_keyring(lab: Any, keyring: Path) -> None:
     environment = {keys.PLACE: str(keyring)}
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: provide_key(environment, quiet=True), range(8)))
-    assert len(keys.load(keyring).keys) == 1
+        list(pool.map(lambda _: create_default_keyring(environment, quiet=True), range(8)))
+    assert len(keys.load_keyring(keyring).keys) == 1
 
 
 def test_a_store_of_a_newer_version(lab: Any, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_store_that_is_away_is_told_and_the_server_starts(lab: Any) -> None:
 
 
 async def make(url: str) -> None:
-    async with ResponseStore(backend(url)):
+    async with ResponseStore(make_backend(url)):
         pass
 
 
@@ -447,7 +447,7 @@ def test_the_true_cause_comes_first(lab: Any, log: str, cause: str) -> None:
     lines = answer.err.splitlines()
     (first,) = [number for number, line in enumerate(lines) if line.startswith("error:")]
     assert cause in lines[first]
-    assert f"log: {Folder('a').log}" in answer.err
+    assert f"log: {InstanceFolder('a').server_log}" in answer.err
     assert "hint: " in lines[-1]
     assert "Traceback" not in answer.err
     answer = lab.vllmops(*words, "--detach", "--json")
@@ -466,9 +466,11 @@ def test_an_exit_that_nothing_explains(lab: Any) -> None:
 def test_a_command_that_cannot_be_started(lab: Any) -> None:
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    folder = Folder("a")
-    until(lambda: not folder.supervised())
-    folder.write(msgspec.structs.replace(record, state="stopped", directory=f"{lab.home}/missing"))
+    folder = InstanceFolder("a")
+    until(lambda: not folder.is_supervised())
+    folder.save_record(
+        msgspec.structs.replace(record, state="stopped", directory=f"{lab.home}/missing")
+    )
     answer = lab.vllmops("restart", "a", "--json")
     assert answer.code == 1
     assert "missing: No such file" in answer.error["message"]
@@ -508,7 +510,7 @@ def test_however_it_ends_nothing_is_left(lab: Any, number: signal.Signals, code:
     assert "Traceback" not in err
     until(lambda: lab.state("a") == "stopped")
     lab.nothing_left(record)
-    until(lambda: not Folder("a").supervised())
+    until(lambda: not InstanceFolder("a").is_supervised())
 
 
 def test_interrupted_while_it_starts(lab: Any) -> None:
@@ -548,10 +550,10 @@ def test_it_goes_on_when_its_supervisor_dies(lab: Any) -> None:
     serve = lab.hold("a")
     record = lab.record("a")
     lab.kill_supervisor("a")
-    until(lambda: Folder("a").supervised())
+    until(lambda: InstanceFolder("a").is_supervised())
     time.sleep(0.5)
     assert serve.poll() is None
-    assert all(map(alive, record.processes))
+    assert all(map(is_alive, record.processes))
     assert lab.state("a") == "ready"
     serve.send_signal(signal.SIGKILL)  # its successor holds on to it just as well
     until(lambda: lab.state("a") == "stopped")
@@ -565,8 +567,8 @@ def test_both_die_at_once(lab: Any) -> None:
     lab.kill(supervisor, signal.SIGSTOP)  # so that it sees nothing of the other's end
     lab.kill(serve.pid)
     lab.kill(supervisor)
-    until(lambda: not Folder("a").supervised())
-    assert any(map(alive, record.processes))  # nobody is left to know; the next command is
+    until(lambda: not InstanceFolder("a").is_supervised())
+    assert any(map(is_alive, record.processes))  # nobody is left to know; the next command is
     lab.vllmops("ps")
     until(lambda: lab.state("a") in {"failed", "stopped"})
     lab.nothing_left(record)

@@ -165,4 +165,4 @@ def test_toml_needs_a_dry_run(lab: Any) -> None:
 
 def test_without_removes_an_option_with_its_value() -> None:
     arguments = ("--port", "--port", "--x", "--port=1", "--ported", "1", "--port")
-    assert serve_config.without(arguments, "--port") == ("--x", "--ported", "1")
+    assert serve_config.remove_option(arguments, "--port") == ("--x", "--ported", "1")

@@ -19,7 +19,7 @@ from vllmops.protocol.stacks import StacksSnapshot
 from ..support.commands import Vllmops
 from ..support.waiting import until
 
-TABLE = processes.table  # the fixture `home` hides what is not its own
+TABLE = processes.read_process_table  # the fixture `home` hides what is not its own
 TREE = """
 import ctypes, subprocess, sys, threading, time
 
@@ -94,7 +94,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
 @pytest.fixture
 def server(shared: list[int], home: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A server that only waits, and belongs to no state directory."""
-    monkeypatch.setattr(processes, "table", TABLE)
+    monkeypatch.setattr(processes, "read_process_table", TABLE)
     return shared
 
 
@@ -195,7 +195,7 @@ def test_save_writes_what_was_shown(server: list[int], dump: Vllmops, tmp_path: 
     assert shown.code == 0
     assert f"saved to {target}" in " ".join(shown.err.split())
     assert json.loads(target.read_text()) == shown.data
-    found = files.load(target, StacksSnapshot).processes[2].threads
+    found = files.load_snapshot(target, StacksSnapshot).processes[2].threads
     assert any(frame.function == "wait" for frame in found[0].frames)
     assert [item.name for item in tmp_path.iterdir()] == ["stacks.json"]
 

@@ -3,7 +3,7 @@
 import threading
 from typing import Any
 
-from vllmops.commands.status import CacheUse, cache_rows
+from vllmops.commands.status import CacheUse, make_cache_rows
 from vllmops.instances import takedown
 
 from ..support.waiting import until
@@ -12,7 +12,7 @@ from ..support.waiting import until
 def test_one_screen(lab: Any) -> None:
     record = lab.serve("a")
     threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",)).start()
-    until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    until(lambda: takedown.count_in_flight(record.processes, record.url) == 1)
     data = lab.vllmops("status", "--json").data
     assert data["instance"]["name"] == "a"
     assert data["stage"] == "ready"
@@ -65,5 +65,5 @@ def test_targets_that_are_none(lab: Any) -> None:
 def test_caches_of_several_api_servers_are_told_apart() -> None:
     engine = CacheUse("engine 3", "P1", "mm-lru", 1, 10, 100)
     front = [CacheUse(f"api {pid}", "P0", "mm-lru", 1, 10, 100) for pid in (1, 2)]
-    labels = [label for label, _ in cache_rows([*front, engine])]
+    labels = [label for label, _ in make_cache_rows([*front, engine])]
     assert labels == ["mm-lru P0, api 1", "mm-lru P0, api 2", "mm-lru P1"]

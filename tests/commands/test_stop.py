@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from vllmops.commands import stop as commands
-from vllmops.host.processes import alive
+from vllmops.host.processes import is_alive
 from vllmops.instances import control, takedown
-from vllmops.instances.record import Folder
+from vllmops.instances.record import InstanceFolder
 
 from ..support.commands import background
 from ..support.extent import long, sampled
@@ -43,7 +43,7 @@ def test_requests_in_flight_finish(lab: Any, tmp_path: Path) -> None:
     url = f"{record.url}/until{tmp_path}/go"
     request = threading.Thread(target=lambda: done.append(urllib.request.urlopen(url).read()))
     request.start()
-    until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    until(lambda: takedown.count_in_flight(record.processes, record.url) == 1)
     stop = background("stop", "a")
     assert stop.stderr is not None
     assert stop.stdout is not None
@@ -62,7 +62,7 @@ def test_requests_are_cut_off(lab: Any, words: list[str], note: str) -> None:
     record = lab.serve("a")
     request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",))
     request.start()
-    until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    until(lambda: takedown.count_in_flight(record.processes, record.url) == 1)
     answer = lab.vllmops("stop", "a", *words, "--json")
     assert (answer.code, answer.data["note"]) == (0, note)
     request.join(60)
@@ -74,7 +74,7 @@ def test_a_second_stop_cuts_the_drain_short(lab: Any) -> None:
     record = lab.serve("a")
     request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",))
     request.start()
-    until(lambda: takedown.in_flight(record.processes, record.url) == 1)
+    until(lambda: takedown.count_in_flight(record.processes, record.url) == 1)
     patient = threading.Thread(target=lab.vllmops, args=("stop", "a"))
     patient.start()
     until(lambda: lab.state("a") == "stopping")
@@ -92,7 +92,7 @@ def test_one_of_two_must_be_named(lab: Any) -> None:
     by_pid = str(lab.process("b", "worker").pid)
     assert lab.vllmops("stop", "--json", env={"VLLMOPS_TARGET": by_pid}).data["name"] == "b"
     lab.nothing_left(second)
-    assert all(map(alive, first.processes))
+    assert all(map(is_alive, first.processes))
     assert lab.vllmops("stop", "-t", first.url.replace("127.0.0.1", "localhost")).code == 0
     lab.nothing_left(first)
 
@@ -146,13 +146,13 @@ def test_restart(lab: Any) -> None:
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.data["state"]) == (0, "ready"), answer
     after = lab.record("a")
-    assert not any(map(alive, before.processes))
+    assert not any(map(is_alive, before.processes))
     assert after.session != before.session
     assert (after.command, after.port) == (before.command, before.port)
     assert after.environment == before.environment
     assert b"MARK=1" in Path(f"/proc/{after.session}/environ").read_bytes()
     assert urllib.request.urlopen(f"{after.url}/health").status == 200
-    assert Folder("a").log.with_name("server.log.previous").exists()
+    assert InstanceFolder("a").server_log.with_name("server.log.previous").exists()
 
 
 def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
@@ -162,14 +162,14 @@ def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
     assert lab.record("a").port == before.port
     lab.kill(lab.record("a").session)
     until(lambda: lab.state("a") == "failed")
-    until(lambda: not Folder("a").supervised())
+    until(lambda: not InstanceFolder("a").is_supervised())
     assert lab.vllmops("restart", "a").code == 0
     assert lab.record("a").failure is None
     lab.kill_supervisor("a")
     old = lab.record("a")
     assert lab.vllmops("restart", "a").code == 0
     assert lab.record("a").session != old.session
-    assert not any(map(alive, old.processes))
+    assert not any(map(is_alive, old.processes))
 
 
 def test_what_has_stopped_hands_nothing_over(lab: Any) -> None:
@@ -187,20 +187,22 @@ def test_restart_what_died_together_with_its_supervisor(lab: Any) -> None:
     lab.kill_supervisor("a")
     for process in before.processes:
         lab.kill(process.pid)
-    until(lambda: not any(map(alive, before.processes)))
+    until(lambda: not any(map(is_alive, before.processes)))
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.data["state"]) == (0, "ready"), answer
 
 
 def test_restart_what_a_successor_has_just_ended(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command has a supervisor started, which finds only dead processes and ends."""
-    started = commands.started
+    started = commands.start_instance
 
     def too_early(*_: object, **__: object) -> None:
-        monkeypatch.setattr(commands, "started", started)
-        until(lambda: lab.state("a") == "failed" and not Folder("a").control.exists())
+        monkeypatch.setattr(commands, "start_instance", started)
+        until(
+            lambda: lab.state("a") == "failed" and not InstanceFolder("a").control_socket.exists()
+        )
 
-    monkeypatch.setattr(commands, "started", too_early)
+    monkeypatch.setattr(commands, "start_instance", too_early)
     monkeypatch.setattr(control, "CONNECT_TIMEOUT_S", 600.0)  # nor does it wait for another one
     before = lab.serve("a")
     lab.kill_supervisor("a")
@@ -224,7 +226,7 @@ def test_restart_what_is_just_being_taken_down(
     assert (answer.code, answer.data["state"]) == (0, "ready"), answer
     after = lab.record("a")
     assert after.session != before.session
-    assert not any(map(alive, before.processes))
+    assert not any(map(is_alive, before.processes))
     assert after.failure is None
 
 
@@ -232,8 +234,8 @@ def test_restart_what_is_just_being_taken_down(
 def test_restart_what_somebody_else_stops(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
     lab.serve("a", stubborn=True)
-    supervisor = control.connect(Folder("a"))
-    supervisor.send(control.Request(stop=0.0))
+    supervisor = control.connect_supervisor(InstanceFolder("a"))
+    supervisor.send_request(control.ControlRequest(stop=0.0))
     until(lambda: lab.state("a") == "stopping")
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.data["state"]) == (0, "ready"), answer
@@ -249,7 +251,7 @@ def test_stop_ends_where_the_supervisor_does_nothing(
     answer = lab.vllmops("stop", "a", "--force", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (3, "supervisor.silent")
     assert "pkill -9" in answer.error["hint"]
-    assert all(map(alive, record.processes))
+    assert all(map(is_alive, record.processes))
     lab.kill(stuck)
     monkeypatch.setattr(commands, "END_S", 30.0)
     assert lab.vllmops("stop", "a", "--force").code == 0
@@ -267,7 +269,7 @@ def test_a_supervisor_that_dies_before_it_obeys_has_a_successor_that_does(
     time.sleep(1)
     lab.kill(stuck)
     assert waiting.wait(60) == 0
-    assert not any(map(alive, record.processes))
+    assert not any(map(is_alive, record.processes))
     assert lab.state("a") == {"stop": "stopped", "restart": "ready"}[command]
 
 
@@ -285,8 +287,8 @@ def test_restart_in_the_foreground_keeps_its_holder(lab: Any) -> None:
 def test_restart_where_the_port_is_taken_by_now(lab: Any, listener: int) -> None:
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    until(lambda: not Folder("a").supervised())
-    Folder("a").write(msgspec.structs.replace(lab.record("a"), port=listener))
+    until(lambda: not InstanceFolder("a").is_supervised())
+    InstanceFolder("a").save_record(msgspec.structs.replace(lab.record("a"), port=listener))
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.error["code"]) == (1, "port.taken")
     assert lab.state("a") == "stopped"
@@ -308,7 +310,7 @@ def test_restart_on_a_full_disk_leaves_a_server_running(full_disk: Any, lab: Any
     full_disk()
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.error["code"]) == (1, "home.full")
-    assert all(map(alive, record.processes))
+    assert all(map(is_alive, record.processes))
 
 
 @long
@@ -316,7 +318,7 @@ def test_an_end_on_a_full_disk_contradicts_nothing(full_disk: Any, lab: Any) -> 
     lab.serve("a")
     full_disk()
     lab.vllmops("stop", "a", "--force")
-    until(lambda: not Folder("a").supervised())
+    until(lambda: not InstanceFolder("a").is_supervised())
     answer = lab.vllmops("stop", "a", "--json")
     assert (
         answer.error["message"] == "'a' is not running: it ended while its record was still ready"
@@ -327,7 +329,7 @@ def test_an_end_on_a_full_disk_contradicts_nothing(full_disk: Any, lab: Any) -> 
 def test_restart_on_a_full_disk(full_disk: Any, lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    until(lambda: not Folder("a").supervised())
+    until(lambda: not InstanceFolder("a").is_supervised())
     full_disk()
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.error["code"]) == (1, "home.full")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllmops.commands import top
-from vllmops.errors import Exit, VllmopsError
+from vllmops.errors import ExitCode, VllmopsError
 
 
 def test_every_server_of_the_machine_is_shown(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_one_that_is_stopped_or_unknown_holds_up_no_other(
     lab.serve("other")
     lab.kill(lab.pid_of(record.processes, "api"), signal.SIGSTOP)
     answer = lab.vllmops("top", "--once", "--json", "-t", "demo", "-t", "other", "-t", "nix")
-    assert answer.code == Exit.NOT_FOUND
+    assert answer.code == ExitCode.NOT_FOUND
     rows = {row["target"]: row for row in answer.data["servers"]}
     assert rows["other"]["state"] == "ready"
     (node,) = rows["demo"]["nodes"]
@@ -52,7 +52,7 @@ def test_no_server_is_no_error(vllmops: Any) -> None:
 def test_without_textual_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "find_spec", {}.get)
     with pytest.raises(VllmopsError) as raised:
-        top.check()
+        top.require_full_screen()
     assert raised.value.code == "top.no-textual"
     assert "pip install 'vllmops-cli[top]'" in raised.value.hint
 
@@ -60,12 +60,12 @@ def test_without_textual_the_error_says_what_to_install(monkeypatch: pytest.Monk
 def test_without_a_terminal_the_error_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "find_spec", str)
     with pytest.raises(VllmopsError) as raised:
-        top.check()
+        top.require_full_screen()
     assert raised.value.code == "top.no-terminal"
 
 
 def test_a_server_that_is_too_late_is_an_error(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.serve("demo")
     monkeypatch.setattr(top, "ONCE_S", 0.0)
-    (error,) = top.at_once(["demo"]).errors
-    assert (error.code, error.exit_code) == ("top.timeout", Exit.TIMED_OUT)
+    (error,) = top.make_screen_result(["demo"]).errors
+    assert (error.code, error.exit_code) == ("top.timeout", ExitCode.TIMED_OUT)

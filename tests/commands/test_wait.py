@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.instances.record import Folder
+from vllmops.instances.record import InstanceFolder
 
 from ..support.commands import background
 from ..support.extent import long
@@ -81,7 +81,7 @@ def test_one_that_dies_together_with_its_supervisor(lab: Any, words: tuple[str, 
 def test_one_that_has_stopped_already(lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    until(lambda: not Folder("a").supervised())
+    until(lambda: not InstanceFolder("a").is_supervised())
     answer = lab.vllmops("wait", "a", "--for", "stopped", "--json")
     assert (answer.code, answer.data["state"]) == (0, "stopped")
     assert lab.vllmops("wait", "a", "--for", "ready").code == 5

@@ -27,8 +27,8 @@ from vllmops.doctor import examine
 from vllmops.errors import VllmopsError
 from vllmops.host.roles import Role
 from vllmops.instances import supervisor
-from vllmops.instances.record import Folder
-from vllmops.instances.servers import resolve
+from vllmops.instances.record import InstanceFolder
+from vllmops.instances.servers import resolve_server
 from vllmops.rpc import agent
 from vllmops.stacks import pyspy
 from vllmops.watch import watched
@@ -45,7 +45,7 @@ from vllmops.agent import objects
 class Scheduler(Made):
     __hash__ = object.__hash__
 scheduler = Scheduler(running=[], waiting=[], current_step=7)
-objects.remember("scheduler", scheduler)
+objects.track_object("scheduler", scheduler)
 """
 
 
@@ -138,9 +138,11 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
     watch.says("has stalled")
     (kept,) = bundles(home)
     assert kept.stat().st_mode & 0o077 == 0
-    snapshot = bundle.load(kept)
+    snapshot = bundle.load_bundle(kept)
     assert len(snapshot.stacks) == 3
-    assert "engine.no-progress" in {item.code for item in doctor.examine(snapshot, 1.5).findings}
+    assert "engine.no-progress" in {
+        item.code for item in doctor.diagnose_snapshot(snapshot, 1.5).findings
+    }
     assert str(kept) in watch.said
     let_go(engine)
     watch.says("makes progress again")
@@ -186,7 +188,7 @@ def test_a_stopped_process_is_a_stall_where_it_holds_up_work(
     stick(engine)
 
     def stands() -> bool:  # as its heartbeat has it
-        pulse = agent.beat(engine.process)
+        pulse = agent.read_heartbeat(engine.process)
         return bool(pulse and pulse.beat.waiting and pulse.beat.still_s)
 
     until(stands)
@@ -234,21 +236,21 @@ def test_on_a_slow_machine_all_samples_are_there(
     engine: Any, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = home / "py-spy"
-    script.write_text(f'#!/bin/sh\nsleep 1\nexec {pyspy.find()} "$@"\n')
+    script.write_text(f'#!/bin/sh\nsleep 1\nexec {pyspy.find_pyspy()} "$@"\n')
     script.chmod(0o755)
     # A machine that is as busy can't be had otherwise.
-    monkeypatch.setattr(pyspy, "find", lambda: str(script))
+    monkeypatch.setattr(pyspy, "find_pyspy", lambda: str(script))
     stick(engine)
-    server = watched.Watched(resolve(str(engine.process.pid)))
-    snapshot = server.capture([], 10.0, threading.Event(), sure=False)
+    server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
+    snapshot = server.take_snapshot([], 10.0, threading.Event(), sure=False)
     assert [item.processes[0].error for item in snapshot.stacks] == [None] * 3
     assert [item.processes[0].note for item in snapshot.stacks] == [""] * 3
 
 
 def test_the_dead_do_not_move_and_one_sample_is_enough(engine: Any) -> None:
-    server = watched.Watched(resolve(str(engine.process.pid)))
+    server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
     looks = [look(0.0, processes=(process("api"), process("engine", state="")))]
-    snapshot = server.capture(looks, 10.0, threading.Event(), sure=True)
+    snapshot = server.take_snapshot(looks, 10.0, threading.Event(), sure=True)
     assert len(snapshot.stacks) == 1
     assert "cut-short" not in {item.code for item in snapshot.unseen}
 
@@ -259,18 +261,20 @@ def hanging(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     script, end = home / "py-spy", home / "end"
     script.write_text(f"#!/bin/sh\nwhile [ ! -e {end} ]; do sleep 0.1; done\n")
     script.chmod(0o755)
-    monkeypatch.setattr(pyspy, "find", lambda: str(script))
+    monkeypatch.setattr(pyspy, "find_pyspy", lambda: str(script))
     return end
 
 
 def test_evidence_that_ends_early_has_all_that_is_there(engine: Any, hanging: Path) -> None:
-    server = resolve(str(engine.process.pid))
-    looking = examine.Examination(server, collecting.options(600.0), collecting.quietly)
+    server = resolve_server(str(engine.process.pid))
+    looking = examine.Examination(
+        server, collecting.make_examination_options(600.0), collecting.ignore_progress
+    )
     with ThreadPoolExecutor() as pool:
         whole = pool.submit(looking.run)
         try:
-            until(lambda: looking.so_far("late").machine.memory_total)
-            early = looking.so_far("late")
+            until(lambda: looking.build_partial_snapshot("late").machine.memory_total)
+            early = looking.build_partial_snapshot("late")
             assert not whole.done()
         finally:
             hanging.touch()
@@ -285,15 +289,15 @@ def test_evidence_is_there_in_time_whatever_hangs(
     patience.undo()
     stick(engine)
     os.kill(engine.process.pid, signal.SIGSTOP)
-    server = watched.Watched(resolve(str(engine.process.pid)))
-    snapshot = server.capture([], 10.0, threading.Event(), sure=True)
-    kept = server.save(home / "bundles")
+    server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
+    snapshot = server.take_snapshot([], 10.0, threading.Event(), sure=True)
+    kept = server.save_evidence(home / "bundles")
     assert watched.CAPTURE_S < 20
     # On a busy machine there may be no time left to ask the agent.
     codes = {item.code for item in snapshot.unseen}
     assert "stacks.timeout" in codes
     assert codes & {"agent.timeout", "cut-short"}
-    assert bundle.load(kept).looks
+    assert bundle.load_bundle(kept).looks
 
 
 def test_command_lines_that_are_wrong(engine: Any, vllmops: Any) -> None:
@@ -370,9 +374,9 @@ def test_serve_watches_until_its_end(lab: Any) -> None:
     first = holder(lab)
     lab.kill(first)
     until(lambda: len(said(lab, "a")) == 2)
-    assert Folder("a").watched()
+    assert InstanceFolder("a").has_watch()
     lab.vllmops("stop", "a")
-    until(lambda: not Folder("a").watched())
+    until(lambda: not InstanceFolder("a").has_watch())
     until(lambda: said(lab, "a")[-1].startswith("a has ended"))
 
 
@@ -386,7 +390,7 @@ def test_it_runs_where_serve_ran_wherever_restart_does(
     lab.serve("a", "--watch-exec", "./hook")
     until(lambda: said(lab, "a"))
     lab.vllmops("stop", "a")
-    until(lambda: not Folder("a").watched())
+    until(lambda: not InstanceFolder("a").has_watch())
     monkeypatch.chdir("away")
     monkeypatch.setenv("VLLMOPS_HOME", os.path.relpath(lab.home))
     assert lab.vllmops("restart", "a").code == 0
@@ -409,13 +413,13 @@ def test_it_survives_the_supervisor_and_there_is_one(lab: Any) -> None:
     until(lambda: said(lab, "a"))
     first = holder(lab)
     lab.kill_supervisor("a")
-    assert Folder("a").watched()
+    assert InstanceFolder("a").has_watch()
     lab.vllmops("ps")
     until(lambda: lab.supervisor("a"))
     time.sleep(1.5)
     assert (holder(lab), len(said(lab, "a"))) == (first, 1)
     lab.vllmops("stop", "a")
-    until(lambda: not Folder("a").watched())
+    until(lambda: not InstanceFolder("a").has_watch())
 
 
 def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
@@ -434,7 +438,7 @@ def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
 def test_a_restart_comes_though_the_supervisor_dies_before_it_obeys(lab: Any) -> None:
     """The server hangs, and the watch asks once."""
     record = lab.serve("a")
-    subject, supervisor = watched.Watched(resolve("a")), lab.supervisor("a")
+    subject, supervisor = watched.WatchedServer(resolve_server("a")), lab.supervisor("a")
     os.kill(supervisor, signal.SIGSTOP)
     killing = threading.Timer(1.0, lab.kill, (supervisor,))
     killing.start()
@@ -451,7 +455,7 @@ def test_a_supervisor_that_does_nothing_does_not_hold_up_the_watch(
     pid = lab.supervisor("a")
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(VllmopsError) as caught:
-        watched.Watched(resolve("a")).restart()
+        watched.WatchedServer(resolve_server("a")).restart()
     assert caught.value.code == "supervisor.silent"
     os.kill(pid, signal.SIGCONT)
 

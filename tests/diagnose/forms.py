@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from vllmops.protocol.stacks import Frame, ProcessStacks, Thread
-from vllmops.stacks.paste import read
+from vllmops.protocol.stacks import Frame, ProcessStacks, ThreadStack
+from vllmops.stacks.paste import parse_stacks
 
 Form = Callable[[str], str]
 
@@ -84,7 +84,7 @@ def elided(dots: str) -> Form:
 
 
 def processes_of(text: str) -> list[ProcessStacks]:
-    return [process for sample in read(text).samples for process in sample.processes]
+    return [process for sample in parse_stacks(text).samples for process in sample.processes]
 
 
 def py_spy_json(text: str) -> str:
@@ -101,7 +101,7 @@ def py_spy_json(text: str) -> str:
             "is_entry": True,
         }
 
-    def thread(process: ProcessStacks, item: Thread) -> dict[str, object]:
+    def thread(process: ProcessStacks, item: ThreadStack) -> dict[str, object]:
         return {
             "pid": process.pid,
             "thread_id": 140202,

@@ -6,15 +6,15 @@ from typing import Any
 
 import msgspec
 
-from vllmops.protocol.engine import Beat, EngineState, Hello, Traffic
+from vllmops.protocol.engine import EngineState, Heartbeat, Hello, Traffic
 from vllmops.protocol.metrics import Metrics
 from vllmops.protocol.server import (
     AgentReport,
-    Disk,
+    DiskSpace,
     Machine,
-    Observation,
+    ProcessHeartbeat,
     ProcessState,
-    Pulse,
+    ServerSample,
     ServerSnapshot,
 )
 
@@ -23,10 +23,10 @@ PIDS = {"api": 10, "engine": 20, "worker": 30}
 QUIET = Metrics(running=0, waiting=0, kv_cache_usage=0.1, tokens=100, finished=10, awake=1)
 
 
-def pulse(role: str, age_s: float = 0.5, **fields: Any) -> Pulse:
+def pulse(role: str, age_s: float = 0.5, **fields: Any) -> ProcessHeartbeat:
     """A heartbeat; of an engine that stands still nowhere, unless told otherwise."""
     own = {"engine": {"current_step": 5, "running": 0, "waiting": 0, "still_s": 0.0}}
-    beat = Beat(
+    beat = Heartbeat(
         monotonic=1.0,
         sequence=1,
         pid=PIDS[role],
@@ -34,7 +34,7 @@ def pulse(role: str, age_s: float = 0.5, **fields: Any) -> Pulse:
         role=role,
         **{**own.get(role, {}), **({"handed": 0} if role == "api" else {}), **fields},
     )
-    return Pulse(role=role, pid=PIDS[role], age_s=age_s, beat=beat)
+    return ProcessHeartbeat(role=role, pid=PIDS[role], age_s=age_s, beat=beat)
 
 
 def process(role: str, state: str = "S", **fields: Any) -> ProcessState:
@@ -42,7 +42,7 @@ def process(role: str, state: str = "S", **fields: Any) -> ProcessState:
     return ProcessState(role=role, pid=pid, create_time=1.0, state=state, **fields)
 
 
-def look(at_s: float, **fields: Any) -> Observation:
+def look(at_s: float, **fields: Any) -> ServerSample:
     """A look at a server that is well, as far as nothing else is told."""
     whole: dict[str, Any] = {
         "pulses": tuple(map(pulse, PIDS)),
@@ -50,7 +50,7 @@ def look(at_s: float, **fields: Any) -> Observation:
         "health": 200,
         "processes": tuple(map(process, PIDS)),
     }
-    return Observation(at_s=at_s, **{**whole, **fields})
+    return ServerSample(at_s=at_s, **{**whole, **fields})
 
 
 def told(role: str, **fields: Any) -> AgentReport:
@@ -62,7 +62,7 @@ def told(role: str, **fields: Any) -> AgentReport:
 MACHINE = Machine(
     memory_total=16 * GIB,
     memory_available=8 * GIB,
-    disks=(Disk("/", "state and logs", 100 * GIB, 50 * GIB),),
+    disks=(DiskSpace("/", "state and logs", 100 * GIB, 50 * GIB),),
 )
 
 
@@ -82,7 +82,7 @@ def healthy(**fields: Any) -> ServerSnapshot:
     return msgspec.structs.replace(whole, **fields)
 
 
-def looks(*item: dict[str, Any], apart_s: float = 1.0) -> tuple[Observation, ...]:
+def looks(*item: dict[str, Any], apart_s: float = 1.0) -> tuple[ServerSample, ...]:
     """Looks that differ from a healthy one by some fields."""
     return tuple(look(index * apart_s, **fields) for index, fields in enumerate(item))
 

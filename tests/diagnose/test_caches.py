@@ -18,16 +18,23 @@ from msgspec.structs import replace
 
 from vllmops.agent import caches as agent
 from vllmops.diagnose import caches as judge
-from vllmops.diagnose.caches import CATALOGUE, alone, diagnose, findings, notes, undecided
-from vllmops.diagnose.findings import Rule, Severity, worst
+from vllmops.diagnose.caches import (
+    CATALOGUE,
+    check_cache,
+    check_sample,
+    diagnose_caches,
+    make_cache_notes,
+    needs_all_keys,
+)
+from vllmops.diagnose.findings import Rule, Severity, find_worst_severity
 from vllmops.protocol.caches import (
+    CacheSample,
+    CacheSetup,
     CacheSnapshot,
     EncoderCache,
     EncoderDecoderCache,
     LruCache,
     ProcessCaches,
-    Sample,
-    Setup,
     ShmCache,
     WorkerEncoderCache,
 )
@@ -61,7 +68,7 @@ class Lru(cachetools.LRUCache):  # type: ignore[type-arg]
 
 def taken(cache: Lru, name: str = "LruKeyReplicatedSenderCache") -> LruCache:
     holder = type(name, (SimpleNamespace,), {})
-    return agent.lru(holder(_cache=cache), keys=True)
+    return agent.observe_lru_cache(holder(_cache=cache), keys=True)
 
 
 operations = st.lists(
@@ -98,7 +105,7 @@ def test_nothing_is_wrong_with_a_cache_in_use(
     exercise(cache, todo)
     before = (list(cache._LRUCache__order), cache._hits, cache._total, cache.currsize)
     snapshot = taken(cache)
-    assert alone(snapshot) == []
+    assert check_cache(snapshot) == []
     assert (list(cache._LRUCache__order), cache._hits, cache._total, cache.currsize) == before
     assert snapshot.order == before[0]
     assert (snapshot.entries, snapshot.bytes) == (len(cache), cache.currsize)
@@ -160,14 +167,14 @@ def test_each_fault_gives_its_finding_and_no_other(
     exercise(cache, todo)
     cache["last"] = 1
     fault(cache)
-    assert [rule.code for rule, _ in alone(taken(cache))] == [FAULTS[fault]]
+    assert [rule.code for rule, _ in check_cache(taken(cache))] == [FAULTS[fault]]
 
 
 def test_ghost_keys_are_named_in_the_evidence() -> None:
     cache = Lru()
     for key in "abcdefgh":
         cache._LRUCache__order[key * 20] = None
-    ((rule, evidence),) = alone(taken(cache))
+    ((rule, evidence),) = check_cache(taken(cache))
     assert rule.severity is Severity.ERROR
     assert evidence == "8: aaaaaaaaaaaa…, bbbbbbbbbbbb…, cccccccccccc…, …"
 
@@ -217,7 +224,7 @@ def worker(keys: str = "ab", **changes: Any) -> WorkerEncoderCache:
 
 def server(
     front: Any = None, back: Any = None, scheduler: Any = None, *workers: Any, **changes: Any
-) -> Sample:
+) -> CacheSample:
     api = ProcessCaches(pid=1, parent=0, role="api", caches=[front or lru("P0")])
     engine = ProcessCaches(
         pid=2, parent=1, role="engine", caches=[back or lru("P1"), scheduler or encoder()]
@@ -226,12 +233,12 @@ def server(
         ProcessCaches(pid=3 + rank, parent=2, role="worker", caches=[item])
         for rank, item in enumerate(workers or [worker()])
     ]
-    sample = Sample(taken_at=0.0, processes=[api, engine, *others], quiet=True)
+    sample = CacheSample(taken_at=0.0, processes=[api, engine, *others], quiet=True)
     return replace(sample, **changes)
 
 
-def codes(sample: Sample) -> list[str]:
-    return [finding.code for finding in findings(sample)]
+def codes(sample: CacheSample) -> list[str]:
+    return [finding.code for finding in check_sample(sample)]
 
 
 def test_a_healthy_server_gives_nothing() -> None:
@@ -258,21 +265,21 @@ def test_a_healthy_server_gives_nothing() -> None:
 )
 def test_drift(front: str, back: str, expected: dict[str, str]) -> None:
     sample = server(lru("P0", front), lru("P1", back))
-    assert {item.code: item.severity for item in findings(sample)} == expected
+    assert {item.code: item.severity for item in check_sample(sample)} == expected
     assert codes(replace(sample, quiet=False)) == []
 
 
 def test_without_keys_it_takes_them_to_decide() -> None:
-    def light(front: str, back: str, **changes: Any) -> Sample:
+    def light(front: str, back: str, **changes: Any) -> CacheSample:
         sides = (lru("P0", front), lru("P1", back))
         return server(*(replace(side, order=None, sizes=None) for side in sides), **changes)
 
-    assert not undecided(light("abc", "abc"))
-    assert undecided(light("abc", "acb"))
-    assert undecided(light("abc", "ab"))
+    assert not needs_all_keys(light("abc", "abc"))
+    assert needs_all_keys(light("abc", "acb"))
+    assert needs_all_keys(light("abc", "ab"))
     assert codes(light("abc", "ab")) == []
-    assert not undecided(light("abc", "ab", quiet=False))
-    assert not undecided(server(lru("P0", "abc"), lru("P1", "ab")))
+    assert not needs_all_keys(light("abc", "ab", quiet=False))
+    assert not needs_all_keys(server(lru("P0", "abc"), lru("P1", "ab")))
 
 
 def test_sizes_that_differ() -> None:
@@ -304,13 +311,13 @@ def test_caches_that_mirror_nothing_are_not_compared(alone: LruCache) -> None:
     ],
 )
 def test_each_encoder_fault_gives_its_finding(changes: dict[str, Any], code: str) -> None:
-    assert [rule.code for rule, _ in alone(encoder(**changes))] == [code]
+    assert [rule.code for rule, _ in check_cache(encoder(**changes))] == [code]
 
 
 def test_a_vllm_that_keeps_fewer_records_is_judged_by_what_it_has() -> None:
-    assert alone(encoder(slots_by_key=None, inputs=None)) == []
+    assert check_cache(encoder(slots_by_key=None, inputs=None)) == []
     broken = encoder(slots_by_key=None, inputs=None, freeable={})
-    assert {rule.code for rule, _ in alone(broken)} == {
+    assert {rule.code for rule, _ in check_cache(broken)} == {
         "encoder-cache.freeable-sum",
         "encoder-cache.freeable-keys",
     }
@@ -327,7 +334,7 @@ def test_scheduler_against_worker() -> None:
 
 def test_later_stages_do_not_encode() -> None:
     sample = server(None, None, None, worker(), worker("", rank=1))
-    setup = Setup(multimodal=True, pipeline_parallel=2, tensor_parallel=1)
+    setup = CacheSetup(multimodal=True, pipeline_parallel=2, tensor_parallel=1)
     staged = replace(sample.processes[1], setup=setup)
     sample = replace(sample, processes=[sample.processes[0], staged, *sample.processes[2:]])
     assert codes(sample) == []
@@ -347,7 +354,7 @@ def test_each_engine_against_its_own_workers() -> None:
     # Processes of another node may have the same pids.
     there = [replace(process, node="two") for process in engine(10, "b")]
     for others in (engine(20, "b"), there):
-        sample = Sample(taken_at=0.0, processes=[*engine(10, "a"), *others], quiet=True)
+        sample = CacheSample(taken_at=0.0, processes=[*engine(10, "a"), *others], quiet=True)
         assert codes(sample) == []
 
 
@@ -368,13 +375,13 @@ def test_each_engine_against_the_workers_of_its_rank() -> None:
             ProcessCaches(pid=20 + rank, parent=5, role="worker", caches=[worker(keys)], **place),
         ]
 
-    sample = Sample(taken_at=0.0, processes=[*engine(0, "a"), *engine(1, "b")], quiet=True)
+    sample = CacheSample(taken_at=0.0, processes=[*engine(0, "a"), *engine(1, "b")], quiet=True)
     assert codes(sample) == []
     swapped = [
         replace(process, dp_rank=21 - process.pid) if process.role == "worker" else process
         for process in sample.processes
     ]
-    wrong = findings(replace(sample, processes=swapped))
+    wrong = check_sample(replace(sample, processes=swapped))
     assert {finding.subject for finding in wrong} == {
         "engine DP0 10 and worker DP1 21",
         "engine DP1 11 and worker DP0 20",
@@ -391,7 +398,7 @@ def test_a_worker_that_differs_from_its_group_is_named_by_its_rank() -> None:
         else process
         for process in sample.processes
     ]
-    (finding,) = findings(replace(sample, processes=ranked))
+    (finding,) = check_sample(replace(sample, processes=ranked))
     assert finding.code == "encoder-cache.worker-differs"
     assert finding.subject == "worker TP1 4"
     assert "it lacks: 1: b" in finding.evidence
@@ -401,14 +408,14 @@ def test_a_worker_that_differs_from_its_group_is_named_by_its_rank() -> None:
 
 def test_transferred_encoder_outputs_are_not_compared() -> None:
     sample = server(None, None, None, worker("xyz"))
-    setup = Setup(multimodal=True, encoder_connector=True)
+    setup = CacheSetup(multimodal=True, encoder_connector=True)
     first, *rest = sample.processes
     assert codes(replace(sample, processes=[replace(first, setup=setup), *rest])) == []
 
 
 def test_encoder_decoder_over_freeing_is_known() -> None:
     manager = EncoderDecoderCache(name="M", slots=100, free_slots=190, passing=["a"])
-    (found,) = findings(server(None, None, manager, worker("a")))
+    (found,) = check_sample(server(None, None, manager, worker("a")))
     assert (found.code, found.severity) == ("encoder-cache.over-freed", Severity.INFO)
     assert codes(server(None, None, replace(manager, free_slots=100), worker("ab"))) == [
         "encoder-cache.worker-leak"
@@ -443,8 +450,8 @@ def test_each_shm_fault_gives_its_finding(changes: dict[str, Any], code: str) ->
         hits=1,
         queries=2,
     )
-    assert alone(healthy) == []
-    assert [rule.code for rule, _ in alone(replace(healthy, **changes))] == [code]
+    assert check_cache(healthy) == []
+    assert [rule.code for rule, _ in check_cache(replace(healthy, **changes))] == [code]
 
 
 # Several samples.
@@ -454,28 +461,28 @@ def test_only_what_lasts_is_reported_worst_first() -> None:
     broken = lru("P0", "abcd", order_only=["d"], hits=1)
     lasting = server(broken, lru("P1", "abc"))
     passing = server(broken, lru("P1", "abc"), encoder(free_slots=0))
-    found = diagnose(CacheSnapshot(server="s", samples=[passing, lasting, lasting]))
+    found = diagnose_caches(CacheSnapshot(server="s", samples=[passing, lasting, lasting]))
     assert [item.code for item in found] == [
         "mm-cache.ghost-keys",
         "mm-cache.hit-count",
         "mm-cache.front-only",
     ]
-    assert diagnose(CacheSnapshot(server="s", samples=[lasting, server()])) == []
-    assert diagnose(CacheSnapshot(server="s", samples=[server(), lasting])) == []
-    assert diagnose(CacheSnapshot(server="s", samples=[])) == []
+    assert diagnose_caches(CacheSnapshot(server="s", samples=[lasting, server()])) == []
+    assert diagnose_caches(CacheSnapshot(server="s", samples=[server(), lasting])) == []
+    assert diagnose_caches(CacheSnapshot(server="s", samples=[])) == []
 
 
 def test_the_same_fault_elsewhere_is_not_the_same_finding() -> None:
     first = server(lru("P0", order_only=["x"]))
     second = server(None, lru("P1", order_only=["x"]))
-    assert diagnose(CacheSnapshot(server="s", samples=[first, second])) == []
+    assert diagnose_caches(CacheSnapshot(server="s", samples=[first, second])) == []
 
 
 def test_the_same_from_a_file(tmp_path: Any) -> None:
     snapshot = CacheSnapshot(server="s", samples=[server(lru("P0", "abcd"), lru("P1", "abc"))])
     again = msgspec.json.decode(msgspec.json.encode(snapshot), type=CacheSnapshot)
     assert again == snapshot
-    assert diagnose(again) == diagnose(snapshot) != []
+    assert diagnose_caches(again) == diagnose_caches(snapshot) != []
 
 
 # What kind of server it is.
@@ -496,17 +503,17 @@ def test_the_same_from_a_file(tmp_path: Any) -> None:
 )
 def test_each_kind_of_server_is_told(setup: dict[str, Any] | None, code: str) -> None:
     process = ProcessCaches(
-        pid=1, parent=0, role="engine", setup=None if setup is None else Setup(**setup)
+        pid=1, parent=0, role="engine", setup=None if setup is None else CacheSetup(**setup)
     )
-    shown = notes(Sample(taken_at=0.0, processes=[process], quiet=True))
+    shown = make_cache_notes(CacheSample(taken_at=0.0, processes=[process], quiet=True))
     assert [note.code for note in shown] == [code]
 
 
 def test_a_server_at_work_is_told_to_be_compared_less() -> None:
-    assert [note.code for note in notes(server(quiet=False))][-1:] == ["busy"]
-    setup = Setup(multimodal=True, cache_gb=4.0, cache_type="lru")
+    assert [note.code for note in make_cache_notes(server(quiet=False))][-1:] == ["busy"]
+    setup = CacheSetup(multimodal=True, cache_gb=4.0, cache_type="lru")
     process = ProcessCaches(pid=1, parent=0, role="engine", setup=setup)
-    assert notes(Sample(taken_at=0.0, processes=[process], quiet=True)) == []
+    assert make_cache_notes(CacheSample(taken_at=0.0, processes=[process], quiet=True)) == []
 
 
 def test_the_catalogue_has_every_rule_under_its_code() -> None:
@@ -516,7 +523,7 @@ def test_the_catalogue_has_every_rule_under_its_code() -> None:
 
 
 def test_worst() -> None:
-    found = findings(server(lru("P0", "abcd"), lru("P1", "acbe")))
+    found = check_sample(server(lru("P0", "abcd"), lru("P1", "acbe")))
     random.Random(1).shuffle(found)
-    assert worst(found) is Severity.WARNING
-    assert worst([]) is None
+    assert find_worst_severity(found) is Severity.WARNING
+    assert find_worst_severity([]) is None

@@ -9,10 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.diagnose.compares import drift, notes, pairs, undecided
-from vllmops.diagnose.doctor import examine
-from vllmops.protocol.caches import EncoderCache, LruCache, ProcessCaches, Setup, WorkerEncoderCache
-from vllmops.protocol.compares import CacheReading, Comparison
+from vllmops.diagnose.compares import (
+    diagnose_comparison,
+    explain_missing_comparison,
+    list_cache_pairs,
+    make_comparison_notes,
+)
+from vllmops.diagnose.doctor import diagnose_snapshot
+from vllmops.protocol.caches import (
+    CacheSetup,
+    EncoderCache,
+    LruCache,
+    ProcessCaches,
+    WorkerEncoderCache,
+)
+from vllmops.protocol.compares import CacheComparison, ComparisonSample
 
 from .servers import healthy
 
@@ -51,7 +62,7 @@ def engine(order: str | list[str], scheduler: str = "", worker: str = "") -> lis
         freeable={},
     )
     outputs = WorkerEncoderCache(name="runner", rank=0, keys=list(worker), bytes=0)
-    setup = Setup(model="m", multimodal=True, cache_gb=4.0)
+    setup = CacheSetup(model="m", multimodal=True, cache_gb=4.0)
     return [
         ProcessCaches(
             pid=2, parent=1, role="engine", caches=[lru("P1", list(order)), encoder], setup=setup
@@ -60,8 +71,8 @@ def engine(order: str | list[str], scheduler: str = "", worker: str = "") -> lis
     ]
 
 
-def look(before: ProcessCaches, engines: list[ProcessCaches]) -> CacheReading:
-    return CacheReading(front=before, engines=engines, handed=0, rendering=0)
+def look(before: ProcessCaches, engines: list[ProcessCaches]) -> ComparisonSample:
+    return ComparisonSample(front=before, engines=engines, handed=0, rendering=0)
 
 
 def compared(
@@ -71,14 +82,14 @@ def compared(
     after: ProcessCaches | None = None,
     *,
     settled: bool = True,
-) -> Comparison:
+) -> CacheComparison:
     looks = [look(then, engines), look(now, engines)]
     after = after or now
-    return Comparison(looks=looks, after=after, end=after, settled=settled, waited_s=0.5)
+    return CacheComparison(looks=looks, after=after, end=after, settled=settled, waited_s=0.5)
 
 
-def codes(comparison: Comparison) -> list[str]:
-    return sorted(item.code.partition(".")[2] for item in drift(comparison))
+def codes(comparison: CacheComparison) -> list[str]:
+    return sorted(item.code.partition(".")[2] for item in diagnose_comparison(comparison))
 
 
 @pytest.mark.parametrize(
@@ -98,15 +109,15 @@ def test_with_nothing_used_meanwhile_everything_is_judged(
 ) -> None:
     comparison = compared(front(sent, 7), front(sent, 7), engine(held))
     assert codes(comparison) == found
-    assert next(pairs(comparison)).judged == len(sent)
+    assert next(list_cache_pairs(comparison)).judged == len(sent)
 
 
 def test_what_may_have_been_used_meanwhile_is_not_judged() -> None:
     # Two queries: d is new, and a was used again; neither has come to the engine.
     comparison = compared(front("abc", 5), front("bcad", 7), engine("abc"))
     assert codes(comparison) == []
-    assert next(pairs(comparison)).judged == 2
-    assert [note.code for note in notes(comparison)] == ["in-use"]
+    assert next(list_cache_pairs(comparison)).judged == 2
+    assert [note.code for note in make_comparison_notes(comparison)] == ["in-use"]
     # b has not been used: that it is missing has another reason.
     assert codes(compared(front("abc", 5), front("bcad", 7), engine("ac"))) == ["front-only"]
     assert codes(compared(front("abc", 5), front("bcad", 7), engine("bca"))) == []
@@ -114,8 +125,8 @@ def test_what_may_have_been_used_meanwhile_is_not_judged() -> None:
 
 
 def test_what_is_left_open_is_told_where_nothing_was_decided() -> None:
-    def left(comparison: Comparison) -> list[str]:
-        return [note.code for note in undecided(comparison)]
+    def left(comparison: CacheComparison) -> list[str]:
+        return [note.code for note in explain_missing_comparison(comparison)]
 
     assert left(compared(front("abc", 5), front("bcad", 7), engine("abc"))) == []
     assert left(compared(front("ab", 5), front("cd", 9), engine("xy"))) == ["in-use"]
@@ -138,16 +149,16 @@ def test_what_the_engine_had_and_loses_with_the_front_end_is_not_drift() -> None
 def test_a_request_that_never_reaches_the_engine_leaves_it_open() -> None:
     comparison = compared(front("abc", 5), front("abc", 5), engine("ab"), settled=False)
     assert codes(comparison) == []
-    (note,) = notes(comparison)
+    (note,) = make_comparison_notes(comparison)
     assert note.code == "unsettled"
     assert "0.5 s" in note.text
-    assert next(pairs(comparison)).judged == 0
+    assert next(list_cache_pairs(comparison)).judged == 0
 
 
 def test_a_reset_meanwhile_leaves_it_open() -> None:
     comparison = compared(front("abc", 5), front("a", 1), engine("b"))
     assert codes(comparison) == []
-    assert [note.code for note in notes(comparison)] == ["reset"]
+    assert [note.code for note in make_comparison_notes(comparison)] == ["reset"]
 
 
 def test_scheduler_and_worker_must_differ_in_both_looks() -> None:
@@ -220,7 +231,7 @@ class Simulated:
     def engine(self) -> list[ProcessCaches]:
         return engine(list(self.held))
 
-    def compared(self) -> Comparison:
+    def compared(self) -> CacheComparison:
         then = self.front()
         self.go(3)
         first = self.engine()
@@ -233,7 +244,7 @@ class Simulated:
         after = self.front()
         if self.half:
             self.render()
-        return Comparison(
+        return CacheComparison(
             looks=[look(then, first), look(now, last)],
             after=after,
             end=self.front(),
@@ -249,7 +260,7 @@ def test_requests_on_their_way_are_never_taken_for_drift(capacity: int) -> None:
         server.go(6)
         comparison = server.compared()
         assert codes(comparison) == []
-        judged += next(pairs(comparison)).judged
+        judged += next(list_cache_pairs(comparison)).judged
     assert judged > 0
 
 
@@ -266,11 +277,11 @@ def test_drift_among_requests_on_their_way_is_told(side: str) -> None:
 def test_no_cache_to_compare() -> None:
     text = ProcessCaches(pid=1, parent=0, role="api")
     alone: list[Any] = [
-        ProcessCaches(pid=2, parent=1, role="engine", setup=Setup(model="m", multimodal=False))
+        ProcessCaches(pid=2, parent=1, role="engine", setup=CacheSetup(model="m", multimodal=False))
     ]
     comparison = compared(text, text, alone)
-    assert (codes(comparison), list(pairs(comparison))) == ([], [])
-    assert [note.code for note in notes(comparison)] == ["text-model"]
+    assert (codes(comparison), list(list_cache_pairs(comparison))) == ([], [])
+    assert [note.code for note in make_comparison_notes(comparison)] == ["text-model"]
 
 
 def test_what_is_damaged_is_not_compared() -> None:
@@ -282,5 +293,5 @@ def test_what_is_damaged_is_not_compared() -> None:
         damaged = msgspec.structs.replace(cache, sizes=sizes)
         spoilt = [msgspec.structs.replace(engines[0], caches=[damaged, *rest]), *engines[1:]]
         assert codes(compared(front("abc"), front("abc"), spoilt)) == []
-    nothing = Comparison(looks=[], after=front("a"), end=front("a"), settled=True)
-    assert examine(healthy(comparisons=(nothing,))).findings == ()
+    nothing = CacheComparison(looks=[], after=front("a"), end=front("a"), settled=True)
+    assert diagnose_snapshot(healthy(comparisons=(nothing,))).findings == ()

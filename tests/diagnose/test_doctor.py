@@ -9,13 +9,13 @@ import msgspec
 import pytest
 
 from vllmops.diagnose import doctor
-from vllmops.diagnose.doctor import checks, examine
+from vllmops.diagnose.doctor import diagnose_snapshot, list_checks
 from vllmops.diagnose.findings import Severity
-from vllmops.diagnose.signatures import catalogue
-from vllmops.docs import pages
-from vllmops.protocol.server import ServerSnapshot, Unseen
+from vllmops.diagnose.signatures import load_signatures
+from vllmops.docs import load_pages
+from vllmops.protocol.server import Gap, ServerSnapshot
 from vllmops.protocol.stacks import StacksSnapshot
-from vllmops.stacks.paste import read
+from vllmops.stacks.paste import parse_stacks
 
 from .servers import PIDS, healthy, look, looks, metrics, process, pulse
 from .test_compares import compared, engine, front
@@ -25,12 +25,12 @@ SAMPLES = Path(__file__).with_name("stacks")
 
 def stacks(name: str) -> tuple[StacksSnapshot, ...]:
     """Three samples of what a file of ours shows, as a live server's."""
-    (sample, *_) = read((SAMPLES / name).read_text()).samples
+    (sample, *_) = parse_stacks((SAMPLES / name).read_text()).samples
     return (sample,) * 3
 
 
 def found(snapshot: ServerSnapshot) -> list[str]:
-    return [finding.code for finding in examine(snapshot).findings]
+    return [finding.code for finding in diagnose_snapshot(snapshot).findings]
 
 
 STILL = {"running": 1, "waiting": 2, "still_s": 30.0}
@@ -38,7 +38,7 @@ NO_AGENTS: dict[str, Any] = {"pulses": (), "metrics": metrics(running=1)}
 
 
 def test_codes_are_listed_once_and_none_is_missing() -> None:
-    codes = [check.code for check in checks()]
+    codes = [check.code for check in list_checks()]
     assert len(codes) == len(set(codes))
     for code in ("mm-cache.ghost-keys", "stack.mm-cache-eviction-spin", "memory.rss-growing"):
         assert code in codes
@@ -48,7 +48,7 @@ def test_codes_are_listed_once_and_none_is_missing() -> None:
 
 
 def test_a_healthy_server_has_no_findings() -> None:
-    shown = examine(healthy(stacks=stacks("idle-spin-normal.txt")))
+    shown = diagnose_snapshot(healthy(stacks=stacks("idle-spin-normal.txt")))
     assert (shown.findings, shown.stalls) == ((), ())
     assert shown.explanation
     assert shown.explanation.verdict == "idle"
@@ -84,7 +84,7 @@ def test_steps_without_tokens_are_told_to_the_stacks() -> None:
             look(at_s, pulses=(pulse("engine", current_step=at, waiting=1, **fields),))
             for at_s, at in ((0.0, 5), (4.0, step))
         ]
-        known = doctor.facts(seen, 10.0)
+        known = doctor.collect_facts(seen, 10.0)
         return {name: known[name] for name in ("steps", "still") if name in known}
 
     assert paces(900, still_s=8.2) == {"steps": "moving", "still": "8"}
@@ -94,7 +94,7 @@ def test_steps_without_tokens_are_told_to_the_stacks() -> None:
 
 def test_a_stopped_process_hides_what_it_causes() -> None:
     halted = tuple(process(role, "T" if role == "worker" else "S") for role in PIDS)
-    unseen = Unseen("agent of worker 30", "agent.timeout", "no answer")
+    unseen = Gap("agent of worker 30", "agent.timeout", "no answer")
     snapshot = healthy(
         looks=looks(*[{"processes": halted, "pulses": (pulse("worker", age_s=20),)}] * 2),
         unseen=(unseen,),
@@ -109,15 +109,15 @@ def test_the_worst_comes_first() -> None:
         vllm_version="0.20.0",
         reports=(),
     )
-    severities = [finding.severity for finding in examine(snapshot).findings]
+    severities = [finding.severity for finding in diagnose_snapshot(snapshot).findings]
     assert severities == sorted(severities, key=lambda item: -item.rank)
     assert severities[0] == Severity.ERROR
 
 
 @pytest.mark.parametrize("file", sorted(SAMPLES.glob("*.txt")), ids=lambda file: file.stem)
 def test_a_server_that_gets_on_is_never_told_to_hang_by_a_possibility(file: Path) -> None:
-    sample = read(file.read_text()).samples[:1]
-    for finding in examine(healthy(stacks=tuple(sample))).findings:
+    sample = parse_stacks(file.read_text()).samples[:1]
+    for finding in diagnose_snapshot(healthy(stacks=tuple(sample))).findings:
         assert getattr(finding, "confidence", "sure") != "possible"
 
 
@@ -127,14 +127,14 @@ def test_a_snapshot_says_the_same_once_it_was_saved() -> None:
         stacks=stacks("mm-cache-eviction-spin.txt"),
     )
     again = msgspec.json.decode(msgspec.json.encode(snapshot), type=ServerSnapshot)
-    assert doctor.examine(again) == doctor.examine(snapshot)
+    assert doctor.diagnose_snapshot(again) == doctor.diagnose_snapshot(snapshot)
 
 
 def test_every_check_has_its_page_and_every_page_its_check() -> None:
-    found = {page.name: page for page in pages().values() if page.kind == "finding"}
-    titles = {check.code: f"{check.code}: {check.title}" for check in checks()}
+    found = {page.name: page for page in load_pages().values() if page.kind == "finding"}
+    titles = {check.code: f"{check.code}: {check.title}" for check in list_checks()}
     # An idle server is shown by `stacks explain`, and no check of the doctor's.
-    idle = {signature.code for signature in catalogue() if not signature.hang}
+    idle = {signature.code for signature in load_signatures() if not signature.hang}
     assert found.keys() - idle == titles.keys()
     different = {
         code: (found[code].title, title)
@@ -145,7 +145,7 @@ def test_every_check_has_its_page_and_every_page_its_check() -> None:
 
 
 def test_every_page_says_what_it_means_how_vllmops_knows_and_what_to_do() -> None:
-    for page in pages().values():
+    for page in load_pages().values():
         if page.kind == "finding":
             headings = [line for line in page.text.splitlines() if line.startswith("#")]
             assert headings[1:4] == [
@@ -157,13 +157,13 @@ def test_every_page_says_what_it_means_how_vllmops_knows_and_what_to_do() -> Non
 
 
 def test_every_code_that_orders_or_hides_findings_is_one_of_a_check() -> None:
-    codes = {check.code for check in checks()}
+    codes = {check.code for check in list_checks()}
     hidden = set().union(*doctor.HIDES.values())
     assert doctor.SYMPTOMS.keys() | doctor.HIDES.keys() | hidden <= codes
 
 
 def test_a_finding_names_its_page() -> None:
-    (finding,) = examine(healthy(state="failed")).findings
+    (finding,) = diagnose_snapshot(healthy(state="failed")).findings
     assert finding.page == finding.code == "server.failed"
     assert list(msgspec.to_builtins(finding)) == [
         "code", "severity", "subject", "title", "evidence", "next", "page", "reference",

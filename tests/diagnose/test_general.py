@@ -11,13 +11,20 @@ import pytest
 from msgspec import structs
 from tests.bench.diagnosis import cases, wilson
 
-from vllmops.diagnose.matching import label
-from vllmops.diagnose.places import Phase, Wait, phases_of, place_of, tables, waits_of
-from vllmops.diagnose.signatures import catalogue, name_of
-from vllmops.diagnose.stacks import StackFinding, explain
-from vllmops.diagnose.waiting import answers, chain
+from vllmops.diagnose.matching import format_process_name
+from vllmops.diagnose.places import (
+    Phase,
+    WaitReason,
+    find_phase_ids,
+    find_thread_position,
+    find_wait_ids,
+    load_frame_tables,
+)
+from vllmops.diagnose.signatures import load_signatures, strip_qualifiers
+from vllmops.diagnose.stacks import StackFinding, explain_stacks
+from vllmops.diagnose.waiting import find_wait_chain, load_hang_tables
 from vllmops.protocol.stacks import Frame, ProcessStacks
-from vllmops.stacks.paste import read
+from vllmops.stacks.paste import parse_stacks
 
 HERE = Path(__file__).parent
 TEXTS = [path for folder in ("field", "stacks") for path in sorted((HERE / folder).glob("*.txt"))]
@@ -75,12 +82,12 @@ def test_who_holds_the_gil_at_a_call_into_python_may_move(frame: str, held: bool
     dump = f'Process 1: VLLM::EngineCore\nThread 1 (active+gil): "MainThread"\n    {frame}\n'
     dump += "    step_with_batch_queue (vllm/v1/engine/core.py:512)\n"
     dump += "    run_busy_loop (vllm/v1/engine/core.py:1164)\n\n"
-    found = explain(read(dump * 3), {"progress": "frozen"}).findings
+    found = explain_stacks(parse_stacks(dump * 3), {"progress": "frozen"}).findings
     assert ("stack.gil-held" in {finding.code for finding in found}) == held
 
 
 def first(text: str) -> StackFinding:
-    return explain(read(text)).findings[0]
+    return explain_stacks(parse_stacks(text)).findings[0]
 
 
 def frame_of(example: str) -> Frame:
@@ -91,17 +98,20 @@ def frame_of(example: str) -> Frame:
 
 def test_a_frame_is_looked_up_as_if_each_pattern_were_tried() -> None:
     """Most patterns are never compiled: a word of theirs is looked for in the name first."""
-    samples = [sample for path in TEXTS for sample in read(path.read_text()).samples]
+    samples = [sample for path in TEXTS for sample in parse_stacks(path.read_text()).samples]
     threads = [t for sample in samples for process in sample.processes for t in process.threads]
     frames = {(f.function, f.short_file) for thread in threads for f in thread.frames}
-    rows: tuple[Phase | Wait, ...] = (*tables().phase, *tables().wait)
+    rows: tuple[Phase | WaitReason, ...] = (*load_frame_tables().phase, *load_frame_tables().wait)
     names = [name for row in rows for name in row.names]
     words = {re.sub(r"\\[wS][*+]|[?()]", "", w) for n in names for w in n.function.split("|")}
     frames |= {(cased, "torch/x.py") for word in words for cased in (word, word.upper())}
     for function, file in frames:
         frame = Frame(function, file, file)
-        name, place = name_of(function), f"{file} {function}" if "::" in function else file
-        for of, table in ((phases_of, tables().phase), (waits_of, tables().wait)):
+        name, place = strip_qualifiers(function), f"{file} {function}" if "::" in function else file
+        for of, table in (
+            (find_phase_ids, load_frame_tables().phase),
+            (find_wait_ids, load_frame_tables().wait),
+        ):
             tried = tuple(
                 row.id
                 for row in table
@@ -114,9 +124,11 @@ def test_a_frame_is_looked_up_as_if_each_pattern_were_tried() -> None:
             assert of(frame) == tried, frame
 
 
-@pytest.mark.parametrize("row", [*tables().phase, *tables().wait], ids=lambda row: row.id)
-def test_every_name_matches_its_example(row: Phase | Wait) -> None:
-    of = phases_of if isinstance(row, Phase) else waits_of
+@pytest.mark.parametrize(
+    "row", [*load_frame_tables().phase, *load_frame_tables().wait], ids=lambda row: row.id
+)
+def test_every_name_matches_its_example(row: Phase | WaitReason) -> None:
+    of = find_phase_ids if isinstance(row, Phase) else find_wait_ids
     for name in row.names:
         assert row.id in of(frame_of(name.example)), name.example
         if name.function:
@@ -126,13 +138,13 @@ def test_every_name_matches_its_example(row: Phase | Wait) -> None:
 
 
 def test_the_answers_name_what_the_tables_have() -> None:
-    known = {signature.id for signature in catalogue()}
-    phases = {phase.id for phase in tables().phase}
-    for answer in answers().answer:
+    known = {signature.id for signature in load_signatures()}
+    phases = {phase.id for phase in load_frame_tables().phase}
+    for answer in load_hang_tables().answer:
         assert set(answer.ids) <= known
         assert set(answer.phase) <= phases
         assert len(answer.ids) <= 3
-    assert {row.id for row in answers().crash} <= known
+    assert {row.id for row in load_hang_tables().crash} <= known
 
 
 def test_the_texts_show_every_phase_and_every_wait() -> None:
@@ -141,15 +153,15 @@ def test_the_texts_show_every_phase_and_every_wait() -> None:
     for path in TEXTS:
         places = {
             word
-            for sample in read(path.read_text()).samples
+            for sample in parse_stacks(path.read_text()).samples
             for process in sample.processes
             for thread in process.threads
-            for place in [place_of(process, thread)]
+            for place in [find_thread_position(process, thread)]
             for word in (f"phase {place.phase.id}", f"wait {place.wait}")
         }
         seen.update(places)
-    wanted = [f"phase {row.id}" for row in tables().phase]
-    wanted += [f"wait {row.id}" for row in tables().wait]
+    wanted = [f"phase {row.id}" for row in load_frame_tables().phase]
+    wanted += [f"wait {row.id}" for row in load_frame_tables().wait]
     assert {word: seen[word] for word in wanted if seen[word] < 3} == {}
 
 
@@ -215,7 +227,7 @@ def test_a_process_whose_title_lacks_its_ranks_is_named_by_them() -> None:
     process = ProcessStacks(
         role="worker", pid=7, create_time=1.0, title="VLLM::Worker", ranks="DP1"
     )
-    assert label(process) == "worker DP1 7"
+    assert format_process_name(process) == "worker DP1 7"
 
 
 def test_an_engine_that_writes_waits_for_the_worker_that_does_not_read() -> None:
@@ -239,7 +251,7 @@ LINE = (
 )
 def test_what_the_worker_does_tells_more_than_that_it_is_stuck(frames: str, code: str) -> None:
     """On platforms that no signature lists."""
-    found = explain(read(LINE + ENGINE + worker(0, frames)))
+    found = explain_stacks(parse_stacks(LINE + ENGINE + worker(0, frames)))
     assert found.verdict == "hang"
     assert [f.code for f in found.findings] == [f"stack.{code}"]
     assert found.findings[0].subject == "Worker_TP0 200"
@@ -247,7 +259,7 @@ def test_what_the_worker_does_tells_more_than_that_it_is_stuck(frames: str, code
 
 def test_a_signature_s_root_is_who_waits_for_nobody() -> None:
     pushed = "    crunch (acme/hooks.py:12)\n"
-    (finding,) = explain(read(LINE + ENGINE + worker(0, pushed))).findings
+    (finding,) = explain_stacks(parse_stacks(LINE + ENGINE + worker(0, pushed))).findings
     assert (finding.code, finding.subject) == ("stack.worker-stuck-broadcast", "Worker_TP0 200")
     assert (finding.victims, finding.phase) == (("EngineCore 100",), "running the model")
 
@@ -318,8 +330,8 @@ def test_a_query_of_nvidia_smi_that_ends_the_text() -> None:
 def test_a_compiler_that_runs_is_work() -> None:
     frames = "    make_cubin (triton/backends/nvidia/compiler.py:430)\n"
     table = "root 5511 99.0 ptxas -arch=sm_90a /tmp/x.ptx -o /tmp/x.cubin\n"
-    assert explain(read(worker(0, frames))).findings[0].code == "stack.jit-or-lock"
-    assert explain(read(table + worker(0, frames))).findings == ()
+    assert explain_stacks(parse_stacks(worker(0, frames))).findings[0].code == "stack.jit-or-lock"
+    assert explain_stacks(parse_stacks(table + worker(0, frames))).findings == ()
 
 
 def test_an_end_that_waits_for_the_other_ranks() -> None:
@@ -392,23 +404,28 @@ def test_all_in_one_collective_are_a_stall() -> None:
 
 
 def test_everybody_at_rest_waits_for_nobody() -> None:
-    (sample,) = read(worker(0, REST).replace(LOOP.splitlines()[0] + "\n", "")).samples
-    assert chain(sample, {}) is None
+    (sample,) = parse_stacks(worker(0, REST).replace(LOOP.splitlines()[0] + "\n", "")).samples
+    assert find_wait_chain(sample, {}) is None
 
 
 def test_one_dump_is_possible_and_a_log_line_makes_it_likely() -> None:
     text = ENGINE + worker(0, DEEP) + worker(1, BEFORE)
-    assert explain(read(text)).verdict == "maybe"
+    assert explain_stacks(parse_stacks(text)).verdict == "maybe"
     assert first(text).confidence == "possible"
     assert first(text).sure
-    found = explain(read("TimeoutError: RPC call to execute_model timed out.\n" + text))
+    found = explain_stacks(
+        parse_stacks("TimeoutError: RPC call to execute_model timed out.\n" + text)
+    )
     assert found.verdict == "hang"
     assert found.findings[0].confidence in {"likely", "sure"}
     assert found.findings[0].subject == "Worker_TP1 201"
 
 
 def test_tokens_that_come_are_work() -> None:
-    assert explain(read(ENGINE + worker(0, DEEP)), {"progress": "moving"}).verdict == "working"
+    assert (
+        explain_stacks(parse_stacks(ENGINE + worker(0, DEEP)), {"progress": "moving"}).verdict
+        == "working"
+    )
 
 
 def test_the_texts_of_the_field() -> None:
@@ -446,7 +463,7 @@ Thread 101 (idle): "mq-loop"
 
 
 def test_an_idle_engine_with_a_connector_stays_idle() -> None:
-    found = explain(read(IDLE * 3))
+    found = explain_stacks(parse_stacks(IDLE * 3))
     assert (found.verdict, found.samples) == ("idle", 3)
     assert found.findings[0].code == "stack.idle-spin-normal"
     assert [finding.confidence for finding in found.findings[1:]] == ["possible"]
@@ -461,19 +478,19 @@ def test_the_agents_own_threads_are_no_cause(name: str) -> None:
     exchange (vllmops/rpc/agent.py:248)
     run (vllmops/agent/remote.py:58)
 """
-    assert explain(read(own)).findings == ()
-    assert name not in str(explain(read(ENGINE + own)).findings)
+    assert explain_stacks(parse_stacks(own)).findings == ()
+    assert name not in str(explain_stacks(parse_stacks(ENGINE + own)).findings)
 
 
 def test_of_a_core_file_no_further_dumps_are_asked_for() -> None:
     stacks = 'Process 9: VLLM::Worker_TP0\nThread 9 (active): "MainThread"\n'
     stacks += "    all_reduce (torch/distributed/distributed_c10d.py:2900)\n"
     stacks += "    execute_model (vllm/v1/worker/gpu_worker.py:640)\n"
-    pasted = read(stacks)
+    pasted = parse_stacks(stacks)
     (sample,) = pasted.samples
     ended = [structs.replace(process, source="pystack") for process in sample.processes]
     core = replace(pasted, samples=(structs.replace(sample, processes=tuple(ended)),))
     for made, asks in ((pasted, True), (core, False)):
-        found = explain(made)
+        found = explain_stacks(made)
         words = " ".join([*found.notes, *(finding.sure for finding in found.findings)])
         assert ("three dumps" in words or "take 3" in words) is asks

@@ -9,16 +9,23 @@ import msgspec
 import pytest
 
 from vllmops.diagnose import memory
-from vllmops.diagnose.memory import FLAT, GROWING, OPEN, Trend, diagnose, trends
+from vllmops.diagnose.memory import (
+    FLAT,
+    GROWING,
+    OPEN,
+    MemoryTrend,
+    compute_trends,
+    diagnose_memory,
+)
 from vllmops.protocol.memory import (
     AgentMemory,
-    Held,
+    CacheUsage,
+    MemoryRecording,
+    MemoryRecordingHead,
     MemorySample,
     ProcessMemory,
-    Recording,
-    RecordingHead,
-    Requests,
-    Store,
+    RequestCounts,
+    StoreCounts,
 )
 
 MIB = 1 << 20
@@ -32,17 +39,17 @@ def recording(
     interval_s: float = 10.0,
     agents: Sequence[AgentMemory | None] = (),
     beside: Sequence[float] = (),
-) -> Recording:
+) -> MemoryRecording:
     """An engine of so many MiB above `BASE`, and a worker; the first size is the idle one."""
     agents = agents or [None] * len(sizes)
     beside = beside or [0] * len(sizes)
-    head = RecordingHead(
+    head = MemoryRecordingHead(
         server="s",
         started_at=0.0,
         rounds=len(sizes) - 1 if rounds else None,
         interval_s=None if rounds else interval_s,
     )
-    return Recording(
+    return MemoryRecording(
         head=head,
         samples=[
             MemorySample(
@@ -60,12 +67,12 @@ def recording(
     )
 
 
-def engine(made: Recording, tolerance: int | None = None) -> Trend:
-    return next(item for item in trends(made, tolerance) if item.subject == "engine 1")
+def engine(made: MemoryRecording, tolerance: int | None = None) -> MemoryTrend:
+    return next(item for item in compute_trends(made, tolerance) if item.subject == "engine 1")
 
 
-def codes(made: Recording) -> list[tuple[str, str]]:
-    return [(item.code, item.subject) for item in diagnose(made, trends(made))]
+def codes(made: MemoryRecording) -> list[tuple[str, str]]:
+    return [(item.code, item.subject) for item in diagnose_memory(made, compute_trends(made))]
 
 
 def test_the_table_of_the_seed() -> None:
@@ -83,7 +90,7 @@ def test_the_table_of_the_seed() -> None:
 
 def test_the_warm_up_does_not_count() -> None:
     made = recording([0, 500, 500, 500.1, 500.1, 500.1])
-    assert [item.verdict for item in trends(made)] == [FLAT] * 3
+    assert [item.verdict for item in compute_trends(made)] == [FLAT] * 3
     assert codes(made) == []
 
 
@@ -101,7 +108,7 @@ def test_a_negative_slope_is_flat() -> None:
 @pytest.mark.parametrize("sizes", [[0], [0, 5], [0, 5, 5], [0, 5, 5, 5]])
 def test_too_few_rounds(sizes: list[float]) -> None:
     made = recording(sizes)
-    assert {item.verdict for item in trends(made)} <= {OPEN}
+    assert {item.verdict for item in compute_trends(made)} <= {OPEN}
     if len(sizes) > 1:
         assert engine(made).more == 3 - max(len(sizes) - 2, 0)
     assert codes(made) == []
@@ -125,8 +132,8 @@ def test_the_tolerance_can_be_told() -> None:
 
 def test_what_fills_a_cache_is_no_leak() -> None:
     def told(held: float) -> AgentMemory:
-        cache = Held(kind="mm-lru", name="C", entries=1, bytes=int(held * MIB), here=True)
-        mirror = Held(kind="mm-lru", name="P", entries=1, bytes=7 * MIB)
+        cache = CacheUsage(kind="mm-lru", name="C", entries=1, bytes=int(held * MIB), here=True)
+        mirror = CacheUsage(kind="mm-lru", name="P", entries=1, bytes=7 * MIB)
         return AgentMemory(caches=(cache, mirror))
 
     sizes = [0, 100, 110, 120, 130, 140]
@@ -137,7 +144,7 @@ def test_what_fills_a_cache_is_no_leak() -> None:
 def test_the_total_alone_can_grow() -> None:
     # Neither is sure by itself; what one gives the other takes, up to a trend.
     made = recording([0, 0, 30, 10, 40, 20, 50], beside=[0, 0, -25, 0, -25, 0, -25])
-    assert [item.verdict for item in trends(made)] == [GROWING, OPEN, OPEN]
+    assert [item.verdict for item in compute_trends(made)] == [GROWING, OPEN, OPEN]
     assert codes(made) == [("memory.rss-growing", "total")]
 
 
@@ -170,9 +177,11 @@ def test_a_random_walk_is_seldom_taken_for_growth() -> None:
     assert verdicts.count(GROWING) < 0.0375 * 300
 
 
-def counted(finished: Sequence[int]) -> Recording:
+def counted(finished: Sequence[int]) -> MemoryRecording:
     agents = [
-        AgentMemory(requests=Requests(alive=item + 1, finished_alive=item, known=1, late_s=1.0))
+        AgentMemory(
+            requests=RequestCounts(alive=item + 1, finished_alive=item, known=1, late_s=1.0)
+        )
         for item in finished
     ]
     return recording([0.0] * len(finished), agents=agents)
@@ -195,7 +204,7 @@ def test_finished_requests_that_stay(finished: Sequence[int], told: bool) -> Non
 
 def test_a_store_that_only_grows() -> None:
     def stored(*counts: int) -> list[tuple[str, str]]:
-        agents = [AgentMemory(store=Store(responses=n, messages=n, events=0)) for n in counts]
+        agents = [AgentMemory(store=StoreCounts(responses=n, messages=n, events=0)) for n in counts]
         return codes(recording([0.0] * len(counts), agents=agents))
 
     assert stored(0, 20, 40, 60, 80) == [("memory.responses-store-growing", "engine 1")]

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from vllmops.diagnose.places import phases_of, waits_of
-from vllmops.diagnose.stacks import Explanation, explain
+from vllmops.diagnose.places import find_phase_ids, find_wait_ids
+from vllmops.diagnose.stacks import Explanation, explain_stacks
 from vllmops.protocol.stacks import Frame
-from vllmops.stacks.paste import read
+from vllmops.stacks.paste import parse_stacks
 
 from .forms import FORMS
 
@@ -44,7 +44,7 @@ def renamed(text: str, chance: random.Random) -> str:
         if re.search(r"vllm/model_executor/models/|kernels?/", file) and "/" in file:
             file = f"{file.rpartition('/')[0]}/{names.setdefault(file, word(chance))}.py"
         bare = function.rpartition(".")[2]
-        if "model_executor" in file and not phases_of(frame) and not waits_of(frame):
+        if "model_executor" in file and not find_phase_ids(frame) and not find_wait_ids(frame):
             bare = names.setdefault(bare, word(chance))
         return f"    {bare} ({file}:{found['line']})"
 
@@ -138,7 +138,7 @@ ANSWERS: dict[str, Explanation] = {}
 
 def answer(name: str) -> Explanation:
     if name not in ANSWERS:
-        ANSWERS[name] = explain(read(TEXTS[name]))
+        ANSWERS[name] = explain_stacks(parse_stacks(TEXTS[name]))
     return ANSWERS[name]
 
 
@@ -162,7 +162,7 @@ def test_what_says_the_same_has_the_same_answer(
     text = TEXTS[name]
     for change in (*changes, form):
         text = SAME[change](text, random.Random(seed))
-    before, after = hangs(answer(name)), hangs(explain(read(text)))
+    before, after = hangs(answer(name)), hangs(explain_stacks(parse_stacks(text)))
     if before:
         assert {code for code, _ in after[:1]} <= {code for code, _ in before[:2]}
     assert max((rank for _, rank in after), default=0) <= max(
@@ -183,7 +183,7 @@ def test_less_of_a_dump_makes_no_other_cause_likely(name: str, change: str, seed
     assume(change != "without inner frames" or hangs(answer(name)))
     text = LESS[change](TEXTS[name], random.Random(seed))
     before = [code for code, _ in hangs(answer(name))]
-    for code, rank in hangs(explain(read(text))):
+    for code, rank in hangs(explain_stacks(parse_stacks(text))):
         assert rank == 0 or code in {*before, *LEAST}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.diagnose.overdue import FEWEST, overdue
+from vllmops.diagnose.overdue import FEWEST, compute_step_deadline
 from vllmops.protocol.steps import Step, StepsRecording
 
 NOW = 1000.0
@@ -46,15 +46,15 @@ def recording(*sizes: tuple[int, float], open_: int, **fields: Any) -> StepsReco
 
 
 def after_s(found: StepsRecording, **words: Any) -> float | None:
-    known = overdue(found, **words)
+    known = compute_step_deadline(found, **words)
     return known.after_s if known else None
 
 
 def test_nothing_is_known_with_few_steps_before_it() -> None:
     found = recording(*FEWEST * [(1, 0.1)], open_=1)
     assert after_s(found) == pytest.approx(2.0)
-    assert overdue(StepsRecording(pid=1)) is None
-    assert overdue(StepsRecording(pid=1, steps=found.steps[1:])) is None
+    assert compute_step_deadline(StepsRecording(pid=1)) is None
+    assert compute_step_deadline(StepsRecording(pid=1, steps=found.steps[1:])) is None
 
 
 def test_no_step_may_be_missing_where_none_follows() -> None:
@@ -87,7 +87,7 @@ def test_many_requests_that_get_a_token_each_share_the_cache() -> None:
 def test_a_batch_of_prompts_is_like_the_ones_before_it() -> None:
     fields = {"requests": 10, "running": 10, "kv_cache_usage": 1.0}
     steps = 10 * [*20 * [(10, 0.01)], (334, 0.04), (334, 0.04)]
-    found = overdue(recording(*steps, open_=334, **fields))
+    found = compute_step_deadline(recording(*steps, open_=334, **fields))
     assert found
     assert "by 20 earlier steps of its size" in found.why
     assert found.after_s == pytest.approx(20 * 0.04)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from vllmops.diagnose.packages import bad, findings, rows
-from vllmops.protocol.packages import LIBRARIES, MACHINE, PACKAGES, of_this_process
+from vllmops.diagnose.packages import check_versions, find_bad_versions, load_bad_versions
+from vllmops.protocol.packages import LIBRARIES, MACHINE, PACKAGES, collect_own_packages
 
 X86, ARM = {MACHINE: "x86_64"}, {MACHINE: "aarch64"}
 
@@ -34,14 +34,14 @@ X86, ARM = {MACHINE: "x86_64"}, {MACHINE: "aarch64"}
     ],
 )
 def test_what_is_bad(versions: dict[str, str], nodes: int, packages: list[str]) -> None:
-    assert [row.package for row in bad(versions, nodes=nodes)] == packages
-    assert len(list(findings(versions, nodes=nodes))) == len(packages)
+    assert [row.package for row in find_bad_versions(versions, nodes=nodes)] == packages
+    assert len(list(check_versions(versions, nodes=nodes))) == len(packages)
 
 
 def test_every_row_can_hold() -> None:
     """An agent reports its package, and its versions are versions."""
     known = {*PACKAGES, "nccl", "rccl", "rocprofiler-sdk"}
-    for row in rows():
+    for row in load_bad_versions():
         assert row.package in known
         assert list(SpecifierSet(row.versions))
         assert all(reference.startswith("https://github.com/") for reference in row.references)
@@ -56,6 +56,6 @@ def test_the_libraries_of_a_process_are_known_by_their_files() -> None:
 
 
 def test_this_environment_is_known() -> None:
-    versions = of_this_process().versions
+    versions = collect_own_packages().versions
     assert versions[MACHINE]
     assert versions["vllm"]

@@ -7,16 +7,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.diagnose.progress import Stall, at_work, decidable, stalls, suspicious
+from vllmops.diagnose.progress import (
+    Stall,
+    can_confirm_stall,
+    find_stalls,
+    is_making_progress,
+    is_possibly_stalled,
+)
 from vllmops.protocol.metrics import Metrics
-from vllmops.protocol.server import Observation, Pulse
+from vllmops.protocol.server import ProcessHeartbeat, ServerSample
 
 from .servers import PIDS, QUIET, look, process, pulse
 
 BUSY = msgspec.structs.replace(QUIET, running=2, waiting=1)
 
 
-def beats(**roles: dict[str, Any]) -> tuple[Pulse, ...]:
+def beats(**roles: dict[str, Any]) -> tuple[ProcessHeartbeat, ...]:
     """Heartbeats of all processes; fields of a role's differ as given."""
     return tuple(pulse(role, **roles.get(role, {})) for role in PIDS)
 
@@ -26,7 +32,7 @@ def engine(still_s: float, **fields: Any) -> dict[str, Any]:
     return {"running": 1, "waiting": 1, "still_s": still_s, **fields}
 
 
-def over(seconds: float, every_s: float = 2.0, **fields: Any) -> list[Observation]:
+def over(seconds: float, every_s: float = 2.0, **fields: Any) -> list[ServerSample]:
     """Looks that are all alike."""
     return [look(number * every_s, **fields) for number in range(int(seconds / every_s) + 1)]
 
@@ -36,26 +42,26 @@ def states(**roles: str) -> tuple[Any, ...]:
 
 
 def test_who_is_at_work() -> None:
-    assert at_work(beats())
-    assert at_work(beats(engine=engine(1.0)))
-    assert not at_work(beats(engine=engine(5.0)))
-    assert not at_work(beats(worker={"age_s": 4.0}))
-    assert not at_work(beats(engine={"still_s": None}))
-    assert not at_work([])
+    assert is_making_progress(beats())
+    assert is_making_progress(beats(engine=engine(1.0)))
+    assert not is_making_progress(beats(engine=engine(5.0)))
+    assert not is_making_progress(beats(worker={"age_s": 4.0}))
+    assert not is_making_progress(beats(engine={"still_s": None}))
+    assert not is_making_progress([])
 
 
 def test_a_dead_process_hides_no_other_with_its_pid() -> None:
     """As another node may have one."""
     dead = msgspec.structs.replace(process("engine", "Z"), node="one")
     there = msgspec.structs.replace(pulse("engine", **engine(40.0)), node="two")
-    found = stalls([look(0.0, pulses=(there,), processes=(dead,))], 10.0)
+    found = find_stalls([look(0.0, pulses=(there,), processes=(dead,))], 10.0)
     assert [stall.code for stall in found] == ["engine.no-progress"]
 
 
 BLIND: dict[str, Any] = {"pulses": (), "metrics": BUSY}
 HANDED = beats(api={"handed": 3})
 
-STALLED: dict[str, tuple[list[Observation], list[tuple[str, str]]]] = {
+STALLED: dict[str, tuple[list[ServerSample], list[tuple[str, str]]]] = {
     "no token for ten seconds": (
         [look(0.0, pulses=beats(engine=engine(9.9)))],
         [("engine.no-progress", "engine 20")],
@@ -122,7 +128,7 @@ STALLED: dict[str, tuple[list[Observation], list[tuple[str, str]]]] = {
     ),
 }
 
-FINE: dict[str, list[Observation]] = {
+FINE: dict[str, list[ServerSample]] = {
     "nothing seen yet": [],
     "idle for long": over(600),
     "busy": [look(0.0, pulses=beats(api={"handed": 2}, engine=engine(0.0)), metrics=BUSY)],
@@ -189,18 +195,18 @@ FINE: dict[str, list[Observation]] = {
 @pytest.mark.parametrize("name", STALLED)
 def test_stalls(name: str) -> None:
     looks, expected = STALLED[name]
-    assert [(item.code, item.subject) for item in stalls(looks)] == expected
-    assert all(item.since_s >= 10 for item in stalls(looks))
-    assert stalls(looks, patience_s=100) == []
+    assert [(item.code, item.subject) for item in find_stalls(looks)] == expected
+    assert all(item.since_s >= 10 for item in find_stalls(looks))
+    assert find_stalls(looks, patience_s=100) == []
 
 
 @pytest.mark.parametrize("name", FINE)
 def test_what_is_no_stall(name: str) -> None:
-    assert stalls(FINE[name]) == []
+    assert find_stalls(FINE[name]) == []
 
 
 def test_health_is_no_sign_of_life() -> None:
-    assert stalls([look(0.0, pulses=beats(engine=engine(20.0)), health=200)])
+    assert find_stalls([look(0.0, pulses=beats(engine=engine(20.0)), health=200)])
 
 
 def test_a_livelock_is_told_by_its_steps() -> None:
@@ -208,9 +214,9 @@ def test_a_livelock_is_told_by_its_steps() -> None:
         look(2.0 * n, pulses=beats(engine=engine(20.0 + 2 * n, current_step=1000 * n)))
         for n in range(3)
     ]
-    (found,) = stalls(looks)
+    (found,) = find_stalls(looks)
     assert "steps go on" in found.evidence
-    assert "steps go on" not in stalls(looks[-1:])[0].evidence
+    assert "steps go on" not in find_stalls(looks[-1:])[0].evidence
 
 
 def test_steps_before_it_stood_still_are_no_livelock() -> None:
@@ -218,12 +224,12 @@ def test_steps_before_it_stood_still_are_no_livelock() -> None:
         look(2.0 * n, pulses=beats(engine=engine(max(2.0 * n - 20, 0.0), current_step=min(n, 10))))
         for n in range(20)
     ]
-    (found,) = stalls(looks)
+    (found,) = find_stalls(looks)
     assert "steps go on" not in found.evidence
 
 
-def doubtful(looks: list[Observation]) -> Stall:
-    (found,) = stalls(looks)
+def doubtful(looks: list[ServerSample]) -> Stall:
+    (found,) = find_stalls(looks)
     assert found.mark
     return found
 
@@ -278,28 +284,32 @@ def test_marks_tell_the_same_from_another() -> None:
 
 def test_suspicious_before_it_is_a_stall() -> None:
     looks = over(4, pulses=beats(engine=engine(3.0)))
-    assert (stalls(looks), suspicious(looks)) == ([], True)
-    assert not suspicious(over(4))
-    assert not suspicious(over(4, pulses=beats(engine=engine(0.0))))
-    assert not suspicious(over(4, pulses=beats(api={"rendering_s": 1.0})))
+    assert (find_stalls(looks), is_possibly_stalled(looks)) == ([], True)
+    assert not is_possibly_stalled(over(4))
+    assert not is_possibly_stalled(over(4, pulses=beats(engine=engine(0.0))))
+    assert not is_possibly_stalled(over(4, pulses=beats(api={"rendering_s": 1.0})))
 
 
 def test_what_no_longer_look_can_show_is_not_waited_for() -> None:
     metrics = over(4, pulses=(), metrics=BUSY)
-    assert (suspicious(metrics), decidable(metrics, 15.0), decidable(metrics, 60.0)) == (
+    assert (
+        is_possibly_stalled(metrics),
+        can_confirm_stall(metrics, 15.0),
+        can_confirm_stall(metrics, 60.0),
+    ) == (
         True,
         False,
         True,
     )
-    assert decidable(over(4, pulses=beats(engine=engine(3.0))), 15.0)
-    assert decidable(over(4, pulses=(), metrics=BUSY, health=0), 15.0)
-    assert not decidable(over(0, pulses=(), health=0), 15.0)
+    assert can_confirm_stall(over(4, pulses=beats(engine=engine(3.0))), 15.0)
+    assert can_confirm_stall(over(4, pulses=(), metrics=BUSY, health=0), 15.0)
+    assert not can_confirm_stall(over(0, pulses=(), health=0), 15.0)
 
 
 def test_a_server_that_drains_has_no_dead_engine() -> None:
-    def looks(unready: str) -> list[Observation]:
+    def looks(unready: str) -> list[ServerSample]:
         api = pulse("api", unready=unready)
         return [look(float(at_s), health=503, pulses=(api,)) for at_s in range(6)]
 
-    assert [stall.code for stall in stalls(looks(""))] == ["api.unhealthy"]
-    assert stalls(looks("draining")) == []
+    assert [stall.code for stall in find_stalls(looks(""))] == ["api.unhealthy"]
+    assert find_stalls(looks("draining")) == []

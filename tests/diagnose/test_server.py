@@ -8,12 +8,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.diagnose.server import CATALOGUE, diagnose
-from vllmops.host.ptrace import CAP_SYS_PTRACE, Rights, refusal
-from vllmops.protocol.caches import CacheSnapshot, ProcessCaches, Sample, Setup
+from vllmops.diagnose.server import CATALOGUE, diagnose_server
+from vllmops.host.ptrace import CAP_SYS_PTRACE, PtraceRights, make_refusal_error
+from vllmops.protocol.caches import CacheSample, CacheSetup, CacheSnapshot, ProcessCaches
 from vllmops.protocol.engine import STORE_AWAY
-from vllmops.protocol.patches import ProcessPatches, State, Verdict
-from vllmops.protocol.server import Canary, Disk, Gpu, Guard, Leftover, Turns, Unseen, Xid
+from vllmops.protocol.patches import PatchReport, PatchState, ProcessPatches
+from vllmops.protocol.server import (
+    Canary,
+    DiskSpace,
+    Exposure,
+    Gap,
+    Gpu,
+    ShmLeftover,
+    ThreadTimeslices,
+    Xid,
+)
 
 from .servers import GIB, MACHINE, PIDS, QUIET, healthy, look, looks, metrics, process, pulse, told
 
@@ -30,8 +39,8 @@ def with_packages(versions: dict[str, str]) -> Any:
     return msgspec.structs.replace(told("engine"), packages=versions)
 
 
-def patches(state: State, **fields: Any) -> tuple[ProcessPatches, ...]:
-    verdict = Verdict(id="mm-lru-ghost-keys", state=state, **fields)
+def patches(state: PatchState, **fields: Any) -> tuple[ProcessPatches, ...]:
+    verdict = PatchReport(id="mm-lru-ghost-keys", state=state, **fields)
     return (
         ProcessPatches(pid=20, role="engine", vllm_version="0.23.0", patches=[verdict], seconds=0),
     )
@@ -50,15 +59,15 @@ def over(**fields: float) -> Any:
 TWO_WORKERS = CacheSnapshot(
     server="demo",
     samples=[
-        Sample(
+        CacheSample(
             taken_at=1.0,
             processes=[
-                ProcessCaches(pid=20, parent=10, role="engine", setup=Setup(tensor_parallel=2))
+                ProcessCaches(pid=20, parent=10, role="engine", setup=CacheSetup(tensor_parallel=2))
             ],
         )
     ],
 )
-EXPOSED = Guard(addresses=("0.0.0.0:8000",), exposed=True, open=True, dev_routes=False)
+EXPOSED = Exposure(addresses=("0.0.0.0:8000",), exposed=True, open=True, dev_routes=False)
 LATENCY = {"queue_n": 10.0, "prefill_n": 10.0, "first_n": 10.0, "whole_n": 10.0}
 
 SPINNING: dict[str, Any] = {"busy": 0.97, "memory_busy": 0.0, "watts": 22.0, "limit_watts": 140.0}
@@ -77,26 +86,26 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
         {"looks": looks({}, {"pulses": (pulse("engine", age_s=12),)}), "reports": (told("api"),)},
     ),
     ("process.orphaned", {"machine": machine(orphans=(process("engine", pid=7),))}),
-    ("agent.silent", {"unseen": (Unseen("agent of engine 20", "agent.timeout", "no answer"),)}),
+    ("agent.silent", {"unseen": (Gap("agent of engine 20", "agent.timeout", "no answer"),)}),
     ("agent.version", {"vllmops": "2.0"}),
-    ("agent.version", {"unseen": (Unseen("agent of api 10", "agent.older", "older"),)}),
+    ("agent.version", {"unseen": (Gap("agent of api 10", "agent.older", "older"),)}),
     ("agent.problem", {"reports": (told("engine", problems=("another shape",)),)}),
-    ("patch.failed", {"patches": patches(State.FAILED, reason="another shape")}),
-    ("patch.off", {"patches": patches(State.OFF)}),
+    ("patch.failed", {"patches": patches(PatchState.FAILED, reason="another shape")}),
+    ("patch.off", {"patches": patches(PatchState.OFF)}),
     ("versions.known-bad", {"reports": (with_packages({"flashinfer-python": "0.6.13"}),)}),
     ("gpu.spinning", {"machine": machine(gpus=(Gpu(**SPINNING, index=0),))}),
     # The driver in a container may tell the pids of the host.
     ("gpu.spinning", {"machine": machine(gpus=(Gpu(**SPINNING, index=0, by_pid={4711: GIB}),))}),
     ("gpu.xid", {"machine": machine(xids=(Xid("0000:3b:00", 79, "pid=12, fell off", 5.0),))}),
     ("vllm.known-defect", {"reports": (), "vllm_version": "0.23.0"}),
-    ("machine.shm-leftovers", {"machine": machine(leftovers=(Leftover("psm_1", GIB, 90.0),))}),
-    ("machine.disk", {"machine": machine(disks=(Disk("/", "state", 100 * GIB, GIB // 2),))}),
+    ("machine.shm-leftovers", {"machine": machine(leftovers=(ShmLeftover("psm_1", GIB, 90.0),))}),
+    ("machine.disk", {"machine": machine(disks=(DiskSpace("/", "state", 100 * GIB, GIB // 2),))}),
     ("machine.memory", {"machine": machine(memory_available=GIB // 2)}),
     ("gpu.bad-memory", {"machine": machine(gpus=(Gpu(index=0, bad_memory=1),))}),
     ("gpu.throttled", {"machine": machine(gpus=(Gpu(index=0, throttled=True),))}),
     (
         "responses.store-in-memory",
-        {"reports": (told("api"), told("api")), "guard": Guard(store="memory")},
+        {"reports": (told("api"), told("api")), "guard": Exposure(store="memory")},
     ),
     (
         "responses.store-unavailable",
@@ -107,8 +116,8 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
         "security.dev-routes",
         {"guard": msgspec.structs.replace(EXPOSED, open=False, dev_routes=True)},
     ),
-    ("security.signing-key", {"guard": Guard(signing_key="weak")}),
-    ("tools.py-spy", {"unseen": (Unseen("stacks", "pyspy.missing", "not installed"),)}),
+    ("security.signing-key", {"guard": Exposure(signing_key="weak")}),
+    ("tools.py-spy", {"unseen": (Gap("stacks", "pyspy.missing", "not installed"),)}),
     ("canary.failed", {"canary": Canary("timeout", 15.0, "no answer")}),
     ("canary.failed", {"canary": Canary("refused", 0.1, "it answered 500")}),
     ("canary.late", {"canary": Canary("timeout", 15.0), "looks": over(tokens=500)}),
@@ -130,10 +139,10 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("code", "fields"), FOUND, ids=[code for code, _ in FOUND])
 def test_each_is_found_and_nothing_else(code: str, fields: dict[str, Any]) -> None:
-    assert {finding.code for finding in diagnose(healthy(**fields))} == {code}
+    assert {finding.code for finding in diagnose_server(healthy(**fields))} == {code}
 
 
-RIGHTS = Rights(uid=1000, target_uid=1000, effective=0, bounding=CAP_SYS_PTRACE)
+RIGHTS = PtraceRights(uid=1000, target_uid=1000, effective=0, bounding=CAP_SYS_PTRACE)
 REFUSED = {
     "stacks.ptrace-scope": {"ptrace_scope": 1},
     "stacks.other-user": {"target_uid": 0},
@@ -145,11 +154,11 @@ REFUSED = {
 
 @pytest.mark.parametrize(("code", "fields"), REFUSED.items(), ids=REFUSED)
 def test_stacks_that_the_kernel_refuses_are_a_finding(code: str, fields: dict[str, Any]) -> None:
-    error = refusal(20, replace(RIGHTS, **fields))
+    error = make_refusal_error(20, replace(RIGHTS, **fields))
     assert error.code == code
     parts = ["stacks of engine 20", "stacks of worker 30"]
-    unseen = tuple(Unseen(part, error.code, error.message, error.hint) for part in parts)
-    (finding,) = diagnose(healthy(unseen=unseen))
+    unseen = tuple(Gap(part, error.code, error.message, error.hint) for part in parts)
+    (finding,) = diagnose_server(healthy(unseen=unseen))
     assert (finding.code, finding.subject) == ("tools.py-spy", ", ".join(parts))
     assert finding.evidence == error.message
 
@@ -160,7 +169,7 @@ def test_every_rule_is_shown() -> None:
 
 def reading(count: int) -> tuple[Any, ...]:
     """Processes whose worker waits for a disk, so many times by now."""
-    turns = Turns(1.0, 0.0, count)
+    turns = ThreadTimeslices(1.0, 0.0, count)
     return tuple(msgspec.structs.replace(one, main=turns) for one in changed("worker", "D"))
 
 
@@ -195,7 +204,7 @@ WELL: dict[str, dict[str, Any]] = {
     "without agents": {
         "reports": (),
         "looks": looks({"pulses": ()}, {"pulses": ()}),
-        "unseen": (Unseen("agent of engine 20", "agent.absent", "no agent"),),
+        "unseen": (Gap("agent of engine 20", "agent.absent", "no agent"),),
     },
     "starting": {"state": "starting", "looks": looks({"processes": (process("api"),)})},
     "no look": {"looks": ()},
@@ -235,14 +244,16 @@ WELL: dict[str, dict[str, Any]] = {
         "reports": (msgspec.structs.replace(told("engine"), role="api", pid=10),),
     },
     "no metrics": {"looks": looks({"metrics": None}, {"metrics": None})},
-    "loopback": {"guard": Guard(addresses=("127.0.0.1:8000",), exposed=False)},
+    "loopback": {"guard": Exposure(addresses=("127.0.0.1:8000",), exposed=False)},
     "exposed and guarded": {"guard": msgspec.structs.replace(EXPOSED, open=False)},
     "a large disk, nearly full for years": {
-        "machine": machine(disks=(Disk("/", "state", 4000 * GIB, 100 * GIB),))
+        "machine": machine(disks=(DiskSpace("/", "state", 4000 * GIB, 100 * GIB),))
     },
-    "a segment that was just made": {"machine": machine(leftovers=(Leftover("psm_1", GIB, 1.0),))},
-    "patches on": {"patches": patches(State.APPLIED)},
-    "a patch off that is not needed": {"patches": patches(State.OFF, present=False)},
+    "a segment that was just made": {
+        "machine": machine(leftovers=(ShmLeftover("psm_1", GIB, 1.0),))
+    },
+    "patches on": {"patches": patches(PatchState.APPLIED)},
+    "a patch off that is not needed": {"patches": patches(PatchState.OFF, present=False)},
     "a version that is none": {"reports": (), "vllm_version": "dev"},
     "a new version": {"reports": (), "vllm_version": "0.24.0"},
     "a canary that could not be sent": {"canary": Canary("unable", 0.1)},
@@ -255,9 +266,9 @@ WELL: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WELL)
 def test_a_healthy_server_has_no_findings(name: str) -> None:
-    assert diagnose(healthy(**WELL[name])) == []
+    assert diagnose_server(healthy(**WELL[name])) == []
 
 
 def test_figures_are_told() -> None:
-    (found,) = diagnose(healthy(looks=(look(0.0, metrics=QUIET), look(2.0, health=503))))
+    (found,) = diagnose_server(healthy(looks=(look(0.0, metrics=QUIET), look(2.0, health=503))))
     assert found.evidence == "/health answers 503"

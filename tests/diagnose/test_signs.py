@@ -8,34 +8,42 @@ import pytest
 from tests.bench.diagnosis import cases
 
 from vllmops.diagnose import prose
-from vllmops.diagnose.prose import Row, Sign, is_stuck, reported, table
-from vllmops.diagnose.signatures import catalogue
-from vllmops.diagnose.signs import read
-from vllmops.diagnose.stacks import explain
+from vllmops.diagnose.prose import (
+    HangPattern,
+    ReportPattern,
+    is_hang_report,
+    load_report_tables,
+    select_statements,
+)
+from vllmops.diagnose.signatures import load_signatures
+from vllmops.diagnose.signs import match_sentences
+from vllmops.diagnose.stacks import explain_stacks
 from vllmops.stacks import paste
 
 FIELD = Path(__file__).parent / "field"
 
 
-@pytest.mark.parametrize("sign", table().sign, ids=lambda sign: sign.ids[0])
-def test_each_sign_is_in_its_example(sign: Sign) -> None:
-    assert sign.ids[0] in {said.id for said in read(sign.example)}
-    assert set(sign.ids) <= {signature.id for signature in catalogue()}
+@pytest.mark.parametrize("sign", load_report_tables().sign, ids=lambda sign: sign.ids[0])
+def test_each_sign_is_in_its_example(sign: HangPattern) -> None:
+    assert sign.ids[0] in {said.id for said in match_sentences(sign.example)}
+    assert set(sign.ids) <= {signature.id for signature in load_signatures()}
 
 
-@pytest.mark.parametrize("row", table().stuck, ids=lambda row: row.example)
-def test_each_word_for_stuck_is_in_its_example(row: Row) -> None:
-    assert is_stuck(reported(row.example))
+@pytest.mark.parametrize("row", load_report_tables().stuck, ids=lambda row: row.example)
+def test_each_word_for_stuck_is_in_its_example(row: ReportPattern) -> None:
+    assert is_hang_report(select_statements(row.example))
 
 
-@pytest.mark.parametrize("row", [*table().text, *table().sentence], ids=lambda row: row.example)
-def test_what_is_no_report_is_in_its_example(row: Row) -> None:
-    assert reported(row.example) == ""
+@pytest.mark.parametrize(
+    "row", [*load_report_tables().text, *load_report_tables().sentence], ids=lambda row: row.example
+)
+def test_what_is_no_report_is_in_its_example(row: ReportPattern) -> None:
+    assert select_statements(row.example) == ""
 
 
 @pytest.mark.parametrize("path", sorted(FIELD.glob("quiet-*.txt")), ids=lambda path: path.stem)
 def test_a_quiet_text_names_nothing(path: Path) -> None:
-    found = explain(paste.read(path.read_text()))
+    found = explain_stacks(paste.parse_stacks(path.read_text()))
     assert found.verdict not in {"hang", "maybe"}, found.findings
 
 
@@ -56,7 +64,7 @@ def test_words_alone_are_never_more_than_possible() -> None:
     ],
 )
 def test_who_asks_or_denies_reports_no_hang(text: str) -> None:
-    assert read(text) == []
+    assert match_sentences(text) == []
 
 
 @pytest.mark.parametrize(
@@ -69,7 +77,7 @@ def test_who_asks_or_denies_reports_no_hang(text: str) -> None:
     ],
 )
 def test_words_beside_a_report_do_not_silence_it(text: str) -> None:
-    assert read(text)[0].id == "collective-stall"
+    assert match_sentences(text)[0].id == "collective-stall"
 
 
 @pytest.mark.parametrize(
@@ -89,8 +97,8 @@ def test_of_a_megabyte_of_words_a_part_counts_and_all_could_be_read(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = text * (1_000_000 // len(text))
-    assert len(reported(words)) <= 3 * prose.MOST_READ
-    reported.cache_clear()
+    assert len(select_statements(words)) <= 3 * prose.MOST_READ
+    select_statements.cache_clear()
     # What takes longer than in proportion takes an hour then.
     monkeypatch.setattr(prose, "MOST_READ", len(words))
-    read(words)
+    match_sentences(words)

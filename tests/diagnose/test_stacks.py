@@ -13,12 +13,12 @@ import msgspec
 import pytest
 
 from vllmops.diagnose.findings import Severity
-from vllmops.diagnose.signatures import catalogue
-from vllmops.diagnose.stacks import Explanation, explain
-from vllmops.diagnose.waiting import answers as answer_table
-from vllmops.protocol.pasted import Pasted
-from vllmops.protocol.stacks import Problem
-from vllmops.stacks.paste import read
+from vllmops.diagnose.signatures import load_signatures
+from vllmops.diagnose.stacks import Explanation, explain_stacks
+from vllmops.diagnose.waiting import load_hang_tables as answer_table
+from vllmops.protocol.pasted import PastedStacks
+from vllmops.protocol.stacks import StacksGap
+from vllmops.stacks.paste import parse_stacks
 
 from .forms import FORMS, WITHOUT_GIL, WITHOUT_LOG, WITHOUT_NATIVE, parts
 
@@ -35,7 +35,7 @@ IDS = [
 
 
 def answer(text: str) -> Explanation:
-    return explain(read(text))
+    return explain_stacks(parse_stacks(text))
 
 
 def answers(found: Explanation) -> list[tuple[str, str]]:
@@ -51,16 +51,16 @@ def sample(stem: str) -> str:
 
 
 def test_the_catalogue() -> None:
-    assert [signature.id for signature in catalogue()] == IDS
+    assert [signature.id for signature in load_signatures()] == IDS
     general = {name for answer in answer_table().answer for name in answer.ids}
-    for signature in catalogue():
+    for signature in load_signatures():
         assert signature.cases or signature.id in general
         assert signature.work or signature.cases
         assert signature.references
         assert set(signature.hides) <= set(IDS) - {signature.id}
 
 
-@pytest.mark.parametrize("signature", [row.id for row in catalogue() if row.cases])
+@pytest.mark.parametrize("signature", [row.id for row in load_signatures() if row.cases])
 def test_every_signature_has_a_sample(signature: str) -> None:
     assert any(path.stem.partition(".")[0] == signature for path in SAMPLES)
 
@@ -92,8 +92,8 @@ def test_what_a_sample_is(path: Path) -> None:
 
 
 def test_an_engine_that_died_while_it_was_looked_at() -> None:
-    (first,) = read(sample("idle-spin-normal")).samples
-    gone = Problem("stacks.gone", "pid 4120 is gone")
+    (first,) = parse_stacks(sample("idle-spin-normal")).samples
+    gone = StacksGap("stacks.gone", "pid 4120 is gone")
     processes = tuple(
         msgspec.structs.replace(process, threads=(), error=gone)
         if process.role == "engine"
@@ -101,22 +101,24 @@ def test_an_engine_that_died_while_it_was_looked_at() -> None:
         for process in first.processes
     )
     second = msgspec.structs.replace(first, processes=processes)
-    found = explain(Pasted((first, second), complete=True))
+    found = explain_stacks(PastedStacks((first, second), complete=True))
     assert answers(found) == [("stack.engine-core-missing", "likely")]
     assert "EngineCore 4120: pid 4120 is gone" in found.findings[0].lines
 
 
 def test_a_part_of_a_server_is_no_proof_that_the_engine_is_gone() -> None:
     text = sample("idle-spin-normal").partition("Process 4120")[0]
-    assert answers(explain(read(text))) == [("stack.engine-core-missing", "possible")]
-    whole = Pasted(read(text).samples, complete=True)
-    assert answers(explain(whole)) == [("stack.engine-core-missing", "likely")]
+    assert answers(explain_stacks(parse_stacks(text))) == [
+        ("stack.engine-core-missing", "possible")
+    ]
+    whole = PastedStacks(parse_stacks(text).samples, complete=True)
+    assert answers(explain_stacks(whole)) == [("stack.engine-core-missing", "likely")]
 
 
 def test_what_contradicts_is_never_called_a_hang() -> None:
     moving = {"progress": "moving", "running": "3", "waiting": "0"}
     for signature in ("gpu-kernel-stuck", "lost-broadcast", "worker-stuck-broadcast"):
-        assert explain(read(sample(signature)), moving).verdict == "working"
+        assert explain_stacks(parse_stacks(sample(signature)), moving).verdict == "working"
 
 
 def test_one_line_of_figures_proves_nothing() -> None:
@@ -131,8 +133,8 @@ def test_one_line_of_figures_proves_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["schedule-livelock", "lost-broadcast", "startup-capture"])
 def test_one_dump_cannot_tell_a_livelock_from_work(name: str) -> None:
-    pasted = read(sample(name))
-    found = explain(Pasted(pasted.samples[:1]))
+    pasted = parse_stacks(sample(name))
+    found = explain_stacks(PastedStacks(pasted.samples[:1]))
     assert found.verdict == "maybe"
     assert f"stack.{name}" in [finding.code for finding in found.findings[:2]]
     for finding in found.findings:
@@ -145,11 +147,11 @@ def test_one_dump_cannot_tell_a_livelock_from_work(name: str) -> None:
 )
 def test_who_still_spins_lost_no_message(name: str, running: str) -> None:
     """Most of a livelock's time goes into the round trip of empty batches."""
-    alone = Pasted(read(sample(name)).samples, complete=True)
-    assert explain(alone).verdict in {"unknown", "maybe"}
+    alone = PastedStacks(parse_stacks(sample(name)).samples, complete=True)
+    assert explain_stacks(alone).verdict in {"unknown", "maybe"}
     known = {"running": running, "waiting": "2", "kv_usage": "0", "steps": "moving", "still": "6"}
-    assert answers(explain(alone, known)) == [(f"stack.{name.partition('.')[0]}", "sure")]
-    deferred = explain(alone, {**known, "deferred": "2"})
+    assert answers(explain_stacks(alone, known)) == [(f"stack.{name.partition('.')[0]}", "sure")]
+    deferred = explain_stacks(alone, {**known, "deferred": "2"})
     assert deferred.verdict in {"unknown", "maybe"}, "a transfer, perhaps"
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from vllmops.diagnose.student import quantile
+from vllmops.diagnose.student import compute_t_quantile
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.8, 0.9, 0.95, 0.99, 0.999])
@@ -11,4 +11,4 @@ def test_it_is_what_scipy_says(confidence: float) -> None:
 
     for freedom in range(1, 1001):
         known = float(stdtrit(freedom, (1 + confidence) / 2))
-        assert quantile(confidence, freedom) == pytest.approx(known, rel=1e-9)
+        assert compute_t_quantile(confidence, freedom) == pytest.approx(known, rel=1e-9)

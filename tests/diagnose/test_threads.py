@@ -15,7 +15,12 @@ from vllmops.diagnose import packages, places, signatures, waiting
 
 def read():
     start.wait()
-    for table in (signatures.catalogue, places.tables, waiting.answers, packages.rows):
+    for table in (
+        signatures.load_signatures,
+        places.load_frame_tables,
+        waiting.load_hang_tables,
+        packages.load_bad_versions,
+    ):
         assert table()
 
 sys.setswitchinterval(1e-6)

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from vllmops.diagnose.progress import Stall
-from vllmops.diagnose.vigil import ASK_S, Vigil
+from vllmops.diagnose.vigil import ASK_S, StallDetector
 from vllmops.protocol.metrics import Metrics
-from vllmops.protocol.server import Observation
+from vllmops.protocol.server import ServerSample
 
 from .servers import look, process
 from .test_progress import BLIND, HANDED, beats, engine
@@ -19,86 +19,86 @@ AGENTS: dict[str, Any] = {"metrics": None, "health": None}
 ALL_WELL = beats(api={"loop_s": 0.0})
 
 
-def seen(vigil: Vigil, *looks: Observation) -> list[list[Stall]]:
-    return [vigil.see(item) for item in looks]
+def seen(vigil: StallDetector, *looks: ServerSample) -> list[list[Stall]]:
+    return [vigil.add_sample(item) for item in looks]
 
 
-def stuck(at_s: float, since_s: float = 0.0, **fields: Any) -> Observation:
+def stuck(at_s: float, since_s: float = 0.0, **fields: Any) -> ServerSample:
     """A look at an engine that has stood since a moment."""
     pulses = beats(api={"loop_s": 0.0, "handed": 2}, engine=engine(at_s - since_s))
     return look(at_s, pulses=pulses, **{**AGENTS, **fields})
 
 
 def test_it_takes_patience_and_several_looks() -> None:
-    shown = seen(Vigil(), *(stuck(2.0 * n) for n in range(8)))
+    shown = seen(StallDetector(), *(stuck(2.0 * n) for n in range(8)))
     # It stands from the second look on, and has for ten seconds at the sixth.
     assert [bool(item) for item in shown] == [False] * 5 + [True] * 3
-    shown = seen(Vigil(checks=7), *(stuck(2.0 * n) for n in range(9)))
+    shown = seen(StallDetector(checks=7), *(stuck(2.0 * n) for n in range(9)))
     assert [bool(item) for item in shown] == [False] * 7 + [True] * 2
-    shown = seen(Vigil(patience_s=5, checks=2), *(stuck(2.0 * n) for n in range(4)))
+    shown = seen(StallDetector(patience_s=5, checks=2), *(stuck(2.0 * n) for n in range(4)))
     assert [bool(item) for item in shown] == [False] * 3 + [True]
 
 
 def test_what_stood_before_it_came_needs_its_looks_too() -> None:
-    shown = seen(Vigil(), *(stuck(2.0 * n, since_s=-100) for n in range(6)))
+    shown = seen(StallDetector(), *(stuck(2.0 * n, since_s=-100) for n in range(6)))
     assert [bool(item) for item in shown] == [False] * 4 + [True] * 2
 
 
 def test_looks_that_are_late_count_for_those_that_were_missed() -> None:
-    shown = seen(Vigil(), *(stuck(at_s) for at_s in (0.0, 2.0, 7.0, 11.0)))
+    shown = seen(StallDetector(), *(stuck(at_s) for at_s in (0.0, 2.0, 7.0, 11.0)))
     assert [bool(item) for item in shown] == [False, False, False, True]
     # Two that are far apart may have a suspended machine between them.
-    shown = seen(Vigil(), *(stuck(at_s) for at_s in (0.0, 2.0, 60.0)))
+    shown = seen(StallDetector(), *(stuck(at_s) for at_s in (0.0, 2.0, 60.0)))
     assert [bool(item) for item in shown] == [False, False, False]
 
 
 def test_a_token_in_between_begins_it_anew() -> None:
-    vigil = Vigil()
+    vigil = StallDetector()
     seen(vigil, *(stuck(2.0 * n) for n in range(5)))
     assert vigil.row == 4
-    assert not vigil.see(stuck(10.0, since_s=10.0))
-    assert (vigil.row, vigil.standing) == (0, [])
+    assert not vigil.add_sample(stuck(10.0, since_s=10.0))
+    assert (vigil.row, vigil.current_stalls) == (0, [])
 
 
 def test_a_machine_that_was_suspended_comes_to_itself() -> None:
-    vigil = Vigil()
+    vigil = StallDetector()
     late = beats(api={"handed": 1, "age_s": 60}, engine={"age_s": 60}, worker={"age_s": 60})
-    assert not vigil.see(look(0.0, pulses=late, **AGENTS))
-    assert not vigil.see(look(2.0, pulses=ALL_WELL, **AGENTS))
-    assert not vigil.standing
+    assert not vigil.add_sample(look(0.0, pulses=late, **AGENTS))
+    assert not vigil.add_sample(look(2.0, pulses=ALL_WELL, **AGENTS))
+    assert not vigil.current_stalls
 
 
 def test_a_server_that_is_well_is_asked_nothing() -> None:
-    vigil = Vigil()
+    vigil = StallDetector()
     for number in range(100):
-        vigil.see(look(2.0 * number, pulses=ALL_WELL, **AGENTS))
-        step = vigil.step()
+        vigil.add_sample(look(2.0 * number, pulses=ALL_WELL, **AGENTS))
+        step = vigil.plan_next_sample()
         assert (step.after_s, step.ask) == (2.0, False)
 
 
 def test_it_is_asked_once_something_has_stood_for_a_while() -> None:
-    vigil = Vigil()
+    vigil = StallDetector()
     asked = []
     for number in range(5):
-        vigil.see(stuck(2.0 * number))
-        asked.append(vigil.step().ask)
+        vigil.add_sample(stuck(2.0 * number))
+        asked.append(vigil.plan_next_sample().ask)
     assert asked == [False, False, False, True, True]
 
 
 def test_an_older_agent_does_not_tell_of_the_event_loop() -> None:
-    vigil = Vigil()
+    vigil = StallDetector()
     asked: list[bool] = []
     for number in range(60):
         shown = {"health": 200} if asked[-1:] == [True] else {"health": None}
-        vigil.see(look(2.0 * number, pulses=beats(), metrics=None, **shown))
-        asked.append(vigil.step().ask)
+        vigil.add_sample(look(2.0 * number, pulses=beats(), metrics=None, **shown))
+        asked.append(vigil.plan_next_sample().ask)
     assert 6 <= sum(asked) <= 2 * 60 / ASK_S
 
 
 def test_an_api_server_that_takes_connections_only_is_asked_at_once_again() -> None:
-    vigil = Vigil()
-    vigil.see(look(0.0, pulses=beats(), metrics=None, health=0))
-    assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
+    vigil = StallDetector()
+    vigil.add_sample(look(0.0, pulses=beats(), metrics=None, health=0))
+    assert (vigil.plan_next_sample().after_s, vigil.plan_next_sample().ask) == (2.0, True)
     shown = seen(
         vigil, *(look(2.0 * n, pulses=beats(), metrics=None, health=0) for n in range(1, 7))
     )
@@ -106,32 +106,32 @@ def test_an_api_server_that_takes_connections_only_is_asked_at_once_again() -> N
 
 
 def test_without_agents_it_is_asked_seldom_while_it_is_well() -> None:
-    vigil = Vigil()
-    vigil.see(look(0.0, pulses=()))
-    assert (vigil.step().after_s, vigil.step().ask) == (ASK_S, True)
-    vigil.see(look(15.0, **BLIND))
-    assert vigil.step().after_s == ASK_S
-    vigil.see(look(30.0, **BLIND))
-    assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
+    vigil = StallDetector()
+    vigil.add_sample(look(0.0, pulses=()))
+    assert (vigil.plan_next_sample().after_s, vigil.plan_next_sample().ask) == (ASK_S, True)
+    vigil.add_sample(look(15.0, **BLIND))
+    assert vigil.plan_next_sample().after_s == ASK_S
+    vigil.add_sample(look(30.0, **BLIND))
+    assert (vigil.plan_next_sample().after_s, vigil.plan_next_sample().ask) == (2.0, True)
     shown = seen(vigil, *(look(30.0 + 2 * n, **BLIND) for n in range(1, 9)))
     assert [bool(item) for item in shown] == [False] * 7 + [True]
 
 
 def test_that_its_processes_have_ended_is_told_soon_also_without_agents() -> None:
-    vigil = Vigil()
+    vigil = StallDetector()
     ended = tuple(msgspec.structs.replace(item, state="") for item in look(0.0).processes)
-    vigil.see(look(0.0, pulses=(), processes=ended))
-    assert vigil.step().after_s == 2.0
+    vigil.add_sample(look(0.0, pulses=(), processes=ended))
+    assert vigil.plan_next_sample().after_s == 2.0
 
 
 def test_a_server_on_another_machine_that_does_not_answer_is_asked_again_soon() -> None:
-    vigil = Vigil()
+    vigil = StallDetector()
     hidden = tuple(process(role, state="?") for role in ("api", "engine"))
-    vigil.see(look(0.0, pulses=(), processes=hidden, **AGENTS))
-    assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
+    vigil.add_sample(look(0.0, pulses=(), processes=hidden, **AGENTS))
+    assert (vigil.plan_next_sample().after_s, vigil.plan_next_sample().ask) == (2.0, True)
 
 
-def bereft(at_s: float, health: int | None = None) -> Observation:
+def bereft(at_s: float, health: int | None = None) -> ServerSample:
     """A look at an API server whose engine and worker were killed; their heartbeats are gone."""
     dead = process("engine", state=""), process("worker", state="")
     front = beats(api={"loop_s": 0.0})[:1]
@@ -139,27 +139,27 @@ def bereft(at_s: float, health: int | None = None) -> Observation:
 
 
 def test_an_engine_that_is_gone_is_asked_about_at_once() -> None:
-    vigil = Vigil()
-    vigil.see(look(0.0, pulses=ALL_WELL, **AGENTS))
-    vigil.see(bereft(2.0))
-    assert (vigil.step().after_s, vigil.step().ask) == (2.0, True)
+    vigil = StallDetector()
+    vigil.add_sample(look(0.0, pulses=ALL_WELL, **AGENTS))
+    vigil.add_sample(bereft(2.0))
+    assert (vigil.plan_next_sample().after_s, vigil.plan_next_sample().ask) == (2.0, True)
 
 
 def test_the_dead_do_not_rise_and_are_not_looked_at_again_and_again() -> None:
-    vigil = Vigil()
-    vigil.see(bereft(0.0))
+    vigil = StallDetector()
+    vigil.add_sample(bereft(0.0))
     shown = seen(vigil, *(bereft(2.0 * n, 503) for n in range(1, 5)))
     assert [bool(item) for item in shown] == [False, False, True, True]
     assert [item.code for item in shown[2]] == ["api.unhealthy"]
 
 
 def test_what_was_dismissed_is_left_in_peace_until_it_changes() -> None:
-    vigil = Vigil()
+    vigil = StallDetector()
     *_, found = seen(vigil, *(look(2.0 * n, **BLIND) for n in range(17)))
     assert [item.doubt for item in found] == ["idle"]
     vigil.dismiss(found)
     assert not any(seen(vigil, *(look(34.0 + 15 * n, **BLIND) for n in range(60))))
-    assert vigil.step().after_s == ASK_S
+    assert vigil.plan_next_sample().after_s == ASK_S
     changed = {**BLIND, "metrics": Metrics(running=1, tokens=7)}
     shown = seen(vigil, *(look(1000.0 + 2 * n, **changed) for n in range(17)))
     assert shown[-1]
@@ -168,26 +168,26 @@ def test_what_was_dismissed_is_left_in_peace_until_it_changes() -> None:
 
 
 def test_compiling_is_waited_for_however_long_it_takes() -> None:
-    vigil, shown = Vigil(), []
+    vigil, shown = StallDetector(), []
     for number in range(60):
         # Compilers are looked for where it is asked.
-        ask = vigil.looks and vigil.step().ask
-        shown += vigil.see(stuck(2.0 * number, compilers=("cc1plus",) if ask else ()))
+        ask = vigil.looks and vigil.plan_next_sample().ask
+        shown += vigil.add_sample(stuck(2.0 * number, compilers=("cc1plus",) if ask else ()))
     assert shown == []
 
 
 def test_a_fresh_start_forgets() -> None:
-    vigil = Vigil()
+    vigil = StallDetector()
     seen(vigil, *(look(2.0 * n, pulses=HANDED, **AGENTS) for n in range(5)))
     assert vigil.row
-    vigil.begin()
-    assert not vigil.see(look(10.0, pulses=HANDED, **AGENTS))
+    vigil.reset()
+    assert not vigil.add_sample(look(10.0, pulses=HANDED, **AGENTS))
     assert vigil.row == 0
 
 
 @pytest.mark.parametrize("patience_s", [1.0, 10.0, 120.0])
 def test_it_remembers_as_much_as_it_needs(patience_s: float) -> None:
-    vigil = Vigil(patience_s=patience_s)
+    vigil = StallDetector(patience_s=patience_s)
     shown = seen(vigil, *(look(2.0 * n, **BLIND) for n in range(400)))
     assert bool(shown[-1])
     assert len(vigil.looks) <= 3 * (patience_s + ASK_S) / 2 + 1

@@ -11,7 +11,7 @@ from vllmops.doctor import examine
 from vllmops.host import gpu, kmsg, shm
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
-from vllmops.instances.record import Record
+from vllmops.instances.record import InstanceRecord
 from vllmops.instances.servers import Server
 from vllmops.protocol.server import Xid
 
@@ -23,13 +23,17 @@ def test_what_another_process_did_to_itself_is_not_told(monkeypatch: pytest.Monk
         Xid("0000:3b:00", 79, "pid=8, GPU has fallen off the bus.", 3.0),
         Xid("0000:3b:00", 13, "told by NVML", 2.0),
     )
-    monkeypatch.setattr(kmsg, "xids", lambda _: logged)
-    monkeypatch.setattr(gpu, "xids", lambda: ())
-    monkeypatch.setattr(shm, "out_of_sight", lambda: "")
+    monkeypatch.setattr(kmsg, "read_xids", lambda _: logged)
+    monkeypatch.setattr(gpu, "collect_xids", lambda: ())
+    monkeypatch.setattr(shm, "explain_hidden_processes", lambda: "")
     server = Server("demo", (Process(Role.ENGINE, 7, 0),))
-    assert [(xid.number, xid.pid) for xid in examine.xids(server)] == [(31, 7), (79, 8), (13, None)]
-    monkeypatch.setattr(shm, "out_of_sight", lambda: "this is a container")
-    assert examine.xids(server) == logged
+    assert [(xid.number, xid.pid) for xid in examine.collect_xids(server)] == [
+        (31, 7),
+        (79, 8),
+        (13, None),
+    ]
+    monkeypatch.setattr(shm, "explain_hidden_processes", lambda: "this is a container")
+    assert examine.collect_xids(server) == logged
 
 
 def test_a_server_that_is_over_had_its_own_gpu_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,9 +44,9 @@ def test_a_server_that_is_over_had_its_own_gpu_errors(monkeypatch: pytest.Monkey
         return logged
 
     logged = (Xid("0000:3b:00", 31, "pid=7, MMU Fault", 5.0),)
-    monkeypatch.setattr(kmsg, "xids", told)
-    monkeypatch.setattr(gpu, "xids", lambda: ())
-    monkeypatch.setattr(shm, "out_of_sight", lambda: "")
+    monkeypatch.setattr(kmsg, "read_xids", told)
+    monkeypatch.setattr(gpu, "collect_xids", lambda: ())
+    monkeypatch.setattr(shm, "explain_hidden_processes", lambda: "")
     record = msgspec.convert(
         {
             "name": "demo",
@@ -58,8 +62,8 @@ def test_a_server_that_is_over_had_its_own_gpu_errors(monkeypatch: pytest.Monkey
             "started_at": 1000.0,
             "processes": [{"role": "engine", "pid": 7, "start_ticks": 0}],
         },
-        Record,
+        InstanceRecord,
     )
     monkeypatch.setattr(examine, "time", SimpleNamespace(time=lambda: 1100.0))
-    assert examine.xids(Server("demo", (), record=record)) == logged
+    assert examine.collect_xids(Server("demo", (), record=record)) == logged
     assert since == [100.0]

@@ -11,7 +11,7 @@ from vllmops.heal import beyond
 from vllmops.instances.servers import Server
 
 SERVER = Server(None, ())
-FINDING = STOPPED.at("engine 1", "state T")
+FINDING = STOPPED.make_finding("engine 1", "state T")
 
 
 @pytest.mark.parametrize(("settle_s", "is_stuck"), [(0.0, True), (600.0, False)])
@@ -20,10 +20,10 @@ def test_what_was_healed_has_time_for_a_step(
 ) -> None:
     # A server whose first step after a SIGCONT takes a second needs a machine that is busy.
     looks = iter([["stall"], ["stall"], []])
-    monkeypatch.setattr(beyond, "looked", lambda _: [])
-    monkeypatch.setattr(progress, "stalls", lambda _: next(looks))
-    monkeypatch.setattr(examine, "take", lambda *_, **__: None)
-    monkeypatch.setattr(doctor, "examine", lambda _: None)
-    monkeypatch.setattr(doctor, "cause", lambda *_: FINDING)
-    monkeypatch.setattr(beyond, "lost", lambda _: (None, 0))
-    assert (beyond.beyond(SERVER, settle_s=settle_s) is not None) is is_stuck
+    monkeypatch.setattr(beyond, "collect_samples", lambda _: [])
+    monkeypatch.setattr(progress, "find_stalls", lambda _: next(looks))
+    monkeypatch.setattr(examine, "examine_server", lambda *_, **__: None)
+    monkeypatch.setattr(doctor, "diagnose_snapshot", lambda _: None)
+    monkeypatch.setattr(doctor, "find_cause", lambda *_: FINDING)
+    monkeypatch.setattr(beyond, "count_in_flight", lambda _: (None, 0))
+    assert (beyond.find_remaining_stall(SERVER, settle_s=settle_s) is not None) is is_stuck

@@ -10,7 +10,7 @@ import pytest
 
 from vllmops.heal import heal
 from vllmops.heal.actions import event_loop
-from vllmops.heal.heal import Healed
+from vllmops.heal.heal import HealResult
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
@@ -23,7 +23,7 @@ PARSER = Frame("Hermes.extract_tool_calls", "/x.py", "x.py")
 LOOKS = 3
 
 
-def healed(monkeypatch: pytest.MonkeyPatch, begins: Sequence[float]) -> tuple[Healed, int]:
+def healed(monkeypatch: pytest.MonkeyPatch, begins: Sequence[float]) -> tuple[HealResult, int]:
     """Heal a server, and count the signals that it got.
 
     Args:
@@ -33,23 +33,23 @@ def healed(monkeypatch: pytest.MonkeyPatch, begins: Sequence[float]) -> tuple[He
     """
     left, signals = list(begins), list[int]()
 
-    def beat(_: Process) -> agent.Pulse:
+    def beat(_: Process) -> agent.TimedHeartbeat:
         loop_s = 20.0 - len(left) if len(left) > 1 else 0.0
         begin = left.pop(0) if len(left) > 1 else left[0]
         beat_ = SimpleNamespace(monotonic=begin + loop_s, loop_s=loop_s, interrupt=50)
-        return agent.Pulse(beat_, 0.1)  # type: ignore[arg-type]
+        return agent.TimedHeartbeat(beat_, 0.1)  # type: ignore[arg-type]
 
     thread = SimpleNamespace(tid=API.pid, frames=(PARSER,))
     dump = SimpleNamespace(pid=API.pid, threads=[thread])
-    monkeypatch.setattr(agent, "beat", beat)
-    monkeypatch.setattr(pyspy, "capture", lambda *_, **__: SimpleNamespace(processes=[dump]))
-    monkeypatch.setattr(event_loop, "caught", lambda *_: True)
-    monkeypatch.setattr(event_loop, "kill", lambda _, number: signals.append(number))
+    monkeypatch.setattr(agent, "read_heartbeat", beat)
+    monkeypatch.setattr(pyspy, "dump_stacks", lambda *_, **__: SimpleNamespace(processes=[dump]))
+    monkeypatch.setattr(event_loop, "has_signal_handler", lambda *_: True)
+    monkeypatch.setattr(event_loop, "send_signal", lambda _, number: signals.append(number))
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(heal, "answer", lambda _: None)
-    monkeypatch.setattr(heal, "note", lambda *_: None)
+    monkeypatch.setattr(heal, "ping_agent", lambda _: None)
+    monkeypatch.setattr(heal, "log_outcomes", lambda *_: None)
     server = Server(name="demo", processes=(API,))
-    return heal.heal(server, [event_loop.EventLoop()]), len(signals)
+    return heal.heal_server(server, [event_loop.BlockedEventLoop()]), len(signals)
 
 
 def test_a_parser_that_blocks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_parser_that_blocks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("at", range(1, LOOKS))
 def test_looks_that_see_two_blocks_prove_nothing(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     begins = [*at * [100.0], *(LOOKS - at) * [150.0]]
-    assert healed(monkeypatch, [*begins, 200.0]) == (Healed([], [], []), 0)
+    assert healed(monkeypatch, [*begins, 200.0]) == (HealResult([], [], []), 0)
 
 
 def test_a_block_that_ends_before_the_signals_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:

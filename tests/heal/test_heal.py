@@ -12,28 +12,28 @@ from vllmops.heal.action import Action
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
-from vllmops.protocol.heal import Healing, HealRequest, Proof
+from vllmops.protocol.heal import HealAnswer, HealProof, HealRequest
 from vllmops.rpc import agent
-from vllmops.rpc.proofs import Case
+from vllmops.rpc.proofs import HealCase
 
 
 def test_a_process_that_runs_no_python_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(process: Process, request: HealRequest, timeout_s: float) -> Healing:
+    def ask(process: Process, request: HealRequest, timeout_s: float) -> HealAnswer:
         raise AssertionError(f"{process.pid} was asked for {timeout_s} s: {request}")
 
-    monkeypatch.setattr(heal, "ask", ask)
-    monkeypatch.setattr(heal, "awake", lambda _: False)
-    monkeypatch.setattr(agent, "beat", lambda _: SimpleNamespace(age_s=9.0, late=True))
+    monkeypatch.setattr(heal, "send_heal_request", ask)
+    monkeypatch.setattr(heal, "is_running_python", lambda _: False)
+    monkeypatch.setattr(agent, "read_heartbeat", lambda _: SimpleNamespace(age_s=9.0, is_late=True))
     server = Server(name="demo", processes=(Process(Role.API, 11, 1),))
     with pytest.raises(VllmopsError, match="can't answer; its last heartbeat is 9 s old") as caught:
-        heal.heal(server, ())
+        heal.heal_server(server, ())
     assert caught.value.code == "heal.no-agent"
 
 
 def test_what_is_looked_for_in_vain_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heal.ACTIONS[0].__class__, "look", lambda *_: [])
+    monkeypatch.setattr(heal.ACTIONS[0].__class__, "find_cases", lambda *_: [])
     said: list[str] = []
-    heal.heal(Server(name="demo", processes=()), heal.ACTIONS[:1] * 2, show=said.append)
+    heal.heal_server(Server(name="demo", processes=()), heal.ACTIONS[:1] * 2, show=said.append)
     assert said == ["demo: looking for what can be healed"]
 
 
@@ -45,17 +45,17 @@ def test_what_is_healed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     class Resumed(Action):
         name, state, does, risk = "stopped", "", "", ""
 
-        def look(self, server: Server) -> list[Case]:
-            return [Case(process, Proof(subject="process", what="T"))] if stopped else []
+        def find_cases(self, server: Server) -> list[HealCase]:
+            return [HealCase(process, HealProof(subject="process", what="T"))] if stopped else []
 
-        def act(self, server: Server, cases: object) -> dict[str, str]:
+        def heal_or_explain(self, server: Server, cases: object) -> dict[str, str]:
             stopped.clear()
             return {}
 
-    monkeypatch.setattr(heal, "awake", lambda _: not stopped)
-    monkeypatch.setattr(heal, "ask", lambda *_: Healing(pid=12, role="worker"))
-    monkeypatch.setattr(heal, "note", lambda *_: None)
-    monkeypatch.setattr(agent, "beat", lambda _: SimpleNamespace(age_s=9.0, late=True))
-    healed = heal.heal(Server(name="demo", processes=(process,)), [Resumed()])
+    monkeypatch.setattr(heal, "is_running_python", lambda _: not stopped)
+    monkeypatch.setattr(heal, "send_heal_request", lambda *_: HealAnswer(pid=12, role="worker"))
+    monkeypatch.setattr(heal, "log_outcomes", lambda *_: None)
+    monkeypatch.setattr(agent, "read_heartbeat", lambda _: SimpleNamespace(age_s=9.0, is_late=True))
+    healed = heal.heal_server(Server(name="demo", processes=(process,)), [Resumed()])
     assert [outcome.done for outcome in healed.outcomes] == [True]
     assert healed.silent == []

@@ -17,11 +17,11 @@ from vllmops.heal.actions import transfers
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
-from vllmops.protocol.heal import Healing, HealRequest, Proof
-from vllmops.protocol.requests import EngineRequest, ProcessRequests, State
+from vllmops.protocol.heal import HealAnswer, HealProof, HealRequest
+from vllmops.protocol.requests import EngineRequest, ProcessRequests, RequestState
 from vllmops.requests import listing, loads
 from vllmops.rpc import agent, proofs
-from vllmops.rpc.proofs import Case
+from vllmops.rpc.proofs import HealCase
 
 from ..diagnose.servers import healthy
 
@@ -29,7 +29,7 @@ ENGINE, FIRST, SECOND = (
     Process(role, 11 + number, 1)
     for number, role in enumerate((Role.ENGINE, Role.WORKER, Role.WORKER))
 )
-WAITS = (Proof(subject="lost", what=""), Proof(subject="left", what="", why="it is gone"))
+WAITS = (HealProof(subject="lost", what=""), HealProof(subject="left", what="", why="it is gone"))
 
 
 @pytest.mark.parametrize(
@@ -47,8 +47,8 @@ def test_only_what_no_worker_knows_is_lost(
     ranks: dict[str, int],
     found: list[str],
 ) -> None:
-    def ask(process: Process, request: HealRequest) -> Healing:
-        proofs: tuple[Proof, ...] = ()
+    def ask(process: Process, request: HealRequest) -> HealAnswer:
+        proofs: tuple[HealProof, ...] = ()
         if not request.among:
             proofs = WAITS
         elif process.role == Role.WORKER:
@@ -56,37 +56,37 @@ def test_only_what_no_worker_knows_is_lost(
             known = workers[process.pid]
             if known is None:
                 raise VllmopsError("agent.timeout", "it does not answer", "")
-            proofs = (Proof(subject="connector", what="", requests=known),)
-        return Healing(pid=process.pid, role=process.role, proofs=proofs)
+            proofs = (HealProof(subject="connector", what="", requests=known),)
+        return HealAnswer(pid=process.pid, role=process.role, proofs=proofs)
 
     beat = SimpleNamespace(standing=SimpleNamespace(sizes=ranks))
     pulse = SimpleNamespace(beat=beat, age_s=0.5)
-    monkeypatch.setattr(agent, "beat", lambda _: pulse)
-    monkeypatch.setattr(proofs, "awake", lambda _: True)
+    monkeypatch.setattr(agent, "read_heartbeat", lambda _: pulse)
+    monkeypatch.setattr(proofs, "is_running_python", lambda _: True)
     for module in (proofs, loads):
-        monkeypatch.setattr(module, "ask", ask)
+        monkeypatch.setattr(module, "send_heal_request", ask)
     server = Server(name="demo", processes=(ENGINE, FIRST, SECOND))
-    assert [case.proof.subject for case in transfers.Transfers().look(server)] == found
+    assert [case.proof.subject for case in transfers.LostTransfers().find_cases(server)] == found
 
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_load_that_is_lost_is_a_finding_of_list_and_doctor(
     monkeypatch: pytest.MonkeyPatch, *, heard: bool
 ) -> None:
-    held = [EngineRequest(id=name, state=State.WAITING_FOR_KV) for name in ("lost", "slow")]
+    held = [EngineRequest(id=name, state=RequestState.WAITING_FOR_KV) for name in ("lost", "slow")]
     processes = [ProcessRequests(pid=11, role="engine", engine=held, still_s=0.0)]
-    proof = Proof(subject="lost", what="nobody knows it", rises=5)
+    proof = HealProof(subject="lost", what="nobody knows it", rises=5)
     steps = count(step=5)
 
-    def look(_: Server) -> list[Case]:
+    def look(_: Server) -> list[HealCase]:
         if not heard:
             raise VllmopsError("agent.timeout", "it does not answer", "")
-        return [Case(ENGINE, msgspec.structs.replace(proof, rises=next(steps)))]
+        return [HealCase(ENGINE, msgspec.structs.replace(proof, rises=next(steps)))]
 
-    monkeypatch.setattr(loads, "look", look)
-    monkeypatch.setattr(listing, "look", lambda _: (processes, []))
+    monkeypatch.setattr(loads, "find_lost_loads", look)
+    monkeypatch.setattr(listing, "collect_process_requests", lambda _: (processes, []))
     server = Server(name="demo", processes=(ENGINE,))
-    found = listing.take(server, 30)
+    found = listing.list_requests(server, 30)
     assert {row.id: row.stuck for row in found.rows} == {
         "lost": "nobody knows it" if heard else "",
         "slow": "",
@@ -95,5 +95,5 @@ def test_a_load_that_is_lost_is_a_finding_of_list_and_doctor(
         [("request.lost-load", "lost")] if heard else []
     )
     snapshot = msgspec.structs.replace(healthy(), lost_loads=(proof,) if heard else ())
-    (told,) = doctor.examine(snapshot).findings if heard else (None,)
+    (told,) = doctor.diagnose_snapshot(snapshot).findings if heard else (None,)
     assert told is None or told.next.startswith("vllmops heal --only transfers")

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from vllmops.store.backend import EVERYBODY, Backend, Chunk, Limits, Log
-from vllmops.store.conversations import Addition, Entries, Entry, Outcome
+from vllmops.store.backend import EVERYBODY, Backend, EventChunk, EventLog, Limits
+from vllmops.store.conversations import ConversationItem, ConversationResult, ItemAddition, ItemPage
 from vllmops.store.packing import deflate
 from vllmops.store.response import Response
 from vllmops.store.sqlite import Sqlite
@@ -21,74 +21,90 @@ class Broken(Sqlite):
 
 
 class LosesAddition(Broken):
-    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
-        return await super().add_entries(replace(addition, entries=[]), *args, **kwargs)
+    async def add_items(
+        self, addition: ItemAddition, *args: Any, **kwargs: Any
+    ) -> ConversationResult:
+        return await super().add_items(replace(addition, entries=[]), *args, **kwargs)
 
 
 class TearsAddition(Broken):
-    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
+    async def add_items(
+        self, addition: ItemAddition, *args: Any, **kwargs: Any
+    ) -> ConversationResult:
         torn = replace(addition, entries=list(addition.entries)[:1])
-        return await super().add_entries(torn, *args, **kwargs)
+        return await super().add_items(torn, *args, **kwargs)
 
 
 class DoublesAddition(Broken):
-    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
+    async def add_items(
+        self, addition: ItemAddition, *args: Any, **kwargs: Any
+    ) -> ConversationResult:
         entries = list(addition.entries)
         again = [replace(one, id=one.id + "x") for one in entries]
         twice = replace(addition, entries=entries + again)
-        return await super().add_entries(twice, *args, **kwargs)
+        return await super().add_items(twice, *args, **kwargs)
 
 
 class SwapsOrder(Broken):
-    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
+    async def add_items(
+        self, addition: ItemAddition, *args: Any, **kwargs: Any
+    ) -> ConversationResult:
         swapped = replace(addition, entries=list(addition.entries)[::-1])
-        return await super().add_entries(swapped, *args, **kwargs)
+        return await super().add_items(swapped, *args, **kwargs)
 
 
 class AddsWhatItRefuses(Broken):
-    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
-        outcome = await super().add_entries(addition, *args, **kwargs)
-        return Outcome.LOCKED if outcome is Outcome.DONE and not addition.holder else outcome
+    async def add_items(
+        self, addition: ItemAddition, *args: Any, **kwargs: Any
+    ) -> ConversationResult:
+        outcome = await super().add_items(addition, *args, **kwargs)
+        return (
+            ConversationResult.LOCKED
+            if outcome is ConversationResult.DONE and not addition.holder
+            else outcome
+        )
 
 
 class ReadsStale(Broken):
-    kept: ClassVar[dict[str, Entries | None]] = {}
+    kept: ClassVar[dict[str, ItemPage | None]] = {}
 
-    async def page_entries(self, owner: str, conversation_id: str, **given: Any) -> Entries | None:
+    async def list_items(self, owner: str, conversation_id: str, **given: Any) -> ItemPage | None:
         if conversation_id not in self.kept:
-            self.kept[conversation_id] = await super().page_entries(owner, conversation_id, **given)
+            self.kept[conversation_id] = await super().list_items(owner, conversation_id, **given)
         return self.kept[conversation_id]
 
 
 class LosesOldest(Broken):
-    async def page_entries(self, *args: Any, **given: Any) -> Entries | None:
-        found = await super().page_entries(*args, **given)
-        return found and Entries(found.entries[1:], found.more)
+    async def list_items(self, *args: Any, **given: Any) -> ItemPage | None:
+        found = await super().list_items(*args, **given)
+        return found and ItemPage(found.entries[1:], found.more)
 
 
 class ForgetsHold(Broken):
-    async def hold(
+    async def hold_conversation(
         self, owner: str, conversation_id: str, holder: str
-    ) -> tuple[Outcome, list[Entry]]:
-        held = await super().hold(owner, conversation_id, holder)
-        await self.release(conversation_id, holder)
+    ) -> tuple[ConversationResult, list[ConversationItem]]:
+        held = await super().hold_conversation(owner, conversation_id, holder)
+        await self.release_conversation(conversation_id, holder)
         return held
 
-    async def add_entries(self, addition: Addition, *args: Any, **kwargs: Any) -> Outcome:
-        return await super().add_entries(replace(addition, holder=""), *args, **kwargs)
+    async def add_items(
+        self, addition: ItemAddition, *args: Any, **kwargs: Any
+    ) -> ConversationResult:
+        return await super().add_items(replace(addition, holder=""), *args, **kwargs)
 
 
 class HoldSeesNothing(Broken):
-    async def hold(
+    async def hold_conversation(
         self, owner: str, conversation_id: str, holder: str
-    ) -> tuple[Outcome, list[Entry]]:
-        outcome, entries = await super().hold(owner, conversation_id, holder)
+    ) -> tuple[ConversationResult, list[ConversationItem]]:
+        outcome, entries = await super().hold_conversation(owner, conversation_id, holder)
         return outcome, entries[:-2]
 
 
 class DropsOwner(Broken):
-    async def page_entries(self, owner: str, *args: Any, **given: Any) -> Entries | None:
-        return await super().page_entries(EVERYBODY, *args, **given)
+    async def list_items(self, owner: str, *args: Any, **given: Any) -> ItemPage | None:
+        return await super().list_items(EVERYBODY, *args, **given)
 
 
 class DropsOwnerOfResponses(Broken):
@@ -144,22 +160,22 @@ class LosesResponse(Broken):
 
 
 class DoublesEvent(Broken):
-    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
-        found = await super().log(owner, response_id, after - 1)
+    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
+        found = await super().read_events(owner, response_id, after - 1)
         if found is None or after < 0:
             return found
-        later = [Chunk(one.first + 1, one.last + 1, one.events) for one in found.chunks[:1]]
-        return Log([*later, *found.chunks[1:]], found.running)
+        later = [EventChunk(one.first + 1, one.last + 1, one.events) for one in found.chunks[:1]]
+        return EventLog([*later, *found.chunks[1:]], found.running)
 
 
 class LosesEvents(Broken):
-    async def append(self, response: Response, chunk: Chunk) -> bool:
-        return chunk.first > 0 or await super().append(response, chunk)
+    async def append_events(self, response: Response, chunk: EventChunk) -> bool:
+        return chunk.first > 0 or await super().append_events(response, chunk)
 
 
 class ForgetsBeginning(Broken):
-    async def conversation(self, owner: str, response_id: str) -> list[Response]:
-        turns = await super().conversation(owner, response_id)
+    async def list_turns(self, owner: str, response_id: str) -> list[Response]:
+        turns = await super().list_turns(owner, response_id)
         return [replace(turn, previous_id=None) for turn in turns[-1:]]
 
 
@@ -170,8 +186,8 @@ class FollowsStale(Broken):
         self.first[response.id] = response.body
         return await super().create(response)
 
-    async def conversation(self, owner: str, response_id: str) -> list[Response]:
-        turns = await super().conversation(owner, response_id)
+    async def list_turns(self, owner: str, response_id: str) -> list[Response]:
+        turns = await super().list_turns(owner, response_id)
         return [replace(turn, body=self.first.get(turn.id, turn.body)) for turn in turns]
 
 

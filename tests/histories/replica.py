@@ -223,7 +223,7 @@ sys.meta_path.insert(0, Vllm())
 def serve(port: int, url: str, kind: str) -> None:
     """Be a replica, until the process ends."""
     from vllmops.agent.responses import conversation_routes, routes
-    from vllmops.agent.responses.serving import StoredResponses
+    from vllmops.agent.responses.serving import StoreBackedServing
     from vllmops.store import opening
     from vllmops.store.backend import Limits
     from vllmops.store.store import ResponseStore
@@ -238,15 +238,15 @@ def serve(port: int, url: str, kind: str) -> None:
     assert conversation_routes  # which adds to the others
     # A sweep while the clock is ahead would take the events that a client has not followed yet.
     limits = Limits(lease_s=LEASE_S, events_kept_s=2 * STEP_S)
-    backend = opening.backend(url, limits)
-    StoredResponses.open_store = staticmethod(lambda: ResponseStore(backend))
-    StoredResponses.ring = staticmethod(lambda: None)
+    backend = opening.make_backend(url, limits)
+    StoreBackedServing.open_store = staticmethod(lambda: ResponseStore(backend))
+    StoreBackedServing.ring = staticmethod(lambda: None)
     app = FastAPI(lifespan=functools.partial(routes.lifespan, routes.router))
     app.include_router(routes.router)
     app.state.args = Namespace(api_key=KEYS)
 
     async def run() -> None:
-        app.state.openai_serving_responses = StoredResponses()
+        app.state.openai_serving_responses = StoreBackedServing()
         await uvicorn.Server(uvicorn.Config(app, port=port, log_level="error")).serve()
 
     asyncio.run(run())

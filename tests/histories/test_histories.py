@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from vllmops.store import opening
-from vllmops.store.backend import Backend, Limits, Response, owner_of
+from vllmops.store.backend import Backend, Limits, Response, derive_owner
 from vllmops.store.store import ResponseStore
 
 from ..support.databases import LOCAL, Servers
@@ -98,14 +98,14 @@ def test_who_saw_more_than_is_left_of_a_lost_run_gets_its_end(
     url, port = f"sqlite:///{tmp_path}/r.db", free_port()
 
     async def left() -> None:
-        backend = opening.backend(url, Limits(lease_s=0.1))
+        backend = opening.make_backend(url, Limits(lease_s=0.1))
         async with ResponseStore(backend) as store:
             for name in ("lost", "stopped", "over"):
                 made = Response(
-                    id=name, owner=owner_of("ann"), model="m", status="in_progress", body=b"{}"
+                    id=name, owner=derive_owner("ann"), model="m", status="in_progress", body=b"{}"
                 )
                 await store.create(made)
-                await store.append(made, 0, [b'{"type":"response.created"}'] * 3)
+                await store.append_events(made, 0, [b'{"type":"response.created"}'] * 3)
             await store.set_status(made.owner, "over", "completed")
             await store.set_status(made.owner, "stopped", "cancelled")
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllmops.host.gpu import AmdGpus, Gpus
+from vllmops.host.gpu import AmdGpus, NvidiaGpus
 
 
 class BrokenError(Exception):
@@ -37,19 +37,19 @@ def module(processes: object, *, init: object = None) -> SimpleNamespace:
 def test_by_gpu_and_by_process(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [SimpleNamespace(pid=7, usedGpuMemory=300), SimpleNamespace(pid=8, usedGpuMemory=None)]
     monkeypatch.setitem(sys.modules, "pynvml", module(found))
-    assert Gpus().used() == ([1000, 1001], {7: 600})
+    assert NvidiaGpus().read_used_memory() == ([1000, 1001], {7: 600})
 
 
 def test_a_driver_that_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module(BrokenError()))
-    assert Gpus().used() == ([1000, 1001], {})
+    assert NvidiaGpus().read_used_memory() == ([1000, 1001], {})
 
 
 def test_no_driver_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module([], init=True))
-    assert Gpus().used() == ([], {})
+    assert NvidiaGpus().read_used_memory() == ([], {})
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert Gpus().used() == ([], {})
+    assert NvidiaGpus().read_used_memory() == ([], {})
 
 
 def test_what_lowers_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_what_lowers_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     found.nvmlDeviceGetClockInfo = lambda _, kind: 300 * kind
     found.nvmlDeviceGetCurrentClocksThrottleReasons = lambda handle: 12 if handle else 1
     monkeypatch.setitem(sys.modules, "pynvml", found)
-    idle, hot = Gpus().states()
+    idle, hot = NvidiaGpus().observe_gpus()
     assert (idle.throttled, idle.slowed_by) == (False, ("GpuIdle",))
     assert (hot.throttled, hot.slowed_by) == (True, ("HwSlowdown", "SwPowerCap"))
     assert (hot.clock_mhz, hot.most_mhz, hot.by_pid) == (300, None, {7: 300})
@@ -89,13 +89,13 @@ def test_errors_that_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
         busId={"a": b"00000000:3B:00.0", "b": "00000001:5E:00.0"}[device]
     )
     monkeypatch.setitem(sys.modules, "pynvml", found)
-    gpus = Gpus()
-    assert gpus.xids() == []
+    gpus = NvidiaGpus()
+    assert gpus.collect_xids() == []
     assert not registered
-    gpus.listen()
+    gpus.subscribe_to_xids()
     assert registered == [(0, 8, "set"), (1, 8, "set")]
     for _ in range(2):
-        assert [(xid.gpu, xid.number) for xid in gpus.xids()] == [
+        assert [(xid.gpu, xid.number) for xid in gpus.collect_xids()] == [
             ("0000:3b:00", 79),
             ("0001:5e:00", 31),
         ]
@@ -103,9 +103,9 @@ def test_errors_that_the_driver_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_driver_that_tells_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module([]))
-    gpus = Gpus()
-    gpus.listen()
-    assert gpus.xids() == []
+    gpus = NvidiaGpus()
+    gpus.subscribe_to_xids()
+    assert gpus.collect_xids() == []
 
 
 def smi(**functions: object) -> SimpleNamespace:
@@ -141,7 +141,7 @@ def test_gpus_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
         ],
     )
     monkeypatch.setitem(sys.modules, "amdsmi", found)
-    (gpu,) = AmdGpus().states()
+    (gpu,) = AmdGpus().observe_gpus()
     assert (gpu.busy, gpu.memory_busy, gpu.watts, gpu.limit_watts) == (1.0, None, 140.0, 750.0)
     assert (gpu.used_bytes, gpu.total_bytes, gpu.name) == (3 << 20, 1 << 30, "")
     assert (gpu.clock_mhz, gpu.most_mhz, gpu.celsius) == (132, 2100, 61)
@@ -154,4 +154,4 @@ def test_no_amd_or_one_that_says_nothing(
     monkeypatch: pytest.MonkeyPatch, found: SimpleNamespace | None
 ) -> None:
     monkeypatch.setitem(sys.modules, "amdsmi", found)
-    assert [(gpu.busy, gpu.name) for gpu in AmdGpus().states()] in ([], [(None, "")])
+    assert [(gpu.busy, gpu.name) for gpu in AmdGpus().observe_gpus()] in ([], [(None, "")])

@@ -24,9 +24,9 @@ def test_what_the_driver_reported_since(monkeypatch: pytest.MonkeyPatch, tmp_pat
         record(30, "NVRM: Xid (0000:5e:00): 94, Contained"),
         "no record at all",
     ]
-    monkeypatch.setattr(kmsg, "records", lambda _: iter(log))
+    monkeypatch.setattr(kmsg, "read_records", lambda _: iter(log))
     (tmp_path / "kmsg").touch()
-    first, second = kmsg.xids(600, tmp_path / "kmsg")
+    first, second = kmsg.read_xids(600, tmp_path / "kmsg")
     assert (first.gpu, first.number) == ("0000:3b:00", 79)
     assert first.text == "pid=8, GPU has fallen off the bus."
     assert first.age_s == pytest.approx(50, abs=40)
@@ -51,7 +51,7 @@ def test_the_journal_where_the_log_may_not_be_read(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(kmsg, "JOURNAL_S", 60.0)  # a busy machine
-    (xid,) = kmsg.xids(100, tmp_path / "none")
+    (xid,) = kmsg.read_xids(100, tmp_path / "none")
     assert (xid.gpu, xid.number, xid.text) == (
         "0000:3b:00",
         79,
@@ -69,11 +69,11 @@ def test_a_journal_that_tells_nothing(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(kmsg, "JOURNAL_S", 0.2)
-    assert kmsg.xids(100, tmp_path / "none") == ()
+    assert kmsg.read_xids(100, tmp_path / "none") == ()
 
 
 def readable() -> Iterator[str]:
-    return kmsg.records(kmsg.KMSG)
+    return kmsg.read_records(kmsg.KMSG)
 
 
 def test_the_real_log_is_read_to_its_end() -> None:
@@ -82,6 +82,6 @@ def test_the_real_log_is_read_to_its_end() -> None:
 
 def test_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert kmsg.xids(600, tmp_path / "none") == ()
+    assert kmsg.read_xids(600, tmp_path / "none") == ()
     (tmp_path / "empty").touch()
-    assert kmsg.xids(600, tmp_path / "empty") == ()
+    assert kmsg.read_xids(600, tmp_path / "empty") == ()

@@ -10,29 +10,29 @@ import pytest
 from vllmops.host import memory, proc
 from vllmops.host.processes import (
     Process,
-    Seen,
+    ProcessEntry,
     Table,
-    alive,
-    serve_arguments,
-    still_known,
-    table,
-    tree,
+    build_process_tree,
+    is_alive,
+    parse_serve_arguments,
+    read_process_table,
+    retain_vital_processes,
 )
 from vllmops.host.roles import Role
-from vllmops.host.states import state
+from vllmops.host.states import observe_process
 from vllmops.protocol import identity
 
 
 def process_table(*rows: tuple[int, int, str]) -> Table:
     """A table from pid, parent and command line."""
     return {
-        pid: Seen(pid, ppid, 1000 + pid, tuple(words.split()), pid * 10, words == "zombie")
+        pid: ProcessEntry(pid, ppid, 1000 + pid, tuple(words.split()), pid * 10, words == "zombie")
         for pid, ppid, words in rows
     }
 
 
 def roles(found: Table, *roots: int) -> dict[int, str]:
-    return {process.pid: process.role.value for process in tree(found, roots)}
+    return {process.pid: process.role.value for process in build_process_tree(found, roots)}
 
 
 VLLM_SERVE = "/x/bin/python /x/bin/vllm serve M --port 1"
@@ -89,8 +89,10 @@ def test_a_fork_that_has_executed_nothing_yet_is_none_of_them() -> None:
 
 def test_titles_as_setproctitle_pads_them() -> None:
     found = process_table((10, 1, VLLM_SERVE))
-    found[12] = Seen(12, 10, 1012, ("VLLM::EngineCore", "", "", ""), 1, zombie=False)
-    assert [(p.role, p.title) for p in tree(found, [12])] == [(Role.ENGINE, "VLLM::EngineCore")]
+    found[12] = ProcessEntry(12, 10, 1012, ("VLLM::EngineCore", "", "", ""), 1, zombie=False)
+    assert [(p.role, p.title) for p in build_process_tree(found, [12])] == [
+        (Role.ENGINE, "VLLM::EngineCore")
+    ]
 
 
 def test_zombies_are_not_of_it() -> None:
@@ -104,7 +106,9 @@ def test_a_process_that_is_dying_keeps_the_role_that_it_had() -> None:
     )
     # As the kernel shows them: one has lost its memory, and the one below it its parent.
     after = process_table((10, 1, VLLM_SERVE), (12, 10, ""), (14, 10, "sh"))
-    found = still_known(tree(before, [10]), tree(after, [10]))
+    found = retain_vital_processes(
+        build_process_tree(before, [10]), build_process_tree(after, [10])
+    )
     shown = {process.pid: process.role.value for process in found}
     assert shown == {10: "api", 12: "engine", 14: "other", 13: "worker"}
 
@@ -146,33 +150,33 @@ def test_several_roots_and_unknown_ones() -> None:
 )
 def test_which_command_lines_are_servers(words: str, arguments: list[str] | None) -> None:
     for line in (words.split(), tuple(words.split())):
-        found = serve_arguments(line)
+        found = parse_serve_arguments(line)
         assert (None if found is None else list(found)) == arguments
 
 
 def test_a_shell_that_quotes_the_command_is_no_server() -> None:
-    assert serve_arguments(("bash", "-c", "vllm serve M")) is None
-    assert serve_arguments(("/usr/bin/env", "bash", "-c", "vllm serve")) is None
+    assert parse_serve_arguments(("bash", "-c", "vllm serve M")) is None
+    assert parse_serve_arguments(("/usr/bin/env", "bash", "-c", "vllm serve")) is None
 
 
 def test_a_pid_that_was_reused_is_another_process() -> None:
-    created = identity.of(os.getpid()).start_ticks
-    assert alive(Process(Role.API, os.getpid(), created))
-    assert not alive(Process(Role.API, os.getpid(), created - 60))
-    assert not alive(Process(Role.API, 2**22 + 1, created))
+    created = identity.read_identity(os.getpid()).start_ticks
+    assert is_alive(Process(Role.API, os.getpid(), created))
+    assert not is_alive(Process(Role.API, os.getpid(), created - 60))
+    assert not is_alive(Process(Role.API, 2**22 + 1, created))
 
 
 def test_a_zombie_is_not_alive() -> None:
     popen = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    created = identity.of(popen.pid).start_ticks
+    created = identity.read_identity(popen.pid).start_ticks
     os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
-    assert table()[popen.pid].zombie
-    assert not alive(Process(Role.API, popen.pid, created))
+    assert read_process_table()[popen.pid].zombie
+    assert not is_alive(Process(Role.API, popen.pid, created))
     popen.wait()
 
 
 def test_the_real_table_has_this_process() -> None:
-    seen = table()[os.getpid()]
+    seen = read_process_table()[os.getpid()]
     assert seen.ppid == os.getppid()
     assert seen.rss_bytes
     assert seen.rss_bytes > 2**20
@@ -186,9 +190,9 @@ def test_a_process_with_a_name_that_is_no_text() -> None:
     ) as child:
         assert child.stdout
         child.stdout.readline()
-        assert proc.effective_uid(child.pid) == os.geteuid()
-        assert proc.name(child.pid) == "\ufffd\ufffd"
-        assert identity.of(child.pid).pid == child.pid
+        assert proc.read_effective_uid(child.pid) == os.geteuid()
+        assert proc.read_process_name(child.pid) == "\ufffd\ufffd"
+        assert identity.read_identity(child.pid).pid == child.pid
         child.communicate(b"\n")
 
 
@@ -207,16 +211,16 @@ def test_a_process_with_a_name_that_is_no_text() -> None:
 def test_ranks_are_in_the_titles(
     title: str, ranks: str, fields: tuple[int | None, int | None, int | None]
 ) -> None:
-    (process,) = tree(process_table((10, 1, title)), [10])
+    (process,) = build_process_tree(process_table((10, 1, title)), [10])
     place = process.place
     assert place.ranks == ranks
     assert (place.dp_rank, place.tp_rank, place.pp_rank) == fields
 
 
 def test_whoever_has_the_pid_of_a_dead_process_is_not_that_one() -> None:
-    ticks = identity.of(os.getpid()).start_ticks
-    assert state(Process(Role.ENGINE, os.getpid(), ticks)).state in {"R", "S", "D"}
-    other = state(Process(Role.ENGINE, os.getpid(), ticks - 1))
+    ticks = identity.read_identity(os.getpid()).start_ticks
+    assert observe_process(Process(Role.ENGINE, os.getpid(), ticks)).state in {"R", "S", "D"}
+    other = observe_process(Process(Role.ENGINE, os.getpid(), ticks - 1))
     assert (other.state, other.rss_bytes) == ("", None)
 
 
@@ -232,20 +236,21 @@ def test_the_least_memory_of_all_control_groups_counts(
     pod = tmp_path / "pod"
     limit(pod, "1000", 900, 50)
     limit(pod / "server", "max", 300)
-    monkeypatch.setattr(proc, "cgroup", lambda _: pod / "server")
-    assert memory.container(os.getpid()) == (1000, 150)
+    monkeypatch.setattr(proc, "find_cgroup", lambda _: pod / "server")
+    assert memory.find_cgroup_limit_and_available(os.getpid()) == (1000, 150)
     (pod / "server" / "memory.max").write_text("400\n")
-    assert memory.container(os.getpid()) == (400, 100)
+    assert memory.find_cgroup_limit_and_available(os.getpid()) == (400, 100)
     (pod / "memory.max").write_text("max\n")
     (pod / "server" / "memory.max").write_text("max\n")
-    assert memory.container(os.getpid()) is None
+    assert memory.find_cgroup_limit_and_available(os.getpid()) is None
 
 
 HIDDEN = """
 import os
-from vllmops.host.processes import Process, alive, table
+from vllmops.host.processes import Process, is_alive, read_process_table
 from vllmops.host.roles import Role
-print(os.getpid() in table(), 1 in table(), alive(Process(Role.API, 1, 0)))
+table = read_process_table()
+print(os.getpid() in table, 1 in table, is_alive(Process(Role.API, 1, 0)))
 """
 
 

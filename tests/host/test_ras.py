@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from vllmops.diagnose.clues import polled
-from vllmops.diagnose.stacks import explain
+from vllmops.diagnose.clues import find_ras_evidence
+from vllmops.diagnose.stacks import explain_stacks
 from vllmops.host import ras
-from vllmops.protocol.pasted import Pasted
+from vllmops.protocol.pasted import PastedStacks
 from vllmops.protocol.server import RasCapture
 
 from ..support.ports import free_port
@@ -79,7 +79,9 @@ MISMATCH = """Communicators ranks have different AllReduce operation counts
 def looks(process: Any) -> list[RasCapture]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ras, "ANSWER_S", 60.0)  # on a busy machine
-        return [found for _ in range(2) for found in ras.captures([process], time.monotonic())]
+        return [
+            found for _ in range(2) for found in ras.collect_captures([process], time.monotonic())
+        ]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def looks(process: Any) -> list[RasCapture]:
 def test_counts_that_stand_still(
     start: Start, answers: tuple[str, ...], first: str, confidence: str, subject: str
 ) -> None:
-    (clue,) = polled(looks(start("json", *answers)))
+    (clue,) = find_ras_evidence(looks(start("json", *answers)))
     assert (clue.ids[0], clue.confidence) == (first, confidence)
     assert clue.subject.startswith(subject)
     assert "have stood still" in clue.line
@@ -113,32 +115,34 @@ def test_ranks_in_another_order_have_not_moved(start: Start) -> None:
         RasCapture(at_s=at, pid=1, port=1, text=json.dumps(found))
         for at, found in ((0.0, there), (5.0, back))
     ]
-    assert [clue.ids[0] for clue in polled(captures)] == ["collective-mismatch"]
+    assert [clue.ids[0] for clue in find_ras_evidence(captures)] == ["collective-mismatch"]
 
 
 def test_counts_that_move_tell_of_work(start: Start) -> None:
     found = looks(start("json", status(8, 9), status(10, 12)))
     assert len(found) == 2
-    assert polled(found) == []
-    assert polled(found[:1]) == []
+    assert find_ras_evidence(found) == []
+    assert find_ras_evidence(found[:1]) == []
 
 
 def test_an_older_service_answers_in_text(start: Start) -> None:
-    (clue,) = polled(looks(start("old", MISMATCH)))
+    (clue,) = find_ras_evidence(looks(start("old", MISMATCH)))
     assert (clue.ids[0], clue.subject) == ("collective-mismatch", "rank 0")
 
 
 @pytest.mark.parametrize("kind", ["silent", "other", "endless"])
 def test_a_service_that_is_none_is_given_up(start: Start, kind: str) -> None:
-    assert list(ras.captures([start(kind, "")], time.monotonic())) == []
+    assert list(ras.collect_captures([start(kind, "")], time.monotonic())) == []
 
 
 def test_only_a_service_of_the_server_is_asked(start: Start) -> None:
     stranger = start("json", status(1, 1))
-    assert ras.listening(stranger.pid)
-    assert ras.listening(os.getpid()) == []
-    assert ras.listening(start("json", status(1), NCCL_RAS_ENABLE="0").pid) == []
-    assert ras.listening(start("json", status(1), NCCL_RAS_ADDR="localhost:1").pid) == []
+    assert ras.find_service_addresses(stranger.pid)
+    assert ras.find_service_addresses(os.getpid()) == []
+    assert ras.find_service_addresses(start("json", status(1), NCCL_RAS_ENABLE="0").pid) == []
+    assert (
+        ras.find_service_addresses(start("json", status(1), NCCL_RAS_ADDR="localhost:1").pid) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,13 +156,13 @@ def test_only_a_service_of_the_server_is_asked(start: Start) -> None:
     ],
 )
 def test_the_port_that_is_named(value: str, port: int) -> None:
-    assert ras.wanted({"NCCL_RAS_ADDR": value}) == port
+    assert ras.find_service_port({"NCCL_RAS_ADDR": value}) == port
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"communicators": 3}', "\0" * 99])
 def test_answers_without_counts_tell_nothing(text: str) -> None:
     captures = [RasCapture(at_s=at, pid=1, port=1, text=text) for at in (0.0, 5.0)]
-    assert polled(captures) == []
+    assert find_ras_evidence(captures) == []
 
 
 def test_it_counts_where_a_server_makes_no_progress() -> None:
@@ -166,11 +170,11 @@ def test_it_counts_where_a_server_makes_no_progress() -> None:
         RasCapture(at_s=at, pid=1, port=1, text=status(20, 17, 20).replace("PID", "1"))
         for at in (0.0, 5.0)
     )
-    pasted = Pasted((), complete=True, ras=captures)
-    found = explain(pasted, {"progress": "frozen"})
+    pasted = PastedStacks((), complete=True, ras=captures)
+    found = explain_stacks(pasted, {"progress": "frozen"})
     assert (found.verdict, found.findings[0].code) == ("hang", "stack.collective-mismatch")
     assert found.findings[0].subject == "rank 1"
-    assert explain(pasted, {"waiting": "0"}).findings == ()
+    assert explain_stacks(pasted, {"waiting": "0"}).findings == ()
 
 
 FINE = """Communicators... (0.00s)
@@ -188,6 +192,6 @@ def test_an_answer_that_names_no_process_counts_where_nobody_else_listens(
     process = start("old", FINE)
     found = looks(process)
     assert [capture.text for capture in found] == [FINE, FINE]
-    assert polled(found) == []  # no counts: whether they move is not known
-    monkeypatch.setattr(ras, "listeners", lambda _: {process.pid, None})
+    assert find_ras_evidence(found) == []  # no counts: whether they move is not known
+    monkeypatch.setattr(ras, "find_listener_pids", lambda _: {process.pid, None})
     assert looks(process) == []

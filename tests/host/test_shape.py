@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from vllmops.host.shape import Shape, remove_dead, shape, shown, unix_path, unix_url
+from vllmops.host.shape import (
+    ServingMode,
+    format_url,
+    make_unix_url,
+    parse_serving_mode,
+    parse_unix_url,
+    remove_stale_socket,
+)
 from vllmops.instances import readiness
 from vllmops.vllm_api import http
 
@@ -20,35 +27,35 @@ from ..support.waiting import until
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        ("--port 1 --host h", Shape()),
-        ("--uds /run/v.sock", Shape(uds="/run/v.sock")),
-        ("--uds=/run/v.sock --port 8000", Shape(uds="/run/v.sock")),
-        ("--headless", Shape(headless=True)),
-        ("--headless -dp 2 -dpl 1 --data-parallel-start-rank 1", Shape(headless=True)),
-        ("--headless --uds /x", Shape(headless=True)),
-        ("--api-server-count 0", Shape(headless=True)),
-        ("--api_server_count=0", Shape(headless=True)),
-        ("-asc 0", Shape(headless=True)),
-        ("-asc=0", Shape(headless=True)),
-        ("--api-server-count 2 -dp 2", Shape()),
-        ("-asc 10", Shape()),
-        ("--model headless", Shape()),
-        ("--nnodes 2 --node-rank 1 --headless", Shape(headless=True)),
-        ("--nnodes 2 --node-rank 0 -tp 2", Shape()),
-        ("-dp 2 --data-parallel-rank 1", Shape()),
-        ("-dp 4 -dpl 2 --data-parallel-hybrid-lb --data-parallel-start-rank 2", Shape()),
+        ("--port 1 --host h", ServingMode()),
+        ("--uds /run/v.sock", ServingMode(uds="/run/v.sock")),
+        ("--uds=/run/v.sock --port 8000", ServingMode(uds="/run/v.sock")),
+        ("--headless", ServingMode(headless=True)),
+        ("--headless -dp 2 -dpl 1 --data-parallel-start-rank 1", ServingMode(headless=True)),
+        ("--headless --uds /x", ServingMode(headless=True)),
+        ("--api-server-count 0", ServingMode(headless=True)),
+        ("--api_server_count=0", ServingMode(headless=True)),
+        ("-asc 0", ServingMode(headless=True)),
+        ("-asc=0", ServingMode(headless=True)),
+        ("--api-server-count 2 -dp 2", ServingMode()),
+        ("-asc 10", ServingMode()),
+        ("--model headless", ServingMode()),
+        ("--nnodes 2 --node-rank 1 --headless", ServingMode(headless=True)),
+        ("--nnodes 2 --node-rank 0 -tp 2", ServingMode()),
+        ("-dp 2 --data-parallel-rank 1", ServingMode()),
+        ("-dp 4 -dpl 2 --data-parallel-hybrid-lb --data-parallel-start-rank 2", ServingMode()),
     ],
 )
-def test_the_shape_that_arguments_give(words: str, found: Shape) -> None:
-    assert shape(words.split()) == found
+def test_the_shape_that_arguments_give(words: str, found: ServingMode) -> None:
+    assert parse_serving_mode(words.split()) == found
 
 
 @pytest.mark.parametrize("path", ["/tmp/Some Dir/Vllm.SOCK", "/tmp/ü%2F?#x", "/a:b@c/[d]"])
 def test_a_socket_s_path_comes_through_a_url(path: str) -> None:
-    assert unix_path(unix_url(path)) == path
-    assert unix_path(f"{unix_url(path)}/v1/models?x=1") == path
-    assert shown(unix_url(path)) == f"unix:{path}"
-    assert unix_path("http://localhost") is None
+    assert parse_unix_url(make_unix_url(path)) == path
+    assert parse_unix_url(f"{make_unix_url(path)}/v1/models?x=1") == path
+    assert format_url(make_unix_url(path)) == f"unix:{path}"
+    assert parse_unix_url("http://localhost") is None
 
 
 def test_only_a_dead_socket_is_removed(tmp_path: Path) -> None:
@@ -56,13 +63,13 @@ def test_only_a_dead_socket_is_removed(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
         server.listen()
-        remove_dead(str(path))
+        remove_stale_socket(str(path))
         assert path.exists()
-    remove_dead(str(path))
+    remove_stale_socket(str(path))
     assert not path.exists()
     path.write_text("a file")
-    remove_dead(str(path))
-    remove_dead(str(tmp_path / "none"))
+    remove_stale_socket(str(path))
+    remove_stale_socket(str(tmp_path / "none"))
     assert path.exists()
 
 
@@ -73,11 +80,11 @@ def test_a_server_on_a_unix_socket(lab: Any) -> None:
     assert "--port" not in record.command
     assert 0 < record.ready_s < 600
     (row,) = lab.vllmops("ps", "--json").data["instances"]
-    assert (row["state"], row["url"], row["uds"]) == ("ready", unix_url(str(path)), str(path))
+    assert (row["state"], row["url"], row["uds"]) == ("ready", make_unix_url(str(path)), str(path))
     assert f"unix:{path}" in lab.vllmops("ps").out
     assert lab.vllmops("status", "a", "--json").data["metrics"]["running"] == 0
     assert lab.vllmops("wait", f"unix:{path}", "--timeout", "60").code == 0
-    assert lab.vllmops("wait", unix_url(str(path)), "--timeout", "60").code == 0
+    assert lab.vllmops("wait", make_unix_url(str(path)), "--timeout", "60").code == 0
     doctor = lab.vllmops("doctor", "-t", "a", "--canary", "--only", "canary", "--json")
     # The stand-in names no model; that it was asked is what counts.
     assert "JSON" in doctor.data["findings"][0]["evidence"], doctor
@@ -115,7 +122,7 @@ def test_a_unix_socket_on_which_no_server_can_listen(lab: Any) -> None:
 def test_a_stranger_on_a_unix_socket(lab: Any) -> None:
     path = lab.home / "s.sock"
     lab.stranger_with("--uds", str(path))
-    until(lambda: http.healthy(unix_url(str(path))))
+    until(lambda: http.is_healthy(make_unix_url(str(path))))
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["state"], row["uds"], row["port"]) == ("ready", str(path), None)
     assert lab.vllmops("stop", f"unix:{path}").code == 0
@@ -172,5 +179,8 @@ def test_which_lines_say_that_a_process_is_up() -> None:
     words = (
         (Path(__file__).parents[1] / "instances" / "logs" / "ready.log").read_text().splitlines()
     )
-    assert {pid for line in words if (pid := readiness.says_up(line))} >= {4969}
-    assert readiness.says_up("(APIServer pid=1) INFO 11-20 19:05:14 [a.py:1] init engine (") is None
+    assert {pid for line in words if (pid := readiness.parse_ready_pid(line))} >= {4969}
+    assert (
+        readiness.parse_ready_pid("(APIServer pid=1) INFO 11-20 19:05:14 [a.py:1] init engine (")
+        is None
+    )

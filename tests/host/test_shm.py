@@ -13,7 +13,13 @@ import psutil
 import pytest
 
 from vllmops.host import shm
-from vllmops.host.shm import SHM, clean, sweep, unused, used_by
+from vllmops.host.shm import (
+    SHM,
+    find_unused_segments,
+    find_used_segments,
+    remove_stale_segments,
+    remove_unused_segments,
+)
 
 HOLD = """
 import mmap, os, sys
@@ -48,16 +54,16 @@ def hold(how: str, name: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize("name", ["model-{}.gguf", "vllm-weights-{}.safetensors"])
 def test_a_file_of_the_user_s_own_is_no_segment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "out_of_sight", str)  # as outside of a container
+    monkeypatch.setattr(shm, "explain_hidden_processes", str)  # as outside of a container
     monkeypatch.setattr(shm, "OLD_S", 0.0)
     path = SHM / name.format(os.getpid())
     path.write_bytes(bytes(4096))
     try:
         holder = hold("map", path.name)
-        assert used_by(holder.pid) == set()
+        assert find_used_segments(holder.pid) == set()
         holder.communicate(timeout=60)
-        assert sweep([path.name]) == []  # an older vllmops may have noted it
-        assert path.name not in {item.name for item in unused().segments}
+        assert remove_unused_segments([path.name]) == []  # an older vllmops may have noted it
+        assert path.name not in {item.name for item in find_unused_segments().segments}
         assert path.exists()
     finally:
         path.unlink()
@@ -66,37 +72,37 @@ def test_a_file_of_the_user_s_own_is_no_segment(name: str, monkeypatch: pytest.M
 @pytest.mark.parametrize("how", ["map", "open"])
 def test_a_segment_that_a_live_process_uses_stays(segment: str, how: str) -> None:
     holder = hold(how, segment)
-    assert used_by(holder.pid) == {segment}
-    assert sweep([segment]) == []
+    assert find_used_segments(holder.pid) == {segment}
+    assert remove_unused_segments([segment]) == []
     assert (SHM / segment).exists()
     holder.communicate(timeout=60)
-    assert used_by(holder.pid) == set()
-    assert sweep([segment]) == [segment]
+    assert find_used_segments(holder.pid) == set()
+    assert remove_unused_segments([segment]) == [segment]
     assert not (SHM / segment).exists()
 
 
 def test_a_segment_that_was_unlinked_is_still_known(segment: str) -> None:
     with (SHM / segment).open("r+b") as file, mmap.mmap(file.fileno(), 4096):
         (SHM / segment).unlink()
-        assert segment in used_by(os.getpid())
-    assert sweep([segment]) == []
+        assert segment in find_used_segments(os.getpid())
+    assert remove_unused_segments([segment]) == []
 
 
 @pytest.mark.root_only
 def test_a_segment_of_another_user_stays(segment: str) -> None:
     os.chown(SHM / segment, 65534, 65534)
-    assert sweep([segment]) == []
+    assert remove_unused_segments([segment]) == []
 
 
 def test_names_that_are_gone_do_no_harm() -> None:
-    assert sweep(["psm_never_was", "sem.never/was"]) == []
+    assert remove_unused_segments(["psm_never_was", "sem.never/was"]) == []
 
 
 def test_nothing_outside_is_touched(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.touch()
     outside = os.path.relpath(victim, SHM)
-    assert sweep([outside]) == []
+    assert remove_unused_segments([outside]) == []
     assert victim.exists()
 
 
@@ -133,21 +139,21 @@ def test_a_semaphore_is_its_maker_s_though_it_has_another_name_there() -> None:
     holder, name = semaphore_holder()
     assert (SHM / name).exists()
     assert f"/dev/shm/{name}" not in Path(f"/proc/{holder.pid}/maps").read_text()
-    assert name in used_by(holder.pid)
-    assert sweep([name]) == []
+    assert name in find_used_segments(holder.pid)
+    assert remove_unused_segments([name]) == []
     end(holder)
     assert (SHM / name).exists()
-    assert sweep([name]) == [name]
+    assert remove_unused_segments([name]) == [name]
 
 
 def test_a_file_that_took_a_dead_one_s_name_stays(segment: str) -> None:
-    (old,) = [item for item in shm.segments() if item.name == segment]
+    (old,) = [item for item in shm.list_segments() if item.name == segment]
     (SHM / segment).rename(SHM / f"{segment}_kept")
     (SHM / segment).write_bytes(b"another's")
     (SHM / f"{segment}_kept").unlink()
-    (new,) = [item for item in shm.segments() if item.name == segment]
+    (new,) = [item for item in shm.list_segments() if item.name == segment]
     if old.file != new.file:  # an inode may be used again
-        assert shm.remove([old]) == []
+        assert shm.unlink_segments([old]) == []
 
 
 def test_nothing_is_removed_where_nobody_can_be_looked_into(
@@ -157,8 +163,8 @@ def test_nothing_is_removed_where_nobody_can_be_looked_into(
     def none_left(_: int) -> set[shm.File]:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(shm, "files_of", none_left)
-    assert sweep([segment]) == []
+    monkeypatch.setattr(shm, "find_used_files", none_left)
+    assert remove_unused_segments([segment]) == []
     assert (SHM / segment).exists()
 
 
@@ -173,7 +179,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("how", ["map", "open", None])
 def test_what_nobody_uses_is_cleaned(segment: str, how: str | None, patient: None) -> None:
     holder = hold(how, segment) if how else None
-    found, removed = clean()
+    found, removed = remove_stale_segments()
     assert found.doubt == ""
     assert [item.name for item in removed] == ([] if holder else [segment])
     assert (SHM / segment).exists() == bool(holder)
@@ -194,10 +200,10 @@ def test_a_holder_with_another_dev_shm_is_seen(segment: str, patient: None, tmp_
     )
     assert holder.stdout
     assert holder.stdout.readline() == "up\n"
-    assert clean()[1] == []
-    assert sweep([segment]) == []
+    assert remove_stale_segments()[1] == []
+    assert remove_unused_segments([segment]) == []
     holder.communicate(timeout=60)
-    assert [item.name for item in clean()[1]] == [segment]
+    assert [item.name for item in remove_stale_segments()[1]] == [segment]
 
 
 def test_a_young_one_and_one_of_another_kind_stay(
@@ -206,11 +212,11 @@ def test_a_young_one_and_one_of_another_kind_stay(
     other = SHM / f"PostgreSQL.{os.getpid()}"
     other.touch()
     try:
-        assert segment in {item.name for item in unused().segments}
-        _, removed = clean()
+        assert segment in {item.name for item in find_unused_segments().segments}
+        _, removed = remove_stale_segments()
         assert segment not in {item.name for item in removed}
         monkeypatch.setattr(shm, "OLD_S", 0.0)
-        names = {item.name for item in unused().segments}
+        names = {item.name for item in find_unused_segments().segments}
         assert other.name not in names
         assert segment in names
     finally:
@@ -233,7 +239,7 @@ CLEAN = """
 import sys
 from vllmops.host import shm
 shm.OLD_S = 0.0
-found, removed = shm.clean()
+found, removed = shm.remove_stale_segments()
 print(removed if not found.doubt else found.doubt)
 """
 

@@ -9,8 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.instances.control import Request, adopt, told
-from vllmops.instances.record import Folder, State
+from vllmops.instances.control import (
+    ControlRequest,
+    restart_dead_supervisor,
+    send_and_wait_until_begun,
+)
+from vllmops.instances.record import InstanceFolder, InstanceState
 
 from ..support.waiting import until
 
@@ -19,16 +23,21 @@ from ..support.waiting import until
 def test_seconds_are_finite(seconds: float) -> None:
     """JSON would make no request of them: the client would wait for ever for an end."""
     with pytest.raises(ValueError, match="not a number of seconds"):
-        Request(stop=seconds)
+        ControlRequest(stop=seconds)
     with pytest.raises(ValueError, match="not a number of seconds"):
-        Request(restart=seconds)
+        ControlRequest(restart=seconds)
 
 
 def test_what_a_supervisor_takes() -> None:
-    for request in (Request(), Request(hold=True), Request(stop=0.0), Request(restart=2.5)):
-        assert msgspec.json.decode(msgspec.json.encode(request), type=Request) == request
+    for request in (
+        ControlRequest(),
+        ControlRequest(hold=True),
+        ControlRequest(stop=0.0),
+        ControlRequest(restart=2.5),
+    ):
+        assert msgspec.json.decode(msgspec.json.encode(request), type=ControlRequest) == request
     with pytest.raises(msgspec.ValidationError):
-        msgspec.json.decode(b'{"stop":-1}', type=Request)
+        msgspec.json.decode(b'{"stop":-1}', type=ControlRequest)
 
 
 def test_one_that_ends_just_now_in_order_gets_no_successor(
@@ -37,18 +46,18 @@ def test_one_that_ends_just_now_in_order_gets_no_successor(
     """That would take it for one that died, and say so in its record."""
     lab.serve("a")
     lab.vllmops("stop", "a")
-    folder, lock = Folder("a"), Folder.lock
-    until(lambda: not folder.supervised())
+    folder, lock = InstanceFolder("a"), InstanceFolder.take_lock
+    until(lambda: not folder.is_supervised())
     ended = lab.record("a")
-    folder.write(msgspec.structs.replace(ended, state=State.STOPPING))
+    folder.save_record(msgspec.structs.replace(ended, state=InstanceState.STOPPING))
 
-    def late(self: Folder) -> int | None:
-        self.write(ended)
+    def late(self: InstanceFolder) -> int | None:
+        self.save_record(ended)
         return lock(self)
 
-    monkeypatch.setattr(Folder, "lock", late)
-    assert adopt(folder) is None
-    assert (folder.supervised(), lab.state("a")) == (False, "stopped")
+    monkeypatch.setattr(InstanceFolder, "take_lock", late)
+    assert restart_dead_supervisor(folder) is None
+    assert (folder.is_supervised(), lab.state("a")) == (False, "stopped")
 
 
 def test_a_supervisor_that_has_no_time_is_told_all_the_same(lab: Any) -> None:
@@ -56,6 +65,6 @@ def test_a_supervisor_that_has_no_time_is_told_all_the_same(lab: Any) -> None:
     lab.kill(supervisor, signal.SIGSTOP)
     go_on = threading.Timer(0.5, lab.kill, (supervisor, signal.SIGCONT))
     go_on.start()
-    told(Folder("a"), Request(stop=0.0), 600)
-    until(lambda: lab.state("a") == State.STOPPED)
+    send_and_wait_until_begun(InstanceFolder("a"), ControlRequest(stop=0.0), 600)
+    until(lambda: lab.state("a") == InstanceState.STOPPED)
     lab.nothing_left(record)

@@ -39,8 +39,8 @@ def test_what_waits_for_a_server_that_went_is_taken_by_the_one_that_got_its_sock
         port = int(first.stdout.readline())
         tree = [Process(Role.API, first.pid, 0)]
         with pytest.raises(OSError, match=r"listens on port 1$"):
-            handover.listener(tree, 1)
-        number = handover.listener(tree, port)
+            handover.copy_listening_socket(tree, 1)
+        number = handover.copy_listening_socket(tree, port)
         client = socket.create_connection(("127.0.0.1", port), timeout=60)
         first.communicate("\\n")
     module = ModuleType("launcher")
@@ -52,7 +52,7 @@ def test_what_waits_for_a_server_that_went_is_taken_by_the_one_that_got_its_sock
     create_server_socket.__module__ = module.__name__
     module.create_server_socket = create_server_socket  # type: ignore[attr-defined]
     monkeypatch.setenv(LISTEN, f"{number} {port} 127.0.0.1")
-    adopting.adopt(module)
+    adopting.hook_socket_creation(module)
     module.create_server_socket(("127.0.0.1", port + 1), reuse_port=False)
     assert calls == [(("127.0.0.1", port + 1), False)]
     with module.create_server_socket(("127.0.0.1", port), reuse_port=True) as listener, client:
@@ -65,9 +65,9 @@ def test_what_waits_for_a_server_that_went_is_taken_by_the_one_that_got_its_sock
 
 def test_a_second_server_needs_as_much_memory_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = [Process(Role.API, os.getpid(), 0)]
-    assert handover.lacking(tree) == ""
-    monkeypatch.setattr("vllmops.host.memory.room", lambda _: (10**6, 10**6))
-    assert "0.0 GB of memory are free" in handover.lacking(tree)
+    assert handover.explain_insufficient_memory(tree) == ""
+    monkeypatch.setattr("vllmops.host.memory.read_available_memory", lambda _: (10**6, 10**6))
+    assert "0.0 GB of memory are free" in handover.explain_insufficient_memory(tree)
 
 
 class Agent:
@@ -80,30 +80,30 @@ class Agent:
         self.in_flight = 0
         self.engine_answers = self.api_answers = True
         self.leaves = 0
-        monkeypatch.setattr(agent, "reach", lambda _: self)
+        monkeypatch.setattr(agent, "open_agent", lambda _: self)
         monkeypatch.setattr(handover, "KEEP_ALIVE_S", 0.2)
         monkeypatch.setattr(handover, "SLACK_S", 0.2)
         monkeypatch.setattr(handover, "POLL_S", 0.02)
-        started = identity.of(os.getpid()).start_ticks
+        started = identity.read_identity(os.getpid()).start_ticks
         self.tree = [Process(role, os.getpid(), started) for role in (Role.API, Role.ENGINE)]
 
-    def traffic(self) -> Traffic:
+    def fetch_traffic(self) -> Traffic:
         return Traffic(in_flight=self.in_flight, handed=0, started=9, draining=False, serves=False)
 
-    def drain(self, *, leave: bool = False, **_: object) -> Traffic:
+    def set_draining(self, *, leave: bool = False, **_: object) -> Traffic:
         if leave:
             self.leaves += 1
             if not self.api_answers:
                 raise VllmopsError("agent.timeout", "no answer")
-        return self.traffic()
+        return self.fetch_traffic()
 
-    def engine(self) -> Any:
+    def fetch_engine_state(self) -> Any:
         if not self.engine_answers:
             raise VllmopsError("agent.timeout", "no answer")
         return SimpleNamespace(unfinished=0)
 
     def emptied(self, seconds: float) -> str:
-        return handover.emptied(self.tree, seconds, lambda _: None, lambda: False, {})
+        return handover.drain_first_server(self.tree, seconds, lambda _: None, lambda: False, {})
 
 
 def test_a_first_server_is_empty_when_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +128,11 @@ def test_an_api_server_that_did_not_hear_it_is_told_again(monkeypatch: pytest.Mo
     def told(_: str) -> None:
         agents.api_answers = agents.leaves > 3
 
-    assert handover.emptied(agents.tree, 600, told, lambda: False, {}) == "no request was lost"
+    assert (
+        handover.drain_first_server(agents.tree, 600, told, lambda: False, {})
+        == "no request was lost"
+    )
     assert agents.leaves == 5
     agents.api_answers, said = False, list[str]()
-    handover.emptied(agents.tree, 600, said.append, lambda: bool(said), {})
+    handover.drain_first_server(agents.tree, 600, said.append, lambda: bool(said), {})
     assert "still takes connections" in said[-1]

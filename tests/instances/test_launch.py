@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 
-from vllmops.errors import Exit, VllmopsError
-from vllmops.host.shape import Shape
+from vllmops.errors import ExitCode, VllmopsError
+from vllmops.host.shape import ServingMode
 from vllmops.instances import launch
-from vllmops.instances.endpoint import store_of
-from vllmops.instances.launch import Order, check_model, check_port, free_port, preview, reserve
-from vllmops.instances.record import Folder
+from vllmops.instances.endpoint import find_store_url
+from vllmops.instances.launch import (
+    LaunchOptions,
+    find_free_port,
+    preview_record,
+    require_readable_model,
+    require_usable_port,
+    reserve_instance,
+)
+from vllmops.instances.record import InstanceFolder
 from vllmops.store import sqlite, urls
 from vllmops.store.opening import CLASS
 from vllmops.store.settings import STORE
@@ -31,39 +38,42 @@ def refusal(code: str, check: Any, *arguments: Any) -> VllmopsError:
 
 
 def test_the_ports_start_at_8000() -> None:
-    assert 8000 <= free_port("127.0.0.1", set()) <= 8999
+    assert 8000 <= find_free_port("127.0.0.1", set()) <= 8999
 
 
 def test_models_that_are_none(tmp_path: Path) -> None:
-    assert str(tmp_path / "no") in refusal("model.missing", check_model, f"{tmp_path}/no").message
-    assert "config.json" in refusal("model.missing", check_model, str(tmp_path)).message
-    assert "~" not in refusal("model.missing", check_model, "~/no/such/model").message
-    refusal("model.missing", check_model, "~no-such-user/model")
-    refusal("model.missing", check_model, "./no-such-model")
+    assert (
+        str(tmp_path / "no")
+        in refusal("model.missing", require_readable_model, f"{tmp_path}/no").message
+    )
+    assert "config.json" in refusal("model.missing", require_readable_model, str(tmp_path)).message
+    assert "~" not in refusal("model.missing", require_readable_model, "~/no/such/model").message
+    refusal("model.missing", require_readable_model, "~no-such-user/model")
+    refusal("model.missing", require_readable_model, "./no-such-model")
     (tmp_path / "config.json").mkdir()
-    refusal("model.missing", check_model, str(tmp_path))
+    refusal("model.missing", require_readable_model, str(tmp_path))
 
 
 def test_models_that_are_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, file in (("hf", "config.json"), ("mistral", "params.json"), ("gguf", "m.gguf")):
         (tmp_path / name).mkdir()
         (tmp_path / name / file).touch()
-        check_model(str(tmp_path / name))
-    check_model(str(tmp_path / "gguf" / "m.gguf"))
-    check_model("Qwen/Qwen3-0.6B")  # vLLM's business
+        require_readable_model(str(tmp_path / name))
+    require_readable_model(str(tmp_path / "gguf" / "m.gguf"))
+    require_readable_model("Qwen/Qwen3-0.6B")  # vLLM's business
     monkeypatch.chdir(tmp_path)
-    check_model("hf")
+    require_readable_model("hf")
 
 
 def test_a_port_that_is_taken(listener: int, monkeypatch: pytest.MonkeyPatch) -> None:
     first, last = ports.launch_ports()  # no other test takes the one that is free
     monkeypatch.setattr(launch, "FIRST_PORT", first)
     monkeypatch.setattr(launch, "LAST_PORT", last)
-    error = refusal("port.taken", check_port, "127.0.0.1", listener)
+    error = refusal("port.taken", require_usable_port, "127.0.0.1", listener)
     assert f"127.0.0.1:{listener}" in error.message
     assert f"pid {os.getpid()}" in error.message
     free = int(error.hint.split("--port ")[1].split(",")[0])
-    check_port("127.0.0.1", free)
+    require_usable_port("127.0.0.1", free)
 
 
 def test_a_port_that_others_may_share() -> None:
@@ -74,15 +84,15 @@ def test_a_port_that_others_may_share() -> None:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
         # Its model is loading.
-        assert str(port) in refusal("port.taken", check_port, "127.0.0.1", port).message
+        assert str(port) in refusal("port.taken", require_usable_port, "127.0.0.1", port).message
         server.listen()
-        error = refusal("port.taken", check_port, "127.0.0.1", port)
+        error = refusal("port.taken", require_usable_port, "127.0.0.1", port)
         assert f"pid {os.getpid()}" in error.message
 
 
 def test_a_port_that_is_taken_on_every_address() -> None:
     with socket.create_server(("0.0.0.0", 0)) as server:
-        refusal("port.taken", check_port, "127.0.0.1", server.getsockname()[1])
+        refusal("port.taken", require_usable_port, "127.0.0.1", server.getsockname()[1])
 
 
 def test_a_port_in_time_wait_is_free() -> None:
@@ -92,12 +102,12 @@ def test_a_port_in_time_wait_is_free() -> None:
         accepted, _ = server.accept()
         accepted.close()
         client.close()
-    check_port("127.0.0.1", address[1])
+    require_usable_port("127.0.0.1", address[1])
 
 
 def test_hosts_that_are_none() -> None:
-    refusal("host.unknown", check_port, "no.such.host.invalid", 8000)
-    error = refusal("host.unknown", check_port, "192.0.2.1", 8000)  # RFC 5737: nobody's
+    refusal("host.unknown", require_usable_port, "no.such.host.invalid", 8000)
+    error = refusal("host.unknown", require_usable_port, "192.0.2.1", 8000)  # RFC 5737: nobody's
     assert "192.0.2.1" in error.message
 
 
@@ -105,14 +115,16 @@ def test_hosts_that_are_none() -> None:
 def test_a_host_that_is_none_is_refused_before_a_port_is_looked_for(
     host: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "check_installed", lambda: None)
-    refusal("host.unknown", launch.check, launch.Order(model=str(model), host=host))
+    monkeypatch.setattr(launch, "require_vllm", lambda: None)
+    refusal(
+        "host.unknown", launch.validate_options, launch.LaunchOptions(model=str(model), host=host)
+    )
 
 
 def test_no_free_port(monkeypatch: pytest.MonkeyPatch, listener: int) -> None:
     monkeypatch.setattr(launch, "FIRST_PORT", listener)
     monkeypatch.setattr(launch, "LAST_PORT", listener)
-    refusal("port.none", free_port, "127.0.0.1", set())
+    refusal("port.none", find_free_port, "127.0.0.1", set())
 
 
 @pytest.mark.parametrize(
@@ -134,7 +146,7 @@ def test_the_users_plugins_are_kept(
 ) -> None:
     if ambient is not None:
         monkeypatch.setenv("VLLM_PLUGINS", ambient)
-    environment = preview(Order("M", environment=given)).environment
+    environment = preview_record(LaunchOptions("M", environment=given)).environment
     assert environment.get("VLLM_PLUGINS") == planned
     assert environment["VLLMOPS_HOME"] == str(home)
 
@@ -158,7 +170,7 @@ def test_where_responses_are_kept(
 ) -> None:
     for name, value in ambient.items():
         monkeypatch.setenv(name, value)
-    found = preview(Order("M", environment=given)).environment.get(STORE)
+    found = preview_record(LaunchOptions("M", environment=given)).environment.get(STORE)
     assert found == (planned and planned.format(home=home))
 
 
@@ -166,9 +178,9 @@ def test_responses_are_kept_below_a_home_of_any_name(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLMOPS_HOME", str(odd := home / "a?b#c%41"))
-    url = preview(Order("M")).environment[STORE]
-    assert sqlite.path(url) == odd / "instances/m/responses.db"
-    urls.parsed(url)
+    url = preview_record(LaunchOptions("M")).environment[STORE]
+    assert sqlite.parse_file_path(url) == odd / "instances/m/responses.db"
+    urls.parse_store_url(url)
 
 
 def test_the_store_of_an_instance_is_the_same_from_everywhere(
@@ -177,25 +189,25 @@ def test_the_store_of_an_instance_is_the_same_from_everywhere(
     (there := home / "a?b").mkdir()
     monkeypatch.chdir(there)
     url = "sqlite:///s/a%23.db?namespace=blue"
-    record = preview(Order("M", environment={STORE: url}))
+    record = preview_record(LaunchOptions("M", environment={STORE: url}))
     monkeypatch.chdir(home)
-    store = store_of(record)
+    store = find_store_url(record)
     assert store is not None
-    assert sqlite.path(store.partition("?")[0]) == there / "s/a#.db"
-    assert urls.parsed(store).query == {"namespace": "blue"}
+    assert sqlite.parse_file_path(store.partition("?")[0]) == there / "s/a#.db"
+    assert urls.parse_store_url(store).query == {"namespace": "blue"}
     for other in ("sqlite:////a/b.db", "sqlite:///~/b.db", "redis://h/0", "postgresql://h/d?a=b"):
-        assert urls.seen_from(there, other) == other
+        assert urls.resolve_store_url(there, other) == other
 
 
 def test_the_command(home: Path) -> None:
-    order = Order("M", arguments=("--port", "9", "--x"), port=7, host="0.0.0.0")
-    record = preview(order)
+    order = LaunchOptions("M", arguments=("--port", "9", "--x"), port=7, host="0.0.0.0")
+    record = preview_record(order)
     assert record.command == (
         *(sys.executable, "-P", "-m", "vllmops.agent.launch", "serve", "M"),
         *("--host", "0.0.0.0", "--port", "7", "--port", "9", "--x"),
     )
     assert record.scheme == "http"
-    secure = preview(Order("M", arguments=("--ssl-certfile", "c.pem")))
+    secure = preview_record(LaunchOptions("M", arguments=("--ssl-certfile", "c.pem")))
     assert secure.url
     assert secure.url.startswith("https://")
     assert not list(home.iterdir())
@@ -212,13 +224,13 @@ def test_the_command(home: Path) -> None:
     ],
 )
 def test_the_name_follows_the_model(home: Path, model: str, name: str) -> None:
-    assert preview(Order(model)).name == name
+    assert preview_record(LaunchOptions(model)).name == name
 
 
 def test_names_are_numbered(home: Path) -> None:
-    first = reserve(Order("M"))
-    second = reserve(Order("M"))
-    long = [reserve(Order("x" * 70)) for _ in range(2)]
+    first = reserve_instance(LaunchOptions("M"))
+    second = reserve_instance(LaunchOptions("M"))
+    long = [reserve_instance(LaunchOptions("x" * 70)) for _ in range(2)]
     assert [first.record.name, second.record.name] == ["m", "m-2"]
     assert [one.record.name for one in long] == ["x" * 63, "x" * 58 + "-2"]
     assert first.record.port != second.record.port
@@ -227,36 +239,36 @@ def test_names_are_numbered(home: Path) -> None:
 
 
 def test_a_name_that_is_taken(home: Path) -> None:
-    first = reserve(Order("M", name="a"))
-    error = refusal("name.taken", reserve, Order("M", name="a"))
+    first = reserve_instance(LaunchOptions("M", name="a"))
+    error = refusal("name.taken", reserve_instance, LaunchOptions("M", name="a"))
     assert "'a'" in error.message
     os.close(first.lock)
-    os.close(reserve(Order("M", name="a")).lock)  # nothing of it runs any more
+    os.close(reserve_instance(LaunchOptions("M", name="a")).lock)  # nothing of it runs any more
 
 
 def test_a_port_that_another_one_is_about_to_take(home: Path) -> None:
-    first = reserve(Order("M"))
-    error = refusal("port.taken", reserve, Order("M", port=first.record.port))
+    first = reserve_instance(LaunchOptions("M"))
+    error = refusal("port.taken", reserve_instance, LaunchOptions("M", port=first.record.port))
     assert str(first.record.port) in error.message
     os.close(first.lock)
 
 
 def test_a_bad_name_leaves_nothing(home: Path) -> None:
-    error = refusal_without_hint("name.invalid", Order("M", name="../a"))
-    assert error.exit_code == Exit.USAGE
+    error = refusal_without_hint("name.invalid", LaunchOptions("M", name="../a"))
+    assert error.exit_code == ExitCode.USAGE
     assert not (home / "a").exists()
     assert not [item for item in (home / "instances").iterdir() if item.is_dir()]
 
 
-def refusal_without_hint(code: str, order: Order) -> VllmopsError:
+def refusal_without_hint(code: str, order: LaunchOptions) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        reserve(order)
+        reserve_instance(order)
     assert caught.value.code == code
     return caught.value
 
 
 def take_one(pipe: Any) -> None:
-    one = reserve(Order("M"))
+    one = reserve_instance(LaunchOptions("M"))
     pipe.send((one.record.name, one.record.port))
     pipe.recv()
 
@@ -290,7 +302,7 @@ def test_many_homes_at_once_get_different_ports(home: Path) -> None:
         fork.Process(target=take_elsewhere, args=words, daemon=True).start()
         pipes.append(ours)
     taken = [pipe.recv() for pipe in pipes if pipe.poll(60)]
-    error = refusal("port.taken", reserve, Order("M", port=taken[0][1]))
+    error = refusal("port.taken", reserve_instance, LaunchOptions("M", port=taken[0][1]))
     assert "belongs to another instance" in error.message
     for pipe in pipes:
         pipe.send(None)
@@ -300,12 +312,14 @@ def test_many_homes_at_once_get_different_ports(home: Path) -> None:
 
 
 def test_a_record_in_the_way_that_is_damaged(home: Path) -> None:
-    folder = Folder("a")
+    folder = InstanceFolder("a")
     folder.path.mkdir(parents=True)
     folder.record_file.write_text("{")
-    error = refusal("registry.corrupt", reserve, Order("M", name="a"))
+    error = refusal("registry.corrupt", reserve_instance, LaunchOptions("M", name="a"))
     assert str(folder.path) in error.message
-    assert reserve(Order("a")).record.name == "a-2"  # one that nobody asked for by name
+    assert (
+        reserve_instance(LaunchOptions("a")).record.name == "a-2"
+    )  # one that nobody asked for by name
 
 
 @pytest.mark.parametrize(
@@ -328,27 +342,29 @@ def test_the_shape_that_vllms_own_file_gives(
 ) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text(content)
-    order = launch.Order("m", ("--config", str(file), *words.split()))
-    record = launch.plan(order, "a", None)
+    order = launch.LaunchOptions("m", ("--config", str(file), *words.split()))
+    record = launch.build_record(order, "a", None)
     assert (record.headless, record.uds) == (headless, uds)
-    assert (order.shape == Shape()) == (not headless and uds is None)
+    assert (order.serving_mode == ServingMode()) == (not headless and uds is None)
 
 
 def test_a_yaml_file_is_read_once_for_one_start(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
     file.write_text("uds: a.sock\n")
-    order = Order("some/model", ("--config", str(file)))
-    assert launch.preview(order).uds == str(Path("a.sock").absolute())
+    order = LaunchOptions("some/model", ("--config", str(file)))
+    assert launch.preview_record(order).uds == str(Path("a.sock").absolute())
     file.write_text("headless: true\n")
-    again = launch.preview(order)
+    again = launch.preview_record(order)
     assert (again.headless, again.uds) == (False, str(Path("a.sock").absolute()))
 
 
 @pytest.mark.parametrize("path", ["/nowhere.yaml", "/dev/zero", "/", ""])
 def test_a_file_of_vllms_that_cannot_be_read_is_left_to_vllm(home: Path, path: str) -> None:
-    assert not launch.plan(launch.Order("m", ("--config", path)), "a", None).headless
+    assert not launch.build_record(
+        launch.LaunchOptions("m", ("--config", path)), "a", None
+    ).headless
 
 
 def test_an_address_that_is_none() -> None:
     for host in ("a\x1b[2J\u202e", "\x00", "a..b", "x" * 300):
-        assert isinstance(launch.bind(host, 8000), OSError), host
+        assert isinstance(launch.try_bind(host, 8000), OSError), host

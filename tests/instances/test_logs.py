@@ -17,13 +17,13 @@ from vllmops.host.roles import Role
 from vllmops.instances import logs
 from vllmops.instances.logs import (
     STAGES,
-    Rotation,
-    Tail,
-    failure,
-    role_of,
-    rotate,
-    stage,
-    start_new,
+    LogRotation,
+    LogTail,
+    find_failure,
+    parse_line_role,
+    parse_stage,
+    rotate_log,
+    start_new_log,
 )
 
 LOGS = Path(__file__).with_name("logs")
@@ -34,14 +34,14 @@ def lines(name: str) -> list[str]:
 
 
 def test_the_stages_of_a_start_come_in_order() -> None:
-    seen = [found for line in lines("ready") if (found := stage(line))]
+    seen = [found for line in lines("ready") if (found := parse_stage(line))]
     assert list(dict.fromkeys(seen)) == ["loading weights", "profiling", "warming up"]
     assert [STAGES.index(one) for one in seen] == sorted(STAGES.index(one) for one in seen)
 
 
 def test_on_a_gpu_it_compiles_meanwhile() -> None:
     """vLLM 0.26 with torch.compile, CUDA graphs and its second model runner."""
-    seen = [found for line in lines("gpu-ready") if (found := stage(line))]
+    seen = [found for line in lines("gpu-ready") if (found := parse_stage(line))]
     assert list(dict.fromkeys(seen)) == [
         *("loading weights", "compiling", "profiling", "warming up"),
     ]
@@ -66,7 +66,7 @@ def test_on_a_gpu_it_compiles_meanwhile() -> None:
 )
 def test_who_has_too_little_memory_is_told_what_to_change(cause: str, hint: str) -> None:
     prefix = "(EngineCore pid=7) ERROR 11-26 04:45:33 [core.py:1301] "
-    found = failure([f"{prefix}Traceback (most recent call last):", f"{prefix}{cause}"])
+    found = find_failure([f"{prefix}Traceback (most recent call last):", f"{prefix}{cause}"])
     assert found is not None
     assert hint in found.hint
 
@@ -106,7 +106,7 @@ def test_who_has_too_little_memory_is_told_what_to_change(cause: str, hint: str)
     ],
 )
 def test_the_true_cause_of_a_failure(log: str, cause: str, process: str, hint: str) -> None:
-    found = failure(lines(log))
+    found = find_failure(lines(log))
     assert found
     assert found.cause.startswith(cause)
     assert "type=value_error" not in found.cause
@@ -116,15 +116,15 @@ def test_the_true_cause_of_a_failure(log: str, cause: str, process: str, hint: s
 
 
 def test_a_start_that_works_has_no_cause() -> None:
-    assert failure(lines("ready")) is None  # although it warns with a traceback
-    assert failure([]) is None
+    assert find_failure(lines("ready")) is None  # although it warns with a traceback
+    assert find_failure([]) is None
 
 
 def test_a_plugin_that_does_not_load_is_not_the_cause() -> None:
-    assert failure(lines("unknown-argument")[:10]) is None
+    assert find_failure(lines("unknown-argument")[:10]) is None
     engine = [line for line in lines("worker-assertion") if "__init__.py:72" in line]
     assert len(engine) > 10
-    assert failure(engine) is None
+    assert find_failure(engine) is None
 
 
 def test_what_goes_wrong_as_python_ends_is_no_cause() -> None:
@@ -134,7 +134,7 @@ def test_what_goes_wrong_as_python_ends_is_no_cause() -> None:
         '  File "/venv/vllm/v1/engine/async_llm.py", line 298, in shutdown\n'
         "TypeError: 'NoneType' object is not callable\n"
     )
-    assert failure(said.splitlines()) is None
+    assert find_failure(said.splitlines()) is None
 
 
 def test_what_vllm_stumbles_over_while_it_ends_its_processes_is_no_cause() -> None:
@@ -144,8 +144,8 @@ def test_what_vllm_stumbles_over_while_it_ends_its_processes_is_no_cause() -> No
         f'{says}  File "system_utils.py", line 1, in kill_process_tree',
         f"{says}psutil.ZombieProcess: PID still exists but it's a zombie (pid=9)",
     ]
-    assert failure(stumble) is None
-    found = failure([*lines("worker-assertion"), *stumble])
+    assert find_failure(stumble) is None
+    found = find_failure([*lines("worker-assertion"), *stumble])
     assert found
     assert "num_heads" in found.cause
 
@@ -154,15 +154,15 @@ def test_an_exception_without_a_message_is_a_cause_whatever_ends_its_line() -> N
     """As vLLM 0.32 logs a worker's that is in the middle of a message."""
     head = "(Worker_DP0 pid=7) ERROR 11-23 04:10:27 [multiproc_executor.py:1063] "
     raised = ("Traceback (most recent call last):\r", "    raise it\r", "NotImplementedError\r", "")
-    found = failure([head + text for text in raised])
+    found = find_failure([head + text for text in raised])
     assert found
     assert (found.cause, found.process) == ("NotImplementedError", "Worker_DP0")
 
 
 def test_an_echo_counts_where_nothing_else_was_said() -> None:
     words = lines("worker-assertion")[-8:]
-    assert failure(words) is None
-    found = failure(words, echoes=True)
+    assert find_failure(words) is None
+    found = find_failure(words, echoes=True)
     assert found
     assert found.cause.startswith("RuntimeError: Engine core initialization failed")
 
@@ -181,18 +181,18 @@ def test_an_echo_counts_where_nothing_else_was_said() -> None:
     ],
 )
 def test_whose_line_it_is(line: str, role: Role | None) -> None:
-    assert role_of(line) is role
+    assert parse_line_role(line) is role
 
 
 def test_a_tail_gives_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
-    tail = Tail(path)
-    assert tail.lines() == []
+    tail = LogTail(path)
+    assert tail.read_new_lines() == []
     path.write_bytes(b"one\ntw")
-    assert tail.lines() == ["one"]
+    assert tail.read_new_lines() == ["one"]
     with path.open("ab") as file:
         file.write("o\nü\n".encode() + b"\xff\n")
-    assert tail.lines() == ["two", "ü", "\ufffd"]
+    assert tail.read_new_lines() == ["two", "ü", "\ufffd"]
 
 
 def test_a_tail_gives_the_lines_before_from_the_end(
@@ -201,40 +201,40 @@ def test_a_tail_gives_the_lines_before_from_the_end(
     monkeypatch.setattr(logs, "CHUNK_BYTES", 7)
     path = tmp_path / "server.log"
     lines = ["", "a", "two words", "", "much longer than a chunk is", "ü" * 9, "b"]
-    assert list(Tail(path).before()) == []
+    assert list(LogTail(path).read_backwards()) == []
     with path.open("a") as server:
         for number, letter in enumerate("\n".join(lines)):
             print(letter, end="", file=server, flush=True)
             if number % 20 == 19:
-                assert rotate(path, limit=1, keep=9)
-        assert list(Tail(path).before(ended=True)) == lines[::-1]
-        tail = Tail(path)
-        assert list(tail.before()) == lines[-2::-1]
+                assert rotate_log(path, limit=1, keep=9)
+        assert list(LogTail(path).read_backwards(ended=True)) == lines[::-1]
+        tail = LogTail(path)
+        assert list(tail.read_backwards()) == lines[-2::-1]
         print(" and more", file=server, flush=True)
-        assert tail.lines() == ["b and more"]
+        assert tail.read_new_lines() == ["b and more"]
 
 
 @pytest.mark.parametrize("after", ["c", "c" * 200], ids=["shorter", "longer"])
 def test_a_tail_loses_nothing_over_a_rotation(tmp_path: Path, after: str) -> None:
     path = tmp_path / "server.log"
     path.write_text("a\n" * 20)
-    tail = Tail(path)
-    assert len(tail.lines()) == 20
+    tail = LogTail(path)
+    assert len(tail.read_new_lines()) == 20
     with path.open("a") as server:
         print("b", file=server, flush=True)
-        assert rotate(path, limit=10, keep=3)
+        assert rotate_log(path, limit=10, keep=3)
         print(after, file=server, flush=True)
-        assert tail.lines() == ["b", after]
+        assert tail.read_new_lines() == ["b", after]
 
 
 def test_rotation_keeps_so_many_and_all_lines(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
-    assert not rotate(path, limit=10, keep=2)  # there is none
+    assert not rotate_log(path, limit=10, keep=2)  # there is none
     with path.open("a") as server:
         for number in range(4):
-            assert not rotate(path, limit=10, keep=2)
+            assert not rotate_log(path, limit=10, keep=2)
             print(f"{number}" * 20, file=server, flush=True)
-            assert rotate(path, limit=10, keep=2)
+            assert rotate_log(path, limit=10, keep=2)
     assert path.read_bytes() == b""
     found = {item.name: item.read_text()[:1] for item in tmp_path.iterdir() if item != path}
     assert found == {"server.log.1": "3", "server.log.2": "2"}
@@ -263,7 +263,7 @@ def test_rotation_under_a_process_that_appends(tmp_path: Path) -> None:
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as writer:
         rotations = 0
         while rotations < 8:
-            rotations += rotate(path, limit=20_000, keep=50)
+            rotations += rotate_log(path, limit=20_000, keep=50)
             time.sleep(0.01)
         go_on.unlink()
         last = int(writer.communicate()[0])
@@ -286,11 +286,11 @@ def test_a_full_disk_keeps_what_there_is(home: Path, full_disk: Callable[[], Non
     path.write_text("x" * 50_000)
     full_disk()
     with pytest.raises(OSError, match="No space"):
-        rotate(path, limit=10, keep=3)
+        rotate_log(path, limit=10, keep=3)
     assert path.stat().st_size == 50_000
     assert {item.name for item in home.iterdir()} == {"server.log", "filler"}
     (home / "filler").unlink()
-    assert rotate(path, limit=10, keep=3)
+    assert rotate_log(path, limit=10, keep=3)
     assert (home / "server.log.1").stat().st_size == 50_000
 
 
@@ -299,13 +299,13 @@ def test_a_disk_that_fills_while_it_copies(
 ) -> None:
     path = home / "server.log"
     path.write_text("x" * 60_000)
-    logs.aside(path, 1).write_text("older")
-    logs.aside(path, 2).write_text("oldest")
+    logs.get_part_path(path, 1).write_text("older")
+    logs.get_part_path(path, 2).write_text("oldest")
     full_disk()
     # Whoever fills it after the look is not to be had at that moment: the look is told otherwise.
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
     with pytest.raises(OSError, match="No space"):
-        rotate(path, limit=10, keep=3)
+        rotate_log(path, limit=10, keep=3)
     assert sizes(home) == {"server.log": 60_000, "server.log.1": 5, "server.log.2": 6}
 
 
@@ -318,7 +318,7 @@ def test_on_a_full_disk_hardly_anything_is_written(
 ) -> None:
     path = home / "server.log"
     path.write_text("x" * 50_000)
-    rotation = Rotation(path, limit=10, keep=3)
+    rotation = LogRotation(path, limit=10, keep=3)
     full_disk()
     # Room, but not enough: what was copied so far would be written and thrown away at each look.
     with (home / "filler").open("r+b") as file:
@@ -332,14 +332,14 @@ def test_on_a_full_disk_hardly_anything_is_written(
         copy(*words)
 
     monkeypatch.setattr(shutil, "copyfileobj", counted)
-    spoken = [rotation.look() for _ in range(100)]
+    spoken = [rotation.rotate_if_due() for _ in range(100)]
     assert len(tried) == 1
     assert [item for item in spoken if item] == [
         "server.log is not rotated: No space left on device"
     ]
     (home / "filler").unlink()
     rotation.due = 0.0
-    assert rotation.look() == ""
+    assert rotation.rotate_if_due() == ""
     assert sizes(home) == {"server.log": 0, "server.log.1": 50_000}
 
 
@@ -347,31 +347,31 @@ def test_on_a_full_disk_hardly_anything_is_written(
 def test_a_rotation_that_was_killed(tmp_path: Path, after: str) -> None:
     """Whatever was done before the kill, the next supervisor finds each line once."""
     path = tmp_path / "server.log"
-    parts = {path: "3\n", logs.aside(path, 1): "2\n", logs.aside(path, 2): "1\n"}
+    parts = {path: "3\n", logs.get_part_path(path, 1): "2\n", logs.get_part_path(path, 2): "1\n"}
     for item, text in parts.items():
         item.write_text(text)
-    logs.copying(path).write_text("3\n")
+    logs.get_copy_path(path).write_text("3\n")
     if after != "copy":
-        logs.shift(path, 3)
+        logs.shift_parts(path, 3)
     if after == "replace":
-        logs.copying(path).replace(logs.aside(path, 1))
+        logs.get_copy_path(path).replace(logs.get_part_path(path, 1))
     with path.open("a") as server:
         print("4", file=server, flush=True)
-        rotation = Rotation(path, limit=1, keep=3)
+        rotation = LogRotation(path, limit=1, keep=3)
         found = {item.name: item.read_text() for item in tmp_path.iterdir()}
         assert found == {"server.log": "3\n4\n", "server.log.1": "2\n", "server.log.2": "1\n"}
-        assert rotation.look() == ""
+        assert rotation.rotate_if_due() == ""
         print("5", file=server, flush=True)
-    assert logs.last(path, lines=9, limit=1000) == ["1", "2", "3", "4", "5"]
+    assert logs.read_last_lines(path, lines=9, limit=1000) == ["1", "2", "3", "4", "5"]
 
 
 def test_a_new_run_puts_the_old_log_aside(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
-    start_new(path)
+    start_new_log(path)
     path.write_text("old")
-    logs.aside(path, 1).write_text("older")
-    logs.aside(path, 2).write_text("oldest")
-    start_new(path)
+    logs.get_part_path(path, 1).write_text("older")
+    logs.get_part_path(path, 2).write_text("oldest")
+    start_new_log(path)
     assert {item.name: item.read_text() for item in tmp_path.iterdir()} == {
         "server.log.previous": "old"
     }
@@ -381,7 +381,7 @@ def test_a_new_run_puts_the_old_log_aside(tmp_path: Path) -> None:
 def test_a_signal_without_a_name_does_not_break_the_search_for_a_cause(number: str) -> None:
     """The log has what clients send, too."""
     line = f"INFO: 'Worker proc w died unexpectedly (exit code: -{number})'"
-    found = failure([line])
+    found = find_failure([line])
     known = {"9": "w was killed by SIGKILL", "40": "w was killed by signal 40"}
     assert number not in known or (found and found.cause == known[number])
 
@@ -391,5 +391,5 @@ def test_a_node_that_ray_has_lost_has_a_name() -> None:
         "(EngineCore pid=7) (raylet) The node with node id: 2c2e57 and address: 192.0.2.2 and node"
         " name: gpu-7 has been marked dead because the detector has missed too many heartbeats"
     )
-    assert logs.lost_node(["INFO: started\n", line]) == "gpu-7"
-    assert logs.lost_node(["INFO: started\n"]) is None
+    assert logs.find_lost_node(["INFO: started\n", line]) == "gpu-7"
+    assert logs.find_lost_node(["INFO: started\n"]) is None

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from vllmops.instances import launch, notify
-from vllmops.instances.notify import Notifier
-from vllmops.instances.record import Folder, State
-from vllmops.protocol.probe import Verdict
+from vllmops.instances.notify import SystemdNotifier
+from vllmops.instances.record import InstanceFolder, InstanceState
+from vllmops.protocol.probe import ProbeResult
 
 from ..support.waiting import until
 
@@ -87,8 +87,8 @@ def test_a_server_that_fails_leaves_its_cause(
 
 
 def test_a_status_is_one_line(manager: Manager, place: str) -> None:
-    notifier = Notifier(Folder("a"), {notify.SOCKET: place})
-    notifier.status("it failed:\n  no memory\nMAINPID=1")
+    notifier = SystemdNotifier(InstanceFolder("a"), {notify.SOCKET: place})
+    notifier.send_status("it failed:\n  no memory\nMAINPID=1")
     assert manager.heard() == ["STATUS=it failed: no memory MAINPID=1"]
 
 
@@ -103,22 +103,26 @@ def test_what_the_watchdog_aborts_is_taken_down_at_once(lab: Any) -> None:
 def test_the_watchdog_is_fed_by_progress(
     manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = [Verdict(live=True, ready=True, started=True)]
-    monkeypatch.setattr(notify, "verdict", lambda _: now[0])
+    now = [ProbeResult(live=True, ready=True, started=True)]
+    monkeypatch.setattr(notify, "read_verdict", lambda _: now[0])
     environment = {notify.SOCKET: place, notify.PERIOD: "300000"}
-    other = Notifier(Folder("a"), {**environment, notify.FOR_PID: "1"})  # it is for another process
-    notifier = Notifier(Folder("a"), {**environment, notify.FOR_PID: str(os.getpid())})
-    plan = launch.plan(launch.Order("m", name="a", port=1), "a", 1)
-    notifier.follow(msgspec.structs.replace(plan, state=State.READY, stage="ready"))
+    other = SystemdNotifier(
+        InstanceFolder("a"), {**environment, notify.FOR_PID: "1"}
+    )  # it is for another process
+    notifier = SystemdNotifier(
+        InstanceFolder("a"), {**environment, notify.FOR_PID: str(os.getpid())}
+    )
+    plan = launch.build_record(launch.LaunchOptions("m", name="a", port=1), "a", 1)
+    notifier.send_progress(msgspec.structs.replace(plan, state=InstanceState.READY, stage="ready"))
     try:
         until(lambda: manager.heard().count("WATCHDOG=1") >= 3)
-        now[0] = Verdict(live=False, ready=False, started=True, reason="stuck", evidence="b")
+        now[0] = ProbeResult(live=False, ready=False, started=True, reason="stuck", evidence="b")
         until(lambda: "STATUS=not live: stuck" in manager.heard())
         fed = manager.heard().count("WATCHDOG=1")
         seen = len(manager.heard())
         until(lambda: len(manager.heard()) >= seen + 3)
         assert manager.heard().count("WATCHDOG=1") == fed
-        now[0] = Verdict(live=True, ready=True, started=True)
+        now[0] = ProbeResult(live=True, ready=True, started=True)
         until(lambda: manager.heard().count("WATCHDOG=1") > fed)
         # As before; it is told after that.
         until(lambda: statuses(manager)[-1] == "STATUS=ready")
@@ -130,11 +134,11 @@ def test_the_watchdog_is_fed_by_progress(
 def test_what_can_not_be_judged_is_fed(
     manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Path) -> Verdict:
+    def broken(_: Path) -> ProbeResult:
         raise KeyError("state")  # a record of another version, say
 
-    monkeypatch.setattr(notify, "verdict", broken)
-    notifier = Notifier(Folder("a"), {notify.SOCKET: place, notify.PERIOD: "300000"})
+    monkeypatch.setattr(notify, "read_verdict", broken)
+    notifier = SystemdNotifier(InstanceFolder("a"), {notify.SOCKET: place, notify.PERIOD: "300000"})
     try:
         until(lambda: manager.heard().count("WATCHDOG=1") >= 2)
     finally:
@@ -142,5 +146,7 @@ def test_what_can_not_be_judged_is_fed(
 
 
 def test_without_systemd_nothing_is_told(home: Path) -> None:
-    Notifier(Folder("a"), {}).tell("READY=1")
-    Notifier(Folder("a"), {notify.SOCKET: str(home / "gone")}).tell("READY=1")
+    SystemdNotifier(InstanceFolder("a"), {}).send_message("READY=1")
+    SystemdNotifier(InstanceFolder("a"), {notify.SOCKET: str(home / "gone")}).send_message(
+        "READY=1"
+    )

@@ -10,10 +10,10 @@ from typing import IO, Any
 
 import pytest
 
-from vllmops.host.nodes import address, connected, unanswered
+from vllmops.host.nodes import find_node_addresses, find_unresponsive_nodes, parse_kernel_address
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
-from vllmops.instances.peers import PORT, answers
+from vllmops.instances.peers import PORT, is_reachable
 
 from ..support.children import Spawn
 from ..support.extent import long
@@ -69,8 +69,8 @@ def test_what_ends_without_its_node_says_so(lab: Any, node: tuple[str, str, int,
 def test_neither_a_store_nor_a_client_is_a_node(node: tuple[str, str, int, IO[str]]) -> None:
     _, there, port, _ = node
     with socket.create_connection((f"::ffff:{there}", port)):  # as gRPC does
-        assert connected([Process(Role.ENGINE, os.getpid(), 1)], None) == {there}
-        assert connected([Process(Role.API, os.getpid(), 1)], None) == set()
+        assert find_node_addresses([Process(Role.ENGINE, os.getpid(), 1)], None) == {there}
+        assert find_node_addresses([Process(Role.API, os.getpid(), 1)], None) == set()
 
 
 def test_a_node_of_a_server_without_a_supervisor(
@@ -79,10 +79,10 @@ def test_a_node_of_a_server_without_a_supervisor(
     link, there, port, _ = node
     engine = spawn("VLLM::EngineCore_DP0", Role.ENGINE, home)
     engine.run(f"import socket; far = socket.create_connection(({there!r}, {port}))")
-    assert unanswered([engine.process], None) == set()
+    assert find_unresponsive_nodes([engine.process], None) == set()
     ip(f"-n {link} link set far down")
     engine.run("far.send(b'work')")
-    until(lambda: unanswered([engine.process], None) == {there})
+    until(lambda: find_unresponsive_nodes([engine.process], None) == {there})
 
     def row() -> Any:
         rows = vllmops("ps", "--json").data["instances"]
@@ -108,7 +108,7 @@ def test_a_node_of_a_server_without_a_supervisor(
     ],
 )
 def test_addresses_in_the_tables_of_the_kernel(words: str, text: str) -> None:
-    assert address(words) == text
+    assert parse_kernel_address(words) == text
 
 
 def test_without_a_descriptor_left_no_node_is_missing() -> None:
@@ -116,7 +116,7 @@ def test_without_a_descriptor_left_no_node_is_missing() -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
-            return await answers("127.0.0.1")
+            return await is_reachable("127.0.0.1")
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -7,24 +7,24 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllmops.errors import Exit, VllmopsError
-from vllmops.files import take
+from vllmops.errors import ExitCode, VllmopsError
+from vllmops.files import lock_file
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.record import (
     Failure,
-    Folder,
-    Record,
-    State,
-    client_host,
-    create_root,
-    folders,
-    named,
+    InstanceFolder,
+    InstanceRecord,
+    InstanceState,
+    create_instances_root,
+    get_client_host,
+    get_instance_folder,
+    list_instance_folders,
 )
 
 
-def record(name: str = "a") -> Record:
-    return Record(
+def record(name: str = "a") -> InstanceRecord:
+    return InstanceRecord(
         name=name,
         model="M",
         command=("x", "y"),
@@ -40,18 +40,18 @@ def record(name: str = "a") -> Record:
     )
 
 
-def folder(name: str = "a") -> Folder:
-    create_root()
-    made = named(name)
+def folder(name: str = "a") -> InstanceFolder:
+    create_instances_root()
+    made = get_instance_folder(name)
     made.path.mkdir()
     return made
 
 
 def test_a_record_comes_back_as_it_was(home: Path) -> None:
     one = folder()
-    assert one.read() is None
-    one.write(record())
-    assert one.read() == record()
+    assert one.load_record() is None
+    one.save_record(record())
+    assert one.load_record() == record()
     assert one.record_file.stat().st_mode & 0o777 == 0o600
     assert one.path.parent.stat().st_mode & 0o777 == 0o700
 
@@ -64,7 +64,7 @@ def test_a_damaged_record_is_said_to_be_one(home: Path, content: bytes) -> None:
     one = folder()
     one.record_file.write_bytes(content)
     with pytest.raises(VllmopsError) as caught:
-        one.read()
+        one.load_record()
     assert caught.value.code == "registry.corrupt"
     assert str(one.record_file) in caught.value.message
     assert str(one.path) in caught.value.hint
@@ -72,12 +72,12 @@ def test_a_damaged_record_is_said_to_be_one(home: Path, content: bytes) -> None:
 
 def test_half_a_record_is_never_left(home: Path, full_disk: Callable[[], None]) -> None:
     one = folder()
-    one.write(record())
+    one.save_record(record())
     full_disk()
     large = msgspec.structs.replace(record(), note="x" * 10_000)
     with pytest.raises(OSError, match="No space"):
-        one.write(large)
-    assert one.read() == record()
+        one.save_record(large)
+    assert one.load_record() == record()
     assert [item.name for item in one.path.iterdir()] == ["instance.json"]
 
 
@@ -86,16 +86,16 @@ def test_half_a_record_is_never_left(home: Path, full_disk: Callable[[], None]) 
 )
 def test_names_that_are_none(home: Path, name: str) -> None:
     with pytest.raises(VllmopsError) as caught:
-        named(name)
-    assert (caught.value.code, caught.value.exit_code) == ("name.invalid", Exit.USAGE)
+        get_instance_folder(name)
+    assert (caught.value.code, caught.value.exit_code) == ("name.invalid", ExitCode.USAGE)
 
 
 def test_a_home_too_long_for_a_socket(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     longest = 107 - len(f"{home}/") - len("/instances/ab/control.sock")
     monkeypatch.setenv("VLLMOPS_HOME", f"{home}/{'x' * longest}")
-    named("ab")
+    get_instance_folder("ab")
     with pytest.raises(VllmopsError) as caught:
-        named("abc")
+        get_instance_folder("abc")
     assert caught.value.code == "home.path-too-long"
     assert "1 bytes too long" in caught.value.message
     assert "VLLMOPS_HOME" in caught.value.hint
@@ -105,35 +105,35 @@ def test_a_home_below_a_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (home / "file").touch()
     monkeypatch.setenv("VLLMOPS_HOME", str(home / "file" / "state"))
     with pytest.raises(VllmopsError) as caught:
-        create_root()
+        create_instances_root()
     assert caught.value.code == "home.unusable"
     assert f"{home}/file/state" in caught.value.message
     with pytest.raises(VllmopsError) as caught:
-        list(folders())
+        list(list_instance_folders())
     assert caught.value.code == "home.unusable"
 
 
 def test_only_directories_are_instances(home: Path) -> None:
-    assert list(folders()) == []
+    assert list(list_instance_folders()) == []
     folder("b")
     folder("a")
     (home / "instances" / ".lock").touch()
-    assert [item.name for item in folders()] == ["a", "b"]
+    assert [item.name for item in list_instance_folders()] == ["a", "b"]
 
 
 def test_the_lock_goes_with_its_holder(home: Path) -> None:
     one = folder()
-    assert not one.supervised()
-    held = one.lock()
+    assert not one.is_supervised()
+    held = one.take_lock()
     assert held is not None
-    assert one.lock() is None
-    assert one.supervised()
+    assert one.take_lock() is None
+    assert one.is_supervised()
     os.close(held)
-    assert not one.supervised()
+    assert not one.is_supervised()
 
 
 def test_the_lock_is_not_inherited(home: Path) -> None:
-    held = take(folder().path / "lock")
+    held = lock_file(folder().path / "lock")
     assert held is not None
     assert not os.get_inheritable(held)
     os.close(held)
@@ -151,8 +151,11 @@ def test_the_lock_is_not_inherited(home: Path) -> None:
     ],
 )
 def test_where_to_connect_to(host: str, client: str) -> None:
-    assert client_host(host) == client
+    assert get_client_host(host) == client
 
 
 def test_which_states_are_the_end() -> None:
-    assert {state for state in State if state.over} == {State.STOPPED, State.FAILED}
+    assert {state for state in InstanceState if state.is_over} == {
+        InstanceState.STOPPED,
+        InstanceState.FAILED,
+    }

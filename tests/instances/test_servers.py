@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from vllmops.errors import Exit, VllmopsError
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.host import processes
-from vllmops.host.processes import Process, Seen, Table
+from vllmops.host.processes import Process, ProcessEntry, Table
 from vllmops.host.roles import Role
-from vllmops.host.shape import option
+from vllmops.host.shape import find_option
 from vllmops.instances import servers
-from vllmops.instances.record import Failure, Folder, Record, State
-from vllmops.instances.servers import Server, find, is_local, resolve
+from vllmops.instances.record import Failure, InstanceFolder, InstanceRecord, InstanceState
+from vllmops.instances.servers import Server, is_local, list_servers, resolve_server
 
 FIRST = 2**22 + 10  # above every real pid
-Put = Callable[..., Record]
+Put = Callable[..., InstanceRecord]
 
 
 @pytest.fixture
 def table(home: Path, monkeypatch: pytest.MonkeyPatch) -> Table:
     """The process table that discovery sees; empty at first."""
     found: Table = {}
-    monkeypatch.setattr(processes, "table", lambda: found)
+    monkeypatch.setattr(processes, "read_process_table", lambda: found)
     return found
 
 
@@ -37,7 +37,7 @@ def start(table: Table, first: int, *words: str, ppid: int = 1) -> int:
     for offset, line in enumerate([" ".join(words), "VLLM::EngineCore", "VLLM::Worker"]):
         pid = FIRST + first + offset
         parent = ppid if offset == 0 else pid - 1
-        table[pid] = Seen(pid, parent, 1000 + pid, tuple(line.split()), 2**20, zombie=False)
+        table[pid] = ProcessEntry(pid, parent, 1000 + pid, tuple(line.split()), 2**20, zombie=False)
     return FIRST + first
 
 
@@ -53,13 +53,13 @@ def put(table: Table) -> Iterator[Put]:
     def write(
         name: str,
         pid: int | None = None,
-        state: State = State.READY,
+        state: InstanceState = InstanceState.READY,
         failure: Failure | None = None,
         port: int = 8000,
         host: str = "127.0.0.1",
-    ) -> Record:
-        tree = processes.tree(table, [pid] if pid else [])
-        record = Record(
+    ) -> InstanceRecord:
+        tree = processes.build_process_tree(table, [pid] if pid else [])
+        record = InstanceRecord(
             name=name,
             model="M",
             command=("x",),
@@ -73,11 +73,11 @@ def put(table: Table) -> Iterator[Put]:
             processes=tree,
             failure=failure,
         )
-        folder = Folder(name)
+        folder = InstanceFolder(name)
         folder.path.mkdir(parents=True)
-        folder.write(record)
-        if not state.over:
-            held.append(folder.lock())
+        folder.save_record(record)
+        if not state.is_over:
+            held.append(folder.take_lock())
         return record
 
     yield write
@@ -86,18 +86,20 @@ def put(table: Table) -> Iterator[Put]:
             os.close(lock)
 
 
-def refusal(code: str, exit_code: Exit, target: str | None, strangers: bool = True) -> VllmopsError:
+def refusal(
+    code: str, exit_code: ExitCode, target: str | None, strangers: bool = True
+) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        resolve(target, strangers=strangers)
+        resolve_server(target, strangers=strangers)
     assert (caught.value.code, caught.value.exit_code) == (code, exit_code)
     assert caught.value.hint
     return caught.value
 
 
 def test_no_server(table: Table) -> None:
-    assert find() == []
-    refusal("target.none", Exit.NOT_FOUND, None)
-    refusal("target.unknown", Exit.NOT_FOUND, "a")
+    assert list_servers() == []
+    refusal("target.none", ExitCode.NOT_FOUND, None)
+    refusal("target.unknown", ExitCode.NOT_FOUND, "a")
 
 
 def test_an_instance_by_each_of_its_names(table: Table, put: Put) -> None:
@@ -106,15 +108,15 @@ def test_an_instance_by_each_of_its_names(table: Table, put: Put) -> None:
     targets = [None, "a", str(pid), str(pid + 1), str(pid + 2)]
     targets += ["http://localhost:8123", "http://127.0.0.1:8123/v1", "http://[::1]:8123"]
     for target in targets:
-        found = resolve(target)
+        found = resolve_server(target)
         assert found.name == "a"
         assert [p.role for p in found.processes] == [Role.API, Role.ENGINE, Role.WORKER]
         assert found.supervised is True
     for target in ["b", str(pid + 3), "http://127.0.0.1:8124"]:
-        error = refusal("target.unknown", Exit.NOT_FOUND, target)
+        error = refusal("target.unknown", ExitCode.NOT_FOUND, target)
         assert target in error.message
         assert "running: a" in error.message
-    error = refusal("target.remote", Exit.USAGE, "http://10.1.2.3:8123")
+    error = refusal("target.remote", ExitCode.USAGE, "http://10.1.2.3:8123")
     assert "http://10.1.2.3:8123 is on another machine" in error.message
 
 
@@ -139,50 +141,50 @@ def test_whether_a_url_is_a_server_here(asked: str, listening: str, same: bool) 
 def test_one_of_two_must_be_named(table: Table, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
     put("a", serve(table, 0))
     put("b", serve(table, 10), port=8001)
-    error = refusal("target.ambiguous", Exit.USAGE, None)
+    error = refusal("target.ambiguous", ExitCode.USAGE, None)
     assert "a, b" in error.message
-    assert resolve("b").name == "b"
+    assert resolve_server("b").name == "b"
     monkeypatch.setenv("VLLMOPS_TARGET", "b")
-    assert resolve(None).name == "b"
-    assert resolve("a").name == "a"
+    assert resolve_server(None).name == "b"
+    assert resolve_server("a").name == "a"
     monkeypatch.setenv("VLLMOPS_TARGET", "gone")
-    error = refusal("target.unknown", Exit.NOT_FOUND, None)
+    error = refusal("target.unknown", ExitCode.NOT_FOUND, None)
     assert "'gone' of VLLMOPS_TARGET" in error.message
     monkeypatch.setenv("VLLMOPS_TARGET", "")
-    refusal("target.ambiguous", Exit.USAGE, None)
+    refusal("target.ambiguous", ExitCode.USAGE, None)
 
 
 def test_a_stranger_does_not_stand_in_the_way_of_an_instance(table: Table, put: Put) -> None:
     stranger = serve(table, 0, "--port 9000")
-    assert resolve(None).pid == stranger
-    refusal("target.ambiguous", Exit.USAGE, None, strangers=False)
+    assert resolve_server(None).pid == stranger
+    refusal("target.ambiguous", ExitCode.USAGE, None, strangers=False)
     put("a", serve(table, 10))
-    assert resolve(None).name == "a"
-    assert resolve(None, strangers=False).name == "a"
-    assert resolve(str(stranger + 2), strangers=False).pid == stranger
-    assert resolve("http://localhost:9000").pid == stranger
+    assert resolve_server(None).name == "a"
+    assert resolve_server(None, strangers=False).name == "a"
+    assert resolve_server(str(stranger + 2), strangers=False).pid == stranger
+    assert resolve_server("http://localhost:9000").pid == stranger
 
 
 def test_two_strangers_must_be_named(table: Table) -> None:
     first, second = serve(table, 0), serve(table, 10)
-    error = refusal("target.ambiguous", Exit.USAGE, None)
+    error = refusal("target.ambiguous", ExitCode.USAGE, None)
     assert f"{first}, {second}" in error.message
 
 
 def test_a_failed_instance_tells_why(table: Table, put: Put) -> None:
-    put("a", state=State.FAILED, failure=Failure("OutOfMemoryError: no room"))
-    put("b", state=State.STOPPED)
-    assert "no room" in refusal("target.over", Exit.NOT_FOUND, "a").message
-    error = refusal("target.over", Exit.NOT_FOUND, "b")
+    put("a", state=InstanceState.FAILED, failure=Failure("OutOfMemoryError: no room"))
+    put("b", state=InstanceState.STOPPED)
+    assert "no room" in refusal("target.over", ExitCode.NOT_FOUND, "a").message
+    error = refusal("target.over", ExitCode.NOT_FOUND, "b")
     assert "stopped" in error.message
     assert "vllmops restart b" in error.hint
-    refusal("target.none", Exit.NOT_FOUND, None)
+    refusal("target.none", ExitCode.NOT_FOUND, None)
 
 
 def test_one_that_is_about_to_start_counts(table: Table, put: Put) -> None:
-    put("a", state=State.STARTING)
-    assert resolve(None).name == "a"
-    assert resolve(None).processes == ()
+    put("a", state=InstanceState.STARTING)
+    assert resolve_server(None).name == "a"
+    assert resolve_server(None).processes == ()
 
 
 def test_a_reused_pid_is_not_the_instance(table: Table, put: Put) -> None:
@@ -190,10 +192,12 @@ def test_a_reused_pid_is_not_the_instance(table: Table, put: Put) -> None:
     put("a", pid)
     for number in range(3):
         seen = table[pid + number]
-        table[pid + number] = Seen(seen.pid, 1, seen.start_ticks + 60, ("nginx",), 1, zombie=False)
-    (found,) = find()
+        table[pid + number] = ProcessEntry(
+            seen.pid, 1, seen.start_ticks + 60, ("nginx",), 1, zombie=False
+        )
+    (found,) = list_servers()
     assert found.processes == ()
-    refusal("target.unknown", Exit.NOT_FOUND, str(pid))
+    refusal("target.unknown", ExitCode.NOT_FOUND, str(pid))
 
 
 def test_a_reused_pid_that_is_another_server_is_a_stranger(table: Table, put: Put) -> None:
@@ -201,53 +205,55 @@ def test_a_reused_pid_that_is_another_server_is_a_stranger(table: Table, put: Pu
     put("a", pid)
     for number in range(3):
         seen = table[pid + number]
-        table[pid + number] = Seen(
+        table[pid + number] = ProcessEntry(
             seen.pid, seen.ppid, seen.start_ticks + 60, seen.words, 1, zombie=False
         )
-    ours, stranger = find()
+    ours, stranger = list_servers()
     assert (ours.name, ours.processes) == ("a", ())
     assert (stranger.name, stranger.pid) == (None, pid)
-    assert resolve(str(pid)).name is None
+    assert resolve_server(str(pid)).name is None
 
 
 def test_what_is_left_of_an_instance_is_still_its(table: Table, put: Put) -> None:
     pid = serve(table, 0)
     put("a", pid)
     del table[pid]
-    table[pid + 1] = Seen(pid + 1, 1, 1000 + pid + 1, ("VLLM::EngineCore",), 1, zombie=False)
-    (found,) = find()
+    table[pid + 1] = ProcessEntry(
+        pid + 1, 1, 1000 + pid + 1, ("VLLM::EngineCore",), 1, zombie=False
+    )
+    (found,) = list_servers()
     assert [p.role for p in found.processes] == [Role.ENGINE, Role.WORKER]
 
 
 def test_orphans_of_a_stranger(table: Table) -> None:
     pid = serve(table, 0)
     del table[pid]
-    (found,) = find()
+    (found,) = list_servers()
     assert [p.role for p in found.processes] == [Role.ENGINE, Role.WORKER]
     assert (found.url, found.model) == (None, None)
-    assert resolve(str(pid + 2)).pid == pid + 1
+    assert resolve_server(str(pid + 2)).pid == pid + 1
 
 
 def test_a_server_below_a_shell_is_one_server(table: Table) -> None:
     shell = FIRST
-    table[shell] = Seen(shell, 1, 1, ("bash", "-c", "vllm serve M"), 1, zombie=False)
+    table[shell] = ProcessEntry(shell, 1, 1, ("bash", "-c", "vllm serve M"), 1, zombie=False)
     pid = start(table, 1, "/x/bin/python /x/bin/vllm serve M", ppid=shell)
-    (found,) = find()
+    (found,) = list_servers()
     assert found.pid == pid
 
 
 def test_a_worker_below_a_process_that_is_not_vllms(table: Table) -> None:
     pid = serve(table, 0)
-    table[pid + 5] = Seen(pid + 5, pid, 5, ("ray-worker",), 1, zombie=False)
-    table[pid + 6] = Seen(pid + 6, pid + 5, 6, ("VLLM::Worker_TP1",), 1, zombie=False)
-    (found,) = find()
+    table[pid + 5] = ProcessEntry(pid + 5, pid, 5, ("ray-worker",), 1, zombie=False)
+    table[pid + 6] = ProcessEntry(pid + 6, pid + 5, 6, ("VLLM::Worker_TP1",), 1, zombie=False)
+    (found,) = list_servers()
     assert len(found.processes) == 5
 
 
 def test_zombies_are_no_servers(table: Table) -> None:
     words = ("/x/bin/vllm", "serve", "M")
-    table[FIRST] = Seen(FIRST, 1, 1, words, None, zombie=True)
-    assert find() == []
+    table[FIRST] = ProcessEntry(FIRST, 1, 1, words, None, zombie=True)
+    assert list_servers() == []
 
 
 @pytest.mark.parametrize(
@@ -270,40 +276,40 @@ def test_a_stranger_is_told_by_its_command_line(
     table: Table, words: str, url: str, model: str
 ) -> None:
     serve(table, 0, words)
-    (found,) = find()
+    (found,) = list_servers()
     assert (found.url, found.model, found.record, found.supervised) == (url, model, None, None)
 
 
 def test_a_server_of_an_old_kind(table: Table) -> None:
     start(table, 0, "python -m vllm.entrypoints.openai.api_server --model /m/a --port 81")
-    (found,) = find()
+    (found,) = list_servers()
     assert (found.model, found.port) == ("/m/a", 81)
 
 
 def test_a_damaged_record_leaves_the_others(table: Table, put: Put) -> None:
     put("a", serve(table, 0))
     put("b", serve(table, 10), port=8001)
-    Folder("a").record_file.write_text("{")
-    assert {server.name for server in find()} == {"b", None}
-    assert resolve(None).name == "b"
+    InstanceFolder("a").record_file.write_text("{")
+    assert {server.name for server in list_servers()} == {"b", None}
+    assert resolve_server(None).name == "b"
 
 
 def test_a_name_wins_over_a_pid(table: Table, put: Put) -> None:
     pid = serve(table, 0)
     put("a", pid)
     put(str(pid), serve(table, 10), port=8001)
-    assert resolve(str(pid)).name == str(pid)
+    assert resolve_server(str(pid)).name == str(pid)
 
 
 def test_an_instance_is_known_from_a_process_whose_parent_is_gone(table: Table, put: Put) -> None:
     pid = serve(table, 0)
     helper = pid + 7
-    table[helper] = Seen(helper, pid + 2, 7, ("helper",), 1, zombie=False)
+    table[helper] = ProcessEntry(helper, pid + 2, 7, ("helper",), 1, zombie=False)
     put("a", pid)
     with contextlib.suppress(KeyError):
         del table[pid + 2]
-    table[helper] = Seen(helper, 1, 7, ("helper",), 1, zombie=False)
-    (found,) = find()
+    table[helper] = ProcessEntry(helper, 1, 7, ("helper",), 1, zombie=False)
+    (found,) = list_servers()
     assert helper in {p.pid for p in found.processes}
 
 
@@ -320,11 +326,11 @@ def test_an_instance_is_known_from_a_process_whose_parent_is_gone(table: Table, 
     ],
 )
 def test_options_of_a_command_line(arguments: list[str], value: str | None) -> None:
-    assert option(arguments, "--port") == value
+    assert find_option(arguments, "--port") == value
 
 
 def test_labels() -> None:
     tree = (Process(Role.API, 5, 1),)
     assert Server("a", tree).label == "a"
     assert Server(None, tree).label == "5"
-    assert servers.choices([]) == "no server runs on this machine"
+    assert servers.format_choices([]) == "no server runs on this machine"

@@ -23,16 +23,16 @@ import msgspec
 import psutil
 import pytest
 
-from vllmops.home import make
+from vllmops.home import create_folder
 from vllmops.host import ports, processes
-from vllmops.host.processes import Process, alive
+from vllmops.host.processes import Process, is_alive
 from vllmops.host.roles import Role
 from vllmops.instances import control, handover, logs, supervisor, takedown
-from vllmops.instances.control import Request
-from vllmops.instances.record import Folder, State
+from vllmops.instances.control import ControlRequest
+from vllmops.instances.record import InstanceFolder, InstanceState
 from vllmops.instances.supervisor import Supervisor
 from vllmops.protocol import identity
-from vllmops.protocol.socket import sockets
+from vllmops.protocol.socket import get_socket_directory
 
 from ..support.extent import long, sampled
 from ..support.own import in_home
@@ -51,7 +51,7 @@ def test_one_process_killed_takes_the_whole_server_down(
     lab.kill(victim.pid)
     until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
-    until(lambda: not Folder("a").supervised())
+    until(lambda: not InstanceFolder("a").is_supervised())
     failure = lab.record("a").failure
     assert failure
     assert f"{role} (pid {victim.pid})" in failure.cause
@@ -69,7 +69,7 @@ def test_it_is_a_program_of_its_own_and_so_is_a_watch(programs: None, lab: Any) 
     hook = f"http://127.0.0.1:{free_port()}/PLANTED"
     record = lab.serve("a", "--watch-webhook", hook)
     supervisor = lab.supervisor("a")
-    until(lambda: "watching a every" in Folder("a").log.read_text())
+    until(lambda: "watching a every" in InstanceFolder("a").server_log.read_text())
     commands = {pid: cmdline(pid) for pid in psutil.pids() if in_home(pid, lab.home)}
     python = [sys.executable, "-P", "-m"]
     assert commands[supervisor][:5] == [*python, "vllmops.instances.supervisor", "a"]
@@ -79,7 +79,7 @@ def test_it_is_a_program_of_its_own_and_so_is_a_watch(programs: None, lab: Any) 
     assert os.getsid(supervisor) == supervisor
     assert lab.vllmops("stop", "a").code == 0
     lab.nothing_left(record)
-    until(lambda: not Folder("a").supervised() and not Folder("a").watched())
+    until(lambda: not InstanceFolder("a").is_supervised() and not InstanceFolder("a").has_watch())
 
 
 def cmdline(pid: int) -> list[str]:
@@ -123,7 +123,7 @@ def test_a_cause_that_can_not_be_told_does_not_keep_it_from_its_end(
     def broken(*_: object, **__: object) -> None:
         raise ValueError
 
-    monkeypatch.setattr(logs, "failure", broken)
+    monkeypatch.setattr(logs, "find_failure", broken)
     record = lab.serve("a")
     lab.kill(lab.process("a", "engine").pid)
     until(lambda: lab.state("a") == "failed")
@@ -148,7 +148,7 @@ def test_a_segment_that_somebody_else_maps_stays(lab: Any) -> None:
         lab.kill(record.session)
         until(lambda: lab.state("a") == "failed")
         assert Path("/dev/shm", name).exists()
-    assert not any(map(alive, record.processes))
+    assert not any(map(is_alive, record.processes))
 
 
 def test_a_stray_process_goes_too(lab: Any) -> None:
@@ -157,7 +157,7 @@ def test_a_stray_process_goes_too(lab: Any) -> None:
     lab.kill(lab.process("a", "worker").pid)
     until(lambda: lab.state("a") == "failed")
     lab.nothing_left(record)
-    assert not alive(Process(Role.OTHER, stray, 0))
+    assert not is_alive(Process(Role.OTHER, stray, 0))
 
 
 def is_stray(pid: int, session: int) -> bool:
@@ -175,14 +175,14 @@ def test_serving_goes_on_without_the_supervisor_of_a_detached_server(lab: Any) -
     record = lab.serve("a")
     lab.kill_supervisor("a")
     time.sleep(0.3)
-    assert all(map(alive, record.processes))
+    assert all(map(is_alive, record.processes))
     assert urllib.request.urlopen(f"{record.url}/health").status == 200
 
     first = lab.vllmops("ps", "--json")
     (row,) = first.data["instances"]
     assert (row["supervised"], row["state"]) == (False, "ready")
     assert "a had no supervisor; a new one has started" in first.err
-    until(lambda: Folder("a").control.exists() and lab.supervisor("a"))
+    until(lambda: InstanceFolder("a").control_socket.exists() and lab.supervisor("a"))
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["supervised"], row["state"], row["pid"]) == (True, "ready", record.session)
 
@@ -194,16 +194,16 @@ def test_serving_goes_on_without_the_supervisor_of_a_detached_server(lab: Any) -
 @long
 def test_a_port_is_its_instance_s_for_as_long_as_that_is_supervised(lab: Any) -> None:
     port = lab.serve("a").port
-    assert ports.claim(port) is None
+    assert ports.claim_port(port) is None
     lab.kill_supervisor("a")
-    successor = control.connect(Folder("a"))
-    next(successor.records())
-    assert ports.claim(port) is None
+    successor = control.connect_supervisor(InstanceFolder("a"))
+    next(successor.follow_records())
+    assert ports.claim_port(port) is None
     successor.close()
     assert lab.vllmops("restart", "a").code == 0
-    assert ports.claim(port) is None
+    assert ports.claim_port(port) is None
     assert lab.vllmops("stop", "a", "--force").code == 0
-    held = ports.claim(port)
+    held = ports.claim_port(port)
     assert held is not None
     again = lab.vllmops("restart", "a", "--json")
     assert (again.code, again.error["code"]) == (1, "port.taken")
@@ -236,9 +236,9 @@ def test_what_was_killed_with_its_supervisor_leaves_no_memory_behind(lab: Any) -
     lab.kill_supervisor("a")
     for process in reversed(record.processes):
         lab.kill(process.pid)
-    until(lambda: not any(alive(process) for process in record.processes))
+    until(lambda: not any(is_alive(process) for process in record.processes))
     # Another server's agent may have one of these pids by now.
-    socket = make(sockets(lab.home)) / f"{record.processes[0].pid}.sock"
+    socket = create_folder(get_socket_directory(lab.home)) / f"{record.processes[0].pid}.sock"
     socket.touch()
     lab.serve("a")
     assert socket.exists()
@@ -258,8 +258,8 @@ def test_only_the_root_died_in_the_meantime(lab: Any) -> None:
 def test_the_supervisor_died_while_it_stopped_the_server(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill_supervisor("a")
-    folder = Folder("a")
-    folder.write(msgspec.structs.replace(lab.record("a"), state=State.STOPPING))
+    folder = InstanceFolder("a")
+    folder.save_record(msgspec.structs.replace(lab.record("a"), state=InstanceState.STOPPING))
     lab.vllmops("ps")
     until(lambda: lab.state("a") == "stopped")
     lab.nothing_left(record)
@@ -269,21 +269,21 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
     """Its pids, and its session, are somebody else's by now: they must live on."""
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    until(lambda: not Folder("a").supervised())
+    until(lambda: not InstanceFolder("a").is_supervised())
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         reused = tuple(
             Process(p.role, bystander.pid, p.start_ticks - 6000) for p in record.processes
         )
-        folder = Folder("a")
+        folder = InstanceFolder("a")
         long_ago = msgspec.structs.replace(
             record, processes=reused, session=bystander.pid, started_at=record.started_at - 3600
         )
-        folder.write(long_ago)
+        folder.save_record(long_ago)
         (row,) = lab.vllmops("ps", "--all", "--json").data["instances"]
         assert row["processes"] == []
         until(lambda: lab.state("a") == "failed")
-        until(lambda: not folder.supervised())
+        until(lambda: not folder.is_supervised())
         assert bystander.poll() is None
     finally:
         bystander.kill()
@@ -301,7 +301,7 @@ def test_a_clock_that_is_set_does_not_lose_the_server(lab: Any, hours: int) -> N
     lab.kill_supervisor("a")
     times = ("created_at", "stage_at", "started_at", "ready_at")
     shifted = {name: getattr(record, name) + 3600 * hours for name in times}
-    folder = Folder("a")
+    folder = InstanceFolder("a")
     content = msgspec.json.decode(folder.record_file.read_bytes())
     for process in content["processes"]:
         if "create_time" in process:
@@ -351,14 +351,14 @@ def test_a_clock_that_steps_after_the_start_does_not_lose_the_server(
 def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    until(lambda: not Folder("a").supervised())
+    until(lambda: not InstanceFolder("a").is_supervised())
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         # The same numbers, even the same start after boot, and another boot.
-        there = identity.of(bystander.pid)
+        there = identity.read_identity(bystander.pid)
         old = Process(Role.API, there.pid, there.start_ticks, boot="another")
-        folder = Folder("a")
-        folder.write(msgspec.structs.replace(record, processes=(old,), session=bystander.pid))
+        folder = InstanceFolder("a")
+        folder.save_record(msgspec.structs.replace(record, processes=(old,), session=bystander.pid))
         lab.vllmops("ps", "--all")
         until(lambda: lab.state("a") == "failed")
         assert bystander.poll() is None
@@ -381,17 +381,19 @@ def test_an_error_right_after_the_start_leaves_no_server(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example a process table that can't be read."""
-    start = Supervisor.start
+    start = Supervisor.start_server
 
     def broken(self: Supervisor) -> None:
         start(self)
         raise RuntimeError("of all things")
 
-    monkeypatch.setattr(Supervisor, "start", broken)
+    monkeypatch.setattr(Supervisor, "start_server", broken)
     answer = lab.vllmops(*lab.words("a"), "--detach", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "serve.failed")
     assert "of all things" in answer.error["message"]
-    assert not takedown.members(processes.table(), lab.record("a").session)
+    assert not takedown.find_session_members(
+        processes.read_process_table(), lab.record("a").session
+    )
 
 
 # -- hand-over -----------------------------------------------------------------------------
@@ -404,8 +406,8 @@ def handing(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     def serves(tree: tuple[Process, ...]) -> bool:
         return any(process.role is Role.WORKER for process in tree)
 
-    monkeypatch.setattr(handover, "serves", serves)
-    monkeypatch.setattr(handover, "emptied", lambda *_: "no request was lost")
+    monkeypatch.setattr(handover, "is_accepting_connections", serves)
+    monkeypatch.setattr(handover, "drain_first_server", lambda *_: "no request was lost")
     return lab
 
 
@@ -422,7 +424,7 @@ def test_a_hand_over(handing: Any) -> None:
     assert handing.vllmops("restart", "a", "--hand-over").code == 0
     second = handing.record("a")
     assert (second.state, second.beside, second.session != first.session) == ("ready", (), True)
-    assert not any(map(alive, first.processes))
+    assert not any(map(is_alive, first.processes))
     until(lambda: alone(handing) and handing.record("a").segments)
     second = handing.record("a")
     assert handing.vllmops("stop", "a").code == 0
@@ -440,7 +442,7 @@ def test_an_error_in_a_hand_over_leaves_no_second_server(
             return True
         raise RuntimeError("of all things")
 
-    monkeypatch.setattr(handover, "serves", broken)
+    monkeypatch.setattr(handover, "is_accepting_connections", broken)
     first = handing.serve("a")
     answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
@@ -457,10 +459,10 @@ def test_an_error_while_the_first_server_finishes_leaves_the_second_one(
     def broken(*_: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(handover, "emptied", broken)
+    monkeypatch.setattr(handover, "drain_first_server", broken)
     first = handing.serve("a")
     assert handing.vllmops("restart", "a", "--hand-over", timeout_s=60).code == 0
-    assert not any(map(alive, first.processes))
+    assert not any(map(is_alive, first.processes))
     until(lambda: alone(handing))
 
 
@@ -472,12 +474,12 @@ def test_a_supervisor_that_dies_while_the_first_server_leaves_has_the_second_one
     def dies(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(handover, "emptied", dies)
+    monkeypatch.setattr(handover, "drain_first_server", dies)
     first = handing.serve("a")
     answer = handing.vllmops("restart", "a", "--hand-over", timeout_s=60)
     assert answer.code == 0, answer
     assert not handing.record("a").beside
-    assert not any(map(alive, first.processes))
+    assert not any(map(is_alive, first.processes))
     assert handing.record("a").session != first.session
     assert urllib.request.urlopen(f"{first.url}/health").status == 200
 
@@ -488,7 +490,7 @@ def test_a_supervisor_that_dies_before_there_is_a_second_server(
     def dies(_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(handover, "lacking", dies)
+    monkeypatch.setattr(handover, "explain_insufficient_memory", dies)
     handing.serve("a")
     answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
@@ -506,7 +508,7 @@ def test_two_hand_overs_at_once(handing: Any, monkeypatch: pytest.MonkeyPatch) -
             return "there is no memory"
         return ""
 
-    monkeypatch.setattr(handover, "lacking", lacking)
+    monkeypatch.setattr(handover, "explain_insufficient_memory", lacking)
     fails.touch()
     handing.serve("a")
     with ThreadPoolExecutor(2) as pool:
@@ -522,7 +524,7 @@ def test_two_hand_overs_at_once(handing: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_hand_over_says_what_it_cut_off(handing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "emptied", lambda *_: "requests cut off: 3")
+    monkeypatch.setattr(handover, "drain_first_server", lambda *_: "requests cut off: 3")
     monkeypatch.setattr(supervisor, "PEERS_S", 0.01)
     handing.serve("a")
     answer = handing.vllmops("restart", "a", "--hand-over")
@@ -538,7 +540,7 @@ def test_a_hand_over_knows_how_long_an_exported_variable_keeps_connections(
         (handing.home / "kept").write_text(given[-1][handover.KEEP_ALIVE])
         return ""
 
-    monkeypatch.setattr(handover, "emptied", emptied)
+    monkeypatch.setattr(handover, "drain_first_server", emptied)
     monkeypatch.setenv(handover.KEEP_ALIVE, "75")
     handing.serve("a")
     assert handing.vllmops("restart", "a", "--hand-over").code == 0
@@ -550,10 +552,10 @@ def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
     lab.kill_supervisor("a")
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
-        there = identity.of(bystander.pid)
+        there = identity.read_identity(bystander.pid)
         old = Process(Role.API, there.pid, there.start_ticks, boot="another")
         beside = {"beside": (old,), "beside_session": bystander.pid, "hand_over": "it starts"}
-        Folder("a").write(msgspec.structs.replace(record, **beside))
+        InstanceFolder("a").save_record(msgspec.structs.replace(record, **beside))
         assert lab.vllmops("ps").code == 0
         until(lambda: lab.record("a").hand_over.startswith("failed: "))
         assert bystander.poll() is None
@@ -565,10 +567,12 @@ def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
 # -- the holder dies -----------------------------------------------------------------------
 
 
-def hold(lab: Any, name: str) -> control.Control:
+def hold(lab: Any, name: str) -> control.ControlConnection:
     """Connect to an instance and hold it, as a foreground ``serve`` does."""
-    found: control.Control = control.connect(Folder(name), Request(hold=True))
-    next(found.records())
+    found: control.ControlConnection = control.connect_supervisor(
+        InstanceFolder(name), ControlRequest(hold=True)
+    )
+    next(found.follow_records())
     return found
 
 
@@ -581,24 +585,28 @@ def test_a_holder_that_disconnects_takes_the_server_with_it(lab: Any) -> None:
 
 def test_a_client_that_only_watches_does_not(lab: Any) -> None:
     record = lab.serve("a")
-    watcher = control.connect(Folder("a"))
-    assert next(watcher.records()).state == State.READY
+    watcher = control.connect_supervisor(InstanceFolder("a"))
+    assert next(watcher.follow_records()).state == InstanceState.READY
     watcher.close()
-    mumbler = control.connect(Folder("a"))
+    mumbler = control.connect_supervisor(InstanceFolder("a"))
     mumbler.connection.sendall(b"this is no request\n")
-    assert list(mumbler.records())[-1].state == State.READY  # it is hung up on, no more
+    assert (
+        list(mumbler.follow_records())[-1].state == InstanceState.READY
+    )  # it is hung up on, no more
     time.sleep(0.6)
     assert lab.state("a") == "ready"
-    assert all(map(alive, record.processes))
+    assert all(map(is_alive, record.processes))
 
 
 def test_who_still_listens_at_the_end_is_let_go_in_order(lab: Any) -> None:
     lab.serve("a")
-    watchers = [control.connect(Folder("a")) for _ in range(3)]
+    watchers = [control.connect_supervisor(InstanceFolder("a")) for _ in range(3)]
     assert lab.vllmops("stop", "a", "--force").code == 0
-    assert [list(item.records())[-1].state for item in watchers] == [State.STOPPED] * 3
-    until(lambda: not Folder("a").supervised())
-    assert "Traceback" not in Folder("a").supervisor_log.read_text()
+    assert [list(item.follow_records())[-1].state for item in watchers] == [
+        InstanceState.STOPPED
+    ] * 3
+    until(lambda: not InstanceFolder("a").is_supervised())
+    assert "Traceback" not in InstanceFolder("a").supervisor_log.read_text()
 
 
 # -- somebody harms the supervisor -----------------------------------------------------------
@@ -626,7 +634,7 @@ def test_the_server_is_not_made_deaf_to_signals(lab: Any) -> None:
 @long
 def test_a_deleted_control_socket_is_made_again(lab: Any) -> None:
     record = lab.serve("a")
-    Folder("a").control.unlink()
+    InstanceFolder("a").control_socket.unlink()
     answer = lab.vllmops("stop", "a", "--json")
     assert (answer.code, answer.data["state"]) == (0, "stopped"), answer
     lab.nothing_left(record)
@@ -636,23 +644,23 @@ def test_a_deleted_control_socket_is_made_again(lab: Any) -> None:
 def test_a_fifo_in_place_of_its_log_does_not_block_a_new_supervisor(lab: Any) -> None:
     lab.serve("a")
     lab.kill_supervisor("a")
-    log = Folder("a").supervisor_log
+    log = InstanceFolder("a").supervisor_log
     log.unlink()
     os.mkfifo(log)
     lab.vllmops("ps", timeout_s=60)
-    until(lambda: Folder("a").supervised())
+    until(lambda: InstanceFolder("a").is_supervised())
     assert lab.vllmops("stop", "a").code == 0
 
 
 @pytest.mark.parametrize("what", sampled(["all", "record", "lock"], 3))
 def test_deleted_files_are_made_again(lab: Any, what: str) -> None:
     record = lab.serve("a")
-    folder, supervisor = Folder("a"), lab.supervisor("a")
+    folder, supervisor = InstanceFolder("a"), lab.supervisor("a")
     if what == "all":
         shutil.rmtree(folder.path)
     else:
-        (folder.record_file if what == "record" else folder.lock_file).unlink()
-    until(lambda: folder.record_file.exists() and folder.supervised())
+        (folder.record_file if what == "record" else folder.lock_path).unlink()
+    until(lambda: folder.record_file.exists() and folder.is_supervised())
     assert lab.supervisor("a") == supervisor
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["name"], row["state"], row["supervised"]) == ("a", "ready", True)
@@ -680,7 +688,7 @@ def test_without_a_descriptor_left_nothing_is_taken_for_dead(lab: Any) -> None:
     resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, before[1]))
     time.sleep(3)
     assert lab.state("a") == "ready"
-    assert all(map(alive, record.processes))
+    assert all(map(is_alive, record.processes))
     lab.kill(lab.process("a", "engine").pid)
     time.sleep(3)
     resource.prlimit(supervisor, resource.RLIMIT_NOFILE, before)
@@ -693,9 +701,9 @@ def test_descriptors_run_out_while_it_stops(lab: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
     record = lab.serve("a", stubborn=True)
     supervisor = lab.supervisor("a")
-    connection = control.connect(Folder("a"))
-    next(connection.records())
-    connection.send(Request(stop=0.0))
+    connection = control.connect_supervisor(InstanceFolder("a"))
+    next(connection.follow_records())
+    connection.send_request(ControlRequest(stop=0.0))
     until(lambda: lab.state("a") == "stopping")
     before = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
     resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, before[1]))
@@ -708,7 +716,7 @@ def test_descriptors_run_out_while_it_stops(lab: Any, monkeypatch: pytest.Monkey
 @long
 def test_many_clients_do_not_use_up_its_descriptors(lab: Any) -> None:
     record = lab.serve("a")
-    clients = [control.connect(Folder("a")) for _ in range(300)]
+    clients = [control.connect_supervisor(InstanceFolder("a")) for _ in range(300)]
     descriptors = Path(f"/proc/{lab.supervisor('a')}/fd")
     until(lambda: len(list(descriptors.iterdir())) < 150)
     assert lab.vllmops("stop", "a", timeout_s=60).code == 0
@@ -719,7 +727,7 @@ def test_many_clients_do_not_use_up_its_descriptors(lab: Any) -> None:
 
 def test_its_own_log_is_bounded(lab: Any) -> None:
     lab.serve("a")
-    log = Folder("a").supervisor_log
+    log = InstanceFolder("a").supervisor_log
     with log.open("a") as file:
         file.write("x" * (2**20 + 1))
     until(lambda: log.stat().st_size < 2**20)
@@ -729,7 +737,7 @@ def test_its_own_log_is_bounded(lab: Any) -> None:
 def test_a_log_is_bounded_while_a_hand_over_takes_its_time(
     handing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = Folder("a").log
+    log = InstanceFolder("a").server_log
 
     def emptied(*_: object) -> str:
         with log.open("a") as file:
@@ -737,7 +745,7 @@ def test_a_log_is_bounded_while_a_hand_over_takes_its_time(
         until(lambda: log.stat().st_size < 1 << 16)
         return "it is rotated"
 
-    monkeypatch.setattr(handover, "emptied", emptied)
+    monkeypatch.setattr(handover, "drain_first_server", emptied)
     monkeypatch.setenv(logs.LIMIT, str(1 << 16))
     handing.serve("a")
     assert "it is rotated" in handing.vllmops("restart", "a", "--hand-over").out
@@ -747,14 +755,14 @@ def test_of_long_lines_it_keeps_the_beginning(lab: Any) -> None:
     """All of them would be as much memory as the log has bytes."""
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")
-    folder = Folder("a")
+    folder = InstanceFolder("a")
     keeper = Supervisor(folder, record, 0, None)
     keeper.scanned = math.inf
-    keeper.tail = logs.Tail(folder.log)
-    with folder.log.open("a") as file:
+    keeper.tail = logs.LogTail(folder.server_log)
+    with folder.server_log.open("a") as file:
         file.writelines(f"{'y' * (1 << 20)}\n" for _ in range(9))
         file.write("z" * (1 << 22))
-    keeper.look()
+    keeper.refresh_record()
     assert sum(len(line) for _, line in keeper.recent) < 1 << 18
     assert len(keeper.tail.rest) < 1 << 20
 
@@ -782,7 +790,7 @@ def test_a_server_dies_on_a_full_disk(full_disk: Callable[[], None], lab: Any) -
     record = lab.serve("a")
     full_disk()
     lab.kill(lab.process("a", "engine").pid)
-    until(lambda: not any(map(alive, record.processes)))
+    until(lambda: not any(map(is_alive, record.processes)))
     until(lambda: not Path("/dev/shm", record.segments[0]).exists())
     lab.nothing_left(record)
 
@@ -797,11 +805,11 @@ def zombie(pid: int) -> bool:
 def test_a_wish_that_can_not_be_read_leaves_no_client_behind(lab: Any) -> None:
     """msgspec raises RecursionError for what is nested deeply, which is no error of JSON."""
     lab.serve("a")
-    folder = Folder("a")
+    folder = InstanceFolder("a")
     for _ in range(2):
         with socket.socket(socket.AF_UNIX) as client:
             client.settimeout(60)
-            client.connect(os.fspath(folder.control))
+            client.connect(os.fspath(folder.control_socket))
             client.sendall(b'{"hold":true}\n{"a":' + b"[" * 20_000 + b"\n")
             while client.recv(1 << 16):
                 pass

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from vllmops.home import make
+from vllmops.home import create_folder
 from vllmops.host import processes
-from vllmops.host.processes import Process, alive
+from vllmops.host.processes import Process, is_alive
 from vllmops.host.roles import Role
 from vllmops.instances import takedown
-from vllmops.instances.takedown import drain, kill, members, take_down
+from vllmops.instances.takedown import drain_server, find_session_members, send_signal, take_down
 from vllmops.protocol import identity
 from vllmops.protocol.engine import Traffic
-from vllmops.protocol.socket import sockets
+from vllmops.protocol.socket import get_socket_directory
 from vllmops.vllm_api import http
 
 from ..support.waiting import patiently, until
@@ -28,7 +28,7 @@ from ..support.waiting import patiently, until
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is slow to tell how many requests it has is no server that can't."""
-    patiently(monkeypatch, "timeout_s", http.metrics)
+    patiently(monkeypatch, "timeout_s", http.fetch_metrics)
 
 
 def sleeper(**options: Any) -> "subprocess.Popen[bytes]":
@@ -40,13 +40,13 @@ def test_a_tree_goes_with_its_port_and_its_segment(
 ) -> None:
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 600.0)  # none of it is waited for in vain
     server = lab.stranger()
-    tree = processes.tree(processes.table(), [server.pid])
+    tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     assert [p.role for p in tree] == ["api", "engine", "worker"]
     lab.kill(server.pid)  # so that nobody unlinks the segment in order
     server.wait()
     removed = take_down(tree, session=server.pid).removed
     assert len(removed) == 1
-    assert not any(map(alive, tree))
+    assert not any(map(is_alive, tree))
     assert not Path("/dev/shm", removed[0]).exists()
     assert lab.bind_error(server.port) is None
 
@@ -56,53 +56,53 @@ def test_orphans_that_heed_sigterm_are_not_waited_for_in_vain(
 ) -> None:
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 600.0)
     server = lab.stranger()
-    tree = processes.tree(processes.table(), [server.pid])
+    tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     lab.kill(lab.pid_of(tree, "engine"))  # the API server does not know of the worker
     take_down(tree, session=server.pid)
-    assert not any(map(alive, tree))
+    assert not any(map(is_alive, tree))
 
 
 def test_one_that_ignores_sigterm_is_killed(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.3)
     server = lab.stranger(stubborn=True)
-    tree = processes.tree(processes.table(), [server.pid])
+    tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     removed = take_down(tree, session=server.pid).removed
     assert len(tree) == 3
-    assert not any(map(alive, tree))
+    assert not any(map(is_alive, tree))
     assert len(removed) == 1
 
 
 def test_one_that_left_its_parent_is_found_by_its_session(lab: Any) -> None:
     server = lab.stranger(stray=True)
-    table = processes.table()
-    tree = processes.tree(table, [server.pid])
-    inside = members(table, server.pid)
+    table = processes.read_process_table()
+    tree = processes.build_process_tree(table, [server.pid])
+    inside = find_session_members(table, server.pid)
     (stray,) = set(inside) - {p.pid for p in tree}
     take_down(tree, session=server.pid)
     assert stray
-    assert members(processes.table(), server.pid) == []
+    assert find_session_members(processes.read_process_table(), server.pid) == []
 
 
 def test_a_segment_that_somebody_else_maps_stays(lab: Any) -> None:
     server = lab.stranger()
-    tree = processes.tree(processes.table(), [server.pid])
+    tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     (segment,) = Path("/dev/shm").glob(f"*_{lab.home.name}_{server.pid}")
     with segment.open("r+b"):
         lab.kill(server.pid)
         server.wait()
         assert take_down(tree, session=server.pid).removed == ()
         assert segment.exists()
-    assert not any(map(alive, tree))
+    assert not any(map(is_alive, tree))
 
 
 def test_a_reused_pid_is_not_killed() -> None:
     bystander = sleeper()
-    created = identity.of(bystander.pid).start_ticks
+    created = identity.read_identity(bystander.pid).start_ticks
     stale = Process(Role.API, bystander.pid, created - 60)
-    kill(stale, signal.SIGKILL)
+    send_signal(stale, signal.SIGKILL)
     take_down([stale])
     assert bystander.poll() is None
-    kill(Process(Role.API, bystander.pid, created), signal.SIGKILL)
+    send_signal(Process(Role.API, bystander.pid, created), signal.SIGKILL)
     assert bystander.wait(60) == -signal.SIGKILL
 
 
@@ -110,9 +110,9 @@ def test_one_that_nothing_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     # A process that hangs in a driver's call can't be had here: signals are kept from this one.
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.1)
     monkeypatch.setattr(takedown, "KILL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(takedown, "kill", lambda *_: None)
+    monkeypatch.setattr(takedown, "send_signal", lambda *_: None)
     hung = sleeper()
-    process = Process(Role.WORKER, hung.pid, identity.of(hung.pid).start_ticks)
+    process = Process(Role.WORKER, hung.pid, identity.read_identity(hung.pid).start_ticks)
     remains = take_down([process])
     assert remains.unkillable == (process,)
     assert str(hung.pid) in str(remains)
@@ -121,19 +121,19 @@ def test_one_that_nothing_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_to_take_down(home: Path) -> None:
-    assert take_down([]) == takedown.Remains((), ())
-    assert members(processes.table(), None) == []
+    assert take_down([]) == takedown.TakedownResult((), ())
+    assert find_session_members(processes.read_process_table(), None) == []
 
 
 def test_what_an_agent_left_is_removed(home: Path) -> None:
-    folder = make(sockets(home))
+    folder = create_folder(get_socket_directory(home))
     victim = sleeper()
     for suffix in (".sock", ".beat"):
         (folder / f"{victim.pid}{suffix}").touch()
         (folder / f"1{suffix}").touch()
     waiter = threading.Thread(target=victim.wait)
     waiter.start()
-    take_down([Process(Role.API, victim.pid, identity.of(victim.pid).start_ticks)])
+    take_down([Process(Role.API, victim.pid, identity.read_identity(victim.pid).start_ticks)])
     waiter.join()
     assert {item.name for item in folder.iterdir()} == {"1.sock", "1.beat"}
 
@@ -141,17 +141,17 @@ def test_what_an_agent_left_is_removed(home: Path) -> None:
 def test_a_drain_waits_for_requests_in_flight(lab: Any, tmp_path: Path) -> None:
     server = lab.stranger()
     url = f"http://127.0.0.1:{server.port}"
-    tree = processes.tree(processes.table(), [server.pid])
+    tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     words: list[str] = []
     request = threading.Thread(target=urllib.request.urlopen, args=(f"{url}/until{tmp_path}/go",))
     request.start()
-    until(lambda: takedown.in_flight(tree, url) == 1)
+    until(lambda: takedown.count_in_flight(tree, url) == 1)
 
     def tell(text: str) -> None:
         words.append(text)
         (tmp_path / "go").touch()
 
-    assert drain(tree, url, 600, tell) == "drained"
+    assert drain_server(tree, url, 600, tell) == "drained"
     request.join(60)
     assert not request.is_alive()
     assert "in flight: 1" in words[0]
@@ -168,7 +168,7 @@ def test_a_drain_waits_for_requests_in_flight(lab: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_a_front_end_has_not_finished(traffic: Traffic, count: int | None) -> None:
-    assert takedown.of_front_end(traffic) == count
+    assert takedown.count_unfinished(traffic) == count
 
 
 SILENT = -1
@@ -212,36 +212,38 @@ def test_requests_in_flight_where_an_agent_does_not_answer(
         return [SimpleNamespace(unfinished=unfinished) if unfinished != SILENT else None]
 
     asked = [Role.ENGINE, Role.API]
-    monkeypatch.setattr(takedown, "ask", answers)
+    monkeypatch.setattr(takedown, "collect_agent_answers", answers)
     found = None if gauge is None else SimpleNamespace(running=gauge, waiting=0.0)
-    monkeypatch.setattr(http, "metrics", lambda _: found)
-    assert takedown.in_flight([], "http://127.0.0.1:1") == count
+    monkeypatch.setattr(http, "fetch_metrics", lambda _: found)
+    assert takedown.count_in_flight([], "http://127.0.0.1:1") == count
 
 
 def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
     server = lab.stranger()
     url = f"http://127.0.0.1:{server.port}"
-    tree = processes.tree(processes.table(), [server.pid])
+    tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     cut = threading.Thread(target=lab.cut_off, args=(f"{url}/slow/600",))
     cut.start()
-    until(lambda: takedown.in_flight(tree, url) == 1)
-    assert drain(tree, url, 0.3, lambda _: None) == "requests cut off: 1"
-    assert drain(tree, url, 600, lambda _: None, hurry=lambda: True).startswith("requests cut off")
+    until(lambda: takedown.count_in_flight(tree, url) == 1)
+    assert drain_server(tree, url, 0.3, lambda _: None) == "requests cut off: 1"
+    assert drain_server(tree, url, 600, lambda _: None, hurry=lambda: True).startswith(
+        "requests cut off"
+    )
     lab.kill(lab.pid_of(tree, "engine"))
     # None will finish.
-    assert drain(tree, url, 600, lambda _: None).startswith("requests cut off")
+    assert drain_server(tree, url, 600, lambda _: None).startswith("requests cut off")
     take_down(tree, session=server.pid)
     cut.join()
 
 
 def test_engines_without_an_agent_and_an_api_server_are_not_waited_for() -> None:
-    tree = [Process(Role.ENGINE, os.getpid(), identity.of(os.getpid()).start_ticks)]
-    assert drain(tree, None, 600, lambda _: None) == "requests cut off: unknown"
+    tree = [Process(Role.ENGINE, os.getpid(), identity.read_identity(os.getpid()).start_ticks)]
+    assert drain_server(tree, None, 600, lambda _: None) == "requests cut off: unknown"
 
 
 def test_nobody_can_tell_what_is_in_flight(listener: int) -> None:
-    tree = [Process(Role.API, os.getpid(), identity.of(os.getpid()).start_ticks)]
+    tree = [Process(Role.API, os.getpid(), identity.read_identity(os.getpid()).start_ticks)]
     words: list[str] = []
-    assert takedown.in_flight(tree, None) is None
-    assert drain(tree, None, 0.2, words.append) == "requests cut off: unknown"
+    assert takedown.count_in_flight(tree, None) is None
+    assert drain_server(tree, None, 0.2, words.append) == "requests cut off: unknown"
     assert "unknown" in words[0]

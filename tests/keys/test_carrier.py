@@ -21,29 +21,37 @@ from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
 from vllmops.keys import carrier
-from vllmops.keys.carrier import Carrier, CarrierError, Case, is_ours, seal, seal_signed, unseal
-from vllmops.keys.ring import Key, Ring, Secret, Status, only
+from vllmops.keys.carrier import (
+    Carrier,
+    CarrierError,
+    CarrierProblem,
+    is_vllm_carrier,
+    seal_history,
+    sign_history,
+    unseal_carrier,
+)
+from vllmops.keys.ring import Key, KeyRing, KeyStatus, Secret, make_single_key_ring
 
 from ..support.extent import EVERYTHING
 
 NOW = 1_800_000_000
 DAY_S = 24 * 3600
 SECRET = bytes(range(32))
-RING = only(Secret(SECRET))
+RING = make_single_key_ring(Secret(SECRET))
 KID = "644808e1"
 HISTORY = [{"role": "user", "content": "grün"}, {"role": "assistant", "content": "ok"}]
 WHERE = {"model": "m", "owner": "o"}
 
 
-def made(history: Any = HISTORY, ring: Ring = RING, **given: Any) -> str:
-    return seal(history, ring, **{**WHERE, "now": NOW, **given})
+def made(history: Any = HISTORY, ring: KeyRing = RING, **given: Any) -> str:
+    return seal_history(history, ring, **{**WHERE, "now": NOW, **given})
 
 
-def opened(text: str, ring: Ring = RING, **given: Any) -> Carrier:
-    return unseal(text, ring, **{**WHERE, "now": NOW, **given})
+def opened(text: str, ring: KeyRing = RING, **given: Any) -> Carrier:
+    return unseal_carrier(text, ring, **{**WHERE, "now": NOW, **given})
 
 
-def refused(*cases: Case) -> pytest.RaisesExc[CarrierError]:
+def refused(*cases: CarrierProblem) -> pytest.RaisesExc[CarrierError]:
     return pytest.raises(CarrierError, check=lambda error: error.case in cases)
 
 
@@ -96,7 +104,7 @@ def test_another_program_reads_what_is_sealed() -> None:
         "owner": "o",
         "history": HISTORY,
     }
-    payload, signature = seal_signed(HISTORY, RING).removeprefix("vllm:1:").split(":")
+    payload, signature = sign_history(HISTORY, RING).removeprefix("vllm:1:").split(":")
     assert hmac.new(SECRET, payload.encode(), "sha256").hexdigest() == signature
     assert json.loads(base64.b64decode(payload)) == HISTORY
 
@@ -156,14 +164,14 @@ def test_round_trip(history: list[Any], model: str, owner: str) -> None:
     text = made(history, model=model, owner=owner)
     assert text.isascii()
     assert opened(text, model=model, owner=owner).history == history
-    assert opened(seal_signed(history, RING)).history == history
+    assert opened(sign_history(history, RING)).history == history
 
 
 def test_half_a_surrogate_pair() -> None:
     """JSON of a request may hold one; what it is has no UTF-8."""
     history = ["\ud800", "ä", {"\udfff": 1}]
     assert opened(made(history)).history == history
-    assert opened(seal_signed(history, RING)).history == history
+    assert opened(sign_history(history, RING)).history == history
     assert opened(made([], owner="\ud800"), owner="\ud800").owner == "\ud800"
 
 
@@ -176,35 +184,35 @@ def test_nothing_of_it_can_be_read() -> None:
     body = base64.urlsafe_b64decode(text.rpartition(":")[2] + "==")
     for secret in (b"needle", b"history", b"model", zlib.compress(b"needle")[:4]):
         assert secret not in body
-    assert "needle" in base64.b64decode(seal_signed(["needle"], RING).split(":")[2]).decode()
+    assert "needle" in base64.b64decode(sign_history(["needle"], RING).split(":")[2]).decode()
 
 
 # -- each thing that can be wrong --------------------------------------------------------------
 
 
-def ring(*statuses: Status, not_after: int | None = None) -> Ring:
-    keys = [Key.of(Secret(bytes([n] * 32)), status) for n, status in enumerate(statuses)]
-    return Ring(keys=tuple(msgspec.structs.replace(key, not_after=not_after) for key in keys))
+def ring(*statuses: KeyStatus, not_after: int | None = None) -> KeyRing:
+    keys = [Key.from_secret(Secret(bytes([n] * 32)), status) for n, status in enumerate(statuses)]
+    return KeyRing(keys=tuple(msgspec.structs.replace(key, not_after=not_after) for key in keys))
 
 
-@pytest.mark.parametrize("make", [made, seal_signed])
+@pytest.mark.parametrize("make", [made, sign_history])
 @pytest.mark.parametrize(
     ("status", "not_after", "case"),
     [
-        (Status.PRIMARY, None, None),
-        (Status.NEXT, None, None),
-        (Status.VERIFY_ONLY, None, None),
-        (Status.VERIFY_ONLY, NOW, None),
-        (Status.VERIFY_ONLY, NOW - 1, Case.EXPIRED),
-        (Status.REVOKED, None, Case.REVOKED_KEY),
+        (KeyStatus.PRIMARY, None, None),
+        (KeyStatus.NEXT, None, None),
+        (KeyStatus.VERIFY_ONLY, None, None),
+        (KeyStatus.VERIFY_ONLY, NOW, None),
+        (KeyStatus.VERIFY_ONLY, NOW - 1, CarrierProblem.EXPIRED),
+        (KeyStatus.REVOKED, None, CarrierProblem.REVOKED_KEY),
     ],
 )
 def test_each_status_of_a_key(
-    make: Any, status: Status, not_after: int | None, case: Case | None
+    make: Any, status: KeyStatus, not_after: int | None, case: CarrierProblem | None
 ) -> None:
-    text = make(HISTORY, ring(Status.PRIMARY))
+    text = make(HISTORY, ring(KeyStatus.PRIMARY))
     # The key that sealed it, among others.
-    held = ring(status, Status.VERIFY_ONLY, Status.REVOKED, not_after=not_after)
+    held = ring(status, KeyStatus.VERIFY_ONLY, KeyStatus.REVOKED, not_after=not_after)
     if case is None:
         assert opened(text, held).history == HISTORY
     else:
@@ -216,51 +224,51 @@ def test_each_status_of_a_key(
 
 
 def test_no_key_that_seals() -> None:
-    for make in (made, seal_signed):
+    for make in (made, sign_history):
         with pytest.raises(VllmopsError, match="no primary key"):
-            make(HISTORY, ring(Status.NEXT, Status.VERIFY_ONLY))
+            make(HISTORY, ring(KeyStatus.NEXT, KeyStatus.VERIFY_ONLY))
 
 
 def test_an_unknown_key() -> None:
-    other = only(Secret(b"x" * 32))
-    with refused(Case.UNKNOWN_KEY):
+    other = make_single_key_ring(Secret(b"x" * 32))
+    with refused(CarrierProblem.UNKNOWN_KEY):
         opened(made(ring=other))
     # Format 1 names no key.
-    with refused(Case.TAMPERED):
-        opened(seal_signed(HISTORY, other))
-    with refused(Case.UNKNOWN_KEY):
-        opened(made(), Ring())
+    with refused(CarrierProblem.TAMPERED):
+        opened(sign_history(HISTORY, other))
+    with refused(CarrierProblem.UNKNOWN_KEY):
+        opened(made(), KeyRing())
 
 
 def test_expired() -> None:
     text = made(ttl_s=10)
     assert opened(text, now=NOW + 9.9)
     for late in (10, 11, DAY_S):
-        with refused(Case.EXPIRED):
+        with refused(CarrierProblem.EXPIRED):
             opened(text, now=NOW + late)
     assert opened(made(), now=NOW + 30 * DAY_S - 1)
-    with refused(Case.EXPIRED):
+    with refused(CarrierProblem.EXPIRED):
         opened(made(), now=NOW + 30 * DAY_S)
 
 
 def test_another_model_or_owner() -> None:
     text = made()
-    with refused(Case.OTHER_MODEL) as caught:
+    with refused(CarrierProblem.OTHER_MODEL) as caught:
         opened(text, model="m2")
     assert "m2" not in caught.value.message
     for other in ("", "p", "oo", "ö"):
-        with refused(Case.OTHER_OWNER):
+        with refused(CarrierProblem.OTHER_OWNER):
             opened(text, owner=other)
-    with refused(Case.OTHER_OWNER):
+    with refused(CarrierProblem.OTHER_OWNER):
         opened(made(owner=""))
     # Format 1 tells neither.
-    assert opened(seal_signed(HISTORY, RING), model="m2", owner="p")
+    assert opened(sign_history(HISTORY, RING), model="m2", owner="p")
 
 
 @pytest.mark.parametrize("text", ["", "gAAAAABpZtK3mH8xYz2kL9nP4qR7sT0uW", "VLLM:2:", "vllm", "ä"])
 def test_somebody_elses(text: str) -> None:
-    assert not is_ours(text)
-    with refused(Case.FOREIGN):
+    assert not is_vllm_carrier(text)
+    with refused(CarrierProblem.FOREIGN):
         opened(text)
 
 
@@ -290,12 +298,12 @@ def test_somebody_elses(text: str) -> None:
     ],
 )
 def test_malformed(text: str) -> None:
-    assert is_ours(text)
-    with refused(Case.MALFORMED):
+    assert is_vllm_carrier(text)
+    with refused(CarrierProblem.MALFORMED):
         opened(text)
 
 
-@pytest.mark.parametrize("make", [made, seal_signed])
+@pytest.mark.parametrize("make", [made, sign_history])
 def test_every_flipped_bit_is_refused(make: Any) -> None:
     text = make([{"role": "user", "content": "hi"}], RING)
     opened(text)
@@ -306,7 +314,7 @@ def test_every_flipped_bit_is_refused(make: Any) -> None:
                 opened(flipped)
 
 
-@pytest.mark.parametrize("make", [made, seal_signed])
+@pytest.mark.parametrize("make", [made, sign_history])
 def test_every_cut_and_every_splice_is_refused(make: Any) -> None:
     one, other = make(["one"], RING), make(["two"], RING)
     cuts = [one[:end] for end in range(len(one))] + [one[start:] for start in range(1, len(one))]
@@ -322,8 +330,8 @@ def test_every_cut_and_every_splice_is_refused(make: Any) -> None:
 def test_the_kid_is_under_the_tag() -> None:
     """Also where another key has the same secret."""
     key = RING.keys[0]
-    both = Ring(keys=(key, msgspec.structs.replace(key, kid="other", status=Status.NEXT)))
-    with refused(Case.TAMPERED):
+    both = KeyRing(keys=(key, msgspec.structs.replace(key, kid="other", status=KeyStatus.NEXT)))
+    with refused(CarrierProblem.TAMPERED):
         opened(made().replace(key.kid, "other"), both)
 
 
@@ -340,13 +348,13 @@ def test_whatever_it_is_fed_it_refuses(text: str) -> None:
 def test_many_that_are_nearly_right() -> None:
     """Flips, cuts, splices, wrong kids and wrong versions of ten genuine ones."""
     chance = random.Random(35903)
-    many = ring(Status.PRIMARY, Status.NEXT, Status.VERIFY_ONLY, Status.REVOKED)
+    many = ring(KeyStatus.PRIMARY, KeyStatus.NEXT, KeyStatus.VERIFY_ONLY, KeyStatus.REVOKED)
     texts = [
         *(made([{"n": n, "content": "text " * n}], RING) for n in range(5)),
-        *(seal_signed([n], RING) for n in range(5)),
+        *(sign_history([n], RING) for n in range(5)),
     ]
     kids = [KID, *(key.kid for key in many.keys)]
-    every = Ring(keys=(*RING.keys, *many.keys[1:]))
+    every = KeyRing(keys=(*RING.keys, *many.keys[1:]))
 
     def wrong() -> str:
         text = chance.choice(texts)
@@ -367,7 +375,7 @@ def test_many_that_are_nearly_right() -> None:
                     text = text[:to] + text[at:]
         return text
 
-    seen: set[Case] = set()
+    seen: set[CarrierProblem] = set()
     for _ in range(100_000 if EVERYTHING else 20_000):
         text = wrong()
         if text in texts:
@@ -378,7 +386,7 @@ def test_many_that_are_nearly_right() -> None:
             seen.add(error.case)
         else:
             raise AssertionError(text)
-    assert seen >= {Case.FOREIGN, Case.MALFORMED, Case.TAMPERED}
+    assert seen >= {CarrierProblem.FOREIGN, CarrierProblem.MALFORMED, CarrierProblem.TAMPERED}
 
 
 # -- genuine, and evil -------------------------------------------------------------------------
@@ -413,7 +421,7 @@ def content(history: str) -> bytes:
     ],
 )
 def test_what_a_key_holder_may_do_wrong(packed: bytes) -> None:
-    with refused(Case.MALFORMED):
+    with refused(CarrierProblem.MALFORMED):
         opened(encode(packed, KID))
 
 
@@ -421,14 +429,14 @@ def test_what_a_key_holder_may_do_wrong(packed: bytes) -> None:
     "payload", [b"", b"7", b"{}", b"\xff", b"[" * 99_999, b"[" * 200 + b"]" * 200]
 )
 def test_the_same_in_format_1(payload: bytes) -> None:
-    with refused(Case.MALFORMED):
+    with refused(CarrierProblem.MALFORMED):
         opened(sign(payload))
 
 
 def test_base64_that_is_signed_and_damaged() -> None:
     for payload in (b"A", b"AAA", b"A==="):
         text = f"vllm:1:{payload.decode()}:{hmac.digest(SECRET, payload, 'sha256').hex()}"
-        with refused(Case.MALFORMED):
+        with refused(CarrierProblem.MALFORMED):
             opened(text)
 
 
@@ -459,7 +467,7 @@ def test_a_bomb_is_refused_with_little_work_and_memory(monkeypatch: pytest.Monke
     counted = SimpleNamespace(decompressobj=Counting, error=zlib.error)
     monkeypatch.setattr(carrier, "zlib", counted)
     tracemalloc.start()
-    with refused(Case.TOO_LARGE):
+    with refused(CarrierProblem.TOO_LARGE):
         opened(text)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -474,7 +482,7 @@ def test_giant_base64_is_refused_at_once(head: str, monkeypatch: pytest.MonkeyPa
     for name in ("FORMAT_1", "FORMAT_2", "base64"):
         monkeypatch.setattr(carrier, name, None)
     tracemalloc.start()
-    with refused(Case.TOO_LARGE):
+    with refused(CarrierProblem.TOO_LARGE):
         opened(text)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -488,13 +496,13 @@ def test_a_history_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(1)
     image = base64.b64encode(chance.randbytes(3 << 18)).decode()
     history = [image[: (1 << 20) - 2 - len(json.dumps([""]))]]
-    with refused(Case.TOO_LARGE) as caught:
+    with refused(CarrierProblem.TOO_LARGE) as caught:
         made([image + image])
     assert "1 MiB" in caught.value.message
-    for make in (made, seal_signed):
-        with refused(Case.TOO_LARGE):
+    for make in (made, sign_history):
+        with refused(CarrierProblem.TOO_LARGE):
             make([image], RING)
-    assert opened(seal_signed(history, RING)).history == history
+    assert opened(sign_history(history, RING)).history == history
     history = [image[:-200]]
     assert opened(made(history)).history == history
 
@@ -503,8 +511,8 @@ def test_a_history_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     "history", [[float("nan")], [object()], [{1, 2}], [b"bytes"], [float("inf")]]
 )
 def test_what_json_can_not_hold(history: list[Any]) -> None:
-    for make in (made, seal_signed):
-        with refused(Case.MALFORMED):
+    for make in (made, sign_history):
+        with refused(CarrierProblem.MALFORMED):
             make(history, RING)
 
 
@@ -513,7 +521,7 @@ def test_what_is_too_deep_is_not_sealed_either() -> None:
         deep: Any = []
         for _ in range(depth):
             deep = [deep]
-        with refused(Case.MALFORMED):
+        with refused(CarrierProblem.MALFORMED):
             made(deep)
         flat: list[Any] = [deep]
         while flat:  # one level at a time: Python's own way down would be too deep
@@ -525,7 +533,7 @@ def test_what_is_too_deep_is_not_sealed_either() -> None:
 
 
 def test_no_message_tells_a_secret() -> None:
-    texts = [made(["needle"]), seal_signed(["needle"], RING)]
+    texts = [made(["needle"]), sign_history(["needle"], RING)]
     for text in texts:
         for cut in range(0, len(text), 7):
             with pytest.raises(CarrierError) as caught:
@@ -543,7 +551,7 @@ def test_the_wire_is_small() -> None:
     history = [
         {"role": "user", "content": " ".join(chance.choices(words, k=80))} for _ in range(200)
     ]
-    assert len(made(history)) < 0.75 * len(seal_signed(history, RING))
+    assert len(made(history)) < 0.75 * len(sign_history(history, RING))
 
 
 @pytest.mark.parametrize("ttl_s", [float("nan"), float("inf"), -1.0, 1e308])

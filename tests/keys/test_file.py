@@ -22,10 +22,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.errors import Exit, VllmopsError
-from vllmops.files import take
+from vllmops.errors import ExitCode, VllmopsError
+from vllmops.files import lock_file
 from vllmops.keys import file
-from vllmops.keys.ring import Key, Ring, Status, fresh
+from vllmops.keys.ring import Key, KeyRing, KeyStatus, generate_secret
 
 NOBODY = 65534
 
@@ -75,8 +75,8 @@ class Adding:
     def add(self) -> None:
         self.before()
         for _ in range(self.count):
-            key = Key.of(fresh(), Status.NEXT, 1)
-            file.change(self.path, partial(Ring.add, key=key), create=True)
+            key = Key.from_secret(generate_secret(), KeyStatus.NEXT, 1)
+            file.change_keyring(self.path, partial(KeyRing.add, key=key), create=True)
             os.write(self.saying, f"{key.kid}\n".encode())
 
     def end(self) -> str:
@@ -87,11 +87,11 @@ class Adding:
         return shown
 
 
-def made(path: Path, keys: int = 1) -> Ring:
+def made(path: Path, keys: int = 1) -> KeyRing:
     for _ in range(keys):
-        key = Key.of(fresh(), Status.NEXT, 1)
-        file.change(path, lambda ring, key=key: ring.add(key), create=True)  # type: ignore[misc]
-    return file.load(path)
+        key = Key.from_secret(generate_secret(), KeyStatus.NEXT, 1)
+        file.change_keyring(path, lambda ring, key=key: ring.add(key), create=True)  # type: ignore[misc]
+    return file.load_keyring(path)
 
 
 def refusal(code: str) -> pytest.RaisesExc[VllmopsError]:
@@ -110,7 +110,7 @@ def test_it_is_private_and_has_a_copy(path: Path) -> None:
         os.umask(before)
     assert names(path) == {"keyring.json", "keyring.json.copy", "keyring.json.lock"}
     assert {stat.S_IMODE(item.stat().st_mode) for item in path.parent.iterdir()} == {0o600}
-    assert path.read_bytes() == file.copy(path).read_bytes()
+    assert path.read_bytes() == file.locate_copy(path).read_bytes()
     assert len(ring.keys) == 2
     written = json.loads(path.read_text())
     assert written["version"] == 1
@@ -121,7 +121,7 @@ def test_it_is_private_and_has_a_copy(path: Path) -> None:
 def test_what_changes_nothing_writes_nothing(path: Path) -> None:
     ring = made(path)
     before = path.stat()
-    assert file.change(path, lambda ring: ring.add(ring.keys[0])) == ring
+    assert file.change_keyring(path, lambda ring: ring.add(ring.keys[0])) == ring
     assert path.stat() == before
 
 
@@ -132,15 +132,15 @@ def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
     link.symlink_to(path)
     made(link)
     assert link.is_symlink()
-    assert len(file.load(path).keys) == len(file.load(link).keys) == 2
+    assert len(file.load_keyring(path).keys) == len(file.load_keyring(link).keys) == 2
 
 
 def test_no_file(path: Path) -> None:
     with refusal("keys.no-ring") as caught:
-        file.load(path)
-    assert caught.value.exit_code == Exit.FAILED
+        file.load_keyring(path)
+    assert caught.value.exit_code == ExitCode.FAILED
     with refusal("keys.no-ring"):
-        file.change(path, lambda ring: ring)
+        file.change_keyring(path, lambda ring: ring)
 
 
 def test_a_lost_file_is_not_begun_anew_beside_its_copy(path: Path) -> None:
@@ -148,9 +148,9 @@ def test_a_lost_file_is_not_begun_anew_beside_its_copy(path: Path) -> None:
     path.unlink()
     with refusal("keys.no-ring") as caught:
         made(path)
-    assert str(file.copy(path)) in caught.value.hint
-    file.copy(path).rename(path)
-    assert file.load(path) == ring
+    assert str(file.locate_copy(path)) in caught.value.hint
+    file.locate_copy(path).rename(path)
+    assert file.load_keyring(path) == ring
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o660, 0o601, 0o777])
@@ -158,8 +158,8 @@ def test_a_lax_mode(path: Path, mode: int) -> None:
     made(path)
     path.chmod(mode)
     with refusal("keys.unsafe") as caught:
-        file.load(path)
-    assert caught.value.exit_code == Exit.NOT_AUTHORISED
+        file.load_keyring(path)
+    assert caught.value.exit_code == ExitCode.NOT_AUTHORISED
     assert f"{mode:o}" in caught.value.message
     assert caught.value.hint == f"chmod 600 {path}"
 
@@ -183,7 +183,7 @@ def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
     for mode in (0o644, 0o660):
         path.chmod(mode)
         with refusal("keys.unsafe"):
-            file.load(path)
+            file.load_keyring(path)
     path.chmod(0o640)
     made(path)
     at = path.stat()
@@ -192,10 +192,10 @@ def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
     own = path.stat()
     os.seteuid(NOBODY)
     try:
-        file.safe(path, at)
+        file.require_private_file(path, at)
         # Nobody but root need do that.
         with refusal("keys.unsafe"):
-            file.safe(path, own)
+            file.require_private_file(path, own)
     finally:
         os.seteuid(0)
 
@@ -210,7 +210,7 @@ def test_what_is_no_file(path: Path, what: str) -> None:
         case _:
             path = Path("/dev/zero")
     with refusal("keys.unsafe"):
-        file.load(path)
+        file.load_keyring(path)
 
 
 def spoilt(content: bytes) -> dict[str, bytes]:
@@ -239,7 +239,12 @@ def spoilt(content: bytes) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("how", spoilt(file.encode(Ring(keys=(Key.of(fresh(), Status.NEXT),)))))
+@pytest.mark.parametrize(
+    "how",
+    spoilt(
+        file.encode_keyring(KeyRing(keys=(Key.from_secret(generate_secret(), KeyStatus.NEXT),)))
+    ),
+)
 def test_a_spoilt_file_loses_nothing_and_tells_nothing(path: Path, how: str) -> None:
     ring = made(path, 2)
     content = path.read_bytes()
@@ -248,8 +253,8 @@ def test_a_spoilt_file_loses_nothing_and_tells_nothing(path: Path, how: str) -> 
         made(path)
     assert path.read_bytes() == spoilt(content)[how]
     # As the message says: its last good content is put back.
-    file.copy(path).replace(path)
-    assert file.load(path) == ring
+    file.locate_copy(path).replace(path)
+    assert file.load_keyring(path) == ring
     shown = "".join(traceback.format_exception(caught.value)) + caught.value.hint
     for key in ring.keys:
         assert key.secret.reveal().hex()[4:20] not in shown
@@ -265,15 +270,17 @@ def test_killed_at_every_step(path: Path) -> None:
     for name in CALLS:
         for number in range(1, 20):
             for when in ("before", "after"):
-                before = file.load(path)
+                before = file.load_keyring(path)
                 adder = Adding(path, 1, partial(killed_at, f"{name}:{number}:{when}"))
                 adder.end()
                 code = adder.process.exitcode
                 assert code in {0, -signal.SIGKILL}
-                after = file.load(path)
+                after = file.load_keyring(path)
                 assert set(before.keys) <= set(after.keys)
                 assert len(after.keys) - len(before.keys) in ({0, 1} if code else {1})
-                assert set(after.keys) <= set(file.decode(file.copy(path).read_bytes(), path).keys)
+                assert set(after.keys) <= set(
+                    file.decode_keyring(file.locate_copy(path).read_bytes(), path).keys
+                )
                 faults += code != 0
             if code == 0:
                 break
@@ -301,7 +308,7 @@ def test_killed_in_the_middle_of_a_write(path: Path) -> None:
         adder.end()
         assert adder.process.exitcode == -signal.SIGXFSZ
         assert any(item.startswith(".keyring.json.") for item in names(path))
-        assert file.load(path) == before
+        assert file.load_keyring(path) == before
 
 
 def test_killed_at_any_moment_while_many_write(path: Path) -> None:
@@ -314,7 +321,7 @@ def test_killed_at_any_moment_while_many_write(path: Path) -> None:
         for writer in writers:
             writer.process.kill()
         words = "".join(writer.end() for writer in writers)
-        after = file.load(path)
+        after = file.load_keyring(path)
         assert before <= set(after.keys)
         kids = {key.kid for key in after.keys}
         # The last line may be torn.
@@ -327,7 +334,7 @@ def test_many_writers_lose_nothing(path: Path) -> None:
     writers = [Adding(path, 10) for _ in range(4)]
     words = [writer.end() for writer in writers]
     assert [writer.process.exitcode for writer in writers] == [0] * 4
-    kids = {key.kid for key in file.load(path).keys}
+    kids = {key.kid for key in file.load_keyring(path).keys}
     assert kids == set("".join(words).split())
     assert len(kids) == 40
 
@@ -336,12 +343,12 @@ def test_a_writer_that_hangs_is_not_waited_for_for_ever(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made(path)
-    held = take(path.with_name("keyring.json.lock"))
+    held = lock_file(path.with_name("keyring.json.lock"))
     assert held is not None
     monkeypatch.setattr(file, "LOCK_WAIT_S", 0.1)
     with refusal("keys.locked") as caught:
         made(path)
-    assert caught.value.exit_code == Exit.TIMED_OUT
+    assert caught.value.exit_code == ExitCode.TIMED_OUT
     os.close(held)
     made(path)
 
@@ -352,18 +359,18 @@ def test_a_full_disk(home: Path, full_disk: Callable[[], None]) -> None:
     full_disk()
     for _ in range(3):
         with refusal("keys.not-written") as caught:
-            file.change(path, grown)
+            file.change_keyring(path, grown)
         assert "No space" in caught.value.message
-        assert file.load(path) == ring
+        assert file.load_keyring(path) == ring
     assert not [item for item in names(path) if item.startswith(".keyring")]
     (home / "filler").unlink()
-    assert len(file.change(path, grown).keys) == 52
+    assert len(file.change_keyring(path, grown).keys) == 52
 
 
-def grown(ring: Ring) -> Ring:
+def grown(ring: KeyRing) -> KeyRing:
     """More than fits into what a full disk has left in its last page."""
     for _ in range(50):
-        ring = ring.add(Key.of(fresh(), Status.NEXT))
+        ring = ring.add(Key.from_secret(generate_secret(), KeyStatus.NEXT))
     return ring
 
 
@@ -385,10 +392,13 @@ def test_files_of_others_beside_it_are_left_alone(path: Path) -> None:
 def test_which_ring_counts(monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path) -> None:
     text = "ab" * 32
     everything = {file.PLACE: "/place/ring", file.SIGNING_KEY: text}
-    assert file.source(everything, Path("/named")).path == Path("/named")
-    assert file.source(everything).path == Path("/place/ring")
-    assert file.source({file.PLACE: "", file.SIGNING_KEY: ""}).path == home / "keyring.json"
-    single = file.source({file.SIGNING_KEY: text})
+    assert file.find_keyring_source(everything, Path("/named")).path == Path("/named")
+    assert file.find_keyring_source(everything).path == Path("/place/ring")
+    assert (
+        file.find_keyring_source({file.PLACE: "", file.SIGNING_KEY: ""}).path
+        == home / "keyring.json"
+    )
+    single = file.find_keyring_source({file.SIGNING_KEY: text})
     assert single.path is None
     ring = single.load()
     assert ring.primary is not None
@@ -396,21 +406,21 @@ def test_which_ring_counts(monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path
     # The same on every replica, and once it is imported.
     assert single.load() == ring
     with refusal("keys.not-hex") as caught:
-        file.source({file.SIGNING_KEY: "x" * 64}).load()
+        file.find_keyring_source({file.SIGNING_KEY: "x" * 64}).load()
     assert file.SIGNING_KEY in caught.value.message
     monkeypatch.chdir(tmp_path)
-    assert file.source({file.PLACE: "ring"}).path == tmp_path / "ring"
+    assert file.find_keyring_source({file.PLACE: "ring"}).path == tmp_path / "ring"
 
 
 def test_an_encoded_ring_is_what_was_decoded(path: Path) -> None:
     ring = made(path, 3)
-    changed = Ring(
+    changed = KeyRing(
         keys=(
-            msgspec.structs.replace(ring.keys[0], status=Status.REVOKED, not_after=5),
+            msgspec.structs.replace(ring.keys[0], status=KeyStatus.REVOKED, not_after=5),
             *ring.keys[1:],
         )
     )
-    assert file.decode(file.encode(changed), path) == changed
+    assert file.decode_keyring(file.encode_keyring(changed), path) == changed
 
 
 def test_a_lock_of_somebody_else_is_a_missing_right(
@@ -420,10 +430,10 @@ def test_a_lock_of_somebody_else_is_a_missing_right(
         raise PermissionError(errno.EACCES, "Permission denied", str(lock))
 
     made(path)
-    monkeypatch.setattr(file, "take", refused)
+    monkeypatch.setattr(file, "lock_file", refused)
     with refusal("keys.not-written") as caught:
         made(path)
-    assert caught.value.exit_code == Exit.NOT_AUTHORISED
+    assert caught.value.exit_code == ExitCode.NOT_AUTHORISED
 
 
 def test_a_hint_can_be_run_whatever_the_name(tmp_path: Path) -> None:
@@ -432,14 +442,14 @@ def test_a_hint_can_be_run_whatever_the_name(tmp_path: Path) -> None:
     ring = made(path)
     path.chmod(0o644)
     with refusal("keys.unsafe") as caught:
-        file.load(path)
+        file.load_keyring(path)
     subprocess.run(caught.value.hint, shell=True, check=True)
     path.write_text("{")
     with refusal("keys.broken") as caught:
-        file.load(path)
+        file.load_keyring(path)
     subprocess.run(caught.value.hint.partition(": ")[2], shell=True, check=True)
     path.unlink()
     with refusal("keys.no-ring") as caught:
-        file.load(path)
+        file.load_keyring(path)
     subprocess.run(caught.value.hint.partition(", or")[0], shell=True, check=True)
-    assert file.load(path) == ring
+    assert file.load_keyring(path) == ring

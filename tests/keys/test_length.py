@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from vllmops.keys import carrier
-from vllmops.keys.ring import fresh, only
+from vllmops.keys.ring import generate_secret, make_single_key_ring
 
 from ..support.extent import EVERYTHING, long, sampled
 
-RING = only(fresh())
+RING = make_single_key_ring(generate_secret())
 ALPHABET = string.ascii_uppercase + string.digits
 KNOWN = "The door code is "
 CODE = "K7QX2M9ZP"
@@ -69,7 +69,7 @@ ATTACKED = [*PLACES] if EVERYTHING else ["developer", "tool output", "another pa
 
 def length(history: list[Item]) -> int:
     # At one moment: the digits of the next second may compress otherwise.
-    return len(carrier.seal(history, RING, model="m", owner="o", now=1.8e9))
+    return len(carrier.seal_history(history, RING, model="m", owner="o", now=1.8e9))
 
 
 def before(history: list[Item]) -> int:
@@ -132,7 +132,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths to the byte, without noise and without buckets."""
     monkeypatch.setattr(carrier, "NOISE_BYTES", 1)
-    monkeypatch.setattr(carrier, "bucket", int)
+    monkeypatch.setattr(carrier, "round_to_bucket", int)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -177,12 +177,14 @@ def test_within_one_text_noise_stands_against_it() -> None:
 def test_lengths_are_few() -> None:
     chance = random.Random(3)
     lengths = {
-        len(carrier.packed(json.dumps([chance.randbytes(size).hex()]).encode())) + BESIDE
+        len(carrier.compress_and_pad(json.dumps([chance.randbytes(size).hex()]).encode())) + BESIDE
         for size in [*range(0, 2_000, 14), *(chance.randrange(100_000) for _ in range(400))]
     }
     assert len(lengths) < 2**7
-    assert lengths == set(map(carrier.bucket, lengths))
-    every = {carrier.bucket(2**n + m * 2**n // 64) for n in range(8, 26) for m in range(64)}
+    assert lengths == set(map(carrier.round_to_bucket, lengths))
+    every = {
+        carrier.round_to_bucket(2**n + m * 2**n // 64) for n in range(8, 26) for m in range(64)
+    }
     assert len(every) < 2**8
 
 
@@ -200,17 +202,17 @@ def test_what_it_costs() -> None:
 def test_whatever_is_padded_comes_back(size: int) -> None:
     history = [{"content": secrets.token_hex(size)}, {"n": [{}, {"a": 1}, {"b": '},{"'}]}]
     for _ in range(3):
-        text = carrier.seal(history, RING, model="m", owner="o")
-        assert carrier.unseal(text, RING, model="m", owner="o").history == history
+        text = carrier.seal_history(history, RING, model="m", owner="o")
+        assert carrier.unseal_carrier(text, RING, model="m", owner="o").history == history
 
 
 @long
 def test_many_tiny_objects_come_back_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is kept apart, which makes them longer than they were."""
     history = [{"a": n % 10} for n in range(100_000)]
-    text = carrier.seal(history, RING, model="m", owner="o")
-    assert carrier.unseal(text, RING, model="m", owner="o").history == history
+    text = carrier.seal_history(history, RING, model="m", owner="o")
+    assert carrier.unseal_carrier(text, RING, model="m", owner="o").history == history
     monkeypatch.setattr(carrier, "MOST_BYTES", 1 << 20)
     with pytest.raises(carrier.CarrierError) as caught:
-        carrier.seal(history, RING, model="m", owner="o")
-    assert caught.value.case == carrier.Case.TOO_LARGE
+        carrier.seal_history(history, RING, model="m", owner="o")
+    assert caught.value.case == carrier.CarrierProblem.TOO_LARGE

@@ -12,22 +12,32 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllmops.errors import Exit, VllmopsError
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.keys import rotation
-from vllmops.keys.ring import DAY_S, LATE_S, Key, Ring, Secret, Status, fresh, from_hex, only
-from vllmops.keys.rotation import Stage
+from vllmops.keys.ring import (
+    DAY_S,
+    LATE_S,
+    Key,
+    KeyRing,
+    KeyStatus,
+    Secret,
+    generate_secret,
+    make_single_key_ring,
+    parse_hex_secret,
+)
+from vllmops.keys.rotation import RotationStage
 
 NOW = 1_800_000_000
-NEXT, PRIMARY, VERIFY_ONLY, REVOKED = Status
+NEXT, PRIMARY, VERIFY_ONLY, REVOKED = KeyStatus
 
 
-def key(number: int, status: Status = NEXT, not_after: int | None = None) -> Key:
-    made = Key.of(Secret(number.to_bytes(32, "big")), status, NOW)
+def key(number: int, status: KeyStatus = NEXT, not_after: int | None = None) -> Key:
+    made = Key.from_secret(Secret(number.to_bytes(32, "big")), status, NOW)
     return msgspec.structs.replace(made, not_after=not_after)
 
 
-def ring(*keys: Key) -> Ring:
-    return Ring(keys=keys)
+def ring(*keys: Key) -> KeyRing:
+    return KeyRing(keys=keys)
 
 
 def refusal(code: str) -> pytest.RaisesExc[VllmopsError]:
@@ -40,13 +50,16 @@ def test_a_key_is_named_after_its_secret() -> None:
     assert one.fingerprint.startswith(one.kid)
     assert len(one.fingerprint) == 32
     assert key(2).fingerprint != one.fingerprint
-    assert only(fresh()).primary != only(fresh()).primary
+    assert (
+        make_single_key_ring(generate_secret()).primary
+        != make_single_key_ring(generate_secret()).primary
+    )
 
 
 def test_a_secret_shows_nowhere() -> None:
-    secret = fresh()
+    secret = generate_secret()
     spelt = (secret.reveal().hex(), repr(secret.reveal()))
-    held = only(secret)
+    held = make_single_key_ring(secret)
     try:
         raise ValueError(secret, held)
     except ValueError as error:
@@ -62,14 +75,14 @@ def test_a_secret_shows_nowhere() -> None:
 def test_a_rotation() -> None:
     old, new = key(1, PRIMARY), key(2)
     before = ring(old).add(new)
-    assert (before.primary, before.next) == (old, new)
+    assert (before.primary, before.next_key) == (old, new)
     after = before.promote(new.kid, NOW, 30 * DAY_S)
     assert after.primary == key(2, PRIMARY)
     gone = after.get(old.kid)
     assert (gone.status, gone.not_after) == (VERIFY_ONLY, NOW + 30 * DAY_S + LATE_S)
     assert after.promote(new.kid, NOW, 1) == after
-    assert after.without_over(gone.not_after or 0) == after
-    assert after.without_over((gone.not_after or 0) + 1) == ring(key(2, PRIMARY))
+    assert after.without_expired(gone.not_after or 0) == after
+    assert after.without_expired((gone.not_after or 0) + 1) == ring(key(2, PRIMARY))
 
 
 def test_back_to_the_key_before() -> None:
@@ -86,7 +99,11 @@ def test_a_key_that_is_there_is_not_added_again() -> None:
 
 def test_another_secret_with_a_known_kid_is_refused() -> None:
     held, other = ring(key(1, PRIMARY)), msgspec.structs.replace(key(2), kid=key(1).kid)
-    for act in (held.add, lambda new: held.merge(ring(new)), lambda new: held.led(ring(new), 0, 0)):
+    for act in (
+        held.add,
+        lambda new: held.merge(ring(new)),
+        lambda new: held.adopt_primary(ring(new), 0, 0),
+    ):
         with refusal("keys.same-kid") as caught:
             act(other)
         assert key(1).kid in caught.value.message
@@ -99,7 +116,7 @@ def test_what_can_not_be_promoted() -> None:
             held.promote(key(number).kid, NOW, DAY_S)
     with refusal("keys.unknown") as caught:
         held.promote("nobody", NOW, DAY_S)
-    assert caught.value.exit_code == Exit.NOT_FOUND
+    assert caught.value.exit_code == ExitCode.NOT_FOUND
     assert key(1).kid in caught.value.message
 
 
@@ -131,8 +148,8 @@ def test_a_next_key_whose_time_is_over_is_never_the_primary() -> None:
     over, live = key(2, not_after=NOW - 1), key(3, not_after=NOW)
     held = ring(key(1, PRIMARY), over)
     assert held.revoke(key(1).kid, spare=key(9), now=NOW).primary == key(9, PRIMARY)
-    assert rotation.begin(held, key(9), NOW) == ring(key(1, PRIMARY), key(9))
-    assert rotation.stage(held, [], NOW) is Stage.OVER
+    assert rotation.begin_rotation(held, key(9), NOW) == ring(key(1, PRIMARY), key(9))
+    assert rotation.find_stage(held, [], NOW) is RotationStage.OVER
     # One that is live loses its end, or what it seals would be refused some day.
     after = ring(key(1, PRIMARY), over, live).revoke(key(1).kid, spare=key(9), now=NOW)
     assert after.primary == key(3, PRIMARY)
@@ -225,7 +242,7 @@ def test_merging(own: tuple[Key, ...], theirs: tuple[Key, ...], merged: tuple[Ke
     ],
 )
 def test_leading(own: tuple[Key, ...], theirs: tuple[Key, ...], led: tuple[Key, ...]) -> None:
-    assert ring(*own).led(ring(*theirs), NOW, DAY_S) == ring(*led)
+    assert ring(*own).adopt_primary(ring(*theirs), NOW, DAY_S) == ring(*led)
 
 
 numbers = st.integers(1, 5)
@@ -240,7 +257,7 @@ steps = st.one_of(
 )
 
 
-def taken(held: Ring, step: str, number: int) -> Ring:
+def taken(held: KeyRing, step: str, number: int) -> KeyRing:
     kid = key(number).kid
     match step:
         case "add":
@@ -248,13 +265,13 @@ def taken(held: Ring, step: str, number: int) -> Ring:
         case "promote":
             return held.promote(kid, NOW, DAY_S)
         case "over":
-            return held.without_over(NOW)
+            return held.without_expired(NOW)
         case "revoke":
             return held.revoke(kid, spare=key(9), now=NOW)
         case "retire":
             return held.retire(kid, NOW)
         case "led":
-            return held.led(ring(key(number, PRIMARY), key(number + 10)), NOW, DAY_S)
+            return held.adopt_primary(ring(key(number, PRIMARY), key(number + 10)), NOW, DAY_S)
         case _:
             return held.merge(ring(key(number, PRIMARY), key(number + 10)))
 
@@ -270,8 +287,8 @@ def test_nothing_but_what_says_so_takes_a_key_away(walk: list[tuple[str, int]]) 
         opens = {item.kid for item in held.keys if item.status is not REVOKED}
         lost = opens - {item.kid for item in after.keys if item.status is not REVOKED}
         assert lost <= ({key(number).kid} if step in {"revoke", "retire"} else set())
-        assert len(after.those(PRIMARY)) == 1 or step == "merge"
-        assert len(after.those(PRIMARY)) <= 1
+        assert len(after.select_keys(PRIMARY)) == 1 or step == "merge"
+        assert len(after.select_keys(PRIMARY)) <= 1
         held = after
 
 
@@ -289,15 +306,15 @@ def test_nothing_but_what_says_so_takes_a_key_away(walk: list[tuple[str, int]]) 
 )
 def test_what_is_no_key(text: str, code: str) -> None:
     with refusal(code) as caught:
-        from_hex(text, "the text")
+        parse_hex_secret(text, "the text")
     assert caught.value.message.startswith("the text is")
     shown = "".join(traceback.format_exception(caught.value))
     assert len(text) < 20 or text not in shown
 
 
 def test_keys_as_people_write_them() -> None:
-    assert from_hex(" " + "AB" * 32 + "\n", "it").reveal() == b"\xab" * 32
-    assert len(from_hex("ab" * 48, "it").reveal()) == 48
+    assert parse_hex_secret(" " + "AB" * 32 + "\n", "it").reveal() == b"\xab" * 32
+    assert len(parse_hex_secret("ab" * 48, "it").reveal()) == 48
 
 
 def test_what_is_no_ring() -> None:
@@ -308,7 +325,7 @@ def test_what_is_no_ring() -> None:
         with pytest.raises(ValueError, match=r"kid|fingerprint"):
             msgspec.structs.replace(key(1), **change)
     with pytest.raises(ValueError, match="shorter"):
-        Key.of(Secret(b"short"), NEXT)
+        Key.from_secret(Secret(b"short"), NEXT)
 
 
 @pytest.mark.parametrize("overlap_s", [float("nan"), float("inf"), -1.0, 1e308])
@@ -316,11 +333,11 @@ def test_an_overlap_that_is_no_time(overlap_s: float) -> None:
     held = ring(key(1, PRIMARY), key(2))
     for change in (
         partial(held.promote, key(2).kid, NOW, overlap_s),
-        partial(held.led, ring(key(2, PRIMARY)), NOW, overlap_s),
+        partial(held.adopt_primary, ring(key(2, PRIMARY)), NOW, overlap_s),
     ):
         with pytest.raises(VllmopsError, match="overlap") as caught:
             change()
-        assert caught.value.exit_code == Exit.USAGE
+        assert caught.value.exit_code == ExitCode.USAGE
 
 
 @pytest.mark.parametrize("at", [-1, 10**12, 10**300])

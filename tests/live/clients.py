@@ -103,8 +103,8 @@ def following(client: Any, **options: Any) -> tuple[Any, str]:
 def reach(server: Live, role: str) -> list[agent.Agent]:
     """The agents in the processes of a role."""
     pids = [row["pid"] for row in server.row["processes"] if row["role"] == role]
-    born = [identity.of(pid).start_ticks for pid in pids]
-    return [agent.reach(Process(Role(role), *item)) for item in zip(pids, born, strict=True)]
+    born = [identity.read_identity(pid).start_ticks for pid in pids]
+    return [agent.open_agent(Process(Role(role), *item)) for item in zip(pids, born, strict=True)]
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -159,7 +159,7 @@ class Live:
     def footprint(self) -> Footprint:
         pids = [process["pid"] for process in self.row["processes"]]
         # Semaphores, too, which their maker has mapped under another name.
-        used = {name for pid in pids for name in shm.used_by(pid)}
+        used = {name for pid in pids for name in shm.find_used_segments(pid)}
         segments = {name for name in used if (SHM / name).exists()}
         return Footprint(pids, self.row["port"], segments)
 

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from vllmops.demo.inputs import chat
+from vllmops.demo.inputs import make_chat_request
 from vllmops.host.processes import Process
-from vllmops.instances.servers import resolve
+from vllmops.instances.servers import resolve_server
 from vllmops.rpc import agent
 from vllmops.vllm_api import http as web
 
@@ -414,26 +414,26 @@ class Prone(Stock):
 
     @cached_property
     def processes(self) -> dict[str, Process]:
-        return {process.role: process for process in resolve(self.name).processes}
+        return {process.role: process for process in resolve_server(self.name).processes}
 
     def pids(self) -> dict[str, int]:
         return {role: process.pid for role, process in self.processes.items()}
 
     def ask(self, *seeds: int, text: str = "hi", **fields: Any) -> Asked:
-        return Asked(self.url, chat(list(seeds), text, **fields))
+        return Asked(self.url, make_chat_request(list(seeds), text, **fields))
 
     def unencodable(self) -> Asked:
         """A request whose output ends the engine's output thread."""
-        return Asked(self.url, chat([], "hi"), **{"X-Request-Id": "unencodable"})
+        return Asked(self.url, make_chat_request([], "hi"), **{"X-Request-Id": "unencodable"})
 
     def tokens(self) -> float | None:
         """Counted so far, None where nobody answers."""
-        found = web.metrics(self.url)
+        found = web.fetch_metrics(self.url)
         return found.tokens if found else None
 
     def handed(self) -> int:
         """Requests that the API server has handed to the engine and that are not over."""
-        pulse = agent.beat(self.processes["api"])
+        pulse = agent.read_heartbeat(self.processes["api"])
         assert pulse
         return pulse.beat.handed or 0
 
@@ -543,9 +543,9 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
         first = server.ask()
         until(lambda: server.handed() > before)
         # A busy machine's engine might not be in this step yet, and take one of the two alone.
-        until(lambda: agent.reach(server.processes["engine"]).engine().running)
+        until(lambda: agent.open_agent(server.processes["engine"]).fetch_engine_state().running)
         texts = [f"{next(_numbers)} ".ljust(750, "z") for _ in range(2)]
-        bodies = [chat([1, 2, 3], text) for text in texts]
+        bodies = [make_chat_request([1, 2, 3], text) for text in texts]
         for body in bodies:
             body["messages"][0]["content"].reverse()  # the text has its KV blocks by then
         asked = [Asked(server.url, body) for body in bodies]
@@ -590,7 +590,7 @@ def gil_held(server: Prone) -> Iterator[list[Asked]]:
 def backtracking(server: Prone) -> Iterator[list[Asked]]:
     forced = {"choice": [BACKTRACKING]}
     asked = server.ask(tools=[TOOL], structured_outputs=forced, max_tokens=500)
-    until(lambda: not web.healthy(server.url, timeout_s=1))
+    until(lambda: not web.is_healthy(server.url, timeout_s=1))
     with ExitStack() as after:
         after.callback(os.kill, server.pids()["api"], signal.SIGUSR2)
         yield [asked]

@@ -27,7 +27,7 @@ from typing import Any
 import httpx
 import psutil
 
-from vllmops.demo.inputs import chat
+from vllmops.demo.inputs import make_chat_request
 
 from . import hangs
 from .conftest import Cli
@@ -94,10 +94,10 @@ class Load(Soak):
         self.lost.append(Lost(began, time.monotonic(), time.strftime("%H:%M:%S"), what))
 
     def images(self, number: int) -> None:
-        self.post("/v1/chat/completions", chat([number], max_tokens=5))
+        self.post("/v1/chat/completions", make_chat_request([number], max_tokens=5))
 
     def same_images(self, number: int) -> None:
-        self.post("/v1/chat/completions", chat([number % 3], max_tokens=5))
+        self.post("/v1/chat/completions", make_chat_request([number % 3], max_tokens=5))
 
     def long_prompt(self, number: int) -> None:
         self.ask(f"{number} " + "z" * 500)
@@ -194,7 +194,7 @@ def knot(server: Prone, load: Load) -> Iterator[Victims]:
     with server.stopped("worker"):
         first = server.ask()
         time.sleep(0.3)
-        bodies = [chat(seeds, letter * 750) for letter in "zq"]
+        bodies = [make_chat_request(seeds, letter * 750) for letter in "zq"]
         for body in bodies:
             body["messages"][0]["content"].reverse()
         asked = [Asked(server.url, body) for body in bodies]

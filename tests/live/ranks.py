@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllmops.protocol.socket import sockets
+from vllmops.protocol.socket import get_socket_directory
 
 from ..support.waiting import until
 from .conftest import Cli, Live, PlugIn
@@ -62,7 +62,7 @@ FORWARD = ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_model_forward"
 GHOST = """
 from vllmops.agent import objects
 
-objects.every("mm-cache")[0]._cache._LRUCache__order["ghost"] = None
+objects.list_objects("mm-cache")[0]._cache._LRUCache__order["ghost"] = None
 """
 NOBIND = ("--env", "VLLM_CPU_OMP_THREADS_BIND=nobind")
 
@@ -115,7 +115,7 @@ class Ranks:
         module, owner, method = place
         code = SLEEP.format(module=module, owner=owner, method=method, file=str(file))
         self.run(name, code)
-        beat = sockets(self.server.home) / f"{self.named()[engine]}.beat"
+        beat = get_socket_directory(self.server.home) / f"{self.named()[engine]}.beat"
         url, complete = self.server.url, self.server.complete
         with ThreadPoolExecutor(requests) as pool:
             sent = [

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from vllmops.demo.inputs import chat, png, url
+from vllmops.demo.inputs import make_chat_request, make_data_url, make_png
 
 from .conftest import Cli, Live, soaked
 from .hangs import Asked
@@ -60,10 +60,10 @@ class Soak:
         self.ask(f"Tell me of {number}.")
 
     def images(self, number: int) -> None:
-        self.post("/v1/chat/completions", chat([number, number + 1], max_tokens=5))
+        self.post("/v1/chat/completions", make_chat_request([number, number + 1], max_tokens=5))
 
     def same_images(self, number: int) -> None:
-        self.post("/v1/chat/completions", chat([number % 3, 7], max_tokens=5))
+        self.post("/v1/chat/completions", make_chat_request([number % 3, 7], max_tokens=5))
 
     def long_prompt(self, number: int) -> None:
         self.ask(f"{number} " + "z" * 1800)
@@ -89,7 +89,7 @@ class Soak:
         assert made["status"] in {"completed", "incomplete"}, made["status"]
 
     def carried(self, number: int) -> None:
-        image = {"type": "input_image", "image_url": url(png(number))}
+        image = {"type": "input_image", "image_url": make_data_url(make_png(number))}
         words = {"type": "input_text", "text": "What is it?"}
         asked = {"role": "user", "content": [image, words]}
         carry = {"store": False, "include": ["reasoning.encrypted_content"]}
@@ -181,7 +181,7 @@ class Soak:
 
 
 def asking(text: str, tokens: int) -> dict[str, Any]:
-    return {**chat([], text, max_tokens=tokens), "ignore_eos": tokens > 1000}
+    return {**make_chat_request([], text, max_tokens=tokens), "ignore_eos": tokens > 1000}
 
 
 def spent(look: Callable[[], None], seconds: float) -> None:

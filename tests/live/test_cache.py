@@ -19,8 +19,8 @@ import httpx
 import pytest
 
 from vllmops.agent import caches as agent_caches
-from vllmops.demo.inputs import chat, wav
-from vllmops.diagnose.caches import alone
+from vllmops.demo.inputs import make_chat_request, make_wav
+from vllmops.diagnose.caches import check_cache
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.protocol import identity
@@ -34,7 +34,7 @@ from .conftest import Live, Ran
 
 def ask(url: str, *seeds: int, text: str = "hi", timeout_s: float = 120) -> httpx.Response:
     """One chat request with images."""
-    body = chat(list(seeds), text)
+    body = make_chat_request(list(seeds), text)
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=timeout_s)
 
 
@@ -177,12 +177,12 @@ def test_a_stopped_engine_is_told_and_the_others_shown(vision_server: Any) -> No
 def test_draining_refuses_new_requests(vision_server: Any) -> None:
     rows = vision_server.row["processes"]
     row = next(row for row in rows if row["role"] == "api")
-    created = identity.of(row["pid"]).start_ticks
-    api = agent.reach(Process(Role.API, row["pid"], created))
+    created = identity.read_identity(row["pid"]).start_ticks
+    api = agent.open_agent(Process(Role.API, row["pid"], created))
     url = vision_server.url
-    before = api.traffic()
+    before = api.fetch_traffic()
     assert before.in_flight == 0
-    assert api.drain().draining
+    assert api.set_draining().draining
     try:
         refused = ask(url, 1)
         assert refused.status_code == 503
@@ -190,38 +190,38 @@ def test_draining_refuses_new_requests(vision_server: Any) -> None:
         assert httpx.get(f"{url}/health").status_code == 503
         assert httpx.get(f"{url}/metrics").status_code == 200
     finally:
-        assert not api.drain(False).draining
+        assert not api.set_draining(False).draining
     assert httpx.get(f"{url}/health").status_code == 200
     assert ask(url, 1).status_code == 200
     # Neither what was refused nor the probes.
-    assert api.traffic().started == (before.started or 0) + 1
+    assert api.fetch_traffic().started == (before.started or 0) + 1
 
 
 def test_engine_state(vision_server: Any) -> None:
     pid = vision_server.pids()["engine"]
-    engine = agent.reach(Process(Role.ENGINE, pid, identity.of(pid).start_ticks))
-    before = engine.engine()
+    engine = agent.open_agent(Process(Role.ENGINE, pid, identity.read_identity(pid).start_ticks))
+    before = engine.fetch_engine_state()
     assert ask(vision_server.url, 2).status_code == 200
-    after = engine.engine()
+    after = engine.fetch_engine_state()
     assert (after.running, after.waiting, after.unfinished) == (0, 0, 0)
     assert (after.current_step or 0) > (before.current_step or 0)
     assert (after.pause_state, after.sleeping) == ("unpaused", False)
     assert 0 <= (after.kv_cache_usage or 0.0) < 1
     assert (after.kv_cache_blocks or 0) > 0
-    hello = engine.hello()
+    hello = engine.fetch_hello()
     assert (hello.role, hello.problems) == ("engine", ())
     time.sleep(1.2)
-    pulse = agent.beat(engine.process)
+    pulse = agent.read_heartbeat(engine.process)
     assert pulse is not None
     assert pulse.beat.current_step == after.current_step
-    assert not pulse.late
+    assert not pulse.is_late
 
 
 def transcribe(url: str, seed: int) -> httpx.Response:
     return httpx.post(
         f"{url}/v1/audio/transcriptions",
         data={"model": "demo-audio"},
-        files={"file": ("tone.wav", wav(seed))},
+        files={"file": ("tone.wav", make_wav(seed))},
         timeout=120,
     )
 
@@ -325,8 +325,8 @@ def test_vllms_lru_cache_in_use_gives_no_finding_and_is_not_changed() -> None:
                 cache.pop(key, None)
         if choice.random() < 0.05:
             before = (cache.stat(), list(cache.order), cache.currsize)
-            snapshot = agent_caches.lru(holder, keys=True)
-            assert alone(snapshot) == []
+            snapshot = agent_caches.observe_lru_cache(holder, keys=True)
+            assert check_cache(snapshot) == []
             assert (cache.stat(), snapshot.order, snapshot.bytes) == before
             assert snapshot.entries == len(cache)
 
@@ -367,9 +367,9 @@ def test_vllms_encoder_cache_manager_in_use_gives_no_finding() -> None:
                 del requests[name]
         if number % 20 == 0:
             looks += 1
-            cache = agent_caches.encoder(scheduler)
+            cache = agent_caches.observe_encoder_cache(scheduler)
             assert isinstance(cache, EncoderCache)
-            assert alone(cache) == []
+            assert check_cache(cache) == []
             assert cache.slots_by_key == manager.num_embeds_by_hash
     assert looks == 1000
 
@@ -389,7 +389,7 @@ thread = threading.Thread(target=cache.__setitem__, args=("new", 1), daemon=True
 thread.start()
 time.sleep(0.2)
 began = time.monotonic()
-found = caches.lru(SimpleNamespace(_cache=cache))
+found = caches.observe_lru_cache(SimpleNamespace(_cache=cache))
 print(thread.is_alive(), found.order_only, found.entries, time.monotonic() - began < 1)
 """
 

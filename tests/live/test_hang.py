@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from vllmops.bundle import messages
-from vllmops.instances.servers import resolve
+from vllmops.instances.servers import resolve_server
 from vllmops.protocol.caches import EncoderCache
 from vllmops.requests import listing
-from vllmops.requests.ending import end
+from vllmops.requests.ending import abort_requests
 from vllmops.rpc import agent
 
 from ..support.extent import EVERYTHING, long
@@ -337,9 +337,9 @@ def end_all(server: Prone) -> list[dict[str, Any]]:
 
 def holds(server: Prone) -> tuple[float, int]:
     """How much of the KV cache is in use, as a share, and the pins in the encoder cache."""
-    engine = agent.reach(server.processes["engine"])
-    (cache,) = (one for one in engine.caches().caches if isinstance(one, EncoderCache))
-    usage = engine.engine().kv_cache_usage
+    engine = agent.open_agent(server.processes["engine"])
+    (cache,) = (one for one in engine.fetch_caches().caches if isinstance(one, EncoderCache))
+    usage = engine.fetch_engine_state().kv_cache_usage
     assert usage is not None
     return usage, sum(map(len, cache.cached.values()))
 
@@ -352,10 +352,10 @@ def test_requests_that_nothing_schedules_can_be_ended(
         until(lambda: len(in_flight(stock)) == len(asked), 40, lambda: in_flight(stock))
         time.sleep(2)
         assert len(in_flight(stock, "--stuck", "--stuck-after", "1")) == len(asked)
-        server = resolve(stock.name)
-        rows = listing.take(server, 1).rows
+        server = resolve_server(stock.name)
+        rows = listing.list_requests(server, 1).rows
         began = time.monotonic()
-        assert {one.left for one in end(server, rows, "")} == {""}
+        assert {one.left for one in abort_requests(server, rows, "")} == {""}
         assert {one.answer(ENDED_S) for one in asked} == {410}
         assert holds(stock) == (0.0, 0)
         took_s = time.monotonic() - began
@@ -462,7 +462,7 @@ def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
         assert (code, set(done) - {("caches", True)}) == (0, {("io-threads", True)})
         assert [one.answer(30) for one in asked] == [410, 200]
     assert stock.ask().answer(30) == 200
-    written, read = messages.of(resolve(stock.name))[-2:]  # for a bundle
+    written, read = messages.fetch_fatal_messages(resolve_server(stock.name))[-2:]  # for a bundle
     assert (written.thread, read.thread) == ("output thread", "input thread")
     (type_, *frames) = read.frames
     assert (type_.head, len(frames[0].head)) == (b"\0", frames[0].size)

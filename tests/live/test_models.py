@@ -15,7 +15,7 @@ import pytest
 
 import vllmops
 from vllmops import demo
-from vllmops.demo import Kind
+from vllmops.demo import DemoKind
 from vllmops.errors import VllmopsError
 
 from ..support.extent import long
@@ -32,7 +32,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(max_workers=2) as pool:
         patch.setenv("VLLMOPS_HOME", str(home))
         patch.chdir(home)
-        one, other = pool.map(demo.model_dir, (Kind.TEXT, Kind.TEXT))
+        one, other = pool.map(demo.build_missing_model, (DemoKind.TEXT, DemoKind.TEXT))
     assert one == other
     return home
 
@@ -53,12 +53,12 @@ def test_a_model_is_built_once(built: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("VLLMOPS_HOME", str(built))
     # Nothing could be built with this one.
     monkeypatch.setattr(sys, "executable", "/nonexistent")
-    assert (demo.model_dir(Kind.TEXT) / "config.json").is_file()
+    assert (demo.build_missing_model(DemoKind.TEXT) / "config.json").is_file()
 
 
 def test_asking_imports_neither_torch_nor_transformers(built: Path) -> None:
     code = (
-        "import sys; from vllmops import demo; demo.model_dir(demo.Kind.TEXT);"
+        "import sys; from vllmops import demo; demo.build_missing_model(demo.DemoKind.TEXT);"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
     env = {**os.environ, "VLLMOPS_HOME": str(built)}
@@ -69,7 +69,7 @@ def test_asking_imports_neither_torch_nor_transformers(built: Path) -> None:
 def test_a_killed_builder_leaves_nothing_that_passes_for_a_model(home: Path) -> None:
     place = home / "demo" / "text"
     place.parent.mkdir()
-    child = subprocess.Popen(demo.builder(Kind.TEXT, place))
+    child = subprocess.Popen(demo.make_build_command(DemoKind.TEXT, place))
     try:
         deadline = time.monotonic() + 60
         # As soon as there is a file, so in the middle of writing.
@@ -84,9 +84,9 @@ def test_a_killed_builder_leaves_nothing_that_passes_for_a_model(home: Path) -> 
     assert not place.exists()
 
 
-def error_of(kind: Kind) -> VllmopsError:
+def error_of(kind: DemoKind) -> VllmopsError:
     with pytest.raises(VllmopsError) as raised:
-        demo.model_dir(kind)
+        demo.build_missing_model(kind)
     assert raised.value.code == "demo.not-built"
     return raised.value
 
@@ -94,7 +94,7 @@ def error_of(kind: Kind) -> VllmopsError:
 def test_no_directory_can_be_made(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (home / "file").touch()
     monkeypatch.setenv("VLLMOPS_HOME", str(home / "file"))
-    error = error_of(Kind.TEXT)
+    error = error_of(DemoKind.TEXT)
     assert "Not a directory" in error.message
     assert f"{home}/file/demo must be writable" in error.hint
 
@@ -102,7 +102,7 @@ def test_no_directory_can_be_made(home: Path, monkeypatch: pytest.MonkeyPatch) -
 @long
 def test_a_full_disk(home: Path, full_disk: Callable[[], None]) -> None:
     # 256 KiB in all: the files before the weights still fit.
-    error = error_of(Kind.TEXT)
+    error = error_of(DemoKind.TEXT)
     assert "No space left on device" in error.message
     assert "10 MB free" in error.hint
     assert list((home / "demo").iterdir()) == []
@@ -113,7 +113,7 @@ def test_a_builder_that_breaks_off_is_quoted(home: Path, monkeypatch: pytest.Mon
     broken.mkdir()
     (broken / "transformers.py").write_text("raise ImportError('operator nms does not exist')")
     monkeypatch.setenv("PYTHONPATH", str(broken))
-    error = error_of(Kind.TEXT)
+    error = error_of(DemoKind.TEXT)
     assert error.message.endswith("ImportError: operator nms does not exist")
     assert "-m vllmops.demo.build text" in error.hint
 
@@ -132,7 +132,7 @@ def test_without_vllm_the_hint_is_to_install_it(
     venv.create(bare, symlinks=True)
     program = (
         "from vllmops import demo, errors\n"
-        f"try: demo.model_dir(demo.Kind({kind!r}))\n"
+        f"try: demo.build_missing_model(demo.DemoKind({kind!r}))\n"
         "except errors.VllmopsError as error: print(error.code, error.hint, sep='|')"
     )
     env = {
@@ -152,7 +152,7 @@ def test_without_vllm_the_hint_is_to_install_it(
 
 
 def test_a_demo_is_served_under_a_short_name_and_offline() -> None:
-    for kind in Kind:
-        arguments = demo.serve_arguments(kind)
+    for kind in DemoKind:
+        arguments = demo.make_serve_arguments(kind)
         assert arguments[arguments.index("--served-model-name") + 1] == f"demo-{kind}"
-    assert demo.serve_environment()["HF_HUB_OFFLINE"] == "1"
+    assert demo.make_serve_environment()["HF_HUB_OFFLINE"] == "1"

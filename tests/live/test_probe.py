@@ -171,7 +171,7 @@ def doomed(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probe
 
 
 def beats(server: Prone) -> list[Any]:
-    return [agent.beat(process) for process in server.processes.values()]
+    return [agent.read_heartbeat(process) for process in server.processes.values()]
 
 
 def bundles(server: Prone) -> set[Path]:

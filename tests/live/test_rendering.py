@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllmops.agent.responses import carried, wire
-from vllmops.agent.responses.history import History
+from vllmops.agent.responses.history import HistoryReader
 from vllmops.store.backend import Response
 from vllmops.store.packing import deflate
 
@@ -39,7 +39,7 @@ RESULT = {"type": "function_call_output", "call_id": "c", "output": "it is on"}
 
 
 def turn(given: Any, output: list[Any]) -> Response:
-    items = deflate(wire.added(json.dumps({"input": given}).encode()))
+    items = deflate(wire.extract_input_items(json.dumps({"input": given}).encode()))
     body = deflate(json.dumps({"output": output}).encode())
     return Response(id="r", owner="", model="m", status="completed", body=body, input=items)
 
@@ -52,26 +52,28 @@ def vllm(module: str) -> Any:
 def stored(*, harmony: bool) -> list[Any]:
     """What a store holds of the turns."""
     turns = [turn("light, please", OUTPUT), turn([RESULT], [])]
-    return list(asyncio.run(History(list, harmony=harmony).of(turns)).items)
+    return list(asyncio.run(HistoryReader(list, harmony=harmony).read_turns(turns)).items)
 
 
 def sealed(*, harmony: bool) -> list[Any]:
     """What a carrier holds of them."""
-    words = map(carried.lean, wire.spoken(OUTPUT, harmony=harmony))
+    words = map(carried.drop_unneeded_fields, wire.select_history_items(OUTPUT, harmony=harmony))
     return [{"role": "user", "content": "light, please"}, *words, RESULT]
 
 
 def signed(*, harmony: bool) -> list[Any]:
     """What a carrier of format 1 holds of them."""
-    messages = import_module("vllmops.agent.responses.parsing").messages(sealed(harmony=harmony))
-    return carried.from_messages(json.loads(json.dumps(messages)))
+    messages = import_module("vllmops.agent.responses.parsing").convert_items_to_messages(
+        sealed(harmony=harmony)
+    )
+    return carried.convert_messages_to_items(json.loads(json.dumps(messages)))
 
 
 WAYS = [stored, sealed, signed]
 
 
 def parsed(items: list[Any]) -> list[Any]:
-    found: list[Any] = import_module("vllmops.agent.responses.parsing").parsed(items)
+    found: list[Any] = import_module("vllmops.agent.responses.parsing").parse_items(items)
     return found
 
 
@@ -114,8 +116,8 @@ def test_for_gpt_oss(way: Any) -> None:
 )
 def test_images_and_sounds_come_as_they_were(part: Any) -> None:
     item = {"role": "user", "content": [part, {"type": "input_text", "text": "what is it?"}]}
-    messages = import_module("vllmops.agent.responses.parsing").messages([item])
-    for items in ([item], carried.from_messages(messages)):
+    messages = import_module("vllmops.agent.responses.parsing").convert_items_to_messages([item])
+    for items in ([item], carried.convert_messages_to_items(messages)):
         (made,) = vllm("utils").construct_input_messages(request_input=parsed(items))
         was, words = made["content"]
         assert was == ({"detail": "auto", **part} if part["type"] == "input_image" else part)
@@ -127,4 +129,4 @@ def test_an_answer_of_no_words_is_left_out() -> None:
     empty = {**words, "type": "message", "content": []}
     items = [{"role": "user", "content": "well?"}, empty, {**empty, "content": [TEXT]}]
     for given in (items, parsed(items)):
-        assert [wire.silent(item) for item in given] == [False, True, False]
+        assert [wire.is_empty_answer(item) for item in given] == [False, True, False]

@@ -224,11 +224,11 @@ def test_a_run_is_stopped_from_the_other_replica(west: Live, here: Any, away: An
     (engine,) = reach(west, "engine")
     run, deleted = background(here, **LONG), background(here, **LONG)
     stream, streamed = following(here, **LONG)
-    until(lambda: engine.engine().running == 3)
+    until(lambda: engine.fetch_engine_state().running == 3)
     for item in (run.id, streamed):
         assert away.responses.cancel(item).status == "cancelled"
     away.responses.delete(deleted.id)
-    until(lambda: engine.engine().running == 0, STOPPED_S)
+    until(lambda: engine.fetch_engine_state().running == 0, STOPPED_S)
     assert list(stream)[-1].type == "response.cancelled"
     for client in (here, away):
         for item in (run.id, streamed):
@@ -558,10 +558,10 @@ def test_a_replica_on_valkey(south: Live) -> None:
     assert say(client, previous_response_id=made.id).previous_response_id == made.id
     (engine,) = reach(south, "engine")
     run, (stream, streamed) = background(client), following(client)
-    until(lambda: engine.engine().running == 2)
+    until(lambda: engine.fetch_engine_state().running == 2)
     for item in (run.id, streamed):
         assert client.responses.cancel(item).status == "cancelled"
-    until(lambda: engine.engine().running == 0, STOPPED_S)
+    until(lambda: engine.fetch_engine_state().running == 0, STOPPED_S)
     assert list(stream)[-1].type == "response.cancelled"
     stream, response_id = following(client, max_output_tokens=100)
     stream.close()

@@ -35,7 +35,7 @@ from agents import (
 )
 
 from vllmops.keys import carrier, file
-from vllmops.keys.ring import Ring, Secret, only
+from vllmops.keys.ring import KeyRing, Secret, make_single_key_ring
 
 from ..support.extent import combinations, long
 from ..support.fleet import TOKEN
@@ -320,12 +320,12 @@ def test_cancelling_tells_what_it_can_not_cancel(kept: Live, client: Any) -> Non
 
 def test_a_cancelled_run_stops_where_it_runs(kept: Live, client: Any) -> None:
     (engine,) = reach(kept, "engine")
-    until(lambda: engine.engine().running == 0)  # of what others have begun
+    until(lambda: engine.fetch_engine_state().running == 0)  # of what others have begun
     runs = [background(client) for _ in range(4)]
-    until(lambda: engine.engine().running == 4)
+    until(lambda: engine.fetch_engine_state().running == 4)
     for run in runs:
         client.responses.cancel(run.id)
-    until(lambda: engine.engine().running == 0, STOPPED_S)
+    until(lambda: engine.fetch_engine_state().running == 0, STOPPED_S)
 
 
 # -- streams ----------------------------------------------------------------------------
@@ -515,7 +515,7 @@ def seeds(history: Any, secret: bytes) -> str:
 
 
 def test_a_carrier_of_format_1_is_taken(client: Any, keyring: Path) -> None:
-    primary = file.load(keyring).sealing()
+    primary = file.load_keyring(keyring).require_primary()
     history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     asked = {"role": "user", "content": "three"}
     made = say(client, [held(seeds(history, primary.secret.reveal())), asked], **CARRY)
@@ -528,19 +528,19 @@ def owner(key: str) -> str:
 
 
 def forged(
-    ring: Ring, *, model: str = MODEL, key: str = "one", items: Any = None, **options: Any
+    ring: KeyRing, *, model: str = MODEL, key: str = "one", items: Any = None, **options: Any
 ) -> str:
     history = [{"role": "user", "content": "hi"}] if items is None else items
-    return carrier.seal(history, ring, model=model, owner=owner(key), **options)
+    return carrier.seal_history(history, ring, model=model, owner=owner(key), **options)
 
 
-BAD: dict[str, Callable[[Ring], str]] = {
+BAD: dict[str, Callable[[KeyRing], str]] = {
     "tampered": lambda ring: forged(ring)[:-9] + "AAAAAAAAA",
     "malformed": lambda ring: forged(ring)[:60],
     "malformed, of a later version": lambda _: "vllm:3:x",
     "malformed, no items": lambda ring: forged(ring, items=[7]),
-    "malformed, no messages": lambda ring: carrier.seal_signed([7], ring),
-    "unknown-key": lambda _: forged(only(Secret(b"x" * 32))),
+    "malformed, no messages": lambda ring: carrier.sign_history([7], ring),
+    "unknown-key": lambda _: forged(make_single_key_ring(Secret(b"x" * 32))),
     "tampered, in format 1": lambda _: seeds([], b"x" * 32),
     "expired": lambda ring: forged(ring, now=time.time() - 3600, ttl_s=3599),
     "other-model": lambda ring: forged(ring, model="demo-texts"),
@@ -551,7 +551,7 @@ BAD: dict[str, Callable[[Ring], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_carrier_that_is_refused(client: Any, keyring: Path, case: str) -> None:
-    text = BAD[case](file.load(keyring))
+    text = BAD[case](file.load_keyring(keyring))
     asked = {"role": "user", "content": "hello"}
     for options in (CARRY, {"stream": True}):
         with pytest.raises(openai.BadRequestError) as caught:
@@ -707,7 +707,7 @@ def test_what_does_not_fit_into_the_model_is_compacted_before_an_answer(client: 
 
 @pytest.mark.parametrize("case", [case for case in BAD if "," not in case])
 def test_a_compaction_item_that_is_refused(client: Any, keyring: Path, case: str) -> None:
-    given = [sealed(BAD[case](file.load(keyring))), {"role": "user", "content": "hello"}]
+    given = [sealed(BAD[case](file.load_keyring(keyring))), {"role": "user", "content": "hello"}]
     with pytest.raises(openai.BadRequestError, match="compaction item input\\[0\\]") as caught:
         say(client, given)
     assert caught.value.code == f"carrier.{case}"
@@ -790,7 +790,7 @@ def test_what_can_not_go_with_a_carrier(
 def test_a_server_that_nobody_gave_a_key(client: Any, keyring: Path) -> None:
     """It has one all the same: both API servers take what either has sealed."""
     first = say(client, "one", **CARRY)
-    kid = file.load(keyring).sealing().kid
+    kid = file.load_keyring(keyring).require_primary().kid
     assert sealed_in(first).startswith(f"vllm:2:{kid}:")
     for _ in range(8):
         more = {"previous_response": first.model_dump(mode="json")}
@@ -849,7 +849,7 @@ def test_keys_are_pushed_to_a_server(
     for _ in range(4):
         made = say(client, [made.output[-1], {"role": "user", "content": "go on"}], **CARRY)
         assert sealed_in(made).split(":")[2] == kid
-    assert file.load(keyring).sealing().kid == kid
+    assert file.load_keyring(keyring).require_primary().kid == kid
     # An API key is no admin's, and an admin's token no API key.
     for given, path in (("one", "vllmops/keys"), (TOKEN, "models")):
         headers = {"Authorization": f"Bearer {given}"}
@@ -857,7 +857,7 @@ def test_keys_are_pushed_to_a_server(
 
 
 def holds(process: Any, kid: str) -> bool:
-    return any((key.kid, key.status) == (kid, "primary") for key in process.keys().keys)
+    return any((key.kid, key.status) == (kid, "primary") for key in process.fetch_keys().keys)
 
 
 def test_a_key_is_revoked(cli: Cli, client: Any, keyring: Path) -> None:
@@ -1022,7 +1022,7 @@ def test_parameters_of_openais_do_no_harm(client: Any) -> None:
 def test_a_server_keeps_nothing_of_what_it_has_stored(kept: Live, client: Any) -> None:
     list(following(client, max_output_tokens=5)[0])
     say(client)
-    held = [item.memory().store for item in reach(kept, "api")]
+    held = [item.fetch_memory().store for item in reach(kept, "api")]
     assert len(held) == 2
     assert {(item.responses, item.messages, item.events) for item in held if item} == {(0, 0, 0)}
 
@@ -1106,7 +1106,7 @@ def test_the_command_sees_and_ends_what_runs(
         finally:
             process.resume()
         # Less than the run itself takes; how soon it is, the stores' conformance says.
-        until(lambda: engine.engine().running == 0, 10)
+        until(lambda: engine.fetch_engine_state().running == 0, 10)
         assert client.responses.retrieve(run.id).status == "cancelled"
         command("delete", run.id, *way)
     shown = command("show", made.id, "--input", *here)

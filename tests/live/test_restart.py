@@ -85,7 +85,9 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     reader.start()
     client.responses.cancel(dropped.id)
     (engine,) = reach(server, "engine")
-    until(lambda: (engine.engine().running or 0) >= 4)  # a cancelled one may still be there
+    until(
+        lambda: (engine.fetch_engine_state().running or 0) >= 4
+    )  # a cancelled one may still be there
     worker = server.pids()["worker"]
     os.kill(worker, signal.SIGSTOP)  # so that none ends by itself before the restart
 

@@ -11,7 +11,7 @@ import signal
 import httpx
 import pytest
 
-from vllmops.demo.inputs import chat
+from vllmops.demo.inputs import make_chat_request
 
 from ..support.waiting import until
 from .conftest import Cli
@@ -26,7 +26,9 @@ def test_a_server_is_looked_into_healed_drained_and_stopped(cli: Cli) -> None:
     target = ("-t", server.name, "--json")
 
     for seed in (1, 2, 3, 1):
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=chat([seed]), timeout=600)
+        answer = httpx.post(
+            f"{server.url}/v1/chat/completions", json=make_chat_request([seed]), timeout=600
+        )
         assert answer.status_code == 200, answer.text
     inspected = cli("cache", "inspect", *target).data
     front = next(row for row in inspected["caches"] if row.get("side") == "P0")
@@ -36,7 +38,7 @@ def test_a_server_is_looked_into_healed_drained_and_stopped(cli: Cli) -> None:
     # A worker that is stopped is the hang: /health succeeds, and nothing is answered.
     worker = server.pids()["worker"]
     os.kill(worker, signal.SIGSTOP)
-    asked = Asked(server.url, chat([4]))
+    asked = Asked(server.url, make_chat_request([4]))
     try:
         run = {"model": "demo-vision", "input": "Hello", "background": True}
         made = httpx.post(f"{server.url}/v1/responses", json=run, timeout=600).json()
@@ -71,7 +73,9 @@ def test_a_server_is_looked_into_healed_drained_and_stopped(cli: Cli) -> None:
     until(lambda: rotated.data["kid"] in str(cli("keys", "status", *target).data), 600)
 
     assert cli("drain", *target).code == 0
-    refused = httpx.post(f"{server.url}/v1/chat/completions", json=chat([1]), timeout=600)
+    refused = httpx.post(
+        f"{server.url}/v1/chat/completions", json=make_chat_request([1]), timeout=600
+    )
     assert refused.status_code == 503
     footprint = server.footprint()
     assert cli("stop", server.name).code == 0

@@ -53,7 +53,7 @@ def place() -> Iterator[Path]:
 def service(place: Path) -> Iterator[Service]:
     plug_ins.lean(place / "lean")
     plug_ins.write(place / "hangs", "hangs", PLUG_IN)
-    settings = {**ENVIRONMENT, **demo.serve_environment(), PLACE: str(place)}
+    settings = {**ENVIRONMENT, **demo.make_serve_environment(), PLACE: str(place)}
     with installed("", place / "lean", place / "hangs") as made:
         lines = ["demo = 'text'", f"port = {PORT}"]
         made.configure("\n".join([*lines, "[env]", *(f"{k} = '{v}'" for k, v in settings.items())]))

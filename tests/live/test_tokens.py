@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.demo.inputs import png, url
+from vllmops.demo.inputs import make_data_url, make_png
 
 from .clients import base, connect
 from .conftest import Live
@@ -16,7 +16,7 @@ from .conftest import Live
 def test_an_image_is_counted_as_for_an_answer(vision_server: Live, first: str) -> None:
     """An engine that was told of an image that was only counted would fail without it."""
     client = connect(base(vision_server))
-    images = [url(png(9000 + (first == "counted"), pixels)) for pixels in (28, 56)]
+    images = [make_data_url(make_png(9000 + (first == "counted"), pixels)) for pixels in (28, 56)]
     parts: list[Any] = [{"type": "input_image", "image_url": image} for image in images]
     given = [{"role": "user", "content": [{"type": "input_text", "text": "what?"}, *parts]}]
 

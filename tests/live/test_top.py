@@ -28,9 +28,9 @@ from textual.pilot import Pilot
 
 from vllmops.protocol.metrics import Metrics
 from vllmops.top import rows
-from vllmops.top.app import Top
-from vllmops.top.look import METRICS_S, Board, Follower
-from vllmops.vllm_api.http import metrics
+from vllmops.top.app import TopApp
+from vllmops.top.look import METRICS_S, FollowedServers, ServerFollower
+from vllmops.vllm_api.http import fetch_metrics
 
 from ..top.screens import lines, seen
 
@@ -82,7 +82,7 @@ def held(server: Live) -> Iterator[list[httpx.Response]]:
     worker, url = server.pids()["worker"], server.url
     asking = threading.Thread(target=lambda: answers.append(ask(server)))
     asking.start()
-    until(lambda: (metrics(url) or Metrics()).running)
+    until(lambda: (fetch_metrics(url) or Metrics()).running)
     os.kill(worker, signal.SIGSTOP)
     yield answers
     os.kill(worker, signal.SIGCONT)
@@ -107,7 +107,7 @@ def test_one_screen_has_what_the_server_does(server: Live, load: None) -> None:
 
 def test_the_full_screen_shows_and_ends_a_request(server: Live, held: list[httpx.Response]) -> None:
     async def script() -> None:
-        app = Top(Board([server.name, "nobody"]))
+        app = TopApp(FollowedServers([server.name, "nobody"]))
         async with app.run_test(size=(80, 24)) as pilot:
             await seen(app, pilot, f"{server.name}  ready", "nobody  not seen")
             await pilot.press("r")
@@ -153,7 +153,7 @@ def stable(line: str) -> str:
     return "".join(VARIES.sub("#", part).ljust(len(part)) for part in parts).rstrip()
 
 
-async def looks_as_it_did(name: str, app: Top, pilot: Pilot[None], *texts: str) -> None:
+async def looks_as_it_did(name: str, app: TopApp, pilot: Pilot[None], *texts: str) -> None:
     """Compare a screen that has these texts with the one that is kept, until they are the same."""
     await seen(app, pilot, *texts)
     path = SCREENS / f"{name}.txt"
@@ -174,7 +174,7 @@ def test_the_full_screen_looks_as_it_did(server: Live) -> None:
     see(server.url, 47110)  # all caches have been asked for something
 
     async def script() -> None:
-        app = Top(Board([server.name, "nobody"]))
+        app = TopApp(FollowedServers([server.name, "nobody"]))
         async with app.run_test(size=(80, 24)) as pilot:
             texts = (f"{server.name}  ready", "nobody  not seen", "mm-lru P0")
             await looks_as_it_did("overview", app, pilot, *texts)
@@ -189,12 +189,12 @@ def test_the_full_screen_looks_as_it_did(server: Live) -> None:
 
 
 def test_a_stopped_process_is_a_finding_and_its_end_is_seen(server: Live) -> None:
-    follower = Follower(server.name)
+    follower = ServerFollower(server.name)
 
     def row() -> rows.ServerRow:
-        follower.look()
+        follower.take_sample()
         time.sleep(0.2)
-        return rows.server(server.name, follower.looks, time.monotonic())
+        return rows.make_server_row(server.name, follower.looks, time.monotonic())
 
     assert row().findings == ()
     api = server.pids()["api"]
@@ -209,8 +209,8 @@ def test_a_stopped_process_is_a_finding_and_its_end_is_seen(server: Live) -> Non
 
 
 def test_looks_cost_two_per_cent_of_a_core(server: Live) -> None:
-    follower = Follower(server.name)
-    follower.look()
+    follower = ServerFollower(server.name)
+    follower.take_sample()
 
     def spent() -> float:
         used = resource.getrusage(resource.RUSAGE_SELF)
@@ -220,8 +220,8 @@ def test_looks_cost_two_per_cent_of_a_core(server: Live) -> None:
         began = spent()
         for _ in range(count):
             follower.asked_s = float("-inf") if asks else time.monotonic()
-            follower.look()
-            rows.server(server.name, follower.looks, time.monotonic())
+            follower.take_sample()
+            rows.make_server_row(server.name, follower.looks, time.monotonic())
         return (spent() - began) / count
 
     assert cost_s(LOOKS, asks=False) + cost_s(10, asks=True) / METRICS_S <= MOST

@@ -51,7 +51,7 @@ def client(old: Live) -> Any:
 def test_everything_fits(old: Live, version: str) -> None:
     found = old.cli("patches", "list", "-t", old.name, "--json").data
     assert (found["vllm_versions"], found["problems"]) == ([version], [])
-    tested = features.tested()[version]
+    tested = features.load_tested_versions()[version]
     assert {
         row["id"]: {process["state"] for process in row["processes"]} for row in found["patches"]
     } == {name: {state} for name, state in tested.results.items() if name not in features.FEATURES}

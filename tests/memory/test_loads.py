@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllmops.errors import Exit, VllmopsError
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.instances.servers import Server
 from vllmops.memory import loads
 
@@ -76,12 +76,12 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
 
 def prepare(request: str, api: Api, *, requests: int = 6, seed: int = 1 << 40) -> loads.Load:
-    return loads.prepare(request, api.server, requests=requests, inputs=2, seed=seed)
+    return loads.build_load(request, api.server, requests=requests, inputs=2, seed=seed)
 
 
 def refusal(load: loads.Load) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        load.run(1, threading.Event())
+        load.run_round(1, threading.Event())
     return caught.value
 
 
@@ -96,8 +96,8 @@ def refusal(load: loads.Load) -> VllmopsError:
 )
 def test_no_input_comes_twice(api: Api, kind: str, path: str) -> None:
     load = prepare(kind, api)
-    load.run(1, threading.Event())
-    load.run(2, threading.Event())
+    load.run_round(1, threading.Event())
+    load.run_round(2, threading.Event())
     assert api.paths == [path] * 12
     if kind == "images":
         parts = [json.loads(body)["messages"][0]["content"] for body in api.bodies]
@@ -116,25 +116,25 @@ def test_no_input_comes_twice(api: Api, kind: str, path: str) -> None:
 
 def test_a_seed_brings_the_same_again(api: Api) -> None:
     for _ in range(2):
-        prepare("text", api, seed=5).run(1, threading.Event())
+        prepare("text", api, seed=5).run_round(1, threading.Event())
     assert sorted(api.bodies[:6]) == sorted(api.bodies[6:])
 
 
 def test_what_the_model_does_not_take(api: Api) -> None:
     api.status = 400
     error = refusal(prepare("images", api))
-    assert (error.code, error.exit_code) == ("load.failed", Exit.FAILED)
+    assert (error.code, error.exit_code) == ("load.failed", ExitCode.FAILED)
     assert "--load images: the server answered 400: At most 0 image(s)" in error.message
     assert len(api.paths) <= loads.CONNECTIONS
 
 
 def test_the_api_key(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "sk-1")
-    prepare("text", api).run(1, threading.Event())
+    prepare("text", api).run_round(1, threading.Event())
     assert api.keys == {"Bearer sk-1"}
     api.status = 401
     error = refusal(prepare("text", api))
-    assert (error.code, error.exit_code) == ("load.not-authorised", Exit.NOT_AUTHORISED)
+    assert (error.code, error.exit_code) == ("load.not-authorised", ExitCode.NOT_AUTHORISED)
     assert "sk-1" not in error.message + error.hint
 
 
@@ -143,7 +143,7 @@ def test_a_server_that_is_gone_or_names_no_model(api: Api) -> None:
     with pytest.raises(VllmopsError, match="lists no model"):
         prepare("text", api)
     with pytest.raises(VllmopsError) as caught:
-        loads.prepare("text", Server(name="s", processes=()), requests=1, inputs=1, seed=1)
+        loads.build_load("text", Server(name="s", processes=()), requests=1, inputs=1, seed=1)
     assert caught.value.code == "load.no-url"
     gone = Api(port=1)
     with pytest.raises(VllmopsError, match="connection attempts failed"):
@@ -158,7 +158,7 @@ def test_it_stops_when_told(api: Api) -> None:
             stop.set()
 
     api.heard = heard
-    prepare("text", api, requests=1000).run(1, stop)
+    prepare("text", api, requests=1000).run_round(1, stop)
     assert len(api.paths) <= 3 * loads.CONNECTIONS
 
 
@@ -170,10 +170,10 @@ def test_a_command_gets_to_know_the_server(api: Api, tmp_path: Path) -> None:
     names = ["VLLMOPS_URL", "VLLMOPS_MODEL", "VLLMOPS_ROUND"]
     path = tmp_path / "told"
     code = f"import os; open({str(path)!r}, 'w').write(' '.join(os.environ[n] for n in {names}))"
-    prepare(python(code), api).run(3, threading.Event())
+    prepare(python(code), api).run_round(3, threading.Event())
     assert path.read_text() == f"http://127.0.0.1:{api.port} m 3"
     # One that does not say its models is named as it was started.
-    loads.prepare(python(code), Api(port=1).server, requests=1, inputs=1, seed=1).run(
+    loads.build_load(python(code), Api(port=1).server, requests=1, inputs=1, seed=1).run_round(
         1, threading.Event()
     )
     assert path.read_text() == "http://127.0.0.1:1 org/m 1"
@@ -194,12 +194,12 @@ def test_a_command_is_ended_when_told(api: Api, tmp_path: Path) -> None:
 
     threading.Thread(target=tell).start()
     code = f"import time; open({str(began)!r}, 'w').close(); time.sleep(600)"
-    prepare(python(code), api).run(1, stop)
+    prepare(python(code), api).run_round(1, stop)
 
 
 @pytest.mark.parametrize("command", ["", "no-such-program-here -x", "sh -c 'x"])
 def test_no_command(api: Api, command: str) -> None:
     with pytest.raises(VllmopsError) as caught:
         prepare(command, api)
-    assert (caught.value.code, caught.value.exit_code) == ("load.no-command", Exit.USAGE)
+    assert (caught.value.code, caught.value.exit_code) == ("load.no-command", ExitCode.USAGE)
     assert "images" in caught.value.hint

@@ -12,9 +12,9 @@ import promql_parser
 import pytest
 import yaml
 
-from vllmops.docs import pages
+from vllmops.docs import load_pages
 from vllmops.metrics import families
-from vllmops.metrics.alerts import Form, rules
+from vllmops.metrics.alerts import AlertFormat, render_alert_rules
 from vllmops.metrics.counters import COUNTERS
 from vllmops.metrics.families import FAMILIES, PREFIX
 
@@ -23,7 +23,9 @@ from ..support.prometheus import program
 
 pytestmark = programs
 
-RULES: list[dict[str, Any]] = yaml.safe_load(rules(Form.PROMETHEUS))["groups"][0]["rules"]
+RULES: list[dict[str, Any]] = yaml.safe_load(render_alert_rules(AlertFormat.PROMETHEUS))["groups"][
+    0
+]["rules"]
 NAMES = [rule["alert"] for rule in RULES]
 WHERE = 'job="vllm", instance="one:8000"'
 WORKER = f'{WHERE}, role="worker", node="n"'
@@ -137,7 +139,7 @@ def trial(alert: str, given: Series) -> dict[str, Any]:
 
 def fired(tmp_path: Path, *trials: dict[str, Any]) -> str:
     """What promtool says of alerts that fire in these; empty where none does."""
-    (tmp_path / "rules.yml").write_text(rules(Form.PROMETHEUS))
+    (tmp_path / "rules.yml").write_text(render_alert_rules(AlertFormat.PROMETHEUS))
     case = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": trials}
     (tmp_path / "case.yml").write_text(json.dumps(case))
     done = subprocess.run(
@@ -182,7 +184,7 @@ def test_none_fires_where_nothing_is_wrong(tmp_path: Path) -> None:
 
 def test_each_has_series_and_a_page_of_the_manual() -> None:
     assert list(FIRES) == list(QUIET) == NAMES
-    assert [page.name for page in pages().values() if page.kind == "alert"] == NAMES
+    assert [page.name for page in load_pages().values() if page.kind == "alert"] == NAMES
     for rule in RULES:
         assert rule["annotations"]["page"] == f"vllmops help {rule['alert']}"
 
@@ -214,7 +216,7 @@ def test_the_types_of_each_expression_agree(rule: dict[str, Any]) -> None:
 
 def test_prometheus_takes_them(tmp_path: Path) -> None:
     path = tmp_path / "rules.yml"
-    path.write_text(rules(Form.PROMETHEUS))
+    path.write_text(render_alert_rules(AlertFormat.PROMETHEUS))
     done = subprocess.run(
         [program("promtool"), "check", "rules", path],
         capture_output=True,
@@ -226,6 +228,6 @@ def test_prometheus_takes_them(tmp_path: Path) -> None:
 
 
 def test_the_object_of_kubernetes_has_the_same_rules() -> None:
-    made = yaml.safe_load(rules(Form.KUBERNETES))
+    made = yaml.safe_load(render_alert_rules(AlertFormat.KUBERNETES))
     assert (made["kind"], made["apiVersion"]) == ("PrometheusRule", "monitoring.coreos.com/v1")
     assert made["spec"]["groups"][0]["rules"] == RULES

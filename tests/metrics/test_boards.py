@@ -7,14 +7,14 @@ import re
 import promql_parser
 import pytest
 
-from vllmops.commands.metrics import Board
-from vllmops.metrics.boards import BOARDS, board
+from vllmops.commands.metrics import Dashboard
+from vllmops.metrics.boards import BOARDS, build_dashboard
 from vllmops.metrics.counters import COUNTERS
 from vllmops.metrics.families import FAMILIES, PREFIX
 
 
 def test_the_command_offers_them() -> None:
-    assert [*BOARDS] == [*Board]
+    assert [*BOARDS] == [*Dashboard]
 
 
 @pytest.mark.parametrize("name", BOARDS)
@@ -34,12 +34,12 @@ def test_queries_name_metrics_that_there_are(name: str) -> None:
 def test_panels_do_not_overlap(name: str) -> None:
     places = [
         (grid["x"] + x, grid["y"] + y)
-        for panel in board(name)["panels"]
+        for panel in build_dashboard(name)["panels"]
         for grid in [panel["gridPos"]]
         for x in range(grid["w"])
         for y in range(grid["h"])
     ]
     assert len(places) == len(set(places))
     assert max(x for x, _ in places) < 24
-    titles = [panel["title"] for panel in board(name)["panels"]]
+    titles = [panel["title"] for panel in build_dashboard(name)["panels"]]
     assert len(titles) == len(set(titles))

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllmops.metrics.counters import COUNTERS
-from vllmops.metrics.families import FAMILIES, PREFIX, metrics
-from vllmops.metrics.state import MOST_KEYS, differ, samples
+from vllmops.metrics.families import FAMILIES, PREFIX, build_metrics
+from vllmops.metrics.state import MOST_KEYS, has_differing_sides, make_samples
 from vllmops.protocol.caches import (
     EncoderCache,
     EncoderDecoderCache,
@@ -20,13 +20,12 @@ from vllmops.protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
-from vllmops.protocol.engine import Beat
-from vllmops.protocol.keys import HeldKey, ProcessKeys
-from vllmops.protocol.patches import ProcessPatches, Verdict
-from vllmops.protocol.patches import State as PatchState
-from vllmops.protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
-from vllmops.protocol.server import Gpu, ProcessState, Pulse
-from vllmops.protocol.view import KnownBad, View
+from vllmops.protocol.engine import Heartbeat
+from vllmops.protocol.keys import KeyMetadata, ProcessKeys
+from vllmops.protocol.patches import PatchReport, PatchState, ProcessPatches
+from vllmops.protocol.requests import EngineRequest, FrontRequest, ProcessRequests, RequestState
+from vllmops.protocol.server import Gpu, ProcessHeartbeat, ProcessState
+from vllmops.protocol.view import KnownBadVersion, MetricsSnapshot
 
 API: dict[str, Any] = {"role": "api", "node": "one"}
 ENGINE: dict[str, Any] = {"role": "engine", "node": "one", "dp_rank": 1}
@@ -40,9 +39,11 @@ def state(where: dict[str, Any], pid: int = 7, **fields: Any) -> ProcessState:
     return ProcessState(**where, pid=pid, create_time=0.0, **given)
 
 
-def pulse(where: dict[str, Any], age_s: float = 0.5, pid: int = 7, **fields: Any) -> Pulse:
-    beat = Beat(monotonic=0.0, sequence=1, pid=pid, role=where["role"], **fields)
-    return Pulse(**where, pid=pid, age_s=age_s, beat=beat)
+def pulse(
+    where: dict[str, Any], age_s: float = 0.5, pid: int = 7, **fields: Any
+) -> ProcessHeartbeat:
+    beat = Heartbeat(monotonic=0.0, sequence=1, pid=pid, role=where["role"], **fields)
+    return ProcessHeartbeat(**where, pid=pid, age_s=age_s, beat=beat)
 
 
 def lru(side: str, order: list[str] | None = None, **fields: Any) -> LruCache:
@@ -66,7 +67,7 @@ def caches(where: dict[str, Any], *found: Any) -> ProcessCaches:
     return ProcessCaches(**where, pid=7, parent=1, caches=list(found))
 
 
-def read(view: View) -> dict[str, dict[str, float]]:
+def read(view: MetricsSnapshot) -> dict[str, dict[str, float]]:
     """What a scrape gives: by the name without prefix, values by the labels that are not empty."""
     registry = CollectorRegistry()
     registry.register(Fixed(view))
@@ -85,11 +86,11 @@ def read(view: View) -> dict[str, dict[str, float]]:
 
 
 class Fixed:
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: MetricsSnapshot) -> None:
         self.view = view
 
     def collect(self) -> Any:
-        return metrics(samples(self.view))
+        return build_metrics(make_samples(self.view))
 
 
 def test_names_and_units() -> None:
@@ -124,7 +125,7 @@ def shortest(name: str) -> str:
 
 
 def test_processes_with_the_same_labels_are_one_row() -> None:
-    view = View(
+    view = MetricsSnapshot(
         processes=(state(API), state(API, 8), state(ENGINE, 9), state(WORKER, 10, state="Z")),
         pulses=(pulse(API, loop_s=0.0), pulse(API, 9.0, 8, loop_s=4.0)),
     )
@@ -141,14 +142,14 @@ def test_processes_with_the_same_labels_are_one_row() -> None:
     ("still_s", "age_s", "shown"), [(0.0, 9.0, 0.0), (12.0, 0.5, 12.5), (None, 0.5, None)]
 )
 def test_progress(still_s: float | None, age_s: float, shown: float | None) -> None:
-    found = read(View(pulses=(pulse(ENGINE, age_s, still_s=still_s),)))
+    found = read(MetricsSnapshot(pulses=(pulse(ENGINE, age_s, still_s=still_s),)))
     expected = {} if shown is None else {"role=engine node=one dp_rank=1": shown}
     assert found.get("no_progress_seconds", {}) == expected
 
 
 @pytest.mark.parametrize("certainty", ["", "likely", "sure"])
 def test_stall(certainty: Any) -> None:
-    assert read(View(stall=certainty))["stalled"] == {
+    assert read(MetricsSnapshot(stall=certainty))["stalled"] == {
         f"certainty={word}": float(word == certainty) for word in ("likely", "sure")
     }
 
@@ -156,12 +157,12 @@ def test_stall(certainty: Any) -> None:
 def test_requests_are_counted_once_and_where_they_are() -> None:
     fronts = [FrontRequest(id=name) for name in ("a", "b", "c", SECRET)] + [FrontRequest()]
     engine = [
-        EngineRequest(id="a", state=State.RUNNING),
-        EngineRequest(id="b", state=State.WAITING, reason="7 run", cause="max-num-seqs"),
-        EngineRequest(id="c", state=State.WAITING, reason="8 run", cause="max-num-seqs"),
+        EngineRequest(id="a", state=RequestState.RUNNING),
+        EngineRequest(id="b", state=RequestState.WAITING, reason="7 run", cause="max-num-seqs"),
+        EngineRequest(id="c", state=RequestState.WAITING, reason="8 run", cause="max-num-seqs"),
     ]
     found = read(
-        View(
+        MetricsSnapshot(
             requests=(
                 ProcessRequests(**API, pid=1, front=fronts),
                 ProcessRequests(**ENGINE, pid=2, engine=engine),
@@ -195,7 +196,7 @@ def test_caches() -> None:
     whisper = EncoderDecoderCache(name="D", slots=10, free_slots=12, passing=[])
     tensors = WorkerEncoderCache(name="W", rank=0, keys=["k", "l"], bytes=64)
     found = read(
-        View(
+        MetricsSnapshot(
             caches=(
                 caches(API, shm),
                 caches(ENGINE, ghosts, encoder),
@@ -227,42 +228,44 @@ def test_caches() -> None:
 
 def test_keys_that_one_side_alone_has() -> None:
     same = [caches(API, lru("P0")), caches(ENGINE, lru("P1"))]
-    assert not differ(same)
-    assert set(read(View(caches=tuple(same)))["mm_cache_one_sided_keys"].values()) == {0}
+    assert not has_differing_sides(same)
+    assert set(read(MetricsSnapshot(caches=tuple(same)))["mm_cache_one_sided_keys"].values()) == {0}
 
     other = [caches(API, lru("P0", digest="more")), caches(ENGINE, lru("P1"))]
-    assert differ(other)
+    assert has_differing_sides(other)
     # Without keys nobody knows how many.
-    assert "mm_cache_one_sided_keys" not in read(View(caches=tuple(other)))
+    assert "mm_cache_one_sided_keys" not in read(MetricsSnapshot(caches=tuple(other)))
     listed = (
         caches(API, lru("P0", ["a", "b", "c"], digest="more")),
         caches(ENGINE, lru("P1", ["b", "d"])),
     )
-    assert list(read(View(caches=listed))["mm_cache_one_sided_keys"].values()) == [2, 1]
+    assert list(read(MetricsSnapshot(caches=listed))["mm_cache_one_sided_keys"].values()) == [2, 1]
 
     busy = [caches(API, lru("P0", digest="")), caches(ENGINE, lru("P1"))]
-    assert not differ(busy)
-    assert "mm_cache_one_sided_keys" not in read(View(caches=tuple(busy)))
+    assert not has_differing_sides(busy)
+    assert "mm_cache_one_sided_keys" not in read(MetricsSnapshot(caches=tuple(busy)))
     # Each of several API servers has items of its own.
     several = (caches(API, lru("P0")), caches(API, lru("P0")), caches(ENGINE, lru("P1")))
-    assert "mm_cache_one_sided_keys" not in read(View(caches=several))
+    assert "mm_cache_one_sided_keys" not in read(MetricsSnapshot(caches=several))
 
 
 def test_keys_patches_versions() -> None:
     held = tuple(
-        HeldKey(kid=f"k{n}", status="verify-only", created_at=n, not_after=n + 5, fingerprint="f")
+        KeyMetadata(
+            kid=f"k{n}", status="verify-only", created_at=n, not_after=n + 5, fingerprint="f"
+        )
         for n in range(MOST_KEYS + 10)
     )
     keys = ProcessKeys(**API, pid=7, keys=held, loaded_at=100.0, problem="differs")
-    verdict = Verdict(id="some-patch", state=PatchState.FAILED, reason=SECRET)
+    verdict = PatchReport(id="some-patch", state=PatchState.FAILED, reason=SECRET)
     patched = ProcessPatches(
         **ENGINE, pid=7, vllm_version="1", patches=[verdict], seconds=1.0, problems=(SECRET,)
     )
     found = read(
-        View(
+        MetricsSnapshot(
             keys=(keys, msgspec.structs.replace(keys, loaded_at=50.0)),
             patches=(patched,),
-            known_bad=(KnownBad("nccl", "2.28.9"),),
+            known_bad=(KnownBadVersion("nccl", "2.28.9"),),
         )
     )
     assert len(found["key_not_after_timestamp_seconds"]) == MOST_KEYS
@@ -279,8 +282,8 @@ def test_keys_patches_versions() -> None:
 
 def test_a_process_that_could_load_no_keys_has_a_problem_with_them() -> None:
     none, broken = ProcessKeys(**API, pid=7), ProcessKeys(**API, pid=8, problem="no JSON")
-    assert read(View(keys=(none, broken)))["key_problems"] == {"role=api node=one": 1}
-    assert "key_problems" not in read(View(keys=(none,)))
+    assert read(MetricsSnapshot(keys=(none, broken)))["key_problems"] == {"role=api node=one": 1}
+    assert "key_problems" not in read(MetricsSnapshot(keys=(none,)))
 
 
 def test_a_counter_does_not_go_down_where_one_of_several_api_servers_does_not_answer() -> None:
@@ -299,7 +302,7 @@ def test_a_counter_does_not_go_down_where_one_of_several_api_servers_does_not_an
         return ProcessCaches(**API, pid=pid, parent=1, caches=[lru("P0")])
 
     processes = (state(API, 7), state(API, 8), state(API, 9, state="Z"))
-    both = View(
+    both = MetricsSnapshot(
         processes=processes, caches=(cached(7), cached(8)), patches=(patched(7), patched(8))
     )
     counters = {name for name in read(both) if name.endswith("_total")}
@@ -317,7 +320,7 @@ def test_a_counter_does_not_go_down_where_one_of_several_api_servers_does_not_an
 
 def test_a_gpu_shows_what_its_driver_tells() -> None:
     gpus = (Gpu(index=0, busy=1.0, memory_busy=0.0, watts=210.0, limit_watts=700.0), Gpu(index=1))
-    found = read(View(gpus={"one": gpus}))
+    found = read(MetricsSnapshot(gpus={"one": gpus}))
     first = "node=one gpu=0"
     assert found["gpu_busy_ratio"] == {first: 1}
     assert found["gpu_memory_busy_ratio"] == {first: 0}

@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from vllmops.errors import Exit, VllmopsError
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.protocol import files
-from vllmops.protocol.caches import CacheSnapshot, Sample
+from vllmops.protocol.caches import CacheSample, CacheSnapshot
 
-SNAPSHOT = CacheSnapshot(server="demo", samples=[Sample(taken_at=1.0, processes=[])])
+SNAPSHOT = CacheSnapshot(server="demo", samples=[CacheSample(taken_at=1.0, processes=[])])
 
 
 def refusal(path: Path) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        files.load(path, CacheSnapshot)
+        files.load_snapshot(path, CacheSnapshot)
     assert str(path) in caught.value.message
     return caught.value
 
@@ -24,19 +24,19 @@ def refusal(path: Path) -> VllmopsError:
 @pytest.mark.parametrize("number", ["9" * 400, "-" + "9" * 30, "1e300", "1E+30"])
 def test_a_number_that_nobody_can_reckon_with(tmp_path: Path, number: str) -> None:
     path = tmp_path / "snapshot.json"
-    files.save(path, SNAPSHOT)
+    files.save_snapshot(path, SNAPSHOT)
     content = path.read_text().replace('"taken_at":1.0', f'"taken_at":{number}')
     path.write_text(content)
     assert "too large" in refusal(path).message
     # Such a text is no number.
     path.write_text(content.replace(number, "1.0").replace('"demo"', f'"demo{number}"'))
-    assert files.load(path, CacheSnapshot).server == f"demo{number}"
+    assert files.load_snapshot(path, CacheSnapshot).server == f"demo{number}"
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.json"
-    files.save(path, SNAPSHOT)
-    assert files.load(path, CacheSnapshot) == SNAPSHOT
+    files.save_snapshot(path, SNAPSHOT)
+    assert files.load_snapshot(path, CacheSnapshot) == SNAPSHOT
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -44,8 +44,8 @@ def test_what_is_not_utf_8_is_saved(tmp_path: Path) -> None:
     """A model's folder or a process's title may have any bytes."""
     path = tmp_path / "snapshot.json"
     odd = msgspec.structs.replace(SNAPSHOT, server="/m/\udcff \N{OGHAM LETTER BEITH}")
-    files.save(path, odd)
-    assert files.load(path, CacheSnapshot).server == "/m/\\udcff \N{OGHAM LETTER BEITH}"
+    files.save_snapshot(path, odd)
+    assert files.load_snapshot(path, CacheSnapshot).server == "/m/\\udcff \N{OGHAM LETTER BEITH}"
 
 
 @pytest.mark.parametrize(
@@ -66,14 +66,14 @@ def test_a_damaged_file_is_told(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "snapshot.json"
     path.write_bytes(content)
     error = refusal(path)
-    assert (error.code, error.exit_code) == ("file.not-a-snapshot", Exit.FAILED)
+    assert (error.code, error.exit_code) == ("file.not-a-snapshot", ExitCode.FAILED)
     assert error.hint
 
 
 def test_another_kind_and_a_newer_one_are_told(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.json"
     path.write_bytes(b'{"kind":"stacks","schema":1,"processes":[]}')
-    assert (refusal(path).code, refusal(path).exit_code) == ("file.other-kind", Exit.USAGE)
+    assert (refusal(path).code, refusal(path).exit_code) == ("file.other-kind", ExitCode.USAGE)
     path.write_bytes(b'{"kind":"caches","schema":99,"whatever":[]}')
     assert refusal(path).code == "file.newer"
 
@@ -87,11 +87,11 @@ def test_a_missing_file_and_a_directory(tmp_path: Path) -> None:
 
 def test_a_file_that_can_not_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(VllmopsError) as caught:
-        files.save(tmp_path / "none" / "snapshot.json", SNAPSHOT)
+        files.save_snapshot(tmp_path / "none" / "snapshot.json", SNAPSHOT)
     assert caught.value.code == "file.not-written"
     (tmp_path / "directory").mkdir()
     with pytest.raises(VllmopsError):
-        files.save(tmp_path / "directory", SNAPSHOT)
+        files.save_snapshot(tmp_path / "directory", SNAPSHOT)
     assert os.listdir(tmp_path) == ["directory"]
 
 
@@ -104,7 +104,7 @@ def test_a_journal_into_a_device_a_link_and_a_fifo(tmp_path: Path) -> None:
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
     for path in (null, link, fifo):
         journal = files.Journal(path, SNAPSHOT)
-        journal.add(SNAPSHOT)
+        journal.append(SNAPSHOT)
         assert journal.failure is None
     assert stat.S_ISCHR(null.lstat().st_mode)
     assert link.is_symlink()

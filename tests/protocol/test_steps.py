@@ -19,7 +19,7 @@ from vllmops.protocol.steps import ENDED, EXECUTING, StepsHead
 HEAD = msgspec.json.encode(StepsHead(pid=7, start_ticks=9, boot="b", started_at=1.0))
 
 
-RUN = steps.Run(
+RUN = steps.StepAccumulator(
     sequence=0,
     number=1,
     began=0.0,
@@ -39,18 +39,20 @@ RUN = steps.Run(
 
 def record(sequence: int, **fields: Any) -> bytes:
     of_it = {"sequence": sequence, "number": sequence + 1, "began_at": 1000.0 + sequence}
-    return steps.packed(replace(RUN, **of_it | fields))
+    return steps.pack_record(replace(RUN, **of_it | fields))
 
 
 def content(records: dict[int, bytes]) -> bytes:
     made = bytearray(HEAD.ljust(steps.HEAD_BYTES))
-    for sequence, one in sorted(records.items(), key=lambda item: steps.offset(item[0])):
-        made = made.ljust(steps.offset(sequence), b"\0") + one
+    for sequence, one in sorted(
+        records.items(), key=lambda item: steps.compute_record_offset(item[0])
+    ):
+        made = made.ljust(steps.compute_record_offset(sequence), b"\0") + one
     return bytes(made)
 
 
 def test_what_is_written_is_read() -> None:
-    (read,) = steps.recording(content({0: record(0)}), 7, "engine").steps
+    (read,) = steps.parse_recording(content({0: record(0)}), 7, "engine").steps
     assert (read.number, read.began_at, read.seconds) == (1, 1000.0, 0.5)
     assert (read.tokens, read.requests, read.running, read.waiting) == (512, 3, 3, 2)
     assert (read.deferred, read.kv_cache_usage, read.phase) == (1, 0.25, "ended")
@@ -61,7 +63,7 @@ def test_what_is_written_is_read() -> None:
     [("tokens", -1), ("seconds", -1.0), ("seconds", 1e12), ("requests", 1 << 63)],
 )
 def test_what_no_engine_records_is_refused(field: str, value: float) -> None:
-    (read,) = steps.recording(content({0: record(0)}), 7, "engine").steps
+    (read,) = steps.parse_recording(content({0: record(0)}), 7, "engine").steps
     odd = msgspec.json.encode(msgspec.structs.replace(read, **{field: value}))
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(odd, type=steps.Step)
@@ -75,38 +77,42 @@ def test_a_bar_is_as_long_as_there_is_room(share: float) -> None:
 
 
 def test_the_ring_fits_and_lasts() -> None:
-    assert steps.offset(steps.SLOTS - 1) + steps.RECORD.size <= steps.FILE_BYTES
+    assert steps.compute_record_offset(steps.SLOTS - 1) + steps.RECORD.size <= steps.FILE_BYTES
     assert steps.SLOTS * steps.SHARED_S >= steps.RECORDED_S
     assert steps.SHARED_S < 0.01
 
 
 def test_the_newest_round_counts() -> None:
     first, last = steps.SLOTS - 1, steps.SLOTS
-    read = steps.recording(content({last: record(last), first: record(first)}), 7, "engine")
+    read = steps.parse_recording(content({last: record(last), first: record(first)}), 7, "engine")
     assert [step.number for step in read.steps] == [first + 1, last + 1]
     # A leftover of two rounds ago is older than the ring is long.
     old = content({3 * steps.SLOTS: record(3 * steps.SLOTS), 1: record(1)})
-    assert [step.number for step in steps.steps(old)] == [3 * steps.SLOTS + 1]
+    assert [step.number for step in steps.parse_steps(old)] == [3 * steps.SLOTS + 1]
 
 
 def test_large_numbers_are_cut() -> None:
-    (read,) = steps.steps(content({0: record(0, requests=10**9, kv_cache_usage=9.0)}))
+    (read,) = steps.parse_steps(content({0: record(0, requests=10**9, kv_cache_usage=9.0)}))
     assert (read.requests, read.kv_cache_usage) == (steps.MOST, None)
 
 
 def test_an_open_step_is_told() -> None:
     made = content({0: record(0), 1: record(1, ended=0, phase=EXECUTING, seconds=0.01)})
-    read = steps.recording(made, 7, "engine", alive=False)
-    assert read.open is not None
+    read = steps.parse_recording(made, 7, "engine", alive=False)
+    assert read.open_step is not None
     assert (
-        history.end(read) == "step 2 began at 00:16:41.000Z and never ended: 3 requests, 512 tokens"
+        history.describe_recording_end(read)
+        == "step 2 began at 00:16:41.000Z and never ended: 3 requests, 512 tokens"
     )
-    assert history.before(read) == "before it, step 1 took 0.500 s: 3 requests, 512 tokens"
+    assert (
+        history.describe_previous_step(read)
+        == "before it, step 1 took 0.500 s: 3 requests, 512 tokens"
+    )
 
 
 def test_a_pause_is_told() -> None:
     made = content({0: record(0, running=0, waiting=0, deferred=0), 1: record(1, began_at=1010.0)})
-    (pause,) = history.pauses(steps.recording(made, 7, "engine"))
+    (pause,) = history.find_pauses(steps.parse_recording(made, 7, "engine"))
     assert (pause.seconds, pause.pending) == (9.5, 0)
 
 
@@ -114,8 +120,12 @@ def test_a_pause_is_told() -> None:
 @settings(max_examples=100, deadline=None)
 def test_anything_is_read_without_an_error(noise: bytes) -> None:
     for whole in (noise, HEAD.ljust(steps.HEAD_BYTES) + noise):
-        read = steps.recording(whole, 7, "engine")
-        assert [history.end(read), history.before(read), history.rows(read)]
+        read = steps.parse_recording(whole, 7, "engine")
+        assert [
+            history.describe_recording_end(read),
+            history.describe_previous_step(read),
+            history.group_steps_by_time(read),
+        ]
         assert msgspec.json.encode(read)
 
 
@@ -123,8 +133,8 @@ def test_anything_is_read_without_an_error(noise: bytes) -> None:
 @settings(max_examples=100, deadline=None)
 def test_a_torn_record_costs_only_itself(torn: int, at: int, change: int) -> None:
     made = bytearray(content({number: record(number) for number in range(10)}))
-    made[steps.offset(torn) + at] ^= change
-    numbers = [step.number for step in steps.steps(bytes(made))]
+    made[steps.compute_record_offset(torn) + at] ^= change
+    numbers = [step.number for step in steps.parse_steps(bytes(made))]
     assert numbers == [number + 1 for number in range(10) if number != torn]
 
 
@@ -133,7 +143,7 @@ def test_a_torn_record_costs_only_itself(torn: int, at: int, change: int) -> Non
 def test_a_cut_file_keeps_what_is_whole(length: int) -> None:
     made = content({number: record(number) for number in range(10)})[:length]
     most = max(length - steps.HEAD_BYTES, 0) // steps.RECORD.size
-    read = steps.recording(made, 7, "engine")
+    read = steps.parse_recording(made, 7, "engine")
     assert len(read.steps) == (min(most, 10) if read.head else 0)
 
 
@@ -146,7 +156,7 @@ def test_hostile_numbers_are_dropped() -> None:
         {"steps": 0},
         {"phase": 77},
     ):
-        assert steps.steps(content({0: record(0, **fields)})) == (), fields
+        assert steps.parse_steps(content({0: record(0, **fields)})) == (), fields
     other = msgspec.json.encode(StepsHead(format=99, pid=1))
-    assert steps.head(other) is None
-    assert steps.head(bytes(range(150, 200))) is None
+    assert steps.parse_head(other) is None
+    assert steps.parse_head(bytes(range(150, 200))) is None

@@ -7,10 +7,10 @@ from itertools import product
 import msgspec
 import pytest
 
-from vllmops.diagnose.requests import one_sided, zombies
-from vllmops.protocol.caches import Silent
-from vllmops.protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
-from vllmops.requests.listing import joined, matching
+from vllmops.diagnose.requests import check_zombie_requests, compare_request_sides
+from vllmops.protocol.caches import ProcessGap
+from vllmops.protocol.requests import EngineRequest, FrontRequest, ProcessRequests, RequestState
+from vllmops.requests.listing import merge_requests, select_by_id
 
 API, ENGINE, WORKER = 11, 12, 13
 
@@ -20,7 +20,9 @@ def api(*names: str) -> ProcessRequests:
     return ProcessRequests(pid=API, role="api", front=front)
 
 
-def engine(*names: str, state: str = State.RUNNING, **fields: float | bool) -> ProcessRequests:
+def engine(
+    *names: str, state: str = RequestState.RUNNING, **fields: float | bool
+) -> ProcessRequests:
     held = [EngineRequest(id=name, state=state, kv_blocks=3) for name in names]
     return ProcessRequests(pid=ENGINE, role="engine", engine=held, **fields)  # type: ignore[arg-type]
 
@@ -34,10 +36,10 @@ ONE, OTHER = "cmpl-job1-0-1234abcd", "chatcmpl-job12-99999999"
 
 def test_a_request_that_all_know_is_one_row_and_no_finding() -> None:
     processes = [api(ONE), engine(ONE), worker(ONE)]
-    (row,) = joined(processes, 30, {})
+    (row,) = merge_requests(processes, 30, {})
     assert (row.id, row.http_id, row.state, row.kv_blocks) == (ONE, ONE[:-9], "running", 3)
     assert (row.owner, row.api, row.engine, row.stuck) == ("o", API, ENGINE, "")
-    assert one_sided(processes, []) == {}
+    assert compare_request_sides(processes, []) == {}
 
 
 @pytest.mark.parametrize(
@@ -49,37 +51,39 @@ def test_a_request_that_all_know_is_one_row_and_no_finding() -> None:
     ],
 )
 def test_a_request_that_one_side_alone_knows(processes: list[ProcessRequests], words: str) -> None:
-    assert words in one_sided(processes, [])[ONE]
-    (finding,) = zombies([one_sided(processes, [])] * 3)
+    assert words in compare_request_sides(processes, [])[ONE]
+    (finding,) = check_zombie_requests([compare_request_sides(processes, [])] * 3)
     assert (finding.code, finding.subject) == ("request.zombie", ONE)
 
 
 def test_a_request_on_its_way_is_none() -> None:
     for looks in product([{}, {ONE: "engine 12 has it"}], repeat=3):
-        assert bool(zombies(looks)) == all(looks)
+        assert bool(check_zombie_requests(looks)) == all(looks)
 
 
 def test_nothing_is_said_of_a_side_that_is_not_whole() -> None:
-    silent = Silent(role="api", pid=10, code="agent.timeout", why="", hint="", exit_code=3)
-    assert one_sided([api(), engine(ONE)], [silent]) == {}
-    assert one_sided([engine(ONE), worker(ONE)], []) == {}
+    silent = ProcessGap(role="api", pid=10, code="agent.timeout", why="", hint="", exit_code=3)
+    assert compare_request_sides([api(), engine(ONE)], [silent]) == {}
+    assert compare_request_sides([engine(ONE), worker(ONE)], []) == {}
     blind = ProcessRequests(pid=API + 1, role="api")  # its agent has found no engine client
-    assert one_sided([api(), blind, engine(ONE)], []) == {}
+    assert compare_request_sides([api(), blind, engine(ONE)], []) == {}
     unread = ProcessRequests(pid=ENGINE, role="engine", engine=[], problems=("x",))
-    assert one_sided([api(ONE), unread, worker(ONE)], []) == {}
+    assert compare_request_sides([api(ONE), unread, worker(ONE)], []) == {}
 
 
 def test_what_a_scheduler_has_finished_or_tells_its_worker_next_is_none() -> None:
     leaving = ProcessRequests(pid=ENGINE, role="engine", engine=[], leaving=(ONE,))
-    assert one_sided([api(), leaving, worker(ONE)], []) == {}
-    assert one_sided([api(), engine(ONE, state=State.FINISHED), worker()], []) == {}
+    assert compare_request_sides([api(), leaving, worker(ONE)], []) == {}
+    assert (
+        compare_request_sides([api(), engine(ONE, state=RequestState.FINISHED), worker()], []) == {}
+    )
 
 
 def test_a_request_that_waits_while_others_get_tokens_is_not_stuck() -> None:
     def stuck(engine: ProcessRequests) -> bool:
-        return bool(joined([api(ONE), engine], 30, {})[0].stuck)
+        return bool(merge_requests([api(ONE), engine], 30, {})[0].stuck)
 
-    waiting = State.WAITING
+    waiting = RequestState.WAITING
     assert not stuck(engine(ONE, state=waiting, still_s=0.0))
     assert stuck(engine(ONE, state=waiting, still_s=31.0))
     assert not stuck(engine(ONE, state=waiting, still_s=31.0, resting=True))
@@ -91,7 +95,7 @@ def test_engines_of_two_nodes_may_have_one_pid() -> None:
         msgspec.structs.replace(engine(ONE, still_s=31.0), node="one"),
         msgspec.structs.replace(engine(OTHER, still_s=0.0), node="two"),
     ]
-    rows = {row.id: (row.node, bool(row.stuck)) for row in joined(processes, 30, {})}
+    rows = {row.id: (row.node, bool(row.stuck)) for row in merge_requests(processes, 30, {})}
     assert rows == {ONE: ("one", True), OTHER: ("two", False)}
 
 
@@ -109,15 +113,15 @@ def test_engines_of_two_nodes_may_have_one_pid() -> None:
     ],
 )
 def test_the_ids_that_mean_a_request(word: str, found: list[str]) -> None:
-    rows = joined([api(ONE, OTHER), engine(ONE, OTHER)], 30, {})
-    assert [row.id for row in matching(rows, word)] == found
+    rows = merge_requests([api(ONE, OTHER), engine(ONE, OTHER)], 30, {})
+    assert [row.id for row in select_by_id(rows, word)] == found
 
 
 def test_no_id_means_no_request_not_those_that_no_api_server_knows() -> None:
     """An empty variable of a shell, `abort "$ID"`, would end all that a blocked server has."""
-    rows = joined([engine(ONE, OTHER)], 30, {})
+    rows = merge_requests([engine(ONE, OTHER)], 30, {})
     assert [row.http_id for row in rows] == ["", ""]
-    assert matching(rows, "") == []
+    assert select_by_id(rows, "") == []
 
 
 @pytest.mark.parametrize(
@@ -138,5 +142,5 @@ def test_no_id_means_no_request_not_those_that_no_api_server_knows() -> None:
 def test_only_some_routes_put_the_number_of_a_prompt_after_an_id(
     names: tuple[str, ...], word: str, found: list[str]
 ) -> None:
-    rows = joined([api(*(f"{name}-1234abcd" for name in names))], 30, {})
-    assert [row.http_id for row in matching(rows, word)] == found
+    rows = merge_requests([api(*(f"{name}-1234abcd" for name in names))], 30, {})
+    assert [row.http_id for row in select_by_id(rows, word)] == found

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllmops.heal.actions.zombies import Zombies
+from vllmops.heal.actions.zombies import ZombieRequests
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.instances.servers import Server
@@ -38,9 +38,9 @@ def test_only_what_nobody_can_still_bring_is_lost(
     monkeypatch: pytest.MonkeyPatch, quiet: list[Process], ranks: int, lost_: list[str]
 ) -> None:
     beat = SimpleNamespace(beat=SimpleNamespace(standing=SimpleNamespace(sizes={"DP": ranks})))
-    monkeypatch.setattr(lost, "at_rest", lambda process: process in quiet)
-    monkeypatch.setattr(listing, "look", lambda _: (LOST, []))
-    monkeypatch.setattr(agent, "beat", lambda _: beat)
-    found = Zombies().look(SERVER)
+    monkeypatch.setattr(lost, "is_at_rest", lambda process: process in quiet)
+    monkeypatch.setattr(listing, "collect_process_requests", lambda _: (LOST, []))
+    monkeypatch.setattr(agent, "read_heartbeat", lambda _: beat)
+    found = ZombieRequests().find_cases(SERVER)
     assert [(case.process, case.proof.subject) for case in found] == [(API, one) for one in lost_]
-    assert [finding.subject for finding in listing.take(SERVER, 30).findings] == lost_
+    assert [finding.subject for finding in listing.list_requests(SERVER, 30).findings] == lost_

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllmops.rpc.agent import reach
+from vllmops.rpc.agent import open_agent
 
 from ..support.waiting import patiently
 
@@ -12,4 +12,4 @@ from ..support.waiting import patiently
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Agents are given time: on a busy machine one that answers may do so late."""
-    patiently(monkeypatch, "timeout_s", reach)
+    patiently(monkeypatch, "timeout_s", open_agent)

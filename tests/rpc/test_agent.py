@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from vllmops.errors import Exit, VllmopsError
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.host import proc
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
-from vllmops.protocol.engine import Answer
-from vllmops.protocol.socket import sockets
+from vllmops.protocol.engine import AgentAnswer
+from vllmops.protocol.socket import get_socket_directory
 from vllmops.rpc import agent
-from vllmops.rpc.agent import beat, reach, side_by_side
+from vllmops.rpc.agent import collect_answers, open_agent, read_heartbeat
 
 from ..support.children import Child
 from ..support.waiting import until
@@ -33,50 +33,50 @@ Spawn = Callable[..., Any]
 
 def refusal(child: Any, **options: Any) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        reach(child.process, **options)
+        open_agent(child.process, **options)
     assert caught.value.hint
     return caught.value
 
 
 def test_every_question(spawn: Spawn) -> None:
     child = spawn()
-    found = reach(child.process)
-    assert found.hello().pid == child.process.pid
-    assert found.engine().running is None
-    assert found.traffic().in_flight is None
-    assert found.drain().draining is False  # no HTTP server in it to drain
-    assert found.caches().caches == []
+    found = open_agent(child.process)
+    assert found.fetch_hello().pid == child.process.pid
+    assert found.fetch_engine_state().running is None
+    assert found.fetch_traffic().in_flight is None
+    assert found.set_draining().draining is False  # no HTTP server in it to drain
+    assert found.fetch_caches().caches == []
 
 
 BRIEF = """
-answer = Handler.answer
+send_json = AgentHandler.send_json
 def answered(self, *given):
-    answer(self, *given)
+    send_json(self, *given)
     self.connection.settimeout(0.1)
-Handler.answer = answered
+AgentHandler.send_json = answered
 """
 
 
 def test_questions_share_a_connection_and_outlive_it(spawn: Spawn) -> None:
     child = spawn()
-    child.run("from vllmops.agent.service import Handler; Handler.timeout = 600")
+    child.run("from vllmops.agent.service import AgentHandler; AgentHandler.timeout = 600")
     count = "import threading; out = sum('request' in t.name for t in threading.enumerate())"
-    found = reach(child.process)
+    found = open_agent(child.process)
     for _ in range(3):
-        assert found.engine().running is None
+        assert found.fetch_engine_state().running is None
     assert child.run(count) == "1"
     # The agent closes what has been silent, here once it has been answered; it is asked anew.
     child.run(BRIEF)
-    other = reach(child.process)
-    assert other.engine().running is None
+    other = open_agent(child.process)
+    assert other.fetch_engine_state().running is None
     until(lambda: child.run(count) == "1")
-    assert other.engine().running is None
+    assert other.fetch_engine_state().running is None
 
 
 def test_role_is_the_process_tables(spawn: Spawn) -> None:
     child = spawn(role=Role.WORKER)
-    found = reach(child.process)
-    assert (found.hello().role, found.caches().role) == ("api", "worker")
+    found = open_agent(child.process)
+    assert (found.fetch_hello().role, found.fetch_caches().role) == ("api", "worker")
 
 
 def test_several_side_by_side(spawn: Spawn) -> None:
@@ -86,9 +86,11 @@ def test_several_side_by_side(spawn: Spawn) -> None:
 
     def ask(process: Process) -> int:
         together.wait()
-        return reach(process, timeout_s=60 if process is live.process else 0.5).hello().pid
+        return (
+            open_agent(process, timeout_s=60 if process is live.process else 0.5).fetch_hello().pid
+        )
 
-    shown, silent = side_by_side([live.process, stopped.process, stopped.process], ask)
+    shown, silent = collect_answers([live.process, stopped.process, stopped.process], ask)
     assert shown == [live.process.pid]
     assert [(item.pid, item.code) for item in silent] == [
         (stopped.process.pid, "agent.timeout")
@@ -110,7 +112,7 @@ def test_stale_socket(spawn: Spawn) -> None:
     with bound(child):
         pass
     error = refusal(child)
-    assert (error.code, error.exit_code) == ("agent.stale", Exit.NOT_FOUND)
+    assert (error.code, error.exit_code) == ("agent.stale", ExitCode.NOT_FOUND)
 
 
 def test_killed(spawn: Spawn) -> None:
@@ -130,10 +132,10 @@ def test_no_agent(spawn: Spawn) -> None:
 def test_stopped_process_is_told_by_its_heartbeat(spawn: Spawn) -> None:
     child = spawn()
     os.kill(child.process.pid, signal.SIGSTOP)
-    until(lambda: (pulse := beat(child.process)) and pulse.age_s >= 1.5)
+    until(lambda: (pulse := read_heartbeat(child.process)) and pulse.age_s >= 1.5)
     error = refusal(child, timeout_s=0.3)
     assert error.code == "agent.timeout"
-    pulse = beat(child.process)
+    pulse = read_heartbeat(child.process)
     assert pulse is not None
     assert pulse.age_s >= 1.5
     told = re.search(r"(\d+) s old", error.message)
@@ -145,9 +147,9 @@ def test_held_gil_is_told_by_the_heartbeat(spawn: Spawn) -> None:
     child = spawn()
     # PyDLL, unlike CDLL, keeps the GIL during the call.
     child.send("import ctypes; ctypes.PyDLL(None).sleep(600)")
-    until(lambda: (pulse := beat(child.process)) and pulse.age_s >= 2.4)
+    until(lambda: (pulse := read_heartbeat(child.process)) and pulse.age_s >= 2.4)
     assert refusal(child, timeout_s=0.3).code == "agent.timeout"
-    pulse = beat(child.process)
+    pulse = read_heartbeat(child.process)
     assert pulse is not None
     assert pulse.age_s >= 2.4
 
@@ -155,14 +157,14 @@ def test_held_gil_is_told_by_the_heartbeat(spawn: Spawn) -> None:
 def test_a_busy_main_thread_does_not_hinder_it(spawn: Spawn) -> None:
     child = spawn()
     child.send("while True: pass")
-    before = beat(child.process)
+    before = read_heartbeat(child.process)
     assert before is not None
-    assert reach(child.process, timeout_s=60).hello().pid == child.process.pid
+    assert open_agent(child.process, timeout_s=60).fetch_hello().pid == child.process.pid
     until(
         lambda: (
-            (pulse := beat(child.process))
+            (pulse := read_heartbeat(child.process))
             and pulse.beat.sequence >= before.beat.sequence + 2
-            and not pulse.late
+            and not pulse.is_late
         )
     )
 
@@ -171,16 +173,16 @@ def test_another_process_behind_the_pid(spawn: Spawn) -> None:
     child = spawn()
     old = replace(child.process, start_ticks=child.process.start_ticks - 1)
     with pytest.raises(VllmopsError) as caught:
-        reach(old)
+        open_agent(old)
     assert caught.value.code == "agent.mismatch"
-    assert beat(old) is None
+    assert read_heartbeat(old) is None
 
 
 def test_open_directory_is_refused(spawn: Spawn) -> None:
     child = spawn()
     child.socket.parent.chmod(0o755)
     error = refusal(child)
-    assert (error.code, error.exit_code) == ("agent.unsafe", Exit.NOT_AUTHORISED)
+    assert (error.code, error.exit_code) == ("agent.unsafe", ExitCode.NOT_AUTHORISED)
     assert "755" in error.message
 
 
@@ -204,12 +206,12 @@ def test_another_users_socket_is_refused(spawn: Spawn) -> None:
 def test_another_users_process_is_told(spawn: Spawn) -> None:
     child = spawn()
     ask = (
-        "from vllmops.rpc.agent import reach\n"
+        "from vllmops.rpc.agent import open_agent\n"
         "from vllmops.errors import VllmopsError\n"
         "from vllmops.host.processes import Process\n"
         "from vllmops.host.roles import Role\n"
         f"process = Process(Role.API, {child.process.pid}, {child.process.start_ticks})\n"
-        "try: reach(process)\n"
+        "try: open_agent(process)\n"
         "except VllmopsError as error: print(error.code, int(error.exit_code), error.hint)"
     )
     other = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
@@ -280,14 +282,14 @@ def test_home_is_the_servers_not_ours(
 ) -> None:
     child = spawn(home=tmp_path / "theirs")
     monkeypatch.setenv("VLLMOPS_HOME", str(tmp_path / "ours"))
-    assert reach(child.process).hello().pid == child.process.pid
+    assert open_agent(child.process).fetch_hello().pid == child.process.pid
 
 
 def test_default_home(spawn: Spawn, tmp_path: Path) -> None:
     child = spawn(VLLMOPS_HOME="", HOME=str(tmp_path), XDG_STATE_HOME=str(tmp_path))
     child.home = tmp_path / "vllmops"
     assert child.socket.exists()
-    assert reach(child.process).hello().pid == child.process.pid
+    assert open_agent(child.process).fetch_hello().pid == child.process.pid
 
 
 def test_home_where_a_title_hides_the_environment(spawn: Spawn, tmp_path: Path) -> None:
@@ -302,14 +304,16 @@ def test_home_where_a_title_hides_the_environment(spawn: Spawn, tmp_path: Path) 
         )
     )
     process = Process(Role.WORKER, pid, 0)
-    until(lambda: proc.environment(pid) == {})
-    assert agent.socket_path(process) == sockets(tmp_path / "theirs") / f"{pid}.sock"
+    until(lambda: proc.read_environment(pid) == {})
+    assert (
+        agent.find_socket_path(process) == get_socket_directory(tmp_path / "theirs") / f"{pid}.sock"
+    )
 
 
 def test_every_answer_has_a_decoder_that_was_made_on_one_thread() -> None:
     # msgspec.json.decode(type=...) builds what it knows of a type at its first use, and two
     # threads that do so at once have crashed the process.
-    assert set(agent.DECODERS) == {Answer, *Answer.__subclasses__()}
+    assert set(agent.DECODERS) == {AgentAnswer, *AgentAnswer.__subclasses__()}
 
 
 def test_damaged_heartbeat_is_none(spawn: Spawn) -> None:
@@ -317,6 +321,6 @@ def test_damaged_heartbeat_is_none(spawn: Spawn) -> None:
     os.kill(child.process.pid, signal.SIGSTOP)
     for content in (b"", b"\0" * 512, b"{}", b'{"schema":1,"pid":'):
         child.beat.write_bytes(content)
-        assert beat(child.process) is None
+        assert read_heartbeat(child.process) is None
     child.beat.unlink()
-    assert beat(child.process) is None
+    assert read_heartbeat(child.process) is None

@@ -16,10 +16,10 @@ import pytest
 from vllmops.agent import identity
 from vllmops.host import processes
 from vllmops.host.roles import Role
-from vllmops.instances.servers import Server, find
-from vllmops.protocol.place import who
+from vllmops.instances.servers import Server, list_servers
+from vllmops.protocol.place import format_process
 from vllmops.rpc import agent
-from vllmops.rpc.membership import groups
+from vllmops.rpc.membership import group_server_trees
 
 from ..support.children import Child
 from ..support.extent import long
@@ -30,7 +30,7 @@ from ..support.waiting import until
 NOBODY = 65534
 API = "VLLM::APIServer_0"
 ACTOR = "ray::RayWorkerProc.run"
-TABLE = processes.table
+TABLE = processes.read_process_table
 Start = Callable[..., Child]
 
 
@@ -56,7 +56,7 @@ def elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         found = TABLE().items()
         return {pid: seen for pid, seen in found if not all(foreign(seen, at) for at in homes)}
 
-    monkeypatch.setattr(processes, "table", ours)
+    monkeypatch.setattr(processes, "read_process_table", ours)
     return other
 
 
@@ -64,7 +64,7 @@ def ready(*children: Child) -> None:
     """Wait for the heartbeat that says who they are."""
 
     def known(child: Child) -> bool:
-        pulse = agent.beat(child.process)
+        pulse = agent.read_heartbeat(child.process)
         return bool(pulse and pulse.beat.standing.servers)
 
     until(lambda: all(known(child) for child in children))
@@ -80,7 +80,7 @@ def test_actors_of_ray_are_of_the_server_whose_configuration_they_have(start: St
     workers = [start(ACTOR, "worker", rank=rank, sizes=sizes) for rank in range(4)]
     other = start("ray::RayWorkerWrapper", "worker", instance="2", sizes=sizes)
     ready(ours, *workers, other)
-    server, alone = find()
+    server, alone = list_servers()
     assert names(server) == [
         "api",
         *("worker TP0 PP0", "worker TP1 PP0", "worker TP0 PP1", "worker TP1 PP1"),
@@ -96,9 +96,9 @@ def test_actors_stand_by_rank_whichever_of_them_was_seen_first(start: Start) -> 
     ours = start(API, "api", sizes=(1, 2, 1))
     workers = [start(ACTOR, "worker", rank=rank, sizes=(1, 2, 1)) for rank in range(2)]
     ready(ours, *workers)
-    table = processes.table()
-    recorded = processes.tree(table, [ours.process.pid, workers[1].process.pid])
-    ((_, *after),) = groups(table, [recorded])[0]
+    table = processes.read_process_table()
+    recorded = processes.build_process_tree(table, [ours.process.pid, workers[1].process.pid])
+    ((_, *after),) = group_server_trees(table, [recorded])[0]
     assert [process.pid for process in after] == [worker.process.pid for worker in workers]
 
 
@@ -108,7 +108,7 @@ def test_an_actor_of_a_class_that_nobody_knows_is_found_by_its_agent(start: Star
     own = start("ray::Trainer.step", "worker", rank=1, sizes=(1, 2, 1))
     program = start("python", "api", instance="2")
     ready(ours, own, program)
-    (server,) = find()
+    (server,) = list_servers()
     assert names(server) == ["api", "worker TP1"]
 
 
@@ -118,8 +118,8 @@ def test_an_agent_with_another_state_directory_is_asked_there(
     ours = start(API, "api")
     actor = start(ACTOR, "worker", home=elsewhere)
     ready(ours, actor)
-    (server,) = find()
-    assert agent.reach(server.processes[1]).hello().pid == actor.process.pid
+    (server,) = list_servers()
+    assert agent.open_agent(server.processes[1]).fetch_hello().pid == actor.process.pid
 
 
 def test_engines_that_take_themselves_for_the_only_one_have_their_ranks(start: Start) -> None:
@@ -132,7 +132,7 @@ def test_engines_that_take_themselves_for_the_only_one_have_their_ranks(start: S
         start("ray::RayWorkerProc", "worker", dp=1),
     ]
     ready(ours, *engines)
-    (server,) = find()
+    (server,) = list_servers()
     assert sorted(names(server)) == [
         *("api", "engine DP0", "engine DP1"),
         *("worker DP0", "worker DP1"),
@@ -144,7 +144,7 @@ def test_servers_with_an_api_server_each_stay_apart(start: Start) -> None:
     both = [start(API, "api", instance=str(number), **how) for number in (1, 2)]
     actors = [start(ACTOR, "worker", instance=str(n), dp=n - 1, **how) for n in (2, 1)]
     ready(*both, *actors)
-    found = {server.pid: server.processes[-1].pid for server in find()}
+    found = {server.pid: server.processes[-1].pid for server in list_servers()}
     assert found == {
         both[0].process.pid: actors[1].process.pid,
         both[1].process.pid: actors[0].process.pid,
@@ -155,7 +155,7 @@ def test_without_an_agent_the_titles_are_all_that_is_known(
     spawn: Callable[..., Child], home: Path
 ) -> None:
     spawn("VLLM::Worker_DP1_TP3", Role.WORKER, home, VLLMOPS_DISABLE="1")
-    (server,) = find()
+    (server,) = list_servers()
     (worker,) = server.processes
     assert (worker.place.ranks, worker.place.dp_rank, worker.place.pp_rank) == ("DP1 TP3", 1, None)
 
@@ -165,29 +165,29 @@ def test_what_a_process_of_another_user_says_is_not_trusted(start: Start, elsewh
     ours = start(API, "api")
     liar = start(ACTOR, "worker", home=elsewhere)
     ready(ours, liar)
-    assert [names(server) for server in find()] == [["api", "worker"]]
+    assert [names(server) for server in list_servers()] == [["api", "worker"]]
     liar.run(f"import os; os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
     for path in (elsewhere, *elsewhere.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
     ready(liar)
-    assert [names(server) for server in find()] == [["api"], ["worker"]]
+    assert [names(server) for server in list_servers()] == [["api"], ["worker"]]
 
 
 def test_a_process_below_ray_takes_no_part_of_an_api_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray's own module says whose work it does; tests/live has a real actor."""
-    assert identity.role() == "api"
+    assert identity.detect_role() == "api"
     ray: Any = type("ray", (), {"global_worker": type("worker", (), {"mode": 1})})
     monkeypatch.setitem(sys.modules, identity.RAY, ray)
-    assert identity.role() == "worker"
+    assert identity.detect_role() == "worker"
     ray.global_worker.mode = 0  # a program that uses Ray, as vLLM's engine does
-    assert identity.role() == "api"
+    assert identity.detect_role() == "api"
 
 
 def test_how_a_process_is_named(start: Start) -> None:
     actor = start(ACTOR, "worker", dp=1, rank=1, sizes=(2, 2, 1))
     ready(actor)
-    reached = agent.reach(find()[0].processes[0])
-    assert who(reached.caches()) == f"worker DP1 TP1 {actor.process.pid}"
-    assert reached.hello().standing.ranks == "DP1 TP1"
+    reached = agent.open_agent(list_servers()[0].processes[0])
+    assert format_process(reached.fetch_caches()) == f"worker DP1 TP1 {actor.process.pid}"
+    assert reached.fetch_hello().standing.ranks == "DP1 TP1"

@@ -6,14 +6,14 @@ import pytest
 
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
-from vllmops.protocol.heal import Proof
-from vllmops.rpc.proofs import LEAST_STEPS, Case, proven
+from vllmops.protocol.heal import HealProof
+from vllmops.rpc.proofs import LEAST_STEPS, HealCase, select_proven_cases
 
 ENGINE, OTHER = Process(Role.ENGINE, 12, 1), Process(Role.ENGINE, 13, 1)
 
 
-def case(steps: int | None, *, same: str = "a", process: Process = ENGINE) -> Case:
-    return Case(process, Proof(subject="one", what="", same=same, rises=steps))
+def case(steps: int | None, *, same: str = "a", process: Process = ENGINE) -> HealCase:
+    return HealCase(process, HealProof(subject="one", what="", same=same, rises=steps))
 
 
 FAR, FURTHER = LEAST_STEPS, 2 * LEAST_STEPS
@@ -35,5 +35,5 @@ FAR, FURTHER = LEAST_STEPS, 2 * LEAST_STEPS
         ([], 0),
     ],
 )
-def test_only_what_all_looks_show_is_proven(looks: list[list[Case]], count: int) -> None:
-    assert len(proven(looks)) == count
+def test_only_what_all_looks_show_is_proven(looks: list[list[HealCase]], count: int) -> None:
+    assert len(select_proven_cases(looks)) == count

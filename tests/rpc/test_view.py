@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from vllmops.errors import VllmopsError
-from vllmops.metrics.state import differ
+from vllmops.metrics.state import has_differing_sides
 from vllmops.protocol.caches import LruCache, ProcessCaches
-from vllmops.protocol.engine import Beat, Hello
+from vllmops.protocol.engine import Heartbeat, Hello
 from vllmops.protocol.keys import ProcessKeys
-from vllmops.protocol.packages import Packages
+from vllmops.protocol.packages import InstalledPackages
 from vllmops.protocol.patches import ProcessPatches
 from vllmops.protocol.requests import ProcessRequests
-from vllmops.protocol.server import Observation, ProcessState, Pulse
-from vllmops.rpc.view import Viewer
+from vllmops.protocol.server import ProcessHeartbeat, ProcessState, ServerSample
+from vllmops.rpc.view import MetricsCollector
 
 ENGINE: dict[str, Any] = {"role": "engine", "pid": 7, "node": "one", "dp_rank": 1, "ranks": "DP1"}
 
@@ -28,7 +28,7 @@ class Agent:
         self.silent = silent
         self.asked: list[str] = []
 
-    def ask(self, method: str, path: str, kind: Any) -> Any:
+    def fetch_answer(self, method: str, path: str, kind: Any) -> Any:
         self.asked.append(path)
         if self.silent:
             raise VllmopsError("agent.timeout", "it is stopped")
@@ -45,34 +45,34 @@ class Agent:
                 role="?", pid=1, vllm_version="1", patches=[], seconds=0.0
             ),
             ProcessKeys: ProcessKeys(role="?", pid=1),
-            Packages: Packages(versions={"flashinfer-python": "0.6.0"}),
+            InstalledPackages: InstalledPackages(versions={"flashinfer-python": "0.6.0"}),
             Hello: Hello(agent="1", role="?", pid=1),
         }
         return answers[kind]
 
 
-def look(at_s: float, age_s: float, *others: ProcessState, **beat: Any) -> Observation:
+def look(at_s: float, age_s: float, *others: ProcessState, **beat: Any) -> ServerSample:
     fields = {"still_s": 0.0, "running": 0, "waiting": 0, "current_step": 1} | beat
-    given = Beat(monotonic=at_s - age_s, sequence=1, pid=7, role="engine", **fields)
+    given = Heartbeat(monotonic=at_s - age_s, sequence=1, pid=7, role="engine", **fields)
     process = ProcessState(**ENGINE, create_time=0.0, state="S")
-    pulses = [Pulse(**ENGINE, age_s=age_s, beat=given)]
+    pulses = [ProcessHeartbeat(**ENGINE, age_s=age_s, beat=given)]
     for other in others:
         where = {name: getattr(other, name) for name in ("role", "pid", "node")}
-        pulses.append(Pulse(**where, age_s=0.1, beat=given))
-    return Observation(at_s=at_s, pulses=tuple(pulses), processes=(process, *others))
+        pulses.append(ProcessHeartbeat(**where, age_s=0.1, beat=given))
+    return ServerSample(at_s=at_s, pulses=tuple(pulses), processes=(process, *others))
 
 
 def test_answers_have_the_place_that_the_process_table_knows() -> None:
     agent = Agent()
-    viewer = Viewer(lambda _: agent, differ)
-    view = viewer.view(look(0.0, 0.1))
+    viewer = MetricsCollector(lambda _: agent, has_differing_sides)
+    view = viewer.collect_snapshot(look(0.0, 0.1))
     answers: list[Any] = [*view.caches, *view.requests, *view.patches, *view.keys]
     for answer in answers:
         assert (answer.role, answer.pid, answer.node, answer.dp_rank) == ("engine", 7, "one", 1)
     assert [(bad.package, bad.version) for bad in view.known_bad] == [
         ("flashinfer-python", "0.6.0")
     ]
-    viewer.view(look(5.0, 0.1))
+    viewer.collect_snapshot(look(5.0, 0.1))
     assert agent.asked.count("/packages") == 1  # they do not change
     assert agent.asked.count("/caches") == 2
     assert not agent.asked.count("/caches?keys=1")
@@ -81,13 +81,15 @@ def test_answers_have_the_place_that_the_process_table_knows() -> None:
 def test_keys_are_asked_for_only_where_the_sides_differ() -> None:
     api = ProcessState(role="api", pid=8, node="one", create_time=0.0, state="S")
     agents = {7: Agent("one"), 8: Agent("other")}
-    view = Viewer(lambda process: agents[process.pid], differ).view(look(0.0, 0.1, api))
+    view = MetricsCollector(
+        lambda process: agents[process.pid], has_differing_sides
+    ).collect_snapshot(look(0.0, 0.1, api))
     assert [cache.caches[0].order for cache in view.caches] == [["a", "b"]] * 2  # type: ignore[union-attr]
 
 
 def test_whose_heartbeat_is_late_is_not_waited_for() -> None:
     agent = Agent(silent=True)
-    view = Viewer(lambda _: agent, differ).view(look(0.0, 9.0))
+    view = MetricsCollector(lambda _: agent, has_differing_sides).collect_snapshot(look(0.0, 9.0))
     assert (view.caches, agent.asked) == ((), [])
 
 
@@ -105,6 +107,6 @@ def test_whose_heartbeat_is_late_is_not_waited_for() -> None:
     ],
 )
 def test_how_sure_a_stall_is(still_s: float, age_s: float, silent: bool, expected: str) -> None:
-    viewer = Viewer(lambda _: Agent(silent=silent), differ)
-    view = viewer.view(look(100.0, age_s, still_s=still_s, running=1))
+    viewer = MetricsCollector(lambda _: Agent(silent=silent), has_differing_sides)
+    view = viewer.collect_snapshot(look(100.0, age_s, still_s=still_s, running=1))
     assert view.stall == expected

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from vllmops.diagnose.stacks import explain
-from vllmops.protocol.pasted import Pasted
+from vllmops.diagnose.stacks import explain_stacks
+from vllmops.protocol.pasted import PastedStacks
 from vllmops.protocol.stacks import ProcessStacks
-from vllmops.stacks.paste import GUESSED, read
+from vllmops.stacks.paste import GUESSED, parse_stacks
 
 STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"
 
@@ -86,16 +86,16 @@ def sample(stem: str) -> str:
     return (STACKS / f"{stem}.txt").read_text()
 
 
-def the_process(pasted: Pasted) -> ProcessStacks:
+def the_process(pasted: PastedStacks) -> ProcessStacks:
     (found,) = pasted.samples
     (process,) = found.processes
     return process
 
 
 def test_a_fragment_of_four_frames() -> None:
-    process = the_process(read(FRAGMENT))
+    process = the_process(parse_stacks(FRAGMENT))
     assert (process.role, process.pid, len(process.threads)) == ("engine", 0, 1)
-    (finding,) = explain(read(FRAGMENT)).findings
+    (finding,) = explain_stacks(parse_stacks(FRAGMENT)).findings
     assert finding.code == "stack.mm-cache-eviction-spin"
 
 
@@ -108,12 +108,12 @@ def test_a_fragment_of_four_frames() -> None:
     ],
 )
 def test_a_process_that_a_sentence_names(head: str) -> None:
-    pasted = read(f"{head}\n```\n{FRAGMENT}```\n")
+    pasted = parse_stacks(f"{head}\n```\n{FRAGMENT}```\n")
     assert the_process(pasted).title == "VLLM::Worker_TP2"
 
 
 def test_a_crash_is_no_hang() -> None:
-    found = explain(read(CRASH))
+    found = explain_stacks(parse_stacks(CRASH))
     assert found.verdict == "crash"
     (finding,) = found.findings
     assert (finding.code, finding.hang) == ("stack.crash", False)
@@ -121,48 +121,48 @@ def test_a_crash_is_no_hang() -> None:
     assert finding.lines[0] == "RuntimeError: CUDA error: an illegal memory access was encountered"
     # Oldest first in the text, innermost first here.
     assert finding.lines[1].startswith("raised at: run_busy_loop (core.py:738) < run_engine_core")
-    assert read(CRASH).samples == ()
+    assert parse_stacks(CRASH).samples == ()
 
 
 def test_a_line_of_code_is_no_rest_of_the_longest_line() -> None:
     """What a terminal cuts off begins where lines begin."""
     lines = ['  File "/srv/vllm/v1/engine/core.py", line 510, in step_with_queue', "    raise e"]
     text = "\n".join(["Traceback (most recent call last):", *lines])
-    (crash,) = read(text).crashes
+    (crash,) = parse_stacks(text).crashes
     assert crash.frames[0].function == "step_with_queue"
 
 
 def test_a_crash_whose_head_was_not_pasted() -> None:
-    found = explain(read("".join(CRASH.splitlines(keepends=True)[2:])))
+    found = explain_stacks(parse_stacks("".join(CRASH.splitlines(keepends=True)[2:])))
     assert (found.verdict, len(found.findings)) == ("crash", 1)
 
 
 def test_the_same_crash_told_twice_is_one() -> None:
-    assert len(explain(read(CRASH + CRASH)).findings) == 1
+    assert len(explain_stacks(parse_stacks(CRASH + CRASH)).findings) == 1
 
 
 def test_a_fatal_error_is_a_crash() -> None:
-    found = explain(read(FATAL))
+    found = explain_stacks(parse_stacks(FATAL))
     assert found.verdict == "crash"
     assert found.findings[0].lines[0] == "Fatal Python error: Segmentation fault"
 
 
 def test_a_crash_beside_stacks() -> None:
-    found = explain(read(CRASH + sample("input-thread-dead")))
+    found = explain_stacks(parse_stacks(CRASH + sample("input-thread-dead")))
     assert {item.code for item in found.findings} == {"stack.crash", "stack.input-thread-dead"}
     assert found.verdict == "hang"
 
 
 def test_the_tracebacks_of_gdb_are_innermost_first() -> None:
-    process = the_process(read(PY_BT))
+    process = the_process(parse_stacks(PY_BT))
     assert (process.pid, process.role) == (4120, "engine")
     functions = [frame.function for frame in process.threads[0].frames]
     assert functions == ["_process_input_queue", "run_busy_loop"]
-    assert read(PY_BT).crashes == ()
+    assert parse_stacks(PY_BT).crashes == ()
 
 
 def test_gdb_with_frames_of_the_interpreter_alone() -> None:
-    process = the_process(read(BT))
+    process = the_process(parse_stacks(BT))
     assert [(thread.tid, thread.state) for thread in process.threads] == [
         (4121, "idle"),
         (4120, "active"),
@@ -173,27 +173,27 @@ def test_gdb_with_frames_of_the_interpreter_alone() -> None:
         "cuEventSynchronize",
         "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
     )
-    assert explain(read(BT)).verdict == "maybe"
+    assert explain_stacks(parse_stacks(BT)).verdict == "maybe"
 
 
 def test_processes_of_faulthandler_that_nothing_names() -> None:
     """The main thread is the last of each."""
-    (found,) = read(FAULTHANDLER.partition("\n")[2] * 2).samples
+    (found,) = parse_stacks(FAULTHANDLER.partition("\n")[2] * 2).samples
     assert [len(process.threads) for process in found.processes] == [2, 2]
     assert [thread.state for thread in found.processes[0].threads] == ["idle", "active"]
 
 
 def test_a_process_that_comes_again_is_another_sample() -> None:
-    pasted = read(sample("lost-broadcast"))
+    pasted = parse_stacks(sample("lost-broadcast"))
     assert [len(found.processes) for found in pasted.samples] == [4, 4, 4]
 
 
 def test_a_last_sample_that_breaks_off_is_left_out() -> None:
     text = sample("worker-stuck-broadcast.two-samples")
     cut = (text * 2)[: -len(text) // 8]
-    assert len(read(text * 2).samples) == 4
-    assert len(read(cut).samples) == 3
-    assert explain(read(cut)).verdict == "hang"
+    assert len(parse_stacks(text * 2).samples) == 4
+    assert len(parse_stacks(cut).samples) == 3
+    assert explain_stacks(parse_stacks(cut)).verdict == "hang"
 
 
 def test_local_variables_are_no_frames() -> None:
@@ -202,7 +202,9 @@ def test_local_variables_are_no_frames() -> None:
         '        Locals:\n            text: "popitem (vllm/utils/cache.py:190)"\n'
         "            call: popitem (vllm/utils/cache.py:190)\n"
     )
-    assert [frame.function for frame in the_process(read(text)).threads[0].frames] == ["step"]
+    assert [frame.function for frame in the_process(parse_stacks(text)).threads[0].frames] == [
+        "step"
+    ]
 
 
 def test_log_lines_are_no_frames() -> None:
@@ -210,7 +212,7 @@ def test_log_lines_are_no_frames() -> None:
         "INFO 11-20 03:12:44 [core.py:99] init engine took 3.1 s (compilation: 1.2 s)\n"
         "GET /health (127.0.0.1:8000)\nsee vllm (https://docs.vllm.ai)\n"
     )
-    assert read(text).samples == ()
+    assert parse_stacks(text).samples == ()
 
 
 INTERRUPTED = """\
@@ -226,11 +228,11 @@ KeyboardInterrupt
 
 
 def test_what_ctrl_c_interrupts_is_a_stack() -> None:
-    pasted = read(INTERRUPTED)
+    pasted = parse_stacks(INTERRUPTED)
     functions = [frame.function for frame in the_process(pasted).threads[0].frames]
     assert functions == ["synchronize", "execute_model", "generate"]
     assert pasted.crashes == ()
-    assert explain(pasted).findings[0].code == "stack.gpu-kernel-stuck"
+    assert explain_stacks(pasted).findings[0].code == "stack.gpu-kernel-stuck"
 
 
 @pytest.mark.parametrize(
@@ -252,16 +254,18 @@ def test_what_ctrl_c_interrupts_is_a_stack() -> None:
     ],
 )
 def test_frames_as_people_type_them(text: str) -> None:
-    frames = [frame.function for frame in the_process(read(text)).threads[0].frames]
+    frames = [frame.function for frame in the_process(parse_stacks(text)).threads[0].frames]
     assert [name for name in frames if name != "it"] == ["synchronize", "get_output", "step"]
 
 
 def test_an_issue_is_read_by_its_comments() -> None:
     """A dump of somebody else is no second sample."""
     comments = [{"body": FRAGMENT}, {"body": "me too"}, {"body": FRAGMENT}]
-    pasted = read(json.dumps({"title": "it hangs", "body": "see below", "comments": comments}))
+    pasted = parse_stacks(
+        json.dumps({"title": "it hangs", "body": "see below", "comments": comments})
+    )
     assert [len(section.samples) for section in pasted.sections] == [0, 1, 0, 1]
-    assert [finding.code for finding in explain(pasted).findings] == [
+    assert [finding.code for finding in explain_stacks(pasted).findings] == [
         "stack.mm-cache-eviction-spin"
     ]
 
@@ -277,13 +281,13 @@ TIMED_OUT = """\
 
 
 def test_a_time_out_of_the_engine_is_a_stuck_worker() -> None:
-    found = explain(read(TIMED_OUT))
+    found = explain_stacks(parse_stacks(TIMED_OUT))
     assert (found.verdict, found.findings[0].code) == ("hang", "stack.worker-stuck-broadcast")
     assert len(found.findings) == 1
 
 
 def test_a_time_out_after_a_crash_is_a_crash() -> None:
-    found = explain(read(CRASH + TIMED_OUT))
+    found = explain_stacks(parse_stacks(CRASH + TIMED_OUT))
     assert found.verdict == "crash"
     assert "illegal memory access" in found.findings[0].title
 
@@ -296,7 +300,7 @@ def test_a_table_of_py_spy_top_has_the_callers_of_what_runs() -> None:
   1.00% 100.00%   0.10s    10.0s   drain (acme/ring.py)
   0.00% 100.00%   0.00s    10.0s   process_input_sockets (vllm/v1/engine/core.py)
 """
-    ((process,),) = (sample.processes for sample in read(rows).samples)
+    ((process,),) = (sample.processes for sample in parse_stacks(rows).samples)
     assert [frame.function for frame in process.threads[0].frames] == [
         "spin_once",
         "drain",
@@ -322,7 +326,7 @@ def test_a_table_of_py_spy_top_has_the_callers_of_what_runs() -> None:
     ],
 )
 def test_numbers_that_python_does_not_read(text: str, digit: str) -> None:
-    explanation = explain(read(text.replace("¤", digit * 5000)))
+    explanation = explain_stacks(parse_stacks(text.replace("¤", digit * 5000)))
     assert len(str(explanation)) < 20_000
 
 
@@ -338,7 +342,7 @@ def test_numbers_that_python_does_not_read(text: str, digit: str) -> None:
     ],
 )
 def test_what_looks_like_a_number_and_is_none(text: str, number: str) -> None:
-    assert explain(read(text.replace("¤", number))).verdict
+    assert explain_stacks(parse_stacks(text.replace("¤", number))).verdict
 
 
 @pytest.mark.parametrize(
@@ -346,10 +350,10 @@ def test_what_looks_like_a_number_and_is_none(text: str, number: str) -> None:
 )
 def test_a_line_without_end_takes_no_time_without_end(words: str) -> None:
     """Of 400 kB it took minutes, and of four times as much sixteen times as long."""
-    explain(read(words * (1_600_000 // len(words))))
+    explain_stacks(parse_stacks(words * (1_600_000 // len(words))))
 
 
 def test_threads_without_number_take_no_time_without_end() -> None:
     """Of 16,000 it took 44 seconds, and of so many ten minutes."""
     threads = "".join(f'Thread {n} (active): "T{n}"\n    wait (a.py:1)\n' for n in range(60_000))
-    explain(read(f"Process 5: VLLM::EngineCore\n{threads}"))
+    explain_stacks(parse_stacks(f"Process 5: VLLM::EngineCore\n{threads}"))

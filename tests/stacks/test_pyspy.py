@@ -21,7 +21,7 @@ from vllmops.host import proc
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.protocol import files, identity
-from vllmops.protocol.stacks import Options, ProcessStacks, StacksSnapshot
+from vllmops.protocol.stacks import DumpOptions, ProcessStacks, StacksSnapshot
 from vllmops.stacks import pyspy
 
 from ..support.children import Spawn
@@ -81,7 +81,7 @@ PTRACE_SEIZE, PTRACE_INTERRUPT, PTRACE_DETACH, WALL = 0x4206, 0x4207, 17, 0x4000
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine all takes its time."""
-    monkeypatch.setattr(pyspy.capture, "__kwdefaults__", {"timeout_s": 120.0, "server": None})
+    monkeypatch.setattr(pyspy.dump_stacks, "__kwdefaults__", {"timeout_s": 120.0, "server": None})
     monkeypatch.setattr(pyspy, "AGENT_S", 60.0)
     monkeypatch.setattr(pyspy, "HELD_S", 60.0)
     monkeypatch.setattr(pyspy, "KILL_WAIT_S", 60.0)
@@ -107,11 +107,13 @@ def python(source: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def process(pid: int, role: Role = Role.ENGINE) -> Process:
-    return Process(role=role, pid=pid, start_ticks=identity.of(pid).start_ticks)
+    return Process(role=role, pid=pid, start_ticks=identity.read_identity(pid).start_ticks)
 
 
-def dump(pid: int, options: Options | None = None, *, timeout_s: float = 120.0) -> ProcessStacks:
-    return pyspy.capture([process(pid)], options, timeout_s=timeout_s).processes[0]
+def dump(
+    pid: int, options: DumpOptions | None = None, *, timeout_s: float = 120.0
+) -> ProcessStacks:
+    return pyspy.dump_stacks([process(pid)], options, timeout_s=timeout_s).processes[0]
 
 
 def functions(stacks: ProcessStacks) -> list[str]:
@@ -128,7 +130,7 @@ def state(pid: int) -> str:
     return psutil.Process(pid).status()
 
 
-def settled(pid: int, options: Options | None = None) -> ProcessStacks:
+def settled(pid: int, options: DumpOptions | None = None) -> ProcessStacks:
     """A dump of `THREADS` once all but the spinner have come to their sleep."""
 
     def asleep() -> ProcessStacks | None:
@@ -163,7 +165,7 @@ def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
 
 def test_local_variables_only_when_asked_for() -> None:
     with python(THREADS) as target:
-        without, with_ = settled(target.pid), settled(target.pid, Options(locals=True))
+        without, with_ = settled(target.pid), settled(target.pid, DumpOptions(locals=True))
     assert all(frame.locals is None for thread in without.threads for frame in thread.frames)
     frame = with_.threads[2].frames[0]
     assert frame.locals is not None
@@ -175,7 +177,7 @@ def test_local_variables_only_when_asked_for() -> None:
 def test_native_frames() -> None:
     with python(THREADS) as target:
         settled(target.pid)
-        stacks = settled(target.pid, Options(native=True))
+        stacks = settled(target.pid, DumpOptions(native=True))
     assert stacks.note == ""
     waiter = stacks.threads[2].frames
     assert waiter[0].function != "generate"
@@ -185,7 +187,7 @@ def test_native_frames() -> None:
 
 def test_nonblocking() -> None:
     with python(THREADS) as target:
-        assert "generate" in functions(dump(target.pid, Options(nonblocking=True)))
+        assert "generate" in functions(dump(target.pid, DumpOptions(nonblocking=True)))
 
 
 def test_one_that_is_gone_does_not_keep_the_others() -> None:
@@ -193,7 +195,7 @@ def test_one_that_is_gone_does_not_keep_the_others() -> None:
         gone = process(other.pid, Role.WORKER)
         other.kill()
         other.wait()
-        snapshot = pyspy.capture([gone, process(target.pid)], server="demo")
+        snapshot = pyspy.dump_stacks([gone, process(target.pid)], server="demo")
     assert [item.role for item in snapshot.processes] == ["worker", "engine"]
     assert code(snapshot.processes[0]) == "stacks.gone"
     assert "generate" in functions(snapshot.processes[1])
@@ -204,7 +206,7 @@ def test_a_reused_pid_is_never_dumped() -> None:
     with python(THREADS) as target:
         now = process(target.pid)
         old = Process(role=now.role, pid=now.pid, start_ticks=now.start_ticks - 3600)
-        stacks = pyspy.capture([old]).processes[0]
+        stacks = pyspy.dump_stacks([old]).processes[0]
     assert code(stacks) == "stacks.gone"
     assert stacks.error is not None
     assert "another process" in stacks.error.message
@@ -215,8 +217,8 @@ def test_a_pid_reused_while_it_is_dumped(monkeypatch: pytest.MonkeyPatch) -> Non
         # The pid can't be made to change hands at that moment: the table is told to say so.
         asked = process(target.pid)
         seen = iter([asked.identity, asked.identity._replace(start_ticks=2**40)])
-        monkeypatch.setattr(identity, "of", lambda _: next(seen))
-        assert code(pyspy.capture([asked]).processes[0]) == "stacks.gone"
+        monkeypatch.setattr(identity, "read_identity", lambda _: next(seen))
+        assert code(pyspy.dump_stacks([asked]).processes[0]) == "stacks.gone"
 
 
 def test_a_zombie() -> None:
@@ -243,7 +245,7 @@ def test_a_stopped_process_is_dumped_and_stays_stopped() -> None:
     with python(THREADS) as target:
         target.send_signal(signal.SIGSTOP)
         until_state(target.pid, psutil.STATUS_STOPPED)
-        stacks = dump(target.pid, Options(native=True))
+        stacks = dump(target.pid, DumpOptions(native=True))
         assert state(target.pid) == psutil.STATUS_STOPPED
         target.send_signal(signal.SIGCONT)
         until_state(target.pid, psutil.STATUS_SLEEPING)
@@ -280,7 +282,9 @@ def test_a_pyspy_that_is_late_is_killed_and_its_target_runs_on() -> None:
     with python(COUNTER) as target:
         assert target.stdout is not None
         for attempt in range(60):
-            stacks = dump(target.pid, Options(native=attempt % 2 == 0), timeout_s=attempt / 2000)
+            stacks = dump(
+                target.pid, DumpOptions(native=attempt % 2 == 0), timeout_s=attempt / 2000
+            )
             assert stacks.error is None or code(stacks) == "stacks.timeout"
             target.stdout.read(1)
         os.set_blocking(target.stdout.fileno(), False)
@@ -296,7 +300,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> No
     program = tmp_path / "py-spy"
     program.write_text(script)
     program.chmod(0o755)
-    monkeypatch.setattr(pyspy, "find", lambda: str(program))
+    monkeypatch.setattr(pyspy, "find_pyspy", lambda: str(program))
 
 
 def ended(child: psutil.Process) -> bool:
@@ -312,7 +316,7 @@ def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     before = psutil.Process().children()
     limits: list[float] = []
     together = threading.Barrier(5)
-    run = pyspy._run
+    run = pyspy._run_pyspy
 
     def noted(command: Sequence[str], process: Process, limit_s: float, *, halted: bool) -> bytes:
         limits.append(limit_s)
@@ -320,9 +324,9 @@ def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             together.wait()
         return run(command, process, limit_s, halted=halted)
 
-    monkeypatch.setattr(pyspy, "_run", noted)
+    monkeypatch.setattr(pyspy, "_run_pyspy", noted)
     began = time.monotonic()
-    snapshot = pyspy.capture([me] * 5, Options(native=True), timeout_s=1.0)
+    snapshot = pyspy.dump_stacks([me] * 5, DumpOptions(native=True), timeout_s=1.0)
     assert time.monotonic() - began > 0.9
     # Three ways each, which share what there is.
     assert len(limits) == 15
@@ -364,20 +368,20 @@ def test_without_native_frames_rather_than_without_any(
         tmp_path,
         monkeypatch,
         "#!/bin/sh\ncase \"$*\" in *--native*) echo 'Error: no unwinding' >&2; exit 1;; esac\n"
-        f'exec {pyspy.find()} "$@"\n',
+        f'exec {pyspy.find_pyspy()} "$@"\n',
     )
     with python(THREADS) as target:
-        stacks = dump(target.pid, Options(native=True))
+        stacks = dump(target.pid, DumpOptions(native=True))
     assert "generate" in functions(stacks)
     assert stacks.note.startswith("without native frames: ")
     assert "no unwinding" in stacks.note
 
 
 def test_pyspy_is_found_where_pip_put_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    beside = pyspy.find()
+    beside = pyspy.find_pyspy()
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert Path(pyspy.find()).samefile(beside)
+    assert Path(pyspy.find_pyspy()).samefile(beside)
 
 
 def test_pyspy_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,16 +390,16 @@ def test_pyspy_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     # It is one of our dependencies, so it can't be absent here.
     monkeypatch.setattr("importlib.metadata.files", lambda _: None)
     with pytest.raises(VllmopsError) as caught:
-        pyspy.capture([])
+        pyspy.dump_stacks([])
     assert caught.value.code == "pyspy.missing"
     assert caught.value.hint == f"{tmp_path}/python -m pip install py-spy"
 
 
 def test_a_snapshot_survives_a_file(tmp_path: Path) -> None:
     with python(THREADS) as target:
-        snapshot = pyspy.capture([process(target.pid)], Options(locals=True))
-    files.save(tmp_path / "stacks.json", snapshot)
-    assert files.load(tmp_path / "stacks.json", StacksSnapshot) == snapshot
+        snapshot = pyspy.dump_stacks([process(target.pid)], DumpOptions(locals=True))
+    files.save_snapshot(tmp_path / "stacks.json", snapshot)
+    assert files.load_snapshot(tmp_path / "stacks.json", StacksSnapshot) == snapshot
 
 
 AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups",
@@ -421,7 +425,7 @@ def test_no_permission(wrap: list[str], expected: str, words: str, hint: str) ->
             from vllmops.host.processes import Process
             from vllmops.host.roles import Role
             found = Process(role=Role.ENGINE, pid={found.pid}, start_ticks={found.start_ticks})
-            print(msgspec.json.encode(pyspy.capture([found]).processes[0].error).decode())
+            print(msgspec.json.encode(pyspy.dump_stacks([found]).processes[0].error).decode())
         """)
         shown = subprocess.run(
             [*wrap, sys.executable, "-c", program],
@@ -466,13 +470,13 @@ def test_a_pyspy_that_holds_its_target_and_hangs(
     )
     child.send("import time\nwhile True: time.sleep(0.01); beats = time.monotonic()")
     for timeout_s in (3.0, 30.0):
-        found = pyspy.capture([child.process], Options(locals=True), timeout_s=timeout_s)
+        found = pyspy.dump_stacks([child.process], DumpOptions(locals=True), timeout_s=timeout_s)
         (stacks,) = found.processes
         if held.exists():  # on a busy machine it may have been killed before
             break
     assert held.read_text()  # it was there
     assert state(child.process.pid) in {psutil.STATUS_SLEEPING, psutil.STATUS_RUNNING}
-    assert proc.status(child.process.pid)["TracerPid"] == "0"
+    assert proc.read_status(child.process.pid)["TracerPid"] == "0"
     used = psutil.Process(child.process.pid).num_ctx_switches().voluntary
     until(lambda: psutil.Process(child.process.pid).num_ctx_switches().voluntary > used + 20)
     assert (stacks.source, stacks.role, stacks.error) == ("agent", "engine", None)
@@ -496,7 +500,7 @@ def test_no_pyspy_holds_its_target_for_long(
         HANGING.format(python=sys.executable, request=PTRACE_SEIZE, held=tmp_path / "held"),
     )
     # Each of the two ways is given up after half a second, not after its share of an hour.
-    (stacks,) = pyspy.capture([child.process], timeout_s=3600.0).processes
+    (stacks,) = pyspy.dump_stacks([child.process], timeout_s=3600.0).processes
     assert stacks.source == "agent"
 
 
@@ -508,10 +512,10 @@ def test_the_agent_sees_what_pyspy_sees(spawn: Spawn, monkeypatch: pytest.Monkey
         "    def wait(self): queue.Queue().get()\n"
         "threading.Thread(target=Deep().wait, name='deep', daemon=True).start()"
     )
-    until(lambda: "Queue.get" in functions(pyspy.capture([child.process]).processes[0]))
-    (by_pyspy,) = pyspy.capture([child.process]).processes
-    monkeypatch.setattr(pyspy, "find", missing)
-    (by_agent,) = pyspy.capture([child.process]).processes
+    until(lambda: "Queue.get" in functions(pyspy.dump_stacks([child.process]).processes[0]))
+    (by_pyspy,) = pyspy.dump_stacks([child.process]).processes
+    monkeypatch.setattr(pyspy, "find_pyspy", missing)
+    (by_agent,) = pyspy.dump_stacks([child.process]).processes
     assert (by_pyspy.source, by_agent.source) == ("py-spy", "agent")
     assert by_agent.instead is not None
     assert by_agent.instead.code == "pyspy.missing"
@@ -523,9 +527,9 @@ def test_the_agent_sees_what_pyspy_sees(spawn: Spawn, monkeypatch: pytest.Monkey
     # Without an agent there is nobody to stand in.
     silent = spawn(role=Role.ENGINE, VLLMOPS_DISABLE="1")
     with pytest.raises(VllmopsError) as caught:
-        pyspy.capture([silent.process])
+        pyspy.dump_stacks([silent.process])
     assert caught.value.code == "pyspy.missing"
-    one, other = pyspy.capture([child.process, silent.process]).processes
+    one, other = pyspy.dump_stacks([child.process, silent.process]).processes
     assert (one.source, code(other)) == ("agent", "pyspy.missing")
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from vllmops.store import sqlite
 from vllmops.store.store import ResponseStore
-from vllmops.vllm_api.responses import Http
+from vllmops.vllm_api.responses import HttpResponseSource
 
 from ..support.databases import Server, Servers
 from ..support.waiting import PATIENCE_S, patiently
@@ -29,7 +29,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     Tests of what is away give a deadline of their own.
     """
     patiently(monkeypatch, "deadline_s", ResponseStore.__init__)
-    patiently(monkeypatch, "timeout_s", Http.__init__)
+    patiently(monkeypatch, "timeout_s", HttpResponseSource.__init__)
     monkeypatch.setattr(sqlite, "BUSY_S", PATIENCE_S)
 
 

@@ -45,7 +45,7 @@ def rss() -> int:
 
 
 async def main(url: str, max_size: int, counts: list[int], events: int) -> None:
-    store = ResponseStore(opening.backend(url, Limits(max_size=max_size)), deadline_s=60)
+    store = ResponseStore(opening.make_backend(url, Limits(max_size=max_size)), deadline_s=60)
     async with store:
         begun, number, words, raw = rss(), 0, [], 0
         for count in counts:
@@ -57,11 +57,11 @@ async def main(url: str, max_size: int, counts: list[int], events: int) -> None:
                     delta = (
                         b'{"type":"response.output_text.delta","delta":"word","sequence_number":%d}'
                     )
-                    await store.append(made, first, [delta % (first + n) for n in range(50)])
+                    await store.append_events(made, first, [delta % (first + n) for n in range(50)])
                 number += 1
                 await asyncio.sleep(0)  # as between two requests
             words.append(rss() - begun)
-        count = (await store.stats(EVERYBODY)).count
+        count = (await store.collect_stats(EVERYBODY)).response_count
     print(json.dumps({"grown": words, "count": count, "raw": raw}))
 
 

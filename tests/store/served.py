@@ -73,15 +73,17 @@ def ours(url: str, keys: list[str]) -> FastAPI:
     sys.meta_path.insert(0, Vllm())
     from vllmops.agent.responses import conversation_routes, routes
     from vllmops.agent.responses.conversations import ConversationTurns
-    from vllmops.agent.responses.serving import StoredResponses
-    from vllmops.agent.responses.stored import Stored
+    from vllmops.agent.responses.serving import StoreBackedServing
+    from vllmops.agent.responses.stored import StoredResponsesApi
     from vllmops.store import opening
     from vllmops.store.store import ResponseStore
 
-    serving = StoredResponses.__new__(StoredResponses)
-    serving.store = ResponseStore(opening.backend(url), deadline_s=60)
+    serving = StoreBackedServing.__new__(StoreBackedServing)
+    serving.store = ResponseStore(opening.make_backend(url), deadline_s=60)
     serving.conversations = ConversationTurns(serving.store)
-    serving.stored = Stored(serving.store, serving.conversations, serving.store.tell)
+    serving.stored = StoredResponsesApi(
+        serving.store, serving.conversations, serving.store.wake_followers
+    )
     assert conversation_routes  # which adds to the others
 
     @asynccontextmanager

@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.responses.writer import Writer
+from vllmops.agent.responses.writer import EventWriter
 from vllmops.store import opening
 from vllmops.store import store as stores
-from vllmops.store.backend import Chunk, Limits, Response, StoreUnavailable
-from vllmops.store.gathering import Gathered
+from vllmops.store.backend import EventChunk, Limits, Response, StoreUnavailable
+from vllmops.store.gathering import CallBatcher
 from vllmops.store.memory import Memory
-from vllmops.store.sqlite import Sqlite, Worker, transaction
+from vllmops.store.sqlite import ConnectionThread, Sqlite, transaction
 from vllmops.store.store import ResponseStore
 
 from ..support.extent import sampled
@@ -36,11 +36,11 @@ class Faulty(Memory):
     calls = 0
     broken = True
 
-    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+    async def select_running(self, ids: Collection[str], *, renew: bool) -> set[str]:
         self.calls += 1
         if self.broken:
             raise self.error
-        return await super().running(ids, renew=renew)
+        return await super().select_running(ids, renew=renew)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_heartbeat_goes_on(
         async with ResponseStore(backend) as store:
             await store.create(RUN)
             stopped = asyncio.Event()
-            store.attend(RUN, stopped.set)
+            store.track_run(RUN, stopped.set)
             await until_async(lambda: backend.calls >= 4)
             lease = backend.leases[RUN.id]
             backend.broken = False
@@ -94,7 +94,7 @@ def test_sweeping_goes_on_and_hinders_no_heartbeat(
         async with ResponseStore(backend) as store:
             await store.create(RUN)
             stopped = asyncio.Event()
-            store.attend(RUN, stopped.set)
+            store.track_run(RUN, stopped.set)
             await until_async(lambda: backend.swept >= 3)
             await store.delete("", RUN.id)
             await asyncio.wait_for(stopped.wait(), 60)
@@ -111,7 +111,7 @@ def test_what_a_run_raises_when_it_is_stopped_is_told(caplog: pytest.LogCaptureF
     async def play() -> None:
         async with ResponseStore(Memory("memory://", Limits())) as store:
             await store.create(RUN)
-            store.attend(RUN, stop)
+            store.track_run(RUN, stop)
             await store.delete("", RUN.id)
             await until_async(lambda: not store.attended)
 
@@ -124,22 +124,22 @@ def test_events_go_on_behind_those_that_can_not_be_stored(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Picky(Memory):
-        async def append(self, response: Response, chunk: Chunk) -> bool:
+        async def append_events(self, response: Response, chunk: EventChunk) -> bool:
             if chunk.first == 0:
                 raise TypeError("not these")
-            return await super().append(response, chunk)
+            return await super().append_events(response, chunk)
 
     async def play() -> list[int]:
         async with ResponseStore(Picky("memory://", Limits())) as store:
             await store.create(RUN)
-            async with Writer(store, RUN) as writer:
-                writer.add(0, b"{}")
+            async with EventWriter(store, RUN) as writer:
+                writer.queue_event(0, b"{}")
                 # At once, not only at the end.
                 await until_async(lambda: any("not these" in r.message for r in caplog.records))
                 for n in range(1, 4):
-                    writer.add(n, b"{}")
+                    writer.queue_event(n, b"{}")
                     await asyncio.sleep(0.1)
-            log = await store.log("", RUN.id, -1)
+            log = await store.read_events("", RUN.id, -1)
             assert log
             return [n for chunk in log.chunks for n in range(chunk.first, chunk.last + 1)]
 
@@ -152,7 +152,7 @@ def test_a_database_that_answers_too_little_keeps_nobody_waiting() -> None:
         return given[:1] if len(given) > 1 else given
 
     async def play() -> None:
-        calling = Gathered(run, lambda _: 0)
+        calling = CallBatcher(run, lambda _: 0)
         async with asyncio.timeout(60):
             first = await asyncio.gather(*(calling(n) for n in range(3)), return_exceptions=True)
             assert [isinstance(item, Exception) for item in first] == [True] * 3
@@ -162,15 +162,15 @@ def test_a_database_that_answers_too_little_keeps_nobody_waiting() -> None:
 
 
 def test_a_thread_of_sqlite_serves_on_though_a_loop_that_it_told_is_closed(tmp_path: Path) -> None:
-    worker = Worker(lambda: sqlite3.connect(tmp_path / "a.db"), "w")
+    worker = ConnectionThread(lambda: sqlite3.connect(tmp_path / "a.db"), "w")
 
     async def left_alone() -> None:
-        task = asyncio.ensure_future(worker.run(lambda c: c.execute("SELECT 1").fetchone()))
+        task = asyncio.ensure_future(worker.run_job(lambda c: c.execute("SELECT 1").fetchone()))
         await asyncio.sleep(0)
         task.cancel()
 
     async def slow() -> None:
-        asyncio.ensure_future(worker.run(lambda _: time.sleep(0.3)))  # noqa: RUF006
+        asyncio.ensure_future(worker.run_job(lambda _: time.sleep(0.3)))  # noqa: RUF006
         await asyncio.sleep(0.05)
 
     asyncio.run(left_alone())
@@ -181,7 +181,7 @@ def test_a_thread_of_sqlite_serves_on_though_a_loop_that_it_told_is_closed(tmp_p
 
     async def one() -> Any:
         async with asyncio.timeout(60):
-            return await worker.run(lambda c: c.execute("SELECT 1").fetchone())
+            return await worker.run_job(lambda c: c.execute("SELECT 1").fetchone())
 
     try:
         assert asyncio.run(one()) == (1,)
@@ -255,9 +255,11 @@ def test_whoever_answers_instead_of_a_database(scheme: str, words: bytes) -> Non
     async def play() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        store = ResponseStore(opening.backend(f"{scheme}://127.0.0.1:{port}/0"), deadline_s=0.5)
+        store = ResponseStore(
+            opening.make_backend(f"{scheme}://127.0.0.1:{port}/0"), deadline_s=0.5
+        )
         await store.open()
-        store.attend(RUN, lambda: None)
+        store.track_run(RUN, lambda: None)
         for _ in range(3):
             with pytest.raises(StoreUnavailable):
                 await store.create(RUN)

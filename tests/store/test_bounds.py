@@ -72,7 +72,7 @@ def test_a_conversation_is_looked_up_by_its_ids(shared_servers: dict[str, Server
     url = f"{shared_servers['postgresql'].url}?namespace=plans"
 
     async def plan() -> str:
-        backend = opening.backend(url)
+        backend = opening.make_backend(url)
         assert isinstance(backend, Postgresql)
         async with ResponseStore(backend) as store:
             body = b'{"output":"%s"}' % secrets.token_hex(1000).encode()
@@ -80,7 +80,7 @@ def test_a_conversation_is_looked_up_by_its_ids(shared_servers: dict[str, Server
                 made = Response(id=f"r{number}", owner="a", model="m", status="queued", body=body)
                 assert await store.create(made)
             explain = f"EXPLAIN (ANALYZE) {backend.text['conversation']}"
-            return "\n".join(row[0] for row in await backend.run(explain, "r199", "a"))
+            return "\n".join(row[0] for row in await backend.execute(explain, "r199", "a"))
 
     shown = asyncio.run(plan())
     assert shown.count("plans_responses_pkey") >= 2, shown

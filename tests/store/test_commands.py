@@ -25,15 +25,15 @@ import psutil
 import pytest
 
 from vllmops.commands.responses import selection
-from vllmops.commands.responses.sources import walk
-from vllmops.errors import Exit, VllmopsError
+from vllmops.commands.responses.sources import iterate_pages
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.store import opening
-from vllmops.store.backend import EVERYBODY, Query, Response
-from vllmops.store.direct import Storage
-from vllmops.store.fields import completed
+from vllmops.store.backend import EVERYBODY, Response, ResponseQuery
+from vllmops.store.direct import DirectStore
+from vllmops.store.fields import fill_defaults
 from vllmops.store.store import ResponseStore
 from vllmops.vllm_api.endpoint import Endpoint
-from vllmops.vllm_api.responses import Http
+from vllmops.vllm_api.responses import HttpResponseSource
 
 from ..support.databases import nobodys
 from ..support.extent import combinations
@@ -88,7 +88,7 @@ def on(url: str, work: Callable[[ResponseStore], Awaitable[Any]]) -> Any:
     """Do something with a store."""
 
     async def run() -> Any:
-        async with ResponseStore(opening.backend(url)) as store:
+        async with ResponseStore(opening.make_backend(url)) as store:
             return await work(store)
 
     return asyncio.run(run())
@@ -101,7 +101,7 @@ def fill(url: str, responses: list[Response]) -> list[str]:
         for item in responses:
             assert await store.create(item)
             if json.loads(item.body).get("background"):
-                assert await store.append(item, 0, EVENTS)
+                assert await store.append_events(item, 0, EVENTS)
         return [item.id for item in responses]
 
     found: list[str] = on(url, work)
@@ -121,9 +121,9 @@ def kept(url: str) -> dict[str, Any]:
 
     async def run() -> dict[str, Any]:
         found = {}
-        async with Storage(url) as store:
-            for item in (await store.page(Query(limit=1000))).responses:
-                events = await store.events(item)
+        async with DirectStore(url) as store:
+            for item in (await store.list_responses(ResponseQuery(limit=1000))).responses:
+                events = await store.read_events(item)
                 found[item.id] = item, [event for part in events for event in part.events]
         return found
 
@@ -176,15 +176,15 @@ def test_what_can_not_be_listed(vllmops: Any, shared_url: str) -> None:
         (("-t", "demo"), "usage"),
     ):
         answer = vllmops("responses", "list", "--json", "--store", shared_url, *words)
-        assert (answer.code, answer.error["code"]) == (Exit.USAGE, code)
+        assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, code)
     answer = vllmops("responses", "list", "--json", "--store", "memory://")
-    assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+    assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
 
 
 def test_nothing_is_made_by_looking(vllmops: Any, shared_url: str) -> None:
     for words in (("list",), ("stats",), ("show", "resp_1"), ("purge", "--older-than", "1d")):
         answer = vllmops("responses", *words, "--json", "--store", shared_url)
-        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.none")
+        assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "store.none")
     fill(shared_url, [])
     answer = vllmops("responses", "list", "--store", shared_url)
     assert (answer.code, answer.out) == (0, "no responses are stored\n")
@@ -199,7 +199,7 @@ def test_the_database_of_another_program_is_not_changed_by_looking(
     url = f"sqlite:///{tmp_path}/a%23.db"
     for words in (("responses", "list"), ("responses", "stats"), ("conversations", "list")):
         answer = vllmops(*words, "--store", url, "--json")
-        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.none")
+        assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "store.none")
     assert (tmp_path / "a#.db").read_bytes() == before
     fill(url, numbered(1, 2))
     assert len(ids(vllmops("responses", "list", "--json", "--store", url))) == 2
@@ -210,7 +210,7 @@ def test_the_database_of_another_program_is_not_changed_by_looking(
 @pytest.mark.parametrize("url", ["postgresql://u:secret@127.0.0.1:1/d", "redis://127.0.0.1:1/0"])
 def test_a_store_that_is_down(vllmops: Any, url: str) -> None:
     answer = vllmops("responses", "list", "--json", "--store", url)
-    assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.unavailable")
+    assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "store.unavailable")
     assert "127.0.0.1:1" in answer.error["message"]
     assert "secret" not in answer.out
 
@@ -235,7 +235,7 @@ def test_show(vllmops: Any, shared_url: str) -> None:
     assert json.loads(shown(background, "--raw", "--input").out) == GIVEN
     assert shown(background, "--raw", "--events").out.encode() == b"\n".join([*EVENTS, b""])
     answer = shown("resp_unknown", "--json")
-    assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
+    assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "responses.unknown")
 
 
 def test_cancel(vllmops: Any, shared_url: str) -> None:
@@ -251,19 +251,19 @@ def test_cancel(vllmops: Any, shared_url: str) -> None:
         assert answer.code == 0
         assert [item["result"] for item in answer.data["responses"]] == [output]
     some = cancel(runs[1], "resp_unknown", response(1).id)
-    assert (some.code, some.error["code"]) == (Exit.FAILED, "responses.some-failed")
+    assert (some.code, some.error["code"]) == (ExitCode.FAILED, "responses.some-failed")
     done = {item["id"]: item["done"] for item in some.data["responses"]}
     assert done == {runs[1]: True, "resp_unknown": False, response(1).id: False}
     finished, unknown = cancel(response(1).id), cancel("resp_unknown")
-    assert (finished.code, finished.error["code"]) == (Exit.FAILED, "responses.refused")
-    assert (unknown.code, unknown.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
+    assert (finished.code, finished.error["code"]) == (ExitCode.FAILED, "responses.refused")
+    assert (unknown.code, unknown.error["code"]) == (ExitCode.NOT_FOUND, "responses.unknown")
     answer = cancel("--all-running")
     assert (answer.code, ids(answer)) == (0, [runs[2]])
     assert cancel("--all-running").data == {"responses": [], "done": 0}
     statuses = {name: item.status for name, (item, _) in kept(shared_url).items()}
     assert statuses == {response(1).id: "completed"} | dict.fromkeys(runs, "cancelled")
     for words in ((), ("--all-running", "resp_1")):
-        assert cancel(*words).code == Exit.USAGE
+        assert cancel(*words).code == ExitCode.USAGE
 
 
 def test_whoever_runs_it_stops(shared_url: str, home: Path) -> None:
@@ -271,7 +271,7 @@ def test_whoever_runs_it_stops(shared_url: str, home: Path) -> None:
         stopped = asyncio.Event()
         run = response(0, status="in_progress")
         await store.create(run)
-        store.attend(run, stopped.set)
+        store.track_run(run, stopped.set)
         words = ("-m", "vllmops", "responses", "cancel", run.id, "--store", shared_url)
         command = await asyncio.create_subprocess_exec(sys.executable, *words, stdout=PIPE)
         spoken, _ = await command.communicate()
@@ -290,11 +290,11 @@ def test_delete(vllmops: Any, shared_url: str) -> None:
 
     assert ids(delete(made[0], made[0])) == [made[0]]
     some = delete(made[0], made[1])
-    assert (some.code, some.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
+    assert (some.code, some.error["code"]) == (ExitCode.NOT_FOUND, "responses.unknown")
     assert [item["done"] for item in some.data["responses"]] == [False, True]
     assert list(kept(shared_url)) == [made[2]]
     text = vllmops("responses", "delete", "resp_unknown", made[2], "--store", shared_url)
-    assert text.code == Exit.NOT_FOUND
+    assert text.code == ExitCode.NOT_FOUND
     assert f"{made[2]}  deleted" in text.out
     assert "resp_unknown  there is no such response" in text.out
 
@@ -307,13 +307,13 @@ def test_purge(vllmops: Any, shared_url: str) -> None:
     def purge(*words: str) -> Any:
         return vllmops("responses", "purge", *words, "--store", shared_url)
 
-    assert purge("--json").code == Exit.USAGE
+    assert purge("--json").code == ExitCode.USAGE
     trial = purge("--older-than", "1d", "--dry-run")
     assert "would delete 2 responses" in trial.out
     assert "1 remaining responses follow one of these" in trial.out
     assert ids(purge("--older-than", "1d", "--dry-run", "--json")) == [made[3], made[2]]
     unasked = purge("--older-than", "1d", "--json")
-    assert (unasked.code, unasked.error["code"]) == (Exit.USAGE, "unconfirmed")
+    assert (unasked.code, unasked.error["code"]) == (ExitCode.USAGE, "unconfirmed")
     assert len(kept(shared_url)) == 6
     assert ids(purge("--status", "failed", "--yes", "--json")) == [made[3]]
     assert purge("--older-than", "1d", "--yes").out == "1 deleted\n"
@@ -396,7 +396,7 @@ def test_what_is_there_is_not_overwritten(vllmops: Any, tmp_path: Path) -> None:
     fill(store, numbered(1, 2))
     vllmops("responses", "export", "--store", store, "-o", str(file))
     exists = vllmops("responses", "export", "--store", store, "-o", str(file), "--json")
-    assert (exists.code, exists.error["code"]) == (Exit.USAGE, "responses.exists")
+    assert (exists.code, exists.error["code"]) == (ExitCode.USAGE, "responses.exists")
     on(store, lambda item: item.delete(EVERYBODY, response(1).id))
     fill(store, [response(1, status="in_progress", owner=TWO)])
     answer = vllmops("responses", "import", str(file), "--store", store, "--overwrite", "--json")
@@ -456,7 +456,7 @@ def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:
     answer = vllmops(
         "responses", "import", str(file), "--store", f"sqlite:///{tmp_path}/b.db", "--json"
     )
-    assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.broken")
+    assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "responses.broken")
     assert [item["line"] for item in answer.data["broken"]] == [1, 2, 3, 5, 6, 7, 8, 9, 10, 11]
     assert all(item["reason"] for item in answer.data["broken"])
     assert answer.data["count"] == 1
@@ -464,7 +464,7 @@ def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:
     assert "line 2: 'me' is not an owner" in text.out
     assert "10 of 11 lines are broken" in text.err
     missing = vllmops("responses", "import", "/none", "--store", store, "--json")
-    assert (missing.code, missing.error["code"]) == (Exit.FAILED, "file.unreadable")
+    assert (missing.code, missing.error["code"]) == (ExitCode.FAILED, "file.unreadable")
 
 
 def test_from_stdin(tmp_path: Path, home: Path) -> None:
@@ -493,8 +493,8 @@ def test_pages_though_their_last_ones_go(tmp_path: Path) -> None:
 
     async def run() -> list[str]:
         found: list[str] = []
-        async with Storage(url) as responses:
-            async for page in walk(responses, Query(limit=10)):
+        async with DirectStore(url) as responses:
+            async for page in iterate_pages(responses, ResponseQuery(limit=10)):
                 found += [item.id for item in page]
                 for item in page[-3:]:
                     await responses.delete(item.id)
@@ -513,12 +513,12 @@ def test_the_store_of_an_instance(lab: Any, vllmops: Any, tmp_path: Path) -> Non
     assert (answer.data["store"], answer.data["count"]) == (store, 2)
     # The stand-in answers, and has none of these routes.
     answer = vllmops("responses", "list", "-t", "kept", "--json")
-    assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
+    assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "responses.no-route")
     assert "vllmops patches list -t kept" in answer.error["hint"]
     vllmops("stop", "kept", "--force")
     for words in ((), ("-t", "kept")):
         answer = vllmops("responses", "list", "--json", *words)
-        assert answer.code == Exit.NOT_FOUND
+        assert answer.code == ExitCode.NOT_FOUND
         assert answer.error["code"] in {"target.none", "target.over"}
         assert f"--store {store}" in answer.error["hint"]
     assert len(ids(vllmops("responses", "list", "--json", "--store", store))) == 2
@@ -584,7 +584,9 @@ class Ours(Server):
 
     def clear(self) -> None:
         async def work(store: ResponseStore) -> None:
-            for item in (await store.page(EVERYBODY, Query(limit=1000))).responses:
+            for item in (
+                await store.list_responses(EVERYBODY, ResponseQuery(limit=1000))
+            ).responses:
                 await store.delete(EVERYBODY, item.id)
 
         on(self.store, work)
@@ -633,12 +635,12 @@ def test_a_server_shows_those_of_a_key(ask: Ask, served: Ours) -> None:
     assert first["created_at"] >= began
     for words in (("show", made[4]), ("delete", made[4]), ("cancel", made[4])):
         answer = ask(*words, "--json")
-        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
-    assert ask("list", "--json", "--after", made[4]).code == Exit.USAGE
+        assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "responses.unknown")
+    assert ask("list", "--json", "--after", made[4]).code == ExitCode.USAGE
     for key in ("", "three"):
         answer = ask("list", "--json", key=key)
         assert (answer.code, answer.error["code"]) == (
-            Exit.NOT_AUTHORISED,
+            ExitCode.NOT_AUTHORISED,
             "responses.not-authorised",
         )
         assert "VLLM_API_KEY" in answer.error["hint"]
@@ -666,13 +668,13 @@ def test_ending_over_http(ask: Ask, served: Ours) -> None:
     assert ask("cancel", runs[0], "--json").code == 0
     for item, why in zip(done, ("completed", "synchronous"), strict=True):
         answer = ask("cancel", item, "--json")
-        assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.refused")
+        assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "responses.refused")
         assert why in answer.error["message"]
     assert ids(ask("cancel", "--all-running", "--older-than", "4h", "--json")) == [runs[2]]
     assert ids(ask("cancel", "--all-running", "--json")) == [runs[1]]
     answer = ask("delete", runs[0], "resp_unknown", "--json")
     assert [item["done"] for item in answer.data["responses"]].count(True) == 1
-    assert answer.code == Exit.NOT_FOUND
+    assert answer.code == ExitCode.NOT_FOUND
     trial = ask("purge", "--older-than", "150m", "--dry-run", "--json")
     assert set(ids(trial)) == {runs[1], runs[2], done[0]}
     purged = ask("purge", "--older-than", "150m", "--yes", "--json")
@@ -701,11 +703,11 @@ def test_export_over_http(ask: Ask, served: Ours, vllmops: Any, tmp_path: Path) 
     for name, (one, events) in before.items():
         same, logged = after[name]
         assert (same.owner, same.status, events) == (one.owner, one.status, logged)
-        assert json.loads(same.body) == completed(json.loads(one.body))
+        assert json.loads(same.body) == fill_defaults(json.loads(one.body))
         assert int(one.created_at) == same.created_at
         assert len(json.loads(same.input)) == 2
     refused = ask("import", str(file), "--json")
-    assert (refused.code, refused.error["code"]) == (Exit.USAGE, "usage")
+    assert (refused.code, refused.error["code"]) == (ExitCode.USAGE, "usage")
     assert "--store" in refused.error["hint"]
 
 
@@ -720,7 +722,7 @@ def test_without_the_route(
 ) -> None:
     url = request.getfixturevalue(kind).url
     answer = vllmops("responses", *words, "--json", "-t", url)
-    assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
+    assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "responses.no-route")
     assert url in answer.error["message"]
     spoken = {"stock": ("vLLM 0.32.0", "vllmops serve"), "gateway": ("gateway", "behind it")}
     message, hint = spoken[kind]
@@ -735,7 +737,7 @@ def test_what_others_answer(vllmops: Any, stock: Server) -> None:
     assert ask("show", "resp_there").data["response"]["model"] == "m"
     for words in (("show", "resp_gone"), ("show", "resp_gone", "--input")):
         answer = ask(*words)
-        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unknown")
+        assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "responses.unknown")
     for words in (
         ("show", "resp_there", "--input"),
         ("show", "resp_there", "--events"),
@@ -743,23 +745,23 @@ def test_what_others_answer(vllmops: Any, stock: Server) -> None:
         ("cancel", "resp_there"),
     ):
         answer = ask(*words)
-        assert (answer.code, answer.error["code"]) == (Exit.FAILED, "responses.no-route")
+        assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "responses.no-route")
 
 
 def test_nobody_there(vllmops: Any, listener: int) -> None:
     answer = vllmops("responses", "list", "--json", "-t", f"http://127.0.0.1:{free_port()}")
-    assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "responses.unreachable")
+    assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "responses.unreachable")
     answer = vllmops("responses", "list", "--json", "-t", "http://[bad")
-    assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+    assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
 
     async def late() -> None:
         url = f"http://127.0.0.1:{listener}"
-        async with Http(Endpoint(url, url), timeout_s=1) as server:
-            await server.page(Query())
+        async with HttpResponseSource(Endpoint(url, url), timeout_s=1) as server:
+            await server.list_responses(ResponseQuery())
 
     with pytest.raises(VllmopsError) as caught:
         asyncio.run(late())
-    assert (caught.value.code, caught.value.exit_code) == ("responses.timeout", Exit.TIMED_OUT)
+    assert (caught.value.code, caught.value.exit_code) == ("responses.timeout", ExitCode.TIMED_OUT)
 
 
 def test_a_pipe_without_end_is_not_copied_for_ever(
@@ -772,7 +774,7 @@ def test_a_pipe_without_end_is_not_copied_for_ever(
     with subprocess.Popen(["sh", "-c", f"yes '{{}}' >{fifo}"]) as endless:
         store = f"sqlite:///{tmp_path}/r.db"
         answer = vllmops("responses", "import", str(fifo), "--store", store, "--json")
-        assert (answer.code, answer.error["code"]) == (Exit.FAILED, "file.too-large")
+        assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "file.too-large")
         assert "import the file" in answer.error["hint"]
         endless.wait(60)
 
@@ -789,7 +791,7 @@ def test_ctrl_c(served: Ours, tmp_path: Path, home: Path) -> None:
                     time.sleep(0.01)
                 process.send_signal(signal.SIGINT)
                 _, spoken = process.communicate(timeout=60)
-            assert process.returncode == Exit.INTERRUPTED
+            assert process.returncode == ExitCode.INTERRUPTED
             assert spoken.startswith("error: interrupted: 0")
             assert "Traceback" not in spoken
     finally:

@@ -15,12 +15,17 @@ from msgspec.structs import replace
 
 from vllmops.errors import VllmopsError
 from vllmops.store import opening
-from vllmops.store.backend import FINISHED, RUNNING, Chunk, Limits, Query, Response
-from vllmops.store.conformance import CHECKS, CheckResult, judge, probe, run
-from vllmops.store.conformance_bench import Bench
-from vllmops.store.conversations import Addition, Conversations, Entry, Outcome
+from vllmops.store.backend import FINISHED, RUNNING, EventChunk, Limits, Response, ResponseQuery
+from vllmops.store.conformance import CHECKS, CheckResult, collect_caveats, run_check, run_checks
+from vllmops.store.conformance_bench import StoreBench
+from vllmops.store.conversations import (
+    ConversationBackend,
+    ConversationItem,
+    ConversationResult,
+    ItemAddition,
+)
 from vllmops.store.memory import Memory
-from vllmops.store.memory_conversations import Kept
+from vllmops.store.memory_conversations import StoredConversation
 from vllmops.store.store import ResponseStore
 
 from ..support.extent import programs
@@ -35,7 +40,7 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def judged(url: str) -> list[CheckResult]:
-    return [item async for item in run(url)]
+    return [item async for item in run_checks(url)]
 
 
 def test_every_backend_keeps_every_promise(url: str, untimed: None) -> None:
@@ -76,14 +81,14 @@ class CompletesWhatWasCancelled(Careless):
 
 class Resurrects(Careless):
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
-        if self.peek(response.id) is None:
+        if self.peek_response(response.id) is None:
             return await self.create(response)
         return await super().put(response, unless_status=unless_status)
 
 
 class ForgetsWhichRun(Careless):
-    def run(self, response: Response) -> Response | None:
-        return self.find(response.owner, response.id)
+    def find_run(self, response: Response) -> Response | None:
+        return self.find_response(response.owner, response.id)
 
 
 class SwapsTwice(Careless):
@@ -101,31 +106,31 @@ class SwapsTwice(Careless):
 
 
 class ShowsEverybodyEverything(Careless):
-    def find(self, owner: str, response_id: str) -> Response | None:
-        return super().find("*", response_id)
+    def find_response(self, owner: str, response_id: str) -> Response | None:
+        return super().find_response("*", response_id)
 
 
 class ListsBackwards(Careless):
-    async def page(self, owner: str, query: Query) -> Any:
-        return await super().page(owner, replace(query, descending=not query.descending))
+    async def list_responses(self, owner: str, query: ResponseQuery) -> Any:
+        return await super().list_responses(owner, replace(query, descending=not query.descending))
 
 
 class ForgetsTurns(Careless):
-    async def conversation(self, owner: str, response_id: str) -> list[Response]:
-        turns = await super().conversation(owner, response_id)
+    async def list_turns(self, owner: str, response_id: str) -> list[Response]:
+        turns = await super().list_turns(owner, response_id)
         return [replace(item, previous_id=None) for item in turns[-50:]]
 
 
 class EvictsTheOldest(Careless):
-    def use(self, response: Response) -> None:
+    def mark_used(self, response: Response) -> None:
         pass
 
 
 class EvictsWhatRuns(Careless):
-    def evict(self, owner: str, spared: str) -> None:
+    def evict_lru(self, owner: str, spared: str) -> None:
         share = self.shares[owner]
         share.finished, share.under_way = share.under_way, share.finished
-        super().evict(owner, spared)
+        super().evict_lru(owner, spared)
         share.finished, share.under_way = share.under_way, share.finished
 
 
@@ -135,13 +140,13 @@ class KnowsNoShares(Careless):
 
 
 class EvictsFromWhoHasLeast(Careless):
-    def first_to_give(self, spared: Response) -> str:
+    def find_largest_owner(self, spared: Response) -> str:
         level = min(self.levels)
         return next(iter(self.levels[level]))
 
 
 class KeepsTooMuch(Careless):
-    def evict(self, owner: str, spared: str) -> None:
+    def evict_lru(self, owner: str, spared: str) -> None:
         self.limits = replace(self.limits, max_size=2 * self.limits.max_size)
 
 
@@ -151,23 +156,23 @@ class NeverExpires(Careless):
 
 
 class WaitsForTheDead(Careless):
-    def lapse(self, response_id: str) -> bool:
+    def expire_lease(self, response_id: str) -> bool:
         return False
 
 
 class EndsWhatLapsed(Careless):
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
-        return not response.running and await super().put(response, unless_status=unless_status)
+        return not response.is_running and await super().put(response, unless_status=unless_status)
 
 
 class RunsOn(Careless):
-    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+    async def select_running(self, ids: Collection[str], *, renew: bool) -> set[str]:
         return set(ids)
 
 
 class LosesEvents(Careless):
-    async def append(self, response: Response, chunk: Chunk) -> bool:
-        return chunk.first == 50 or await super().append(response, chunk)
+    async def append_events(self, response: Response, chunk: EventChunk) -> bool:
+        return chunk.first == 50 or await super().append_events(response, chunk)
 
 
 class KeepsEveryEvent(Careless):
@@ -181,57 +186,57 @@ class KeepsEventsForEver(Careless):
 
 
 class CountsOthers(Careless):
-    async def stats(self, owner: str) -> Any:
-        return await super().stats("*")
+    async def collect_stats(self, owner: str) -> Any:
+        return await super().collect_stats("*")
 
 
 class ListsItemsBackwards(Careless):
-    async def page_entries(
+    async def list_items(
         self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
     ) -> Any:
-        return await super().page_entries(
+        return await super().list_items(
             owner, conversation_id, after=after, limit=limit, descending=not descending
         )
 
 
 class DeletesNoItems(Careless):
     async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
-        found = self.seen(owner, conversation_id)
+        found = self.find_conversation(owner, conversation_id)
         return found is not None
 
 
 class AddsAndStoresApart(Careless):
-    async def add_entries(
-        self, addition: Addition, response: Response | None = None, *, new: bool = False
-    ) -> Outcome:
-        outcome = await super().add_entries(addition)
+    async def add_items(
+        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+    ) -> ConversationResult:
+        outcome = await super().add_items(addition)
         if response is not None:
             await (self.create(response) if new else self.put(response))
         return outcome
 
 
 class LetsEverybodyHold(Careless):
-    async def hold(
+    async def hold_conversation(
         self, owner: str, conversation_id: str, holder: str
-    ) -> tuple[Outcome, list[Entry]]:
-        if found := self.seen(owner, conversation_id):
+    ) -> tuple[ConversationResult, list[ConversationItem]]:
+        if found := self.find_conversation(owner, conversation_id):
             found.holder = ""
-        return await super().hold(owner, conversation_id, holder)
+        return await super().hold_conversation(owner, conversation_id, holder)
 
 
 class HoldsForEver(Careless):
-    async def hold(
+    async def hold_conversation(
         self, owner: str, conversation_id: str, holder: str
-    ) -> tuple[Outcome, list[Entry]]:
-        done = await super().hold(owner, conversation_id, holder)
-        if found := self.seen(owner, conversation_id):
+    ) -> tuple[ConversationResult, list[ConversationItem]]:
+        done = await super().hold_conversation(owner, conversation_id, holder)
+        if found := self.find_conversation(owner, conversation_id):
             found.until += 1e9
         return done
 
 
 class ShowsEverybodysConversations(Careless):
-    def seen(self, owner: str, conversation_id: str) -> Kept | None:
-        return super().seen("*", conversation_id)
+    def find_conversation(self, owner: str, conversation_id: str) -> StoredConversation | None:
+        return super().find_conversation("*", conversation_id)
 
 
 class KeepsEveryConversation(Careless):
@@ -240,20 +245,20 @@ class KeepsEveryConversation(Careless):
 
 
 class KeepsFewItems(Careless):
-    async def hold(
+    async def hold_conversation(
         self, owner: str, conversation_id: str, holder: str
-    ) -> tuple[Outcome, list[Entry]]:
-        outcome, entries = await super().hold(owner, conversation_id, holder)
+    ) -> tuple[ConversationResult, list[ConversationItem]]:
+        outcome, entries = await super().hold_conversation(owner, conversation_id, holder)
         return outcome, entries[:1000]
 
 
 class MakesNoRoomForTurns(Careless):
-    async def add_entries(
-        self, addition: Addition, response: Response | None = None, *, new: bool = False
-    ) -> Outcome:
+    async def add_items(
+        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+    ) -> ConversationResult:
         limits, self.limits = self.limits, Limits()
         try:
-            return await super().add_entries(addition, response, new=new)
+            return await super().add_items(addition, response, new=new)
         finally:
             self.limits = limits
 
@@ -295,10 +300,10 @@ FOUND: dict[type[Careless], str] = {
 
 @pytest.mark.parametrize("defect", FOUND, ids=lambda item: item.__name__)
 def test_a_check_finds_each_defect(defect: type[Careless], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening, "users_own", lambda _: defect)
+    monkeypatch.setattr(opening, "load_backend_class", lambda _: defect)
     monkeypatch.setenv(opening.CLASS, "a.user.s.Own")
     (name,) = [item for item in CHECKS if item.startswith(FOUND[defect])]
-    sound = asyncio.run(judge(name, CHECKS[name], "memory://"))
+    sound = asyncio.run(run_check(name, CHECKS[name], "memory://"))
     assert sound.problem
     assert "Error" not in sound.problem.partition(":")[0]
 
@@ -321,7 +326,7 @@ def own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     def write(body: str) -> dict[str, str]:
         (tmp_path / "own.py").write_text(
             "from vllmops.store.memory import Memory\n"
-            "from vllmops.store.conformance import response\n"
+            "from vllmops.store.conformance import make_response\n"
             f"class Own(Memory):\n    {body}\n"
         )
         return {opening.CLASS: "own.Own", "PYTHONPATH": str(tmp_path)}
@@ -356,11 +361,13 @@ def test_a_class_without_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
     class Older(Memory):
         """A user's own, of a time before there were conversations."""
 
-        hold = Conversations.hold
+        hold_conversation = ConversationBackend.hold_conversation
 
-    monkeypatch.setattr(opening, "users_own", lambda _: Older)
+    monkeypatch.setattr(opening, "load_backend_class", lambda _: Older)
     monkeypatch.setenv(opening.CLASS, "a.user.s.Own")
-    (note,) = [note for note in asyncio.run(probe("memory://")) if "conversations" in note]
+    (note,) = [
+        note for note in asyncio.run(collect_caveats("memory://")) if "conversations" in note
+    ]
     assert "501" in note
     store = ResponseStore(Older("memory://", Limits()))
     with pytest.raises(VllmopsError, match="Older keeps no conversations"):
@@ -368,16 +375,16 @@ def test_a_class_without_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_deletes_nothing(vllmops: Any, own_class: Any) -> None:
-    env = own_class("async def open(self): await self.create(response())")
+    env = own_class("async def open(self): await self.create(make_response())")
     answer = vllmops("responses", "check-store", "memory://", "--json", env=env)
     assert (answer.code, answer.error["code"]) == (1, "store.not-empty")
 
 
 def test_what_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> None:
     async def main() -> None:
-        bench = Bench(f"sqlite:///{tmp_path}/a.db?namespace=check")
-        backend = (await bench.open()).backend
-        drop, began = backend.drop, asyncio.Event()
+        bench = StoreBench(f"sqlite:///{tmp_path}/a.db?namespace=check")
+        backend = (await bench.open_store()).backend
+        drop, began = backend.delete_store, asyncio.Event()
 
         async def slow() -> None:
             if not began.is_set():
@@ -385,7 +392,7 @@ def test_what_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> None:
                 await asyncio.sleep(600)
             await drop()
 
-        backend.drop = slow  # type: ignore[method-assign]
+        backend.delete_store = slow  # type: ignore[method-assign]
         ending = asyncio.create_task(bench.close())
         await began.wait()
         ending.cancel()

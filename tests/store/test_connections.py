@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllmops.store import opening
-from vllmops.store.redis import Redis, asked
+from vllmops.store.redis import Redis, send_commands
 
 from ..support.databases import Server
 from ..support.waiting import until_async
@@ -23,7 +23,7 @@ async def name_of(connection: Any, kind: str) -> int:
     """What the server calls a connection."""
     if kind == "postgresql":
         return int(await connection.fetchval("SELECT pg_backend_pid()"))
-    return int((await asked(connection, [("CLIENT", "ID")]))[0])
+    return int((await send_commands(connection, [("CLIENT", "ID")]))[0])
 
 
 class Lender:
@@ -31,7 +31,7 @@ class Lender:
 
     def __init__(self, kind: str, servers: dict[str, Server]) -> None:
         self.kind = kind
-        backend: Any = opening.backend(f"{servers[kind].url}?namespace=t{time.time_ns()}")
+        backend: Any = opening.make_backend(f"{servers[kind].url}?namespace=t{time.time_ns()}")
         self.backend = backend
         self.lend = (backend.source if kind == "redis" else backend.pool).lend
 
@@ -92,9 +92,9 @@ def test_what_is_in_use_when_the_others_go_is_ended_after(kind: str, shared_serv
         before = await lender.two()
         async with lender.lend() as lent:
             if isinstance(lender.backend, Redis):
-                await lender.backend.source.leave()
+                await lender.backend.source.abandon_server()
             else:
-                await lender.backend.pool.empty()
+                await lender.backend.pool.close_all()
             assert await name_of(lent, kind) in before
         assert not await lender.two() & before
 
@@ -143,7 +143,7 @@ def test_what_the_server_has_closed_is_not_used_again(kind: str, shared_servers:
         async with lender.lend() as one:
             (other,) = before - {await name_of(one, kind)}
             if kind == "redis":
-                await asked(one, [("CLIENT", "KILL", "ID", other)])
+                await send_commands(one, [("CLIENT", "KILL", "ID", other)])
             else:
                 await one.execute(f"SELECT pg_terminate_backend({other})")
         await until_async(lender.heard)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from vllmops.commands.conversations import place
-from vllmops.errors import Exit
+from vllmops.errors import ExitCode
 from vllmops.store.backend import EVERYBODY
-from vllmops.store.conversations import Conversation, Entry, Outcome
-from vllmops.store.direct import Storage
+from vllmops.store.conversations import Conversation, ConversationItem, ConversationResult
+from vllmops.store.direct import DirectStore
 
 ONE, TWO = (hashlib.sha256(key.encode()).hexdigest() for key in ("one", "two"))
-Kept = dict[str, tuple[Conversation, list[Entry] | None]]
+Kept = dict[str, tuple[Conversation, list[ConversationItem] | None]]
 
 
 def conversation(number: int, owner: str = ONE) -> Conversation:
@@ -30,9 +30,9 @@ def conversation(number: int, owner: str = ONE) -> Conversation:
     )
 
 
-def entries(count: int) -> list[Entry]:
+def entries(count: int) -> list[ConversationItem]:
     return [
-        Entry(
+        ConversationItem(
             f"msg_{number}",
             json.dumps(
                 {"type": "message", "role": "user", "content": f"line {number}\u2028 😀"}
@@ -45,11 +45,11 @@ def entries(count: int) -> list[Entry]:
 
 def fill(url: str, *sizes: int) -> None:
     async def run() -> None:
-        async with Storage(url, create=True) as kept:
+        async with DirectStore(url, create=True) as kept:
             for number, size in enumerate(sizes):
                 made = conversation(number, TWO if number % 2 else ONE)
                 outcome = await kept.store.conversations.create(made, entries(size))
-                assert outcome is Outcome.DONE
+                assert outcome is ConversationResult.DONE
 
     asyncio.run(run())
 
@@ -58,9 +58,10 @@ def kept(url: str) -> Kept:
     """All that a store has."""
 
     async def run() -> Kept:
-        async with place.opened(None, url) as (_, found):
+        async with place.open_conversations(None, url) as (_, found):
             return {
-                one.id: (one, await place.items(found, one.id)) async for one in place.walk(found)
+                one.id: (one, await place.load_items(found, one.id))
+                async for one in place.iterate_conversations(found)
             }
 
     return asyncio.run(run())
@@ -86,7 +87,7 @@ def test_a_list_has_those_of_all_keys_the_newest_first(vllmops: Any, store: str)
     assert [one["id"] for one in rest] == ["conv_0001", "conv_0000"]
     assert "--after conv_0002" in vllmops(*words, "-n", "1").out
     for unknown in ("nix", "\udcff"):
-        assert vllmops(*words, "--after", unknown, "--json").code == Exit.USAGE
+        assert vllmops(*words, "--after", unknown, "--json").code == ExitCode.USAGE
 
 
 def test_more_than_a_page_is_listed_whole(vllmops: Any, tmp_path: Path) -> None:
@@ -107,13 +108,13 @@ def test_one_is_shown_with_all_its_items(vllmops: Any, store: str) -> None:
     assert "msg_249" in text
     assert "line 249" in text
     missing = vllmops("conversations", "show", "nix", "--store", store, "--json")
-    assert (missing.code, missing.error["code"]) == (Exit.NOT_FOUND, "conversations.unknown")
+    assert (missing.code, missing.error["code"]) == (ExitCode.NOT_FOUND, "conversations.unknown")
 
 
 def test_what_is_deleted_is_gone_and_what_is_missing_is_named(vllmops: Any, store: str) -> None:
     words = ("conversations", "delete", "--store", store)
     answer = vllmops(*words, "conv_0000", "nix", "conv_0001", "--json")
-    assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "conversations.unknown")
+    assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "conversations.unknown")
     assert "nix" in answer.error["message"]
     assert kept(store).keys() == {"conv_0002"}
     assert vllmops(*words, "conv_0002").out == "conv_0002  deleted\n"
@@ -124,8 +125,11 @@ def test_old_ones_are_purged(vllmops: Any, store: str) -> None:
     fresh = Conversation(id="conv_new", owner=TWO)
 
     async def add() -> None:
-        async with Storage(store) as opened:
-            assert await opened.store.conversations.create(fresh, entries(2)) is Outcome.DONE
+        async with DirectStore(store) as opened:
+            assert (
+                await opened.store.conversations.create(fresh, entries(2))
+                is ConversationResult.DONE
+            )
 
     asyncio.run(add())
     words = ("conversations", "purge", "--store", store)
@@ -137,7 +141,7 @@ def test_old_ones_are_purged(vllmops: Any, store: str) -> None:
         "conv_0000",
     ]
     asked = vllmops(*words, "--older-than", "1d")
-    assert asked.code == Exit.USAGE
+    assert asked.code == ExitCode.USAGE
     assert "3 of 4 conversations" in asked.err
     assert len(kept(store)) == 4
     assert vllmops(*words, "--older-than", "1d", "--yes").out == "3 deleted\n"
@@ -171,7 +175,7 @@ def test_broken_lines_are_named_and_the_others_imported(
     bad = [b"{}", b"[" * 5000, b"\xff", *(json.dumps(one).encode() for one in (twice, foreign))]
     file.write_bytes(b"\n".join([*bad, b"", good]))
     answer = vllmops("conversations", "import", str(file), "--store", other, "--json")
-    assert (answer.code, answer.error["code"]) == (Exit.FAILED, "conversations.broken")
+    assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "conversations.broken")
     assert [one["line"] for one in answer.data["broken"]] == [1, 2, 3, 4, 5]
     assert kept(other).keys() == {"conv_0002"}
 
@@ -187,16 +191,16 @@ def test_a_damaged_one_is_left_out_of_an_export_and_named(
     vllmops: Any, store: str, tmp_path: Path
 ) -> None:
     async def damage() -> None:
-        async with Storage(store) as opened:
-            broken = Entry("msg_x", b"\x02broken")
+        async with DirectStore(store) as opened:
+            broken = ConversationItem("msg_x", b"\x02broken")
             backend = opened.store.backend
             made = Conversation(id="conv_bad", owner=ONE, metadata=b"\x00{}")
-            assert await backend.create_conversation(made, [broken]) is Outcome.DONE
+            assert await backend.create_conversation(made, [broken]) is ConversationResult.DONE
 
     asyncio.run(damage())
     file = tmp_path / "a.jsonl"
     answer = vllmops("conversations", "export", "--store", store, "-o", str(file), "--json")
-    assert (answer.code, answer.error["code"]) == (Exit.FAILED, "conversations.broken")
+    assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "conversations.broken")
     assert answer.data["damaged"].keys() == {"conv_bad"}
     assert len(file.read_text().split("\n")) == 4
     shown = vllmops("conversations", "show", "conv_bad", "--store", store)
@@ -209,21 +213,21 @@ def test_an_export_has_nothing_that_import_does_not_take(
     monkeypatch.setattr(place, "LONGEST_LINE", 2000)
     file, other = tmp_path / "a.jsonl", f"sqlite:///{tmp_path}/b.db"
     answer = vllmops("conversations", "export", "--store", store, "-o", str(file), "--json")
-    assert (answer.code, answer.data["damaged"].keys()) == (Exit.FAILED, {"conv_0002"})
+    assert (answer.code, answer.data["damaged"].keys()) == (ExitCode.FAILED, {"conv_0002"})
     assert vllmops("conversations", "import", str(file), "--store", other).code == 0
     assert kept(other).keys() == {"conv_0000", "conv_0001"}
 
 
 def test_a_store_of_one_process_can_not_be_read(vllmops: Any) -> None:
     answer = vllmops("conversations", "list", "--store", "memory://", "--json")
-    assert (answer.code, answer.error["code"]) == (Exit.USAGE, "usage")
+    assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
 
 
 def test_one_that_is_deleted_meanwhile_ends_no_list(store: str) -> None:
     async def run() -> list[str]:
-        async with place.opened(None, store) as (_, found):
+        async with place.open_conversations(None, store) as (_, found):
             seen = []
-            async for one in place.walk(found, page=1):
+            async for one in place.iterate_conversations(found, page=1):
                 seen.append(one.id)
                 await found.delete(EVERYBODY, one.id)
             return seen

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import pytest
 
 from vllmops.store.backend import Limits
-from vllmops.store.conversation_store import Held
-from vllmops.store.conversations import Conversation, Entry, Outcome
+from vllmops.store.conversation_store import ConversationHold
+from vllmops.store.conversations import Conversation, ConversationItem, ConversationResult
 from vllmops.store.memory import Memory
 from vllmops.store.store import ResponseStore
 
@@ -32,12 +32,12 @@ class Slow(Memory):
         super().__init__("memory://", Limits())
         self.asked, self.goes_on = asyncio.Event(), asyncio.Event()
 
-    async def hold(
+    async def hold_conversation(
         self, owner: str, conversation_id: str, holder: str
-    ) -> tuple[Outcome, list[Entry]]:
+    ) -> tuple[ConversationResult, list[ConversationItem]]:
         self.asked.set()
         await self.goes_on.wait()
-        return await super().hold(owner, conversation_id, holder)
+        return await super().hold_conversation(owner, conversation_id, holder)
 
 
 def test_a_caller_that_leaves_leaves_no_hold_behind() -> None:
@@ -52,7 +52,7 @@ def test_a_caller_that_leaves_leaves_no_hold_behind() -> None:
                 await task
             backend.goes_on.set()
             await asyncio.wait(store.conversations.releases)
-            assert not backend.kept["conv"].held
+            assert not backend.kept["conv"].is_held
 
     asyncio.run(run())
 
@@ -61,19 +61,23 @@ def test_a_hold_that_has_lapsed_does_not_keep_the_next_from_being_renewed() -> N
     async def run() -> None:
         backend, names = Noting(), [f"conv_{n}" for n in range(16)]
         async with ResponseStore(backend) as store:
-            kept, lapsed, held = store.conversations, list[Held](), list[Held]()
+            kept, lapsed, held = (
+                store.conversations,
+                list[ConversationHold](),
+                list[ConversationHold](),
+            )
             for name in names:
                 await kept.create(Conversation(id=name, owner=""), [])
                 for holder, holds in (("first", lapsed), ("second", held)):
                     given = await kept.hold("", name, holder)
-                    assert isinstance(given, Held)
+                    assert isinstance(given, ConversationHold)
                     holds.append(given)
                     backend.kept[name].until = 0.0  # as if the store had been away for that long
-            await kept.renew()
+            await kept.renew_holds()
             assert backend.renewed == [dict.fromkeys(names, "second")]
             for one in lapsed:
-                await kept.release(one)
-            await kept.renew()
+                await kept.release_hold(one)
+            await kept.renew_holds()
             assert backend.renewed[-1] == dict.fromkeys(names, "second")
 
     asyncio.run(run())

@@ -17,8 +17,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from vllmops.commands.responses.import_ import numbered
-from vllmops.errors import Exit
+from vllmops.commands.responses.import_ import number_lines
+from vllmops.errors import ExitCode
 from vllmops.store import opening, packing
 from vllmops.store.backend import Response
 
@@ -46,7 +46,7 @@ def stored(url: str) -> None:
     """Put them past what the store checks, as an older one did."""
 
     async def main() -> None:
-        backend = opening.backend(url)
+        backend = opening.make_backend(url)
         await backend.open()
         for number, (name, body) in enumerate({**BAD, "resp_good": GOOD}.items()):
             made = Response(
@@ -119,7 +119,7 @@ def test_a_file_that_is_no_store_has_no_server_to_check(tmp_path: Path, vllmops:
     (tmp_path / "b").write_text("")
     for name in ("a.db", "b/c.db"):
         answer = vllmops("responses", "check-store", f"sqlite:///{tmp_path}/{name}", "--json")
-        assert (answer.code, answer.error["code"]) == (Exit.NOT_FOUND, "store.unavailable")
+        assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "store.unavailable")
         assert "server" not in answer.error["hint"]
 
 
@@ -347,7 +347,7 @@ def test_a_line_has_a_bound(tmp_path: Path) -> None:
     most = 1 << 20
     path.write_bytes(b"a\n" + b"x" * (most + 5) + b"\nb\n" + b"y" * (most + 1))
     with path.open("rb") as file:
-        found = list(numbered(file, most))
+        found = list(number_lines(file, most))
     assert found == [(1, b"a\n"), (2, None), (3, b"b\n"), (4, None)]
 
 

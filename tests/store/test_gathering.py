@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from vllmops.store import gathering
-from vllmops.store.gathering import Gathered
+from vllmops.store.gathering import CallBatcher
 
 
 class Doubling:
@@ -18,7 +18,7 @@ class Doubling:
         self.asked: list[list[int]] = []
         self.may = asyncio.Event()
         self.cancelled = 0
-        self.double = Gathered(self.run, weigh=abs)
+        self.double = CallBatcher(self.run, weigh=abs)
 
     async def run(self, given: list[int]) -> Sequence[int]:
         self.asked.append(given)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from vllmops.errors import VllmopsError
 from vllmops.store import opening
 from vllmops.store.backend import Limits, Response
-from vllmops.store.conformance import response
+from vllmops.store.conformance import make_response
 from vllmops.store.redis import Redis
 from vllmops.store.store import ResponseStore
 
@@ -33,7 +33,7 @@ def turns(count: int) -> list[Response]:
     """A conversation: r0, r1 and so on."""
     names = [f"r{number}" for number in range(count)]
     before = zip(names, [None, *names[:-1]], strict=True)
-    return [response(name, owner="", previous_id=item) for name, item in before]
+    return [make_response(name, owner="", previous_id=item) for name, item in before]
 
 
 def test_to_read_writes_nothing(servers: Servers) -> None:
@@ -42,13 +42,13 @@ def test_to_read_writes_nothing(servers: Servers) -> None:
     server = redis.Redis.from_url(alone.url)
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(alone.url)) as store:
+        async with ResponseStore(opening.make_backend(alone.url)) as store:
             made = turns(3)
             for item in made:
                 await store.create(item)
             written = server.info("persistence")["rdb_changes_since_last_save"]
             assert await store.get("", "r0") == made[0]
-            assert [item.id for item in await store.conversation("", "r2")] == ["r0", "r1", "r2"]
+            assert [item.id for item in await store.list_turns("", "r2")] == ["r0", "r1", "r2"]
             assert server.info("persistence")["rdb_changes_since_last_save"] == written
 
     asyncio.run(main())
@@ -58,13 +58,13 @@ def test_a_store_that_was_emptied_is_there(servers: Servers) -> None:
     alone = servers.valkey()
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(alone.url)) as store:
-            await store.create(response("r"))
+        async with ResponseStore(opening.make_backend(alone.url)) as store:
+            await store.create(make_response("r"))
             alone.ask("FLUSHALL")
-            reader = opening.backend(alone.url)
-            assert not await reader.there()
-            await store.create(response("r"))
-            assert await reader.there()
+            reader = opening.make_backend(alone.url)
+            assert not await reader.exists()
+            await store.create(make_response("r"))
+            assert await reader.exists()
             await reader.close()
 
     asyncio.run(main())
@@ -73,16 +73,16 @@ def test_a_store_that_was_emptied_is_there(servers: Servers) -> None:
 def test_uses_are_written_with_the_next_response(url: str) -> None:
     async def main() -> None:
         limits = Limits(max_size=3)
-        async with ResponseStore(opening.backend(url, limits)) as store:
+        async with ResponseStore(opening.make_backend(url, limits)) as store:
             for item in turns(4)[:3]:
                 await store.create(item)
             await store.get("", "r0")
             await store.create(turns(4)[3])
             assert await store.get("", "r1") is None
-        async with ResponseStore(opening.backend(url, limits)) as store:
+        async with ResponseStore(opening.make_backend(url, limits)) as store:
             await store.get("", "r0")
         # What was left to write came with the end of that store.
-        async with ResponseStore(opening.backend(url, limits)) as store:
+        async with ResponseStore(opening.make_backend(url, limits)) as store:
             for name in ("new", "newer"):
                 await store.create(replace(turns(1)[0], id=name))
             assert await store.get("", "r0") is not None
@@ -92,11 +92,11 @@ def test_uses_are_written_with_the_next_response(url: str) -> None:
 
 def test_uses_of_a_very_long_conversation(url: str) -> None:
     async def main() -> None:
-        backend = opening.backend(url)
+        backend = opening.make_backend(url)
         async with ResponseStore(backend) as store:
             await store.create(turns(1)[0])
             assert isinstance(backend, Redis)
-            await backend.uses.note(["r0", *(f"gone{number}" for number in range(10_000))])
+            await backend.uses.mark_used(["r0", *(f"gone{number}" for number in range(10_000))])
             assert backend.uses.noted == {}
 
     asyncio.run(main())
@@ -104,7 +104,7 @@ def test_uses_of_a_very_long_conversation(url: str) -> None:
 
 def test_a_use_is_not_set_back_and_not_lost(url: str) -> None:
     async def main() -> None:
-        async with ResponseStore(opening.backend(url, Limits(max_size=3))) as store:
+        async with ResponseStore(opening.make_backend(url, Limits(max_size=3))) as store:
             made = turns(4)
             for item in made[:3]:
                 await store.create(item)
@@ -141,7 +141,7 @@ def test_what_takes_long_holds_nobody_up(shared_servers: dict[str, Server], url:
     async def main() -> None:
         network = await asyncio.start_server(accept, "127.0.0.1", 0)
         here = network.sockets[0].getsockname()[1]
-        async with ResponseStore(opening.backend(url.replace(str(port), str(here)))) as store:
+        async with ResponseStore(opening.make_backend(url.replace(str(port), str(here)))) as store:
             (made,) = turns(1)
             await store.create(made)
             for item in frozen:
@@ -160,7 +160,7 @@ def test_an_old_server_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("vllmops.store.redis.LEAST_VERSION", (99, 0))
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(url)):
+        async with ResponseStore(opening.make_backend(url)):
             pass
 
     with pytest.raises(VllmopsError, match="the store needs") as told:
@@ -170,7 +170,7 @@ def test_an_old_server_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_server_that_has_forgotten_the_script(url: str, server: redis.Redis) -> None:
     async def main() -> None:
-        async with ResponseStore(opening.backend(url)) as store:
+        async with ResponseStore(opening.make_backend(url)) as store:
             made = turns(20)
             for item in (made[:10], made[10:]):
                 server.script_flush()
@@ -185,9 +185,9 @@ def test_a_redis_that_may_write_late_is_told(servers: Servers) -> None:
     server = servers.add("redis")
 
     async def told() -> list[str]:
-        backend = opening.backend(server.url)
+        backend = opening.make_backend(server.url)
         try:
-            return await backend.caveats()
+            return await backend.list_caveats()
         finally:
             await backend.close()
 

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from vllmops.store import archive, packing, shape
-from vllmops.store.archive import decode
+from vllmops.store.archive import decode_line
 from vllmops.store.backend import Response
-from vllmops.store.store import Events, document
+from vllmops.store.store import EventBatch, encode_response
 
 BODY = {"id": "resp_1", "object": "response", "status": "completed", "output": []}
 LINE = {
@@ -158,17 +158,17 @@ BAD = {
 
 @pytest.mark.parametrize("name", GOOD)
 def test_what_is_taken(name: str) -> None:
-    response, events = decode(GOOD[name])
-    again = archive.encode(response, events)
-    assert decode(again) == (response, events)
-    shape.read(response)
+    response, events = decode_line(GOOD[name])
+    again = archive.encode_line(response, events)
+    assert decode_line(again) == (response, events)
+    shape.parse_response(response)
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_not_and_why(name: str) -> None:
     """As ValueError, which names the line and takes the next one."""
     with pytest.raises(ValueError, match=r".") as caught:
-        decode(BAD[name])
+        decode_line(BAD[name])
     assert len(f"{caught.value}") < 500
 
 
@@ -178,11 +178,13 @@ DAMAGED = [b"", b"[]", b"{", b'"x"', b'{"x":' + DEEP, b"\xff", b"null"]
 @pytest.mark.parametrize("data", [*DAMAGED, b'{"status":3}', b'{"status":{}}'], ids=repr)
 def test_a_server_has_an_object_for_what_is_damaged(data: bytes) -> None:
     found = msgspec.json.decode(
-        document(Response(id="r", owner="", model="m", status="failed", error="why", body=data))
+        encode_response(
+            Response(id="r", owner="", model="m", status="failed", error="why", body=data)
+        )
     )
     assert (found["status"], found["error"]["message"]) == ("failed", "why")
     found = msgspec.json.decode(
-        document(Response(id="r", owner="", model="m", status="completed", body=data))
+        encode_response(Response(id="r", owner="", model="m", status="completed", body=data))
     )
     assert found["status"] == "completed"
 
@@ -206,5 +208,5 @@ def test_what_an_earlier_version_packed_is_unpacked() -> None:
 
 def test_events_are_as_they_were() -> None:
     made = Response(id="r", owner="", model="m", status="completed", body=b"{}")
-    events = [Events(2, [b'{"type":"a","x":1.50}'])]
-    assert decode(archive.encode(made, events)) == (made, events)
+    events = [EventBatch(2, [b'{"type":"a","x":1.50}'])]
+    assert decode_line(archive.encode_line(made, events)) == (made, events)

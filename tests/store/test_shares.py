@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllmops.store import opening, sql
-from vllmops.store.backend import EVERYBODY, Limits, Response, targets
-from vllmops.store.sqlite import Sqlite, numbered
+from vllmops.store.backend import EVERYBODY, Limits, Response, plan_evictions
+from vllmops.store.sqlite import Sqlite, bind_values
 from vllmops.store.store import ResponseStore
 
 from ..support.databases import Server, Servers
@@ -22,7 +22,7 @@ from ..support.databases import Server, Servers
 
 def one_by_one(owners: dict[str, int], limits: Limits) -> dict[str, int]:
     """The same, by taking from the fullest again and again."""
-    left = {owner: min(held, limits.share) for owner, held in owners.items()}
+    left = {owner: min(held, limits.owner_limit) for owner, held in owners.items()}
     while sum(left.values()) > limits.max_size:
         left[max(left, key=lambda item: left[item])] -= 1
     return {owner: held for owner, held in left.items() if held < owners[owner]}
@@ -36,7 +36,7 @@ def one_by_one(owners: dict[str, int], limits: Limits) -> dict[str, int]:
 def test_who_gives_up_how_many(held: list[int], max_size: int, per_key: int | None) -> None:
     owners = {f"o{n}": many for n, many in enumerate(held)}
     limits = Limits(max_size=max_size, max_per_key=per_key)
-    assert targets(owners, limits) == one_by_one(owners, limits)
+    assert plan_evictions(owners, limits) == one_by_one(owners, limits)
 
 
 OWNERS = [f"{n:064x}" for n in range(20)]
@@ -48,7 +48,7 @@ def made(number: int, owner: str, **fields: Any) -> Response:
 
 
 async def held(store: ResponseStore) -> dict[str, int]:
-    return (await store.stats(EVERYBODY)).owners
+    return (await store.collect_stats(EVERYBODY)).owners
 
 
 def test_one_key_can_not_drive_out_another(url: str) -> None:
@@ -56,7 +56,7 @@ def test_one_key_can_not_drive_out_another(url: str) -> None:
 
     async def main() -> None:
         limits = Limits(max_size=50)
-        async with ResponseStore(opening.backend(url, limits), deadline_s=10) as store:
+        async with ResponseStore(opening.make_backend(url, limits), deadline_s=10) as store:
             for number in range(10):
                 await store.create(made(number, OWNERS[0], status="in_progress"))
                 await store.create(made(100 + number, OWNERS[1]))
@@ -72,7 +72,7 @@ def test_one_key_can_not_drive_out_another(url: str) -> None:
 def test_many_with_one_each_take_turns(url: str) -> None:
     async def main() -> None:
         limits = Limits(max_size=5)
-        async with ResponseStore(opening.backend(url, limits), deadline_s=10) as store:
+        async with ResponseStore(opening.make_backend(url, limits), deadline_s=10) as store:
             for number, owner in enumerate(OWNERS):
                 await store.create(made(number, owner))
             assert set(await held(store)) == set(OWNERS[-5:])  # who has stored something last
@@ -93,16 +93,16 @@ async def fill(store: ResponseStore) -> None:
 async def moved(url: str) -> None:
     """What was stored before is all there, and its owners have shares."""
     limits = Limits(max_size=30)
-    async with ResponseStore(opening.backend(url), deadline_s=10) as store:
+    async with ResponseStore(opening.make_backend(url), deadline_s=10) as store:
         assert await held(store) == {"ann": 30, "bob": 5}
-    async with ResponseStore(opening.backend(url, limits), deadline_s=10) as store:
+    async with ResponseStore(opening.make_backend(url, limits), deadline_s=10) as store:
         await store.sweep()
         assert await held(store) == {"ann": 25, "bob": 5}
         assert await store.get("ann", "r4")
         assert not await store.get("ann", "r0")
         assert await store.get("ann", "r1")  # it runs
     shares = Limits(max_size=30, max_per_key=3)
-    async with ResponseStore(opening.backend(url, shares), deadline_s=10) as store:
+    async with ResponseStore(opening.make_backend(url, shares), deadline_s=10) as store:
         await store.create(made(200, "ann"))
         await store.sweep()
         assert await held(store) == {"ann": 3, "bob": 3}
@@ -119,7 +119,7 @@ def test_tables_of_an_older_version(
         url = f"{server.url}?namespace=t{time.time_ns()}"
 
     async def before() -> None:
-        async with ResponseStore(opening.backend(url), deadline_s=10) as store:
+        async with ResponseStore(opening.make_backend(url), deadline_s=10) as store:
             await fill(store)
 
     with monkeypatch.context() as patch:
@@ -135,7 +135,7 @@ def test_keys_of_an_older_version(shared_servers: dict[str, Server]) -> None:
     client = redis.Redis.from_url(shared_servers["redis"].url, decode_responses=True)
 
     async def before() -> None:
-        async with ResponseStore(opening.backend(url), deadline_s=10) as store:
+        async with ResponseStore(opening.make_backend(url), deadline_s=10) as store:
             await fill(store)
 
     asyncio.run(before())
@@ -155,7 +155,9 @@ def test_what_an_older_version_stores_beside_this_one(shared_servers: dict[str, 
     client = redis.Redis.from_url(shared_servers["redis"].url)
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(url, Limits(max_size=8)), deadline_s=10) as store:
+        async with ResponseStore(
+            opening.make_backend(url, Limits(max_size=8)), deadline_s=10
+        ) as store:
             for number in range(8):
                 await store.create(made(number, "ann"))
             client.delete(f"{{{name}}}:u:ann", f"{{{name}}}:owners")
@@ -176,22 +178,22 @@ def test_who_gives_up_what_is_found_by_an_index(kind: str, request: Any, tmp_pat
 
     async def plan(name: str, *values: Any) -> str:
         explain = "EXPLAIN" if kind == "postgresql" else "EXPLAIN QUERY PLAN"
-        backend = opening.backend(url)
-        assert isinstance(backend, sql.Sql)
+        backend = opening.make_backend(url)
+        assert isinstance(backend, sql.SqlBackend)
         async with ResponseStore(backend) as store:
             await store.get("", "x")
             if kind == "sqlite":  # which tells its plan to who reads; SELECT is how it knows one
                 assert isinstance(backend, Sqlite)
                 assert backend.writer
                 text = f"{explain} {backend.text[name]}"
-                given = numbered(values)
-                rows = await backend.writer.run(lambda c: c.execute(text, given).fetchall())
+                given = bind_values(values)
+                rows = await backend.writer.run_job(lambda c: c.execute(text, given).fetchall())
             else:
-                rows = list(await backend.run(f"{explain} {backend.text[name]}", *values))
+                rows = list(await backend.execute(f"{explain} {backend.text[name]}", *values))
             return "\n".join(str(row[-1]) for row in rows)
 
     async def filled() -> None:
-        async with ResponseStore(opening.backend(url), deadline_s=30) as store:
+        async with ResponseStore(opening.make_backend(url), deadline_s=30) as store:
             for first in range(0, 3000, 100):
                 some = [made(first + n, OWNERS[n % 20]) for n in range(100)]
                 await asyncio.gather(*map(store.create, some))
@@ -218,7 +220,7 @@ def test_a_response_costs_redis_as_much_however_many_owners_there_are(
     async def cost(owners: int, size: int) -> float:
         url = f"{alone.url}?namespace=t{time.time_ns()}"
         async with ResponseStore(
-            opening.backend(url, Limits(max_size=size)), deadline_s=10
+            opening.make_backend(url, Limits(max_size=size)), deadline_s=10
         ) as store:
             for number in range(size):
                 await store.create(made(number, f"{number % owners}"))
@@ -236,7 +238,7 @@ def test_the_command_tells_who_has_most(tmp_path: Path, vllmops: Any) -> None:
     url = f"sqlite:///{tmp_path}/responses.db"
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(url)) as store:
+        async with ResponseStore(opening.make_backend(url)) as store:
             for number in range(30):
                 await store.create(made(number, OWNERS[number % 15] if number < 20 else ""))
 

@@ -17,8 +17,8 @@ import pytest
 from vllmops.errors import VllmopsError
 from vllmops.store import opening, sqlite
 from vllmops.store.backend import EVERYBODY, Limits, Response
-from vllmops.store.conversations import Addition, Conversation, Entry
-from vllmops.store.sqlite import Sqlite, Worker
+from vllmops.store.conversations import Conversation, ConversationItem, ItemAddition
+from vllmops.store.sqlite import ConnectionThread, Sqlite
 from vllmops.store.store import ResponseStore
 
 FILES, AT_ONCE = 100, 4
@@ -29,8 +29,8 @@ def test_a_device_is_no_file_for_a_store(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for place in ("/dev/null", tmp_path / "fifo", tmp_path):
         with pytest.raises(VllmopsError, match="is not a regular file"):
-            opening.backend(f"sqlite:///{place}")
-    opening.backend(f"sqlite:///{tmp_path}/new.db")
+            opening.make_backend(f"sqlite:///{place}")
+    opening.make_backend(f"sqlite:///{tmp_path}/new.db")
 
 
 def test_those_that_open_a_new_file_at_once_wait_for_each_other(tmp_path: Path) -> None:
@@ -38,11 +38,11 @@ def test_those_that_open_a_new_file_at_once_wait_for_each_other(tmp_path: Path) 
 
     async def opened(number: int) -> None:
         store = Sqlite(f"sqlite:///{tmp_path}/{number}.db", Limits(), "test")
-        workers = [Worker(store.connect, f"worker-{one}") for one in range(AT_ONCE)]
+        workers = [ConnectionThread(store.connect, f"worker-{one}") for one in range(AT_ONCE)]
         try:
             await asyncio.gather(
                 *(
-                    worker.run(lambda file: file.execute("SELECT 1").fetchone())
+                    worker.run_job(lambda file: file.execute("SELECT 1").fetchone())
                     for worker in workers
                 )
             )
@@ -76,7 +76,7 @@ def test_a_close_that_takes_too_long_leaves_no_thread(tmp_path: Path) -> None:
         assert store.writer
         assert store.reader
         threads = [store.writer.thread, store.reader.thread]
-        work = asyncio.create_task(store.writer.run(wait))
+        work = asyncio.create_task(store.writer.run_job(wait))
         await asyncio.to_thread(busy.wait, 60)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -95,21 +95,21 @@ async def queries(store: Sqlite, work: Awaitable[Any]) -> tuple[Any, int]:
     return await counted(store.reader, work)
 
 
-async def counted(worker: Worker | None, work: Awaitable[Any]) -> tuple[Any, int]:
+async def counted(worker: ConnectionThread | None, work: Awaitable[Any]) -> tuple[Any, int]:
     """What comes of something, and how many jobs a worker had of it."""
     assert worker
-    count, run = 0, worker.run
+    count, run = 0, worker.run_job
 
     async def one_more(job: Callable[[sqlite3.Connection], Any]) -> Any:
         nonlocal count
         count += 1
         return await run(job)
 
-    worker.run = one_more  # type: ignore[method-assign]
+    worker.run_job = one_more  # type: ignore[method-assign]
     try:
         return await work, count
     finally:
-        worker.run = run  # type: ignore[method-assign]
+        worker.run_job = run  # type: ignore[method-assign]
 
 
 def with_store(path: Path, work: Callable[[Sqlite], Awaitable[None]]) -> None:
@@ -161,15 +161,15 @@ def test_what_this_process_adds_changes_nothing_else(tmp_path: Path) -> None:
         await store.create(made)
         assert await queries(store, store.get("me", "resp_a")) == (made, 1)
         await store.create_conversation(Conversation(id="conv_a", owner="me"), [])
-        await store.hold("me", "conv_a", "h")
-        await store.add_entries(addition, response("resp_b"), new=True)
+        await store.hold_conversation("me", "conv_a", "h")
+        await store.add_items(addition, response("resp_b"), new=True)
         await store.create(response("resp_c"))
         await store.sweep()
         assert await queries(store, store.get("me", "resp_a")) == (made, 0)
         await store.delete("me", "resp_b")
         assert await queries(store, store.get("me", "resp_a")) == (made, 1)
 
-    addition = Addition(conversation_id="conv_a", owner="me", entries=[], holder="h")
+    addition = ItemAddition(conversation_id="conv_a", owner="me", entries=[], holder="h")
     with_store(tmp_path / "a.db", work)
 
 
@@ -208,10 +208,10 @@ def test_what_another_process_commits_between_is_seen(tmp_path: Path) -> None:
         change("before")
         await store.create(response("resp_b"))
         assert await errors(store) == "before"
-        await store.write(changed, spares=True)
+        await store.run_on_writer(changed, spares=True)
         assert await errors(store) == "within"
-        await store.hold("me", "conv_a", "h")
-        await store.write(both, spares=True)
+        await store.hold_conversation("me", "conv_a", "h")
+        await store.run_on_writer(both, spares=True)
         assert await errors(store) == "after"
 
     async def errors(store: Sqlite) -> str:
@@ -266,14 +266,14 @@ def test_a_change_while_it_is_read_is_not_missed(tmp_path: Path) -> None:
     async def work(store: Sqlite) -> None:
         await store.create(response("resp_a"))
         assert store.reader
-        run = store.reader.run
+        run = store.reader.run_job
 
         async def slowly(job: Callable[[sqlite3.Connection], Any]) -> Any:
             found = await run(job)
             await store.delete("me", "resp_a")
             return found
 
-        store.reader.run = slowly  # type: ignore[method-assign]
+        store.reader.run_job = slowly  # type: ignore[method-assign]
         assert await store.get("me", "resp_a")
         assert await store.get("me", "resp_a") is None
 
@@ -320,7 +320,7 @@ def test_the_turns_of_this_process_are_read_once(tmp_path: Path) -> None:
         """Have one after the one before it; how often SQLite was asked for the turns until then."""
         before, count = f"resp_{number - 1}" if number else None, 0
         if before:
-            found, count = await queries(store, store.conversation("me", before))
+            found, count = await queries(store, store.list_turns("me", before))
             assert [each.id for each in found] == [f"resp_{each}" for each in range(number)]
             earlier = f"resp_{number - 2}" if number > 1 else None
             assert found[-1] == response(before, previous_id=earlier)
@@ -336,9 +336,9 @@ def test_the_turns_of_this_process_are_read_once(tmp_path: Path) -> None:
         other.close()
         assert [await turn(store, number) for number in range(6, 9)] == [1, 0, 0]
         assert await store.delete("me", "resp_4")
-        found, count = await queries(store, store.conversation("me", "resp_8"))
+        found, count = await queries(store, store.list_turns("me", "resp_8"))
         assert ([each.id for each in found], count) == ([f"resp_{n}" for n in range(5, 9)], 1)
-        assert await store.conversation("you", "resp_8") == []
+        assert await store.list_turns("you", "resp_8") == []
 
     with_store(path, work)
 
@@ -348,7 +348,7 @@ def test_turns_that_bite_their_tail_end(tmp_path: Path) -> None:
         for name, before in (("resp_a", "resp_b"), ("resp_b", "resp_a")):
             await store.create(response(name, previous_id=before))
         for _ in range(2):
-            found = await asyncio.wait_for(store.conversation("me", "resp_a"), 60)
+            found = await asyncio.wait_for(store.list_turns("me", "resp_a"), 60)
             assert {each.id for each in found} == {"resp_a", "resp_b"}
 
     with_store(tmp_path / "a.db", work)
@@ -356,18 +356,18 @@ def test_turns_that_bite_their_tail_end(tmp_path: Path) -> None:
 
 def test_a_conversation_that_is_deleted_while_it_is_read_is_not_empty(tmp_path: Path) -> None:
     class Late(Sqlite):
-        async def fetch(self, name: str, *values: Any) -> Any:
+        async def execute_named(self, name: str, *values: Any) -> Any:
             if name.startswith("entries "):
                 assert await self.delete_conversation("me", "conv_a")
-            return await super().fetch(name, *values)
+            return await super().execute_named(name, *values)
 
     async def run() -> None:
         store = Late(f"sqlite:///{tmp_path}/a.db", Limits(), "test")
         await store.open()
         try:
             made = Conversation(id="conv_a", owner="me")
-            await store.create_conversation(made, [Entry("a", b"{}")])
-            page = await store.page_entries("me", "conv_a", after=None, limit=9, descending=False)
+            await store.create_conversation(made, [ConversationItem("a", b"{}")])
+            page = await store.list_items("me", "conv_a", after=None, limit=9, descending=False)
             assert page is None
         finally:
             await store.close()
@@ -381,7 +381,7 @@ def test_a_file_behind_a_link_is_private_too(tmp_path: Path) -> None:
     try:
 
         async def main() -> None:
-            async with ResponseStore(opening.backend(f"sqlite:///{tmp_path}/link.db")):
+            async with ResponseStore(opening.make_backend(f"sqlite:///{tmp_path}/link.db")):
                 pass
 
         asyncio.run(main())

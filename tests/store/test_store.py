@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from vllmops.errors import VllmopsError
 from vllmops.store import backend, fields, opening, packing, redaction
-from vllmops.store.backend import Limits, Response, Uses
-from vllmops.store.store import document
-from vllmops.store.urls import shown
+from vllmops.store.backend import LastUseBuffer, Limits, Response
+from vllmops.store.store import encode_response
+from vllmops.store.urls import redact_url
 
 URLS = {
     "memory://": "Memory",
@@ -57,9 +57,9 @@ def test_what_was_packed_in_another_way_is_refused() -> None:
 @given(JSON)
 def test_redaction_takes_any_tools(tools: object) -> None:
     body = msgspec.json.encode({"status": "completed", "tools": tools, "x": "Bearer kept"})
-    assert msgspec.json.decode(redaction.body(body))["x"] == "Bearer kept"
+    assert msgspec.json.decode(redaction.redact_body(body))["x"] == "Bearer kept"
     event = b'{"type":"response.created","response":%s}' % body
-    assert b"response.created" in redaction.event(event)
+    assert b"response.created" in redaction.redact_event(event)
 
 
 def test_what_a_tool_keeps_and_what_it_does_not() -> None:
@@ -77,7 +77,7 @@ def test_what_a_tool_keeps_and_what_it_does_not() -> None:
         },
         {"type": "shell", "environment": {"domain_secrets": [{"name": "hush", "value": "hush"}]}},
     ]
-    found = redaction.body(msgspec.json.encode({"tools": tools}))
+    found = redaction.redact_body(msgspec.json.encode({"tools": tools}))
     assert b"hush" not in found
     function, mcp, _ = msgspec.json.decode(found)["tools"]
     assert function == tools[0]
@@ -88,16 +88,16 @@ def test_what_a_tool_keeps_and_what_it_does_not() -> None:
 
 def test_without_tools_not_a_byte_is_touched() -> None:
     body = b'{ "status" : "completed", "tools":[],  "authorization" : "part of an answer" }'
-    assert redaction.body(body) is body
-    assert redaction.event(body) is body
+    assert redaction.redact_body(body) is body
+    assert redaction.redact_event(body) is body
 
 
 def test_the_object_that_a_client_gets() -> None:
     body = b'{"id":"r","status":"in_progress","error":null,"completed_at":null}'
     made = Response(id="r", owner="", model="m", status="in_progress", body=body)
-    assert document(made) is body
+    assert encode_response(made) is body
     failed = msgspec.structs.replace(made, status="failed", error="it fell over")
-    found = msgspec.json.decode(document(failed))
+    found = msgspec.json.decode(encode_response(failed))
     assert found["status"] == "failed"
     assert found["error"] == {"code": "server_error", "message": "it fell over"}
 
@@ -107,7 +107,7 @@ def test_a_stored_object_without_all_fields_gets_the_defaults() -> None:
         b'{"id":"r","status":"completed","text":null,"top_p":0.5,"tools":[{"type":"x"}],"n":null}'
     )
     made = Response(id="r", owner="", model="m", status="completed", body=body)
-    found = msgspec.json.decode(document(made))
+    found = msgspec.json.decode(encode_response(made))
     assert found == {
         **fields.DEFAULTS,
         "id": "r",
@@ -126,14 +126,14 @@ def test_the_turns_before_a_turn_are_used_once_in_a_while(monkeypatch: pytest.Mo
         written.append([response_id for response_id, _ in uses])
 
     async def main() -> None:
-        uses = Uses(write)
+        uses = LastUseBuffer(write)
         for turns in ("abc", "abcd", "abcd"):
-            await uses.note_turns(turns)
+            await uses.mark_turns_used(turns)
             await uses.flush()
-        await uses.note("a")
+        await uses.mark_used("a")
         await uses.flush()
         monkeypatch.setattr(backend, "GRAIN_S", 0.0)
-        await uses.note_turns("abcde")
+        await uses.mark_turns_used("abcde")
         await uses.flush()
 
     asyncio.run(main())
@@ -142,7 +142,7 @@ def test_the_turns_before_a_turn_are_used_once_in_a_while(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_url_names_its_backend(url: str) -> None:
-    assert type(opening.backend(url)).__name__ == URLS[url]
+    assert type(opening.make_backend(url)).__name__ == URLS[url]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_a_url_names_its_backend(url: str) -> None:
 )
 def test_what_is_no_store(url: str) -> None:
     with pytest.raises(VllmopsError) as output:
-        opening.backend(url)
+        opening.make_backend(url)
     assert (output.value.code, output.value.exit_code) == ("usage", 2)
 
 
@@ -164,14 +164,14 @@ def test_what_is_no_store(url: str) -> None:
     ],
 )
 def test_a_namespace_is_no_part_of_what_the_driver_gets(url: str, rest: str, name: str) -> None:
-    assert opening.namespace(url) == (rest, name)
+    assert opening.split_namespace(url) == (rest, name)
 
 
 def test_a_password_is_not_told() -> None:
-    assert shown("postgresql://ann:hush@h/d") == "postgresql://ann:…@h/d"
-    assert shown("redis://:hush@h") == "redis://:…@h"
+    assert redact_url("postgresql://ann:hush@h/d") == "postgresql://ann:…@h/d"
+    assert redact_url("redis://:hush@h") == "redis://:…@h"
     with pytest.raises(VllmopsError) as output:
-        opening.backend("mysql://ann:hush@h")
+        opening.make_backend("mysql://ann:hush@h")
     assert "hush" not in output.value.message
 
 
@@ -179,21 +179,21 @@ def test_a_password_is_not_told() -> None:
 def test_a_class_that_is_none(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(opening.CLASS, named)
     with pytest.raises(VllmopsError) as output:
-        opening.backend("memory://")
+        opening.make_backend("memory://")
     assert output.value.code == "usage"
     assert named in output.value.message
 
 
 def test_a_store_for_nothing_is_refused() -> None:
     with pytest.raises(VllmopsError, match="keep none"):
-        opening.backend("memory://", Limits(max_size=0))
+        opening.make_backend("memory://", Limits(max_size=0))
 
 
 def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "asyncpg", None)
     monkeypatch.delitem(sys.modules, "vllmops.store.postgresql", raising=False)
     with pytest.raises(VllmopsError) as output:
-        opening.backend("postgresql://h/d")
+        opening.make_backend("postgresql://h/d")
     assert (output.value.code, output.value.hint) == ("store.driver", opening.EXTRA)
 
 
@@ -201,7 +201,7 @@ def test_it_imports_neither_vllm_nor_a_driver_that_nobody_asked_for() -> None:
     code = """
 import sys
 from vllmops.store import opening, store
-opening.backend("sqlite:///x.db"), opening.backend("memory://")
+opening.make_backend("sqlite:///x.db"), opening.make_backend("memory://")
 heavy = {"vllm", "torch", "asyncpg", "redis", "pydantic", "httpx", "sqlalchemy"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 """

@@ -15,7 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from vllmops.store import opening
-from vllmops.store.backend import EVERYBODY, GONE, Limits, Query, Response, StoreUnavailable
+from vllmops.store.backend import EVERYBODY, GONE, Limits, Response, ResponseQuery, StoreUnavailable
 from vllmops.store.store import ResponseStore
 
 from ..support.databases import Servers
@@ -31,13 +31,13 @@ async def check(store: ResponseStore, acknowledged: list[str]) -> None:
     for item in acknowledged:
         found = await store.get(OWNER, item)
         assert found, item
-        log = await store.log(OWNER, item, -1)
+        log = await store.read_events(OWNER, item, -1)
         assert (found.status, log and len(log.chunks)) == ("completed", 1)
-    page = await store.page(EVERYBODY, Query(limit=100_000))
+    page = await store.list_responses(EVERYBODY, ResponseQuery(limit=100_000))
     assert {item.id for item in page.responses} >= set(acknowledged)
     for kept in page.responses:
         assert kept.body.startswith(b'{"id"')
-    assert (await store.stats(EVERYBODY)).count == len(page.responses)
+    assert (await store.collect_stats(EVERYBODY)).response_count == len(page.responses)
 
 
 def test_the_writer_is_killed(shared_url: str, writer: Callable[..., Any]) -> None:
@@ -51,7 +51,7 @@ def test_the_writer_is_killed(shared_url: str, writer: Callable[..., Any]) -> No
         acknowledged += [item.strip() for item in process.kill() if item.endswith("\n")]
 
     async def look() -> None:
-        async with ResponseStore(opening.backend(shared_url), deadline_s=60) as store:
+        async with ResponseStore(opening.make_backend(shared_url), deadline_s=60) as store:
             await check(store, acknowledged)
 
     asyncio.run(look())
@@ -69,7 +69,7 @@ def test_somebody_looks_into_the_file(tmp_path: Path) -> None:
     response = Response(id="a", owner=OWNER, model="m", status="completed", body=b"{}")
 
     async def beside() -> None:
-        async with ResponseStore(opening.backend(f"sqlite:///{path}")) as store:
+        async with ResponseStore(opening.make_backend(f"sqlite:///{path}")) as store:
             assert await store.create(response)
             assert await store.get(OWNER, "a")
             await asyncio.to_thread(subprocess.run, [sys.executable, "-c", look], check=True)
@@ -94,14 +94,14 @@ def test_the_server_is_killed(kind: str, servers: Any) -> None:
             try:
                 assert await store.create(made)
                 assert await store.put(replace(made, status="completed"))
-                assert await store.append(made, 0, [b'{"sequence_number":0}'])
+                assert await store.append_events(made, 0, [b'{"sequence_number":0}'])
             except StoreUnavailable as error:
                 await asyncio.sleep(error.retry_after_s / 4)
             else:
                 acknowledged.append(made.id)
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(server.url)) as store:
+        async with ResponseStore(opening.make_backend(server.url)) as store:
             writers = [asyncio.create_task(write(store, f"w{number}")) for number in range(4)]
             for _ in range(KILLS):
                 wanted = len(acknowledged) + 50
@@ -113,7 +113,7 @@ def test_the_server_is_killed(kind: str, servers: Any) -> None:
                 item.cancel()
             ends = await asyncio.gather(*writers, return_exceptions=True)
             assert {type(item) for item in ends} == {asyncio.CancelledError}, ends
-        async with ResponseStore(opening.backend(server.url), deadline_s=60) as store:
+        async with ResponseStore(opening.make_backend(server.url), deadline_s=60) as store:
             await check(store, acknowledged)
 
     asyncio.run(main())
@@ -126,7 +126,7 @@ def test_a_response_whose_server_was_killed_has_failed(
     process = writer(shared_url, LEASE_S)
 
     async def main() -> None:
-        backend = opening.backend(shared_url, Limits(lease_s=LEASE_S))
+        backend = opening.make_backend(shared_url, Limits(lease_s=LEASE_S))
         async with ResponseStore(backend, deadline_s=60) as store:
             made = Response(id="r", owner=OWNER, model="m", status="queued", body=b"{}")
             await store.create(made)
@@ -144,7 +144,7 @@ def test_a_response_whose_server_was_killed_has_failed(
             assert (found.status, found.error) == ("failed", GONE)
             assert time.monotonic() > leased + LEASE_S - 0.1
             # Whoever follows it comes to an end.
-            assert len([item async for item in store.follow(OWNER, "r")]) == 1
+            assert len([item async for item in store.follow_events(OWNER, "r")]) == 1
 
     asyncio.run(main())
 

@@ -17,9 +17,9 @@ import pytest
 
 from vllmops.errors import VllmopsError
 from vllmops.store import opening, sql, sqlite
-from vllmops.store.backend import Query, Response, StoreUnavailable
+from vllmops.store.backend import Response, ResponseQuery, StoreUnavailable
 from vllmops.store.store import DEADLINE_S as OWN_DEADLINE_S
-from vllmops.store.store import Bounded, ResponseStore
+from vllmops.store.store import BackendCall, ResponseStore
 
 from ..support.extent import EVERYTHING
 from ..support.waiting import PATIENCE_S, until_async
@@ -45,11 +45,11 @@ def of_each_kind(store: ResponseStore) -> list[Callable[[], Awaitable[object]]]:
         lambda: store.set_status(OWNER, "r", "cancelled"),
         lambda: store.get(OWNER, "r"),
         lambda: store.delete(OWNER, "r"),
-        lambda: store.page(OWNER, Query()),
-        lambda: store.conversation(OWNER, "r"),
-        lambda: store.append(made, 0, [b"{}"]),
+        lambda: store.list_responses(OWNER, ResponseQuery()),
+        lambda: store.list_turns(OWNER, "r"),
+        lambda: store.append_events(made, 0, [b"{}"]),
         lambda: store.touch(OWNER, ["r"]),
-        lambda: store.follow(OWNER, "r").__anext__(),
+        lambda: store.follow_events(OWNER, "r").__anext__(),
     ]
 
 
@@ -66,14 +66,14 @@ class Late:
     """Ends calls of a store as if their time was up: others are answered however slow they are."""
 
     def __init__(self, store: ResponseStore) -> None:
-        self.bounded, self.calls = store.bounded, dict[object, Bounded]()
-        store.bounded = self.note  # type: ignore[method-assign]
+        self.bounded, self.calls = store.backend_call, dict[object, BackendCall]()
+        store.backend_call = self.note  # type: ignore[method-assign]
 
-    def note(self, *given: Any, **more: Any) -> Bounded:
+    def note(self, *given: Any, **more: Any) -> BackendCall:
         made = self.calls[asyncio.current_task()] = self.bounded(*given, **more)
         return made
 
-    async def begun(self, call: Awaitable[object]) -> tuple[asyncio.Future[object], Bounded]:
+    async def begun(self, call: Awaitable[object]) -> tuple[asyncio.Future[object], BackendCall]:
         """A call that has begun, and what ends it."""
         task = asyncio.ensure_future(call)
         await until_async(lambda: task in self.calls)
@@ -103,7 +103,7 @@ def test_a_server_that_stops_answering(kind: str, servers: Any) -> None:
     server = servers.add(kind)
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(server.url), deadline_s=DEADLINE_S) as store:
+        async with ResponseStore(opening.make_backend(server.url), deadline_s=DEADLINE_S) as store:
             await back(store)
             for _ in range(TIMES):
                 server.signal(signal.SIGSTOP)
@@ -122,7 +122,7 @@ def test_a_server_that_stops_answering_does_not_block_the_event_loop(
     server = servers.add(kind)
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(server.url), deadline_s=600) as store:
+        async with ResponseStore(opening.make_backend(server.url), deadline_s=600) as store:
             await back(store)
             server.signal(signal.SIGSTOP)
             calls = [asyncio.ensure_future(call()) for call in of_each_kind(store)]
@@ -139,7 +139,7 @@ def test_a_server_that_is_down_at_first_and_again_later(kind: str, servers: Any)
     server.kill()
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(server.url), deadline_s=DEADLINE_S) as store:
+        async with ResponseStore(opening.make_backend(server.url), deadline_s=DEADLINE_S) as store:
             await refused(store)
             for _ in range(TIMES):
                 server.start()
@@ -155,9 +155,9 @@ def test_tables_that_somebody_has_dropped_are_made_again(shared_servers: Any) ->
     url = f"{shared_servers['postgresql'].url}?namespace=t{time.time_ns()}"
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(url)) as store:
+        async with ResponseStore(opening.make_backend(url)) as store:
             await store.create(response("r"))
-            await opening.backend(url).drop()
+            await opening.make_backend(url).delete_store()
             assert await store.get(OWNER, "r") is None
             assert await store.create(response("r"))
 
@@ -168,7 +168,7 @@ def test_an_outage_is_told_once_and_its_end(servers: Any) -> None:
     server, told = servers.add("redis"), list[str]()
 
     async def main() -> None:
-        backend = opening.backend(server.url)
+        backend = opening.make_backend(server.url)
         async with ResponseStore(backend, outages=told.append) as store:
             await back(store)
             server.kill()  # which refuses at once
@@ -188,7 +188,7 @@ def test_one_call_that_waits_too_long_while_others_are_answered(shared_servers: 
     url, name = shared_servers["postgresql"].url, f"t{time.time_ns()}"
 
     async def main() -> None:
-        backend = opening.backend(f"{url}?namespace={name}")
+        backend = opening.make_backend(f"{url}?namespace={name}")
         async with ResponseStore(backend) as store:
             held, other = response(status="queued"), response()
             assert await store.create(held)
@@ -203,7 +203,7 @@ def test_one_call_that_waits_too_long_while_others_are_answered(shared_servers: 
                 for _ in range(3):
                     assert await store.create(response())
                 assert not waits.done()
-                stuck.over(asyncio.get_running_loop().time())
+                stuck.handle_deadline(asyncio.get_running_loop().time())
                 with pytest.raises(StoreUnavailable, match="too long"):
                     await waits
                 assert await store.get(OWNER, other.id)
@@ -218,7 +218,7 @@ def test_writes_that_wait_too_long_while_reads_are_answered(shared_servers: Any)
     told: list[str] = []
 
     async def main() -> None:
-        backend = opening.backend(f"{url}?namespace={name}")
+        backend = opening.make_backend(f"{url}?namespace={name}")
         async with ResponseStore(backend, outages=told.append) as store:
             made = response()
             assert await store.create(made)
@@ -229,7 +229,7 @@ def test_writes_that_wait_too_long_while_reads_are_answered(shared_servers: Any)
                 for _ in range(3):
                     assert await store.get(OWNER, made.id)
                 assert not waits.done()
-                stuck.over(asyncio.get_running_loop().time())
+                stuck.handle_deadline(asyncio.get_running_loop().time())
                 with pytest.raises(StoreUnavailable, match="too long"):
                     await waits
                 assert "the store is unavailable" in told[0]
@@ -242,14 +242,14 @@ def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
     server = servers.add("redis")
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(server.url)) as store:
+        async with ResponseStore(opening.make_backend(server.url)) as store:
             made = response("r", status="in_progress")
             await store.create(made)
-            await store.append(made, 0, [b'{"n":0}'])
+            await store.append_events(made, 0, [b'{"n":0}'])
             words = []
 
             async def follow() -> None:
-                async for item in store.follow(OWNER, "r"):
+                async for item in store.follow_events(OWNER, "r"):
                     words.extend(item.events)
 
             following = asyncio.create_task(follow())
@@ -259,7 +259,7 @@ def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
             await asyncio.sleep(0.5)
             server.start()
             await back(store)
-            await patient(lambda: store.append(made, 1, [b'{"n":1}']))
+            await patient(lambda: store.append_events(made, 1, [b'{"n":1}']))
             await patient(lambda: store.set_status(OWNER, "r", "cancelled"))
             await asyncio.wait_for(following, 60)
             assert words == [b'{"n":0}', b'{"n":1}']
@@ -271,7 +271,7 @@ def test_a_file_that_somebody_holds(tmp_path: Path) -> None:
     path = tmp_path / "responses.db"
 
     async def main() -> None:
-        backend = opening.backend(f"sqlite:///{path}")
+        backend = opening.make_backend(f"sqlite:///{path}")
         async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
             await back(store)
             with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -291,7 +291,7 @@ def test_an_event_loop_that_was_blocked_is_no_outage(shared_url: str) -> None:
     """As by a tool parser's regular expression: what the backend has answered is read then."""
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(shared_url)) as store:
+        async with ResponseStore(opening.make_backend(shared_url)) as store:
             await store.create(response())
             made = response()
             calls = [asyncio.create_task(store.create(made)) for made in (made, response())]
@@ -310,11 +310,11 @@ def test_what_a_server_refuses_of_one_call_is_no_outage(shared_url: str) -> None
     """The others' calls go on."""
 
     async def main() -> None:
-        async with ResponseStore(opening.backend(shared_url)) as store:
+        async with ResponseStore(opening.make_backend(shared_url)) as store:
 
             async def refused() -> None:
-                async with store.bounded() as backend:
-                    await backend.hold(OWNER, "conv", "\0")
+                async with store.backend_call() as backend:
+                    await backend.hold_conversation(OWNER, "conv", "\0")
 
             with pytest.raises(StoreUnavailable):
                 await refused()
@@ -328,7 +328,7 @@ def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
 
     async def main() -> None:
         url = f"sqlite:///{tmp_path}/in-the-way/responses.db"
-        async with ResponseStore(opening.backend(url), deadline_s=DEADLINE_S) as store:
+        async with ResponseStore(opening.make_backend(url), deadline_s=DEADLINE_S) as store:
             await refused(store)
             (tmp_path / "in-the-way").unlink()
             await back(store)
@@ -342,7 +342,7 @@ def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "responses.db"
 
     async def main() -> None:
-        backend = opening.backend(f"sqlite:///{path}")
+        backend = opening.make_backend(f"sqlite:///{path}")
         assert isinstance(backend, sqlite.Sqlite)
         async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
             await back(store)
@@ -352,7 +352,7 @@ def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
                 calls = [store.create(response(f"late-{number}")) for number in range(20)]
                 shown = await asyncio.gather(*calls, return_exceptions=True)
                 # The one that is being tried is given up, too: it needs no lock to be behind it.
-                await backend.writer.run(lambda _: None)
+                await backend.writer.run_job(lambda _: None)
                 other.execute("ROLLBACK")
             assert all(isinstance(item, StoreUnavailable) for item in shown)
             await back(store)
@@ -364,9 +364,9 @@ def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
 
 def test_a_schema_from_the_future_is_no_trouble_that_passes(shared_url: str) -> None:
     async def main() -> None:
-        async with ResponseStore(opening.backend(shared_url)) as store:
+        async with ResponseStore(opening.make_backend(shared_url)) as store:
             await raise_schema(store)
-        store = ResponseStore(opening.backend(shared_url))
+        store = ResponseStore(opening.make_backend(shared_url))
         with pytest.raises(VllmopsError) as shown:
             await store.open()
         assert shown.value.code == "store.schema"
@@ -387,7 +387,7 @@ async def raise_schema(store: ResponseStore) -> None:
     if hasattr(backend, "client"):
         await backend.client.set(f"{backend.root}schema", 99)
     else:
-        await backend.fetch("meta add", "schema", 99 - sql.SCHEMA)
+        await backend.execute_named("meta add", "schema", 99 - sql.SCHEMA)
 
 
 @pytest.mark.parametrize("shared_url", ["sqlite", "postgresql"], indirect=True)
@@ -396,17 +396,17 @@ def test_an_older_schema_is_upgraded(shared_url: str, monkeypatch: pytest.Monkey
         made = [response(f"r{number}") for number in range(5)]
         with monkeypatch.context() as old:
             old.setattr(sql, "SCHEMA", 1)
-            async with ResponseStore(opening.backend(shared_url)) as store:
+            async with ResponseStore(opening.make_backend(shared_url)) as store:
                 for item in made:
                     assert await store.create(item)
         # All at once, as servers are started.
-        stores = [ResponseStore(opening.backend(shared_url), deadline_s=60) for _ in range(4)]
+        stores = [ResponseStore(opening.make_backend(shared_url), deadline_s=60) for _ in range(4)]
         await asyncio.gather(*(item.open() for item in stores))
         for store in stores:
             backend: Any = store.backend
-            rows = await backend.fetch("meta get", "schema")
+            rows = await backend.execute_named("meta get", "schema")
             assert rows[0][0] == sql.SCHEMA > 1
-            page = await store.page(OWNER, Query(descending=False))
+            page = await store.list_responses(OWNER, ResponseQuery(descending=False))
             assert page.responses == made
             await store.close()
 

@@ -10,7 +10,12 @@ from typing import Any
 
 from vllmops.store import opening
 from vllmops.store.backend import Response
-from vllmops.store.conversations import Addition, Conversation, Entry, Outcome
+from vllmops.store.conversations import (
+    Conversation,
+    ConversationItem,
+    ConversationResult,
+    ItemAddition,
+)
 from vllmops.store.postgresql import Postgresql
 
 from ..support.databases import Server
@@ -19,9 +24,9 @@ from ..support.extent import programs
 pytestmark = programs
 
 
-def adding(*names: str, holder: str = "") -> Addition:
-    entries = [Entry(name, b"{}") for name in names]
-    return Addition(conversation_id="conv", owner="me", entries=entries, holder=holder)
+def adding(*names: str, holder: str = "") -> ItemAddition:
+    entries = [ConversationItem(name, b"{}") for name in names]
+    return ItemAddition(conversation_id="conv", owner="me", entries=entries, holder=holder)
 
 
 def response(name: str, status: str = "completed") -> Response:
@@ -30,7 +35,7 @@ def response(name: str, status: str = "completed") -> Response:
 
 def with_conversation(server: Server, work: Callable[[Postgresql], Awaitable[None]]) -> None:
     async def run() -> None:
-        backend = opening.backend(f"{server.url}?namespace=t{time.time_ns()}")
+        backend = opening.make_backend(f"{server.url}?namespace=t{time.time_ns()}")
         assert isinstance(backend, Postgresql)
         await backend.open()
         try:
@@ -60,10 +65,10 @@ def test_a_turn_takes_two_statements(shared_servers: dict[str, Server]) -> None:
             [(response("r1"), True), (response("r2"), False), (None, True)]
         ):
             sent.clear()
-            outcome, entries = await backend.hold("me", "conv", "h")
-            assert (outcome, len(entries)) == (Outcome.DONE, 2 * number)
+            outcome, entries = await backend.hold_conversation("me", "conv", "h")
+            assert (outcome, len(entries)) == (ConversationResult.DONE, 2 * number)
             more = adding(f"q{number}", f"a{number}", holder="h")
-            assert await backend.add_entries(more, stored, new=new) is Outcome.DONE
+            assert await backend.add_items(more, stored, new=new) is ConversationResult.DONE
             # The driver asks for the types of columns, once on each connection.
             assert len([query for query in sent if backend.name in query]) == 2
 
@@ -83,11 +88,11 @@ def test_who_waits_for_a_conversation_reads_what_was_added_meanwhile(
             ((place, _),) = await connection.fetch(backend.text["change entries"], *given)
             columns = [["conv"], [place - 1], ["a"], [False], [b"{}"]]
             await connection.fetch(backend.text["add entries"], *columns)
-            holding = asyncio.create_task(backend.hold("me", "conv", "h"))
+            holding = asyncio.create_task(backend.hold_conversation("me", "conv", "h"))
             while not await waiting(backend):
                 pass
             await transaction.commit()
-        assert await holding == (Outcome.DONE, [Entry("a", b"{}")])
+        assert await holding == (ConversationResult.DONE, [ConversationItem("a", b"{}")])
 
     with_conversation(shared_servers["postgresql"], work)
 
@@ -95,4 +100,4 @@ def test_who_waits_for_a_conversation_reads_what_was_added_meanwhile(
 async def waiting(backend: Postgresql) -> bool:
     """Whether a statement waits for a row."""
     text = "SELECT 1 FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
-    return bool(await backend.run(text))
+    return bool(await backend.execute(text))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllmops.errors import Exit, VllmopsError
+from vllmops.errors import ExitCode, VllmopsError
 from vllmops.store import opening, settings, urls
 from vllmops.store.backend import Limits, StoreUnavailable
 from vllmops.store.sqlite import Sqlite
@@ -88,10 +88,10 @@ PASSWORDS = [
 )
 def test_a_file_with_any_name_has_a_url(tmp_path: Path, name: str) -> None:
     file = tmp_path / name / "responses.db"
-    url = urls.of_file(file)
-    assert urls.parsed(url).scheme == "sqlite"
-    assert str(tmp_path) in urls.shown(url)
-    made = opening.backend(url)
+    url = urls.make_sqlite_url(file)
+    assert urls.parse_store_url(url).scheme == "sqlite"
+    assert str(tmp_path) in urls.redact_url(url)
+    made = opening.make_backend(url)
     assert isinstance(made, Sqlite)
     assert made.path == file
 
@@ -99,8 +99,8 @@ def test_a_file_with_any_name_has_a_url(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["~nobody-of-that-name/a.db", "a%00.db"])
 def test_a_name_that_no_file_can_have_is_a_usage_error(name: str) -> None:
     with pytest.raises(VllmopsError) as caught:
-        opening.backend(f"sqlite:///{name}")
-    assert caught.value.exit_code == Exit.USAGE
+        opening.make_backend(f"sqlite:///{name}")
+    assert caught.value.exit_code == ExitCode.USAGE
     assert name in caught.value.message
 
 
@@ -112,16 +112,16 @@ def test_no_password_is_shown(form: str) -> None:
         ):
             continue  # that is another URL, and a good one: behind an @ is a host
         url = form.replace("{}", password)
-        assert SECRET not in urls.shown(url), url
+        assert SECRET not in urls.redact_url(url), url
         for error in (ValueError(url), ValueError(repr(url)), OSError(f"{password!r} is bad")):
-            assert SECRET not in urls.without(str(error), url), (url, error)
+            assert SECRET not in urls.remove_url_secrets(str(error), url), (url, error)
         assert SECRET not in attempt(url), url
 
 
 def attempt(url: str) -> str:
     """What is said of a store."""
     try:
-        return repr(opening.backend(url))
+        return repr(opening.make_backend(url))
     except VllmopsError as told:
         return f"{told.message} {told.hint} {told!r} {told.__cause__}"
 
@@ -138,7 +138,7 @@ def test_no_password_that_somebody_thinks_of_is_shown(password: str) -> None:
             continue  # what is before the colon is a user's name
         plain = form.replace("{}", "")
         url = form.replace("{}", password)
-        told = urls.shown(url)
+        told = urls.redact_url(url)
         # Each part that is long enough to be no chance.
         for start in range(len(password) - 4):
             part = password[start : start + 5]
@@ -156,7 +156,7 @@ def test_a_driver_that_repeats_a_url_tells_no_password(password: str) -> None:
             json.dumps({"dsn": url}),
             f"invalid literal for int() with base 10: {raw.rpartition(':')[2] + '@h'!r}",
         ):
-            assert SECRET not in urls.without(text, url), text
+            assert SECRET not in urls.remove_url_secrets(text, url), text
 
 
 def test_what_is_no_secret_stays() -> None:
@@ -170,14 +170,14 @@ def test_what_is_no_secret_stays() -> None:
         "none",
         "some.db",
     ):
-        assert urls.shown(url) == url
-        assert urls.without("connection to h:6379 was refused", url) == (
+        assert urls.redact_url(url) == url
+        assert urls.remove_url_secrets("connection to h:6379 was refused", url) == (
             "connection to h:6379 was refused"
         )
-    assert urls.shown("postgresql://u:p@h:1/d") == "postgresql://u:…@h:1/d"
-    assert urls.shown("mysql://u:a/b@h") == "mysql://u:…@h"
-    assert urls.shown("redis://u:pa@S@host:1") == "redis://u:…@host:1"
-    told = urls.without("Error 111 connecting to h:6379.", "redis://u:p@h:6379/0")
+    assert urls.redact_url("postgresql://u:p@h:1/d") == "postgresql://u:…@h:1/d"
+    assert urls.redact_url("mysql://u:a/b@h") == "mysql://u:…@h"
+    assert urls.redact_url("redis://u:pa@S@host:1") == "redis://u:…@host:1"
+    told = urls.remove_url_secrets("Error 111 connecting to h:6379.", "redis://u:p@h:6379/0")
     assert told == "Error 111 connecting to h:6379."
 
 
@@ -278,14 +278,14 @@ BAD = [
 
 @pytest.mark.parametrize("url", GOOD)
 def test_a_store_that_can_be(url: str) -> None:
-    settings.check({settings.STORE: url})
-    opening.backend(url)
+    settings.validate_settings({settings.STORE: url})
+    opening.make_backend(url)
 
 
 @pytest.mark.parametrize("url", BAD)
 def test_a_store_that_can_not_be(url: str) -> None:
     with pytest.raises(VllmopsError) as told:
-        opening.backend(url)
+        opening.make_backend(url)
     assert (told.value.code, told.value.exit_code) == ("usage", 2)
     assert told.value.hint
     assert "://" in told.value.hint or "?" in told.value.hint or "one of" in told.value.hint
@@ -293,7 +293,7 @@ def test_a_store_that_can_not_be(url: str) -> None:
 
 def test_a_file_is_told_how_it_is_written() -> None:
     with pytest.raises(VllmopsError) as told:
-        opening.backend("/srv/a.db")
+        opening.make_backend("/srv/a.db")
     assert told.value.hint == "sqlite:////srv/a.db"
 
 
@@ -353,7 +353,7 @@ def test_what_a_real_driver_says_of_a_store_tells_no_password() -> None:
 
     async def told(url: str) -> str:
         with pytest.raises((StoreUnavailable, VllmopsError)) as error:
-            async with ResponseStore(opening.backend(url, Limits())) as store:
+            async with ResponseStore(opening.make_backend(url, Limits())) as store:
                 await store.get("", "r")
         return f"{error.value} {error.value.message} {error.value.hint}"
 

@@ -27,7 +27,7 @@ def test_what_several_processes_do_to_a_response(
     shared_url: str, writer: Callable[..., Any]
 ) -> None:
     writers = [writer(shared_url) for _ in range(PROCESSES)]
-    store = ResponseStore(opening.backend(shared_url))
+    store = ResponseStore(opening.make_backend(shared_url))
     kinds: set[str | None] = set()
 
     @settings(

@@ -36,7 +36,7 @@ async def do(store: ResponseStore, what: str, response: Response) -> object:
         case "delete":
             return await store.delete(OWNER, response.id)
         case "append":
-            return await store.append(response, 0, [b"{}"])
+            return await store.append_events(response, 0, [b"{}"])
         case "get":
             found = await store.get(OWNER, response.id)
             return found and found.status
@@ -46,7 +46,7 @@ async def do(store: ResponseStore, what: str, response: Response) -> object:
 
 
 async def main(url: str, lease_s: float) -> None:
-    store = ResponseStore(opening.backend(url, Limits(lease_s=lease_s)), deadline_s=60)
+    store = ResponseStore(opening.make_backend(url, Limits(lease_s=lease_s)), deadline_s=60)
     loop = asyncio.get_running_loop()
     async with store:
         print("ready", flush=True)
@@ -61,7 +61,7 @@ async def main(url: str, lease_s: float) -> None:
                 response = made(f"{order['store']}{number}", 1e9 + number)
                 assert await store.create(response)
                 assert await store.put(replace(response, status="completed"))
-                assert await store.append(response, 0, [b'{"sequence_number":0}'])
+                assert await store.append_events(response, 0, [b'{"sequence_number":0}'])
                 print(response.id, flush=True)
 
 

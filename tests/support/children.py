@@ -13,7 +13,7 @@ from typing import Final, TypeAlias
 from vllmops.host.processes import Process
 from vllmops.host.roles import Role
 from vllmops.protocol import identity
-from vllmops.protocol.socket import sockets
+from vllmops.protocol.socket import get_socket_directory
 
 CHILD: Final = Path(__file__).parents[1] / "agent" / "child.py"
 
@@ -28,7 +28,7 @@ class Child:
 
     @property
     def socket(self) -> Path:
-        return sockets(self.home) / f"{self.process.pid}.sock"
+        return get_socket_directory(self.home) / f"{self.process.pid}.sock"
 
     @property
     def beat(self) -> Path:
@@ -95,4 +95,6 @@ def started(title: str, role: Role, home: Path, inside: Sequence[str] = (), **en
     )
     assert popen.stdout is not None
     assert popen.stdout.readline() == "'up'\n"
-    return Child(popen, Process(role, popen.pid, identity.of(popen.pid).start_ticks), home)
+    return Child(
+        popen, Process(role, popen.pid, identity.read_identity(popen.pid).start_ticks), home
+    )

@@ -59,7 +59,7 @@ def certificates(outside: bool, *named: str | None) -> ssl.SSLContext:
 
 
 def trust(*, outside: bool) -> ssl.SSLContext:
-    """`http.trust`, with what this process has read already; a fork may name other files."""
+    """`http.make_ssl_context`, with what is read already; a fork may name other files."""
     return certificates(outside, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
 
 
@@ -98,7 +98,7 @@ class Answer:
 
 
 THREADS = threading.active_count()  # of pytest's
-TABLE = processes.table
+TABLE = processes.read_process_table
 Vllmops: TypeAlias = Callable[..., Answer]
 End: TypeAlias = Callable[[], int]  # waits for a command; its exit code
 
@@ -138,7 +138,7 @@ def answered(
         simple = uid is None and before is nothing
         # What is imported already was found by this process's path.
         if threaded() and simple and not any(name.startswith("PYTHON") for name in env or {}):
-            hidden = processes.table is not TABLE
+            hidden = processes.read_process_table is not TABLE
             pid, end = forking().start(*files, words, environment, os.getcwd(), hidden)
         else:
             pid, end = started(words, files, environment, uid, before)
@@ -212,7 +212,7 @@ def alone(words: Sequence[str], environment: Mapping[str, str], folder: str, hid
     added = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [place for place in added if place and place not in sys.path]
     if hidden:
-        processes.table = own.table_of(Path(environment["VLLMOPS_HOME"]))
+        processes.read_process_table = own.table_of(Path(environment["VLLMOPS_HOME"]))
     become(app.main, ["vllmops", *words])
 
 
@@ -221,7 +221,7 @@ def command(words: Sequence[str]) -> Callable[[], object]:
     if not threaded():
         return app.main
     # Where this process hides other tests' servers, the program does, too.
-    file = ("-m", "vllmops") if processes.table is TABLE else (own.__file__,)
+    file = ("-m", "vllmops") if processes.read_process_table is TABLE else (own.__file__,)
     return lambda: os.execv(sys.executable, [sys.executable, *file, *words])
 
 
@@ -271,7 +271,7 @@ def detached(
     log: int | None = None,
     directory: str | None = None,
 ) -> None:
-    """`vllmops.instances.detached.start`, without the start of an interpreter."""
+    """`vllmops.instances.detached.start_detached`, without the start of an interpreter."""
     argv = [module, *words]
     forked(MAINS[module], argv, keep, stdout=log, stderr=log, session=True, directory=directory)
 

@@ -19,15 +19,15 @@ from vllmops.protocol.caches import ProcessCaches
 from vllmops.protocol.engine import EngineState, Hello, Traffic
 from vllmops.protocol.keys import ProcessKeys
 from vllmops.protocol.patches import ProcessPatches
-from vllmops.protocol.remote import PROCESSES, Member, Members, Refusal, Refused
+from vllmops.protocol.remote import PROCESSES, Refusal, RefusalBody, ServerProcess, ServerProcesses
 from vllmops.protocol.repairs import ProcessRepair
 from vllmops.protocol.stacks import AgentStacks, ProcessStacks
 
 ROLES = {11: "api", 12: "engine", 13: "worker"}
 
 
-def member(pid: int) -> Member:
-    return Member(
+def member(pid: int) -> ServerProcess:
+    return ServerProcess(
         role=ROLES[pid],
         pid=pid,
         create_time=time.time() - 60,
@@ -42,7 +42,7 @@ def content(path: str) -> object:
     """The answer of a route."""
     if path == PROCESSES:
         processes = tuple(map(member, ROLES))
-        return Members(vllmops="0", node="there", model="m", processes=processes)
+        return ServerProcesses(vllmops="0", node="there", model="m", processes=processes)
     pid, _, route = path.removeprefix(f"{PROCESSES}/").partition("/")
     role = ROLES[int(pid)]
     match route:
@@ -101,7 +101,7 @@ class Small:
             if path.startswith(PROCESSES):
                 if f"authorization: bearer {self.token}" not in [f.lower() for f in fields]:
                     status = 401
-                    body = msgspec.json.encode(Refused(Refusal("admin.refused", "no")))
+                    body = msgspec.json.encode(RefusalBody(Refusal("admin.refused", "no")))
                 else:
                     if path == PROCESSES:
                         await self.delay(writer)

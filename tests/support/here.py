@@ -20,5 +20,5 @@ def here(*words: str) -> Answer:
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        code = app.run()
+        code = app.run_command()
     return Answer(code, out.getvalue(), err.getvalue())

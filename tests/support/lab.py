@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from vllmops.host import processes
-from vllmops.host.processes import Process, alive
+from vllmops.host.processes import Process, is_alive
 from vllmops.instances import launch, takedown
-from vllmops.instances.record import Folder, Record
-from vllmops.vllm_api.http import healthy
+from vllmops.instances.record import InstanceFolder, InstanceRecord
+from vllmops.vllm_api.http import is_healthy
 
 from .commands import Vllmops, background
 from .own import in_home
@@ -50,7 +50,7 @@ class Lab:
     foreground: list[subprocess.Popen[str]] = field(default_factory=list)
     strangers: list[Stranger] = field(default_factory=list)
 
-    def serve(self, name: str, *words: str, **play: object) -> Record:
+    def serve(self, name: str, *words: str, **play: object) -> InstanceRecord:
         """Serve one, detached, until it is ready."""
         answer = self.vllmops(*self.words(name, "--detach", "--json", *words, **play))
         assert answer.code == 0, answer
@@ -79,7 +79,7 @@ class Lab:
         port = free_port()
         server = self.stranger_with("--port", str(port), **play)
         server.port = port
-        until(lambda: healthy(f"http://127.0.0.1:{port}"))
+        until(lambda: is_healthy(f"http://127.0.0.1:{port}"))
         return server
 
     def stranger_with(self, *words: str, **play: object) -> Stranger:
@@ -100,7 +100,7 @@ class Lab:
         return next(process.pid for process in tree if process.role == role)
 
     def bind_error(self, port: int) -> OSError | None:
-        return launch.bind("127.0.0.1", port)
+        return launch.try_bind("127.0.0.1", port)
 
     def cut_off(self, url: str) -> None:
         """Send a request that gets no answer."""
@@ -108,11 +108,11 @@ class Lab:
             httpx.get(url, timeout=60)
 
     def state(self, name: str) -> str | None:
-        record = Folder(name).read()
+        record = InstanceFolder(name).load_record()
         return record.state if record else None
 
-    def record(self, name: str) -> Record:
-        record = Folder(name).read()
+    def record(self, name: str) -> InstanceRecord:
+        record = InstanceFolder(name).load_record()
         assert record
         return record
 
@@ -124,7 +124,7 @@ class Lab:
 
     def supervisor(self, name: str) -> int:
         """The pid of an instance's supervisor."""
-        lock = Folder(name).lock_file
+        lock = InstanceFolder(name).lock_path
 
         def holders() -> list[int]:
             return [p for p in psutil.pids() if in_home(p, self.home) and holds(p, lock)]
@@ -135,16 +135,16 @@ class Lab:
 
     def kill_supervisor(self, name: str) -> None:
         """Kill it; a command that waits may start another one at once."""
-        pid, lock = self.supervisor(name), Folder(name).lock_file
+        pid, lock = self.supervisor(name), InstanceFolder(name).lock_path
         self.kill(pid)
         until(lambda: not holds(pid, lock))
 
-    def nothing_left(self, of: Record) -> None:
+    def nothing_left(self, of: InstanceRecord) -> None:
         """Of that server there is no process, no listener, no segment; `of` it had them all."""
         assert len(of.processes) >= 3
         assert of.session
-        assert not [p for p in of.processes if alive(p)]
-        assert not takedown.members(processes.table(), of.session)
-        assert of.port is None or launch.bind("127.0.0.1", of.port) is None
+        assert not [p for p in of.processes if is_alive(p)]
+        assert not takedown.find_session_members(processes.read_process_table(), of.session)
+        assert of.port is None or launch.try_bind("127.0.0.1", of.port) is None
         assert of.segments
         assert not [name for name in of.segments if Path("/dev/shm", name).exists()]

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from vllmops.host import processes
-from vllmops.host.processes import Seen
-from vllmops.host.roles import titled
+from vllmops.host.processes import ProcessEntry
+from vllmops.host.roles import find_title_role
 
 
-def foreign(seen: Seen, home: Path) -> bool:
+def foreign(seen: ProcessEntry, home: Path) -> bool:
     """Whether a process is one of vLLM, and of another state directory."""
-    vllm = titled(seen.words) or processes.serve_arguments(seen.words) is not None
+    vllm = find_title_role(seen.words) or processes.parse_serve_arguments(seen.words) is not None
     return bool(vllm) and not in_home(seen.pid, home)
 
 
@@ -36,7 +36,7 @@ def in_home(pid: int, home: Path) -> bool:
 
 def table_of(home: Path) -> Callable[[], processes.Table]:
     """The process table without foreign processes."""
-    table = processes.table
+    table = processes.read_process_table
     return lambda: {pid: seen for pid, seen in table().items() if not foreign(seen, home)}
 
 
@@ -44,5 +44,5 @@ if __name__ == "__main__":
     from vllmops import app
 
     if place := os.environ.get("VLLMOPS_HOME"):
-        processes.table = table_of(Path(place))
+        processes.read_process_table = table_of(Path(place))
     app.main()

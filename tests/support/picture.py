@@ -16,11 +16,11 @@ import msgspec
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
-from vllmops.commands.doctor import screen
-from vllmops.diagnose.doctor import examine
+from vllmops.commands.doctor import render_diagnosis
+from vllmops.diagnose.doctor import diagnose_snapshot
 from vllmops.protocol.engine import EngineState
-from vllmops.protocol.server import Guard
-from vllmops.stacks.paste import read
+from vllmops.protocol.server import Exposure
+from vllmops.stacks.paste import parse_stacks
 
 from ..diagnose.servers import healthy, told
 
@@ -33,7 +33,7 @@ FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # a terminal may be with
 
 def draw() -> str:
     """The picture, as SVG."""
-    (sample, *_) = read(DUMP.read_text()).samples
+    (sample, *_) = parse_stacks(DUMP.read_text()).samples
     engine = msgspec.structs.replace(
         told("engine"), engine=EngineState(running=1, waiting=2, current_step=5)
     )
@@ -42,11 +42,11 @@ def draw() -> str:
         uptime_s=14_070.0,
         reports=(told("api"), engine, told("worker")),
         stacks=(sample,) * 3,
-        guard=Guard(addresses=("0.0.0.0",), exposed=True, open=True),
+        guard=Exposure(addresses=("0.0.0.0",), exposed=True, open=True),
     )
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print("[bold]$[/] vllmops doctor", highlight=False)
-    for part in screen(snapshot, examine(snapshot).findings, skipped=False):
+    for part in render_diagnosis(snapshot, diagnose_snapshot(snapshot).findings, skipped=False):
         console.print(part, highlight=False, markup=False)
     picture = console.export_svg(title="vllmops doctor", theme=MONOKAI, unique_id="doctor")
     return FONT.sub("", picture)

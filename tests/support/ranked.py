@@ -33,7 +33,7 @@ held.vllm_config = SimpleNamespace(
     ),
 )
 multiprocessing.current_process().name = {name!r}
-objects.remember({kind!r}, held)
+objects.track_object({kind!r}, held)
 """
 KINDS = {
     "api": ("MainProcess", "engine-client"),

@@ -20,7 +20,7 @@ from typing import IO, Final
 
 import pytest
 
-from vllmops.instances.record import RECORDS, Record
+from vllmops.instances.record import RECORDS, InstanceRecord
 
 from .commands import answered
 from .waiting import until
@@ -227,7 +227,7 @@ class Service:
         return self.restarts == times and self.is_up()
 
     @property
-    def record(self) -> Record:
+    def record(self) -> InstanceRecord:
         read = self.manager.run("cat", "/var/lib/vllmops/instances/a/instance.json")
         return RECORDS.decode(read.stdout)
 

@@ -29,7 +29,9 @@ MINORS = (
 # CPU build did is beside it.
 WITHOUT_CPU_BUILD = {"0.33.0": ("orjson",)}
 # Those of them of which the table of tested versions says that servers run.
-RUN = [name for name, found in features.tested().items() if found.live and name in MINORS]
+RUN = [
+    name for name, found in features.load_tested_versions().items() if found.live and name in MINORS
+]
 INSTALLED = "installed"
 # Imports what takes long, and is the same for every version. Then, for each folder it is sent, a
 # fork of it runs the lines it is sent, up to an empty one, and prints what they leave in `out`.

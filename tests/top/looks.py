@@ -7,20 +7,20 @@ from typing import Any
 import msgspec
 
 from vllmops.diagnose.findings import Severity
-from vllmops.diagnose.progress import stalls
+from vllmops.diagnose.progress import find_stalls
 from vllmops.diagnose.requests import RULES
 from vllmops.instances.servers import Server
 from vllmops.protocol.caches import LruCache, ProcessCaches
 from vllmops.protocol.metrics import Metrics
-from vllmops.protocol.server import Observation, Unseen
-from vllmops.requests.listing import Row
-from vllmops.top.look import Asked, Board, Follower, Look
+from vllmops.protocol.server import Gap, ServerSample
+from vllmops.requests.listing import InFlightRequest
+from vllmops.top.look import FollowedServers, ServerDetails, ServerFollower, TargetSample
 
 from ..diagnose.servers import look, process, pulse
 
 ESCAPES = "\x1b[2J[red]evil[/red]\u202e\n"
 ROWS = (
-    Row(
+    InFlightRequest(
         id="cmpl-a",
         http_id="chatcmpl-1f0c",
         state="running",
@@ -29,7 +29,9 @@ ROWS = (
         output_tokens=77,
         kv_blocks=9,
     ),
-    Row(id="cmpl-b", http_id="chatcmpl-77aa", state="waiting", age_s=3.0, prompt_tokens=31),
+    InFlightRequest(
+        id="cmpl-b", http_id="chatcmpl-77aa", state="waiting", age_s=3.0, prompt_tokens=31
+    ),
 )
 CACHE = LruCache(
     kind="mm-lru",
@@ -56,7 +58,7 @@ def seen(
     kv: float = 0.45,
     tokens: float | None = None,
     **fields: Any,
-) -> Observation:
+) -> ServerSample:
     """Three processes at work on some requests; the engine may make no progress."""
     pulses = (
         pulse("api", handed=running + 1, loop_s=0.0),
@@ -78,77 +80,80 @@ def seen(
     return look(at_s, **{**whole, **fields})
 
 
-def one(at_s: float, target: str = "demo", **fields: Any) -> Look:
+def one(at_s: float, target: str = "demo", **fields: Any) -> TargetSample:
     """A look at it."""
     whole: dict[str, Any] = {
         "state": "ready",
         "url": "http://127.0.0.1:8000",
         "model": "Qwen/Qwen3-0.6B",
         "seen": seen(at_s),
-        "asked": Asked(requests=ROWS, caches=CACHES),
+        "asked": ServerDetails(requests=ROWS, caches=CACHES),
     }
-    return Look(target=target, at_s=at_s, **{**whole, **fields})
+    return TargetSample(target=target, at_s=at_s, **{**whole, **fields})
 
 
-def working(target: str = "demo", *, until_s: int = 30) -> list[Look]:
+def working(target: str = "demo", *, until_s: int = 30) -> list[TargetSample]:
     """Looks at a server at work, one for each second."""
     return [one(float(at_s), target) for at_s in range(until_s + 1)]
 
 
-def stalled(target: str = "demo") -> list[Look]:
+def stalled(target: str = "demo") -> list[TargetSample]:
     """Looks at a server whose engine makes no progress."""
     observed = [seen(28.0 + at_s, still_s=20.0 + at_s) for at_s in range(3)]
-    lone = RULES[0].at("cmpl-a", "the engine does not know it")
+    lone = RULES[0].make_finding("cmpl-a", "the engine does not know it")
     return [
         one(
             item.at_s,
             target,
             seen=item,
-            stalls=tuple(stalls([item])),
-            asked=Asked(requests=ROWS, findings=(lone,), caches=CACHES),
+            stalls=tuple(find_stalls([item])),
+            asked=ServerDetails(requests=ROWS, findings=(lone,), caches=CACHES),
         )
         for item in observed
     ]
 
 
-def unreachable(target: str = "https://gpu7.example") -> Look:
+def unreachable(target: str = "https://gpu7.example") -> TargetSample:
     """A look at a server that does not answer."""
-    why = Unseen(target, "admin.unreachable", "gpu7.example does not answer", "look at its log")
-    return Look(target=target, at_s=30.0, problem=why)
+    why = Gap(target, "admin.unreachable", "gpu7.example does not answer", "look at its log")
+    return TargetSample(target=target, at_s=30.0, problem=why)
 
 
-def hostile(target: str = "demo") -> Look:
+def hostile(target: str = "demo") -> TargetSample:
     """A look at a server whose every text tries to move the cursor or to look like markup."""
     rows = tuple(
         msgspec.structs.replace(row, http_id=ESCAPES, id=ESCAPES, state=ESCAPES) for row in ROWS
     )
-    why = Unseen(ESCAPES, "agent.absent", ESCAPES, ESCAPES)
+    why = Gap(ESCAPES, "agent.absent", ESCAPES, ESCAPES)
     found = msgspec.structs.replace(
-        RULES[0].at(ESCAPES, ESCAPES), severity=Severity.ERROR, title=ESCAPES, next=ESCAPES
+        RULES[0].make_finding(ESCAPES, ESCAPES),
+        severity=Severity.ERROR,
+        title=ESCAPES,
+        next=ESCAPES,
     )
-    asked = Asked(requests=rows, findings=(found,), unseen=(why,), note=ESCAPES)
+    asked = ServerDetails(requests=rows, findings=(found,), unseen=(why,), note=ESCAPES)
     node = tuple(process(role, node=ESCAPES) for role in ("api", "engine"))
     return one(
         1.0, target, state=ESCAPES, model=ESCAPES, asked=asked, seen=seen(1.0, processes=node)
     )
 
 
-class Fake(Follower):
+class Fake(ServerFollower):
     """A follower of a server that there is not."""
 
-    def look(self) -> None:
+    def take_sample(self) -> None:
         pass
 
-    def ask(self) -> None:
+    def fetch_details(self) -> None:
         pass
 
 
-def board(**looks: list[Look]) -> Board:
+def board(**looks: list[TargetSample]) -> FollowedServers:
     """A board that shows such looks, by target."""
 
-    def make(target: str, server: Server | None) -> Follower:
+    def make(target: str, server: Server | None) -> ServerFollower:
         made = Fake(target, server)
         made.looks = tuple(looks[target])
         return made
 
-    return Board(tuple(looks), make)
+    return FollowedServers(tuple(looks), make)

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from textual.pilot import Pilot
 
-from vllmops.top.app import Top
-from vllmops.top.look import Board, Look
+from vllmops.top.app import TopApp
+from vllmops.top.look import FollowedServers, TargetSample
 
 from .looks import board, one, stalled
 from .looks import seen as observed
@@ -22,12 +22,12 @@ CELL = re.compile(r'<text class="[^"]*" x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</te
 WIDTH, HEIGHT = 12.2, 24.4  # of a character in Rich's pictures
 
 
-def made(of: Board) -> Top:
+def made(of: FollowedServers) -> TopApp:
     """The application at a time that does not pass."""
-    return Top(of, clock=lambda: 1e9, monotonic=lambda: 30.5)
+    return TopApp(of, clock=lambda: 1e9, monotonic=lambda: 30.5)
 
 
-def lines(app: Top) -> list[str]:
+def lines(app: TopApp) -> list[str]:
     """What is on the screen."""
     rows = [""] * app.size.height
     for x, y, text in CELL.findall(app.export_screenshot()):
@@ -50,7 +50,7 @@ def standard() -> Iterator[None]:
         time.tzset()
 
 
-def lively() -> Iterator[Look]:
+def lively() -> Iterator[TargetSample]:
     """Looks at a server whose load comes in waves."""
     tokens = 0.0
     for at_s in range(31):
@@ -69,7 +69,7 @@ async def shown() -> str:
             return app.export_screenshot(title="vllmops top")
 
 
-async def seen(app: Top, pilot: Pilot[None], *texts: str) -> None:
+async def seen(app: TopApp, pilot: Pilot[None], *texts: str) -> None:
     """Wait until the screen has these texts; it may go on to change."""
     for _ in range(300):
         await pilot.pause(0.2)
@@ -79,7 +79,7 @@ async def seen(app: Top, pilot: Pilot[None], *texts: str) -> None:
     raise AssertionError(f"no {texts} in\n{text}")
 
 
-async def settled(app: Top, pilot: Pilot[None], *texts: str, without: str = "") -> list[str]:
+async def settled(app: TopApp, pilot: Pilot[None], *texts: str, without: str = "") -> list[str]:
     """What is on the screen once it changes no more, and has these texts, and not that one."""
     before: list[str] = []
     for _ in range(600):

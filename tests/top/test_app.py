@@ -13,8 +13,8 @@ from textual.widgets import Tree
 
 from vllmops.streams import UNSAFE
 from vllmops.top import actions
-from vllmops.top.app import Top
-from vllmops.top.look import Asked, Board
+from vllmops.top.app import TopApp
+from vllmops.top.look import FollowedServers, ServerDetails
 
 from ..diagnose.servers import pulse
 from ..support.extent import EVERYTHING
@@ -22,7 +22,7 @@ from .looks import board, hostile, one, seen, stalled, unreachable, working
 from .screens import lines, made, settled, standard
 
 AWAY = "https://gpu7.example"
-Play = Callable[[Top, Pilot[None]], Awaitable[None]]
+Play = Callable[[TopApp, Pilot[None]], Awaitable[None]]
 STACKS = {
     "errors": [],
     "data": {
@@ -60,12 +60,12 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]
         commands.append(words)
         return 1, json.dumps(STACKS) if "--json" in words else "\x1b[2Jdone [b]this[/b]"
 
-    monkeypatch.setattr(actions, "run", run)
+    monkeypatch.setattr(actions, "run_command", run)
     monkeypatch.setenv("VLLMOPS_HOME", str(tmp_path))
     return commands
 
 
-def play(of: Board, script: Play) -> None:
+def play(of: FollowedServers, script: Play) -> None:
     async def begin() -> None:
         app = made(of)
         async with app.run_test(size=(80, 24)) as pilot:
@@ -76,7 +76,7 @@ def play(of: Board, script: Play) -> None:
 
 
 def test_all_is_on_a_small_screen() -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         parts = (
             "Quit",
             "3 servers, 2 in trouble",
@@ -102,7 +102,7 @@ def test_all_is_on_a_small_screen() -> None:
 def test_what_does_not_fit_is_not_cut_in_the_middle_of_a_number() -> None:
     pulses = (pulse("engine", running=12, waiting=1234, still_s=130.0, current_step=1234567),)
 
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         shown = await settled(app, pilot, "engine 20")
         (line,) = [line for line in shown if "engine 20" in line]
         assert line[:54].endswith("…"), line
@@ -115,7 +115,7 @@ def test_words_tell_all_that_colours_do(monkeypatch: pytest.MonkeyPatch, colour:
     if colour == "no":
         monkeypatch.setenv("NO_COLOR", "1")
 
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         assert app.no_color is (colour == "no")
         await settled(app, pilot, "Quit", "error: requests are pending")
 
@@ -125,7 +125,7 @@ def test_words_tell_all_that_colours_do(monkeypatch: pytest.MonkeyPatch, colour:
 def test_what_a_server_says_is_neither_obeyed_nor_taken_for_markup(
     ran: list[tuple[str, ...]],
 ) -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         app.board.followers["evil"].log = ("\x1b[2J[red]log[/red]\u202e",)
         app.board.followers["evil"].lines_read = 1
         for key in ("f", "r", "l", "s", "d"):
@@ -140,7 +140,7 @@ def test_what_a_server_says_is_neither_obeyed_nor_taken_for_markup(
 
 
 def test_an_action_runs_once_it_is_confirmed(ran: list[tuple[str, ...]]) -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         keys = (
             ("d", "doctor -t demo"),
             ("a", "requests abort -t demo --yes -- cmpl-a"),
@@ -165,7 +165,7 @@ def test_an_action_runs_once_it_is_confirmed(ran: list[tuple[str, ...]]) -> None
 
 
 def test_the_chosen_request_is_ended(ran: list[tuple[str, ...]]) -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("r")
         await settled(app, pilot, "chatcmpl-77aa")
         await pilot.press("down")
@@ -184,7 +184,7 @@ def test_the_chosen_request_is_ended(ran: list[tuple[str, ...]]) -> None:
 
 
 def test_without_requests_none_is_ended(ran: list[tuple[str, ...]]) -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("a", "y")
         await settled(app, pilot)
         assert ran == []
@@ -193,13 +193,13 @@ def test_without_requests_none_is_ended(ran: list[tuple[str, ...]]) -> None:
 
 
 def test_no_requests_are_told_from_those_that_are_not_seen() -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("r")
         await settled(app, pilot, "not seen: gpu7.example does not answer")
         await pilot.press("f")
         shown = await settled(app, pilot, f"{AWAY}: gpu7.example does not answer")
         assert not [line for line in shown if f"{AWAY}: {AWAY}" in line]
-        app.board.followers[AWAY].looks = (one(31.0, asked=Asked()),)
+        app.board.followers[AWAY].looks = (one(31.0, asked=ServerDetails()),)
         app.refresh_rows()
         await pilot.press("r")
         await settled(app, pilot, "none in flight", "u Resume")
@@ -208,7 +208,7 @@ def test_no_requests_are_told_from_those_that_are_not_seen() -> None:
 
 
 def test_stacks_are_of_the_chosen_process(ran: list[tuple[str, ...]]) -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await settled(app, pilot, "engine 20")
         await pilot.press("down", "down", "s")
         shown = "\n".join(await settled(app, pilot, "MainThread of 20", "step (core.py:7)"))
@@ -219,7 +219,7 @@ def test_stacks_are_of_the_chosen_process(ran: list[tuple[str, ...]]) -> None:
 
 
 def test_the_log_is_filtered(ran: list[tuple[str, ...]]) -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         follower = app.board.followers["demo"]
         follower.log, follower.lines_read = ("INFO all is well", "ERROR one", "ERROR two"), 3
         await pilot.press("l")
@@ -238,28 +238,28 @@ def test_the_log_is_filtered(ran: list[tuple[str, ...]]) -> None:
 
 
 def test_servers_that_come_and_go_leave_the_choice_alone() -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await settled(app, pilot, "demo  ready", "two  stalled")
         await pilot.press(*["down"] * 6)
         await settled(app, pilot)
-        assert app.key == ("two", "", 20)
+        assert app.selected_key == ("two", "", 20)
         new = app.board.make("demo", None)
         app.board.followers = {"another": new, **app.board.followers}
         await settled(app, pilot, "another")
-        assert app.key == ("two", "", 20)
+        assert app.selected_key == ("two", "", 20)
         # Two changes before the cursor is where it belongs after the first: as on a busy machine.
         for name in ("third", "fourth"):
             app.board.followers = {name: new, **app.board.followers}
             app.refresh_rows()
             assert app.query_one(Tree).last_line > 0  # it is built, with its cursor anywhere
-            assert app.key == ("two", "", 20)
+            assert app.selected_key == ("two", "", 20)
         await settled(app, pilot, "two  stalled")
-        assert app.key == ("two", "", 20)
+        assert app.selected_key == ("two", "", 20)
         del app.board.followers["two"]
         app.refresh_rows()
         await settled(app, pilot)
-        assert app.key
-        assert app.key[0] != "two"
+        assert app.selected_key
+        assert app.selected_key[0] != "two"
 
     play(board(demo=working(), two=stalled("two")), script)
 
@@ -267,7 +267,7 @@ def test_servers_that_come_and_go_leave_the_choice_alone() -> None:
 def test_quitting_ends_the_looks() -> None:
     shown = board(demo=working())
 
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("q")
 
     play(shown, script)
@@ -275,7 +275,7 @@ def test_quitting_ends_the_looks() -> None:
 
 
 def test_without_a_server_the_screen_says_so() -> None:
-    async def script(app: Top, pilot: Pilot[None]) -> None:
+    async def script(app: TopApp, pilot: Pilot[None]) -> None:
         app.board.targets = ()
         await settled(app, pilot, "no vLLM server runs here")
         assert lines(app)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from vllmops.instances.servers import Server, resolve
-from vllmops.targets import Access, access
+from vllmops.instances.servers import Server, resolve_server
+from vllmops.targets import RemoteAccess, access
 from vllmops.top import look, rows
-from vllmops.top.look import Board, Follower
-from vllmops.watch.watched import Phase
+from vllmops.top.look import FollowedServers, ServerFollower
+from vllmops.watch.watched import ServerPhase
 
 from ..support.fleet import Fleet
 from ..support.waiting import until
@@ -27,17 +27,17 @@ def test_one_that_does_not_answer_holds_up_no_other(monkeypatch: pytest.MonkeyPa
     counts: dict[str, int] = {"well": 0, "hung": 0}
 
     class Counting(Fake):
-        def look(self) -> None:
+        def take_sample(self) -> None:
             counts[self.target] += 1
             if self.target == "hung":
                 hangs.wait()
 
     monkeypatch.setattr(look, "LOOK_S", 0.01)
-    board = Board(("hung", "well"), Counting)
-    board.begin()
+    board = FollowedServers(("hung", "well"), Counting)
+    board.start_following()
     until(lambda: counts["well"] > 5 and counts["hung"])
     assert counts["hung"] == 1
-    board.end()
+    board.stop_following()
     hangs.set()
 
 
@@ -45,48 +45,48 @@ def test_a_look_that_fails_is_told_and_the_next_one_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Failing(Fake):
-        def look(self) -> None:
+        def take_sample(self) -> None:
             self.looks = (*self.looks, *working(until_s=0))
             raise RuntimeError("broken")
 
     monkeypatch.setattr(look, "LOOK_S", 0.01)
-    board = Board(("demo",), Failing)
-    board.begin()
+    board = FollowedServers(("demo",), Failing)
+    board.start_following()
     until(lambda: len(board.followers["demo"].looks) > 1)
     assert "RuntimeError: broken" in board.failures[0]
-    board.end()
+    board.stop_following()
 
 
 def test_an_instance_is_followed_from_its_start_to_its_end(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(look, "METRICS_S", 600.0)  # soon, however long the machine takes
-    follower = Follower("demo")
-    follower.look()
-    assert follower.last
-    assert follower.last.problem
-    assert follower.last.problem.code == "target.unknown"
+    follower = ServerFollower("demo")
+    follower.take_sample()
+    assert follower.last_sample
+    assert follower.last_sample.problem
+    assert follower.last_sample.problem.code == "target.unknown"
     lab.serve("demo")
     follower.resolved_s = float("-inf")
     follower.reads_log = True
-    follower.look()
-    row = rows.server("demo", follower.looks, 0.0)
+    follower.take_sample()
+    row = rows.make_server_row("demo", follower.looks, 0.0)
     assert (row.state, follower.failure) == ("ready", None)
     assert {item.role for node in row.nodes for item in node.processes} == {
         "api",
         "engine",
         "worker",
     }
-    assert follower.last.seen
-    assert follower.last.seen.metrics is not None
-    follower.look()  # soon after: the server is not asked again
-    assert follower.last.seen
-    assert follower.last.seen.metrics is None
+    assert follower.last_sample.seen
+    assert follower.last_sample.seen.metrics is not None
+    follower.take_sample()  # soon after: the server is not asked again
+    assert follower.last_sample.seen
+    assert follower.last_sample.seen.metrics is None
     assert follower.log
     assert follower.lines_read == len(follower.log)
     assert lab.vllmops("stop", "demo", "--force").code == 0
-    follower.look()
-    row = rows.server("demo", follower.looks, 0.0)
+    follower.take_sample()
+    row = rows.make_server_row("demo", follower.looks, 0.0)
     assert row.state == "stopped"
     assert row.unseen[0].hint == "vllmops logs demo"
 
@@ -99,32 +99,32 @@ def test_no_agent_is_recommended_for_processes_that_have_ended(
 ) -> None:
     server = Server(None, ())
     processes = [SimpleNamespace(state=state) for state in states]
-    follower: Any = Follower("11", server)
-    follower.watched, follower.phase = SimpleNamespace(server=server), Phase.UP
+    follower: Any = ServerFollower("11", server)
+    follower.watched, follower.phase = SimpleNamespace(server=server), ServerPhase.UP
     follower.looks = (SimpleNamespace(seen=SimpleNamespace(pulses=(), processes=processes)),)
-    follower.ask()
+    follower.fetch_details()
     assert [each.hint for each in follower.asked.unseen] == hints
 
 
 def test_new_servers_are_discovered_and_strangers_that_ended_forgotten(lab: Any) -> None:
-    board = Board((), Fake)
-    board.discover()
+    board = FollowedServers((), Fake)
+    board.discover_servers()
     assert board.followers == {}
     lab.serve("demo")
     stranger = lab.stranger()
-    board.discover()
+    board.discover_servers()
     assert board.followers.keys() == {"demo", str(stranger.pid)}
-    board.end()
-    gone = board.followers[str(stranger.pid)] = Follower(
-        str(stranger.pid), resolve(str(stranger.pid))
+    board.stop_following()
+    gone = board.followers[str(stranger.pid)] = ServerFollower(
+        str(stranger.pid), resolve_server(str(stranger.pid))
     )
-    gone.look()
+    gone.take_sample()
     os.killpg(stranger.pid, signal.SIGKILL)
     until(lambda: stranger.poll() is not None)
 
     def forgotten() -> bool:  # once all its processes are gone
-        gone.look()
-        board.discover()
+        gone.take_sample()
+        board.discover_servers()
         return board.followers.keys() == {"demo"}
 
     until(forgotten)
@@ -132,13 +132,13 @@ def test_new_servers_are_discovered_and_strangers_that_ended_forgotten(lab: Any)
 
 def test_a_server_on_another_machine_is_seen_by_its_url(spawn: Any, tmp_path: Any) -> None:
     fleet = Fleet(spawn, tmp_path)
-    before = access.set(Access(fleet.token))
+    before = access.set(RemoteAccess(fleet.token))
     try:
-        follower = Follower(fleet.url)
-        follower.look()
-        follower.ask()
-        follower.look()
-        row = rows.server(fleet.url, follower.looks, 0.0)
+        follower = ServerFollower(fleet.url)
+        follower.take_sample()
+        follower.fetch_details()
+        follower.take_sample()
+        row = rows.make_server_row(fleet.url, follower.looks, 0.0)
         assert (row.state, row.unseen) == ("up", ())
         (node,) = row.nodes
         assert {item.role for item in node.processes} == {"api", "engine", "worker"}
@@ -146,8 +146,8 @@ def test_a_server_on_another_machine_is_seen_by_its_url(spawn: Any, tmp_path: An
         os.kill(fleet.api, signal.SIGKILL)
 
         def state() -> str | None:
-            follower.look()
-            return rows.server(fleet.url, follower.looks, 0.0).severity
+            follower.take_sample()
+            return rows.make_server_row(fleet.url, follower.looks, 0.0).severity
 
         until(lambda: state() == "error")
     finally:
@@ -163,7 +163,7 @@ def test_two_looks_are_enough_for_rates_and_no_server_is_waited_for_longer(
     order: list[str] = []
 
     class Slow(Fake):
-        def look(self) -> None:
+        def take_sample(self) -> None:
             order.append(self.target)
             if self.target == "hung":
                 hangs.wait()
@@ -178,8 +178,8 @@ def test_two_looks_are_enough_for_rates_and_no_server_is_waited_for_longer(
 
     begun: list[float] = []
     monkeypatch.setattr(look, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
-    slow: list[Follower] = [Slow("hung"), Slow("well", Server(None, ()))]
-    look.once(slow, 3.0)
+    slow: list[ServerFollower] = [Slow("hung"), Slow("well", Server(None, ()))]
+    look.take_two_samples(slow, 3.0)
     until(lambda: "hung" in order)
     assert sorted(order) == ["hung", "well", "well"]
     hangs.set()

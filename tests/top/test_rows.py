@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from vllmops.diagnose.findings import Severity
-from vllmops.output import console
-from vllmops.protocol.server import Unseen
+from vllmops.output import make_console
+from vllmops.protocol.server import Gap
 from vllmops.streams import UNSAFE
 from vllmops.top import rows, screen
 
@@ -15,14 +15,14 @@ from .looks import hostile, one, seen, stalled, unreachable, working
 
 
 def test_a_server_at_work_has_its_processes_and_figures() -> None:
-    row = rows.server("demo", working(), 30.5)
+    row = rows.make_server_row("demo", working(), 30.5)
     assert (row.state, row.severity, row.age_s) == ("ready", None, 0.5)
     (node,) = row.nodes
     assert [item.role for item in node.processes] == ["api", "engine", "worker"]
     engine = node.processes[1]
     assert (engine.state, engine.step, engine.running, engine.waiting) == ("at work", 4711, 1, 1)
     assert engine.cpu == pytest.approx(0.5)
-    assert row.figures == rows.Figures(100.0, 1, 1, 0.45, 0.8, None)
+    assert row.figures == rows.ServerFigures(100.0, 1, 1, 0.45, 0.8, None)
     (cache,) = row.caches
     assert (cache.name, cache.entries, cache.used) == ("mm-lru P0", 3, 1 << 30)
     assert (len(row.requests), row.findings, row.unseen) == (2, (), ())
@@ -30,16 +30,16 @@ def test_a_server_at_work_has_its_processes_and_figures() -> None:
 
 def test_figures_are_unknown_before_metrics_are_read_twice() -> None:
     blind = [one(float(at_s), seen=seen(at_s, metrics=None)) for at_s in range(3)]
-    figures = rows.server("demo", blind, 3.0).figures
-    assert figures == rows.Figures(running=1, waiting=1)
+    figures = rows.make_server_row("demo", blind, 3.0).figures
+    assert figures == rows.ServerFigures(running=1, waiting=1)
     (once,) = working(until_s=0)
-    assert rows.server("demo", [once], 0.0).figures.tokens_per_s is None
+    assert rows.make_server_row("demo", [once], 0.0).figures.tokens_per_s is None
 
 
 def test_counters_that_start_anew_give_no_rate() -> None:
     looks = [one(0.0, seen=seen(50.0)), one(1.0, seen=seen(0.0)), one(2.0, seen=seen(1.0))]
-    assert rows.figures(looks[:2]).tokens_per_s is None
-    assert rows.figures(looks).tokens_per_s == 100.0
+    assert rows.compute_figures(looks[:2]).tokens_per_s is None
+    assert rows.compute_figures(looks).tokens_per_s == 100.0
 
 
 def test_rates_are_per_second_however_far_readings_are_apart() -> None:
@@ -47,15 +47,15 @@ def test_rates_are_per_second_however_far_readings_are_apart() -> None:
         one(at_s, seen=seen(at_s) if at_s % 5 == 0 else seen(at_s, metrics=None))
         for at_s in map(float, range(11))
     ]
-    assert rows.figures(looks).tokens_per_s == 100.0
-    found = rows.series(looks)
+    assert rows.compute_figures(looks).tokens_per_s == 100.0
+    found = rows.make_sparkline_series(looks)
     assert found["tokens_per_s"] == [100.0, 100.0]
     assert found["kv"] == [0.45] * 3
     assert found["running"] == [1.0] * 11
 
 
 def test_a_stall_is_a_finding_and_the_state() -> None:
-    row = rows.server("demo", stalled(), 30.0)
+    row = rows.make_server_row("demo", stalled(), 30.0)
     assert (row.state, row.severity) == ("stalled for 22 s", Severity.ERROR)
     assert row.findings[0].code == "engine.no-progress"
     assert len(row.findings) == 2
@@ -67,7 +67,7 @@ def test_what_only_stacks_can_decide_is_a_warning() -> None:
     from vllmops.diagnose.progress import Stall
 
     doubt = Stall("api.no-progress", "api 10", 12.0, "an HTTP request arrived", doubt="work")
-    row = rows.server("demo", [one(1.0, stalls=(doubt,))], 1.0)
+    row = rows.make_server_row("demo", [one(1.0, stalls=(doubt,))], 1.0)
     assert (row.state, row.severity) == ("perhaps stalled for 12 s", Severity.WARNING)
     assert row.findings[0].severity is Severity.WARNING
     assert "stacks" in row.findings[0].evidence
@@ -92,12 +92,12 @@ def test_what_a_process_does(
     state: str, fields: dict[str, Any] | None, text: str, severity: Severity | None
 ) -> None:
     shown = None if fields is None else pulse("engine", **fields)
-    assert rows.words(process("engine", state), shown) == (text, severity)
+    assert rows.describe_process_state(process("engine", state), shown) == (text, severity)
 
 
 def test_a_server_that_drains_says_so() -> None:
     drains = seen(1.0, health=503, pulses=(pulse("api", handed=1, unready="draining"),))
-    row = rows.server("demo", [one(1.0, seen=drains)], 1.0)
+    row = rows.make_server_row("demo", [one(1.0, seen=drains)], 1.0)
     assert (row.state, row.severity, row.findings) == (
         "ready, draining",
         Severity.WARNING,
@@ -110,30 +110,36 @@ def test_nodes_and_ranks_make_a_tree() -> None:
         process("worker", pid=number, node=f"n{number // 2}", ranks=f"TP{number}")
         for number in range(4)
     )
-    row = rows.server("demo", [one(1.0, seen=seen(1.0, processes=placed, pulses=()))], 1.0)
+    row = rows.make_server_row("demo", [one(1.0, seen=seen(1.0, processes=placed, pulses=()))], 1.0)
     found = {node.name: [item.ranks for item in node.processes] for node in row.nodes}
     assert found == {"n0": ["TP0", "TP1"], "n1": ["TP2", "TP3"]}
 
 
 def test_a_server_that_starts_fails_or_is_not_reached() -> None:
     starting = one(1.0, state="starting", stage="loading weights", why="starting")
-    row = rows.server("demo", [starting], 1.0)
-    assert (screen.state(row), row.severity, row.unseen) == ("starting: loading weights", None, ())
-    failed = rows.server("demo", [one(1.0, state="failed", why="it failed: OOM", seen=None)], 1.0)
+    row = rows.make_server_row("demo", [starting], 1.0)
+    assert (screen.format_state(row), row.severity, row.unseen) == (
+        "starting: loading weights",
+        None,
+        (),
+    )
+    failed = rows.make_server_row(
+        "demo", [one(1.0, state="failed", why="it failed: OOM", seen=None)], 1.0
+    )
     assert (failed.state, failed.severity) == ("failed", Severity.ERROR)
-    assert failed.unseen == (Unseen("demo", "target.over", "it failed: OOM", "vllmops logs demo"),)
-    away = rows.server("x", [unreachable()], 40.0)
+    assert failed.unseen == (Gap("demo", "target.over", "it failed: OOM", "vllmops logs demo"),)
+    away = rows.make_server_row("x", [unreachable()], 40.0)
     assert (away.state, away.severity) == ("not seen", Severity.ERROR)
     assert away.unseen[0].code == "admin.unreachable"
-    late = rows.server("x", working(), 40.0)
-    assert screen.state(late) == "ready (seen 10s ago)"
-    assert rows.server("x", [], 1.0).state == "not seen yet"
+    late = rows.make_server_row("x", working(), 40.0)
+    assert screen.format_state(late) == "ready (seen 10s ago)"
+    assert rows.make_server_row("x", [], 1.0).state == "not seen yet"
 
 
 @pytest.mark.parametrize(("state", "text"), [("?", "not reached"), ("", "ended")])
 def test_a_server_whose_processes_are_all_lost_is_not_up(state: str, text: str) -> None:
     lost = seen(1.0, processes=(process("api", state), process("engine", state)))
-    row = rows.server("x", [one(1.0, state="", seen=lost)], 1.0)
+    row = rows.make_server_row("x", [one(1.0, state="", seen=lost)], 1.0)
     assert (row.state, row.severity) == (text, Severity.ERROR)
 
 
@@ -144,13 +150,13 @@ def test_the_screen_fits_a_small_terminal_and_obeys_no_escape(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", colour)
     output = [
-        rows.server("demo", working(), 31.0),
-        rows.server("two", stalled(), 30.0),
-        rows.server("away", [unreachable()], 31.0),
-        rows.server("evil", [hostile()], 1.0),
+        rows.make_server_row("demo", working(), 31.0),
+        rows.make_server_row("two", stalled(), 30.0),
+        rows.make_server_row("away", [unreachable()], 31.0),
+        rows.make_server_row("evil", [hostile()], 1.0),
     ]
-    for part in screen.screen(output):
-        console().print(part)
+    for part in screen.render_servers(output):
+        make_console().print(part)
     shown = capsys.readouterr().out
     assert not UNSAFE.search(shown)
     assert max(map(len, shown.splitlines())) <= 80

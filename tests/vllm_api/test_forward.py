@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from vllmops.targets import Pod, parsed
+from vllmops.targets import Pod, parse_target
 from vllmops.vllm_api import forward, http
 
 from ..support import commands
@@ -43,7 +43,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         import_module("kubernetes.client")
         import_module("kubernetes.stream")
         # Nor is a server away that is slow.
-        asking = (http.healthy, http.health, http.status, http.code, http.metrics)
+        asking = (
+            http.is_healthy,
+            http.fetch_health,
+            http.fetch_health_status,
+            http.fetch_status_code,
+            http.fetch_metrics,
+        )
         patiently(patch, "timeout_s", *asking)
         forking = Forking(commands.alone)
         patch.setattr(commands, "forking", lambda: forking)
@@ -69,8 +75,8 @@ def cluster(fleet: Fleet) -> Iterator[Cluster]:
 
 def test_what_names_a_pod() -> None:
     text = "k8s:inference/vllm-0"
-    assert parsed(text) == Pod(text, "inference", "vllm-0", 8000)
-    assert parsed(f"{text}:9000") == Pod(f"{text}:9000", "inference", "vllm-0", 9000)
+    assert parse_target(text) == Pod(text, "inference", "vllm-0", 8000)
+    assert parse_target(f"{text}:9000") == Pod(f"{text}:9000", "inference", "vllm-0", 9000)
 
 
 def test_a_server_in_a_pod(vllmops: Vllmops, fleet: Fleet, cluster: Cluster, folder: Path) -> None:
@@ -121,7 +127,7 @@ def test_what_is_wrong_with_a_pod_is_told(
 @pytest.mark.root_only
 def test_nobody_else_reaches_the_pod(cluster: Cluster, folder: Path) -> None:
     cluster.configuration(folder)
-    made = forward.Forward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
+    made = forward.PortForward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
     assert stat.S_IMODE(os.stat(made.path.parent).st_mode) == 0o700
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:
         for _ in range(3):
@@ -150,9 +156,9 @@ def test_a_pod_is_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(pod)
         return SimpleNamespace(path=Path(f"/{len(made)}"))
 
-    monkeypatch.setattr(forward, "Forward", forwarded)
+    monkeypatch.setattr(forward, "PortForward", forwarded)
     pods = [Pod(name, "a", name, 8000) for name in ("b", "c", "b")]
-    first, other, again = map(forward.endpoint, pods)
+    first, other, again = map(forward.open_pod_endpoint, pods)
     assert first == again != other
     assert made == pods[:2]
-    forward.endpoint.cache_clear()
+    forward.open_pod_endpoint.cache_clear()

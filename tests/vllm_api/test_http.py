@@ -14,7 +14,7 @@ from vllmops.doctor import examine
 from vllmops.instances.servers import Server
 from vllmops.protocol.metrics import Metrics
 from vllmops.vllm_api import http
-from vllmops.vllm_api.http import health, healthy, metrics, status
+from vllmops.vllm_api.http import fetch_health, fetch_health_status, fetch_metrics, is_healthy
 
 from ..support.waiting import patiently
 
@@ -44,7 +44,9 @@ python_gc_objects_collected_total{generation="0"} 5.0
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that answers may take its time on a busy machine; the others get little."""
     monkeypatch.setattr(http, "TIMEOUT_S", 60.0)
-    patiently(monkeypatch, "timeout_s", healthy, health, status, metrics)
+    patiently(
+        monkeypatch, "timeout_s", is_healthy, fetch_health, fetch_health_status, fetch_metrics
+    )
 
 
 @pytest.fixture
@@ -95,20 +97,20 @@ def test_health(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     # A proxy for the outside is not for a server on this machine.
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    assert healthy(serve())
-    assert status(serve(503)) == 503
-    assert not healthy(serve(503))
+    assert is_healthy(serve())
+    assert fetch_health_status(serve(503)) == 503
+    assert not is_healthy(serve(503))
     drains = serve(503, headers={"Retry-After": "5"})
-    assert (health(drains), status(drains)) == ((503, True), 503)
-    assert health(serve(503)) == (503, False)
-    assert health(serve(200, headers={"Retry-After": "5"})) == (200, False)
+    assert (fetch_health(drains), fetch_health_status(drains)) == ((503, True), 503)
+    assert fetch_health(serve(503)) == (503, False)
+    assert fetch_health(serve(200, headers={"Retry-After": "5"})) == (200, False)
 
 
 def test_a_server_that_drains_is_not_said_to_be_unhealthy(serve: Serve) -> None:
     def seen(url: str) -> int | None:
         port = int(url.rpartition(":")[2])
         server = Server(None, (), host="127.0.0.1", port=port)
-        return examine.look(server, 0.0).health
+        return examine.observe_server(server, 0.0).health
 
     assert seen(serve(503)) == 503
     assert seen(serve(503, headers={"Retry-After": "5"})) is None
@@ -130,22 +132,22 @@ def test_a_server_that_drains_is_not_said_to_be_unhealthy(serve: Serve) -> None:
 def test_vllm_ends_requests_by_its_own_routes(
     serve: Serve, posts: dict[str, bytes], ids: list[str], count: int | None
 ) -> None:
-    assert http.abort(serve(posts=posts), ids) == count
+    assert http.abort_requests_or_all(serve(posts=posts), ids) == count
 
 
 def test_nobody_there() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
-        assert status(url) is None
-        assert not healthy(url)
-        assert metrics(url) is None
+        assert fetch_health_status(url) is None
+        assert not is_healthy(url)
+        assert fetch_metrics(url) is None
 
 
 def test_a_server_that_takes_too_long(serve: Serve) -> None:
     url = serve(silent=True)
-    assert status(url, timeout_s=1) == 0
-    assert metrics(url, timeout_s=1) is None
+    assert fetch_health_status(url, timeout_s=1) == 0
+    assert fetch_metrics(url, timeout_s=1) is None
 
 
 @pytest.mark.parametrize("words", ["HTTP/1.1 200 OK\r\nx: ", "HTTP/1.1 200 OK\r\n\r\n"])
@@ -160,20 +162,20 @@ def test_an_answer_that_trickles_in(words: str) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=trickle, args=(server,), daemon=True).start()
-        assert status(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=1) == 0
+        assert fetch_health_status(f"http://127.0.0.1:{server.getsockname()[1]}", timeout_s=1) == 0
 
 
 def test_an_answer_without_end(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "SHORT_BYTES", 1000)
-    assert status(serve(body=bytes(1000))) == 200
-    assert status(serve(body=bytes(1001))) is None
+    assert fetch_health_status(serve(body=bytes(1000))) == 200
+    assert fetch_health_status(serve(body=bytes(1001))) is None
     monkeypatch.setattr(http, "METRICS_BYTES", 1000)
-    assert metrics(serve(body=b" " * 1000)) == Metrics()
-    assert metrics(serve(body=b" " * 1001)) is None
+    assert fetch_metrics(serve(body=b" " * 1000)) == Metrics()
+    assert fetch_metrics(serve(body=b" " * 1001)) is None
 
 
 def test_something_that_does_not_speak_http(listener: int) -> None:
-    assert status(f"http://127.0.0.1:{listener}", timeout_s=1) == 0
+    assert fetch_health_status(f"http://127.0.0.1:{listener}", timeout_s=1) == 0
 
 
 @pytest.mark.parametrize(
@@ -184,27 +186,27 @@ def test_addresses_that_are_none(url: str, monkeypatch: pytest.MonkeyPatch) -> N
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)  # what a network says of it, and how late
-    assert status(url) is None
+    assert fetch_health_status(url) is None
 
 
 def test_metrics_are_summed_over_the_engines(serve: Serve) -> None:
-    assert metrics(serve(body=METRICS)) == Metrics(
+    assert fetch_metrics(serve(body=METRICS)) == Metrics(
         running=3.0, waiting=4.0, kv_cache_usage=0.25, prefix_queries=100.0, mm_hits=3.0
     )
 
 
 def test_the_kv_cache_share_of_two_engines_is_still_a_share(serve: Serve) -> None:
     body = METRICS + b'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 0.95\n'
-    found = metrics(serve(body=body))
+    found = fetch_metrics(serve(body=body))
     assert found
     assert found.kv_cache_usage is not None
     assert 0 <= found.kv_cache_usage <= 1
 
 
 def test_metrics_that_are_none(serve: Serve) -> None:
-    assert metrics(serve(404)) is None
-    assert metrics(serve(body=b"")) == Metrics()
-    assert metrics(serve(body=b"<html>{ not metrics")) is None
+    assert fetch_metrics(serve(404)) is None
+    assert fetch_metrics(serve(body=b"")) == Metrics()
+    assert fetch_metrics(serve(body=b"<html>{ not metrics")) is None
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "1e308"])
@@ -216,7 +218,7 @@ def test_a_metric_that_is_no_figure_is_none(serve: Serve, value: str) -> None:
             f'vllm:kv_cache_usage_perc{{engine="2",model_name="m"}} {value}\n'
         ).encode()
     )
-    found = metrics(serve(body=body))
+    found = fetch_metrics(serve(body=body))
     assert found
     assert found.running is None
     assert found.kv_cache_usage in {None, 0.25}
@@ -241,6 +243,6 @@ def test_an_answer_that_comes_by_the_byte_is_not_waited_for() -> None:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Dripping)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    assert metrics(f"http://127.0.0.1:{server.server_port}", timeout_s=1) is None
+    assert fetch_metrics(f"http://127.0.0.1:{server.server_port}", timeout_s=1) is None
     server.shutdown()
     server.server_close()

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from vllmops.commands.responses import sources
-from vllmops.commands.responses.sources import retried, walk
-from vllmops.errors import Exit, VllmopsError
-from vllmops.store.backend import Query, Response, StoreUnavailable
+from vllmops.commands.responses.sources import iterate_pages, retry_while_unavailable
+from vllmops.errors import ExitCode, VllmopsError
+from vllmops.store.backend import Response, ResponseQuery, StoreUnavailable
 from vllmops.vllm_api import http, responses
 from vllmops.vllm_api.endpoint import Endpoint
-from vllmops.vllm_api.responses import Http
+from vllmops.vllm_api.responses import HttpResponseSource
 
 from ..support.waiting import until
 
@@ -64,17 +64,21 @@ def hostile() -> Iterator[Hostile]:
 
 
 def asked(
-    place: Endpoint, question: Callable[[Http], Awaitable[Any]], timeout_s: float = TIMEOUT_S
+    place: Endpoint,
+    question: Callable[[HttpResponseSource], Awaitable[Any]],
+    timeout_s: float = TIMEOUT_S,
 ) -> Any:
     async def ask() -> Any:
-        async with Http(place, timeout_s=timeout_s) as server:
+        async with HttpResponseSource(place, timeout_s=timeout_s) as server:
             return await question(server)
 
     return asyncio.run(ask())
 
 
 def refusal(
-    place: Endpoint, question: Callable[[Http], Awaitable[Any]], timeout_s: float = TIMEOUT_S
+    place: Endpoint,
+    question: Callable[[HttpResponseSource], Awaitable[Any]],
+    timeout_s: float = TIMEOUT_S,
 ) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
         asked(place, question, timeout_s)
@@ -101,11 +105,11 @@ def endless(head: bytes, part: bytes, pause_s: float = 0.0) -> Callable[[], Part
     return answer
 
 
-QUESTIONS: dict[str, Callable[[Http], Awaitable[Any]]] = {
-    "list": lambda server: server.page(Query()),
+QUESTIONS: dict[str, Callable[[HttpResponseSource], Awaitable[Any]]] = {
+    "list": lambda server: server.list_responses(ResponseQuery()),
     "get": lambda server: server.get("a"),
-    "items": lambda server: server.items(one()),
-    "events": lambda server: server.events(one()),
+    "items": lambda server: server.list_input_items(one()),
+    "events": lambda server: server.read_events(one()),
     "cancel": lambda server: server.cancel("a"),
     "delete": lambda server: server.delete("a"),
 }
@@ -117,7 +121,7 @@ def test_what_is_no_part_of_a_path_is_no_response(hostile: Hostile, response_id:
     endpoint = hostile(lambda: iter([JSON, b"\r\n{}"]))
 
     async def asked() -> None:
-        async with Http(endpoint, timeout_s=TIMEOUT_S) as server:
+        async with HttpResponseSource(endpoint, timeout_s=TIMEOUT_S) as server:
             with pytest.raises(VllmopsError) as caught:
                 await server.get(response_id)
             assert caught.value.code == "responses.unknown"
@@ -134,7 +138,7 @@ def test_an_answer_without_end(
     monkeypatch.setattr(http, "ANSWER_BYTES", 1 << 20)
     head = EVENTS if question is QUESTIONS["events"] else JSON + b"\r\n"
     error = refusal(hostile(endless(head, b"x" * 65536)), question)
-    assert (error.code, error.exit_code) == ("responses.unreachable", Exit.NOT_FOUND)
+    assert (error.code, error.exit_code) == ("responses.unreachable", ExitCode.NOT_FOUND)
     assert "more than 1 MiB" in error.message
 
 
@@ -145,14 +149,14 @@ def test_an_answer_that_trickles_in(
 ) -> None:
     monkeypatch.setattr(http, "GRACE_S", 0.05)
     error = refusal(hostile(endless(head, b"x", 0.05)), question, SHORT_S)
-    assert (error.code, error.exit_code) == ("responses.timeout", Exit.TIMED_OUT)
+    assert (error.code, error.exit_code) == ("responses.timeout", ExitCode.TIMED_OUT)
 
 
 def test_events_that_trickle_in(hostile: Hostile) -> None:
     place = hostile(endless(EVENTS, EVENT, 0.05))
     assert refusal(place, QUESTIONS["events"], SHORT_S).code == "responses.timeout"
     # Some have come by then, unless this machine was busy.
-    until(lambda: asked(place, lambda server: server.events(one("in_progress")), 3.0))
+    until(lambda: asked(place, lambda server: server.read_events(one("in_progress")), 3.0))
 
 
 @pytest.mark.parametrize("coding", [b"gzip", b"gzip, gzip", b"br"])
@@ -182,8 +186,8 @@ def test_lists_without_end(hostile: Hostile, new: bool, monkeypatch: pytest.Monk
     numbers = itertools.count()
     place = hostile(lambda: whole(listed(next(numbers) if new else 1)))
 
-    async def walked(server: Http) -> None:
-        async for _ in walk(server, Query()):
+    async def walked(server: HttpResponseSource) -> None:
+        async for _ in iterate_pages(server, ResponseQuery()):
             pass
 
     for question in (QUESTIONS["items"], walked):
@@ -202,13 +206,16 @@ def test_a_server_that_wants_to_be_asked_later(
     head += "Connection: close\r\n\r\n"
     place = hostile(lambda: iter([head.encode("latin-1")]))
     with pytest.raises(StoreUnavailable):
-        asked(place, lambda server: retried(lambda: server.page(Query())))
+        asked(
+            place,
+            lambda server: retry_while_unavailable(lambda: server.list_responses(ResponseQuery())),
+        )
 
 
 def test_figures_of_a_server_without_responses(hostile: Hostile, vllmops: Any) -> None:
     place = hostile(lambda: whole({"object": "list", "data": []}))
     answer = vllmops("responses", "stats", "--json", "-t", place.url)
-    assert (answer.code, answer.data["count"]) == (Exit.OK, 0)
+    assert (answer.code, answer.data["count"]) == (ExitCode.OK, 0)
 
 
 @pytest.mark.parametrize("key", ["sk-ü", "sk-\udcff", "sk-a\nX: y", "sk-a\r"])

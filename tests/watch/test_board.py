@@ -13,56 +13,56 @@ import httpx
 import pytest
 
 from vllmops.errors import VllmopsError
-from vllmops.instances.record import Folder
-from vllmops.protocol.probe import Verdict
+from vllmops.instances.record import InstanceFolder
+from vllmops.protocol.probe import ProbeResult
 from vllmops.quick_probe import FILE
-from vllmops.watch.board import Board, Listener
+from vllmops.watch.board import ProbeBoard, ProbeServer
 
 from ..support.ports import free_port
 
-WELL = Verdict(live=True, ready=True, started=True)
-STUCK = Verdict(live=False, ready=False, started=True, reason="no token for 12 s", evidence="b")
+WELL = ProbeResult(live=True, ready=True, started=True)
+STUCK = ProbeResult(live=False, ready=False, started=True, reason="no token for 12 s", evidence="b")
 
 
 @pytest.fixture
-def folder(home: Path) -> Folder:
-    found = Folder("a")
+def folder(home: Path) -> InstanceFolder:
+    found = InstanceFolder("a")
     found.path.mkdir(mode=0o700, parents=True)
     return found
 
 
-def test_the_file_has_the_last_verdict(folder: Folder) -> None:
-    board = Board(folder, 2.0)
+def test_the_file_has_the_last_verdict(folder: InstanceFolder) -> None:
+    board = ProbeBoard(folder, 2.0)
     for verdict in (WELL, STUCK, WELL):
         before_s = time.monotonic()
-        board.show(verdict, 5.0)
+        board.publish(verdict, 5.0)
         kept = json.loads((folder.path / FILE).read_text())
-        assert (Verdict(*kept["verdict"]), kept["start"]) == (verdict, 5.0)
+        assert (ProbeResult(*kept["verdict"]), kept["start"]) == (verdict, 5.0)
         assert before_s + 20 < kept["until"] < time.monotonic() + 60
     assert os.stat(folder.path / FILE).st_mode & 0o777 == 0o600
     before = os.stat(folder.path / FILE).st_mtime_ns
-    board.show(WELL, 5.0)  # nothing new
+    board.publish(WELL, 5.0)  # nothing new
     assert os.stat(folder.path / FILE).st_mtime_ns == before
 
 
 def test_a_file_that_can_not_be_written_hinders_nothing(home: Path) -> None:
-    board = Board(Folder("gone"), 2.0)
-    board.show(STUCK, 5.0)
-    assert board.last() == STUCK
+    board = ProbeBoard(InstanceFolder("gone"), 2.0)
+    board.publish(STUCK, 5.0)
+    assert board.get_current_result() == STUCK
 
 
-def test_a_watch_that_does_not_look_any_more(folder: Folder) -> None:
-    board = Board(folder, 2.0)
-    assert not board.last().ready
-    board.show(WELL, 5.0)
-    assert board.last() == WELL
+def test_a_watch_that_does_not_look_any_more(folder: InstanceFolder) -> None:
+    board = ProbeBoard(folder, 2.0)
+    assert not board.get_current_result().ready
+    board.publish(WELL, 5.0)
+    assert board.get_current_result() == WELL
     board.until = time.monotonic() - 1
-    assert board.last()[:3] == (True, False, True)
+    assert board.get_current_result()[:3] == (True, False, True)
 
 
 def test_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
     now, port = [WELL], free_port()
-    listener = Listener(("127.0.0.1", port), lambda: now[0])
+    listener = ProbeServer(("127.0.0.1", port), lambda: now[0])
     url = f"http://127.0.0.1:{port}"
 
     def get(path: str) -> httpx.Response:
@@ -87,11 +87,11 @@ def test_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
         with socket.create_connection(("127.0.0.1", port)):
             assert answers() == [503, 503, 200]
         with pytest.raises(VllmopsError, match="nothing can listen") as caught:
-            Listener(("127.0.0.1", port), lambda: WELL)
+            ProbeServer(("127.0.0.1", port), lambda: WELL)
         assert caught.value.code == "port.taken"
         monkeypatch.setattr(HTTPServer, "server_bind", unknown)
         with pytest.raises(VllmopsError) as caught:
-            Listener(("no.such.host.invalid", port), lambda: WELL)
+            ProbeServer(("no.such.host.invalid", port), lambda: WELL)
         assert caught.value.code == "host.unknown"
     finally:
         listener.shutdown()

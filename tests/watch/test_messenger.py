@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from vllmops.commands import watch
-from vllmops.errors import Exit, VllmopsError
-from vllmops.protocol.watch import Event
+from vllmops.errors import ExitCode, VllmopsError
+from vllmops.protocol.watch import WatchEvent
 from vllmops.watch import messenger
-from vllmops.watch.messenger import Hook, Messenger, Webhook
+from vllmops.watch.messenger import CommandHook, Messenger, Webhook
 
 from ..support.waiting import until
 
-EVENT = Event(
+EVENT = WatchEvent(
     event="stalled",
     at=1e9,
     server="demo",
@@ -37,7 +37,7 @@ EVENT = Event(
 )
 
 
-def told(receiver: Callable[[Event], None]) -> tuple[str, str]:
+def told(receiver: Callable[[WatchEvent], None]) -> tuple[str, str]:
     with pytest.raises(VllmopsError) as caught:
         receiver(EVENT)
     return caught.value.code, caught.value.message
@@ -46,7 +46,7 @@ def told(receiver: Callable[[Event], None]) -> tuple[str, str]:
 def test_a_command_gets_it_twice_over(tmp_path: Path) -> None:
     script = tmp_path / "hook.sh"
     script.write_text(f"cat > {tmp_path}/stdin; env > {tmp_path}/env; echo $1 > {tmp_path}/word")
-    Hook(f"sh {script} 'two words'")(EVENT)
+    CommandHook(f"sh {script} 'two words'")(EVENT)
     found = json.loads((tmp_path / "stdin").read_text())
     assert (found["event"], found["number"], found["text"]) == ("stalled", 3, EVENT.text)
     lines = (tmp_path / "env").read_text().splitlines()
@@ -73,30 +73,30 @@ def test_the_example_of_the_help_mails_the_event(
     (command,) = watch.app.registered_commands
     assert command.epilog
     words = shlex.split(command.epilog)
-    Hook(words[words.index("--exec") + 1])(EVENT)
+    CommandHook(words[words.index("--exec") + 1])(EVENT)
     assert (tmp_path / "words").read_text() == "-s vllmops ops\n"
     assert EVENT.text in (tmp_path / "stdin").read_text()
 
 
 def test_a_command_that_reads_nothing_is_fine() -> None:
-    Hook("true")(EVENT)
+    CommandHook("true")(EVENT)
 
 
 @pytest.mark.parametrize("command", ["", "no-such-program-anywhere", "sh -c 'unbalanced"])
 def test_a_command_that_is_none(command: str) -> None:
     with pytest.raises(VllmopsError) as caught:
-        Hook(command)
-    assert (caught.value.code, caught.value.exit_code) == ("watch.no-command", Exit.USAGE)
+        CommandHook(command)
+    assert (caught.value.code, caught.value.exit_code) == ("watch.no-command", ExitCode.USAGE)
 
 
 def test_a_command_that_fails_or_can_not_be_run(tmp_path: Path) -> None:
     # Its arguments may hold a token, and this is logged.
-    hook = Hook("sh -c 'exit 7' --token secret")
+    hook = CommandHook("sh -c 'exit 7' --token secret")
     assert told(hook) == ("watch.hook", "the command 'sh' ended with 7")
     script = tmp_path / "hook"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
-    code, message = told(Hook(str(script)))
+    code, message = told(CommandHook(str(script)))
     assert (code, "can't be run" in message) == ("watch.hook", True)
 
 
@@ -105,7 +105,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> 
     pids.touch()
     for limit_s in (0.5, 5.0, 50.0):
         # It holds our end of no pipe: its child has its output.
-        hook = Hook(f"sh -c 'sleep 600 & echo $$ $! > {pids}; wait'", limit_s=limit_s)
+        hook = CommandHook(f"sh -c 'sleep 600 & echo $$ $! > {pids}; wait'", limit_s=limit_s)
         code, message = told(hook)
         assert (code, f"killed after {limit_s:g} s" in message) == ("watch.hook", True)
         if pids.read_text():  # on a busy machine it may not have come so far
@@ -207,7 +207,7 @@ def test_nobody_there_and_one_who_takes_too_long(
 def test_a_url_that_is_none(url: str) -> None:
     with pytest.raises(VllmopsError) as caught:
         Webhook(url)
-    assert (caught.value.code, caught.value.exit_code) == ("usage", Exit.USAGE)
+    assert (caught.value.code, caught.value.exit_code) == ("usage", ExitCode.USAGE)
 
 
 @ENDED
@@ -216,18 +216,18 @@ def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
     trouble: list[str] = []
     gate = threading.Event()
 
-    def slow(event: Event) -> None:
+    def slow(event: WatchEvent) -> None:
         gate.wait()
         order.append(event.number)
 
-    def broken(event: Event) -> None:
+    def broken(event: WatchEvent) -> None:
         if event.number == 1:
             raise VllmopsError("watch.hook", "no luck")
         raise ZeroDivisionError("nobody foresaw it")
 
     carrier = Messenger([broken, slow], trouble.append)
     for number in range(3):
-        carrier.send(Event(event="stalled", at=0.0, server="demo", text="", number=number))
+        carrier.send(WatchEvent(event="stalled", at=0.0, server="demo", text="", number=number))
     carrier.flush(0.1)
     assert order == []
     gate.set()
@@ -240,9 +240,9 @@ def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
 
 @ENDED
 def test_trouble_that_can_not_be_told_costs_no_later_event() -> None:
-    got: list[Event] = []
+    got: list[WatchEvent] = []
 
-    def receive(event: Event) -> None:
+    def receive(event: WatchEvent) -> None:
         got.append(event)
         raise TypeError("a defect")
 
@@ -260,7 +260,7 @@ def test_trouble_that_can_not_be_told_costs_no_later_event() -> None:
 def end(messenger: Messenger) -> None:
     """End its thread, which else ends with its process."""
 
-    def leave(_: Event) -> None:
+    def leave(_: WatchEvent) -> None:
         raise SystemExit
 
     messenger.receivers = [leave]
@@ -273,7 +273,7 @@ def test_what_is_no_text_is_told_as_an_escape(
 ) -> None:
     """A model's path may have any bytes, as may what a client has sent."""
     receiver, trouble = receive(), list[str]()
-    hook = Hook(f"sh -c 'cat > {tmp_path}/got'")
+    hook = CommandHook(f"sh -c 'cat > {tmp_path}/got'")
     carrier = Messenger([hook, Webhook(receiver.url)], trouble.append)
     carrier.send(msgspec.structs.replace(EVENT, model="/m/\udcff", evidence="\ud800"))
     carrier.flush()
@@ -286,7 +286,9 @@ def test_what_is_no_text_is_told_as_an_escape(
 
 def test_a_command_is_told_however_long_the_text_is(tmp_path: Path) -> None:
     """Linux starts no program with 128 KiB in a variable."""
-    hook = Hook(f"sh -c 'cat > {tmp_path}/got; printf %s \"$VLLMOPS_TEXT\" > {tmp_path}/text'")
+    hook = CommandHook(
+        f"sh -c 'cat > {tmp_path}/got; printf %s \"$VLLMOPS_TEXT\" > {tmp_path}/text'"
+    )
     hook(msgspec.structs.replace(EVENT, text="ü" * 200_000))
     assert json.loads((tmp_path / "got").read_text())["text"] == "ü" * 200_000
     assert set((tmp_path / "text").read_text()) == {"ü"}

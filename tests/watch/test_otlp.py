@@ -14,12 +14,12 @@ import pytest
 from opentelemetry.proto.logs.v1.logs_pb2 import SeverityNumber
 
 from vllmops.errors import VllmopsError
-from vllmops.protocol.watch import Event
+from vllmops.protocol.watch import WatchEvent
 from vllmops.watch import otlp
 
 from ..support.otlp import PROTOCOL, Collector, attributes
 
-STALLED = Event(
+STALLED = WatchEvent(
     event="stalled",
     at=1_700_000_000.5,
     server="demo",
@@ -49,10 +49,14 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def test_a_stall_and_its_end(collector: Collector) -> None:
-    send = otlp.collector(os.environ)
+    send = otlp.make_otlp_sender(os.environ)
     assert send
     send(STALLED)
-    send(Event(event="recovered", at=1_700_000_040, server="demo", text="demo recovered", number=2))
+    send(
+        WatchEvent(
+            event="recovered", at=1_700_000_040, server="demo", text="demo recovered", number=2
+        )
+    )
     stalled, recovered = collector.records
     assert stalled.event_name == "vllmops.stalled"
     assert stalled.severity_number == SeverityNumber.SEVERITY_NUMBER_WARN
@@ -73,7 +77,7 @@ def test_a_collector_that_is_gone_is_reported_in_time(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    send = otlp.collector(os.environ)
+    send = otlp.make_otlp_sender(os.environ)
     assert send
     collector.stop()
     calls: list[object] = []
@@ -103,16 +107,16 @@ def test_a_collector_that_is_gone_is_reported_in_time(
     ],
 )
 def test_nothing_is_sent_where_no_collector_is_named(environment: dict[str, str]) -> None:
-    assert otlp.collector(environment) is None
+    assert otlp.make_otlp_sender(environment) is None
 
 
 def test_what_can_not_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     named = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}
     with pytest.raises(VllmopsError, match="none of grpc, http"):
-        otlp.collector({**named, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
+        otlp.make_otlp_sender({**named, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(VllmopsError) as error:
-        otlp.collector(named)
+        otlp.make_otlp_sender(named)
     assert error.value.hint == "pip install 'vllmops-cli[otel]'"
 
 
@@ -134,7 +138,7 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2 as pb
 from opentelemetry.proto.collector.logs.v1 import logs_service_pb2_grpc as service
-from vllmops.protocol.watch import Event
+from vllmops.protocol.watch import WatchEvent
 from vllmops.watch import otlp
 
 class Logs(service.LogsServiceServicer):
@@ -147,6 +151,6 @@ service.add_LogsServiceServicer_to_server(Logs(), server)
 port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{port}"
-otlp.collector(os.environ)(Event(event="stalled", at=1.0, server="demo", text=""))
+otlp.make_otlp_sender(os.environ)(WatchEvent(event="stalled", at=1.0, server="demo", text=""))
 server.stop(0).wait()
 """

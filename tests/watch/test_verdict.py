@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from vllmops.protocol.probe import Verdict, judge
-from vllmops.protocol.server import Gpu, ProcessState, Turns
+from vllmops.protocol.probe import ProbeResult, judge_state
+from vllmops.protocol.server import Gpu, ProcessState, ThreadTimeslices
 from vllmops.protocol.steps import Step, StepsRecording
-from vllmops.stacks.paste import read
-from vllmops.watch.verdict import LONG_S, works
-from vllmops.watch.watch import Plan, Watch
-from vllmops.watch.watched import Phase
+from vllmops.stacks.paste import parse_stacks
+from vllmops.watch.verdict import LONG_S, is_computing
+from vllmops.watch.watch import Watch, WatchPlan
+from vllmops.watch.watched import ServerPhase
 
 from .test_watch import FOLDER, Scene, beat, blind, idle, look, stuck, well
 
@@ -37,14 +37,14 @@ class Said(NamedTuple):
     """What was published, and when."""
 
     at: float
-    verdict: Verdict
+    verdict: ProbeResult
 
 
 def published(scene: Scene, for_s: float = 120.0, *, swapping: bool = False) -> list[Said]:
     words: list[Said] = []
     Watch(
         scene,
-        Plan(FOLDER, for_s=for_s),
+        WatchPlan(FOLDER, for_s=for_s),
         lambda _: None,
         publish=lambda verdict, _: words.append(Said(scene.time, verdict)),
         swapping=lambda: swapping,
@@ -54,7 +54,7 @@ def published(scene: Scene, for_s: float = 120.0, *, swapping: bool = False) -> 
     return words
 
 
-def at(words: list[Said], seconds: float) -> Verdict:
+def at(words: list[Said], seconds: float) -> ProbeResult:
     """The last one until then."""
     return [item.verdict for item in words if item.at <= seconds][-1]
 
@@ -81,7 +81,7 @@ def hangs() -> Any:
         f"    all_reduce (vllm/distributed/parallel_state.py:520)\n{loop}"
         for rank, deep in enumerate((inside, ""))
     )
-    return read(text).samples * 3
+    return parse_stacks(text).samples * 3
 
 
 def busy(state: str = "R", share: float = 1.0) -> Any:
@@ -105,7 +105,7 @@ def starved(turn_s: float, share: float = 0.02) -> Any:
 
     def seen(at_s: float) -> Any:
         ran_s = share * at_s
-        turns = Turns(ran_s, 0.8 * at_s, int(ran_s / turn_s))
+        turns = ThreadTimeslices(ran_s, 0.8 * at_s, int(ran_s / turn_s))
         found = busy("S", share)(at_s)
         states = tuple(msgspec.structs.replace(state, main=turns) for state in found.processes)
         return msgspec.structs.replace(found, processes=states)
@@ -126,7 +126,7 @@ def forward(*inner: str) -> Any:
                                   "worker_busy_loop (vllm/v1/executor/multiproc_executor.py:9)")),
         )
     )  # fmt: skip
-    return read(text).samples * 3
+    return parse_stacks(text).samples * 3
 
 
 def recorded(tokens: int, pid: int = 20, **fields: Any) -> StepsRecording:
@@ -164,9 +164,9 @@ def test_stacks_of_what_does_not_compute_are_a_proof(looks: Any, stacks: Any) ->
     [
         (starved(0.003), hangs()),
         (starved(0.00005, 0.0001), hangs()),
-        (starved(0.00005, 0.0001), read(SPIN.read_text()).samples * 3),
-        (busy("R", 0.0), read(SPIN.read_text()).samples * 3),
-        (busy(), read(WAITING).samples * 3),
+        (starved(0.00005, 0.0001), parse_stacks(SPIN.read_text()).samples * 3),
+        (busy("R", 0.0), parse_stacks(SPIN.read_text()).samples * 3),
+        (busy(), parse_stacks(WAITING).samples * 3),
     ],
     ids=[
         "gets little",
@@ -193,10 +193,10 @@ def test_a_process_that_has_left_is_none_that_computes() -> None:
 
     looks = tuple(map(leaving, (26.0, 28.0, 30.0)))
     snapshot = msgspec.structs.replace(
-        Scene(leaving).capture([], 10.0, threading.Event(), sure=True), looks=looks
+        Scene(leaving).take_snapshot([], 10.0, threading.Event(), sure=True), looks=looks
     )
     names_nobody = SimpleNamespace(subject="the server")
-    assert not works(snapshot, names_nobody)  # type: ignore[arg-type]
+    assert not is_computing(snapshot, names_nobody)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("state", ["R", "S"])
@@ -246,7 +246,7 @@ def test_nothing_computes_and_nothing_is_waited_for() -> None:
 
 def test_all_is_well() -> None:
     words = published(Scene())
-    assert {item.verdict for item in words} == {Verdict(live=True, ready=True, started=True)}
+    assert {item.verdict for item in words} == {ProbeResult(live=True, ready=True, started=True)}
     assert len(words) >= 60  # each look
 
 
@@ -260,7 +260,7 @@ def test_a_proven_stall_is_not_live_once_the_evidence_is_kept() -> None:
     assert red.at <= 20 + 30
     assert red.verdict.evidence == "bundles/1.tar.gz"
     assert at(words, 78).live is False
-    assert at(words, 90) == Verdict(live=True, ready=True, started=True)
+    assert at(words, 90) == ProbeResult(live=True, ready=True, started=True)
 
 
 def test_what_computes_proves_nothing_by_its_stacks() -> None:
@@ -277,7 +277,7 @@ def test_what_computes_proves_nothing_by_its_stacks() -> None:
     assert not at(words, 60).ready
     assert at(words, 20 + LONG_S - 5).live
     assert not at(words, 20 + LONG_S + 35).live
-    spins = read(SPIN.read_text()).samples * 3
+    spins = parse_stacks(SPIN.read_text()).samples * 3
     words = published(Scene(computing, stacks=spins))
     assert not at(words, 20 + 30).live
 
@@ -310,7 +310,7 @@ def test_what_somebody_wants_is_not_dead(why: str) -> None:
 def test_a_store_that_refuses_is_not_ready_and_excuses_no_stall() -> None:
     why = "its store is unavailable"
     words = published(Scene(resting(why, "api"), stacks=hangs()), for_s=100)
-    assert at(words, 10) == Verdict(live=True, ready=False, started=True, reason=why)
+    assert at(words, 10) == ProbeResult(live=True, ready=False, started=True, reason=why)
     assert not at(words, 90).live
 
 
@@ -320,10 +320,12 @@ def test_a_doubtful_stall_is_not_told_before_it_is_confirmed() -> None:
 
 
 def test_a_life() -> None:
-    phases = {30.0: Phase.OVER}
+    phases = {30.0: ServerPhase.OVER}
     words = published(Scene(phases=phases, final=True))
     assert at(words, 10).ready
-    assert at(words, 40) == Verdict(live=False, ready=False, started=False, reason="it has failed")
+    assert at(words, 40) == ProbeResult(
+        live=False, ready=False, started=False, reason="it has failed"
+    )
 
     def loads(at_s: float) -> Any:
         if at_s >= 40:
@@ -331,7 +333,7 @@ def test_a_life() -> None:
         return look(at_s, pulses=(beat("api"), beat("engine")))
 
     words = published(Scene(loads))
-    assert at(words, 30) == Verdict(
+    assert at(words, 30) == ProbeResult(
         live=True, ready=False, started=False, reason="it is starting: it does not answer yet"
     )
     assert at(words, 50).ready
@@ -341,7 +343,9 @@ def test_a_lost_node_is_not_ready() -> None:
     scene = Scene()
     scene.note = "node b does not answer"
     (verdict,) = {item.verdict for item in published(scene)}
-    assert verdict == Verdict(live=True, ready=False, started=True, reason="node b does not answer")
+    assert verdict == ProbeResult(
+        live=True, ready=False, started=True, reason="node b does not answer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -355,7 +359,9 @@ def test_a_lost_node_is_not_ready() -> None:
     ],
 )
 def test_states(state: str, answers: tuple[bool, ...]) -> None:
-    found = judge(state, "loading")
+    found = judge_state(state, "loading")
     assert found[:3] == answers
-    assert [found.says(kind) for kind in ("liveness", "readiness", "startup")] == list(answers)
-    assert found.line("readiness").startswith("ready" if answers[1] else "not ready: ")
+    assert [found.has_passed(kind) for kind in ("liveness", "readiness", "startup")] == list(
+        answers
+    )
+    assert found.format_answer("readiness").startswith("ready" if answers[1] else "not ready: ")

@@ -15,45 +15,45 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.caches.repair import Report
-from vllmops.commands.watch import lines
+from vllmops.caches.repair import RepairReport
+from vllmops.commands.watch import render_event
 from vllmops.diagnose.progress import Stall
 from vllmops.errors import VllmopsError
 from vllmops.heal.action import Outcome
-from vllmops.heal.heal import Healed
-from vllmops.instances.record import Record, State
+from vllmops.heal.heal import HealResult
+from vllmops.instances.record import InstanceRecord, InstanceState
 from vllmops.instances.servers import Server
-from vllmops.protocol.caches import CacheSnapshot, LruCache, ProcessCaches, Sample
-from vllmops.protocol.engine import Beat
+from vllmops.protocol.caches import CacheSample, CacheSnapshot, LruCache, ProcessCaches
+from vllmops.protocol.engine import Heartbeat
 from vllmops.protocol.metrics import Metrics
-from vllmops.protocol.repairs import CacheRepair, Change, Fault, ProcessRepair
+from vllmops.protocol.repairs import CacheChange, CacheDefect, CacheRepair, ProcessRepair
 from vllmops.protocol.server import (
     Gpu,
     Machine,
-    Observation,
+    ProcessHeartbeat,
     ProcessState,
-    Pulse,
+    ServerSample,
     ServerSnapshot,
-    Turns,
+    ThreadTimeslices,
 )
-from vllmops.protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
+from vllmops.protocol.stacks import DumpOptions, Frame, ProcessStacks, StacksSnapshot, ThreadStack
 from vllmops.protocol.steps import StepsRecording
-from vllmops.protocol.watch import Event
-from vllmops.stacks.paste import read
-from vllmops.watch.watch import DOUBT_S, HEALS, MENDING_S, Plan, Watch
-from vllmops.watch.watched import Phase
+from vllmops.protocol.watch import WatchEvent
+from vllmops.stacks.paste import parse_stacks
+from vllmops.watch.watch import DOUBT_S, HEALS, MENDING_S, Watch, WatchPlan
+from vllmops.watch.watched import ServerPhase
 
 PIDS = {"api": 10, "engine": 20, "worker": 30}
 FOLDER = Path("bundles")
-Look_ = Callable[[float], Observation]
+Look_ = Callable[[float], ServerSample]
 
 
-def beat(role: str, **fields: Any) -> Pulse:
-    shown = Beat(monotonic=1.0, sequence=1, pid=PIDS[role], start_ticks=1, role=role, **fields)
-    return Pulse(role=role, pid=PIDS[role], age_s=0.5, beat=shown)
+def beat(role: str, **fields: Any) -> ProcessHeartbeat:
+    shown = Heartbeat(monotonic=1.0, sequence=1, pid=PIDS[role], start_ticks=1, role=role, **fields)
+    return ProcessHeartbeat(role=role, pid=PIDS[role], age_s=0.5, beat=shown)
 
 
-def look(at_s: float, still_s: float = 0.0, **fields: Any) -> Observation:
+def look(at_s: float, still_s: float = 0.0, **fields: Any) -> ServerSample:
     waiting = 1 if still_s else 0
     pulses = (
         beat("api", handed=waiting, loop_s=0.0),
@@ -63,10 +63,10 @@ def look(at_s: float, still_s: float = 0.0, **fields: Any) -> Observation:
     states = tuple(
         ProcessState(role=role, pid=pid, create_time=1.0, state="S") for role, pid in PIDS.items()
     )
-    return Observation(at_s=at_s, **{"pulses": pulses, "processes": states, **fields})
+    return ServerSample(at_s=at_s, **{"pulses": pulses, "processes": states, **fields})
 
 
-def well(at_s: float) -> Observation:
+def well(at_s: float) -> ServerSample:
     return look(at_s)
 
 
@@ -75,7 +75,7 @@ def stuck(since_s: float, until_s: float = float("inf")) -> Look_:
     return lambda at_s: look(at_s, at_s - since_s if since_s <= at_s < until_s else 0.0)
 
 
-def blind(at_s: float) -> Observation:
+def blind(at_s: float) -> ServerSample:
     """A server without agents whose gauge says that a request runs."""
     return look(at_s, pulses=(), metrics=Metrics(running=1, tokens=5))
 
@@ -90,15 +90,15 @@ def idle() -> StacksSnapshot:
     )
     inside = ("process_input_sockets", "process_output_sockets")
 
-    def thread(name: str, *functions: str) -> Thread:
+    def thread(name: str, *functions: str) -> ThreadStack:
         frames = tuple(Frame(f, "/x/vllm/core.py", "vllm/core.py", 1) for f in functions)
-        return Thread(name, "idle", owns_gil=False, tid=None, frames=frames)
+        return ThreadStack(name, "idle", owns_gil=False, tid=None, frames=frames)
 
     threads = (thread("MainThread", *names), *(thread(f"{n}", "poll", n) for n in inside))
     process = ProcessStacks(
         role="engine", pid=20, create_time=1.0, title="VLLM::EngineCore", threads=threads
     )
-    return StacksSnapshot(captured_at=1.0, seconds=0.1, options=Options(), processes=(process,))
+    return StacksSnapshot(captured_at=1.0, seconds=0.1, options=DumpOptions(), processes=(process,))
 
 
 class Scene:
@@ -116,7 +116,7 @@ class Scene:
     def __init__(
         self,
         looks: Look_ = well,
-        phases: dict[float, Phase] | None = None,
+        phases: dict[float, ServerPhase] | None = None,
         takes_s: float = 5.0,
         stacks: Sequence[StacksSnapshot] = (),
         *,
@@ -138,30 +138,30 @@ class Scene:
         self.stacks = tuple(stacks)
         self.ghosts = ghosts
         self.disk_full = disk_full
-        self.final = final
-        self.failed = failed
+        self.is_final = final
+        self.has_failed = failed
         self.note = ""
-        self.why = "it failed: why" if failed else "stopping"
+        self.down_reason = "it failed: why" if failed else "stopping"
         self.time = 0.0
         self.asked: list[float] = []
         self.captured: list[float] = []
         self.done: list[str] = []
         self.lost: list[Outcome] = []
 
-    def phase(self) -> Phase:
+    def read_phase(self) -> ServerPhase:
         past = [phase for at, phase in self.phases.items() if at <= self.time]
-        return past[-1] if past else Phase.UP
+        return past[-1] if past else ServerPhase.UP
 
-    def look(self, *, ask: bool) -> Observation:
+    def take_sample(self, *, ask: bool) -> ServerSample:
         if ask:
             self.asked.append(self.time)
         return self.looks(self.time)
 
-    def prepare(self) -> None:
+    def prepare_evidence(self) -> None:
         """Nothing here takes long."""
 
-    def capture(
-        self, looks: Sequence[Observation], patience_s: float, stop: threading.Event, *, sure: bool
+    def take_snapshot(
+        self, looks: Sequence[ServerSample], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot:
         self.captured.append(self.time)
         self.time += self.takes_s
@@ -177,27 +177,27 @@ class Scene:
             machine=Machine(memory_total=4, memory_available=4, gpus=self.gpus),
         )
 
-    def save(self, folder: Path) -> Path:
+    def save_evidence(self, folder: Path) -> Path:
         if self.disk_full:
             raise VllmopsError("bundle.not-written", "the disk is full", "choose another place")
         self.done.append("save")
         return folder / f"{len(self.done)}.tar.gz"
 
-    def repair(self) -> Report:
+    def repair_caches(self) -> RepairReport:
         self.done.append("repair")
-        change = Change(fault=Fault.GHOST_KEYS, count=2)
+        change = CacheChange(fault=CacheDefect.GHOST_KEYS, count=2)
         fixed = CacheRepair(name="LRU", side="P1", changes=[change])
         process = ProcessRepair(role="engine", pid=20, dry_run=False, caches=[fixed], seconds=0.1)
         self.ghosts, self.looks = False, well
-        return Report([process], [], CacheSnapshot(server="demo", samples=[]))
+        return RepairReport([process], [], CacheSnapshot(server="demo", samples=[]))
 
-    def heal(self, *, unseen: bool = False) -> Healed:
+    def heal_server(self, *, unseen: bool = False) -> HealResult:
         self.done.append("sweep" if unseen else "heal")
         if unseen:
             self.time += 3.0  # as long as a busy server may take for three looks
-            return Healed(self.lost, [], [])
+            return HealResult(self.lost, [], [])
         if not self.curable:
-            return Healed([], [], [])
+            return HealResult([], [], [])
         self.looks = well
         one = Outcome(
             action="admission",
@@ -207,10 +207,10 @@ class Scene:
             done=True,
             did="x",
         )
-        return Healed([one], [], [])
+        return HealResult([one], [], [])
 
-    def beside(self, work: Callable[[], Healed]) -> Future[Healed]:
-        done: Future[Healed] = Future()
+    def beside(self, work: Callable[[], HealResult]) -> Future[HealResult]:
+        done: Future[HealResult] = Future()
         done.set_result(work())
         return done
 
@@ -222,7 +222,7 @@ class Scene:
         self.time += seconds
 
 
-def sample(*, ghosts: bool) -> Sample:
+def sample(*, ghosts: bool) -> CacheSample:
     cache = LruCache(
         kind="mm-lru",
         side="P1",
@@ -239,13 +239,13 @@ def sample(*, ghosts: bool) -> Sample:
         queries=0,
     )
     process = ProcessCaches(role="engine", pid=20, parent=10, caches=[cache], unfinished=1)
-    return Sample(taken_at=1.0, processes=[process], silent=[], quiet=False)
+    return CacheSample(taken_at=1.0, processes=[process], silent=[], quiet=False)
 
 
-def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[Event]:
+def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[WatchEvent]:
     """What a watch of it tells."""
-    shown: list[Event] = []
-    whole = Plan(FOLDER, for_s=for_s, **plan)
+    shown: list[WatchEvent] = []
+    whole = WatchPlan(FOLDER, for_s=for_s, **plan)
     diary = Watch(
         scene,
         whole,
@@ -258,7 +258,7 @@ def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[Event]:
     return shown
 
 
-def kinds(shown: Sequence[Event]) -> list[str]:
+def kinds(shown: Sequence[WatchEvent]) -> list[str]:
     return [item.event for item in shown]
 
 
@@ -296,13 +296,13 @@ def test_a_stall_names_the_rank_that_is_stuck_and_who_waits_for_it() -> None:
         f"    all_reduce (vllm/distributed/parallel_state.py:520)\n{loop}"
         for rank, deep in enumerate((inside, ""))
     )
-    stalled, *_ = watched(Scene(stuck(20.0), stacks=read(text).samples * 3))
+    stalled, *_ = watched(Scene(stuck(20.0), stacks=parse_stacks(text).samples * 3))
     assert (stalled.subject, stalled.victims) == ("Worker_TP1 21", ("Worker_TP0 20",))
-    assert "  waiting for it: Worker_TP0 20" in lines(stalled)
+    assert "  waiting for it: Worker_TP0 20" in render_event(stalled)
 
 
 def test_each_stall_is_captured_once() -> None:
-    def twice(at_s: float) -> Observation:
+    def twice(at_s: float) -> ServerSample:
         return stuck(200.0)(at_s) if at_s >= 200 else stuck(20.0, until_s=150.0)(at_s)
 
     scene = Scene(twice)
@@ -355,7 +355,7 @@ def test_no_restart_of_what_goes_on_while_the_evidence_is_taken() -> None:
 @pytest.mark.parametrize("how", ["goes on", "was restarted", "stops"])
 def test_no_restart_of_what_has_changed_while_a_receiver_took_its_time(how: str) -> None:
     scene = Scene(stuck(20.0))
-    record = Record(
+    record = InstanceRecord(
         name="demo",
         model="m",
         command=(),
@@ -365,11 +365,11 @@ def test_no_restart_of_what_has_changed_while_a_receiver_took_its_time(how: str)
         port=8000,
         detached=True,
         created_at=1.0,
-        state=State.READY,
+        state=InstanceState.READY,
         run="1",
     )
     scene.server = dataclasses.replace(scene.server, record=record)
-    shown: list[Event] = []
+    shown: list[WatchEvent] = []
 
     def flush() -> None:
         scene.time += 25.0
@@ -379,11 +379,11 @@ def test_no_restart_of_what_has_changed_while_a_receiver_took_its_time(how: str)
             new = msgspec.structs.replace(record, run="2")
             scene.server = dataclasses.replace(scene.server, record=new)
         else:
-            scene.phases = {0.0: Phase.AWAY}
+            scene.phases = {0.0: ServerPhase.AWAY}
 
     Watch(
         scene,
-        Plan(FOLDER, for_s=90, restart=True),
+        WatchPlan(FOLDER, for_s=90, restart=True),
         shown.append,
         flush=flush,
         now=lambda: scene.time,
@@ -396,7 +396,7 @@ def test_no_restart_of_what_has_changed_while_a_receiver_took_its_time(how: str)
 
 def test_what_is_told_has_gone_out_before_a_restart() -> None:
     scene = Scene(stuck(20.0))
-    plan = Plan(FOLDER, for_s=60, restart=True)
+    plan = WatchPlan(FOLDER, for_s=60, restart=True)
     Watch(
         scene,
         plan,
@@ -424,14 +424,14 @@ def test_a_repair_that_the_evidence_proves() -> None:
 
 def test_a_repair_that_does_not_help_is_followed_by_a_restart() -> None:
     scene = Scene(stuck(20.0), ghosts=True)
-    repair = scene.repair
+    repair = scene.repair_caches
 
-    def in_vain() -> Report:
+    def in_vain() -> RepairReport:
         report = repair()
         scene.looks = stuck(20.0)
         return report
 
-    scene.repair = in_vain  # type: ignore[method-assign]
+    scene.repair_caches = in_vain  # type: ignore[method-assign]
     began = scene.time
     assert kinds(watched(scene, repair=True, restart=True)) == ["stalled", "repaired", "restarting"]
     assert scene.done == ["save", "repair", "restart"]
@@ -458,7 +458,7 @@ def test_what_can_not_be_healed_is_tried_a_few_times_and_restarted_if_that_may_b
 def uploads(looks: Look_) -> Look_:
     """A server as elsewhere, in which at any time a slow upload has been for some seconds."""
 
-    def seen(at_s: float) -> Observation:
+    def seen(at_s: float) -> ServerSample:
         api, *others = looks(at_s).pulses
         taking = msgspec.structs.replace(api.beat, monotonic=at_s, rendering_s=5.0 + at_s % 4)
         return look(at_s, pulses=(msgspec.structs.replace(api, beat=taking), *others))
@@ -474,7 +474,7 @@ def test_a_stall_is_over_however_slow_the_uploads_are_that_go_on() -> None:
 
 
 def test_an_upload_that_began_before_a_stall_does_not_prolong_it() -> None:
-    def half_open(at_s: float) -> Observation:
+    def half_open(at_s: float) -> ServerSample:
         api, *others = stuck(20.0, until_s=50.0)(at_s).pulses
         taking = msgspec.structs.replace(api.beat, monotonic=at_s, rendering_s=max(at_s - 19, 0))
         return look(at_s, pulses=(msgspec.structs.replace(api, beat=taking), *others))
@@ -485,18 +485,18 @@ def test_an_upload_that_began_before_a_stall_does_not_prolong_it() -> None:
 
 
 def test_a_long_step_of_another_engine_does_not_prolong_a_stall() -> None:
-    def seen(at_s: float) -> Observation:
-        other = Beat(
+    def seen(at_s: float) -> ServerSample:
+        other = Heartbeat(
             monotonic=1.0, sequence=1, pid=21, start_ticks=1, role="engine", running=1, still_s=4.0
         )
-        pulse = Pulse(role="engine", pid=21, age_s=0.5, beat=other)
+        pulse = ProcessHeartbeat(role="engine", pid=21, age_s=0.5, beat=other)
         return look(at_s, pulses=(*stuck(20.0, until_s=50.0)(at_s).pulses, pulse))
 
     assert kinds(watched(Scene(seen))) == ["stalled", "recovered"]
 
 
 def test_a_heartbeat_that_stops_during_a_stall_does_not_end_it() -> None:
-    def seen(at_s: float) -> Observation:
+    def seen(at_s: float) -> ServerSample:
         api, engine, worker = stuck(20.0)(at_s).pulses
         age_s = at_s - 40 if at_s > 43 else 0.5
         engine = msgspec.structs.replace(engine, age_s=age_s)
@@ -508,7 +508,7 @@ def test_a_heartbeat_that_stops_during_a_stall_does_not_end_it() -> None:
 def test_who_can_not_be_asked_for_a_moment_has_not_recovered() -> None:
     """As a server on another machine, while the gateway before it restarts."""
 
-    def seen(at_s: float) -> Observation:
+    def seen(at_s: float) -> ServerSample:
         shown = stuck(20.0, until_s=70.0)(at_s)
         if not 40 <= at_s < 48:
             return shown
@@ -524,11 +524,11 @@ def test_who_can_not_be_asked_for_a_moment_has_not_recovered() -> None:
 def test_a_request_that_is_proven_to_be_stuck_before_the_engine_is_a_stall_as_long_as_it_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def seen(at_s: float) -> Observation:
+    def seen(at_s: float) -> ServerSample:
         age_s = at_s - 20 if 20 <= at_s < 60 else 5.0 + at_s % 4
         taking = beat("api", handed=0, loop_s=0.0, rendering_s=age_s).beat
         taking = msgspec.structs.replace(taking, monotonic=at_s)
-        pulse = Pulse(role="api", pid=PIDS["api"], age_s=0.5, beat=taking)
+        pulse = ProcessHeartbeat(role="api", pid=PIDS["api"], age_s=0.5, beat=taking)
         return look(at_s, pulses=(pulse, *well(at_s).pulses[1:]))
 
     monkeypatch.setattr(Stall, "is_confirmed", lambda *_: True)
@@ -538,7 +538,7 @@ def test_a_request_that_is_proven_to_be_stuck_before_the_engine_is_a_stall_as_lo
     assert 39 <= recovered.seconds <= 43
 
 
-def busy(at_s: float) -> Observation:
+def busy(at_s: float) -> ServerSample:
     """An engine that gets on."""
     pulses = (beat("api", handed=2, loop_s=0.0), beat("engine", running=2, waiting=0, still_s=0.0))
     return look(at_s, pulses=pulses)
@@ -569,16 +569,16 @@ def test_a_sweep_that_waits_for_an_agent_delays_no_check() -> None:
     class Slow(Scene):
         """An agent that does not answer for 15 s."""
 
-        def beside(self, work: Callable[[], Healed]) -> Future[Healed]:
+        def beside(self, work: Callable[[], HealResult]) -> Future[HealResult]:
             self.done.append("sweep")
             return running
 
-        def look(self, *, ask: bool) -> Observation:
+        def take_sample(self, *, ask: bool) -> ServerSample:
             if self.time > 27 and not running.done():
-                running.set_result(Healed([], [], []))
-            return super().look(ask=ask)
+                running.set_result(HealResult([], [], []))
+            return super().take_sample(ask=ask)
 
-    running: Future[Healed] = Future()
+    running: Future[HealResult] = Future()
     scene = Slow(lambda at_s: busy(at_s) if at_s < 12 else stuck(12.0)(at_s))
     watched(scene, for_s=40, heal=True)
     assert scene.captured
@@ -591,9 +591,9 @@ def test_a_look_that_takes_long_delays_the_next_one_by_no_more() -> None:
     class Slow(Scene):
         """Its API server is blocked, so that ``/health`` times out."""
 
-        def look(self, *, ask: bool) -> Observation:
+        def take_sample(self, *, ask: bool) -> ServerSample:
             self.time += 2.0 if ask else 0.0
-            return super().look(ask=ask)
+            return super().take_sample(ask=ask)
 
     scene = Slow(stuck(20.0))
     watched(scene)
@@ -604,8 +604,8 @@ def test_a_server_that_stalls_again_and_again_is_healed_as_long_as_that_helps() 
     class Again(Scene):
         """Each time it is healed it stalls a minute later."""
 
-        def heal(self, *, unseen: bool = False) -> Healed:
-            found, self.looks = super().heal(), stuck(self.time + 60)
+        def heal_server(self, *, unseen: bool = False) -> HealResult:
+            found, self.looks = super().heal_server(), stuck(self.time + 60)
             return found
 
     scene = Again(stuck(20.0), curable=True)
@@ -636,12 +636,12 @@ def mute(since_s: float, until_s: float, waited: float) -> Look_:
         waited: the share of time in which others have its processor.
     """
 
-    def seen(at_s: float) -> Observation:
+    def seen(at_s: float) -> ServerSample:
         late_s = at_s - since_s if since_s <= at_s < until_s else 0.5
         found = look(at_s)
         pulses = (msgspec.structs.replace(found.pulses[0], age_s=late_s), *found.pulses[1:])
         states = tuple(
-            msgspec.structs.replace(state, main=Turns(0.0, waited * at_s, 0))
+            msgspec.structs.replace(state, main=ThreadTimeslices(0.0, waited * at_s, 0))
             for state in found.processes
         )
         return msgspec.structs.replace(found, pulses=pulses, processes=states)
@@ -663,7 +663,7 @@ def test_a_heartbeat_that_is_late_is_no_proof(until_s: float, waited: float, tol
 
 def test_doubts_cost_no_more_than_a_look_a_minute() -> None:
     # Each time another request is the oldest, and stays for a while.
-    def slow(at_s: float) -> Observation:
+    def slow(at_s: float) -> ServerSample:
         api = beat("api", handed=0, loop_s=0.0, rendering_s=8.0 + at_s % 20)
         return look(at_s, pulses=(api, beat("engine", running=0, waiting=0, still_s=0.0)))
 
@@ -673,7 +673,7 @@ def test_doubts_cost_no_more_than_a_look_a_minute() -> None:
 
 
 def test_a_compiler_that_shows_in_the_evidence() -> None:
-    def compiling(at_s: float) -> Observation:
+    def compiling(at_s: float) -> ServerSample:
         known = at_s < 200 and scene.asked and scene.asked[-1] == at_s
         known = known or (scene.captured and at_s < 200)
         return msgspec.structs.replace(stuck(0.0)(at_s), compilers=("nvcc",) if known else ())
@@ -685,24 +685,29 @@ def test_a_compiler_that_shows_in_the_evidence() -> None:
 
 
 def test_a_server_that_goes_and_comes() -> None:
-    phases = {40.0: Phase.AWAY, 50.0: Phase.OVER, 100.0: Phase.AWAY, 120.0: Phase.UP}
+    phases = {
+        40.0: ServerPhase.AWAY,
+        50.0: ServerPhase.OVER,
+        100.0: ServerPhase.AWAY,
+        120.0: ServerPhase.UP,
+    }
     scene = Scene(stuck(20.0, until_s=60.0), phases)
     assert kinds(watched(scene)) == ["stalled", "away", "ended", "away", "ready"]
     assert len(scene.captured) == 1
 
 
 def test_a_server_that_fails_leaves_evidence() -> None:
-    scene = Scene(well, {40.0: Phase.OVER}, final=True, failed=True)
+    scene = Scene(well, {40.0: ServerPhase.OVER}, final=True, failed=True)
     (failed,) = watched(scene)
     assert (failed.event, failed.bundle) == ("failed", "bundles/1.tar.gz")
     assert "it failed: why" in failed.text
     assert scene.time < 50
-    scene = Scene(well, {40.0: Phase.OVER}, final=True)
+    scene = Scene(well, {40.0: ServerPhase.OVER}, final=True)
     assert kinds(watched(scene)) == ["ended"]
 
 
 def test_a_node_that_does_not_answer_is_told_once() -> None:
-    def cut(at_s: float) -> Observation:
+    def cut(at_s: float) -> ServerSample:
         scene.note = "node 10.0.0.2 does not answer" if at_s > 10 else ""
         return well(at_s)
 
@@ -712,15 +717,17 @@ def test_a_node_that_does_not_answer_is_told_once() -> None:
 
 
 def test_what_goes_to_chat_services_has_no_prompts_and_keys() -> None:
-    scene = Scene(well, {40.0: Phase.OVER}, final=True, failed=True)
-    scene.why = "ValueError: The prompt 'tell PLANTED a story' of api_key=PLANTED is too long"
+    scene = Scene(well, {40.0: ServerPhase.OVER}, final=True, failed=True)
+    scene.down_reason = (
+        "ValueError: The prompt 'tell PLANTED a story' of api_key=PLANTED is too long"
+    )
     (failed,) = watched(scene)
     assert "PLANTED" not in repr(failed)
     assert failed.text.endswith("The prompt [redacted] of api_key=[redacted] is too long")
 
 
 def test_a_stall_that_a_restart_ends_is_not_told_to_recover() -> None:
-    phases = {40.0: Phase.AWAY, 60.0: Phase.UP}
+    phases = {40.0: ServerPhase.AWAY, 60.0: ServerPhase.UP}
     scene = Scene(stuck(20.0, until_s=50.0), phases)
     assert kinds(watched(scene, restart=True)) == ["stalled", "restarting", "away", "ready"]
 
@@ -747,13 +754,13 @@ def test_it_can_be_stopped_at_any_time() -> None:
     scene = Scene(stuck(20.0))
     watch = Watch(
         scene,
-        Plan(FOLDER),
+        WatchPlan(FOLDER),
         lambda _: stop.set(),
         stop=stop,
         now=lambda: scene.time,
         wait=scene.pass_,
     )
-    assert watch.run().bad == 1
+    assert watch.run().incident_count == 1
     assert scene.done == ["save"]
 
 
@@ -766,7 +773,7 @@ def test_what_metrics_say_is_explained_by_stacks(verdict: str) -> None:
 def test_a_look_that_fails_ends_no_watch() -> None:
     """Whatever it raises: a stall after that is told as any other."""
 
-    def odd(at_s: float) -> Observation:
+    def odd(at_s: float) -> ServerSample:
         if at_s < 30:
             raise RuntimeError("can't start new thread")
         return stuck(40.0)(at_s)

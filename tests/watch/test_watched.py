@@ -14,13 +14,13 @@ import pytest
 
 from vllmops.errors import VllmopsError
 from vllmops.instances.servers import Server
-from vllmops.protocol.remote import Member, Members
+from vllmops.protocol.remote import ServerProcess, ServerProcesses
 from vllmops.vllm_api import remote
 from vllmops.vllm_api.endpoint import Endpoint
-from vllmops.vllm_api.remote import Fleet
-from vllmops.watch.watched import Phase, Watched
+from vllmops.vllm_api.remote import RemoteServer
+from vllmops.watch.watched import ServerPhase, WatchedServer
 
-API = Member(role="api", pid=10, create_time=1.0, state="S", start_ticks=1, boot="b")
+API = ServerProcess(role="api", pid=10, create_time=1.0, state="S", start_ticks=1, boot="b")
 
 
 class Admin:
@@ -30,10 +30,10 @@ class Admin:
         self.endpoint = Endpoint("http://far", "far")
         self.code: Any = ""
 
-    def ask(self, *_: Any) -> httpx.Response:
+    def send_request(self, *_: Any) -> httpx.Response:
         if self.code:
             raise VllmopsError(self.code, "no answer")
-        members = Members(vllmops="1", node="far", processes=(API,), pulses=())
+        members = ServerProcesses(vllmops="1", node="far", processes=(API,), pulses=())
         return httpx.Response(200, content=msgspec.json.encode(members))
 
 
@@ -43,21 +43,21 @@ def test_a_server_that_can_not_be_reached_has_ended_only_if_that_lasts(
     now = 1000.0
     monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now))
     admin = Admin()
-    fleet = Fleet(admin)  # type: ignore[arg-type]
-    watched = Watched(Server(None, fleet.processes(), fleet=fleet))
+    fleet = RemoteServer(admin)  # type: ignore[arg-type]
+    watched = WatchedServer(Server(None, fleet.list_processes(), fleet=fleet))
 
-    def phases(code: str, seconds: int) -> list[Phase]:
+    def phases(code: str, seconds: int) -> list[ServerPhase]:
         nonlocal now
         admin.code, found = code, []
         for _ in range(0, seconds, 2):
             now += 2
-            watched.look(ask=False)
-            found.append(watched.phase())
+            watched.take_sample(ask=False)
+            found.append(watched.read_phase())
         return found
 
-    assert {*phases("admin.unreachable", 10)} == {Phase.UP}
-    assert {*phases("", 4)} == {Phase.UP}
-    assert {*phases("admin.unreachable", 10)} == {Phase.UP}
-    assert {*phases("admin.timeout", 20)} == {Phase.UP}, "somebody took the connection"
-    assert phases("admin.unreachable", 14)[-1] is Phase.OVER
-    assert phases("admin.unreachable", 4)[-1] is Phase.OVER
+    assert {*phases("admin.unreachable", 10)} == {ServerPhase.UP}
+    assert {*phases("", 4)} == {ServerPhase.UP}
+    assert {*phases("admin.unreachable", 10)} == {ServerPhase.UP}
+    assert {*phases("admin.timeout", 20)} == {ServerPhase.UP}, "somebody took the connection"
+    assert phases("admin.unreachable", 14)[-1] is ServerPhase.OVER
+    assert phases("admin.unreachable", 4)[-1] is ServerPhase.OVER

@@ -21,19 +21,19 @@ def register() -> None:
     ``VLLMOPS_DISABLE=1`` turns it off. Never raises: an exception out of a plug-in would abort
     vLLM's start. A second call does nothing.
     """
-    if os.environ.get("VLLMOPS_DISABLE") == "1" or short_lived():
+    if os.environ.get("VLLMOPS_DISABLE") == "1" or is_inspection_process():
         return
     try:
         from . import service  # noqa: PLC0415
 
-        observe()
-        serve()
-        service.start()
+        instrument_vllm()
+        add_server_features()
+        service.start_agent()
     except Exception as error:
         log.warning("vllmops: the agent does not start in pid %d: %r", os.getpid(), error)
 
 
-def observe(withheld: Mapping[str, str] | None = None) -> None:
+def instrument_vllm(withheld: Mapping[str, str] | None = None) -> None:
     """Hook and patch vLLM's classes, also for `attach`.
 
     Args:
@@ -43,32 +43,32 @@ def observe(withheld: Mapping[str, str] | None = None) -> None:
     from .heal import event_loop, io_threads, sockets  # noqa: PLC0415
     from .patches import registry  # noqa: PLC0415
 
-    objects.check()
-    objects.install(service.start)
-    compare.install()
-    unsent.install()
-    recorder.install(service.own_directory)
-    event_loop.install()
-    handover.install()
-    io_threads.watch()
-    objects.watch("engine-core", sockets.keep)
-    registry.install(withheld)
+    objects.report_compatibility()
+    objects.hook_constructors(service.start_agent)
+    compare.install_hooks()
+    unsent.install_hook()
+    recorder.install_recorder(service.make_agent_directory)
+    event_loop.install_signal_handler()
+    handover.install_hooks()
+    io_threads.install_excepthook()
+    objects.when_symbol_imported("engine-core", sockets.hook_input_thread)
+    registry.install_patches(withheld)
 
 
-def serve() -> None:
+def add_server_features() -> None:
     """Add keys, stored responses, admin routes and metrics to a server that starts."""
     from ..store import settings  # noqa: PLC0415
     from . import admin, identity, keys, metrics  # noqa: PLC0415
     from .responses import hook  # noqa: PLC0415
 
-    if identity.role() == "api":
-        metrics.install()
-        hook.install(keys.ring)
-    admin.install(partial(keys.accept, carriers=settings.carriers))
-    keys.start()
+    if identity.detect_role() == "api":
+        metrics.install_collector()
+        hook.replace_routes_on_import(keys.get_keyring)
+    admin.install_routes(partial(keys.merge_keyring, carriers=settings.parse_carrier_settings))
+    keys.start_key_holder()
 
 
-def short_lived() -> bool:
+def is_inspection_process() -> bool:
     """Whether this is the subprocess in which vLLM inspects a model class, then exits."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
-    return spec is not None and places.inspects_models(spec.name)
+    return spec is not None and places.is_inspection_module(spec.name)

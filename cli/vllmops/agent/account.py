@@ -20,7 +20,7 @@ _ended: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
-def charged(work: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_with_cpu_accounting(work: Callable[..., Any]) -> Callable[..., Any]:
     """Work of a short thread, whose CPU time is added to the agent's when it ends."""
 
     @wraps(work)
@@ -34,7 +34,7 @@ def charged(work: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def cpu_s() -> float:
+def measure_cpu_s() -> float:
     """CPU seconds of the agent's threads so far."""
     spent = _ended["ns"]
     for thread in threading.enumerate():

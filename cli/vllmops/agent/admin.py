@@ -24,14 +24,14 @@ from ..codes import ErrorCode
 from ..errors import VllmopsError
 from ..keys import admin_token as admin
 from ..keys import file
-from ..keys.ring import Ring
-from ..numbers import number
+from ..keys.ring import KeyRing
+from ..numbers import parse_number
 from ..protocol.keys import ProcessKeys
-from ..protocol.remote import LONGEST_S, PROCESSES, TIMEOUT, Refusal, Refused
+from ..protocol.remote import LONGEST_S, PROCESSES, TIMEOUT, Refusal, RefusalBody
 from ..protocol.socket import BODY_BYTES
 from . import keys, nodes, objects
 from .gate import Scope, Send
-from .identity import role, standing
+from .identity import detect_role, find_standing
 from .imports import when_imported
 from .log import log
 
@@ -56,7 +56,7 @@ STATUS = {
 }
 
 
-def install(accept: Callable[[Ring], ProcessKeys]) -> None:
+def install_routes(accept: Callable[[KeyRing], ProcessKeys]) -> None:
     """Add the routes to each FastAPI app of an API server, where the environment names a token.
 
     On a node without an API server, let the other nodes ask.
@@ -64,21 +64,21 @@ def install(accept: Callable[[Ring], ProcessKeys]) -> None:
     Args:
         accept: puts a keyring that an admin sends into the server's own.
     """
-    nodes.install(between_nodes)
+    nodes.set_responder(answer_other_node)
     place = os.environ.get(admin.PLACE)
-    if place and role() == "api":
+    if place and detect_role() == "api":
         from . import remote  # noqa: F401, PLC0415 - other processes don't need it; now, as it is slow
 
-        put_before = functools.partial(before, Path(place), accept)
-        when_imported("fastapi.applications", objects.guarded(put_before))
+        put_before = functools.partial(hook_fastapi, Path(place), accept)
+        when_imported("fastapi.applications", objects.catch_errors(put_before))
 
 
-def before(place: Path, accept: Callable[[Ring], ProcessKeys], module: ModuleType) -> None:
+def hook_fastapi(place: Path, accept: Callable[[KeyRing], ProcessKeys], module: ModuleType) -> None:
     """Wrap ``FastAPI.__call__`` in place.
 
     Args:
         place: the file with the token.
-        accept: as in `install`.
+        accept: as in `install_routes`.
         module: ``fastapi.applications``.
     """
     call = module.FastAPI.__call__
@@ -92,45 +92,53 @@ def before(place: Path, accept: Callable[[Ring], ProcessKeys], module: ModuleTyp
             return
         from starlette.requests import Request  # noqa: PLC0415 - other processes don't need it
 
-        response = await respond(Request(scope, receive), place, accept)
+        response = await answer_admin_request(Request(scope, receive), place, accept)
         await response(scope, receive, send)
 
     __call__.__vllmops_admin__ = True  # type: ignore[attr-defined]
     module.FastAPI.__call__ = __call__
 
 
-async def respond(request: Request, place: Path, accept: Callable[[Ring], ProcessKeys]) -> Response:
+async def answer_admin_request(
+    request: Request, place: Path, accept: Callable[[KeyRing], ProcessKeys]
+) -> Response:
     """Answer a request to one of the routes; never raises.
 
     Args:
         request: the request.
         place: the file with the token.
-        accept: as in `install`.
+        accept: as in `install_routes`.
     """
     from . import remote  # noqa: PLC0415
 
     try:
-        await asyncio.to_thread(authorize, request.headers.get("authorization", ""), place)
+        await asyncio.to_thread(
+            require_admin_token, request.headers.get("authorization", ""), place
+        )
         match request.method, request.scope["path"]:
             case "GET", admin.KEYS:
-                return json(keys.state())
+                return make_json_response(keys.observe_keys())
             case "POST", admin.KEYS:
-                ring = decoded(await body(request, file.MOST_BYTES, "admin.no-ring"))
-                return json(await asyncio.to_thread(accept, ring))
+                ring = parse_keyring(await read_body(request, file.MOST_BYTES, "admin.no-ring"))
+                return make_json_response(await asyncio.to_thread(accept, ring))
             case "GET", path if path == PROCESSES:
-                return json(await remote.aside(remote.members))
+                return make_json_response(
+                    await remote.run_in_thread(remote.observe_server_processes)
+                )
             case ("GET" | "POST") as method, path if path.startswith(f"{PROCESSES}/"):
-                return await passed_on(request, method, path.removeprefix(f"{PROCESSES}/"))
+                return await forward_to_process(request, method, path.removeprefix(f"{PROCESSES}/"))
         raise VllmopsError("admin.no-route", "there is no such admin route")
     except VllmopsError as error:
-        return encoded(*refusal(error))
+        return make_response(*encode_refusal(error))
     except Exception as error:
         # Without the error's message: it may contain part of the keyring.
         log.warning("vllmops: an admin request failed: %s", type(error).__name__)
-        return json(Refused(Refusal("internal", f"unexpected {type(error).__name__}")), 500)
+        return make_json_response(
+            RefusalBody(Refusal("internal", f"unexpected {type(error).__name__}")), 500
+        )
 
 
-def between_nodes(
+def answer_other_node(
     method: str, path: str, content: bytes | None, timeout_s: float, servers: list[str]
 ) -> tuple[int, bytes]:
     """Answer another node, whose admin token has been checked.
@@ -144,26 +152,28 @@ def between_nodes(
     """
     from . import remote  # noqa: PLC0415
 
-    if not set(servers) & set(standing().servers):
+    if not set(servers) & set(find_standing().servers):
         error = VllmopsError("agent.gone", "the process that answers is of another server")
-        return nodes.STRANGER, refusal(error)[1]
+        return nodes.STRANGER, encode_refusal(error)[1]
     try:
         if (method, path) == ("GET", PROCESSES):
-            return 200, msgspec.json.encode(remote.near())
-        return remote.passed_on(method, path.removeprefix(f"{PROCESSES}/"), content, timeout_s)
+            return 200, msgspec.json.encode(remote.observe_node_processes())
+        return remote.forward_to_agent(
+            method, path.removeprefix(f"{PROCESSES}/"), content, timeout_s
+        )
     except VllmopsError as error:
-        return refusal(error)
+        return encode_refusal(error)
     except Exception as error:
-        return refusal(VllmopsError("admin.failed", f"unexpected {error!r}"))
+        return encode_refusal(VllmopsError("admin.failed", f"unexpected {error!r}"))
 
 
-def refusal(error: VllmopsError) -> tuple[int, bytes]:
+def encode_refusal(error: VllmopsError) -> tuple[int, bytes]:
     """The status and the content of an answer that refuses."""
     why = Refusal(error.code, error.message, error.hint, error.exit_code)
-    return STATUS.get(error.code, 500), msgspec.json.encode(Refused(why))
+    return STATUS.get(error.code, 500), msgspec.json.encode(RefusalBody(why))
 
 
-async def passed_on(request: Request, method: str, path: str) -> Response:
+async def forward_to_process(request: Request, method: str, path: str) -> Response:
     """Pass a request on to the agent of a process.
 
     Args:
@@ -174,36 +184,36 @@ async def passed_on(request: Request, method: str, path: str) -> Response:
     from . import remote  # noqa: PLC0415
 
     question = request.scope["query_string"].decode("latin-1")
-    content = await body(request, BODY_BYTES, "admin.too-large") if method == "POST" else None
+    content = await read_body(request, BODY_BYTES, "admin.too-large") if method == "POST" else None
     timeout_s = 2.0
     with suppress(ValueError):
-        timeout_s = number(request.headers.get(TIMEOUT, ""), 0.1, LONGEST_S)
+        timeout_s = parse_number(request.headers.get(TIMEOUT, ""), 0.1, LONGEST_S)
     whole = f"{path}?{question}" if question else path
-    ask = functools.partial(remote.passed_on, method, whole, content, timeout_s)
-    return encoded(*await remote.aside(ask))
+    ask = functools.partial(remote.forward_to_agent, method, whole, content, timeout_s)
+    return make_response(*await remote.run_in_thread(ask))
 
 
-def json(content: Any, status: int = 200) -> Response:
-    return encoded(status, msgspec.json.encode(content))
+def make_json_response(content: Any, status: int = 200) -> Response:
+    return make_response(status, msgspec.json.encode(content))
 
 
-def encoded(status: int, content: bytes) -> Response:
+def make_response(status: int, content: bytes) -> Response:
     from starlette.responses import Response  # noqa: PLC0415 - other processes don't need it
 
     headers = {"WWW-Authenticate": "Bearer"} if status == STATUS["admin.refused"] else None
     return Response(content, status, headers, "application/json")
 
 
-def authorize(authorization: str, place: Path) -> None:
+def require_admin_token(authorization: str, place: Path) -> None:
     """Check that a request has the token that the file holds now.
 
     Raises:
         VllmopsError: ``admin.refused``, whatever the reason.
     """
     try:
-        expected = f"Bearer {admin.token(place)}"
+        expected = f"Bearer {admin.read_admin_token(place)}"
     except VllmopsError as error:
-        objects.report(
+        objects.report_problem(
             f"admin requests are refused: the admin token can't be read: {error.message}"
         )
         expected = ""
@@ -212,7 +222,7 @@ def authorize(authorization: str, place: Path) -> None:
         raise VllmopsError("admin.refused", "the admin token is missing or wrong")
 
 
-async def body(request: Request, most: int, code: ErrorCode) -> bytes:
+async def read_body(request: Request, most: int, code: ErrorCode) -> bytes:
     """The body of a request; raises VllmopsError if it has more than `most` bytes."""
     content = bytearray()
     async for part in request.stream():
@@ -222,13 +232,13 @@ async def body(request: Request, most: int, code: ErrorCode) -> bytes:
     return bytes(content)
 
 
-def decoded(content: bytes) -> Ring:
+def parse_keyring(content: bytes) -> KeyRing:
     """The keyring in a request's body.
 
     Raises:
         VllmopsError: ``admin.no-ring``: the body is no keyring.
     """
     try:
-        return file.decode(content, Path("the request body"))
+        return file.decode_keyring(content, Path("the request body"))
     except VllmopsError as error:
         raise VllmopsError("admin.no-ring", error.message) from None

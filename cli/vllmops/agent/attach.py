@@ -24,7 +24,7 @@ from types import (
 )
 from typing import Any
 
-from . import objects, observe, service
+from . import instrument_vllm, objects, service
 from .adapters import places
 from .gate import Arrival, gate
 from .patches import registry
@@ -35,7 +35,7 @@ IN_PROGRESS = "RequestResponseCycle.run_asgi"
 BEGIN = BaseProcess._bootstrap.__code__  # type: ignore[attr-defined]
 
 
-def start(*, patch: bool) -> None:
+def attach_agent(*, patch: bool) -> None:
     """Start the agent in this process, with all objects that are already in use.
 
     Args:
@@ -44,16 +44,16 @@ def start(*, patch: bool) -> None:
     Raises:
         RuntimeError: the agent can't start here.
     """
-    roots = list(values())
-    count(tasks(roots))
-    observe(withheld(patch=patch))
-    adopt(roots)
-    service.start()
-    if not service.running():
+    roots = list(list_live_values())
+    count_earlier_requests(select_request_tasks(roots))
+    instrument_vllm(list_withheld_patches(patch=patch))
+    track_existing_objects(roots)
+    service.start_agent()
+    if not service.is_running():
         raise RuntimeError("; ".join(objects.problems) or "the agent did not start")
 
 
-def withheld(*, patch: bool) -> dict[str, str]:
+def list_withheld_patches(*, patch: bool) -> dict[str, str]:
     """The patches that are not applied even where the defect is present, and why."""
     if not patch:
         return dict.fromkeys(registry.PATCHES, "attached without --patch")
@@ -64,17 +64,19 @@ def withheld(*, patch: bool) -> dict[str, str]:
     }
 
 
-def adopt(roots: Iterable[Any]) -> None:
+def track_existing_objects(roots: Iterable[Any]) -> None:
     """Remember the objects that the hooks of the constructors would have remembered."""
-    kinds = {kind: cls for kind in objects.KINDS if (cls := places.loaded(kind)) is not None}
-    for instance in reachable(roots):
+    kinds = {
+        kind: cls for kind in objects.KINDS if (cls := places.find_loaded_class(kind)) is not None
+    }
+    for instance in find_vllm_objects(roots):
         for kind, cls in kinds.items():
             # By type: reading the __class__ of a proxy can run any code.
             if issubclass(type(instance), cls):
-                objects.remember(kind, instance)
+                objects.track_object(kind, instance)
 
 
-def reachable(roots: Iterable[Any]) -> Iterator[Any]:
+def find_vllm_objects(roots: Iterable[Any]) -> Iterator[Any]:
     """VLLM's objects that can be reached, each once, the nearest first."""
     queue, seen = deque(roots), dict[int, Any]()
     while queue and len(seen) < MOST:
@@ -82,12 +84,12 @@ def reachable(roots: Iterable[Any]) -> Iterator[Any]:
         if id(item) in seen:
             continue
         seen[id(item)] = item  # keeps it alive, so that no other object gets its id
-        if of_vllm(item):
+        if is_vllm_object(item):
             yield item
-        queue.extend(parts(item))
+        queue.extend(list_referents(item))
 
 
-def parts(item: Any) -> list[Any]:
+def list_referents(item: Any) -> list[Any]:
     """What an object holds, if it is vLLM's, a container or a bound function.
 
     Copied in single C calls, because other threads change it meanwhile.
@@ -100,18 +102,18 @@ def parts(item: Any) -> list[Any]:
         return [item.__self__]
     if isinstance(item, partial):
         return [item.func, *item.args, *item.keywords.values()]
-    if of_vllm(item):
+    if is_vllm_object(item):
         return list(getattr(item, "__dict__", {}).values())
     return []
 
 
-def of_vllm(item: Any) -> bool:
+def is_vllm_object(item: Any) -> bool:
     """Whether it is an instance of one of vLLM's classes, and no layer of a model."""
     module = type(item).__module__
     return module.startswith("vllm.") and not module.startswith(places.LAYERS)
 
 
-def values() -> Iterator[Any]:
+def list_live_values() -> Iterator[Any]:
     """The values of the variables of all running functions and suspended tasks.
 
     Below the frame where a forked process began are functions of its parent, with the parent's
@@ -121,19 +123,19 @@ def values() -> Iterator[Any]:
     for top in sys._current_frames().values():
         frame: FrameType | None = top
         while frame is not None and frame.f_code is not BEGIN:
-            held = variables(frame)
+            held = list_frame_values(frame)
             yield from held
             for value in held:
-                if (loop := loop_of(value)) is not None:
+                if (loop := find_event_loop(value)) is not None:
                     loops[id(loop)] = loop
             frame = frame.f_back
     for loop in loops.values():
         for task in asyncio.all_tasks(loop):
             yield task
-            yield from suspended(task.get_coro())
+            yield from list_awaited_values(task.get_coro())
 
 
-def loop_of(value: Any) -> asyncio.AbstractEventLoop | None:
+def find_event_loop(value: Any) -> asyncio.AbstractEventLoop | None:
     """The event loop of an asyncio object, None for anything else."""
     if isinstance(value, asyncio.AbstractEventLoop):
         return value
@@ -144,7 +146,7 @@ def loop_of(value: Any) -> asyncio.AbstractEventLoop | None:
     return None
 
 
-def suspended(awaited: Any) -> Iterator[Any]:
+def list_awaited_values(awaited: Any) -> Iterator[Any]:
     """The values of the variables of a coroutine and of everything that it awaits."""
     while awaited is not None:
         match awaited:
@@ -157,26 +159,26 @@ def suspended(awaited: Any) -> Iterator[Any]:
             case _:
                 return
         if frame is not None:
-            yield from variables(frame)
+            yield from list_frame_values(frame)
 
 
-def variables(frame: FrameType) -> list[Any]:
+def list_frame_values(frame: FrameType) -> list[Any]:
     """The values of a function's variables."""
     names = frame.f_locals
     held = list(names.values())
-    if is_copy(frame.f_code):
+    if has_copied_locals(frame.f_code):
         # The frame would keep the copy, and so keep a request alive as long as a loop runs.
         names.clear()
     return held
 
 
-def is_copy(code: CodeType) -> bool:
+def has_copied_locals(code: CodeType) -> bool:
     """Whether ``f_locals`` is a copy that only this module has requested."""
     optimized = bool(code.co_flags & inspect.CO_OPTIMIZED)
     return optimized and sys.version_info < (3, 13) and "locals" not in code.co_names
 
 
-def tasks(roots: Iterable[Any]) -> list[asyncio.Task[Any]]:
+def select_request_tasks(roots: Iterable[Any]) -> list[asyncio.Task[Any]]:
     """The tasks that answer an HTTP request."""
     return [
         root
@@ -186,22 +188,22 @@ def tasks(roots: Iterable[Any]) -> list[asyncio.Task[Any]]:
     ]
 
 
-def count(requests: list[asyncio.Task[Any]]) -> None:
+def count_earlier_requests(requests: list[asyncio.Task[Any]]) -> None:
     """Count the requests that began before the agent started.
 
     Whether a request has reached the engine is unknown, so until its end it counts as not there.
     """
 
-    def ended(arrival: Arrival, _: asyncio.Task[Any]) -> None:
+    def discard_arrival(arrival: Arrival, _: asyncio.Task[Any]) -> None:
         gate.arrivals.discard(arrival)
 
-    def begin() -> None:
+    def add_arrivals() -> None:
         for task in requests:
             if not task.done():
                 arrival = Arrival(time.monotonic(), rendering=True)
                 gate.arrivals.add(arrival)
-                task.add_done_callback(partial(ended, arrival))
+                task.add_done_callback(partial(discard_arrival, arrival))
 
     if requests:
         # On the event loop's thread: only that thread changes the gate's arrivals.
-        requests[0].get_loop().call_soon_threadsafe(begin)
+        requests[0].get_loop().call_soon_threadsafe(add_arrivals)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypedDict
 
 
-class Options(TypedDict):
+class BootOptions(TypedDict):
     """How to start the agent.
 
     Args:
@@ -29,14 +29,14 @@ class Options(TypedDict):
     error_file: str
 
 
-def run(options: Options) -> None:
+def boot_agent(options: BootOptions) -> None:
     """Start the agent in this process; never raises."""
     try:
-        load(Path(options["package"]))
+        import_package(Path(options["package"]))
         from vllmops.agent import attach  # noqa: PLC0415
 
         os.environ.setdefault("VLLMOPS_HOME", options["home"])
-        attach.start(patch=options["patch"])
+        attach.attach_agent(patch=options["patch"])
     except Exception as error:
         # By a rename: the command line waits for this file and must not read a part of it.
         half = Path(f"{options['error_file']}.half")
@@ -44,7 +44,7 @@ def run(options: Options) -> None:
         half.rename(options["error_file"])
 
 
-def load(package: Path) -> None:
+def import_package(package: Path) -> None:
     """Import this package from its folder, unless it is already imported."""
     if "vllmops" in sys.modules:
         return
@@ -60,4 +60,4 @@ def load(package: Path) -> None:
 
 
 if __name__ == "vllmops attach":
-    run(globals()["options"])
+    boot_agent(globals()["options"])

@@ -16,21 +16,21 @@ from functools import partial
 from operator import attrgetter, call
 from typing import Any, TypeVar
 
-from ..diagnose.caches import alone
+from ..diagnose.caches import check_cache
 from ..protocol.caches import (
     Cache,
+    CacheSetup,
     EncoderCache,
     EncoderDecoderCache,
     LruCache,
     ProcessCaches,
-    Setup,
     ShmCache,
     WorkerEncoderCache,
 )
 from . import engine, objects
 from .adapters import encoders, ranks
-from .adapters.engine import text_only
-from .identity import here, role
+from .adapters.engine import is_text_only
+from .identity import detect_role, make_process_fields
 
 TRIES = 5
 PAUSE_S = 0.003
@@ -38,7 +38,7 @@ PAUSE_S = 0.003
 T = TypeVar("T", bound=Cache)
 
 
-def snapshot(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
+def observe_caches(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
     """Every cache of this process; one that can't be read is listed in ``problems``.
 
     Args:
@@ -47,19 +47,19 @@ def snapshot(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
     """
     caches: list[Cache] = []
     problems = list(objects.problems)
-    for take, holder in sources(keys):
+    for take, holder in list_cache_readers(keys):
         try:
-            if (cache := settled(take, holder, tries)) is not None:
+            if (cache := observe_until_consistent(take, holder, tries)) is not None:
                 caches.append(cache)
         except Exception as error:
             problems.append(f"{type(holder).__name__} can't be read: {error!r}")
-    traffic, state = engine.traffic(), engine.state()
+    traffic, state = engine.observe_traffic(), engine.observe_engine()
     return ProcessCaches(
         pid=os.getpid(),
         parent=os.getppid(),
-        **here(),
+        **make_process_fields(),
         caches=caches,
-        setup=setup(),
+        setup=find_cache_setup(),
         unfinished=state.unfinished,
         step=state.current_step,
         in_flight=traffic.in_flight,
@@ -68,17 +68,20 @@ def snapshot(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
     )
 
 
-def sources(keys: bool) -> list[tuple[Callable[[Any], Cache | None], Any]]:
+def list_cache_readers(keys: bool) -> list[tuple[Callable[[Any], Cache | None], Any]]:
     """Each object, and the function that reads its cache."""
     held: list[tuple[Callable[[Any], Cache | None], Any]] = [
-        (partial(multimodal, keys=keys), cache) for cache in objects.every("mm-cache")
+        (partial(observe_multimodal_cache, keys=keys), cache)
+        for cache in objects.list_objects("mm-cache")
     ]
-    held += [(encoder, scheduler) for scheduler in objects.every("scheduler")]
-    held += [(worker_encoder, worker) for worker in objects.every("worker")]
+    held += [(observe_encoder_cache, scheduler) for scheduler in objects.list_objects("scheduler")]
+    held += [(observe_encoder_outputs, worker) for worker in objects.list_objects("worker")]
     return held
 
 
-def settled(take: Callable[[Any], Cache | None], holder: Any, tries: int = TRIES) -> Cache | None:
+def observe_until_consistent(
+    take: Callable[[Any], Cache | None], holder: Any, tries: int = TRIES
+) -> Cache | None:
     """Read a cache until it does not contradict itself, at most `tries` times.
 
     A container whose size changes during the copy raises RuntimeError: it is read again, too.
@@ -89,13 +92,13 @@ def settled(take: Callable[[Any], Cache | None], holder: Any, tries: int = TRIES
         except RuntimeError:
             cache = None
         else:
-            if cache is None or not alone(cache):
+            if cache is None or not check_cache(cache):
                 return cache
         time.sleep(PAUSE_S)
     return take(holder)
 
 
-def at_once(*reads: tuple[Callable[[Any], Any], Any]) -> tuple[Any, ...]:
+def read_atomically(*reads: tuple[Callable[[Any], Any], Any]) -> tuple[Any, ...]:
     """Call each reader on its container in one C call, so that all results are of one moment.
 
     Only true for readers and containers implemented in C, with plain strings as keys.
@@ -104,17 +107,17 @@ def at_once(*reads: tuple[Callable[[Any], Any], Any]) -> tuple[Any, ...]:
     return tuple(map(call, readers, containers))
 
 
-def multimodal(cache: Any, *, keys: bool = False) -> LruCache | ShmCache | None:
+def observe_multimodal_cache(cache: Any, *, keys: bool = False) -> LruCache | ShmCache | None:
     """A multimodal cache of any kind; None while it is being built."""
     own = vars(cache)
     if "_cache" in own:
-        return lru(cache, keys=keys)
+        return observe_lru_cache(cache, keys=keys)
     if "_shm_cache" in own:
-        return shm(cache)
+        return observe_shm_cache(cache)
     return None
 
 
-def lru(holder: Any, *, keys: bool = False) -> LruCache:
+def observe_lru_cache(holder: Any, *, keys: bool = False) -> LruCache:
     """A cache over vLLM's LRUCache (``vllm/utils/cache.py``).
 
     vLLM's threads wait meanwhile, and with 20,000 entries every pass matters: sets are made only
@@ -122,7 +125,7 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
     """
     cache = holder._cache
     sized = cache._Cache__size
-    own, order, data, sizes, pinned = at_once(
+    own, order, data, sizes, pinned = read_atomically(
         (dict, vars(cache)),
         (list, cache._LRUCache__order),
         (list, cache._Cache__data),
@@ -142,13 +145,13 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
             "sized_only": list(sizes.keys() - having),
         }
     return LruCache(
-        kind=kind(holder),
-        side=side(holder),
+        kind=find_cache_kind(holder),
+        side=find_cache_side(holder),
         name=type(holder).__name__,
         order=order if keys else None,
         sizes=list(map(sizes.get, order)) if keys else None,
         # While requests are in flight the sides are not compared, and the digest costs time.
-        digest="" if engine.busy() else digest(order),
+        digest="" if engine.is_busy() else hash_key_order(order),
         oldest=order[0] if order else None,
         newest=order[-1] if order else None,
         **differences,
@@ -163,25 +166,25 @@ def lru(holder: Any, *, keys: bool = False) -> LruCache:
     )
 
 
-def kind(holder: Any) -> str:
+def find_cache_kind(holder: Any) -> str:
     """``mm-lru`` for a cache over an LRUCache that has another side, else ``mm-processor-only``."""
     return "mm-processor-only" if "ProcessorOnly" in type(holder).__name__ else "mm-lru"
 
 
-def side(holder: Any) -> str:
+def find_cache_side(holder: Any) -> str:
     """The side of a cache over an LRUCache: P0, P1, or its process's role."""
     if "Receiver" in type(holder).__name__:
         return "P1"
-    return "P0" if role() == "api" else role()
+    return "P0" if detect_role() == "api" else detect_role()
 
 
-def digest(order: list[str]) -> str:
+def hash_key_order(order: list[str]) -> str:
     """Equal for two caches with the same keys in the same order."""
     # hashlib releases the GIL, and CPUs have instructions for this hash.
     return hashlib.sha256("\n".join(order).encode(errors="surrogatepass")).hexdigest()
 
 
-def shm(holder: Any) -> ShmCache:
+def observe_shm_cache(holder: Any) -> ShmCache:
     """A cache in shared memory (``SingleWriterShmObjectStorage``); only the writer has an index."""
     storage = holder._shm_cache
     ring = storage.ring_buffer
@@ -195,7 +198,7 @@ def shm(holder: Any) -> ShmCache:
     )
     if not storage.is_writer:
         return reader
-    own, buffer, by_key, by_id, flags, places, updates = at_once(
+    own, buffer, by_key, by_id, flags, places, updates = read_atomically(
         (dict, vars(holder)),
         (dict, vars(ring)),
         (dict, storage.key_index),
@@ -223,22 +226,22 @@ def shm(holder: Any) -> ShmCache:
 BOTH_SIDES = ("kind", "side", "name", "writer", "capacity_bytes", "max_object_bytes")
 
 
-def encoder(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
+def observe_encoder_cache(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
     """A scheduler's encoder cache manager; None while it is being built."""
     manager = getattr(scheduler, "encoder_cache_manager", None)
     if manager is None:
         return None
     own = vars(manager)
-    if (lists := encoders.passing(manager)) is not None:
-        own, *lists = at_once((dict, own), *((list, held) for held in lists))
+    if (lists := encoders.find_key_lists(manager)) is not None:
+        own, *lists = read_atomically((dict, own), *((list, held) for held in lists))
         return EncoderDecoderCache(
             name=type(manager).__name__,
             slots=own["cache_size"],
             free_slots=own["num_free_slots"],
             passing=[key for held in lists for key in held],
         )
-    embeds, inputs = encoders.sizes(manager), encoders.inputs(manager)
-    own, keys, references, by_key, freeable, holders, numbers, requests = at_once(
+    embeds, inputs = encoders.find_slots_by_key(manager), encoders.find_inputs_by_request(manager)
+    own, keys, references, by_key, freeable, holders, numbers, requests = read_atomically(
         (dict, own),
         (list, manager.cached),
         (list, map(tuple, manager.cached.values())),
@@ -269,12 +272,12 @@ def encoder(scheduler: Any) -> EncoderCache | EncoderDecoderCache | None:
     )
 
 
-def worker_encoder(worker: Any) -> WorkerEncoderCache | None:
+def observe_encoder_outputs(worker: Any) -> WorkerEncoderCache | None:
     """A worker's encoder outputs, of either model runner; None without a runner or a cache."""
-    outputs = encoders.outputs(worker)
+    outputs = encoders.find_outputs_by_key(worker)
     if outputs is None:
         return None
-    keys, tensors = at_once((list, outputs), (list, outputs.values()))
+    keys, tensors = read_atomically((list, outputs), (list, outputs.values()))
     return WorkerEncoderCache(
         name=type(worker.model_runner).__name__,
         rank=getattr(worker, "rank", None),
@@ -284,18 +287,18 @@ def worker_encoder(worker: Any) -> WorkerEncoderCache | None:
     )
 
 
-def setup() -> Setup | None:
+def find_cache_setup() -> CacheSetup | None:
     """The settings that decide which caches this server has, from vLLM's config."""
-    holder = objects.latest("scheduler") or objects.latest("worker")
+    holder = objects.find_latest("scheduler") or objects.find_latest("worker")
     config = getattr(holder, "vllm_config", None)
     if config is None:
         return None
     model, parallel = config.model_config, config.parallel_config
     multimodal: Any = getattr(model, "multimodal_config", None)
-    attempt = engine.attempt
-    return Setup(
+    attempt = engine.read_or_none
+    return CacheSetup(
         model=attempt(lambda: str(model.model)),
-        multimodal=multimodal is not None and not text_only(model),
+        multimodal=multimodal is not None and not is_text_only(model),
         encoder_decoder=attempt(lambda: bool(model.is_encoder_decoder)),
         cache_gb=attempt(lambda: float(multimodal.mm_processor_cache_gb)),
         cache_type=attempt(lambda: str(multimodal.mm_processor_cache_type)),
@@ -304,5 +307,5 @@ def setup() -> Setup | None:
         tensor_parallel=attempt(lambda: int(parallel.tensor_parallel_size)),
         pipeline_parallel=attempt(lambda: int(parallel.pipeline_parallel_size)),
         encoder_connector=attempt(lambda: config.ec_transfer_config is not None),
-        spread=attempt(lambda: ranks.spread(parallel)),
+        spread=attempt(lambda: ranks.can_span_nodes(parallel)),
     )

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 
 from ..protocol.caches import ProcessCaches
-from ..protocol.compares import CacheReading, CompareRequest, Comparison
+from ..protocol.compares import CacheComparison, CompareRequest, ComparisonSample
 from . import caches, engine, objects, requests
 from .adapters import engine as adapter
 from .gate import Arrival, gate
-from .identity import here
+from .identity import make_process_fields
 
 UTILITY = "vllmops_look"
 POLL_S = 0.02
@@ -32,13 +32,13 @@ ENCODER = msgspec.msgpack.Encoder()
 DECODER = msgspec.msgpack.Decoder(ProcessCaches)
 
 
-def install() -> None:
+def install_hooks() -> None:
     """Hook the front end and the engine, once their modules are imported."""
-    objects.watch("engine-client", hook_front)
-    objects.watch("engine-core", hook_engine)
+    objects.when_symbol_imported("engine-client", hook_front_end)
+    objects.when_symbol_imported("engine-core", hook_engine)
 
 
-def hook_front(module: ModuleType) -> None:
+def hook_front_end(module: ModuleType) -> None:
     """Make the front end report each request that it has handed to the engine; idempotent."""
     add = module.AsyncLLM.add_request
     if hasattr(add, "__vllmops__"):
@@ -51,18 +51,18 @@ def hook_front(module: ModuleType) -> None:
             queue = await add(self, *args, **kwargs)
             return queue
         finally:
-            requests.came_by(queue, gate.handed_over())
+            requests.link_arrival(queue, gate.mark_reached_engine())
 
     add_request.__vllmops__ = True  # type: ignore[attr-defined]
     module.AsyncLLM.add_request = add_request
 
 
 def hook_engine(module: ModuleType) -> None:
-    """Add the utility method `look` to the engine; idempotent."""
-    setattr(module.EngineCore, UTILITY, look)
+    """Add the utility method `observe_engine_caches` to the engine; idempotent."""
+    setattr(module.EngineCore, UTILITY, observe_engine_caches)
 
 
-def look(core: Any, deadline: float) -> list[bytes | str]:
+def observe_engine_caches(core: Any, deadline: float) -> list[bytes | str]:
     """The engine's caches, then its workers'; called by vLLM between two steps.
 
     Args:
@@ -76,69 +76,74 @@ def look(core: Any, deadline: float) -> list[bytes | str]:
         return ["the engine answers after the deadline, or its clock is ahead"]
     try:
         # One try: this is the engine's own thread, and a second try would delay its step.
-        answers: list[bytes | str] = [ENCODER.encode(caches.snapshot(keys=True, tries=1))]
-        if not objects.every("worker"):
+        answers: list[bytes | str] = [ENCODER.encode(caches.observe_caches(keys=True, tries=1))]
+        if not objects.list_objects("worker"):
             # No timeout, and no method that a worker might lack: after a failed call, vLLM takes
             # the other workers' answers to it for answers to the next call.
-            answers += core.model_executor.collective_rpc(question())
+            answers += core.model_executor.collective_rpc(make_worker_function())
     except Exception as error:
         return [f"the engine can't be read: {error!r}"]
     return answers
 
 
-def question() -> Callable[[Any], bytes | str]:
+def make_worker_function() -> Callable[[Any], bytes | str]:
     """The function that each worker runs; a local one is pickled by value, so needs no agent."""
 
-    def ask(worker: Any) -> bytes | str:
+    def observe_worker(worker: Any) -> bytes | str:
         try:
             answer: bytes = import_module("vllmops.agent.compare").outputs(worker)
             return answer
         except Exception as error:
             return f"a worker can't be read: {error!r}"
 
-    return ask
+    return observe_worker
 
 
 def outputs(worker: Any) -> bytes:
     """A worker's encoder outputs; called by vLLM between two of its calls."""
-    cache = caches.worker_encoder(vars(worker).get("worker", worker))
+    cache = caches.observe_encoder_outputs(vars(worker).get("worker", worker))
     return ENCODER.encode(
         ProcessCaches(
-            pid=os.getpid(), parent=os.getppid(), **here(), caches=[cache] if cache else []
+            pid=os.getpid(),
+            parent=os.getppid(),
+            **make_process_fields(),
+            caches=[cache] if cache else [],
         )
     )
 
 
-def compare(request: CompareRequest) -> Comparison:
+def compare_caches(request: CompareRequest) -> CacheComparison:
     """``POST /compare``: two looks, and two snapshots of the front end after them.
 
     Raises:
         RuntimeError: this process has no engine client.
     """
-    client, loop = engine.front_end()
+    client, loop = engine.require_front_end()
     deadline = time.time() + request.timeout_s
     patience = deadline - request.timeout_s / 2  # the rest is for the last look: a step may be long
-    looks: list[CacheReading] = []
+    looks: list[ComparisonSample] = []
     try:
-        looks.append(look_at_both(client, loop, deadline))
+        looks.append(observe_both_sides(client, loop, deadline))
         began = time.monotonic()
         # Read after the look: it has every request that had changed the cache by then and had not
         # reached the engine.
-        pending = set(gate.rendering)
+        pending = set(gate.rendering_requests)
         time.sleep(request.apart_s)
-        settled = handed_over(pending, patience)
+        settled = wait_until_handed_over(pending, patience)
         waited = time.monotonic() - began
-        looks.append(look_at_both(client, loop, deadline))
+        looks.append(observe_both_sides(client, loop, deadline))
     except TimeoutError:
-        return Comparison(looks=looks)
-    after = caches.snapshot(keys=True)
+        return CacheComparison(looks=looks)
+    after = caches.observe_caches(keys=True)
     time.sleep(POLL_S)
-    return Comparison(
-        looks=looks, after=after, end=caches.snapshot(), settled=settled, waited_s=waited
+    return CacheComparison(
+        looks=looks, after=after, end=caches.observe_caches(), settled=settled, waited_s=waited
     )
 
 
-def look_at_both(client: Any, loop: asyncio.AbstractEventLoop, deadline: float) -> CacheReading:
+def observe_both_sides(
+    client: Any, loop: asyncio.AbstractEventLoop, deadline: float
+) -> ComparisonSample:
     """The front end's caches, then those of the engines and workers.
 
     Args:
@@ -149,11 +154,13 @@ def look_at_both(client: Any, loop: asyncio.AbstractEventLoop, deadline: float) 
     Raises:
         TimeoutError: the engines did not answer before the deadline.
     """
-    front = caches.snapshot(keys=True)
-    rendering = len(gate.rendering)
-    handed = adapter.unfinished(client)
+    front = caches.observe_caches(keys=True)
+    rendering = len(gate.rendering_requests)
+    handed = adapter.count_unfinished_requests(client)
     # The engine answers in the order of arrival: after the requests that were sent before.
-    call = asyncio.run_coroutine_threadsafe(adapter.ask(client, UTILITY, deadline), loop)
+    call = asyncio.run_coroutine_threadsafe(
+        adapter.call_engine_utility(client, UTILITY, deadline), loop
+    )
     try:
         engines = call.result(max(deadline - time.time(), 0))
     except TimeoutError:
@@ -161,7 +168,7 @@ def look_at_both(client: Any, loop: asyncio.AbstractEventLoop, deadline: float) 
         call.cancel()
         raise
     answers = [answer for engine_answers in engines for answer in engine_answers]
-    return CacheReading(
+    return ComparisonSample(
         front=front,
         engines=[DECODER.decode(answer) for answer in answers if isinstance(answer, bytes)],
         handed=handed,
@@ -170,14 +177,14 @@ def look_at_both(client: Any, loop: asyncio.AbstractEventLoop, deadline: float) 
     )
 
 
-def handed_over(pending: set[Arrival], deadline: float) -> bool:
+def wait_until_handed_over(pending: set[Arrival], deadline: float) -> bool:
     """Wait until some requests have reached the engine; whether they have.
 
     Args:
         pending: the requests.
         deadline: seconds since the epoch.
     """
-    while left := pending & gate.rendering:
+    while left := pending & gate.rendering_requests:
         if time.time() >= deadline:
             break
         time.sleep(POLL_S)

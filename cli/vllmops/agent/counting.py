@@ -11,32 +11,43 @@ from typing import Any, Final
 from ..keys.carrier import CarrierError
 from ..store.backend import Backend
 
-# Methods of a backend that a request, or looking after what runs, waits for.
-OPERATIONS: Final = (
-    *("create", "put", "set_status", "get", "delete", "page", "conversation", "touch", "running"),
-    *("append", "log", "sweep", "stats"),
-)
+# Methods of a backend that a request, or looking after what runs, waits for, and their labels.
+OPERATIONS: Final = {
+    "create": "create",
+    "put": "put",
+    "set_status": "set_status",
+    "get": "get",
+    "delete": "delete",
+    "list_responses": "page",
+    "list_turns": "conversation",
+    "touch": "touch",
+    "select_running": "running",
+    "append_events": "append",
+    "read_events": "log",
+    "sweep": "sweep",
+    "collect_stats": "stats",
+}
 
 
-def count_store(backend: Backend) -> None:
+def count_store_operations(backend: Backend) -> None:
     """Count the operations of a backend, which it does as before."""
     from ..metrics.counters import CARRIERS  # noqa: PLC0415 - see there
 
     for action in ("opened", "sealed"):
         CARRIERS.labels(action, "")  # begins with 0, so that the first one is seen
     name = type(backend).__name__.lower()
-    for operation in OPERATIONS:
-        setattr(backend, operation, counted(getattr(backend, operation), name, operation))
+    for method, operation in OPERATIONS.items():
+        setattr(backend, method, wrap_with_counters(getattr(backend, method), name, operation))
 
 
-def counted(
+def wrap_with_counters(
     call: Callable[..., Awaitable[Any]], backend: str, operation: str
 ) -> Callable[..., Awaitable[Any]]:
     """A method of a backend that counts its time and its failures."""
     from ..metrics.counters import STORE_FAILURES, STORE_SECONDS  # noqa: PLC0415 - see there
 
     @functools.cache
-    def seconds() -> Any:
+    def get_duration_metric() -> Any:
         # What is never called has no lines in each scrape.
         return STORE_SECONDS.labels(backend, operation)
 
@@ -52,7 +63,7 @@ def counted(
             STORE_FAILURES.labels(backend, operation, type(error).__name__).inc()
             raise
         finally:
-            seconds().observe(time.perf_counter() - began)
+            get_duration_metric().observe(time.perf_counter() - began)
 
     return wrapper
 

@@ -10,35 +10,38 @@ from ..protocol.engine import STORE_AWAY, EngineState, Traffic
 from . import handover, objects, recorder
 from .adapters import engine as adapter
 from .gate import gate
-from .identity import role
+from .identity import detect_role
 
 T = TypeVar("T")
 
 MOST_OF_ID = 64  # characters; a heartbeat has room for little more
 
 
-def state() -> EngineState:
+def observe_engine() -> EngineState:
     """The state of this process's engine; None for each attribute of an unknown shape."""
-    scheduler = objects.latest("scheduler")
+    scheduler = objects.find_latest("scheduler")
     if scheduler is None:
         return EngineState()
-    executor, kv_cache = objects.latest("executor"), getattr(scheduler, "kv_cache_manager", None)
-    running, waiting = counts(scheduler)
+    executor, kv_cache = (
+        objects.find_latest("executor"),
+        getattr(scheduler, "kv_cache_manager", None),
+    )
+    running, waiting = count_requests(scheduler)
     return EngineState(
         running=running,
         waiting=waiting,
-        unfinished=attempt(lambda: len(scheduler.requests)),
-        current_step=step(scheduler),
-        pause_state=attempt(lambda: str(scheduler.pause_state.name).lower()),
-        sleeping=attempt(lambda: executor and bool(executor.is_sleeping)),
-        kv_cache_usage=attempt(lambda: adapter.kv_cache_usage(scheduler)),
-        kv_cache_blocks=attempt(lambda: kv_cache and int(kv_cache.block_pool.num_gpu_blocks)),
-        prefix_caching=attempt(lambda: kv_cache and bool(kv_cache.enable_caching)),
-        max_running=attempt(lambda: int(scheduler.max_num_running_reqs)),
+        unfinished=read_or_none(lambda: len(scheduler.requests)),
+        current_step=find_current_step(scheduler),
+        pause_state=read_or_none(lambda: str(scheduler.pause_state.name).lower()),
+        sleeping=read_or_none(lambda: executor and bool(executor.is_sleeping)),
+        kv_cache_usage=read_or_none(lambda: adapter.kv_cache_usage(scheduler)),
+        kv_cache_blocks=read_or_none(lambda: kv_cache and int(kv_cache.block_pool.num_gpu_blocks)),
+        prefix_caching=read_or_none(lambda: kv_cache and bool(kv_cache.enable_caching)),
+        max_running=read_or_none(lambda: int(scheduler.max_num_running_reqs)),
     )
 
 
-class Progress:
+class ProgressTracker:
     """Whether an engine makes progress, checked with each heartbeat, so cheap.
 
     Steps are no proof: an idle scheduler takes them too. Nor is who arrives or gives up: under load
@@ -52,34 +55,36 @@ class Progress:
         # By id: a running request's computed tokens, and since when it has had them.
         self.requests: dict[str, tuple[int, float]] = {}
 
-    def look(self, now: float) -> tuple[int | None, int | None, int | None, float | None]:
+    def observe_scheduler(
+        self, now: float
+    ) -> tuple[int | None, int | None, int | None, float | None]:
         """``current_step``, requests running and waiting, and for how many seconds they stall.
 
         Args:
             now: monotonic, in seconds.
         """
-        scheduler = objects.latest("scheduler")
+        scheduler = objects.find_latest("scheduler")
         if scheduler is None:
             return None, None, None, None
-        running, waiting = counts(scheduler)
-        tokens = attempt(lambda: tokens_of(scheduler)) or {}
+        running, waiting = count_requests(scheduler)
+        tokens = read_or_none(lambda: count_tokens_by_request(scheduler)) or {}
         before = self.requests
         self.requests = {
             name: known if (known := before.get(name)) and known[0] == count else (count, now)
             for name, count in tokens.items()
         }
-        computed = recorder.computed(scheduler)
+        computed = recorder.count_computed_tokens(scheduler)
         seen = (tokens, running, waiting) if computed is None else computed
         # vLLM counts an idle streaming session as waiting, too.
-        listening = attempt(lambda: int(scheduler.num_waiting_for_streaming_input)) or 0
+        listening = read_or_none(lambda: int(scheduler.num_waiting_for_streaming_input)) or 0
         pending = (running or 0) + (waiting or 0) > listening
-        waits = pending and not rests(scheduler)
+        waits = pending and not is_paused_or_asleep(scheduler)
         if seen != self.seen or not (waits and self.pending):
             self.seen, self.since = seen, now
         self.pending = waits
-        return step(scheduler), running, waiting, now - self.since
+        return find_current_step(scheduler), running, waiting, now - self.since
 
-    def still_s(self, request: Any, now: float) -> float | None:
+    def measure_stall_s(self, request: Any, now: float) -> float | None:
         """For how many seconds a running request has made no progress; None if unknown."""
         tokens, since = self.requests.get(request.request_id, (None, now))
         if tokens is None:
@@ -87,16 +92,16 @@ class Progress:
         return now - since if tokens == request.num_computed_tokens else 0.0
 
 
-progress = Progress()
+progress = ProgressTracker()
 
 
-class Turns:
+class EventLoopMonitor:
     """Whether an API server's event loop runs, checked with each heartbeat."""
 
     def __init__(self) -> None:
         self.asked: float | None = None
 
-    def look(self, now: float) -> float | None:
+    def measure_blocked_s(self, now: float) -> float | None:
         """For how many seconds it has run nothing; None if this process is no API server.
 
         Args:
@@ -104,92 +109,94 @@ class Turns:
         """
         asked = self.asked
         try:
-            _, loop = front_end()
+            _, loop = require_front_end()
             if asked is None:
-                self.asked = now  # before `ran` can run
-                loop.call_soon_threadsafe(self.ran)
+                self.asked = now  # before `note_iteration` can run
+                loop.call_soon_threadsafe(self.note_iteration)
         except RuntimeError:  # there is none, or it is closed
             self.asked = None
             return None
         return 0.0 if asked is None else now - asked
 
-    def ran(self) -> None:
+    def note_iteration(self) -> None:
         self.asked = None
 
 
-def rests(scheduler: Any) -> bool:
+def is_paused_or_asleep(scheduler: Any) -> bool:
     """Whether no progress is expected, because the engine is paused or asleep."""
-    paused = attempt(lambda: str(scheduler.pause_state.name)) not in {None, "UNPAUSED"}
-    return paused or sleeps()
+    paused = read_or_none(lambda: str(scheduler.pause_state.name)) not in {None, "UNPAUSED"}
+    return paused or is_asleep()
 
 
-def sleeps() -> bool:
+def is_asleep() -> bool:
     """Whether this process's engine is asleep."""
-    return bool(attempt(lambda: objects.latest("executor").is_sleeping))  # type: ignore[union-attr]
+    return bool(read_or_none(lambda: objects.find_latest("executor").is_sleeping))  # type: ignore[union-attr]
 
 
-def tokens_of(scheduler: Any) -> dict[str, int]:
+def count_tokens_by_request(scheduler: Any) -> dict[str, int]:
     """The computed tokens of each running request, by its id."""
     return {request.request_id: request.num_computed_tokens for request in list(scheduler.running)}
 
 
-def handed() -> int | None:
+def count_handed_requests() -> int | None:
     """Requests that this API server has handed to its engines; None in other processes."""
-    client = objects.latest("engine-client")
+    client = objects.find_latest("engine-client")
     if client is None:
         return None
-    return attempt(lambda: adapter.unfinished(client))
+    return read_or_none(lambda: adapter.count_unfinished_requests(client))
 
 
-def oldest() -> str:
+def find_oldest_request_id() -> str:
     """The id of the oldest of them, of a long one the ends; empty without one."""
-    client = objects.latest("engine-client")
-    name = "" if client is None else attempt(lambda: adapter.oldest(client)) or ""
+    client = objects.find_latest("engine-client")
+    name = (
+        "" if client is None else read_or_none(lambda: adapter.find_oldest_request_id(client)) or ""
+    )
     # A client may choose it, and vLLM adds to it on both sides what tells requests apart.
     return name if len(name) <= MOST_OF_ID else name[: MOST_OF_ID // 2] + name[-MOST_OF_ID // 2 :]
 
 
-def rendering(now: float) -> float | None:
+def measure_rendering_s(now: float) -> float | None:
     """The age in seconds of the oldest request before the engine; None outside API servers."""
-    return gate.longest(now) if gate.installed and role() == "api" else None
+    return gate.measure_rendering_s(now) if gate.installed and detect_role() == "api" else None
 
 
-def unready() -> str:
+def explain_unreadiness() -> str:
     """Why new requests had better go to another server; empty if this process knows no reason."""
-    scheduler = objects.latest("scheduler")
-    if scheduler is not None and rests(scheduler):
-        return "asleep" if sleeps() else "paused"
-    if gate.closed:
+    scheduler = objects.find_latest("scheduler")
+    if scheduler is not None and is_paused_or_asleep(scheduler):
+        return "asleep" if is_asleep() else "paused"
+    if gate.is_closed:
         return "draining"
-    refuses = attempt(lambda: objects.latest("responses").store.refuses)  # type: ignore[union-attr]
+    refuses = read_or_none(lambda: objects.find_latest("responses").store.refuses)  # type: ignore[union-attr]
     return STORE_AWAY if refuses else ""
 
 
-def traffic() -> Traffic:
+def observe_traffic() -> Traffic:
     """The requests of this process, if it is an API server."""
-    if not gate.installed or role() != "api":
+    if not gate.installed or detect_role() != "api":
         return Traffic()
     return Traffic(
         in_flight=gate.in_flight,
-        handed=handed(),
+        handed=count_handed_requests(),
         started=gate.started,
-        draining=gate.closed,
-        serves=handover.serves(),
+        draining=gate.is_closed,
+        serves=handover.is_accepting_connections(),
     )
 
 
-def busy() -> bool:
+def is_busy() -> bool:
     """Whether this process knows of requests in flight."""
-    return bool(traffic().in_flight or state().unfinished)
+    return bool(observe_traffic().in_flight or observe_engine().unfinished)
 
 
-def front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
+def require_front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
     """The engine client of an API server, and its event loop.
 
     Raises:
         RuntimeError: this process has none.
     """
-    client = objects.latest("engine-client")
+    client = objects.find_latest("engine-client")
     handler = getattr(client, "output_handler", None)
     if client is None or handler is None:
         raise RuntimeError("this process has no engine client")
@@ -199,17 +206,17 @@ def front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
         raise RuntimeError("its engine client has an unknown shape") from error
 
 
-def counts(scheduler: Any) -> tuple[int | None, int | None]:
+def count_requests(scheduler: Any) -> tuple[int | None, int | None]:
     """Requests running and waiting."""
-    return attempt(lambda: adapter.counts(scheduler)) or (None, None)
+    return read_or_none(lambda: adapter.count_requests(scheduler)) or (None, None)
 
 
-def step(scheduler: Any) -> int | None:
+def find_current_step(scheduler: Any) -> int | None:
     """Calls of ``schedule()`` so far."""
-    return attempt(lambda: int(scheduler.current_step))
+    return read_or_none(lambda: int(scheduler.current_step))
 
 
-def attempt(read: Callable[[], T]) -> T | None:
+def read_or_none(read: Callable[[], T]) -> T | None:
     """The result of `read`, None if this vLLM has an unknown shape."""
     try:
         return read()

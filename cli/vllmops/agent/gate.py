@@ -56,7 +56,7 @@ class Arrival:
         self.cut = False
 
     @property
-    def timed(self) -> bool:
+    def has_known_age(self) -> bool:
         """Whether its age is known."""
         return self.at < math.inf
 
@@ -67,7 +67,7 @@ class Arrival:
         return f"{scope.get('method', 'WebSocket')} {scope['path']}" if scope else None
 
     @property
-    def key(self) -> str:
+    def api_key(self) -> str:
         """The API key that it came with; empty without one."""
         headers = dict(self.scope["headers"] if self.scope else ())
         return str(headers.get(b"authorization", b"").partition(b" ")[2], "latin-1")
@@ -83,7 +83,7 @@ class Gate:
         draining: whether new requests are refused until an operator resumes the server.
         rerun: whether the server is about to start again, and then runs its background responses.
         leaving: whether each answer asks its client for a new connection: another process takes it.
-        holds: how many callers of `held` refuse new requests for a while.
+        holds: how many callers of `refuse_requests` refuse new requests for a while.
         ending: ends background responses, from another thread; None where there are none.
         installed: whether requests are counted.
         pause: the last HTTP request that stopped the engine; None without one.
@@ -101,12 +101,12 @@ class Gate:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether new requests are refused."""
         return self.draining or self.holds > 0
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def refuse_requests(self) -> Iterator[None]:
         """Refuse new requests for a while; several callers may do so at the same time."""
         with self.lock:
             self.holds += 1
@@ -116,7 +116,7 @@ class Gate:
             with self.lock:
                 self.holds -= 1
 
-    def cut(self, timeout_s: float) -> bool:
+    def cut_off_requests(self, timeout_s: float) -> bool:
         """Answer every request in flight with 503, from another thread; whether that was done.
 
         Background responses end, too. A stream that has begun ends with an error event.
@@ -131,7 +131,7 @@ class Gate:
         for arrival in list(self.arrivals):
             if arrival.task is not None:
                 with suppress(RuntimeError):  # the loop is closed
-                    arrival.task.get_loop().call_soon_threadsafe(cut, arrival)
+                    arrival.task.get_loop().call_soon_threadsafe(cut_off_request, arrival)
         while self.arrivals and monotonic() < until:
             time.sleep(POLL_S)
         return not self.arrivals
@@ -142,26 +142,26 @@ class Gate:
         return len(self.arrivals)
 
     @property
-    def rendering(self) -> set[Arrival]:
+    def rendering_requests(self) -> set[Arrival]:
         """Requests that have not reached the engine; always including WebSockets."""
         return {arrival for arrival in list(self.arrivals) if arrival.rendering}
 
-    def handed_over(self) -> Arrival | None:
+    def mark_reached_engine(self) -> Arrival | None:
         """Note that the current HTTP request has reached the engine; returns it."""
         if arrival := _current.get():
             arrival.rendering = False
         return arrival
 
-    def longest(self, now: float) -> float:
+    def measure_rendering_s(self, now: float) -> float:
         """Seconds since the oldest HTTP request arrived that has not reached the engine."""
-        return max(0.0, now - min((arrival.at for arrival in self.rendering), default=now))
+        return max(0.0, now - min((arrival.at for arrival in self.rendering_requests), default=now))
 
 
 gate = Gate()
 _current: ContextVar[Arrival | None] = ContextVar("vllmops.request", default=None)
 
 
-def install(module: ModuleType) -> None:
+def hook_fastapi(module: ModuleType) -> None:
     """Wrap ``FastAPI.__call__`` in place; `module` is ``fastapi.applications``."""
     if gate.installed:
         return
@@ -175,11 +175,12 @@ def install(module: ModuleType) -> None:
             return
         path = scope["path"]
         if root := getattr(self, "root_path", None):
-            path = below(path, root)
-        if gate.closed and is_new(scope, path):
-            await refuse(scope, send)
+            path = strip_root_path(path, root)
+        if gate.is_closed and is_new_work(scope, path):
+            await answer_unavailable(scope, send)
             return
-        # On a WebSocket of responses each request counts, by `counted`; an idle one holds no drain.
+        # On a WebSocket of responses each request counts, by `count_websocket_request`; an idle one
+        # holds no drain.
         if path in UNCOUNTED or (scope["type"] == "websocket" and path == RESPONSES):
             await call(self, scope, receive, send)
             return
@@ -193,7 +194,7 @@ def install(module: ModuleType) -> None:
             # How long a message on a WebSocket has waited is unknown.
             arrival = Arrival(math.inf, rendering=True, scope=scope)
 
-        async def sent(message: Message) -> None:
+        async def send_unless_cut(message: Message) -> None:
             if not arrival.cut:
                 if gate.leaving and message["type"] == "http.response.start":
                     message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
@@ -204,7 +205,7 @@ def install(module: ModuleType) -> None:
         gate.started += 1
         gate.arrivals.add(arrival)
         try:
-            await call(self, scope, receive, sent)
+            await call(self, scope, receive, send_unless_cut)
         except BaseException:
             if not arrival.cut:
                 raise
@@ -212,7 +213,7 @@ def install(module: ModuleType) -> None:
             try:
                 if arrival.cut:
                     with suppress(Exception):  # its answer is complete: only work after it was cut
-                        await end(arrival, send)
+                        await answer_cut_off_request(arrival, send)
             finally:
                 gate.arrivals.discard(arrival)
 
@@ -221,7 +222,7 @@ def install(module: ModuleType) -> None:
 
 
 @contextmanager
-def counted(scope: Scope, *, rendering: bool) -> Iterator[Arrival]:
+def count_websocket_request(scope: Scope, *, rendering: bool) -> Iterator[Arrival]:
     """Count a request that came as a message on a WebSocket, and is answered by this task.
 
     Args:
@@ -239,32 +240,32 @@ def counted(scope: Scope, *, rendering: bool) -> Iterator[Arrival]:
         gate.arrivals.discard(arrival)
 
 
-def cut(arrival: Arrival) -> None:
+def cut_off_request(arrival: Arrival) -> None:
     """Have a request end now; on its event loop."""
     if arrival.task is not None and not arrival.cut:
         arrival.cut = True
         arrival.task.cancel()
 
 
-async def end(arrival: Arrival, send: Send) -> None:
+async def answer_cut_off_request(arrival: Arrival, send: Send) -> None:
     """Tell a client that its request was cut off."""
     if arrival.task is not None:
         arrival.task.uncancel()
     if arrival.answer is None:
-        await refuse(arrival.scope or {"type": "http"}, send)
+        await answer_unavailable(arrival.scope or {"type": "http"}, send)
     elif STREAM in dict(arrival.answer.get("headers", ())).get(b"content-type", b""):
         await send(
             {"type": "http.response.body", "body": b"data: %b\n\n" % BODY, "more_body": False}
         )
 
 
-def below(path: str, root: str) -> str:
+def strip_root_path(path: str, root: str) -> str:
     """A path without vLLM's ``--root-path``, which a proxy may have left in it."""
     prefix = root.rstrip("/")
     return path[len(prefix) :] if path.startswith(f"{prefix}/") else path
 
 
-def is_new(scope: Scope, path: str) -> bool:
+def is_new_work(scope: Scope, path: str) -> bool:
     """Whether a request is for new work; a health check counts, so that no work is sent here.
 
     Who reads, deletes or cancels a response waits for work that was taken before; who reads or
@@ -279,7 +280,7 @@ def is_new(scope: Scope, path: str) -> bool:
     return scope["method"] not in {"GET", "HEAD", "DELETE"} and not path.endswith("/cancel")
 
 
-async def refuse(scope: Scope, send: Send) -> None:
+async def answer_unavailable(scope: Scope, send: Send) -> None:
     """Answer 503: the client should try another server, or this one later."""
     prefix = ""
     if scope["type"] == "websocket":

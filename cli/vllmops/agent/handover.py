@@ -23,26 +23,26 @@ MODULES = ("vllm.entrypoints.launchers.launcher", "vllm.entrypoints.openai.api_s
 _servers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def install() -> None:
+def install_hooks() -> None:
     """Remember the servers of this process; take a socket that it was started with."""
-    when_imported("uvicorn.server", objects.guarded(remember))
+    when_imported("uvicorn.server", objects.catch_errors(hook_uvicorn))
     if os.environ.get(LISTEN):
         for name in MODULES:
-            when_imported(name, objects.guarded(adopt))
+            when_imported(name, objects.catch_errors(hook_socket_creation))
 
 
-def remember(module: ModuleType) -> None:
+def hook_uvicorn(module: ModuleType) -> None:
     construct = module.Server.__init__
 
     @functools.wraps(construct)
-    def init(self: Any, *args: Any, **fields: Any) -> None:
+    def construct_and_remember(self: Any, *args: Any, **fields: Any) -> None:
         construct(self, *args, **fields)
         _servers.add(self)
 
-    module.Server.__init__ = init
+    module.Server.__init__ = construct_and_remember
 
 
-def adopt(module: ModuleType) -> None:
+def hook_socket_creation(module: ModuleType) -> None:
     """Have vLLM take the socket in the place of a new one at that address."""
     make = vars(module).get("create_server_socket")
     if make is None or make.__module__ != module.__name__:
@@ -60,12 +60,12 @@ def adopt(module: ModuleType) -> None:
     module.create_server_socket = create_server_socket  # type: ignore[attr-defined]
 
 
-def serves() -> bool:
+def is_accepting_connections() -> bool:
     """Whether this process takes connections."""
     return any(server.started and not gate.leaving for server in list(_servers))
 
 
-def leave() -> bool:
+def stop_accepting_connections() -> bool:
     """Take no more connections, and close each after its next answer; whether that is done."""
     for server in list(_servers):
         for listening in getattr(server, "servers", ()):

@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 
 from ..background import ErrorReporter
-from ..protocol.engine import BEAT_BYTES, BEAT_INTERVAL_S, Beat
-from ..protocol.text import encoded
+from ..protocol.engine import BEAT_BYTES, BEAT_INTERVAL_S, Heartbeat
+from ..protocol.text import encode_json
 from .log import log
 
 
-class Heart:
+class HeartbeatWriter:
     """Beats into `path` from a daemon thread until `stop`.
 
     Args:
@@ -28,7 +28,7 @@ class Heart:
         beat: what to write, given the sequence number and the monotonic time in seconds.
     """
 
-    def __init__(self, path: Path, beat: Callable[[int, float], Beat]) -> None:
+    def __init__(self, path: Path, beat: Callable[[int, float], Heartbeat]) -> None:
         self.path = path
         self.beat = beat
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -39,22 +39,22 @@ class Heart:
         )
 
     def start(self) -> None:
-        self.write(0)
-        threading.Thread(target=self.run, name="vllmops-heart", daemon=True).start()
+        self.write_heartbeat(0)
+        threading.Thread(target=self.run_until_stopped, name="vllmops-heart", daemon=True).start()
 
-    def run(self) -> None:
+    def run_until_stopped(self) -> None:
         sequence = 0
         while not self.stopped.wait(BEAT_INTERVAL_S):
             sequence += 1
-            self.write(sequence)
+            self.write_heartbeat(sequence)
 
-    def write(self, sequence: int) -> None:
+    def write_heartbeat(self, sequence: int) -> None:
         # An error must not end the thread: the next write may succeed.
         try:
             beat = self.beat(sequence, time.monotonic())
-            record = encoded(beat)
+            record = encode_json(beat)
             if len(record) > BEAT_BYTES:
-                record = encoded(msgspec.structs.replace(beat, oldest=""))
+                record = encode_json(msgspec.structs.replace(beat, oldest=""))
             if len(record) > BEAT_BYTES:
                 # Nobody could read a part of it.
                 raise ValueError(f"a record of {len(record)} bytes is too long")

@@ -11,10 +11,10 @@ from typing import Any
 
 import msgspec
 
-from ..host.shape import shape
+from ..host.shape import parse_serving_mode
 from ..protocol import identity
-from ..protocol.identity import Identity
-from ..protocol.place import Standing, place
+from ..protocol.identity import ProcessIdentity
+from ..protocol.place import ServerMembership, make_placement
 from . import objects
 from .adapters import ranks
 
@@ -29,70 +29,72 @@ INSTANCES = 4
 _instances: dict[str, None] = {}
 
 
-def role() -> str:
+def detect_role() -> str:
     """``api``, ``engine`` or ``worker``; ``launcher`` if there are engines and no API server."""
     name = multiprocessing.current_process().name
     if by_name := next((role for prefix, role in ROLES.items() if name.startswith(prefix)), None):
         return by_name
-    if below_ray():
-        return next((role for kind, role in BUILT.items() if objects.latest(kind)), "worker")
-    return "launcher" if shape(sys.argv).headless else "api"
+    if is_ray_worker():
+        return next((role for kind, role in BUILT.items() if objects.find_latest(kind)), "worker")
+    return "launcher" if parse_serving_mode(sys.argv).headless else "api"
 
 
-def below_ray() -> bool:
+def is_ray_worker() -> bool:
     """Whether Ray started this process, as an actor or for tasks."""
     ray = sys.modules.get(RAY)
     return getattr(getattr(ray, "global_worker", None), "mode", None) == RAY_WORKER
 
 
-def own() -> Identity:
+def read_own_identity() -> ProcessIdentity:
     """The identity of this process, also right after a fork."""
-    return known(os.getpid())
+    return read_identity(os.getpid())
 
 
 @cache
-def known(pid: int) -> Identity:
-    return identity.of(pid)
+def read_identity(pid: int) -> ProcessIdentity:
+    return identity.read_identity(pid)
 
 
 def create_time() -> float:
     """When this process started, in seconds since the epoch by the current clock."""
-    return time.time() - identity.age_s(own().start_ticks)
+    return time.time() - identity.compute_age_s(read_own_identity().start_ticks)
 
 
-def here() -> dict[str, Any]:
+def make_process_fields() -> dict[str, Any]:
     """Role and place of this process, as fields of an answer."""
-    return {"role": role(), **standing().where()}
+    return {"role": detect_role(), **find_standing().placement_fields()}
 
 
-def standing() -> Standing:
+def find_standing() -> ServerMembership:
     """Whose this process is, its node and its ranks; only the node before vLLM has a config."""
     node = os.uname().nodename
-    worker = objects.latest("worker")
-    holders = (worker, objects.latest("scheduler"), objects.latest("engine-client"))
+    worker = objects.find_latest("worker")
+    holders = (worker, objects.find_latest("scheduler"), objects.find_latest("engine-client"))
     # Who is given a config has made none.
     configs: list[Any] = [getattr(holder, "vllm_config", None) for holder in holders]
-    config: Any = next(filter(None, [*configs, *objects.every("config")]), None)
+    config: Any = next(filter(None, [*configs, *objects.list_objects("config")]), None)
     try:
         parallel, rank = config.parallel_config, getattr(worker, "rank", None)
-        sizes = ranks.sizes(parallel)
-        fields = msgspec.structs.asdict(place(node, ranks.own(parallel, role(), rank), sizes))
-        return Standing(servers=servers(config), sizes=sizes, **fields)
+        sizes = ranks.count_ranks(parallel)
+        fields = msgspec.structs.asdict(
+            make_placement(node, ranks.find_process_ranks(parallel, detect_role(), rank), sizes)
+        )
+        return ServerMembership(servers=list_server_ids(config), sizes=sizes, **fields)
     except Exception:  # there is none yet, or it has an unknown shape
-        return Standing(node=node)
+        return ServerMembership(node=node)
 
 
-def spread() -> bool:
+def can_span_nodes() -> bool:
     """Whether the engines or the workers of this API server may be on other nodes."""
-    config = getattr(objects.latest("engine-client"), "vllm_config", None)
-    return config is not None and ranks.spread(config.parallel_config)
+    config = getattr(objects.find_latest("engine-client"), "vllm_config", None)
+    return config is not None and ranks.can_span_nodes(config.parallel_config)
 
 
-def servers(config: Any) -> tuple[str, ...]:
+def list_server_ids(config: Any) -> tuple[str, ...]:
     """The ids of the server with this config.
 
     vLLM numbers each configuration that it makes, and copies it to engines and workers, also by
     Ray. What is started on each node apart shares the address at which the nodes meet.
     """
     _instances.setdefault(f"instance {config.instance_id}")
-    return *list(_instances)[:INSTANCES], *ranks.meetings(config.parallel_config)
+    return *list(_instances)[:INSTANCES], *ranks.list_rendezvous_addresses(config.parallel_config)

@@ -14,7 +14,7 @@ from types import ModuleType
 Act = Callable[[ModuleType], None]
 
 
-class Watcher:
+class ImportWatcher:
     """A meta path finder that calls functions after a watched module has run."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Watcher:
         return spec
 
 
-_watcher = Watcher()
+_watcher = ImportWatcher()
 
 
 def when_imported(name: str, act: Act) -> None:

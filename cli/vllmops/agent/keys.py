@@ -1,8 +1,8 @@
 """Holds the keys of a process that serves HTTP, and follows the keyring file.
 
-Serving calls `ring` and nothing else: it reads an attribute. A thread checks the file and replaces
-the ring as a whole. While the file is broken, readable by others or missing, the loaded keys stay
-and `state` shows the problem.
+Serving calls `get_keyring` and nothing else: it reads an attribute. A thread checks the file and
+replaces the ring as a whole. While the file is broken, readable by others or missing, the loaded
+keys stay and `observe_keys` shows the problem.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from ..background import ErrorReporter, thread
+from ..background import ErrorReporter, start_repeating_thread
 from ..errors import VllmopsError
 from ..keys import file
-from ..keys.ring import CARRIER_TTL_S, Ring, kids
+from ..keys.ring import CARRIER_TTL_S, KeyRing, format_kids
 from ..protocol.keys import ProcessKeys
 from . import objects
-from .identity import here, role
+from .identity import detect_role, make_process_fields
 from .log import log
 
 if TYPE_CHECKING:
-    from ..store.settings import Carriers  # at run time, only API servers load the store
+    from ..store.settings import CarrierSettings  # at run time, only API servers load the store
 
 CHECK_S = 1.0
 # vLLM's name for the processes that serve HTTP, when there are several.
 API_SERVER = "apiserver"
 
 
-class Holder:
+class KeyHolder:
     """The keys of one process, as last loaded without an error.
 
     Args:
         source: where they come from.
     """
 
-    def __init__(self, source: file.Source) -> None:
+    def __init__(self, source: file.KeyringSource) -> None:
         self.source = source
-        self.ring: Ring | None = None
+        self.ring: KeyRing | None = None
         self.loaded_at: float | None = None
         self.problem = ""
         self.reload = False
         self.seen: tuple[int, ...] | None = None
         self.checking = threading.Lock()
 
-    def follow(self) -> None:
+    def follow_file(self) -> None:
         """Check the file every `CHECK_S` seconds, from a thread."""
         reporter = ErrorReporter("changes of the keyring are not noticed", log.error)
-        thread("vllmops-keys", self.check, reporter, pause_s=CHECK_S)
+        start_repeating_thread("vllmops-keys", self.reload_if_changed, reporter, pause_s=CHECK_S)
 
-    def check(self, *, reload: bool = False) -> None:
+    def reload_if_changed(self, *, reload: bool = False) -> None:
         """Load the source if it has changed; never raises.
 
         Args:
@@ -64,16 +64,16 @@ class Holder:
         """
         with self.checking:
             try:
-                mark = self.mark()
+                mark = self.read_fingerprint()
                 if mark != self.seen or mark is None or reload or self.reload:
                     self.reload = False
-                    self.replace(self.source.load())
+                    self.replace_keyring(self.source.load())
                 self.seen, self.problem = mark, ""
             except Exception as error:
                 self.seen = None
-                self.report(error)
+                self.report_error(error)
 
-    def mark(self) -> tuple[int, ...] | None:
+    def read_fingerprint(self) -> tuple[int, ...] | None:
         """Changes whenever the file does; None if the file is missing."""
         if self.source.path is None:
             return ()
@@ -83,13 +83,13 @@ class Holder:
             return None
         return at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns
 
-    def replace(self, ring: Ring) -> None:
+    def replace_keyring(self, ring: KeyRing) -> None:
         if ring != self.ring:
-            log.info("vllmops: keys loaded: %s", kids(ring.keys) or "none")
+            log.info("vllmops: keys loaded: %s", format_kids(ring.keys) or "none")
             self.loaded_at = time.time()
         self.ring = ring
 
-    def report(self, error: Exception) -> None:
+    def report_error(self, error: Exception) -> None:
         problem = f"{type(error).__name__}: {error}"
         if isinstance(error, VllmopsError):
             if error.code == "keys.no-ring" and self.ring is None:
@@ -102,62 +102,62 @@ class Holder:
         self.problem = problem
 
 
-_holder: Holder | None = None
+_holder: KeyHolder | None = None
 
 
-def start() -> None:
+def start_key_holder() -> None:
     """Load the keys of a process that serves HTTP, and follow their file; never raises.
 
     A key in the environment is removed from it, so that only API servers inherit it.
     """
     global _holder  # noqa: PLW0603
     try:
-        source = file.source(os.environ)
+        source = file.find_keyring_source(os.environ)
         text = os.environ.pop(file.SIGNING_KEY, "")
-        if role() != "api" or _holder is not None or source.off:
+        if detect_role() != "api" or _holder is not None or source.is_disabled:
             return
         if source.path is None:
-            hand_down(text)
+            share_key_with_servers(text)
         elif not (os.environ.get(file.PLACE) or source.path.exists()):
             return  # no keys are configured
-        _holder = Holder(source)
-        _holder.check()
-        os.register_at_fork(after_in_child=forget)
+        _holder = KeyHolder(source)
+        _holder.reload_if_changed()
+        os.register_at_fork(after_in_child=reset_after_fork)
         if source.path is not None:
-            _holder.follow()
+            _holder.follow_file()
             reload_on_hangup()
     except Exception as error:
-        objects.report(f"the keys can't be loaded: {error}")
+        objects.report_problem(f"the keys can't be loaded: {error}")
 
 
-def ring() -> Ring | None:
+def get_keyring() -> KeyRing | None:
     """The keys that seal and open carriers now; None if this process has none."""
     return _holder.ring if _holder else None
 
 
-def state(*, reload: bool = False) -> ProcessKeys:
+def observe_keys(*, reload: bool = False) -> ProcessKeys:
     """What ``GET /keys`` answers.
 
     Args:
         reload: load the file first, also if it has not changed.
     """
     if _holder is None:
-        return ProcessKeys(pid=os.getpid(), **here())
+        return ProcessKeys(pid=os.getpid(), **make_process_fields())
     if reload:
-        _holder.check(reload=True)
+        _holder.reload_if_changed(reload=True)
     path: Path | None = _holder.source.path
     return ProcessKeys(
         pid=os.getpid(),
-        **here(),
+        **make_process_fields(),
         keyring=None if path is None else str(path),
         source="environment" if path is None else "file",
-        keys=tuple(key.public() for key in (_holder.ring.keys if _holder.ring else ())),
+        keys=tuple(key.without_secret() for key in (_holder.ring.keys if _holder.ring else ())),
         loaded_at=_holder.loaded_at,
         problem=_holder.problem,
     )
 
 
-def accept(ring: Ring, carriers: Callable[[], Carriers]) -> ProcessKeys:
+def merge_keyring(ring: KeyRing, carriers: Callable[[], CarrierSettings]) -> ProcessKeys:
     """Merge a ring into the file that this process follows.
 
     Args:
@@ -168,7 +168,7 @@ def accept(ring: Ring, carriers: Callable[[], Carriers]) -> ProcessKeys:
         The keys that this process holds afterwards.
 
     Raises:
-        VllmopsError: ``keys.no-file``, or as `file.change`.
+        VllmopsError: ``keys.no-file``, or as `file.change_keyring`.
     """
     path = _holder.source.path if _holder else None
     if path is None:
@@ -178,19 +178,21 @@ def accept(ring: Ring, carriers: Callable[[], Carriers]) -> ProcessKeys:
             f"start it with vllmops serve --keyring FILE, or with {file.PLACE}=FILE",
         )
     overlap_s = max(CARRIER_TTL_S, carriers().ttl_s)
-    file.change(path, lambda own: own.led(ring, time.time(), overlap_s), create=True)
-    return state(reload=True)
+    file.change_keyring(
+        path, lambda own: own.adopt_primary(ring, time.time(), overlap_s), create=True
+    )
+    return observe_keys(reload=True)
 
 
-def forget() -> None:
+def reset_after_fork() -> None:
     """In a forked child: drop the parent's secrets."""
     global _holder  # noqa: PLW0603
     _holder = None
-    if signal.getsignal(signal.SIGHUP) is hangup:
+    if signal.getsignal(signal.SIGHUP) is handle_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def hand_down(text: str) -> None:
+def share_key_with_servers(text: str) -> None:
     """Let the API servers that this process starts inherit the key, and no other child.
 
     Args:
@@ -223,10 +225,10 @@ def reload_on_hangup() -> None:
     """
     free = signal.getsignal(signal.SIGHUP) in {signal.SIG_DFL, signal.SIG_IGN}
     if free and threading.current_thread() is threading.main_thread() and not has_terminal():
-        signal.signal(signal.SIGHUP, hangup)
+        signal.signal(signal.SIGHUP, handle_hangup)
 
 
-def hangup(_: int, __: FrameType | None) -> None:
+def handle_hangup(_: int, __: FrameType | None) -> None:
     """Have the file loaded again, at most a second from now."""
     # Without the lock: this thread may hold it already.
     if _holder is not None:

@@ -9,7 +9,7 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any
 
 from ..background import ErrorReporter
-from .account import charged
+from .account import wrap_with_cpu_accounting
 from .log import log
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ else:
 REST_S = 1.0  # after a failed accept(), for example without free file descriptors
 
 
-class Threads(ThreadingMixIn, Base):
+class DaemonThreadingMixIn(ThreadingMixIn, Base):
     """One thread for each connection; a stuck one does not delay the process's exit.
 
     Attributes:
@@ -44,7 +44,9 @@ class Threads(ThreadingMixIn, Base):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread of its own, whose name says whose it is."""
-        work = partial(charged(self.process_request_thread), request, client_address)
+        work = partial(
+            wrap_with_cpu_accounting(self.process_request_thread), request, client_address
+        )
         threading.Thread(target=work, name="vllmops-request", daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002

@@ -9,7 +9,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..protocol.memory import AgentMemory, Generation, Held, Requests, Store
+from ..protocol.memory import AgentMemory, CacheUsage, GcGeneration, RequestCounts, StoreCounts
 from . import caches, engine, objects
 from .identity import create_time
 
@@ -18,45 +18,45 @@ from .identity import create_time
 CHECKED = 2000
 
 
-def snapshot() -> AgentMemory:
+def observe_memory() -> AgentMemory:
     """The answer to ``GET /memory``; what can't be read is listed in ``problems``."""
     problems = list(objects.problems)
 
-    def attempt(what: str, read: Callable[[], Any]) -> Any:
+    def read_or_report(what: str, read: Callable[[], Any]) -> Any:
         try:
             return read()
         except Exception as error:
             problems.append(f"{what} can't be read: {error!r}")
             return None
 
-    held: list[Held] = []
-    for holder, read in sources():
-        size = attempt(f"the size of {type(holder).__name__}", lambda: read(holder))  # noqa: B023
+    held: list[CacheUsage] = []
+    for holder, read in list_size_readers():
+        size = read_or_report(f"the size of {type(holder).__name__}", lambda: read(holder))  # noqa: B023
         held += [size] if size else []
     return AgentMemory(
-        requests=attempt("the number of live requests", requests),
+        requests=read_or_report("the number of live requests", count_live_requests),
         caches=tuple(held),
-        gc=generations(),
-        store=attempt("the size of the Responses store", store),
-        unfinished=engine.state().unfinished,
-        in_flight=engine.traffic().in_flight,
+        gc=list_gc_generations(),
+        store=read_or_report("the size of the Responses store", count_store_entries),
+        unfinished=engine.observe_engine().unfinished,
+        in_flight=engine.observe_traffic().in_flight,
         problems=tuple(problems),
     )
 
 
-def requests() -> Requests | None:
+def count_live_requests() -> RequestCounts | None:
     """The live ``Request`` objects; None without a scheduler, or where the agent does not count."""
-    scheduler, since = objects.latest("scheduler"), objects.hooked.get("request")
+    scheduler, since = objects.find_latest("scheduler"), objects.hooked.get("request")
     if scheduler is None or since is None:
         return None
-    alive = objects.count("request")
+    alive = objects.count_objects("request")
     known = scheduler.requests
     if alive > CHECKED:
         finished = max(alive - len(known), 0)
     else:
-        finished = sum(is_released(request, known) for request in objects.every("request"))
+        finished = sum(is_released(request, known) for request in objects.list_objects("request"))
     late_s = round(since - create_time(), 1)
-    return Requests(alive=alive, finished_alive=finished, known=len(known), late_s=late_s)
+    return RequestCounts(alive=alive, finished_alive=finished, known=len(known), late_s=late_s)
 
 
 def is_released(request: Any, known: dict[str, Any]) -> bool:
@@ -65,34 +65,34 @@ def is_released(request: Any, known: dict[str, Any]) -> bool:
     return "status" in own and request.is_finished() and known.get(own["request_id"]) is not request
 
 
-def sources() -> Iterator[tuple[Any, Callable[[Any], Held | None]]]:
+def list_size_readers() -> Iterator[tuple[Any, Callable[[Any], CacheUsage | None]]]:
     """Each object, and the function that reads it."""
-    for cache in objects.every("mm-cache"):
-        yield cache, multimodal
-    for scheduler in objects.every("scheduler"):
-        yield scheduler, encoder
-    for worker in objects.every("worker"):
-        yield worker, encoder_outputs
+    for cache in objects.list_objects("mm-cache"):
+        yield cache, measure_multimodal_cache
+    for scheduler in objects.list_objects("scheduler"):
+        yield scheduler, measure_encoder_cache
+    for worker in objects.list_objects("worker"):
+        yield worker, measure_encoder_outputs
 
 
-def multimodal(holder: Any) -> Held | None:
+def measure_multimodal_cache(holder: Any) -> CacheUsage | None:
     """A multimodal cache of any kind; None while it is being built."""
     name = type(holder).__name__
     own = vars(holder)
     if "_cache" in own:
-        cache, kind = own["_cache"], caches.kind(holder)
-        return Held(
+        cache, kind = own["_cache"], caches.find_cache_kind(holder)
+        return CacheUsage(
             kind=kind,
             name=name,
             entries=len(cache._Cache__data),
             bytes=int(cache._Cache__currsize),
             # The front end's mirror holds only the sizes.
-            here=kind != "mm-lru" or caches.side(holder) == "P1",
+            here=kind != "mm-lru" or caches.find_cache_side(holder) == "P1",
         )
     if "_shm_cache" in own:
         storage = holder._shm_cache
         ring = storage.ring_buffer
-        return Held(
+        return CacheUsage(
             kind="mm-shm",
             name=name,
             entries=len(storage.key_index) if storage.is_writer else None,
@@ -101,13 +101,13 @@ def multimodal(holder: Any) -> Held | None:
     return None
 
 
-def encoder(scheduler: Any) -> Held | None:
+def measure_encoder_cache(scheduler: Any) -> CacheUsage | None:
     """A scheduler's encoder cache; None while it is being built."""
     manager = getattr(scheduler, "encoder_cache_manager", None)
     if manager is None:
         return None
     own = vars(manager)
-    return Held(
+    return CacheUsage(
         kind="encoder",
         name=type(manager).__name__,
         entries=len(own["cached"]) if "cached" in own else None,
@@ -115,12 +115,12 @@ def encoder(scheduler: Any) -> Held | None:
     )
 
 
-def encoder_outputs(worker: Any) -> Held | None:
+def measure_encoder_outputs(worker: Any) -> CacheUsage | None:
     """A worker's encoder outputs; their number is bounded by the scheduler's slots."""
-    cache = caches.worker_encoder(worker)
+    cache = caches.observe_encoder_outputs(worker)
     if cache is None:
         return None
-    return Held(
+    return CacheUsage(
         kind="encoder-outputs",
         name=cache.name,
         entries=len(cache.keys),
@@ -129,23 +129,23 @@ def encoder_outputs(worker: Any) -> Held | None:
     )
 
 
-def generations() -> tuple[Generation, ...]:
+def list_gc_generations() -> tuple[GcGeneration, ...]:
     """The figures of the garbage collector."""
     return tuple(
-        Generation(count=count, collections=stats["collections"], collected=stats["collected"])
+        GcGeneration(count=count, collections=stats["collections"], collected=stats["collected"])
         for count, stats in zip(gc.get_count(), gc.get_stats(), strict=True)
     )
 
 
-def store() -> Store | None:
+def count_store_entries() -> StoreCounts | None:
     """The entries of the Responses store; None if there is none."""
-    serving = objects.latest("responses")
+    serving = objects.find_latest("responses")
     if serving is None:
         return None
     own = vars(serving)
     if "event_store" not in own:
         return None  # being built
-    return Store(
+    return StoreCounts(
         responses=len(own["response_store"]),
         messages=len(own["msg_store"]),
         events=len(own["event_store"]),

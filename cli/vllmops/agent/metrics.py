@@ -18,9 +18,9 @@ from msgspec.structs import replace
 
 from ..errors import VllmopsError
 from ..host.roles import Role
-from ..metrics.gathering import Gathering
-from ..protocol.server import Observation
-from ..protocol.view import StoreUse, View
+from ..metrics.gathering import BackgroundCollector
+from ..protocol.server import ServerSample
+from ..protocol.view import MetricsSnapshot, StoreUsage
 from . import engine, objects
 from .adapters import metrics as adapter
 from .adapters import places
@@ -28,9 +28,9 @@ from .imports import when_imported
 from .log import log
 
 if TYPE_CHECKING:
-    from ..protocol.remote import Member
-    from ..rpc.view import Viewer
-    from ..store.backend import Stats
+    from ..protocol.remote import ServerProcess
+    from ..rpc.view import MetricsCollector
+    from ..store.backend import StoreStats
     from ..store.store import ResponseStore
 
 TIMEOUT_S = 2.0
@@ -38,48 +38,48 @@ TIMEOUT_S = 2.0
 STORE_S, STORE_SHARE = 60.0, 0.005
 
 
-class Far:
+class ForwardedAgent:
     """The agent of a process, on this node or on another.
 
     Args:
         process: of this server.
     """
 
-    def __init__(self, process: Member) -> None:
+    def __init__(self, process: ServerProcess) -> None:
         self.at = f"{process.pid}{process.at and '@'}{process.at}"
 
-    def ask(self, method: str, path: str, kind: type[Any]) -> Any:
+    def fetch_answer(self, method: str, path: str, kind: type[Any]) -> Any:
         """What it answers; raises VllmopsError."""
         from ..rpc import agent  # noqa: PLC0415
         from . import remote  # noqa: PLC0415
 
         try:
-            status, content = remote.passed_on(method, self.at + path, None, TIMEOUT_S)
+            status, content = remote.forward_to_agent(method, self.at + path, None, TIMEOUT_S)
         except remote.NO_ANSWER as error:
             raise VllmopsError("agent.broken", str(error)) from error
         if status != remote.OK:
             raise VllmopsError("agent.broken", f"it answered {status} to {path}")
-        return agent.decode(f"the agent of pid {self.at}", content, kind)
+        return agent.decode_answer(f"the agent of pid {self.at}", content, kind)
 
 
-class Store:
+class StoreUsageCounter:
     """The store of this API server, counted now and then by its own event loop."""
 
     def __init__(self) -> None:
-        self.counting: Future[Stats] | None = None
+        self.counting: Future[StoreStats] | None = None
         self.due = 0.0
         self.began = 0.0
-        self.last: StoreUse | None = None
+        self.last: StoreUsage | None = None
 
-    def use(self) -> StoreUse | None:
+    def poll_usage(self) -> StoreUsage | None:
         """What was counted last; never waits."""
-        store: Any = getattr(objects.latest("responses"), "store", None)
+        store: Any = getattr(objects.find_latest("responses"), "store", None)
         now = time.monotonic()
         if self.counting and self.counting.done():
             counting, self.counting = self.counting, None
             self.due = now + max(STORE_S, (now - self.began) / STORE_SHARE)
             failed = store is None or counting.exception()
-            self.last = None if failed else used(store, counting.result())
+            self.last = None if failed else make_store_use(store, counting.result())
         if store is not None and self.counting is None and now >= self.due:
             from ..store.backend import EVERYBODY  # noqa: PLC0415
             from ..store.store import ResponseStore  # noqa: PLC0415
@@ -87,16 +87,16 @@ class Store:
             if not isinstance(store, ResponseStore):  # vLLM's own
                 return None
             try:
-                _, loop = engine.front_end()
+                _, loop = engine.require_front_end()
             except RuntimeError:  # not up yet
                 return self.last
             self.began = now
-            self.counting = asyncio.run_coroutine_threadsafe(store.stats(EVERYBODY), loop)
+            self.counting = asyncio.run_coroutine_threadsafe(store.collect_stats(EVERYBODY), loop)
         return self.last
 
 
-def used(store: ResponseStore, found: Stats) -> StoreUse:
-    return StoreUse(
+def make_store_use(store: ResponseStore, found: StoreStats) -> StoreUsage:
+    return StoreUsage(
         backend=type(store.backend).__name__.lower(),
         statuses=found.statuses,
         bytes=found.bytes,
@@ -105,47 +105,47 @@ def used(store: ResponseStore, found: Stats) -> StoreUse:
     )
 
 
-def install() -> None:
+def install_collector() -> None:
     """Show the server's state in the ``/metrics`` of an API server."""
-    if places.where("metrics") is None:
+    if places.find_symbol_module("metrics") is None:
         lacks = places.PLACES["metrics"].name
-        objects.unfit(f"the server's state is not in /metrics: there is no {lacks}")
+        objects.report_unsupported(f"the server's state is not in /metrics: there is no {lacks}")
         return
-    collector = Gathering(server(), log.warning, shared=shared)
+    collector = BackgroundCollector(make_server_observer(), log.warning, shared=find_shared_file)
     for module, show in adapter.SHOWN.items():
-        when_imported(module, objects.guarded(partial(show, collector)))
-    when_imported(adapter.FORMAT, objects.guarded(adapter.quicken))
+        when_imported(module, objects.catch_errors(partial(show, collector)))
+    when_imported(adapter.FORMAT, objects.catch_errors(adapter.cache_escaped_names))
 
 
-def shared() -> Path | None:
+def find_shared_file() -> Path | None:
     """The file by which the API servers of this server share what one of them has gathered."""
     # vLLM makes this directory for several API servers; the launcher is their parent.
     place = os.environ.get(adapter.MULTIPROC_DIR)
     return Path(place) / f"vllmops-{os.getppid()}" if place else None
 
 
-def server() -> Callable[[], tuple[View, int]]:
+def make_server_observer() -> Callable[[], tuple[MetricsSnapshot, int]]:
     """Looks at the server of this process, again and again."""
-    viewer: list[Viewer] = []
-    store = Store()
+    viewer: list[MetricsCollector] = []
+    store = StoreUsageCounter()
 
-    def look() -> tuple[View, int]:
+    def observe_server() -> tuple[MetricsSnapshot, int]:
         from ..host import gpu  # noqa: PLC0415
-        from ..metrics.state import differ  # noqa: PLC0415
-        from ..rpc.view import Viewer  # noqa: PLC0415 - slow, and nobody may ever scrape
+        from ..metrics.state import has_differing_sides  # noqa: PLC0415
+        from ..rpc.view import MetricsCollector  # noqa: PLC0415 - slow, and nobody may ever scrape
         from . import remote  # noqa: PLC0415
 
         if not viewer:
-            viewer.append(Viewer(Far, differ))
-        found = remote.members()
-        seen = Observation(
+            viewer.append(MetricsCollector(ForwardedAgent, has_differing_sides))
+        found = remote.observe_server_processes()
+        seen = ServerSample(
             at_s=time.monotonic(),
             pulses=found.pulses,
             processes=found.processes,
             compilers=found.compilers,
         )
         count = sum(process.role == Role.API for process in found.processes)
-        gpus = {found.node: gpu.states()}
-        return replace(viewer[0].view(seen), store=store.use(), gpus=gpus), count
+        gpus = {found.node: gpu.observe_gpus()}
+        return replace(viewer[0].collect_snapshot(seen), store=store.poll_usage(), gpus=gpus), count
 
-    return look
+    return observe_server

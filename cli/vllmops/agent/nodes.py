@@ -31,13 +31,13 @@ import msgspec
 
 from .. import background
 from ..background import ErrorReporter
-from ..host.shape import shape
+from ..host.shape import parse_serving_mode
 from ..keys import admin_token
 from ..protocol.remote import NODE_PORT, SERVERS, TIMEOUT, USUAL_NODE_PORT
 from ..protocol.socket import BODY_BYTES
 from ..rpc import agent
 from . import identity, objects
-from .listening import Threads
+from .listening import DaemonThreadingMixIn
 from .log import log
 
 MOST_AT_ONCE = 32  # connections that a node answers
@@ -55,29 +55,34 @@ IDS = msgspec.json.Decoder(list[str])
 Respond = Callable[[str, str, bytes | None, float, list[str]], tuple[int, bytes]]
 
 _respond: Respond | None = None
-_listening: Listening | None = None
+_listening: NodeListener | None = None
 
 
-def install(respond: Respond) -> None:
-    """Keep what answers for this node; `start` begins to listen."""
+def set_responder(respond: Respond) -> None:
+    """Keep what answers for this node; `start_listening` begins to listen."""
     global _respond  # noqa: PLW0603
     _respond = respond
 
 
-def start() -> None:
+def start_listening() -> None:
     """Listen, where this process answers for its node; reports an error, raises none."""
     global _listening  # noqa: PLW0603
     if _listening or _respond is None or not (place := os.environ.get(admin_token.PLACE)):
         return
-    if not (identity.below_ray() or (identity.role() == "launcher" and shape(sys.argv).headless)):
+    if not (
+        identity.is_ray_worker()
+        or (identity.detect_role() == "launcher" and parse_serving_mode(sys.argv).headless)
+    ):
         return
     try:
-        _listening = Listening(Path(place), _respond)
+        _listening = NodeListener(Path(place), _respond)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
-        objects.report(f"the other nodes can't ask this one: {error}; {NODE_PORT} is its port")
+        objects.report_problem(
+            f"the other nodes can't ask this one: {error}; {NODE_PORT} is its port"
+        )
 
 
-def forget() -> None:
+def reset_after_fork() -> None:
     """In a forked child: close the inherited socket, which nobody would serve."""
     global _listening  # noqa: PLW0603
     if _listening:
@@ -86,21 +91,23 @@ def forget() -> None:
     _listening = None
 
 
-def port() -> int:
+def read_node_port() -> int:
     """The port of all nodes; raises ValueError."""
     return int(os.environ.get(NODE_PORT) or USUAL_NODE_PORT)
 
 
-class Listening:
+class NodeListener:
     """The port of this node, open."""
 
     def __init__(self, token: Path, respond: Respond) -> None:
         reporter = ErrorReporter("the other nodes can't ask this one", log.warning)
-        self.server = Server(port(), reporter, token, respond)
-        background.thread("vllmops-node", partial(self.server.serve_forever, 3600), reporter)
+        self.server = NodeServer(read_node_port(), reporter, token, respond)
+        background.start_repeating_thread(
+            "vllmops-node", partial(self.server.serve_forever, 3600), reporter
+        )
 
 
-class Server(Threads, TCPServer):
+class NodeServer(DaemonThreadingMixIn, TCPServer):
     """Answers whoever has the admin token, each connection in a thread of its own.
 
     Nobody without it keeps another one out: of too many whose other end has not shown it, the
@@ -119,7 +126,7 @@ class Server(Threads, TCPServer):
         self.strangers: dict[socket.socket, None] = {}
         if socket.has_dualstack_ipv6():
             self.address_family = socket.AF_INET6
-        super().__init__(("", port), Handler)
+        super().__init__(("", port), NodeHandler)
 
     def server_bind(self) -> None:
         if self.address_family == socket.AF_INET6:
@@ -139,9 +146,9 @@ class Server(Threads, TCPServer):
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer on a connection once its other end has shown that it has the token."""
-        from ..keys.node_identity import context  # noqa: PLC0415 - slow, and seldom needed
+        from ..keys.node_identity import make_tls_context  # noqa: PLC0415 - slow, and seldom needed
 
-        made = context(admin_token.token(self.token), server=True)
+        made = make_tls_context(admin_token.read_admin_token(self.token), server=True)
         request.settimeout(HANDSHAKE_S)
         with self.lock:
             if request not in self.strangers:
@@ -167,24 +174,24 @@ class Server(Threads, TCPServer):
             super().close_request(request)
 
 
-class Handler(BaseHTTPRequestHandler):
+class NodeHandler(BaseHTTPRequestHandler):
     """Answers one question of the API server's node."""
 
     timeout = 10  # seconds that the other end may stay silent
     wbufsize = 1 << 16
 
     def do_GET(self) -> None:
-        self.answer(None)
+        self.answer_request(None)
 
     def do_POST(self) -> None:
         length = int(self.headers.get("content-length") or 0)
         if 0 <= length <= BODY_BYTES:
-            self.answer(self.rfile.read(length))
+            self.answer_request(self.rfile.read(length))
 
-    def answer(self, body: bytes | None) -> None:
+    def answer_request(self, body: bytes | None) -> None:
         ids = IDS.decode(self.headers.get(SERVERS, "[]"))
         timeout_s = float(self.headers.get(TIMEOUT, "2"))
-        respond = cast(Server, self.server).respond
+        respond = cast(NodeServer, self.server).respond
         status, content = respond(self.command, self.path, body, timeout_s, ids)
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
@@ -195,11 +202,11 @@ class Handler(BaseHTTPRequestHandler):
         """Do not log requests."""
 
 
-class Secured(agent.Timely, ssl.SSLSocket):
+class NodeConnection(agent.DeadlineSocket, ssl.SSLSocket):
     """A connection to another node, with a deadline."""
 
 
-def connected(address: str, token: str, end: float) -> Secured:
+def connect_to_node(address: str, token: str, end: float) -> NodeConnection:
     """A connection to a process of another node that has the token.
 
     A process that is stopped takes connections, too. So further ones are begun while the first has
@@ -213,14 +220,16 @@ def connected(address: str, token: str, end: float) -> Secured:
     Raises:
         OSError: there is none.
     """
-    from ..keys.node_identity import context  # noqa: PLC0415
+    from ..keys.node_identity import make_tls_context  # noqa: PLC0415
 
-    made = context(token, server=False)
-    made.sslsocket_class = Secured
+    made = make_tls_context(token, server=False)
+    made.sslsocket_class = NodeConnection
     with selectors.DefaultSelector() as begun:
         try:
             for number in range(MOST_BEGUN):
-                plain = socket.create_connection((address, port()), left(end))
+                plain = socket.create_connection(
+                    (address, read_node_port()), compute_remaining_s(end)
+                )
                 plain.setblocking(False)
                 secured = made.wrap_socket(plain, do_handshake_on_connect=False)
                 begun.register(secured, selectors.EVENT_WRITE)
@@ -228,7 +237,7 @@ def connected(address: str, token: str, end: float) -> Secured:
                 until = time.monotonic() + APART_S if number < MOST_BEGUN - 1 else end
                 while ready := begun.select(min(until, end) - time.monotonic()):
                     for one, _ in ready:
-                        connection = cast(Secured, one.fileobj)
+                        connection = cast(NodeConnection, one.fileobj)
                         try:
                             connection.do_handshake()
                         except ssl.SSLWantReadError:
@@ -238,20 +247,20 @@ def connected(address: str, token: str, end: float) -> Secured:
                         else:
                             begun.unregister(connection)
                             connection.deadline = end
-                            connection.settimeout(left(end))
+                            connection.settimeout(compute_remaining_s(end))
                             return connection
         finally:
             for one in list(begun.get_map().values()):
-                cast(Secured, one.fileobj).close()
+                cast(NodeConnection, one.fileobj).close()
     raise TimeoutError
 
 
-def left(end: float) -> float:
+def compute_remaining_s(end: float) -> float:
     """Seconds until then, for a socket: 0 would mean that it does not wait."""
     return max(end - time.monotonic(), LEAST_S)
 
 
-def ask(
+def request_from_node(
     address: str,
     method: str,
     path: str,
@@ -277,11 +286,11 @@ def ask(
         OSError: there is no answer, also because the other end has another token.
         http.client.HTTPException: it is no proper answer.
     """
-    secret = admin_token.token(token)
+    secret = admin_token.read_admin_token(token)
     headers = {SERVERS: msgspec.json.encode(servers).decode(), TIMEOUT: f"{timeout_s:g}"}
     end = time.monotonic() + timeout_s + SLACK_S
     for tries in range(TRIES - 1, -1, -1):
-        secured = connected(address, secret, end)
+        secured = connect_to_node(address, secret, end)
         with closing(HTTPConnection("localhost")) as connection:
             connection.sock = secured
             connection.request(method, path, body, headers)

@@ -35,7 +35,7 @@ KINDS = (
 LOGGED = "VLLMOPS_UNFIT_LOGGED"
 
 
-def install(tell: Callable[[], None]) -> None:
+def hook_constructors(tell: Callable[[], None]) -> None:
     """Hook the constructors, as soon as their modules are imported; idempotent.
 
     Args:
@@ -45,56 +45,58 @@ def install(tell: Callable[[], None]) -> None:
     global _tell  # noqa: PLW0603
     _tell = tell
     for kind in KINDS:
-        watch(kind, functools.partial(hook, kind, places.PLACES[kind].name))
-    when_imported("fastapi.applications", guarded(gate.install))
+        when_symbol_imported(
+            kind, functools.partial(hook_constructor, kind, places.PLACES[kind].name)
+        )
+    when_imported("fastapi.applications", catch_errors(gate.hook_fastapi))
 
 
-def watch(kind: str, act: Callable[[ModuleType], None]) -> None:
+def when_symbol_imported(kind: str, act: Callable[[ModuleType], None]) -> None:
     """Call ``act(module)`` once the module is imported that defines one of `places.PLACES`.
 
     Never, where this vLLM has no such module.
     """
-    if module := places.where(kind):
-        when_imported(module, guarded(act))
+    if module := places.find_symbol_module(kind):
+        when_imported(module, catch_errors(act))
 
 
-def check() -> None:
+def report_compatibility() -> None:
     """Report in one line what this vLLM lacks, and that it is newer than what is tested."""
-    version = features.version()
-    newer = features.untested(version)
+    version = features.find_vllm_version()
+    newer = features.describe_untested_version(version)
     off = [
         f"{features.FEATURES[name].title} (no {', '.join(lacks)})"
-        for name, lacks in features.missing().items()
+        for name, lacks in features.find_missing_features().items()
     ]
     if off:
-        unfit(f"{newer or f'vLLM {version} has another shape'}; off: {', '.join(off)}")
+        report_unsupported(f"{newer or f'vLLM {version} has another shape'}; off: {', '.join(off)}")
     elif newer:
         log_once(newer)
 
 
-def every(kind: str) -> list[Any]:
+def list_objects(kind: str) -> list[Any]:
     """The live objects of a kind, oldest first."""
     # One C call: a constructor on another thread may be adding to it.
     refs = list(_refs.get(kind, {}).values())
     return [instance for ref in refs if (instance := ref()) is not None]
 
 
-def latest(kind: str) -> Any | None:
+def find_latest(kind: str) -> Any | None:
     """The newest live object of a kind, None if there is none."""
-    return next(reversed(every(kind)), None)
+    return next(reversed(list_objects(kind)), None)
 
 
-def count(kind: str) -> int:
+def count_objects(kind: str) -> int:
     """How many objects of a kind are alive."""
     return len(_refs.get(kind, ()))
 
 
-def forget() -> None:
+def reset_after_fork() -> None:
     """In a forked child: drop the references to the parent's objects."""
     _refs.clear()
 
 
-def hook(kind: str, name: str, module: ModuleType) -> None:
+def hook_constructor(kind: str, name: str, module: ModuleType) -> None:
     """Make a class remember its instances under `kind`."""
     cls = getattr(module, name)
     if "__init__" in vars(cls) and hasattr(vars(cls)["__init__"], "__vllmops__"):
@@ -102,18 +104,18 @@ def hook(kind: str, name: str, module: ModuleType) -> None:
     construct = cls.__init__
 
     @functools.wraps(construct)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        remember(kind, self)
+    def construct_and_track(self: Any, *args: Any, **kwargs: Any) -> None:
+        track_object(kind, self)
         construct(self, *args, **kwargs)
 
-    init.__vllmops__ = True  # type: ignore[attr-defined]
-    cls.__init__ = init
+    construct_and_track.__vllmops__ = True  # type: ignore[attr-defined]
+    cls.__init__ = construct_and_track
     hooked[kind] = time.time()
-    if (instance := in_construction(construct)) is not None:
-        remember(kind, instance)
+    if (instance := find_object_in_construction(construct)) is not None:
+        track_object(kind, instance)
 
 
-def in_construction(construct: Callable[..., None]) -> Any | None:
+def find_object_in_construction(construct: Callable[..., None]) -> Any | None:
     """The object whose constructor has led here: a spawned engine loads plug-ins in its own.
 
     Args:
@@ -129,7 +131,7 @@ def in_construction(construct: Callable[..., None]) -> Any | None:
     return frame and frame.f_locals[frame.f_code.co_varnames[0]]
 
 
-def remember(kind: str, instance: Any) -> None:
+def track_object(kind: str, instance: Any) -> None:
     """Keep a weak reference to an object; in a forked process, this also starts the agent."""
     try:
         refs, key = _refs.setdefault(kind, {}), id(instance)
@@ -138,29 +140,29 @@ def remember(kind: str, instance: Any) -> None:
             return  # there are many, and each would try again where the agent can't start
         _tell()
     except Exception as error:
-        report(f"{type(instance).__name__} can't be tracked: {error!r}")
+        report_problem(f"{type(instance).__name__} can't be tracked: {error!r}")
 
 
-def guarded(act: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+def catch_errors(act: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     """``act``, except that it reports an error instead of raising it into an import of vLLM's."""
 
-    def safe(module: ModuleType) -> None:
+    def call_safely(module: ModuleType) -> None:
         try:
             act(module)
         except Exception as error:
-            unfit(f"{module.__name__} has an unknown shape: {error!r}")
+            report_unsupported(f"{module.__name__} has an unknown shape: {error!r}")
 
-    return safe
+    return call_safely
 
 
-def report(problem: str) -> None:
+def report_problem(problem: str) -> None:
     """Report a problem once: in the log, and in each answer of the agent."""
     if problem not in problems:
         problems.append(problem)
         log.warning("vllmops: %s", problem)
 
 
-def unfit(problem: str) -> None:
+def report_unsupported(problem: str) -> None:
     """Report what does not fit this vLLM: each in the agent's answers, only one in the log."""
     if problem not in problems:
         problems.append(problem)

@@ -32,21 +32,21 @@ from typing import Any, TypeAlias
 import msgspec
 
 from ..background import ErrorReporter
-from ..files import open_plain, read_private, take
+from ..files import lock_file, open_regular_file, read_private_file
 from ..protocol import steps
 from ..protocol.steps import (
     ENDED,
     EXECUTING,
     SCHEDULING,
     SHARED_S,
-    Run,
+    StepAccumulator,
     StepsFile,
     StepsHead,
-    packed,
+    pack_record,
 )
 from . import objects
-from .adapters.engine import kv_cache_usage, queues
-from .identity import here, own, standing
+from .adapters.engine import count_requests_by_state, kv_cache_usage
+from .identity import find_standing, make_process_fields, read_own_identity
 from .log import log
 
 KEPT = 8  # recordings of processes that have ended
@@ -66,7 +66,7 @@ OPEN = 64  # steps whose end is awaited; vLLM schedules a few ahead at most
 Aside: TypeAlias = deque[tuple[bytes, int]]  # what to write, and where
 
 
-def local(directory: Path) -> bool:
+def is_local_filesystem(directory: Path) -> bool:
     """Whether a directory is on a file system of this machine, as far as is known."""
     found = ctypes.create_string_buffer(256)  # more than a struct statfs
     if _statfs(os.fsencode(directory), found):
@@ -74,7 +74,7 @@ def local(directory: Path) -> bool:
     return int.from_bytes(found.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) in LOCAL
 
 
-class Recorder:
+class StepRecorder:
     """The recording of this process.
 
     Args:
@@ -85,11 +85,11 @@ class Recorder:
     """
 
     def __init__(self, directory: Path) -> None:
-        sweep(directory)
-        identity = own()
-        self.path = directory / steps.file_name(identity)
+        remove_old_recordings(directory)
+        identity = read_own_identity()
+        self.path = directory / steps.make_recording_name(identity)
         # The lock shows that the process lives, also to other containers; the kernel drops it.
-        fd = take(self.path)
+        fd = lock_file(self.path)
         if fd is None:
             raise BlockingIOError(f"another process writes {self.path}")
         self.fd = fd
@@ -98,39 +98,41 @@ class Recorder:
             parent=os.getppid(),
             session=os.getsid(0),
             started_at=time.time(),
-            standing=standing(),
+            standing=find_standing(),
         )
         os.ftruncate(fd, 0)
         os.pwrite(fd, msgspec.json.encode(self.head).ljust(steps.HEAD_BYTES), 0)
         self.reporter = ErrorReporter("the engine's steps can't be recorded", log.warning)
-        self.run: Run | None = None
-        self.open: dict[int, Run] = {}
-        self.late: Run | None = None  # its end is not written
-        self.later: Run | None = None  # the same at the heartbeat before
+        self.run: StepAccumulator | None = None
+        self.open: dict[int, StepAccumulator] = {}
+        self.late: StepAccumulator | None = None  # its end is not written
+        self.later: StepAccumulator | None = None  # the same at the heartbeat before
         self.turn = threading.Lock()
         # What the heartbeat's thread is to write; None where the engine's does.
-        self.aside: Aside | None = None if local(directory) else Aside(maxlen=steps.SLOTS)
+        self.aside: Aside | None = (
+            None if is_local_filesystem(directory) else Aside(maxlen=steps.SLOTS)
+        )
 
-    def begin(self, scheduler: Any) -> Run:
+    def begin_step(self, scheduler: Any) -> StepAccumulator:
         """A step begins: it is about to be scheduled."""
         now, run, late = monotonic(), self.run, self.late
         if run is None or now - run.began >= SHARED_S:
             sequence = 0 if run is None else run.sequence + 1
             number = getattr(scheduler, "current_step", sequence) + 1
-            run = self.run = Run(sequence, number, now)
+            run = self.run = StepAccumulator(sequence, number, now)
         run.steps += 1
         run.phase = SCHEDULING
         if late is None or late is run:
-            self.write(packed(run), run.offset)
+            self.write_record(pack_record(run), run.offset)
         elif late.offset + SIZE == run.offset:
-            self.write(packed(late) + packed(run), late.offset)
+            self.write_record(pack_record(late) + pack_record(run), late.offset)
         else:
-            self.write(packed(late), late.offset)
-            self.write(packed(run), run.offset)
+            self.write_record(pack_record(late), late.offset)
+            self.write_record(pack_record(run), run.offset)
         self.late = None
         return run
 
-    def scheduled(self, run: Run, scheduler: Any, output: Any) -> None:
+    def record_schedule(self, run: StepAccumulator, scheduler: Any, output: Any) -> None:
         """What was scheduled, before it is executed."""
         run.seconds = monotonic() - run.began
         run.tokens += output.total_num_scheduled_tokens
@@ -138,13 +140,13 @@ class Recorder:
         if (usage := kv_cache_usage(scheduler)) is not None:
             run.kv_cache_usage = max(run.kv_cache_usage or 0.0, usage)
         run.phase = EXECUTING
-        run.running, run.waiting, run.deferred = queues(scheduler)
+        run.running, run.waiting, run.deferred = count_requests_by_state(scheduler)
         self.open[id(output)] = run
         if len(self.open) > OPEN:
             del self.open[next(iter(self.open))]
-        self.write(packed(run), run.offset)
+        self.write_record(pack_record(run), run.offset)
 
-    def end(self, scheduler: Any, output: Any) -> None:
+    def end_step(self, scheduler: Any, output: Any) -> None:
         """A step's output has been taken."""
         run = self.open.pop(id(output), None)
         if run is None:
@@ -153,22 +155,22 @@ class Recorder:
         run.ended += 1
         if run.ended == run.steps:
             run.phase = ENDED
-        run.running, run.waiting, run.deferred = queues(scheduler)
+        run.running, run.waiting, run.deferred = count_requests_by_state(scheduler)
         if self.late is not None and self.late is not run:
-            self.write(packed(self.late), self.late.offset)
+            self.write_record(pack_record(self.late), self.late.offset)
         self.late = run
         if not (run.running or run.waiting or self.open):
-            self.write(packed(run), run.offset)
+            self.write_record(pack_record(run), run.offset)
             self.late = None
 
-    def beat(self) -> None:
+    def flush_pending(self) -> None:
         """Write such an end where no step has begun since the last heartbeat.
 
         Called by another thread, so it changes nothing that the engine's uses.
         """
         late = self.late
         if late is not None and late is self.later:
-            self.write(packed(late), late.offset)
+            self.write_record(pack_record(late), late.offset)
         self.later = late
         if not self.turn.acquire(blocking=False):
             return  # another thread writes
@@ -181,16 +183,16 @@ class Recorder:
         finally:
             self.turn.release()
 
-    def content(self) -> bytes:
+    def read_content(self) -> bytes:
         """Of the file, with what is not written yet."""
-        found = bytearray(read_private(self.path, None, steps.FILE_BYTES))
+        found = bytearray(read_private_file(self.path, None, steps.FILE_BYTES))
         for content, offset in tuple(self.aside or ()):
             found[offset : offset + len(content)] = content
         if late := self.late:
-            found[late.offset : late.offset + SIZE] = packed(late)
+            found[late.offset : late.offset + SIZE] = pack_record(late)
         return bytes(found)
 
-    def write(self, content: bytes, offset: int) -> None:
+    def write_record(self, content: bytes, offset: int) -> None:
         if self.aside is not None:
             self.aside.append((content, offset))
             return
@@ -209,13 +211,13 @@ class Recorder:
 
 
 _place: Callable[[], Path] = Path
-_recorder: Recorder | None = None
+_recorder: StepRecorder | None = None
 _off = False
 _computed = 0
 _hooked = False
 
 
-def computed(scheduler: Any) -> int | None:
+def count_computed_tokens(scheduler: Any) -> int | None:
     """The tokens of all steps so far whose output was taken; None where nobody counts them.
 
     As with a scheduler of somebody's own that does not call vLLM's.
@@ -225,7 +227,7 @@ def computed(scheduler: Any) -> int | None:
     return _computed if counts else None
 
 
-def install(place: Callable[[], Path]) -> None:
+def install_recorder(place: Callable[[], Path]) -> None:
     """Record the steps of this process's scheduler, once its module is imported.
 
     Args:
@@ -233,10 +235,10 @@ def install(place: Callable[[], Path]) -> None:
     """
     global _place  # noqa: PLW0603
     _place = place
-    objects.watch("scheduler", hook)
+    objects.when_symbol_imported("scheduler", hook_scheduler)
 
 
-def hook(module: ModuleType) -> None:
+def hook_scheduler(module: ModuleType) -> None:
     """Make the scheduler record its steps; idempotent."""
     cls = module.Scheduler
     schedule, update = cls.schedule, cls.update_from_output
@@ -245,19 +247,19 @@ def hook(module: ModuleType) -> None:
 
     # Nothing the recorder raises may reach vLLM, and one report is enough.
     @functools.wraps(schedule)
-    def scheduled(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def schedule_and_record(self: Any, *args: Any, **kwargs: Any) -> Any:
         run = None
-        if ring := _recorder or recorder():
+        if ring := _recorder or open_recorder():
             try:
-                run = ring.begin(self)
+                run = ring.begin_step(self)
             except Exception as error:
-                off(error)
+                stop_recording(error)
         output = schedule(self, *args, **kwargs)
         if ring and run:
             try:
-                ring.scheduled(run, self, output)
+                ring.record_schedule(run, self, output)
             except Exception as error:
-                off(error)
+                stop_recording(error)
         return output
 
     @functools.wraps(update)
@@ -267,37 +269,37 @@ def hook(module: ModuleType) -> None:
         try:
             _computed += scheduler_output.total_num_scheduled_tokens
             if found := _recorder:
-                found.end(self, scheduler_output)
+                found.end_step(self, scheduler_output)
         except Exception as error:
             _hooked = False
-            off(error)
+            stop_recording(error)
         return result
 
-    scheduled.__vllmops__ = update_from_output.__vllmops__ = True  # type: ignore[attr-defined]
-    cls.schedule, cls.update_from_output = scheduled, update_from_output
+    schedule_and_record.__vllmops__ = update_from_output.__vllmops__ = True  # type: ignore[attr-defined]
+    cls.schedule, cls.update_from_output = schedule_and_record, update_from_output
     global _hooked  # noqa: PLW0603
     _hooked = True
 
 
-def recorder() -> Recorder | None:
+def open_recorder() -> StepRecorder | None:
     """The recording of this process, begun with its first step; None where that is impossible."""
     global _recorder  # noqa: PLW0603
     if _recorder is None and not _off:
         try:
-            _recorder = Recorder(_place())
+            _recorder = StepRecorder(_place())
         except Exception as error:
-            off(error)
+            stop_recording(error)
     return _recorder
 
 
-def off(error: Exception) -> None:
+def stop_recording(error: Exception) -> None:
     """Record no more."""
     global _recorder, _off
     _recorder, _off = None, True
-    objects.report(f"the engine's steps are not recorded: {error!r}")
+    objects.report_problem(f"the engine's steps are not recorded: {error!r}")
 
 
-def forget() -> None:
+def reset_after_fork() -> None:
     """In a forked child: the recording is its parent's."""
     global _recorder, _off
     if _recorder is not None:
@@ -306,15 +308,15 @@ def forget() -> None:
     _recorder, _off = None, False
 
 
-def sweep(directory: Path) -> None:
+def remove_old_recordings(directory: Path) -> None:
     """Remove recordings of processes that have ended, except the newest of the last day."""
     ended: list[tuple[float, Path]] = []
     for path in directory.glob(f"*{steps.SUFFIX}"):
         with suppress(OSError):
             modified = path.lstat().st_mtime
             # Without the check, the lock would open a FIFO; a new file may not be locked yet.
-            os.close(open_plain(path))
-            if time.time() - modified > NEW_S and (fd := take(path)) is not None:
+            os.close(open_regular_file(path))
+            if time.time() - modified > NEW_S and (fd := lock_file(path)) is not None:
                 os.close(fd)
                 ended.append((modified, path))
     ended.sort(reverse=True)
@@ -324,16 +326,16 @@ def sweep(directory: Path) -> None:
                 path.unlink()
 
 
-def snapshot() -> StepsFile:
+def read_recording() -> StepsFile:
     """``GET /steps``."""
-    content = _recorder.content() if _recorder else b""
-    return StepsFile(**here(), pid=os.getpid(), content=content)
+    content = _recorder.read_content() if _recorder else b""
+    return StepsFile(**make_process_fields(), pid=os.getpid(), content=content)
 
 
-def beat() -> None:
-    """With each heartbeat, see `Recorder.beat`."""
+def flush_recording() -> None:
+    """With each heartbeat, see `StepRecorder.flush_pending`."""
     try:
         if found := _recorder:
-            found.beat()
+            found.flush_pending()
     except Exception as error:
-        off(error)
+        stop_recording(error)

@@ -24,11 +24,11 @@ import msgspec
 from .. import __version__, background
 from ..errors import VllmopsError
 from ..host import proc, processes
-from ..host.nodes import connected
+from ..host.nodes import find_node_addresses
 from ..host.processes import ROLES, Process
-from ..host.roles import Role, titled
-from ..host.shape import option
-from ..host.states import compilers, state
+from ..host.roles import Role, find_title_role
+from ..host.shape import find_option
+from ..host.states import find_compilers, observe_process
 from ..keys import admin_token
 from ..protocol.files import DAMAGE
 from ..protocol.place import DIMENSIONS
@@ -39,15 +39,15 @@ from ..protocol.remote import (
     POSTS,
     PROCESSES,
     USUAL_NODE_PORT,
-    Member,
-    Members,
-    Refused,
-    Silence,
+    NodeGap,
+    RefusalBody,
+    ServerProcess,
+    ServerProcesses,
 )
-from ..protocol.server import Pulse
+from ..protocol.server import ProcessHeartbeat
 from ..rpc import agent, membership
 from . import nodes
-from .identity import role, spread, standing
+from .identity import can_span_nodes, detect_role, find_standing
 
 T = TypeVar("T")
 
@@ -64,12 +64,12 @@ ANSWER_BYTES = 64 << 20  # as many as the other end takes
 
 OK = 200
 NO_ANSWER = (OSError, HTTPException, ValueError)
-REFUSALS = msgspec.json.Decoder(Refused)
+REFUSALS = msgspec.json.Decoder(RefusalBody)
 
 _seats = threading.BoundedSemaphore(MOST_AT_ONCE)
 
 
-async def aside(work: Callable[[], T]) -> T:
+async def run_in_thread(work: Callable[[], T]) -> T:
     """Do blocking work beside the event loop.
 
     A thread of its own: those of a pool hold up the end of the process, and the event loop's own
@@ -86,16 +86,16 @@ async def aside(work: Callable[[], T]) -> T:
             )
         await asyncio.sleep(WAIT_S)
 
-    def run() -> T:
+    def run_and_release() -> T:
         try:
             return work()
         finally:
             _seats.release()
 
-    return await asyncio.wrap_future(background.beside(run, "vllmops-admin"))
+    return await asyncio.wrap_future(background.call_in_thread(run_and_release, "vllmops-admin"))
 
 
-class Nearby:
+class LocalProcesses:
     """The processes of this server on this node, as they were a moment ago."""
 
     def __init__(self) -> None:
@@ -103,55 +103,66 @@ class Nearby:
         self.tree: tuple[Process, ...] = ()
         self.at = -FRESH_S
 
-    def all(self) -> tuple[Process, ...]:
+    def list_processes(self) -> tuple[Process, ...]:
         """Its processes, root first; Ray's actors and headless engines are among them."""
         with self.lock:
             if time.monotonic() - self.at > FRESH_S:
-                table = processes.table()
-                if role() == "api":
-                    tree = processes.tree(table, [root(os.getpid())])
-                    self.tree = membership.complete(table, tree)
+                table = processes.read_process_table()
+                if detect_role() == "api":
+                    tree = processes.build_process_tree(table, [find_root_pid(os.getpid())])
+                    self.tree = membership.complete_tree(table, tree)
                 else:
-                    self.tree = membership.share(table, standing().servers, os.geteuid())
+                    self.tree = membership.collect_server_processes(
+                        table, find_standing().servers, os.geteuid()
+                    )
                 self.at = time.monotonic()
             return self.tree
 
-    def find(self, pid: int) -> Process | None:
+    def find_process(self, pid: int) -> Process | None:
         """The process with that pid, None if it is gone, or none of this server's."""
-        process = next((process for process in self.all() if process.pid == pid), None)
-        return process if process and processes.alive(process) else None
+        process = next((process for process in self.list_processes() if process.pid == pid), None)
+        return process if process and processes.is_alive(process) else None
 
 
-_nearby = Nearby()
+_nearby = LocalProcesses()
 
 
-def near() -> Members:
+def observe_node_processes() -> ServerProcesses:
     """The processes of this server on this node."""
-    local = _nearby.all()
-    beats = {process: beat(process) for process in local}
-    arguments = own_arguments()
+    local = _nearby.list_processes()
+    beats = {process: read_heartbeat(process) for process in local}
+    arguments = read_serve_arguments()
     first = next(iter(arguments), "-")
-    return Members(
+    return ServerProcesses(
         vllmops=__version__,
         node=os.uname().nodename,
-        model=option(arguments, "--model") or (None if first.startswith("-") else first),
-        processes=tuple(map(member, local)),
+        model=find_option(arguments, "--model") or (None if first.startswith("-") else first),
+        processes=tuple(map(export_process, local)),
         pulses=tuple(
-            Pulse(**agent.shown(process), pid=process.pid, age_s=pulse.age_s, beat=pulse.beat)
+            ProcessHeartbeat(
+                **agent.get_process_fields(process),
+                pid=process.pid,
+                age_s=pulse.age_s,
+                beat=pulse.beat,
+            )
             for process, pulse in beats.items()
             if pulse
         ),
-        compilers=tuple(compilers(local[:1])),
+        compilers=tuple(find_compilers(local[:1])),
     )
 
 
-def own_arguments() -> Sequence[str]:
+def read_serve_arguments() -> Sequence[str]:
     """What the server was given on its command line on this node."""
-    nearby = _nearby.all()
-    return (processes.serve_arguments(proc.command_line(nearby[0].pid)) or ()) if nearby else ()
+    nearby = _nearby.list_processes()
+    return (
+        (processes.parse_serve_arguments(proc.read_command_line(nearby[0].pid)) or ())
+        if nearby
+        else ()
+    )
 
 
-class Node:
+class RemoteNode:
     """Another node of this server, and its last answer.
 
     Args:
@@ -163,34 +174,39 @@ class Node:
         self.address = address
         self.token = token
         self.servers: list[str] = []
-        self.members: Members | None = None
+        self.members: ServerProcesses | None = None
         self.why = ""  # it does not answer, in words
         self.refused = False  # so the host is there, and its agents are not
         self.asked = -AGAIN_S
 
-    def silence(self, why: str) -> Silence:
-        return Silence(self.address, self.members.node if self.members else "", why)
+    def make_gap(self, why: str) -> NodeGap:
+        return NodeGap(self.address, self.members.node if self.members else "", why)
 
-    def look(self, servers: list[str]) -> None:
+    def refresh_processes(self, servers: list[str]) -> None:
         """Ask what it has; not again right after it did not answer."""
         self.servers = servers
         if time.monotonic() - self.asked < (AGAIN_S if self.why else FRESH_S):
             return
         try:
-            status, content = self.exchange("GET", PROCESSES, None, NODE_S)
+            status, content = self.send_request("GET", PROCESSES, None, NODE_S)
             if status != OK:
                 raise VllmopsError("admin.failed", REFUSALS.decode(content).error.message)
-            self.members = agent.decode(f"the agent of {self.address}", content, Members)
+            self.members = agent.decode_answer(
+                f"the agent of {self.address}", content, ServerProcesses
+            )
             self.why, self.refused = "", False
         except (VllmopsError, *NO_ANSWER, *DAMAGE) as error:
-            self.why, self.refused = worded(error), isinstance(error, ConnectionRefusedError)
+            self.why, self.refused = (
+                explain_no_answer(error),
+                isinstance(error, ConnectionRefusedError),
+            )
         self.asked = time.monotonic()
 
-    def exchange(
+    def send_request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, bytes]:
-        """What it answers; raises as `nodes.ask` does."""
-        return nodes.ask(
+        """What it answers; raises as `nodes.request_from_node` does."""
+        return nodes.request_from_node(
             self.address,
             method,
             path,
@@ -200,47 +216,47 @@ class Node:
             timeout_s=timeout_s,
         )
 
-    def lost(self, why: str) -> VllmopsError:
+    def make_lost_error(self, why: str) -> VllmopsError:
         return VllmopsError(
-            "agent.node-lost", self.silence(why).text, "vllmops help agent.node-lost"
+            "agent.node-lost", self.make_gap(why).text, "vllmops help agent.node-lost"
         )
 
-    def passed_on(
+    def forward_request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, bytes]:
         """What one of its processes answers; raises VllmopsError ``agent.node-lost``."""
         if self.why and time.monotonic() - self.asked < AGAIN_S:
-            raise self.lost(self.why)
+            raise self.make_lost_error(self.why)
         try:
-            return self.exchange(method, f"{PROCESSES}/{path}", body, timeout_s)
+            return self.send_request(method, f"{PROCESSES}/{path}", body, timeout_s)
         except NO_ANSWER as error:
-            raise self.lost(worded(error)) from error
+            raise self.make_lost_error(explain_no_answer(error)) from error
 
 
-class Afar:
+class RemoteNodes:
     """The other nodes of this server, by their addresses."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, RemoteNode] = {}
         self.learnt = -LEARN_S
 
-    def all(self, pulses: Sequence[Pulse]) -> list[Node]:
+    def list_nodes(self, pulses: Sequence[ProcessHeartbeat]) -> list[RemoteNode]:
         """The nodes that the server is connected with, or was; all have been asked just now.
 
         Args:
             pulses: of its processes on this node.
         """
         place = os.environ.get(admin_token.PLACE)
-        if not place or role() != "api" or not spread():
+        if not place or detect_role() != "api" or not can_span_nodes():
             return []
         servers = sorted({one for pulse in pulses for one in pulse.beat.standing.servers})
         with self.lock:
             if time.monotonic() - self.learnt > LEARN_S:
                 self.learnt = time.monotonic()
-                self.learn(Path(place))
+                self.discover_nodes(Path(place))
             looks = [
-                threading.Thread(target=node.look, args=[servers], daemon=True)
+                threading.Thread(target=node.refresh_processes, args=[servers], daemon=True)
                 for node in self.nodes.values()
             ]
             for look in looks:  # no pool: its threads hold up the end of the process
@@ -249,38 +265,42 @@ class Afar:
                 look.join(NODE_S + nodes.SLACK_S + 1)
             return list(self.nodes.values())
 
-    def find(self, address: str) -> Node | None:
+    def find_node(self, address: str) -> RemoteNode | None:
         """The node with that address; None if it is none of this server's."""
         if address not in self.nodes:  # another API server has listed its processes
-            self.all(near().pulses)
+            self.list_nodes(observe_node_processes().pulses)
         return self.nodes.get(address)
 
-    def learn(self, token: Path) -> None:
+    def discover_nodes(self, token: Path) -> None:
         """Look for connections; who has none any more is kept if its network may be cut."""
-        port = option(own_arguments(), "--port") or ""
-        addresses = connected(_nearby.all(), int(port) if port.isdecimal() else HTTP_PORT)
+        port = find_option(read_serve_arguments(), "--port") or ""
+        addresses = find_node_addresses(
+            _nearby.list_processes(), int(port) if port.isdecimal() else HTTP_PORT
+        )
         kept = {
             a: node
             for a, node in self.nodes.items()
             if a in addresses or (node.members and not node.refused)
         }
-        self.nodes = {a: kept.get(a) or Node(a, token) for a in {*addresses, *kept}}
+        self.nodes = {a: kept.get(a) or RemoteNode(a, token) for a in {*addresses, *kept}}
 
 
-_afar = Afar()
+_afar = RemoteNodes()
 
 
-def members() -> Members:
+def observe_server_processes() -> ServerProcesses:
     """The processes of this server: of this node, and of those others that can be asked."""
-    own = near()
-    seen = identities(own)
+    own = observe_node_processes()
+    seen = identify_processes(own)
     names = {own.node}
-    processes_, pulses, silent = list(own.processes), list(own.pulses), list[Silence]()
-    for node in _afar.all(own.pulses):
+    processes_, pulses, silent = list(own.processes), list(own.pulses), list[NodeGap]()
+    for node in _afar.list_nodes(own.pulses):
         there, at = node.members, node.address
         if node.why:
-            silent.append(node.silence(node.why))
-        if there is None or seen & (new := identities(there)):  # a node may have several addresses
+            silent.append(node.make_gap(node.why))
+        if there is None or seen & (
+            new := identify_processes(there)
+        ):  # a node may have several addresses
             continue
         seen |= new
         name = there.node if there.node not in names else f"{there.node} ({at})"
@@ -292,7 +312,7 @@ def members() -> Members:
         )
         if not node.why:
             pulses += (msgspec.structs.replace(pulse, node=name) for pulse in there.pulses)
-    if whole(processes_, pulses):
+    if has_all_ranks(processes_, pulses):
         # Who was never heard is a host of something else, as the head of Ray's cluster may be.
         silent = [node for node in silent if node.node]
     return msgspec.structs.replace(
@@ -300,7 +320,7 @@ def members() -> Members:
     )
 
 
-def whole(ranks: Sequence[Member], pulses: Sequence[Pulse]) -> bool:
+def has_all_ranks(ranks: Sequence[ServerProcess], pulses: Sequence[ProcessHeartbeat]) -> bool:
     """Whether all ranks of a server are there, as far as its agents know how many there are."""
     sizes = dict.fromkeys(DIMENSIONS, 1)
     for pulse in pulses:
@@ -313,12 +333,12 @@ def whole(ranks: Sequence[Member], pulses: Sequence[Pulse]) -> bool:
     return max(len(workers), len(alone)) >= count
 
 
-def identities(answer: Members) -> set[tuple[str, int, int]]:
+def identify_processes(answer: ServerProcesses) -> set[tuple[str, int, int]]:
     """Which processes a node has, whatever address it was asked at."""
     return {(answer.node, p.pid, p.start_ticks) for p in answer.processes}
 
 
-def worded(error: Exception) -> str:
+def explain_no_answer(error: Exception) -> str:
     """Why there is no answer, for a person."""
     if isinstance(error, VllmopsError):
         return error.message
@@ -332,31 +352,33 @@ def worded(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def root(pid: int) -> int:
+def find_root_pid(pid: int) -> int:
     """The topmost vLLM process above one, or that one itself."""
     top = pid
-    while pid := proc.parent(pid):
+    while pid := proc.read_parent_pid(pid):
         with suppress(OSError):
-            words = processes.seen(pid).words
-            if processes.serve_arguments(words) is not None or titled(words):
+            words = processes.read_process_entry(pid).words
+            if processes.parse_serve_arguments(words) is not None or find_title_role(words):
                 top = pid
     return top
 
 
-def member(process: Process) -> Member:
+def export_process(process: Process) -> ServerProcess:
     """A process, for the other machine; without a command line, which may hold keys."""
-    seen = msgspec.structs.asdict(state(process))
-    return Member(**seen, start_ticks=process.start_ticks, boot=process.boot)
+    seen = msgspec.structs.asdict(observe_process(process))
+    return ServerProcess(**seen, start_ticks=process.start_ticks, boot=process.boot)
 
 
-def beat(process: Process) -> agent.Pulse | None:
+def read_heartbeat(process: Process) -> agent.TimedHeartbeat | None:
     """The heartbeat of a process, None if it has none."""
     with suppress(VllmopsError):
-        return agent.beat(process) if process.role in ROLES else None
+        return agent.read_heartbeat(process) if process.role in ROLES else None
     return None
 
 
-def passed_on(method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes]:
+def forward_to_agent(
+    method: str, path: str, body: bytes | None, timeout_s: float
+) -> tuple[int, bytes]:
     """What the agent of a process answers: the status, and JSON.
 
     Args:
@@ -366,22 +388,24 @@ def passed_on(method: str, path: str, body: bytes | None, timeout_s: float) -> t
         timeout_s: seconds that the caller waits.
 
     Raises:
-        VllmopsError: ``admin.no-route``, ``agent.gone``, ``agent.node-lost``, or as `agent.reach`
-            does.
+        VllmopsError: ``admin.no-route``, ``agent.gone``, ``agent.node-lost``, or as
+            `agent.open_agent` does.
     """
     where, _, route = path.partition("/")
     pid, _, address = where.partition("@")
     if route not in (GETS if method == "GET" else POSTS) or not pid.isdecimal():
         raise VllmopsError("admin.no-route", "there is no such admin route")
     timeout_s = min(timeout_s, GET_S if method == "GET" else LONGEST_S)
-    if address and (node := _afar.find(address)):
-        return node.passed_on(method, f"{pid}/{route}", body, timeout_s)
-    process = None if address else _nearby.find(int(pid))
+    if address and (node := _afar.find_node(address)):
+        return node.forward_request(method, f"{pid}/{route}", body, timeout_s)
+    process = None if address else _nearby.find_process(int(pid))
     if process is None:
         raise VllmopsError("agent.gone", f"pid {where} is not a process of this server")
-    reached = agent.reach(process, timeout_s=timeout_s)
-    status, content = reached.exchange(method, f"/{route}", body)
+    reached = agent.open_agent(process, timeout_s=timeout_s)
+    status, content = reached.send_request(method, f"/{route}", body)
     if len(content) > ANSWER_BYTES:
         most = f"{ANSWER_BYTES >> 20} MiB"
-        raise VllmopsError("admin.too-large", f"the answer of {agent.name(process)} exceeds {most}")
+        raise VllmopsError(
+            "admin.too-large", f"the answer of {agent.format_process_name(process)} exceeds {most}"
+        )
     return status, content

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, TypeVar
 
-from ..protocol.repairs import CacheRepair, Change, Fault, ProcessRepair, RepairRequest
+from ..protocol.repairs import CacheChange, CacheDefect, CacheRepair, ProcessRepair, RepairRequest
 from . import account, objects
 from .adapters import places
-from .caches import lru, side
-from .identity import here
+from .caches import find_cache_side, observe_lru_cache
+from .identity import make_process_fields
 from .log import log
 
 LOOKS, APART_S = 3, 0.05
@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Faults:
+class CacheFaults:
     """The faults of one cache.
 
     Args:
@@ -52,51 +52,54 @@ class Faults:
         excess: bytes by which the cache's size exceeds the sum of its entries.
     """
 
-    keys: dict[Fault, list[Any]] = field(default_factory=dict)
+    keys: dict[CacheDefect, list[Any]] = field(default_factory=dict)
     excess: float = 0
 
     def __bool__(self) -> bool:
         return bool(self.keys or self.excess)
 
-    def both(self, other: Faults) -> Faults:
+    def intersect(self, other: CacheFaults) -> CacheFaults:
         """The faults that two looks have in common."""
         keys = {}
         for fault, mine in self.keys.items():
             theirs = set(other.keys.get(fault, ()))
             if common := [key for key in mine if key in theirs]:
                 keys[fault] = common
-        return Faults(keys, self.excess if self.excess == other.excess else 0)
+        return CacheFaults(keys, self.excess if self.excess == other.excess else 0)
 
-    def changes(self) -> list[Change]:
+    def list_changes(self) -> list[CacheChange]:
         changes = [
-            Change(fault=fault, count=len(keys), keys=[str(key) for key in keys[:SHOWN]])
+            CacheChange(fault=fault, count=len(keys), keys=[str(key) for key in keys[:SHOWN]])
             for fault, keys in self.keys.items()
         ]
         if self.excess:
-            changes.append(Change(fault=Fault.SIZE_SUM, count=self.excess))
+            changes.append(CacheChange(fault=CacheDefect.SIZE_SUM, count=self.excess))
         return changes
 
 
-def repair(request: RepairRequest) -> ProcessRepair:
+def repair_caches(request: RepairRequest) -> ProcessRepair:
     """Repair every LRU cache of this process that has a lasting fault."""
     began = time.perf_counter()
     repaired = []
-    for holder in objects.every("mm-cache"):
+    for holder in objects.list_objects("mm-cache"):
         cache = vars(holder).get("_cache")
         if cache is None:
             continue
         try:
             if request.front_only is None:
-                faults = lasting(holder)
+                faults = find_lasting_faults(holder)
             else:
-                faults = front_only(holder, cache, request.front_only)
+                faults = find_front_only_keys(holder, cache, request.front_only)
             if not faults:
                 continue
-            left = None if request.dry_run else apply(cache, faults)
+            left = None if request.dry_run else repair_cache(cache, faults)
         except Exception as error:
-            faults, left = Faults(), f"it has an unknown shape: {error!r}"
+            faults, left = CacheFaults(), f"it has an unknown shape: {error!r}"
         change = CacheRepair(
-            name=type(holder).__name__, side=side(holder), changes=faults.changes(), left=left
+            name=type(holder).__name__,
+            side=find_cache_side(holder),
+            changes=faults.list_changes(),
+            left=left,
         )
         repaired.append(change)
         if left is not None:
@@ -106,68 +109,70 @@ def repair(request: RepairRequest) -> ProcessRepair:
             log.warning("vllmops: repaired %s", change)
     return ProcessRepair(
         pid=os.getpid(),
-        **here(),
+        **make_process_fields(),
         dry_run=request.dry_run,
         caches=repaired,
         seconds=time.perf_counter() - began,
     )
 
 
-def lasting(holder: Any) -> Faults:
+def find_lasting_faults(holder: Any) -> CacheFaults:
     """The faults that several looks have in common: others are unfinished operations."""
-    faults = look(holder)
+    faults = find_faults(holder)
     for _ in range(LOOKS - 1):
         if not faults:
             break
         time.sleep(APART_S)
-        faults = faults.both(look(holder))
+        faults = faults.intersect(find_faults(holder))
     return faults
 
 
-def look(holder: Any) -> Faults:
+def find_faults(holder: Any) -> CacheFaults:
     """The faults at this moment."""
-    cache = lru(holder)
+    cache = observe_lru_cache(holder)
     keys = {
-        Fault.GHOST_KEYS: cache.order_only,
-        Fault.LOST_KEYS: cache.data_only,
-        Fault.UNSIZED: cache.unsized,
-        Fault.SIZED_ONLY: cache.sized_only,
-        Fault.DEAD_PINS: cache.pinned_only,
+        CacheDefect.GHOST_KEYS: cache.order_only,
+        CacheDefect.LOST_KEYS: cache.data_only,
+        CacheDefect.UNSIZED: cache.unsized,
+        CacheDefect.SIZED_ONLY: cache.sized_only,
+        CacheDefect.DEAD_PINS: cache.pinned_only,
     }
     total = cache.entries if cache.sum_bytes is None else cache.sum_bytes
-    return Faults({fault: found for fault, found in keys.items() if found}, cache.bytes - total)
+    return CacheFaults(
+        {fault: found for fault, found in keys.items() if found}, cache.bytes - total
+    )
 
 
-def front_only(holder: Any, cache: Any, keys: Iterable[str]) -> Faults:
+def find_front_only_keys(holder: Any, cache: Any, keys: Iterable[str]) -> CacheFaults:
     """The given keys that the front end's cache has."""
     if "Sender" not in type(holder).__name__:
-        return Faults()
+        return CacheFaults()
     held = [key for key in keys if key in cache._Cache__data]
-    return Faults({Fault.FRONT_ONLY: held} if held else {})
+    return CacheFaults({CacheDefect.FRONT_ONLY: held} if held else {})
 
 
-def apply(cache: Any, faults: Faults) -> str | None:
+def repair_cache(cache: Any, faults: CacheFaults) -> str | None:
     """Repair a cache at a moment when no thread uses it; returns the reason if it can't."""
     if not getattr(sys, "_is_gil_enabled", lambda: True)():
         return "this Python runs without a GIL, so other threads can't be held"
     # Before the stretch without other threads: it calls vLLM's code and may take long.
-    unsized = faults.keys.get(Fault.UNSIZED, ())
+    unsized = faults.keys.get(CacheDefect.UNSIZED, ())
     sizes = {key: cache.getsizeof(cache._Cache__data[key]) for key in unsized}
 
-    def attempt() -> bool:
-        if not resting():
+    def fix_if_resting() -> bool:
+        if not are_caches_idle():
             return False
-        fix(cache, faults, sizes)
+        fix_faults(cache, faults, sizes)
         return True
 
     for _ in range(ATTEMPTS):
-        if alone(attempt):
+        if run_exclusively(fix_if_resting):
             return None
         time.sleep(PAUSE_S)
     return f"a thread was using the cache in each of {ATTEMPTS} attempts"
 
 
-def alone(act: Callable[[], T]) -> T:
+def run_exclusively(act: Callable[[], T]) -> T:
     """Run something short while no other thread runs.
 
     A thread that waits for the GIL gets it one switch interval after the current thread took it.
@@ -192,9 +197,9 @@ os.register_at_fork(
 )
 
 
-def resting() -> bool:
+def are_caches_idle() -> bool:
     """Whether no thread is in the middle of an operation on an LRU cache."""
-    names = (*MODULES, places.where("lru") or "")
+    names = (*MODULES, places.find_symbol_module("lru") or "")
     files = {module.__file__ for name in names if (module := sys.modules.get(name)) is not None}
     own = sys._getframe()
     for top in sys._current_frames().values():
@@ -208,7 +213,7 @@ def resting() -> bool:
     return True
 
 
-def fix(cache: Any, faults: Faults, missing: Mapping[Any, float]) -> None:
+def fix_faults(cache: Any, faults: CacheFaults, missing: Mapping[Any, float]) -> None:
     """Fix the faults that are still present; called while no other thread runs.
 
     Args:
@@ -217,24 +222,24 @@ def fix(cache: Any, faults: Faults, missing: Mapping[Any, float]) -> None:
         missing: the sizes of the entries that had none.
     """
     order, data, sizes = cache._LRUCache__order, cache._Cache__data, cache._Cache__size
-    for key in faults.keys.get(Fault.GHOST_KEYS, ()):
+    for key in faults.keys.get(CacheDefect.GHOST_KEYS, ()):
         if key not in data:
             order.pop(key, None)
-    for key in faults.keys.get(Fault.LOST_KEYS, ()):
+    for key in faults.keys.get(CacheDefect.LOST_KEYS, ()):
         if key in data and key not in order:
             # Its last use is unknown; treating it as the oldest is safe.
             order[key] = None
             order.move_to_end(key, last=False)
-    for key in faults.keys.get(Fault.SIZED_ONLY, ()):
+    for key in faults.keys.get(CacheDefect.SIZED_ONLY, ()):
         if key not in data:
             sizes.pop(key, None)
-    for key in faults.keys.get(Fault.DEAD_PINS, ()):
+    for key in faults.keys.get(CacheDefect.DEAD_PINS, ()):
         if key not in data:
             cache.pinned_items.discard(key)
     for key, size in missing.items():
         if key in data:
             sizes.setdefault(key, size)
-    for key in faults.keys.get(Fault.FRONT_ONLY, ()):
+    for key in faults.keys.get(CacheDefect.FRONT_ONLY, ()):
         cache.pop(key, None)  # as vLLM itself does when the engine misses one
-    if faults.excess or faults.keys.keys() & {Fault.SIZED_ONLY, Fault.UNSIZED}:
+    if faults.excess or faults.keys.keys() & {CacheDefect.SIZED_ONLY, CacheDefect.UNSIZED}:
         cache._Cache__currsize = len(data) if sizes is None else sum(sizes.values())

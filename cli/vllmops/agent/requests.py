@@ -11,22 +11,22 @@ from typing import Any, Literal
 
 from ..protocol.requests import (
     PROMPT_TOKENS,
-    Abort,
-    Aborted,
-    Cause,
+    AbortAnswer,
+    AbortRequest,
     EngineRequest,
     FrontRequest,
     ProcessRequests,
-    Prompt,
-    Reveal,
-    State,
+    PromptAnswer,
+    PromptRequest,
+    RequestState,
+    WaitCause,
 )
-from ..store.backend import owner_of
+from ..store.backend import derive_owner
 from . import engine, objects
 from .adapters import requests as adapter
-from .engine import attempt
+from .engine import read_or_none
 from .gate import Arrival, gate
-from .identity import here
+from .identity import make_process_fields
 
 # On the object through which vLLM hands a request's output over: the HTTP request that it is of.
 ARRIVAL = "vllmops_arrival"
@@ -34,51 +34,53 @@ NEARLY_FULL = 0.95  # of the KV cache
 ABORTED = "an operator ended this request"
 
 
-def came_by(queue: Any, arrival: Arrival | None) -> None:
+def link_arrival(queue: Any, arrival: Arrival | None) -> None:
     """Note with which HTTP request a request of vLLM's came; nothing where that can't be kept."""
     if queue is not None and arrival is not None:
         with suppress(Exception):
             setattr(queue, ARRIVAL, arrival)
 
 
-def snapshot() -> ProcessRequests:
+def observe_requests() -> ProcessRequests:
     """``GET /requests``: what this process knows of each request."""
     problems: list[str] = []
 
-    def read(take: Callable[[Any], Any], holder: Any | None) -> Any:
+    def read_or_report(take: Callable[[Any], Any], holder: Any | None) -> Any:
         try:
             return None if holder is None else take(holder)
         except Exception as error:
             problems.append(f"the requests of {type(holder).__name__} can't be read: {error!r}")
             return None
 
-    scheduler = objects.latest("scheduler")
+    scheduler = objects.find_latest("scheduler")
     return ProcessRequests(
         pid=os.getpid(),
-        **here(),
-        front=read(in_front, objects.latest("engine-client")),
-        engine=read(in_engine, scheduler),
-        worker=read(adapter.in_worker, objects.latest("worker")),
-        leaving=tuple(read(adapter.leaving, scheduler) or ()),
-        still_s=engine.progress.look(time.monotonic())[3],
-        resting=scheduler is not None and engine.rests(scheduler),
+        **make_process_fields(),
+        front=read_or_report(list_front_requests, objects.find_latest("engine-client")),
+        engine=read_or_report(list_engine_requests, scheduler),
+        worker=read_or_report(adapter.list_worker_request_ids, objects.find_latest("worker")),
+        leaving=tuple(read_or_report(adapter.list_finished_ids, scheduler) or ()),
+        still_s=engine.progress.observe_scheduler(time.monotonic())[3],
+        resting=scheduler is not None and engine.is_paused_or_asleep(scheduler),
         problems=tuple(problems),
     )
 
 
-def in_front(client: Any) -> list[FrontRequest]:
+def list_front_requests(client: Any) -> list[FrontRequest]:
     """The requests of an API server: those in the engine, and those on their way to it."""
     now, at = time.monotonic(), time.time()
-    handed = [of_front(request, now, at) for request in adapter.fronts(client)]
+    handed = [
+        make_front_request(request, now, at) for request in adapter.list_front_end_requests(client)
+    ]
     rendering = [
-        FrontRequest(age_s=now - arrival.at, route=arrival.route, owner=owner(arrival))
-        for arrival in gate.rendering
-        if arrival.timed
+        FrontRequest(age_s=now - arrival.at, route=arrival.route, owner=find_owner(arrival))
+        for arrival in gate.rendering_requests
+        if arrival.has_known_age
     ]
     return handed + rendering
 
 
-def of_front(request: Any, now: float, at: float) -> FrontRequest:
+def make_front_request(request: Any, now: float, at: float) -> FrontRequest:
     """A request that the engine has.
 
     Args:
@@ -88,43 +90,45 @@ def of_front(request: Any, now: float, at: float) -> FrontRequest:
     """
     arrival: Arrival | None = getattr(request.queue, ARRIVAL, None)
     stats = request.stats
-    began = now - arrival.at if arrival and arrival.timed else stats and at - stats.arrival_time
+    began = (
+        now - arrival.at if arrival and arrival.has_known_age else stats and at - stats.arrival_time
+    )
     return FrontRequest(
         id=request.request_id,
         http_id=request.external_req_id or "",
         age_s=began,
         prompt_tokens=request.prompt_len,
-        output_tokens=adapter.output_tokens(request),
+        output_tokens=adapter.count_output_tokens(request),
         route=arrival.route if arrival else None,
-        owner=owner(arrival) if arrival else None,
+        owner=find_owner(arrival) if arrival else None,
         lora=request.lora_name,
         background=arrival is not None and arrival not in gate.arrivals,
     )
 
 
-def owner(arrival: Arrival) -> str:
+def find_owner(arrival: Arrival) -> str:
     """A hash of the API key of a request; empty without one."""
-    return owner_of(arrival.key) if arrival.key else ""
+    return derive_owner(arrival.api_key) if arrival.api_key else ""
 
 
-def in_engine(scheduler: Any) -> list[EngineRequest]:
+def list_engine_requests(scheduler: Any) -> list[EngineRequest]:
     """The requests of a scheduler, in the order in which they came."""
-    passed_over = attempt(lambda: adapter.deferred(scheduler)) or set()
-    blocks = attempt(lambda: adapter.blocks(scheduler))
-    pins = attempt(lambda: adapter.pins(scheduler)) or {}
+    passed_over = read_or_none(lambda: adapter.list_deferred_object_ids(scheduler)) or set()
+    blocks = read_or_none(lambda: adapter.count_blocks_by_request(scheduler))
+    pins = read_or_none(lambda: adapter.count_pins_by_request(scheduler)) or {}
     now, at = time.monotonic(), time.time()
-    queue, limit = bottleneck(scheduler)
-    requests, states = [], dict[int, tuple[State, str]]()
-    for request in adapter.scheduled(scheduler):
+    queue, limit = find_bottleneck(scheduler)
+    requests, states = [], dict[int, tuple[RequestState, str]]()
+    for request in adapter.list_scheduler_requests(scheduler):
         # The engine's thread waits for this one: thousands of requests share a few states.
         found = states.get(id(request.status))
         if found is None:
-            found = states[id(request.status)] = adapter.state(request)
+            found = states[id(request.status)] = adapter.convert_request_status(request)
         state, reason = found
         cause = ""
-        if state is State.WAITING and id(request) in passed_over:
-            state = State.DEFERRED
-        elif state is State.WAITING:
+        if state is RequestState.WAITING and id(request) in passed_over:
+            state = RequestState.DEFERRED
+        elif state is RequestState.WAITING:
             reason, cause = (reason, "") if reason else (limit, queue)
         name = request.request_id
         requests.append(
@@ -134,7 +138,9 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
                 reason=reason,
                 cause=cause,
                 age_s=at - request.arrival_time,
-                still_s=engine.progress.still_s(request, now) if state is State.RUNNING else None,
+                still_s=engine.progress.measure_stall_s(request, now)
+                if state is RequestState.RUNNING
+                else None,
                 prompt_tokens=request.num_prompt_tokens,
                 output_tokens=request.num_output_tokens,
                 kv_blocks=None if blocks is None else blocks.get(name, 0),
@@ -147,55 +153,57 @@ def in_engine(scheduler: Any) -> list[EngineRequest]:
     return requests
 
 
-def bottleneck(scheduler: Any) -> tuple[Cause | Literal[""], str]:
+def find_bottleneck(scheduler: Any) -> tuple[WaitCause | Literal[""], str]:
     """What a scheduler's queue waits for, as far as its own figures tell; and in words."""
-    state = engine.state()
-    if engine.rests(scheduler):
-        return Cause.PAUSED, "the engine is paused or asleep"
+    state = engine.observe_engine()
+    if engine.is_paused_or_asleep(scheduler):
+        return WaitCause.PAUSED, "the engine is paused or asleep"
     if state.max_running is not None and (state.running or 0) >= state.max_running:
         words = f"{state.running} requests run, as many as --max-num-seqs allows"
-        return Cause.MAX_NUM_SEQS, words
+        return WaitCause.MAX_NUM_SEQS, words
     if (state.kv_cache_usage or 0) >= NEARLY_FULL:
-        return Cause.KV_CACHE, f"{state.kv_cache_usage:.0%} of the KV cache is in use"
+        return WaitCause.KV_CACHE, f"{state.kv_cache_usage:.0%} of the KV cache is in use"
     return "", ""
 
 
-def prompt(request: Reveal) -> Prompt:
+def reveal_prompt(request: PromptRequest) -> PromptAnswer:
     """``POST /prompt``: what a client sent; only for who asks for it."""
-    client = objects.latest("engine-client")
-    front = client and adapter.front(client, request.id)
+    client = objects.find_latest("engine-client")
+    front = client and adapter.find_front_end_request(client, request.id)
     if front is None:
-        return Prompt()
+        return PromptAnswer()
     tokens = tuple((front.prompt_token_ids or [])[:PROMPT_TOKENS])
-    return Prompt(text=front.prompt, tokens=tokens, known=True)
+    return PromptAnswer(text=front.prompt, tokens=tokens, known=True)
 
 
-def abort(request: Abort) -> Aborted:
+def abort_requests(request: AbortRequest) -> AbortAnswer:
     """``POST /abort``: end requests; of an API server with an error for the client."""
     try:
-        client, loop = engine.front_end()
+        client, loop = engine.require_front_end()
     except RuntimeError:
         return abort_in_engine(request)
-    known = [name for name in request.ids if adapter.front(client, name) is not None]
+    known = [
+        name for name in request.ids if adapter.find_front_end_request(client, name) is not None
+    ]
     if not known:
-        return Aborted(pid=os.getpid(), ids=[])
+        return AbortAnswer(pid=os.getpid(), ids=[])
     why = request.why or ABORTED
-    done = asyncio.run_coroutine_threadsafe(adapter.end(client, known, why), loop)
+    done = asyncio.run_coroutine_threadsafe(adapter.abort_with_error(client, known, why), loop)
     try:
         done.result(request.timeout_s)
     except TimeoutError:
-        return Aborted(
+        return AbortAnswer(
             pid=os.getpid(), ids=known, pending=True
         )  # it stays in the loop, and runs later
-    return Aborted(pid=os.getpid(), ids=known)
+    return AbortAnswer(pid=os.getpid(), ids=known)
 
 
-def abort_in_engine(request: Abort) -> Aborted:
+def abort_in_engine(request: AbortRequest) -> AbortAnswer:
     """End requests in this process's engine, as if their API server had asked for it."""
-    scheduler, core = objects.latest("scheduler"), objects.latest("engine-core")
+    scheduler, core = objects.find_latest("scheduler"), objects.find_latest("engine-core")
     if scheduler is None or core is None:
-        return Aborted(pid=os.getpid(), ids=[])
+        return AbortAnswer(pid=os.getpid(), ids=[])
     known = [found for name in request.ids if (found := scheduler.requests.get(name))]
     if known:
-        adapter.end_in_engine(core, known)
-    return Aborted(pid=os.getpid(), ids=[found.request_id for found in known])
+        adapter.abort_engine_requests(core, known)
+    return AbortAnswer(pid=os.getpid(), ids=[found.request_id for found in known])

@@ -7,7 +7,7 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from ..protocol.resets import ResetDone, ResetRequest
+from ..protocol.resets import ResetAnswer, ResetRequest
 from . import engine
 from .adapters import engine as adapter
 from .gate import gate
@@ -16,17 +16,17 @@ POLL_S = 0.02
 RESET_S = 10.0  # for the reset itself; milliseconds unless the engine hangs
 
 
-def reset(request: ResetRequest) -> ResetDone:
+def reset_caches(request: ResetRequest) -> ResetAnswer:
     """``POST /reset``: drain, reset, and accept requests again, also if the caller is gone.
 
     Raises:
         RuntimeError: this process has no engine client.
         TimeoutError: the engine did not reset in time.
     """
-    client, loop = engine.front_end()
+    client, loop = engine.require_front_end()
     began = time.monotonic()
-    with gate.held() if request.drain_s else nullcontext():
-        while (left := in_flight(client)) and time.monotonic() - began < request.drain_s:
+    with gate.refuse_requests() if request.drain_s else nullcontext():
+        while (left := count_in_flight(client)) and time.monotonic() - began < request.drain_s:
             time.sleep(POLL_S)
         done = not left or not request.drain_s
         if done:
@@ -39,9 +39,9 @@ def reset(request: ResetRequest) -> ResetDone:
                     f"the engine has not reset its cache within {RESET_S:g} s"
                 ) from error
     refused_s = time.monotonic() - began if request.drain_s else 0.0
-    return ResetDone(done=done, in_flight=left, refused_s=refused_s)
+    return ResetAnswer(done=done, in_flight=left, refused_s=refused_s)
 
 
-def in_flight(client: Any) -> int:
+def count_in_flight(client: Any) -> int:
     """HTTP requests, and requests without one in the engine: a background response, for example."""
-    return max(gate.in_flight, adapter.unfinished(client))
+    return max(gate.in_flight, adapter.count_unfinished_requests(client))

@@ -23,17 +23,17 @@ import msgspec
 from .. import __version__, background
 from ..background import ErrorReporter
 from ..errors import VllmopsError
-from ..files import peer
-from ..home import home, make_missing
+from ..files import read_peer_uid
+from ..home import create_missing_folders, resolve_home
 from ..protocol import packages
 from ..protocol.compares import CompareRequest
-from ..protocol.engine import Beat, Hello, Traffic
+from ..protocol.engine import Heartbeat, Hello, Traffic
 from ..protocol.heal import HealRequest
 from ..protocol.repairs import RepairRequest
-from ..protocol.requests import Abort, Reveal
+from ..protocol.requests import AbortRequest, PromptRequest
 from ..protocol.resets import ResetRequest
-from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES, sockets
-from ..protocol.text import encoded
+from ..protocol.socket import BODY_BYTES, DIRECTORY, PATH_BYTES, get_socket_directory
+from ..protocol.text import encode_json
 from . import (
     caches,
     compare,
@@ -53,9 +53,9 @@ from .adapters import features
 from .gate import gate
 from .heal import event_loop, fatal
 from .heal import table as healing
-from .heartbeat import Heart
-from .identity import own, role, standing
-from .listening import Threads
+from .heartbeat import HeartbeatWriter
+from .identity import detect_role, find_standing, read_own_identity
+from .listening import DaemonThreadingMixIn
 from .log import log
 from .patches import registry
 
@@ -67,22 +67,22 @@ FEATURES = (
 )
 
 
-class OffError(Exception):
+class AgentStartError(Exception):
     """The agent can't run here; the message says why."""
 
 
-class Server(Threads, UnixStreamServer):
+class AgentServer(DaemonThreadingMixIn, UnixStreamServer):
     """The agent's socket."""
 
     def __init__(self, path: str, reporter: ErrorReporter) -> None:
         self.reporter = reporter
-        super().__init__(path, Handler)
+        super().__init__(path, AgentHandler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
-        return peer(request) in (0, os.geteuid())
+        return read_peer_uid(request) in (0, os.geteuid())
 
 
-class Handler(BaseHTTPRequestHandler):
+class AgentHandler(BaseHTTPRequestHandler):
     """Answers a GET or a POST of one of `ROUTES`."""
 
     protocol_version = "HTTP/1.1"
@@ -92,33 +92,33 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         route = GETS.get(self.path)
         if route is None:
-            self.answer(404, {"error": f"no such path: {self.path}"})
+            self.send_json(404, {"error": f"no such path: {self.path}"})
             return
         try:
             content = route()
         except Exception as error:
-            self.answer(500, {"error": f"{type(error).__name__}: {error}"})
+            self.send_json(500, {"error": f"{type(error).__name__}: {error}"})
         else:
-            self.answer(200, content)
+            self.send_json(200, content)
 
     def do_POST(self) -> None:
         length = int(self.headers.get("content-length") or 0)
         route = POSTS.get(self.path)
         if route is None or length > BODY_BYTES:
-            self.answer(404, {"error": f"no such path: {self.path}"})
+            self.send_json(404, {"error": f"no such path: {self.path}"})
             return
         decoder, act = route
         try:
             content = act(decoder.decode(self.rfile.read(length)))
         except msgspec.MsgspecError as error:
-            self.answer(400, {"error": str(error)})
+            self.send_json(400, {"error": str(error)})
         except Exception as error:
-            self.answer(500, {"error": f"{type(error).__name__}: {error}"})
+            self.send_json(500, {"error": f"{type(error).__name__}: {error}"})
         else:
-            self.answer(200, content)
+            self.send_json(200, content)
 
-    def answer(self, status: int, content: Any) -> None:
-        body = encoded(content)
+    def send_json(self, status: int, content: Any) -> None:
+        body = encode_json(content)
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
         """Do not log requests."""
 
 
-class Drain(msgspec.Struct, frozen=True):
+class DrainRequest(msgspec.Struct, frozen=True):
     """The body of ``POST /drain``.
 
     Args:
@@ -145,132 +145,135 @@ class Drain(msgspec.Struct, frozen=True):
     leave: bool = False
 
 
-class Running:
+class RunningAgent:
     """The agent of one process: its socket and its heartbeat."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        directory = private(sockets(own_directory().parent))
+        directory = make_private_directory(get_socket_directory(make_agent_directory().parent))
         self.path = directory / f"{self.pid}.sock"
         if len(os.fsencode(self.path)) > PATH_BYTES:
-            raise OffError(
+            raise AgentStartError(
                 f"the socket's path is longer than {PATH_BYTES} bytes: {self.path}; "
                 "set VLLMOPS_HOME to a shorter one"
             )
-        sweep(directory)
-        sweep_boots(directory)
-        if answers(self.path):
-            raise OffError(f"another process answers on {self.path}")
+        remove_stale_files(directory)
+        remove_old_boots(directory)
+        if has_listener(self.path):
+            raise AgentStartError(f"another process answers on {self.path}")
         self.path.unlink(missing_ok=True)
         reporter = ErrorReporter(
             f"the agent of pid {self.pid} does not answer: vllmops can't inspect this process",
             log.warning,
         )
-        self.server = Server(os.fspath(self.path), reporter)
+        self.server = AgentServer(os.fspath(self.path), reporter)
         self.path.chmod(0o600)
-        self.heart = Heart(self.path.with_suffix(".beat"), beat)
+        self.heart = HeartbeatWriter(self.path.with_suffix(".beat"), make_heartbeat)
         self.heart.start()
         # Nothing calls shutdown(), so a long poll interval is fine.
-        background.thread("vllmops-agent", partial(self.server.serve_forever, 3600), reporter)
+        background.start_repeating_thread(
+            "vllmops-agent", partial(self.server.serve_forever, 3600), reporter
+        )
 
-    def leave(self) -> None:
+    def remove_files(self) -> None:
         """Remove the files, unless this is a forked child: they are its parent's."""
         if self.pid == os.getpid():
             self.heart.stop()
-            recorder.beat()
+            recorder.flush_recording()
             for path in (self.path, self.heart.path):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
 
-    def forget(self) -> None:
+    def close_inherited_socket(self) -> None:
         """In a forked child: close the inherited socket, so that callers reach only the parent."""
         with suppress(OSError):
             self.server.socket.close()
             os.close(self.heart.fd)
 
 
-_running: Running | None = None
+_running: RunningAgent | None = None
 _starting = threading.Lock()
 _forks_watched = False
 
 
-def start() -> None:
+def start_agent() -> None:
     """Start the agent in this process, unless it runs; an error is reported, not raised."""
     global _running, _forks_watched  # noqa: PLW0603
-    nodes.start()
+    nodes.start_listening()
     if _running is not None or not _starting.acquire(blocking=False):
         return
     try:
         if not _forks_watched:
-            os.register_at_fork(after_in_child=forked)
+            os.register_at_fork(after_in_child=reset_after_fork)
             _forks_watched = True
-        _running = Running()
-        atexit.register(_running.leave)
+        _running = RunningAgent()
+        atexit.register(_running.remove_files)
         log.debug("vllmops: the agent of pid %d listens on %s", _running.pid, _running.path)
-    except (OffError, OSError, RuntimeError, VllmopsError) as error:
+    except (AgentStartError, OSError, RuntimeError, VllmopsError) as error:
         # RuntimeError: no thread can be started. VllmopsError: no home directory is known.
-        objects.report(f"the agent does not start in pid {os.getpid()}: {error}")
+        objects.report_problem(f"the agent does not start in pid {os.getpid()}: {error}")
     finally:
         _starting.release()
 
 
-def running() -> bool:
+def is_running() -> bool:
     """Whether the agent answers in this process."""
     return _running is not None
 
 
-def forked() -> None:
+def reset_after_fork() -> None:
     """In a forked child: no thread survives, so the agent starts again with vLLM's next object."""
     global _running, _starting  # noqa: PLW0603
     _starting = threading.Lock()
-    objects.forget()
-    recorder.forget()
-    nodes.forget()
+    objects.reset_after_fork()
+    recorder.reset_after_fork()
+    nodes.reset_after_fork()
     if _running is not None:
-        _running.forget()
+        _running.close_inherited_socket()
     _running = None
 
 
-def own_directory() -> Path:
-    """The directory of what agents leave behind; created if missing, and raises as `private`."""
-    path = home() / DIRECTORY
-    make_missing(path.parent)
-    return private(path)
+def make_agent_directory() -> Path:
+    """The directory of what agents leave behind; raises as `make_private_directory`."""
+    path = resolve_home() / DIRECTORY
+    create_missing_folders(path.parent)
+    return make_private_directory(path)
 
 
-def private(path: Path) -> Path:
+def make_private_directory(path: Path) -> Path:
     """A directory for this user alone; created if missing.
 
     Raises:
-        OffError: it belongs to or is open to other users, who could put their own socket there.
+        AgentStartError: it belongs to or is open to other users, who could put their own socket
+            there.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     at = path.lstat()
     if not stat.S_ISDIR(at.st_mode):
-        raise OffError(f"{path} is not a directory")
+        raise AgentStartError(f"{path} is not a directory")
     if at.st_uid != os.geteuid():
-        raise OffError(
+        raise AgentStartError(
             f"{path} belongs to uid {at.st_uid}; this process runs as uid {os.geteuid()}"
         )
     if stat.S_IMODE(at.st_mode) & 0o077:
         run = shlex.join(["chmod", "700", str(path)])
-        raise OffError(f"other users can access {path}; run: {run}")
+        raise AgentStartError(f"other users can access {path}; run: {run}")
     return path
 
 
-def sweep(directory: Path) -> None:
+def remove_stale_files(directory: Path) -> None:
     """Remove the files that killed processes left behind."""
     for path in directory.glob("*.*"):
-        if not path.stem.isdecimal() or alive(int(path.stem)):
+        if not path.stem.isdecimal() or is_pid_alive(int(path.stem)):
             continue
         # Containers may share the directory and not the pids; a live socket answers.
-        if not answers(path.with_suffix(".sock")):
+        if not has_listener(path.with_suffix(".sock")):
             with suppress(OSError):
                 path.unlink()
 
 
-def sweep_boots(directory: Path) -> None:
+def remove_old_boots(directory: Path) -> None:
     """Remove the directories of other boots, of any machine, after a day without a heartbeat.
 
     Args:
@@ -287,7 +290,7 @@ def sweep_boots(directory: Path) -> None:
                 other.rmdir()
 
 
-def alive(pid: int) -> bool:
+def is_pid_alive(pid: int) -> bool:
     """Whether a process has this pid."""
     try:
         os.kill(pid, 0)
@@ -298,7 +301,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def answers(path: Path) -> bool:
+def has_listener(path: Path) -> bool:
     """Whether a process listens on the socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(0.2)
@@ -311,81 +314,81 @@ def answers(path: Path) -> bool:
     return True
 
 
-turns = engine.Turns()
+turns = engine.EventLoopMonitor()
 
 
-def beat(sequence: int, now: float) -> Beat:
+def make_heartbeat(sequence: int, now: float) -> Heartbeat:
     """A heartbeat's content."""
-    step, running, waiting, still_s = engine.progress.look(now)
-    recorder.beat()
-    return Beat(
+    step, running, waiting, still_s = engine.progress.observe_scheduler(now)
+    recorder.flush_recording()
+    return Heartbeat(
         monotonic=now,
         sequence=sequence,
-        **own()._asdict(),
-        role=role(),
-        standing=standing(),
+        **read_own_identity()._asdict(),
+        role=detect_role(),
+        standing=find_standing(),
         current_step=step,
         running=running,
         waiting=waiting,
         still_s=still_s,
-        handed=engine.handed(),
-        oldest=engine.oldest(),
-        rendering_s=engine.rendering(now),
-        loop_s=turns.look(now),
-        interrupt=event_loop.number(),
-        unready=engine.unready(),
+        handed=engine.count_handed_requests(),
+        oldest=engine.find_oldest_request_id(),
+        rendering_s=engine.measure_rendering_s(now),
+        loop_s=turns.measure_blocked_s(now),
+        interrupt=event_loop.find_interrupt_signal(),
+        unready=engine.explain_unreadiness(),
     )
 
 
-def hello() -> Hello:
+def answer_hello() -> Hello:
     """``GET /hello``."""
     return Hello(
         agent=__version__,
-        **own()._asdict(),
-        role=role(),
-        standing=standing(),
-        vllm_version=features.version(),
+        **read_own_identity()._asdict(),
+        role=detect_role(),
+        standing=find_standing(),
+        vllm_version=features.find_vllm_version(),
         python=platform.python_version(),
         features=FEATURES,
         problems=tuple(objects.problems),
     )
 
 
-def drain(request: Drain) -> Traffic:
+def set_draining(request: DrainRequest) -> Traffic:
     """``POST /drain``."""
     gate.draining, gate.rerun = request.on, request.rerun
     if request.leave:
-        handover.leave()
+        handover.stop_accepting_connections()
     if request.cut:
-        gate.cut(CUT_S)
-    return engine.traffic()
+        gate.cut_off_requests(CUT_S)
+    return engine.observe_traffic()
 
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
 POSTS: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Any]]] = {
-    "/abort": (msgspec.json.Decoder(Abort), requests.abort),
-    "/compare": (msgspec.json.Decoder(CompareRequest), compare.compare),
-    "/drain": (msgspec.json.Decoder(Drain), drain),
-    "/heal": (msgspec.json.Decoder(HealRequest), healing.heal),
-    "/prompt": (msgspec.json.Decoder(Reveal), requests.prompt),
-    "/repair": (msgspec.json.Decoder(RepairRequest), repair.repair),
-    "/reset": (msgspec.json.Decoder(ResetRequest), reset.reset),
+    "/abort": (msgspec.json.Decoder(AbortRequest), requests.abort_requests),
+    "/compare": (msgspec.json.Decoder(CompareRequest), compare.compare_caches),
+    "/drain": (msgspec.json.Decoder(DrainRequest), set_draining),
+    "/heal": (msgspec.json.Decoder(HealRequest), healing.answer_heal),
+    "/prompt": (msgspec.json.Decoder(PromptRequest), requests.reveal_prompt),
+    "/repair": (msgspec.json.Decoder(RepairRequest), repair.repair_caches),
+    "/reset": (msgspec.json.Decoder(ResetRequest), reset.reset_caches),
 }
 GETS: dict[str, Callable[[], Any]] = {
-    "/hello": hello,
-    "/engine": engine.state,
-    "/caches": caches.snapshot,
-    "/caches?keys=1": partial(caches.snapshot, keys=True),
-    "/keys": keys.state,
-    "/keys?reload=1": partial(keys.state, reload=True),
-    "/memory": memory.snapshot,
-    "/messages": fatal.messages,
-    "/packages": packages.of_this_process,
-    "/requests": requests.snapshot,
-    "/traffic": engine.traffic,
-    "/stacks": stacks.snapshot,
-    "/steps": recorder.snapshot,
-    "/patches": registry.states,
-    "/patches?verify=1": partial(registry.states, verify=True),
-    "/heartbeat": lambda: beat(-1, time.monotonic()),
+    "/hello": answer_hello,
+    "/engine": engine.observe_engine,
+    "/caches": caches.observe_caches,
+    "/caches?keys=1": partial(caches.observe_caches, keys=True),
+    "/keys": keys.observe_keys,
+    "/keys?reload=1": partial(keys.observe_keys, reload=True),
+    "/memory": memory.observe_memory,
+    "/messages": fatal.list_fatal_messages,
+    "/packages": packages.collect_own_packages,
+    "/requests": requests.observe_requests,
+    "/traffic": engine.observe_traffic,
+    "/stacks": stacks.observe_stacks,
+    "/steps": recorder.read_recording,
+    "/patches": registry.observe_patches,
+    "/patches?verify=1": partial(registry.observe_patches, verify=True),
+    "/heartbeat": lambda: make_heartbeat(-1, time.monotonic()),
 }

@@ -15,13 +15,13 @@ from types import FrameType
 from typing import Literal
 
 from ..protocol import identity
-from ..protocol.stacks import AgentStacks, Frame, ProcessStacks, Thread
-from .identity import create_time, own, role
+from ..protocol.stacks import AgentStacks, Frame, ProcessStacks, ThreadStack
+from .identity import create_time, detect_role, read_own_identity
 
 MOST_THREADS, MOST_FRAMES = 2000, 1000  # Python's own limit of a recursion is 1000
 
 
-def snapshot() -> AgentStacks:
+def observe_stacks() -> AgentStacks:
     """The answer to ``GET /stacks``, without the thread that makes it."""
     known = {thread.ident: thread for thread in threading.enumerate()}
     me = threading.get_ident()
@@ -31,32 +31,34 @@ def snapshot() -> AgentStacks:
             thread = known.get(ident)
             tid = thread.native_id if thread else None
             name = thread.name if thread else f"thread {ident}"
-            threads.append(Thread(name, state(tid), False, tid, frames(frame)))
+            threads.append(
+                ThreadStack(name, read_thread_state(tid), False, tid, list_frames(frame))
+            )
     threads.sort(key=lambda thread: (thread.state, thread.tid or 0))
     return AgentStacks(
         stacks=ProcessStacks(
-            role=role(),
-            pid=own().pid,
+            role=detect_role(),
+            pid=read_own_identity().pid,
             create_time=create_time(),
-            title=title(),
+            title=read_process_title(),
             source="agent",
             threads=tuple(threads),
         )
     )
 
 
-def frames(frame: FrameType | None) -> tuple[Frame, ...]:
+def list_frames(frame: FrameType | None) -> tuple[Frame, ...]:
     """The calls of a thread, innermost first."""
     stack: list[Frame] = []
     while frame is not None and len(stack) < MOST_FRAMES:
         code = frame.f_code
         name = code.co_filename
-        stack.append(Frame(code.co_qualname, name, short(name, frame), frame.f_lineno))
+        stack.append(Frame(code.co_qualname, name, shorten_path(name, frame), frame.f_lineno))
         frame = frame.f_back
     return tuple(stack)
 
 
-def short(path: str, frame: FrameType) -> str:
+def shorten_path(path: str, frame: FrameType) -> str:
     """A file's path from its package down; no look at the disk, which may hang."""
     module = frame.f_globals.get("__name__")
     depth = module.count(".") + 1 if isinstance(module, str) else 1
@@ -64,15 +66,15 @@ def short(path: str, frame: FrameType) -> str:
     return "/".join(parts[-depth - (parts[-1] == "__init__.py") :])
 
 
-def state(tid: int | None) -> Literal["active", "idle"]:
+def read_thread_state(tid: int | None) -> Literal["active", "idle"]:
     """Whether the kernel runs a thread, or is about to."""
     with suppress(OSError, LookupError):
-        if tid is not None and identity.stat(f"self/task/{tid}")[0] == "R":
+        if tid is not None and identity.read_stat_fields(f"self/task/{tid}")[0] == "R":
             return "active"
     return "idle"
 
 
-def title() -> str:
+def read_process_title() -> str:
     """The title that vLLM has given this process; empty without one."""
     with suppress(OSError):
         word = Path("/proc/self/cmdline").read_bytes().split(b"\0")[0].split(b" ")[0]

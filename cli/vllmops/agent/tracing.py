@@ -12,14 +12,23 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from ..store.backend import Backend, Page, Response, Swap
-from .objects import report
+from ..store.backend import Backend, Response, ResponsePage, StatusChange
+from .objects import report_problem
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-# What a request does to the store once or twice. Others do it again and again beside requests.
-OPERATIONS: Final = ("create", "put", "set_status", "get", "delete", "page", "conversation")
+# What a request does to the store once or twice: methods of a backend, and the names of spans.
+# Others do it again and again beside requests.
+OPERATIONS: Final = {
+    "create": "create",
+    "put": "put",
+    "set_status": "set_status",
+    "get": "get",
+    "delete": "delete",
+    "list_responses": "page",
+    "list_turns": "conversation",
+}
 HEADERS: Final = (b"traceparent", b"tracestate")
 
 Message = MutableMapping[str, Any]
@@ -29,7 +38,7 @@ Send = Callable[[Message], Awaitable[None]]
 _tracer: Tracer | None = None
 
 
-def begin(backend: Backend) -> None:
+def start_tracing(backend: Backend) -> None:
     """Make spans from now on, and one for each operation of a backend; never raises.
 
     Args:
@@ -41,15 +50,15 @@ def begin(backend: Backend) -> None:
         from opentelemetry.trace.propagation import tracecontext  # noqa: F401, PLC0415
 
         name = type(backend).__name__.lower()
-        for operation in OPERATIONS:
-            setattr(backend, operation, traced(getattr(backend, operation), name, operation))
+        for method, operation in OPERATIONS.items():
+            setattr(backend, method, wrap_with_span(getattr(backend, method), name, operation))
         _tracer = trace.get_tracer("vllmops")
     except Exception as error:
-        report(f"traces lack the store and the carriers: {error!r}")
+        report_problem(f"traces lack the store and the carriers: {error!r}")
 
 
 @contextmanager
-def span(name: str, attributes: Mapping[str, str | int]) -> Iterator[Callable[[int], object]]:
+def start_span(name: str, attributes: Mapping[str, str | int]) -> Iterator[Callable[[int], object]]:
     """A span below that of the request at hand; none where there is no such request.
 
     Args:
@@ -62,7 +71,7 @@ def span(name: str, attributes: Mapping[str, str | int]) -> Iterator[Callable[[i
     if _tracer is None:
         yield int
         return
-    from opentelemetry import trace  # noqa: PLC0415 - see `begin`
+    from opentelemetry import trace  # noqa: PLC0415 - see `start_tracing`
 
     # Of a background run, the request may be over.
     if not trace.get_current_span().get_span_context().trace_flags.sampled:
@@ -70,7 +79,7 @@ def span(name: str, attributes: Mapping[str, str | int]) -> Iterator[Callable[[i
         return
     count, status = 0, "ok"
 
-    def add(size: int) -> None:
+    def add_bytes(size: int) -> None:
         nonlocal count
         count += size
 
@@ -81,7 +90,7 @@ def span(name: str, attributes: Mapping[str, str | int]) -> Iterator[Callable[[i
         set_status_on_exception=False,
     ) as made:
         try:
-            yield add
+            yield add_bytes
         except BaseException as error:
             status = "failed"
             made.set_attribute("error.type", type(error).__name__)
@@ -92,7 +101,7 @@ def span(name: str, attributes: Mapping[str, str | int]) -> Iterator[Callable[[i
             made.set_attribute("vllmops.status", status)
 
 
-def traced(
+def wrap_with_span(
     call: Callable[..., Awaitable[Any]], backend: str, operation: str
 ) -> Callable[..., Awaitable[Any]]:
     """A method of a backend with a span."""
@@ -100,29 +109,29 @@ def traced(
 
     @functools.wraps(call)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with span(f"store.{operation}", attributes) as add:
+        with start_span(f"store.{operation}", attributes) as add:
             result = await call(*args, **kwargs)
-            add(sum(map(size, (*args, result))))
+            add(sum(map(count_response_bytes, (*args, result))))
             return result
 
     return wrapper
 
 
-def size(value: Any) -> int:
+def count_response_bytes(value: Any) -> int:
     """Bytes of the responses in what a method of a backend takes or gives."""
     match value:
         case Response():
             return len(value.body) + len(value.input)
-        case Swap():
-            return size(value.now)
-        case Page():
-            return size(value.responses)
+        case StatusChange():
+            return count_response_bytes(value.now)
+        case ResponsePage():
+            return count_response_bytes(value.responses)
         case list():
-            return sum(map(size, value))
+            return sum(map(count_response_bytes, value))
     return 0
 
 
-async def request(
+async def answer_in_span(
     route: str,
     answer: Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]],
     scope: MutableMapping[str, Any],
@@ -143,7 +152,7 @@ async def request(
     if _tracer is None:
         await answer(scope, receive, send)
         return
-    from opentelemetry import trace  # noqa: PLC0415 - see `begin`
+    from opentelemetry import trace  # noqa: PLC0415 - see `start_tracing`
     from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
 
     context = None
@@ -164,19 +173,19 @@ async def request(
         set_status_on_exception=False,
     ) as made:
 
-        async def noted(message: Message) -> None:
+        async def send_and_note_status(message: Message) -> None:
             if message["type"] == "http.response.start":
                 made.set_attribute("http.response.status_code", message["status"])
             await send(message)
 
-        await answer(scope, receive, noted)
+        await answer(scope, receive, send_and_note_status)
 
 
-def headers() -> Mapping[str, str] | None:
+def make_trace_headers() -> Mapping[str, str] | None:
     """The headers that put vLLM's span of a request below the span at hand; None without one."""
     if _tracer is None:
         return None
-    from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415 - see `begin`
+    from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415 - see `start_tracing`
 
     carrier: dict[str, str] = {}
     tracecontext.TraceContextTextMapPropagator().inject(carrier)

@@ -16,12 +16,12 @@ from . import objects
 from .adapters import requests as adapter
 
 
-def install() -> None:
+def install_hook() -> None:
     """Hook the front end, once its module is imported."""
-    objects.watch("engine-client", hook)
+    objects.when_symbol_imported("engine-client", hook_front_end)
 
 
-def hook(module: ModuleType) -> None:
+def hook_front_end(module: ModuleType) -> None:
     """Wrap the method that notes and sends a request; idempotent."""
     add = vars(module.AsyncLLM).get("_add_request")
     if add is None or hasattr(add, "__vllmops__"):
@@ -35,7 +35,9 @@ def hook(module: ModuleType) -> None:
             parent = args[1] if len(args) > 1 else None  # of several choices (n)
             with suppress(Exception):  # the engine is told, too, where its id can be encoded
                 await self.abort([(parent or request).request_id], internal=True)
-            raise adapter.invalid(f"this request can't be sent to the engine: {error}") from error
+            raise adapter.make_validation_error(
+                f"this request can't be sent to the engine: {error}"
+            ) from error
 
     _add_request.__vllmops__ = True  # type: ignore[attr-defined]
     module.AsyncLLM._add_request = _add_request

@@ -45,11 +45,11 @@ class Registers(ctypes.Structure):
     )
 
 
-def stack_pointer(given: bytes) -> int:
+def read_stack_pointer(given: bytes) -> int:
     return int(Registers.from_buffer_copy(given).sp)
 
 
-def system_call(given: bytes, memory: int) -> tuple[int, int, int]:
+def read_system_call(given: bytes, memory: int) -> tuple[int, int, int]:
     """The system call that a stopped thread is in: its number, its second and third argument.
 
     The kernel does not say. But the thread stands at the instruction that makes the call, which
@@ -65,7 +65,7 @@ def system_call(given: bytes, memory: int) -> tuple[int, int, int]:
     return registers.x[8], registers.x[1], registers.x[2]
 
 
-def calling(
+def build_stub_registers(
     given: bytes, entry: int, stack: int, argument: int, functions: tuple[int, ...]
 ) -> bytes:
     """The registers with which a thread runs `STUB`; with another pc, nothing is restarted."""
@@ -76,7 +76,9 @@ def calling(
     return bytes(stub)
 
 
-def frame(tid: int, given: bytes, argument: bytes, memory: int) -> tuple[int, bytes, int]:
+def build_signal_frame(
+    tid: int, given: bytes, argument: bytes, memory: int
+) -> tuple[int, bytes, int]:
     """The signal frame, with the argument above it.
 
     Returns:
@@ -86,17 +88,17 @@ def frame(tid: int, given: bytes, argument: bytes, memory: int) -> tuple[int, by
         BusyError: the thread has a second stack, of return addresses, that would not fit.
     """
     with suppress(OSError):
-        if int.from_bytes(trace.registers(tid, NT_ARM_GCS)[:8], "little") & 1:
+        if int.from_bytes(trace.read_registers(tid, NT_ARM_GCS)[:8], "little") & 1:
             raise BusyError(f"thread {tid} has a guarded control stack")
     top = Registers.from_buffer_copy(given).sp - len(argument)
     place = (top - FRAME_BYTES) & ~15
     content = bytearray(top - place)
     struct.pack_into("<QQQiiQ", content, CONTEXT, 0, 0, 0, NO_SUCH_STACK, 0, 0)
-    content[CONTEXT + MASK : CONTEXT + MASK + 8] = trace.signal_mask(tid)
-    back = resumed(given, memory)
+    content[CONTEXT + MASK : CONTEXT + MASK + 8] = trace.read_signal_mask(tid)
+    back = build_resume_registers(given, memory)
     at = CONTEXT + MACHINE + 8  # behind the address of a fault
     content[at : at + len(back)] = back
-    vectors = trace.registers(tid, NT_FPREGSET)
+    vectors = trace.read_registers(tid, NT_FPREGSET)
     status = vectors[VECTORS_BYTES : VECTORS_BYTES + 8]
     record = struct.pack("<II", FPSIMD_MAGIC, 16 + VECTORS_BYTES) + status
     at = CONTEXT + RECORDS
@@ -104,7 +106,7 @@ def frame(tid: int, given: bytes, argument: bytes, memory: int) -> tuple[int, by
     return place, bytes(content) + argument, top
 
 
-def resumed(given: bytes, memory: int) -> bytes:
+def build_resume_registers(given: bytes, memory: int) -> bytes:
     """The registers with which the thread goes on: in its system call anew, or with EINTR.
 
     The kernel has already set it back to repeat the call. A signal handler would end a wait that

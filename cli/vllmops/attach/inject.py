@@ -34,7 +34,7 @@ LOCKED_AND_WAITED_FOR = 2  # how glibc's own locks wait: whoever does may be ins
 SYMBOLS = ("PyGILState_Ensure", "PyRun_SimpleString", "PyGILState_Release")
 
 
-class Machine(Protocol):
+class Architecture(Protocol):
     """What a kind of processor has of its own; general registers are as ptrace(2) gives them.
 
     Its system calls `WAITS` wait for something to happen, and hold no lock of malloc's or the
@@ -47,25 +47,25 @@ class Machine(Protocol):
     STUB: bytes
     ENTRIES: tuple[bytes, ...]
 
-    def stack_pointer(self, given: bytes, /) -> int: ...
+    def read_stack_pointer(self, given: bytes, /) -> int: ...
 
-    def system_call(self, given: bytes, memory: int, /) -> tuple[int, int, int]: ...
+    def read_system_call(self, given: bytes, memory: int, /) -> tuple[int, int, int]: ...
 
-    def calling(
+    def build_stub_registers(
         self, given: bytes, entry: int, stack: int, argument: int, functions: tuple[int, ...], /
     ) -> bytes: ...
 
-    def frame(
+    def build_signal_frame(
         self, tid: int, given: bytes, argument: bytes, memory: int, /
     ) -> tuple[int, bytes, int]: ...
 
 
-MACHINES: dict[str, Machine] = {"x86_64": x86, "aarch64": arm64}
+MACHINES: dict[str, Architecture] = {"x86_64": x86, "aarch64": arm64}
 MACHINE = MACHINES.get(platform.machine(), x86)
 
 
 @dataclass(frozen=True)
-class Mapping:
+class MemoryMapping:
     """A line of ``/proc/PID/maps``."""
 
     start: int
@@ -75,7 +75,7 @@ class Mapping:
 
 
 @dataclass(frozen=True)
-class Target:
+class PythonProcess:
     """A process that runs Python.
 
     Args:
@@ -84,22 +84,22 @@ class Target:
 
     pid: int
 
-    def maps(self) -> Iterator[Mapping]:
+    def list_mappings(self) -> Iterator[MemoryMapping]:
         """Its mappings, lowest first."""
-        for line in proc.text(proc.folder(self.pid) / "maps").splitlines():
+        for line in proc.read_lossy_text(proc.get_process_folder(self.pid) / "maps").splitlines():
             span, _, offset, _, _, *path = line.split(maxsplit=5)
             start, _, end = span.partition("-")
-            yield Mapping(int(start, 16), int(end, 16), int(offset, 16), "".join(path))
+            yield MemoryMapping(int(start, 16), int(end, 16), int(offset, 16), "".join(path))
 
     @cached_property
-    def entry(self) -> int:
+    def entry_point(self) -> int:
         """Its program's entry point: code that never runs again, so the stub can replace it."""
         program = os.readlink(f"/proc/{self.pid}/exe")
-        with Elf(Path(f"/proc/{self.pid}/exe")) as elf:
-            return elf.entry + self.bias(program, elf)
+        with ElfFile(Path(f"/proc/{self.pid}/exe")) as elf:
+            return elf.entry_point + self.find_load_bias(program, elf)
 
     @cached_property
-    def functions(self) -> tuple[int, ...]:
+    def function_addresses(self) -> tuple[int, ...]:
         """The addresses of `SYMBOLS`.
 
         Raises:
@@ -107,14 +107,16 @@ class Target:
         """
         program = os.readlink(f"/proc/{self.pid}/exe")
         libraries = dict.fromkeys(
-            part.path for part in self.maps() if Path(part.path).name.startswith("libpython")
+            part.path
+            for part in self.list_mappings()
+            if Path(part.path).name.startswith("libpython")
         )
         for path in (*libraries, program):
-            inside = Path(f"/proc/{self.pid}/exe" if path == program else self.seen(path))
-            with suppress(OSError), Elf(inside) as elf:
-                addresses = [elf.symbol(name) for name in SYMBOLS]
+            inside = Path(f"/proc/{self.pid}/exe" if path == program else self.resolve_path(path))
+            with suppress(OSError), ElfFile(inside) as elf:
+                addresses = [elf.find_symbol(name) for name in SYMBOLS]
                 if None not in addresses:
-                    bias = self.bias(path, elf)
+                    bias = self.find_load_bias(path, elf)
                     return tuple(address + bias for address in addresses if address is not None)
         raise VllmopsError(
             "attach.not-python",
@@ -123,44 +125,49 @@ class Target:
             "vllmops restart, when the server can be interrupted",
         )
 
-    def seen(self, path: str) -> str:
+    def resolve_path(self, path: str) -> str:
         """A path as the process sees it, which may be in a container."""
         return f"/proc/{self.pid}/root{path}"
 
-    def bias(self, path: str, elf: Elf) -> int:
+    def find_load_bias(self, path: str, elf: ElfFile) -> int:
         """How far from its own addresses a file was loaded."""
-        return next(m.start for m in self.maps() if m.path == path and not m.offset) - elf.base
+        return (
+            next(m.start for m in self.list_mappings() if m.path == path and not m.offset)
+            - elf.base_address
+        )
 
-    def room(self, stack_pointer: int) -> int:
+    def find_stack_room(self, stack_pointer: int) -> int:
         """Bytes below a stack pointer that belong to the stack."""
-        for part in self.maps():
+        for part in self.list_mappings():
             if part.start <= stack_pointer < part.end:
                 # The main thread's grows as it is used.
                 return stack_pointer - part.start + (STACK_BYTES if part.path == "[stack]" else 0)
         return 0
 
-    def idle(self, tid: int) -> bool:
+    def is_idle(self, tid: int) -> bool:
         """Whether a thread waits in a system call in which it holds no lock of the C library's.
 
         Raises:
             PermissionError: the kernel does not allow it.
         """
         try:
-            words = proc.text(proc.folder(self.pid) / f"task/{tid}/syscall").split()
+            words = proc.read_lossy_text(
+                proc.get_process_folder(self.pid) / f"task/{tid}/syscall"
+            ).split()
         except PermissionError:
             raise
         except OSError:
             return False  # gone meanwhile
         if not words or not words[0].isdecimal():
             return False
-        return _harmless(int(words[0]), int(words[2], 16), int(words[3], 16))
+        return _is_harmless_wait(int(words[0]), int(words[2], 16), int(words[3], 16))
 
-    def tids(self) -> list[int]:
+    def list_thread_ids(self) -> list[int]:
         """The ids of its threads, the main one first."""
         return sorted(int(name) for name in os.listdir(f"/proc/{self.pid}/task"))
 
 
-class Elf:
+class ElfFile:
     """The parts of an ELF file that are needed."""
 
     def __init__(self, path: Path) -> None:
@@ -169,23 +176,23 @@ class Elf:
         self.file = path.open("rb")
         self.elf = ELFFile(self.file)
 
-    def __enter__(self) -> Elf:
+    def __enter__(self) -> ElfFile:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.file.close()
 
     @property
-    def entry(self) -> int:
+    def entry_point(self) -> int:
         return int(self.elf.header["e_entry"])
 
     @property
-    def base(self) -> int:
+    def base_address(self) -> int:
         """The address of its first byte, as it was linked."""
         first = next(self.elf.iter_segments("PT_LOAD"))
         return int(first["p_vaddr"]) - int(first["p_offset"])
 
-    def symbol(self, name: str) -> int | None:
+    def find_symbol(self, name: str) -> int | None:
         """The address of a symbol that it offers to others, by their hash table: they are many."""
         from elftools.elf.hash import ELFHashSection, GNUHashSection  # noqa: PLC0415
 
@@ -196,19 +203,19 @@ class Elf:
         return None
 
 
-def supported() -> bool:
+def is_supported() -> bool:
     """Whether this method works on this machine's processor."""
     return platform.machine() in MACHINES
 
 
-def inject(target: Target, tid: int, code: str) -> float:
+def inject_code(target: PythonProcess, tid: int, code: str) -> float:
     """Make a waiting thread run a line of Python as soon as it has the GIL; does not wait for it.
 
     Call it in a thread of its own: the kernel lets go of what a thread traces once that ends.
 
     Args:
         target: the process.
-        tid: one of its threads, `Target.idle`.
+        tid: one of its threads, `PythonProcess.is_idle`.
         code: Python source; what it raises is printed on the process's stderr.
 
     Returns:
@@ -220,42 +227,48 @@ def inject(target: Target, tid: int, code: str) -> float:
         PermissionError: the kernel does not allow it.
         VllmopsError: ``attach.not-python`` or ``attach.unknown-program``.
     """
-    entry, functions = target.entry, target.functions
-    _check(target)
+    entry, functions = target.entry_point, target.function_addresses
+    _require_known_program(target)
     try:
-        return _inject(target, tid, code, entry, functions)
+        return _inject_code(target, tid, code, entry, functions)
     except (ProcessLookupError, FileNotFoundError) as error:
         # The stopped thread ended with it.
         raise BusyError(f"thread {tid} is gone") from error
 
 
-def _inject(target: Target, tid: int, code: str, entry: int, functions: tuple[int, ...]) -> float:
+def _inject_code(
+    target: PythonProcess, tid: int, code: str, entry: int, functions: tuple[int, ...]
+) -> float:
     trace.ptrace(trace.SEIZE, tid)
     began = time.monotonic()
     trace.ptrace(trace.INTERRUPT, tid)
-    trace.stopped(tid)
+    trace.wait_until_stopped(tid)
     try:
         with open(f"/proc/{target.pid}/task/{tid}/mem", "r+b", buffering=0) as file:
             memory = file.fileno()
-            registers = trace.registers(tid, trace.NT_PRSTATUS)
+            registers = trace.read_registers(tid, trace.NT_PRSTATUS)
             # Only now does it stay as it is: since somebody looked it may have gone on to wait for
             # something else.
-            if not _harmless(*MACHINE.system_call(registers, memory)):
+            if not _is_harmless_wait(*MACHINE.read_system_call(registers, memory)):
                 raise BusyError(f"thread {tid} no longer waits, or waits for a lock")
-            if target.room(MACHINE.stack_pointer(registers)) < STACK_BYTES:
+            if target.find_stack_room(MACHINE.read_stack_pointer(registers)) < STACK_BYTES:
                 raise BusyError(f"the stack of thread {tid} is too small")
-            place, frame, argument = MACHINE.frame(tid, registers, code.encode() + b"\0", memory)
+            place, frame, argument = MACHINE.build_signal_frame(
+                tid, registers, code.encode() + b"\0", memory
+            )
             for content, address in ((frame, place), (MACHINE.STUB, entry)):
                 if os.pwrite(memory, content, address) != len(content):
                     raise BusyError(f"the stack of thread {tid} has no free space")
-        trace.set_registers(tid, MACHINE.calling(registers, entry, place, argument, functions))
+        trace.write_registers(
+            tid, MACHINE.build_stub_registers(registers, entry, place, argument, functions)
+        )
     finally:
         with suppress(OSError):
             trace.ptrace(trace.DETACH, tid)
     return time.monotonic() - began
 
 
-def _harmless(number: int, operation: int, value: int) -> bool:
+def _is_harmless_wait(number: int, operation: int, value: int) -> bool:
     """Whether a thread in a system call holds no lock of the C library's.
 
     Args:
@@ -271,11 +284,11 @@ def _harmless(number: int, operation: int, value: int) -> bool:
     )
 
 
-def _check(target: Target) -> None:
+def _require_known_program(target: PythonProcess) -> None:
     """Raise unless the program begins as programs do, and signal frames are taken as they are."""
     with open(f"/proc/{target.pid}/mem", "rb", buffering=0) as memory:
-        there = os.pread(memory.fileno(), len(MACHINE.STUB), target.entry)
-    status = proc.text(proc.folder(target.pid) / "status")
+        there = os.pread(memory.fileno(), len(MACHINE.STUB), target.entry_point)
+    status = proc.read_lossy_text(proc.get_process_folder(target.pid) / "status")
     if not there.startswith(MACHINE.ENTRIES) or "shstk" in status:
         raise VllmopsError(
             "attach.unknown-program",

@@ -37,7 +37,7 @@ def ptrace(request: int, tid: int, data: Any = None, *, address: int = 0) -> Non
         raise OSError(number, os.strerror(number))
 
 
-def stopped(tid: int) -> None:
+def wait_until_stopped(tid: int) -> None:
     """Wait until a traced thread has stopped.
 
     Raises:
@@ -59,7 +59,7 @@ def stopped(tid: int) -> None:
         time.sleep(0.0002)
 
 
-def registers(tid: int, kind: int, room: int = 1024) -> bytes:
+def read_registers(tid: int, kind: int, room: int = 1024) -> bytes:
     """A set of registers of a stopped thread, in full.
 
     Args:
@@ -79,14 +79,14 @@ def registers(tid: int, kind: int, room: int = 1024) -> bytes:
         room *= 2  # it may have been cut off
 
 
-def set_registers(tid: int, content: bytes) -> None:
+def write_registers(tid: int, content: bytes) -> None:
     """Set the general registers of a stopped thread; raises OSError."""
     buffer = ctypes.create_string_buffer(content, len(content))
     vector = Iovec(ctypes.cast(buffer, ctypes.c_void_p), len(content))
     ptrace(SETREGSET, tid, ctypes.byref(vector), address=NT_PRSTATUS)
 
 
-def signal_mask(tid: int) -> bytes:
+def read_signal_mask(tid: int) -> bytes:
     """The signals that a stopped thread has blocked."""
     buffer = ctypes.create_string_buffer(8)
     ptrace(GETSIGMASK, tid, buffer, address=8)

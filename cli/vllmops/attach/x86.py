@@ -60,17 +60,17 @@ class Registers(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in REGISTERS)
 
 
-def stack_pointer(given: bytes) -> int:
+def read_stack_pointer(given: bytes) -> int:
     return int(Registers.from_buffer_copy(given).rsp)
 
 
-def system_call(given: bytes, memory: int) -> tuple[int, int, int]:  # noqa: ARG001
+def read_system_call(given: bytes, memory: int) -> tuple[int, int, int]:  # noqa: ARG001
     """The system call that a stopped thread is in: its number, its second and third argument."""
     registers = Registers.from_buffer_copy(given)
     return registers.orig_rax, registers.rsi, registers.rdx
 
 
-def calling(
+def build_stub_registers(
     given: bytes, entry: int, stack: int, argument: int, functions: tuple[int, ...]
 ) -> bytes:
     """The registers with which a thread runs `STUB`."""
@@ -81,34 +81,39 @@ def calling(
     return bytes(stub)
 
 
-def frame(tid: int, given: bytes, argument: bytes, memory: int) -> tuple[int, bytes, int]:  # noqa: ARG001
+def build_signal_frame(
+    tid: int,
+    given: bytes,
+    argument: bytes,
+    memory: int,  # noqa: ARG001 - arm64 needs it
+) -> tuple[int, bytes, int]:
     """The signal frame, with the argument above it.
 
     Returns:
         Its address (where the stub's stack begins), its content, and the argument's address.
     """
     registers = Registers.from_buffer_copy(given)
-    state = framed(trace.registers(tid, NT_X86_XSTATE, XSTATE_BYTES))
+    state = build_extended_state(trace.read_registers(tid, NT_X86_XSTATE, XSTATE_BYTES))
     top = registers.rsp - RED_ZONE - len(argument)
     state_at = (top - len(state)) & ~63
     header = struct.calcsize("<QQQiiQ")
     size = header + 8 * len(SAVED) + struct.calcsize("<4H5Q8QQ")
     place = (state_at - size) & ~15
-    back = resumed(registers)
+    back = build_resume_registers(registers)
     content = b"".join(
         (
             struct.pack("<QQQiiQ", UC_FLAGS, 0, 0, NO_SUCH_STACK, 0, 0),
             struct.pack(f"<{len(SAVED)}Q", *(getattr(back, name) for name in SAVED)),
             struct.pack("<4H", registers.cs, 0, 0, registers.ss),
             struct.pack("<5Q8Q", 0, 0, 0, 0, state_at, *[0] * 8),
-            trace.signal_mask(tid),
+            trace.read_signal_mask(tid),
         )
     )
     content = content.ljust(state_at - place, b"\0") + state
     return place, content.ljust(top - place, b"\0") + argument, top
 
 
-def resumed(registers: Registers) -> Registers:
+def build_resume_registers(registers: Registers) -> Registers:
     """The registers with which the thread goes on: in its system call anew, or with EINTR."""
     back = Registers.from_buffer_copy(registers)
     left = ctypes.c_int64(registers.rax).value
@@ -119,7 +124,7 @@ def resumed(registers: Registers) -> Registers:
     return back
 
 
-def framed(given: bytes) -> bytes:
+def build_extended_state(given: bytes) -> bytes:
     """An extended state with what the kernel wants to find in a signal frame.
 
     Where the processor has AMX, ptrace(2) gives everybody's tiles, but a frame that has them is too

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 
 from ..errors import VllmopsError
-from ..files import opened, unreadable
+from ..files import make_unreadable_error, open_input
 
 # Bundles of real servers have some MB; what a stranger packed may unfold to any size.
 LIMIT_BYTES = 256 << 20
@@ -23,7 +23,7 @@ DAMAGE = (
 )
 
 
-def packed(files: Mapping[str, bytes], at: float) -> bytes:
+def pack_archive(files: Mapping[str, bytes], at: float) -> bytes:
     """An archive of files, in their order.
 
     Args:
@@ -39,7 +39,7 @@ def packed(files: Mapping[str, bytes], at: float) -> bytes:
     return buffer.getvalue()
 
 
-class Limited(io.RawIOBase):
+class LimitedReader(io.RawIOBase):
     """A stream that refuses to give more than `LIMIT_BYTES`.
 
     Args:
@@ -58,7 +58,7 @@ class Limited(io.RawIOBase):
         return content
 
 
-def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
+def unpack_archive(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
     """Files of an archive, in memory: nothing of it comes on the disk.
 
     Args:
@@ -73,9 +73,9 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
     left = LIMIT_READ
     try:
         with (
-            opened(path) as file,
+            open_input(path) as file,
             gzip.open(file) as unfolded,
-            tarfile.open(fileobj=(stream := Limited(unfolded)), mode="r|") as archive,
+            tarfile.open(fileobj=(stream := LimitedReader(unfolded)), mode="r|") as archive,
         ):
             for number, member in enumerate(archive):
                 if number >= LIMIT_FILES:
@@ -100,13 +100,13 @@ def unpacked(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
             while stream.read(tarfile.RECORDSIZE):
                 pass
     except DAMAGE as error:
-        raise damaged(path, str(error)) from error
+        raise make_damaged_error(path, str(error)) from error
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     return parts
 
 
-def damaged(path: Path, why: str) -> VllmopsError:
+def make_damaged_error(path: Path, why: str) -> VllmopsError:
     return VllmopsError(
         "bundle.damaged",
         f"{path} is not a bundle, or it is damaged: {why}",

@@ -2,10 +2,10 @@
 
 One is made in two steps::
 
-    contents = collecting.collect(server, tell=…)
-    path, index = bundle.write(contents, path)
+    contents = collecting.collect_contents(server, tell=…)
+    path, index = bundle.write_bundle(contents, path)
 
-`load` puts a ServerSnapshot together again, with its stacks, caches and memory.
+`load_bundle` puts a ServerSnapshot together again, with its stacks, caches and memory.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import msgspec
 
 from .. import __version__
 from ..errors import VllmopsError
-from ..files import not_written as file_not_written
+from ..files import make_not_written_error as file_not_written
 from ..files import write_atomically
 from ..memory import record as memory
 from ..protocol import files, text
-from ..protocol.bundles import Index, Missing, Part
+from ..protocol.bundles import BundleGap, BundleIndex, BundlePart
 from ..protocol.caches import CacheSnapshot
 from ..protocol.server import ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
 from ..protocol.steps import StepsRecording
 from . import archive, messages
-from .collecting import LOG_LINES, STACKS, Contents, Piece
+from .collecting import LOG_LINES, STACKS, BundleContents, UnredactedPart
 from .redact import Redactor
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -74,14 +74,14 @@ CONTROL = re.compile(
 )
 
 
-def write(
-    contents: Contents,
+def write_bundle(
+    contents: BundleContents,
     path: Path,
     *,
     redact: bool = True,
     redact_s: float = REDACT_S,
     overwrite: bool = False,
-) -> tuple[Path, Index]:
+) -> tuple[Path, BundleIndex]:
     """Put a bundle on the disk, whole, readable by its owner alone.
 
     Where the disk is full the largest parts are left out, as many as it takes.
@@ -105,18 +105,18 @@ def write(
     # The log comes last: clients can make it long, and it must not take the time of the others.
     for name in sorted(contents.pieces, key=lambda name: name == "log.txt"):
         try:
-            parts[name] = encoded(name, contents.pieces[name], redactor)
+            parts[name] = encode_part(name, contents.pieces[name], redactor)
         except TimeoutError:
             why = f"not redacted within {redact_s:g} s: a larger --timeout gives it more time"
-            missing = [*missing, Missing(name, why)]
+            missing = [*missing, BundleGap(name, why)]
     if redactor:
         redactor.until = math.inf  # for what the index says
     number = 1
     place = path
     while True:
-        index = indexed(contents, parts, missing, redactor)
-        content = archive.packed(
-            {INDEX: pretty(index), **{part.name: parts[part.name] for part in index.parts}},
+        index = build_index(contents, parts, missing, redactor)
+        content = archive.pack_archive(
+            {INDEX: format_json(index), **{part.name: parts[part.name] for part in index.parts}},
             contents.made_at,
         )
         try:
@@ -124,41 +124,41 @@ def write(
             return place, index
         except FileExistsError:
             number += 1
-            place = numbered(path, number)
+            place = make_numbered_path(path, number)
         except OSError as error:
             if error.errno not in FULL or not parts:
-                raise not_written(path, error) from error
+                raise make_not_written_error(path, error) from error
             largest = max(parts, key=lambda name: len(parts[name]))
-            missing = [*missing, Missing(largest, f"left out: {error.strerror}")]
+            missing = [*missing, BundleGap(largest, f"left out: {error.strerror}")]
             del parts[largest]
 
 
-def not_written(path: Path, error: OSError) -> VllmopsError:
+def make_not_written_error(path: Path, error: OSError) -> VllmopsError:
     return file_not_written(path, error, "bundle.not-written", "choose another place with -o FILE")
 
 
-def numbered(path: Path, number: int) -> Path:
+def make_numbered_path(path: Path, number: int) -> Path:
     """The name with a number before its ending."""
     stem, dot, ending = path.name.partition(".tar")
     return path.with_name(f"{stem}-{number}{dot}{ending}")
 
 
-def file_name(server: str, at: float) -> str:
+def make_bundle_name(server: str, at: float) -> str:
     """What a bundle of a server is called that was made then, in seconds since the epoch."""
     server = re.sub(r"[^A-Za-z0-9._-]+", "-", server)  # it may be a URL
     return f"vllmops-bundle-{server}-{datetime.fromtimestamp(at, UTC):%Y%m%dT%H%M%SZ}.tar.gz"
 
 
-def indexed(
-    contents: Contents,
+def build_index(
+    contents: BundleContents,
     parts: Mapping[str, bytes],
-    missing: Sequence[Missing],
+    missing: Sequence[BundleGap],
     redactor: Redactor | None,
-) -> Index:
+) -> BundleIndex:
     """The index of a bundle, whose parts it puts in their order."""
     order = [name for name in PARTS if name in parts]
     order += sorted(name for name in parts if name not in PARTS)
-    return Index(
+    return BundleIndex(
         made_at=contents.made_at,
         seconds=round(contents.seconds, 3),
         vllmops=__version__,
@@ -166,7 +166,7 @@ def indexed(
         redacted=redactor is not None,
         interrupted=contents.interrupted,
         parts=tuple(
-            Part(
+            BundlePart(
                 name,
                 len(parts[name]),
                 round(contents.pieces[name].seconds, 3),
@@ -176,7 +176,7 @@ def indexed(
             for name in order
         ),
         missing=tuple(
-            Missing(part.name, redactor.text(part.why) if redactor else part.why)
+            BundleGap(part.name, redactor.redact_text(part.why) if redactor else part.why)
             for part in missing
         ),
         redactions={k: count for k, count in sorted(redactor.counts.items()) if count}
@@ -186,26 +186,26 @@ def indexed(
     )
 
 
-def encoded(name: str, piece: Piece, redactor: Redactor | None) -> bytes:
+def encode_part(name: str, piece: UnredactedPart, redactor: Redactor | None) -> bytes:
     """A part as it is in the archive."""
     content = piece.content
     if isinstance(content, str):
-        return joined(redacted_lines(name, content, redactor) if redactor else iter([content]))
+        return join_lines(redact_lines(name, content, redactor) if redactor else iter([content]))
     if name.endswith(".jsonl"):
         if redactor and name == MESSAGES:
-            content = messages.without_prompts(content)
+            content = messages.redact_messages(content)
         lines = (msgspec.to_builtins(item, str_keys=True) for item in content)
-        redacted = (redactor.walk(line, log=True) if redactor else line for line in lines)
-        return joined(chain(map(text.encoded, redacted), [b""]))
+        redacted = (redactor.redact_data(line, log=True) if redactor else line for line in lines)
+        return join_lines(chain(map(text.encode_json, redacted), [b""]))
     plain = msgspec.to_builtins(content, str_keys=True)  # those of JSON
     if redactor and name == "configuration.json":
-        plain = configured(plain, redactor)
+        plain = redact_configuration(plain, redactor)
     elif redactor:
-        plain = redactor.walk(plain, log=True)
-    return pretty(plain)
+        plain = redactor.redact_data(plain, log=True)
+    return format_json(plain)
 
 
-def joined(lines: Iterator[str] | Iterator[bytes]) -> bytes:
+def join_lines(lines: Iterator[str] | Iterator[bytes]) -> bytes:
     """Lines in one, made one by one: not all of them are in memory in two forms."""
     content = bytearray()
     for line in lines:
@@ -214,52 +214,54 @@ def joined(lines: Iterator[str] | Iterator[bytes]) -> bytes:
     return bytes(memoryview(content)[:-1])
 
 
-def redacted_lines(name: str, text: str, redactor: Redactor) -> Iterator[str]:
+def redact_lines(name: str, text: str, redactor: Redactor) -> Iterator[str]:
     """A part's lines without secrets, and without prompts where users' texts may be in it."""
     if name == "collect_env.txt":
-        return iter([redactor.assignments(text)])
+        return iter([redactor.redact_assignments(text)])
     lines = (match[0].rstrip("\n") for match in LINE.finditer(text))
     match name:
         case "log.txt":
-            return redactor.tail_lines(lines)
+            return redactor.redact_server_log_lines(lines)
         case "metrics.txt":
-            return redactor.lines(lines)
-    return redactor.log_lines(lines)
+            return redactor.redact_lines(lines)
+    return redactor.redact_log_lines(lines)
 
 
-def configured(configuration: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
+def redact_configuration(configuration: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
     """A configuration whose words and variables are judged by their names."""
     record = configuration["record"] or {}
-    shown: dict[str, Any] = redactor.walk(
+    shown: dict[str, Any] = redactor.redact_data(
         {**configuration, "command": [], "environment": {}, "record": None}, log=True
     )
-    shown["command"] = redactor.words(configuration["command"])
-    shown["environment"] = redactor.environment(configuration["environment"])
+    shown["command"] = redactor.redact_command_line(configuration["command"])
+    shown["environment"] = redactor.redact_environment(configuration["environment"])
     if record:
         shown["record"] = {
-            **redactor.walk({**record, "command": [], "environment": {}, "watch": []}, log=True),
-            "command": redactor.words(record["command"]),
-            "environment": redactor.environment(record["environment"]),
-            "watch": redactor.words(record["watch"]) if record.get("watch") else None,
+            **redactor.redact_data(
+                {**record, "command": [], "environment": {}, "watch": []}, log=True
+            ),
+            "command": redactor.redact_command_line(record["command"]),
+            "environment": redactor.redact_environment(record["environment"]),
+            "watch": redactor.redact_command_line(record["watch"]) if record.get("watch") else None,
         }
     return shown
 
 
-def pretty(content: object) -> bytes:
-    return msgspec.json.format(text.encoded(content), indent=1) + b"\n"
+def format_json(content: object) -> bytes:
+    return msgspec.json.format(text.encode_json(content), indent=1) + b"\n"
 
 
-def load(path: Path) -> ServerSnapshot:
+def load_bundle(path: Path) -> ServerSnapshot:
     """What a bundle holds of a server; it may be a stranger's.
 
     Raises:
-        VllmopsError: as `archive.unpacked` and `judged` do, or ``bundle.no-snapshot`` where the
-            server was not looked at.
+        VllmopsError: as `archive.unpack_archive` and `translate_errors` do, or
+            ``bundle.no-snapshot`` where the server was not looked at.
     """
-    parts = archive.unpacked(path, READ.__contains__)
+    parts = archive.unpack_archive(path, READ.__contains__)
     if INDEX not in parts:
-        raise archive.damaged(path, f"there is no {INDEX} in it")
-    index = part(path, INDEX, parts, Index)
+        raise archive.make_damaged_error(path, f"there is no {INDEX} in it")
+    index = parse_part(path, INDEX, parts, BundleIndex)
     if "server.json" not in parts:
         whys = [gap.why for gap in index.missing if gap.name == "server.json"]
         raise VllmopsError(
@@ -267,31 +269,41 @@ def load(path: Path) -> ServerSnapshot:
             f"{path} holds no snapshot of the server: {(*whys, 'the index gives no reason')[0]}",
             f"tar -xzf {path} unpacks what it holds",
         )
-    with judged(path, "memory.jsonl"):
+    with translate_errors(path, "memory.jsonl"):
         recording = parts.get("memory.jsonl")
-        remembered = memory.decode(path, clean(recording)) if recording else None
+        remembered = (
+            memory.parse_recording(path, remove_control_characters(recording))
+            if recording
+            else None
+        )
     return msgspec.structs.replace(
-        part(path, "server.json", parts, ServerSnapshot),
-        stacks=lines(path, "stacks.jsonl", parts, StacksSnapshot),
-        recordings=lines(path, "steps.jsonl", parts, StepsRecording),
-        caches=part(path, "caches.json", parts, CacheSnapshot) if "caches.json" in parts else None,
+        parse_part(path, "server.json", parts, ServerSnapshot),
+        stacks=parse_part_lines(path, "stacks.jsonl", parts, StacksSnapshot),
+        recordings=parse_part_lines(path, "steps.jsonl", parts, StepsRecording),
+        caches=parse_part(path, "caches.json", parts, CacheSnapshot)
+        if "caches.json" in parts
+        else None,
         memory=remembered,
     )
 
 
-def lines(path: Path, name: str, parts: Mapping[str, bytes], kind: type[S]) -> tuple[S, ...]:
-    """A part with a snapshot in each line; raises as `judged` does."""
-    return tuple(part(path, name, {name: line}, kind) for line in parts.get(name, b"").splitlines())
+def parse_part_lines(
+    path: Path, name: str, parts: Mapping[str, bytes], kind: type[S]
+) -> tuple[S, ...]:
+    """A part with a snapshot in each line; raises as `translate_errors` does."""
+    return tuple(
+        parse_part(path, name, {name: line}, kind) for line in parts.get(name, b"").splitlines()
+    )
 
 
-def part(path: Path, name: str, parts: Mapping[str, bytes], kind: type[S]) -> S:
-    """One part; raises as `judged` does."""
-    with judged(path, name):
-        return files.decode(path, clean(parts[name]), kind)
+def parse_part(path: Path, name: str, parts: Mapping[str, bytes], kind: type[S]) -> S:
+    """One part; raises as `translate_errors` does."""
+    with translate_errors(path, name):
+        return files.parse_snapshot(path, remove_control_characters(parts[name]), kind)
 
 
 @contextlib.contextmanager
-def judged(path: Path, name: str) -> Iterator[None]:
+def translate_errors(path: Path, name: str) -> Iterator[None]:
     """Tell of the bundle, not of the part, that it can't be read.
 
     Raises:
@@ -302,9 +314,9 @@ def judged(path: Path, name: str) -> Iterator[None]:
     except VllmopsError as error:
         if error.code == "file.newer":
             raise
-        raise archive.damaged(path, f"{name}: {error.message}") from error
+        raise archive.make_damaged_error(path, f"{name}: {error.message}") from error
 
 
-def clean(content: bytes) -> bytes:
+def remove_control_characters(content: bytes) -> bytes:
     """JSON without control characters, line ends and tabs excepted."""
     return CONTROL.sub(lambda match: match[1] or b"", content)

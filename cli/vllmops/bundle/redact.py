@@ -20,26 +20,26 @@ from typing import Any
 from urllib.parse import unquote
 
 from . import said
-from .loglines import Lines
-from .secretblocks import PAIR_LINES, Blocks, value_first
-from .secretcolumns import Columns, inserted
-from .secretforms import FORMS, MARK, Form
-from .secretnames import STEMS, Kind, kind
+from .loglines import LogLineClassifier
+from .secretblocks import PAIR_LINES, SecretBlockTracker, find_value_above_name
+from .secretcolumns import SecretColumnTracker, find_sql_values
+from .secretforms import FORMS, MARK, SecretForm
+from .secretnames import STEMS, Secrecy, classify_name
 from .secretplaces import PLACES
 from .secretvalues import (
     CLOSING,
     LEAST,
     NOTHING,
     RUN,
-    any_of,
-    inside,
+    build_alternation,
+    is_random,
+    list_written_forms,
     looks_secret,
-    random,
-    written,
+    strip_quotes,
 )
-from .secretwords import WORD, near, odd
+from .secretwords import WORD, find_nearby_secrets, is_unusual_word
 
-__all__ = ["MARK", "Redactor", "secrets"]
+__all__ = ["MARK", "Redactor", "find_launch_secrets"]
 
 LINE = 32 << 10  # characters of a line; what is behind them is left out
 CUT = "[the rest of the line is left out]"
@@ -111,64 +111,68 @@ class Redactor:
     def __init__(self, secrets: Iterable[str] = (), until: float = math.inf) -> None:
         self.until = until
         self.counts: Counter[str] = Counter()
-        forms = {form for secret in secrets for form in written(secret)}
-        self.known = re.compile(any_of(forms)) if forms else None
+        forms = {form for secret in secrets for form in list_written_forms(secret)}
+        self.known = re.compile(build_alternation(forms)) if forms else None
         self.longest = max(map(len, forms), default=0)
         self.told: deque[str] = deque(maxlen=TOLD)  # secrets that the text itself has named
 
-    def text(self, text: str) -> str:
-        """A text without secrets; prompts stay, see `log`."""
-        return "\n".join(self.lines(text.split("\n")))
+    def redact_text(self, text: str) -> str:
+        """A text without secrets; prompts stay, see `redact_log`."""
+        return "\n".join(self.redact_lines(text.split("\n")))
 
-    def log(self, text: str) -> str:
+    def redact_log(self, text: str) -> str:
         """A log without secrets, prompts and answers."""
-        return "\n".join(self.log_lines(text.split("\n")))
+        return "\n".join(self.redact_log_lines(text.split("\n")))
 
-    def tail(self, text: str) -> str:
-        """A server's log as `log`, and without what anybody may have written in it."""
-        return "\n".join(self.tail_lines(text.split("\n")))
+    def redact_server_log(self, text: str) -> str:
+        """A server's log as `redact_log`, and without what anybody may have written in it."""
+        return "\n".join(self.redact_server_log_lines(text.split("\n")))
 
-    def lines(self, lines: Iterable[str]) -> Iterator[str]:
-        """Lines as `text`, one by one."""
-        for line, _ in with_next(self.by_place(lines), 1):  # what the next one tells is known then
+    def redact_lines(self, lines: Iterable[str]) -> Iterator[str]:
+        """Lines as `redact_text`, one by one."""
+        for line, _ in iterate_with_lookahead(
+            self.redact_detected_secrets(lines), 1
+        ):  # what the next one tells is known then
             for secret in [secret for secret in self.told if secret in line]:
                 line = line.replace(secret, MARK)  # noqa: PLW2901
                 self.counts["known secret"] += 1
             yield line
 
-    def by_place(self, lines: Iterable[str]) -> Iterator[str]:
+    def redact_detected_secrets(self, lines: Iterable[str]) -> Iterator[str]:
         """Lines without what is secret by where it stands, and by its form."""
-        blocks, columns = Blocks(), Columns()
-        for line, after in with_next(map(self.literal, self.whole(lines)), PAIR_LINES):
-            start = blocks.hidden(line, after)
+        blocks, columns = SecretBlockTracker(), SecretColumnTracker()
+        for line, after in iterate_with_lookahead(
+            map(self.redact_known_secrets, self.normalize_lines(lines)), PAIR_LINES
+        ):
+            start = blocks.find_secret_start(line, after)
             if start is None:
-                start = value_first(line, after)
+                start = find_value_above_name(line, after)
             if start is None:
-                blocks.begin(line)
-                yield self.line(self.without(line, columns.secrets(line)))
+                blocks.note_block_start(line)
+                yield self.redact_line(self.redact_spans(line, columns.find_secrets(line)))
             elif NOTHING.match(line, start) or not line[start:]:
                 yield line
             else:
                 self.counts["secret of several lines"] += 1
-                self.tell(line[start:].strip(" \t\"',"))
+                self.remember_secret(line[start:].strip(" \t\"',"))
                 yield line[:start] + MARK
 
-    def log_lines(self, lines: Iterable[str]) -> Iterator[str]:
-        """Lines as `log`, one by one."""
-        return said.without(self.lines(lines), self.counts)
+    def redact_log_lines(self, lines: Iterable[str]) -> Iterator[str]:
+        """Lines as `redact_log`, one by one."""
+        return said.redact_prompts(self.redact_lines(lines), self.counts)
 
-    def tail_lines(self, lines: Iterable[str]) -> Iterator[str]:
-        """Lines as `tail`, one by one."""
-        known = Lines()
-        for line in self.log_lines(lines):
-            kept = known.kept(line)
+    def redact_server_log_lines(self, lines: Iterable[str]) -> Iterator[str]:
+        """Lines as `redact_server_log`, one by one."""
+        known = LogLineClassifier()
+        for line in self.redact_log_lines(lines):
+            kept = known.compute_known_length(line)
             if kept < len(line) and line[kept:] != MARK:
                 self.counts["log line of no known form"] += 1
                 yield line[:kept] + MARK
             else:
                 yield line
 
-    def whole(self, lines: Iterable[str]) -> Iterator[str]:
+    def normalize_lines(self, lines: Iterable[str]) -> Iterator[str]:
         """Lines without colours, of a bounded length: what is longer is cut off before a word."""
         for line in lines:
             if time.monotonic() > self.until:
@@ -180,46 +184,48 @@ class Redactor:
             else:
                 self.counts["long line"] += 1
                 # What begins before the cut and ends behind it is no known secret any more.
-                head = self.literal(line[: LINE + self.longest])
+                head = self.redact_known_secrets(line[: LINE + self.longest])
                 head = head[: min(LINE, len(head) - self.longest)].rpartition(" ")[0]
                 yield f"{head} {CUT}"
 
-    def line(self, line: str, coded: int = CODED) -> str:
+    def redact_line(self, line: str, coded: int = CODED) -> str:
         """A line without secrets, what is known to be one excepted."""
         if len(line) < LEAST:
             return line
         if "\0" in line:  # a command line, or an environment
-            return "\0".join(self.words(line.split("\0")))
+            return "\0".join(self.redact_command_line(line.split("\0")))
         low = line.lower()
-        for form in likely(low):
-            line = self.counted(form.name, form.pattern, line)
+        for form in select_likely_forms(low):
+            line = self.replace_and_count(form.name, form.pattern, line)
         if any(stem in low for stem in STEMS):
-            line = self.named(line)
+            line = self.redact_named_values(line)
         if coded:
-            line = self.unescaped(line, coded - 1)
-        line = RUN.sub(self.run, line)
+            line = self.redact_escaped(line, coded - 1)
+        line = RUN.sub(self.redact_random_run, line)
         if coded:
-            line = CODED_RUN.sub(lambda match: self.decoded(match[0], coded - 1), line)
+            line = CODED_RUN.sub(lambda match: self.redact_base64(match[0], coded - 1), line)
         return line
 
-    def run(self, match: re.Match[str]) -> str:
+    def redact_random_run(self, match: re.Match[str]) -> str:
         """A run of characters, unless nobody can have written it."""
-        if not random(match[0]) or PUBLIC.search(match.string, 0, match.start() + len("sha512-")):
+        if not is_random(match[0]) or PUBLIC.search(
+            match.string, 0, match.start() + len("sha512-")
+        ):
             return match[0]
         self.counts["random text"] += 1
         return MARK
 
-    def unescaped(self, line: str, coded: int) -> str:
+    def redact_escaped(self, line: str, coded: int) -> str:
         """A line whose secrets are written with escapes: as it is, or readable and without them."""
         if not any(mark in line for mark in ESCAPES):
             return line
-        plain = ESCAPE.sub(character, line)
+        plain = ESCAPE.sub(decode_escape, line)
         if plain == line:
             return line
-        redacted = self.line(plain, coded)
+        redacted = self.redact_line(plain, coded)
         return line if redacted == plain else redacted
 
-    def decoded(self, word: str, coded: int) -> str:
+    def redact_base64(self, word: str, coded: int) -> str:
         """A word of base64's letters: as it is, or nothing of it, if there are secrets in it."""
         try:
             content = base64.b64decode(word.rstrip("=").translate({45: "+", 95: "/"}) + "==")
@@ -230,13 +236,19 @@ class Redactor:
             return word
         redactor = Redactor()
         redactor.known = self.known
-        if "\n".join(redactor.literal(redactor.line(x, coded)) for x in plain.split("\n")) == plain:
+        if (
+            "\n".join(
+                redactor.redact_known_secrets(redactor.redact_line(x, coded))
+                for x in plain.split("\n")
+            )
+            == plain
+        ):
             return word
         self.counts["secret in base64"] += 1
         return MARK
 
-    def counted(self, kind: str, form: re.Pattern[str], text: str) -> str:
-        def hidden(match: re.Match[str]) -> str:
+    def replace_and_count(self, kind: str, form: re.Pattern[str], text: str) -> str:
+        def replace_match(match: re.Match[str]) -> str:
             keep = match["keep"] if with_kept else ""
             if keep and NOTHING.match(text, match.end("keep")):
                 return match[0]
@@ -244,14 +256,14 @@ class Redactor:
             return keep + MARK
 
         with_kept = "keep" in form.groupindex
-        return form.sub(hidden, text)
+        return form.sub(replace_match, text)
 
-    def tell(self, value: str) -> None:
+    def remember_secret(self, value: str) -> None:
         """Remember a secret that was found by its place, unless it may be a common word."""
-        if WORD.fullmatch(value) and odd(value) and value not in self.told:
+        if WORD.fullmatch(value) and is_unusual_word(value) and value not in self.told:
             self.told.append(value)
 
-    def literal(self, text: str) -> str:
+    def redact_known_secrets(self, text: str) -> str:
         """A text without what is known to be secret."""
         if self.known:
             text, count = self.known.subn(MARK, text)
@@ -260,30 +272,30 @@ class Redactor:
 
     # -- by the name before it ---------------------------------------------------------------
 
-    def named(self, line: str) -> str:
+    def redact_named_values(self, line: str) -> str:
         """A line without the values that stand after names."""
-        for places in (inserted, *PLACES, near):
-            line = self.without(line, places(line))
+        for places in (find_sql_values, *PLACES, find_nearby_secrets):
+            line = self.redact_spans(line, places(line))
         return line
 
-    def without(self, line: str, places: Iterable[tuple[int, int]]) -> str:
+    def redact_spans(self, line: str, places: Iterable[tuple[int, int]]) -> str:
         """A line without what stands in some places, those of nothing excepted."""
         pieces, at, past = [], 0, 0
         for start, end in places:
-            if start < past or end <= start or destination(line, start):
+            if start < past or end <= start or is_ssh_destination(line, start):
                 continue
             if nothing := NOTHING.match(line, start):
                 past = max(past, nothing.end())
                 continue
             self.counts["secret by its name"] += 1
-            self.tell(inside(line, start, min(end, len(line))))
+            self.remember_secret(strip_quotes(line, start, min(end, len(line))))
             pieces += [line[at:start], MARK]
             past = at = min(end, len(line))
         return "".join(pieces) + line[at:] if pieces else line
 
     # -- data --------------------------------------------------------------------------------
 
-    def walk(self, value: Any, *, log: bool = False) -> Any:
+    def redact_data(self, value: Any, *, log: bool = False) -> Any:
         """Plain data without secrets, in the same shape.
 
         Args:
@@ -291,21 +303,21 @@ class Redactor:
             log: whether texts may be a log's, and prompts are taken out of them, too.
         """
         if isinstance(value, str):
-            return self.log(value) if log else self.text(value)
+            return self.redact_log(value) if log else self.redact_text(value)
         if isinstance(value, Mapping):
             name = value.get("name", value.get("key"))
-            pair = isinstance(name, str) and kind(name) >= Kind.LIKELY
+            pair = isinstance(name, str) and classify_name(name) >= Secrecy.LIKELY
             return {
-                self.line(self.literal(key)): self.hidden(item)
-                if hides(key, item) or (pair and key == "value")
-                else self.walk(item, log=log)
+                self.redact_line(self.redact_known_secrets(key)): self.redact_all_text(item)
+                if is_secret_value(key, item) or (pair and key == "value")
+                else self.redact_data(item, log=log)
                 for key, item in value.items()
             }
         if isinstance(value, Sequence):
-            return [self.walk(item, log=log) for item in value]
+            return [self.redact_data(item, log=log) for item in value]
         return value
 
-    def hidden(self, value: Any) -> Any:
+    def redact_all_text(self, value: Any) -> Any:
         """Data that is secret: its texts are taken out."""
         if isinstance(value, str):
             if not value or NOTHING.fullmatch(value):
@@ -313,39 +325,46 @@ class Redactor:
             self.counts["secret by its name"] += 1
             return MARK
         if isinstance(value, Mapping):
-            return {self.line(self.literal(key)): self.hidden(item) for key, item in value.items()}
+            return {
+                self.redact_line(self.redact_known_secrets(key)): self.redact_all_text(item)
+                for key, item in value.items()
+            }
         if isinstance(value, Sequence):
-            return [self.hidden(item) for item in value]
+            return [self.redact_all_text(item) for item in value]
         return value
 
-    def words(self, words: Sequence[str]) -> list[str]:
+    def redact_command_line(self, words: Sequence[str]) -> list[str]:
         """A command line without secrets."""
         redacted = []
         option, before = "", ""
-        for word in self.as_line(words):
+        for word in self.redact_joined_words(words):
             if OPTION.match(word):
                 option, sign, value = word.partition("=")
-                if sign and hides(option, value):
+                if sign and is_secret_value(option, value):
                     self.counts["secret argument"] += 1
                     redacted.append(f"{option}={MARK}")
                 else:
-                    redacted.append(option + self.text(sign + value) if sign else self.text(option))
-            elif hides(option, word) or (before in LOGIN_OPTIONS and ":" in word):
+                    redacted.append(
+                        option + self.redact_text(sign + value)
+                        if sign
+                        else self.redact_text(option)
+                    )
+            elif is_secret_value(option, word) or (before in LOGIN_OPTIONS and ":" in word):
                 self.counts["secret argument"] += 1
                 redacted.append(MARK)
             else:
-                redacted.append(self.text(word))
+                redacted.append(self.redact_text(word))
             before = word
         return redacted
 
-    def as_line(self, words: Sequence[str]) -> Iterator[str]:
+    def redact_joined_words(self, words: Sequence[str]) -> Iterator[str]:
         """The words of a command line without what is secret by the words before it."""
         shown = [f'"{word}"' if " " in word and '"' not in word else word for word in words]
         line = " ".join(shown)
         if len(words) < 2 or len(line) > LINE:
             yield from words
             return
-        hidden, at = sorted(self.places(line)), 0
+        hidden, at = sorted(self.find_secret_spans(line)), 0
         for word, written_ in zip(words, shown, strict=True):
             begin, end = at + (word != written_), at + len(written_)
             first = next((start for start, stop in hidden if at <= start < end), None)
@@ -356,53 +375,57 @@ class Redactor:
                 yield word
             at = end + 1
 
-    def places(self, line: str) -> Iterator[tuple[int, int]]:
+    def find_secret_spans(self, line: str) -> Iterator[tuple[int, int]]:
         """Where in a line something is secret by a form that has more than one word."""
-        for form in likely(line.lower()):
+        for form in select_likely_forms(line.lower()):
             for match in form.pattern.finditer(line):
                 start = match.end("keep") if "keep" in form.pattern.groupindex else match.start()
                 if " " in line[match.start() : start] and start < match.end():
                     yield start, match.end()
         for match in ASSIGNED_WORD.finditer(line):
-            if kind(match["name"]) is Kind.SECRET:
+            if classify_name(match["name"]) is Secrecy.SECRET:
                 yield match.span("value")
 
-    def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
+    def redact_environment(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Every variable's name, and the values of those that are harmless."""
-        return {name: self.variable(name, value) for name, value in sorted(variables.items())}
+        return {
+            name: self.redact_variable(name, value) for name, value in sorted(variables.items())
+        }
 
-    def assigned(self, variables: Mapping[str, str]) -> dict[str, str]:
+    def redact_secret_variables(self, variables: Mapping[str, str]) -> dict[str, str]:
         """Variables that somebody has set, without secrets; others than those keep their values."""
         return {
-            name: MARK if value and hides(name, value) else self.text(value)
+            name: MARK if value and is_secret_value(name, value) else self.redact_text(value)
             for name, value in variables.items()
         }
 
-    def variable(self, name: str, value: str) -> str:
-        allowed = ALLOWED.fullmatch(name) and not hides(name, value)
-        shown = self.text(value) if allowed else MARK
+    def redact_variable(self, name: str, value: str) -> str:
+        allowed = ALLOWED.fullmatch(name) and not is_secret_value(name, value)
+        shown = self.redact_text(value) if allowed else MARK
         if shown and shown != MARK and RANDOM.search(shown.replace(MARK, "")):
             shown = MARK
         if shown != value:
             self.counts["environment variable"] += 1
         return shown
 
-    def assignments(self, text: str) -> str:
+    def redact_assignments(self, text: str) -> str:
         """A text without secrets that has lines ``NAME=value``, as vLLM's collect_env prints."""
         # First what is known: with a sign of equality in it, it is taken for a variable itself.
         # What goes over several lines is seen before its first is hidden.
-        text = self.text(self.literal(text))
-        return ASSIGNMENT.sub(lambda match: f"{match[1]}={self.variable(match[1], match[2])}", text)
+        text = self.redact_text(self.redact_known_secrets(text))
+        return ASSIGNMENT.sub(
+            lambda match: f"{match[1]}={self.redact_variable(match[1], match[2])}", text
+        )
 
 
-def destination(line: str, start: int) -> bool:
+def is_ssh_destination(line: str, start: int) -> bool:
     """Whether a user and a host stand there to which ssh goes with a key."""
     if not DESTINATION.match(line, start):
         return False
     return bool(SSH.search(line[max(start - SSH_LENGTH, 0) : start]))
 
 
-def likely(low: str) -> list[Form]:
+def select_likely_forms(low: str) -> list[SecretForm]:
     """The forms that may be in a line, by a quick look at it in small letters."""
     found = {
         number
@@ -414,7 +437,7 @@ def likely(low: str) -> list[Form]:
     return [FORMS[number] for number in sorted(found)]
 
 
-def with_next(lines: Iterable[str], count: int) -> Iterator[tuple[str, Sequence[str]]]:
+def iterate_with_lookahead(lines: Iterable[str], count: int) -> Iterator[tuple[str, Sequence[str]]]:
     """Lines, one by one, and at most so many of those that follow."""
     ahead: deque[str] = deque()
     for line in lines:
@@ -425,7 +448,7 @@ def with_next(lines: Iterable[str], count: int) -> Iterator[tuple[str, Sequence[
         yield ahead.popleft(), ahead
 
 
-def character(match: re.Match[str]) -> str:
+def decode_escape(match: re.Match[str]) -> str:
     """The character that an escape stands for."""
     if match["plus"] or match["nothing"]:
         return " "
@@ -436,41 +459,41 @@ def character(match: re.Match[str]) -> str:
     return chr(int(match["url"] or match["wide"] or match["source"] or match["hex"], 16))
 
 
-def hides(name: str, value: Any) -> bool:
+def is_secret_value(name: str, value: Any) -> bool:
     """Whether the value of an option, a variable or a field is secret."""
-    what = Kind.SECRET if PRIVATE_OPTION.fullmatch(name) else kind(name)
-    if what is Kind.SECRET:
+    what = Secrecy.SECRET if PRIVATE_OPTION.fullmatch(name) else classify_name(name)
+    if what is Secrecy.SECRET:
         return not (isinstance(value, str) and re.fullmatch(r"\d+(?:\.\w+){1,5}\S{0,20}", value))
-    hashes = what is Kind.LIKELY
+    hashes = what is Secrecy.LIKELY
     return bool(what) and isinstance(value, str) and looks_secret(value, hashes=hashes)
 
 
 # -- what is known ---------------------------------------------------------------------------
 
 
-def secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
+def find_launch_secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
     """What is known to be secret of an environment and a command line."""
     for name, value in environment.items():
-        if hides(name, value):
+        if is_secret_value(name, value):
             yield value
         elif not ALLOWED.fullmatch(name):
             yield from RANDOM.findall(value)
-        yield from values(value)
+        yield from find_secret_values(value)
     option, before = "", ""
     for word in words:
         value = word
         if OPTION.match(word):
             option, _, value = word.partition("=")
         # A hook's command has words that stand everywhere.
-        if value and hides(option, value) and not option.endswith("exec"):
+        if value and is_secret_value(option, value) and not option.endswith("exec"):
             yield value
         if before in LOGIN_OPTIONS and ":" in word:
             yield from (word, word.partition(":")[2])
-        yield from values(value or word)
+        yield from find_secret_values(value or word)
         before = word
 
 
-def values(text: str, depth: int = 2) -> Iterator[str]:
+def find_secret_values(text: str, depth: int = 2) -> Iterator[str]:
     """What is secret in a text by the name before it, and the passwords in its URLs.
 
     Args:
@@ -479,17 +502,17 @@ def values(text: str, depth: int = 2) -> Iterator[str]:
     """
     for line in text[:TEXT].splitlines():
         if "://" in line:
-            yield from passwords(line)
+            yield from find_url_passwords(line)
         for places in PLACES:
             for start, end in places(line):
                 if not NOTHING.match(line, start):
-                    value = inside(line, start, min(end, len(line)))
+                    value = strip_quotes(line, start, min(end, len(line)))
                     yield value
                     if value[:1] in CLOSING and depth:
-                        yield from values(value, depth - 1)
+                        yield from find_secret_values(value, depth - 1)
 
 
-def passwords(text: str) -> Iterator[str]:
+def find_url_passwords(text: str) -> Iterator[str]:
     """The passwords in a text's URLs."""
     for match in re.finditer(r"://[^\s/@:]*:(?!\d{1,5}(?:[/?#]|$))([^\s'\"<>]*)@", text):
         yield from {match[1], unquote(match[1])}

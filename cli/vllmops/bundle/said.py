@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from .secretforms import MARK
-from .secretvalues import NOTHING, QUOTE, value_end
+from .secretvalues import NOTHING, QUOTE, find_value_end
 
 KIND = "prompt or answer"
 # What stands before a prompt or an answer in vLLM's log lines, and in requests as they are quoted.
@@ -49,7 +49,7 @@ WORDS_END = re.compile(r"(?=[\s.,:;)\]}!?]|$)")
 ORDINARY_WORDS = re.compile(r"[\"'](?:[\w.]+ object has no|dict object|NoneType)")
 
 
-def without(lines: Iterable[str], counts: Counter[str]) -> Iterator[str]:
+def redact_prompts(lines: Iterable[str], counts: Counter[str]) -> Iterator[str]:
     """Lines of a log without prompts and answers, as many as there were; counts what went."""
     hiding: dict[str, str] = {}  # by process: how the entry began that goes on
     for line in lines:
@@ -60,20 +60,20 @@ def without(lines: Iterable[str], counts: Counter[str]) -> Iterator[str]:
         if hiding.get(process) == head and not OTHER_ENTRY.match(line, entry.end()):
             yield f"{entry.group()} {MARK}".lstrip()
             continue
-        said, whole = quoted(line, counts)
+        said, whole = redact_quoted_prompts(line, counts)
         hiding.pop(process, None)
         if not whole:
             hiding[process] = head
-        yield exception(said, counts)
+        yield redact_exception(said, counts)
 
 
-def quoted(line: str, counts: Counter[str]) -> tuple[str, bool]:
+def redact_quoted_prompts(line: str, counts: Counter[str]) -> tuple[str, bool]:
     """A line without what was said, and whether that ended with the line."""
     pieces, whole, at = [], True, 0
     while whole and (match := SAID.search(line, at)):
         if WHOLE.match(line, match.start()):
             break  # it looks like a call, and may be one in a prompt's first words
-        end = value_end(line, match.end(), reach=None)
+        end = find_value_end(line, match.end(), reach=None)
         sentence = match[0][-2:-1] not in {":", "="} and match[0].endswith(" ")
         if sentence and end > len(line):
             # An apostrophe, maybe: no entry goes on because of it.
@@ -94,14 +94,14 @@ def quoted(line: str, counts: Counter[str]) -> tuple[str, bool]:
     return line, whole
 
 
-def exception(line: str, counts: Counter[str]) -> str:
+def redact_exception(line: str, counts: Counter[str]) -> str:
     """A line that tells an exception without the sentences that are quoted in it."""
     raised = RAISED.search(line) if "Error" in line or "Exception" in line else None
     if not raised:
         return line
     pieces, at = [line[: raised.end()]], raised.end()
     while match := WORDS.search(line, at):
-        end = closing(line, match.end(), match[0])
+        end = find_closing_quote(line, match.end(), match[0])
         if end < 0:
             break
         if not ORDINARY_WORDS.match(line, match.start()):
@@ -113,7 +113,7 @@ def exception(line: str, counts: Counter[str]) -> str:
     return "".join(pieces) + line[at:]
 
 
-def closing(line: str, start: int, mark: str) -> int:
+def find_closing_quote(line: str, start: int, mark: str) -> int:
     """Behind the quote that closes what begins there, which an apostrophe doesn't; -1: nowhere."""
     at = start
     while (at := line.find(mark, at)) >= 0:

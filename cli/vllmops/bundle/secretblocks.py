@@ -6,10 +6,10 @@ import re
 from collections import deque
 from collections.abc import Iterable
 
-from .secretnames import Kind, kind
-from .secretplaces import BELOW, mixed
-from .secretvalues import inside
-from .secretwords import alone, labelled
+from .secretnames import Secrecy, classify_name
+from .secretplaces import BELOW, is_plausible_secret
+from .secretvalues import strip_quotes
+from .secretwords import find_labelled_secret, find_lone_secret
 
 PEM = re.compile(r"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|^Private-Lines: \d+\s*$")
 PEM_END = re.compile(r"-----END [A-Z0-9 ]{0,40}KEY")
@@ -68,7 +68,7 @@ FILE_PART = re.compile(r"[\w.-]+")
 CODED_FIELD = re.compile(r"\s+[\"']?[\w.-]+[\"']?:\s+([\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$")
 
 
-def value_first(line: str, after: Iterable[str]) -> int | None:
+def find_value_above_name(line: str, after: Iterable[str]) -> int | None:
     """Where the value begins of a name that stands in one of the lines after it."""
     match = BELOW.match(line)
     if not match:
@@ -77,16 +77,19 @@ def value_first(line: str, after: Iterable[str]) -> int | None:
         if NEW_ITEM.match(following):
             return None
         if name := NAME_BELOW.match(following):
-            return match.end() if kind(name["name"]) >= Kind.LIKELY else None
+            return match.end() if classify_name(name["name"]) >= Secrecy.LIKELY else None
     return None
 
 
-def names_file(line: str) -> bool:
+def has_secret_file_name(line: str) -> bool:
     """Whether a command writes a file that has the name of a secret, or is in a folder of them."""
-    return any(part == "secrets" or kind(part) >= Kind.LIKELY for part in FILE_PART.findall(line))
+    return any(
+        part == "secrets" or classify_name(part) >= Secrecy.LIKELY
+        for part in FILE_PART.findall(line)
+    )
 
 
-class Blocks:
+class SecretBlockTracker:
     """Tells which lines are part of a secret that began in an earlier one."""
 
     def __init__(self) -> None:
@@ -96,21 +99,21 @@ class Blocks:
         self.all = False  # of that block, also what looks like another name
         self.fields: tuple[int, re.Pattern[str]] | None = None  # indent above, and how they look
         self.record = 0  # lines that may still be of what a line has named
-        self.named = 0, Kind.NONE  # the indent of that line's fields, and what the name says
+        self.named = 0, Secrecy.NONE  # the indent of that line's fields, and what the name says
         self.before: deque[str] = deque(maxlen=LINES_BEFORE)
         self.lines = 0  # since what that ends began
         self.document = False  # whether that is a shell's, whose end is no secret
         self.code = ""  # the last line that no values are drawn below, or not yet
         self.last: str | None = None  # what the line before ended with: an option, a field
 
-    def hidden(self, line: str, after: Iterable[str] = ()) -> int | None:
+    def find_secret_start(self, line: str, after: Iterable[str] = ()) -> int | None:
         """From where a line is to be hidden, None where it is no part of a secret.
 
         Args:
             line: the line.
             after: some of those that follow.
         """
-        if self.in_key(line):
+        if self.is_in_private_key(line):
             return 0
         if self.until:
             self.lines += 1
@@ -118,17 +121,17 @@ class Blocks:
                 self.until = None
                 return None if self.document else 0
             return 0
-        if (start := self.pointed(line)) is not None:
+        if (start := self.find_drawn_value(line)) is not None:
             return start
-        start = self.below(line)
+        start = self.find_value_below_name(line)
         if start is None:
-            start = self.in_record(line)
+            start = self.find_record_value(line)
         if start is None:
-            start = alone(line, self.before, after)
+            start = find_lone_secret(line, self.before, after)
         self.before.append(line)
-        return self.indented(line) if start is None and line.strip() else start
+        return self.find_indented_value(line) if start is None and line.strip() else start
 
-    def pointed(self, line: str) -> int | None:
+    def find_drawn_value(self, line: str) -> int | None:
         """Where a value begins that a line of loguru or better-exceptions draws below its name."""
         match = POINTER.match(line) if "└ " in line else None
         if not match:
@@ -136,11 +139,11 @@ class Blocks:
                 self.code = line
             return None
         name = NAME_HERE.match(self.code, match.start("at"))
-        if name and kind(name[0]) >= Kind.LIKELY:
+        if name and classify_name(name[0]) >= Secrecy.LIKELY:
             return match.end()
         return None
 
-    def in_key(self, line: str) -> bool:
+    def is_in_private_key(self, line: str) -> bool:
         if not self.pem:
             return False
         ends = bool(PEM_END.search(line))
@@ -148,7 +151,7 @@ class Blocks:
         self.pem = self.pem - 1 if inside and not ends else 0
         return inside
 
-    def below(self, line: str) -> int | None:
+    def find_value_below_name(self, line: str) -> int | None:
         """Where the value of a name in the line before begins."""
         if self.last:
             match = ITEM.match(line)
@@ -160,11 +163,11 @@ class Blocks:
                 or line.rstrip().endswith("\\")
             ):
                 self.last = None
-            if match and (not field or mixed(match["value"])):
+            if match and (not field or is_plausible_secret(match["value"])):
                 return match.start("value")
         return None
 
-    def in_record(self, line: str) -> int | None:
+    def find_record_value(self, line: str) -> int | None:
         """Where a value begins in a line of what has been named: a thing's fields, a definition."""
         if not self.record or COMMENT.match(line):
             return None
@@ -174,9 +177,9 @@ class Blocks:
         self.record = 0 if ends else self.record - 1
         if value and not BLOCK.match(line, value.end()):
             return value.end()
-        return None if ends else labelled(line, what)
+        return None if ends else find_labelled_secret(line, what)
 
-    def indented(self, line: str) -> int | None:
+    def find_indented_value(self, line: str) -> int | None:
         """Where what stands in a block begins."""
         indent = len(line) - len(line.lstrip())
         if self.indent is not None:
@@ -190,11 +193,14 @@ class Blocks:
             match = form.match(line)
             if indent <= above:
                 self.fields = None
-            elif match and (form is not FIELD or mixed(inside(line, match.start(1), match.end(1)))):
+            elif match and (
+                form is not FIELD
+                or is_plausible_secret(strip_quotes(line, match.start(1), match.end(1)))
+            ):
                 return match.start(1)
         return None
 
-    def begin(self, line: str) -> None:
+    def note_block_start(self, line: str) -> None:
         """Look whether something begins in a line that goes on in the next."""
         if "PRIVATE KEY" in line or line.startswith("Private-Lines"):
             begin = PEM.search(line)
@@ -204,13 +210,13 @@ class Blocks:
         if self.record and (match := BELOW.match(line)) and BLOCK.match(line, match.end()):
             self.indent, self.all = len(line) - len(line.lstrip()), True
             return
-        if "<<" in line and (match := DOCUMENT.search(line)) and names_file(line):
+        if "<<" in line and (match := DOCUMENT.search(line)) and has_secret_file_name(line):
             self.lines, self.until, self.document = 0, re.compile(rf"^\s*{match['end']}\s*$"), True
             return
         if (
             line.endswith(("is:", "was:"))
             and (said := SAYS.match(line))
-            and kind(said["name"], said["before"] or "") is Kind.SECRET
+            and classify_name(said["name"], said["before"] or "") is Secrecy.SECRET
         ):
             self.indent, self.all = len(said["indent"]), True  # it may go on in the next line
             return
@@ -218,30 +224,30 @@ class Blocks:
             self.last = "answer"
             return
         name = NAME_LINE.match(line) if len(line) <= NAME_LINE_LENGTH else None
-        if name and (what := kind(name["name"])) >= Kind.LIKELY:
+        if name and (what := classify_name(name["name"])) >= Secrecy.LIKELY:
             self.record, self.named = RECORD_LINES, (len(name["indent"]), what)
         if not line.rstrip().endswith(BEGINS) and not SHOWS.search(line):
             return
         last = LAST_NAME.search(line)
-        if last and (what := kind(last[last.lastgroup or 0])) >= Kind.LIKELY:
-            self.last = last.lastgroup if what is Kind.SECRET else "field"
+        if last and (what := classify_name(last[last.lastgroup or 0])) >= Secrecy.LIKELY:
+            self.last = last.lastgroup if what is Secrecy.SECRET else "field"
         if match := PARENT.match(line):
-            self.parent(match)
+            self.note_parent_name(match)
 
-    def parent(self, match: re.Match[str]) -> None:
+    def note_parent_name(self, match: re.Match[str]) -> None:
         """Look whether what stands below a name is secret."""
         name, style = match["name"] or match["section"], match["style"]
         indent = -1 if match["section"] else len(match["indent"])
         if match["section"]:
             self.fields = None
-        if (what := kind(name)) >= Kind.LIKELY:
+        if (what := classify_name(name)) >= Secrecy.LIKELY:
             if style == "[":
                 self.lines, self.until, self.document = 0, re.compile(r"^\s*\]"), False
             elif style in {'"""', "'''"}:
                 self.lines, self.until, self.document = 0, re.compile(style), False
             else:
                 self.fields = indent, DEFAULT if match["block"] else FIELD
-                certain = bool(style) or what is Kind.SECRET  # or a model's tokens
+                certain = bool(style) or what is Secrecy.SECRET  # or a model's tokens
                 if certain and style != "{" and not match["section"]:
                     self.indent = len(match["indent"].replace("-", " ").rstrip("\t"))
                     self.all = bool(style)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .secretnames import Kind, kind
-from .secretvalues import HASH, generated, inside
+from .secretnames import Secrecy, classify_name
+from .secretvalues import HASH, is_generated, strip_quotes
 
 # What stands between two fields, and a field of each kind.
 FIELDS = {
@@ -34,16 +34,16 @@ SQL_VALUE = re.compile(
 )
 
 
-def inserted(line: str) -> Iterator[tuple[int, int]]:
+def find_sql_values(line: str) -> Iterator[tuple[int, int]]:
     """Where secrets stand in the values of an SQL statement that names its columns."""
     if not (match := INSERT.search(line)):
         return
-    kinds = [kind(name.strip(' `"[]')) for name in match["names"].split(",")]
+    kinds = [classify_name(name.strip(' `"[]')) for name in match["names"].split(",")]
     at, number = match.end() + 1, 0
     while value := SQL_VALUE.match(line, at):
         at = value.end()
         start = value.start() + len(value[0]) - len(value[0].lstrip())
-        if number < len(kinds) and kinds[number] is Kind.SECRET:
+        if number < len(kinds) and kinds[number] is Secrecy.SECRET:
             yield start, value.start("end")
         number += 1
         if value["end"] == ")":
@@ -53,58 +53,58 @@ def inserted(line: str) -> Iterator[tuple[int, int]]:
             at, number = following.end(), 0
 
 
-class Columns:
+class SecretColumnTracker:
     """Tells where secrets stand in the rows of a table, once a line has named its columns."""
 
     def __init__(self) -> None:
         self.sign = ""
         self.count = 0
-        self.secret: dict[int, Kind] = {}
+        self.secret: dict[int, Secrecy] = {}
         self.pair: tuple[int, int] | None = None  # the columns of names and of their values
         self.rows = 0
 
-    def secrets(self, line: str) -> Iterator[tuple[int, int]]:
+    def find_secrets(self, line: str) -> Iterator[tuple[int, int]]:
         """The places of the secrets in a line."""
         if (self.secret or self.pair) and not RULE.fullmatch(line):
-            found = fields(line, self.sign)
+            found = find_field_spans(line, self.sign)
             if len(found) == self.count and self.rows:
                 self.rows -= 1
-                for number, what in (self.secret or self.named(line, found)).items():
+                for number, what in (self.secret or self.find_named_column(line, found)).items():
                     start, end = found[number]
-                    value = inside(line, start, end)
-                    if what is Kind.SECRET or odd(value):
+                    value = strip_quotes(line, start, end)
+                    if what is Secrecy.SECRET or is_random_value(value):
                         yield start, end
                 return
             self.secret, self.pair = {}, None
         if not (self.secret or self.pair) and HEADER.fullmatch(line):
-            self.begin(line)
+            self.parse_header(line)
 
-    def named(self, line: str, found: list[tuple[int, int]]) -> dict[int, Kind]:
+    def find_named_column(self, line: str, found: list[tuple[int, int]]) -> dict[int, Secrecy]:
         """The column of a row that holds a secret, by the name in the row."""
         if not self.pair:
             return {}
         name, value = self.pair
-        what = kind(inside(line, *found[name]))
-        return {value: what} if what >= Kind.LIKELY else {}
+        what = classify_name(strip_quotes(line, *found[name]))
+        return {value: what} if what >= Secrecy.LIKELY else {}
 
-    def begin(self, line: str) -> None:
+    def parse_header(self, line: str) -> None:
         """Take a line for the names of columns, if it can be."""
         for sign in FIELDS:
             if sign not in line:
                 continue
-            found = fields(line, sign)
+            found = find_field_spans(line, sign)
             names = [line[start:end] for start, end in found]
             if len(names) > 1 and all(NAME.fullmatch(name) for name in names if name):
                 names = [name.strip("#\"' ") for name in names]
-                kinds = [kind(name.replace(" ", "_")) for name in names]
-                secret = {n: what for n, what in enumerate(kinds) if what >= Kind.LIKELY}
-                self.pair = pair([name.lower() for name in names])
+                kinds = [classify_name(name.replace(" ", "_")) for name in names]
+                secret = {n: what for n, what in enumerate(kinds) if what >= Secrecy.LIKELY}
+                self.pair = find_name_value_columns([name.lower() for name in names])
                 self.sign, self.count, self.secret = sign, len(names), {} if self.pair else secret
                 self.rows = MOST_ROWS
                 return
 
 
-def pair(names: list[str]) -> tuple[int, int] | None:
+def find_name_value_columns(names: list[str]) -> tuple[int, int] | None:
     """Which column is of names, and which of their values, by the names of all columns."""
     for number, name in enumerate(names):
         if name in OF_NAMES:
@@ -114,12 +114,12 @@ def pair(names: list[str]) -> tuple[int, int] | None:
     return None
 
 
-def odd(value: str) -> bool:
+def is_random_value(value: str) -> bool:
     """Whether a value is none that a model's token has."""
-    return bool(generated(value) or HASH.fullmatch(value) or MIXED.match(value))
+    return bool(is_generated(value) or HASH.fullmatch(value) or MIXED.match(value))
 
 
-def fields(line: str, sign: str) -> list[tuple[int, int]]:
+def find_field_spans(line: str, sign: str) -> list[tuple[int, int]]:
     """Where the fields of a row stand, without the spaces around them."""
     found = []
     for match in FIELDS[sign].finditer(line):

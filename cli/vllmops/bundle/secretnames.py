@@ -45,7 +45,7 @@ SOURCE = re.compile(
 WORD = re.compile(r"[A-Z]{2,}s(?![a-z])|[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 
-class Kind(IntEnum):
+class Secrecy(IntEnum):
     """What a name says of its value."""
 
     NONE = 0
@@ -54,12 +54,12 @@ class Kind(IntEnum):
     SECRET = 3
 
 
-def words(text: str) -> frozenset[str]:
+def make_word_set(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
 # Whatever else is in the name.
-STRONG = words(
+STRONG = make_word_set(
     "password passwords passwd passphrase passcode secret secrets credential credentials creds "
     "cred apikey apikeys bearer authorization htpasswd dockerconfigjson dockercfg kubeconfig "
     "authtoken "
@@ -80,7 +80,7 @@ ENDINGS = (
     ),
 )
 # A name with such an ending describes a secret, and is none.
-ABOUT = words(
+ABOUT = make_word_set(
     "file files path dir directory folder name names length len count min max ttl expiry expires "
     "expiration type types kind policy required enabled disabled manager provider source version "
     "size field prompt class status error errors ref arn algorithm mode method location hint age "
@@ -90,7 +90,7 @@ ABOUT = words(
     " stdin samesite encryption"
 )
 # Before "key": keys of mappings, caches and tables.
-OTHER_KEYS = words(
+OTHER_KEYS = make_word_set(
     "cache sort foreign partition group block mm hash dict lru kv ghost map unique index "
     "row column public pub lookup registry state_dict weight param parameter config query "
     "attention stale missing unexpected unknown duplicate object object json metric metrics "
@@ -100,11 +100,11 @@ OTHER_KEYS = words(
     "per hashed idempotency evict evicted eviction lora adapter prompt stats tensor layer tree "
     "node quant activation arg first last topology gpg pgp"
 )
-OTHER_KEY_WORDS = words(
+OTHER_KEY_WORDS = make_word_set(
     "monkey turkey hotkey donkey jockey hockey whiskey pubkey publickey cachekey sortkey hashkey"
 )
 # Before "token": those of models.
-OTHER_TOKENS = words(
+OTHER_TOKENS = make_word_set(
     "eos bos pad unk mask sep cls stop special image img audio video vision think thinking start "
     "end begin next last first num max min total prompt input output sampled sample "
     "draft target bonus accepted rejected placeholder tool call boi eoi eot eom eog chunk per fim "
@@ -114,12 +114,12 @@ OTHER_TOKENS = words(
     "retrieved computed word embed"
 )
 # Before "tokens": those that give rights.
-RIGHTS = words(
+RIGHTS = make_word_set(
     "api access auth refresh bearer admin session secret hf hub github gitlab service account id "
     "bot csrf xsrf oauth oauth2 security registry personal deploy vault"
 )
 # Before "key", those that do.
-RIGHTS_OF_KEYS = RIGHTS | words(
+RIGHTS_OF_KEYS = RIGHTS | make_word_set(
     "private signing encryption master shared storage sas license client hmac ssh rsa subscription "
     "apikey openai anthropic deploy host function developer root user your my recovery "
     "unseal serial fernet tacacs radius write ingest ingestion app kaggle datadog newrelic wandb"
@@ -148,115 +148,117 @@ PAIRS = frozenset(
         ),  # what a validator was given, whatever its name
     }
 )
-GIVE_PATS = words("gh github gitlab bitbucket azure ado personal")  # personal access tokens
-OTHER_PINS = words("cpu core thread gpu gpio version memory mem process numa")
-GIVEN = words("allowed accepted valid known user users client static")  # keys and tokens that are
-OTHER_PASSES = words(
+GIVE_PATS = make_word_set("gh github gitlab bitbucket azure ado personal")  # personal access tokens
+OTHER_PINS = make_word_set("cpu core thread gpu gpio version memory mem process numa")
+GIVEN = make_word_set(
+    "allowed accepted valid known user users client static"
+)  # keys and tokens that are
+OTHER_PASSES = make_word_set(
     "forward backward fwd bwd first second third single multi one two prefill decode compile "
     "fusion inductor grad post pre custom warmup warm profile profiling dummy model optimization "
     "graph draft the this each every next last by did tests test reshape noop sequence joint"
 )
-PASS_WORDS = words("bypass compass encompass surpass trespass overpass")
-AFTER = words(
+PASS_WORDS = make_word_set("bypass compass encompass surpass trespass overpass")
+AFTER = make_word_set(
     "value val plain plaintext raw base64 b64 hex str string data old new prev previous current "
     "prod production staging dev test live main primary secondary header env material"
 )
 
 
-def of_words(name: str, before: str) -> Kind:
+def classify_words(name: str, before: str) -> Secrecy:
     """What a name of at most a hundred characters says; ``before`` are the words before it."""
     found = [word.lower() for word in WORD.findall(name)]
     earlier = before.lower().replace("-", " ").split()
     if found[-2:] in (["pull", "secrets"], ["pull", "secret"]):  # of Kubernetes, which has names
-        return Kind.NONE
+        return Secrecy.NONE
     if name.isdigit() and earlier:  # Unseal Key 1
         found = [earlier.pop()]
     last = (earlier + found)[-2:]
     if last[-1:] == ["codes"]:
         last[-1] = "code"
     if tuple(last) in PAIRS or (last[-1:] == ["headers"] and {"otlp", "otel"} & set(found)):
-        return Kind.SECRET
+        return Secrecy.SECRET
     while len(found) > 1 and (found[-1].isdigit() or found[-1] in AFTER):
         found.pop()
     if not found:
-        return Kind.NONE
+        return Secrecy.NONE
     if found[-1] not in STRONG and ({"api", "access", "auth"} & set(found) or name.isupper()):
         # What the secret is for may stand behind it: PYPI_TOKEN_PRIVATE, api_key_eu.
         middle = {"key", "token"} & set(found[1:-1])
         if middle and found[-1] not in ABOUT and not OTHER_TOKENS & set(found):
-            return Kind.LIKELY
+            return Secrecy.LIKELY
     others, capitals, alone = found[:-1] or earlier or [""], name.isupper(), len(found) == 1
     if STRONG & set(found) and found[-1] not in ABOUT:
-        return Kind.LIKELY if found == ["pwd"] else Kind.SECRET  # or a directory
-    return judged(found[-1], others, capitals=capitals, alone=alone)
+        return Secrecy.LIKELY if found == ["pwd"] else Secrecy.SECRET  # or a directory
+    return classify_last_word(found[-1], others, capitals=capitals, alone=alone)
 
 
-def judged(last: str, others: list[str], *, capitals: bool, alone: bool) -> Kind:
+def classify_last_word(last: str, others: list[str], *, capitals: bool, alone: bool) -> Secrecy:
     """What a name says by its last word and those before it, or by the one before it."""
     qualifier = others[-1]
     if last in {"id", "ids"}:
         rights = {"key", "secret"} & set(others)
         if qualifier in {"session", "sess"}:
-            return Kind.MAYBE
-        return Kind.SECRET if rights and {"access", "private"} & set(others) else Kind.NONE
+            return Secrecy.MAYBE
+        return Secrecy.SECRET if rights and {"access", "private"} & set(others) else Secrecy.NONE
     if last in ABOUT:
-        return Kind.NONE
+        return Secrecy.NONE
     if last in {"pin", "otp", "totp"}:
-        return Kind.NONE if qualifier in OTHER_PINS else Kind.SECRET
+        return Secrecy.NONE if qualifier in OTHER_PINS else Secrecy.SECRET
     if (
         last.endswith(("pat", "sas"))
         and len(last) <= 5
         and (capitals or not alone or qualifier in GIVE_PATS)
     ):
-        return Kind.SECRET
+        return Secrecy.SECRET
     if last in {"key", "keys"} or last.endswith("key"):
-        return key(last, qualifier, capitals=capitals, alone=alone)
+        return classify_key(last, qualifier, capitals=capitals, alone=alone)
     if last in {"token", "tokens"}:
-        return token(last, qualifier, capitals=capitals, alone=alone)
+        return classify_token(last, qualifier, capitals=capitals, alone=alone)
     if last.endswith("pass"):
-        return passing(last, qualifier, alone=alone)
+        return classify_pass(last, qualifier, alone=alone)
     if last.removesuffix("s").endswith(ENDINGS):
-        return Kind.SECRET
+        return Secrecy.SECRET
     if last in {"auth", "sig", "signature", "salt", "hmac", "session", "sid", "community"}:
         # "signature: (self, x)" is a function's; X-Amz-Signature is a secret.
-        return Kind.SECRET if capitals or "amz" in others else Kind.LIKELY
+        return Secrecy.SECRET if capitals or "amz" in others else Secrecy.LIKELY
     if last.endswith(("auth", "pwd", "tok", "token", "sess")):
-        return Kind.LIKELY
-    return Kind.NONE
+        return Secrecy.LIKELY
+    return Secrecy.NONE
 
 
-def key(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Kind:
+def classify_key(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Secrecy:
     if last in OTHER_KEY_WORDS or qualifier in OTHER_KEYS:
-        return Kind.NONE
+        return Secrecy.NONE
     if qualifier in {"primary", "secondary"}:  # a table's, or one of two that give rights
-        return Kind.LIKELY
+        return Secrecy.LIKELY
     if last == "keys":
         if qualifier in RIGHTS_OF_KEYS or capitals:
-            return Kind.SECRET
-        return Kind.MAYBE if alone or qualifier in GIVEN else Kind.NONE
+            return Secrecy.SECRET
+        return Secrecy.MAYBE if alone or qualifier in GIVEN else Secrecy.NONE
     if alone and last == "key" and not capitals:
-        return Kind.SECRET if qualifier in RIGHTS_OF_KEYS else Kind.MAYBE
-    return Kind.SECRET
+        return Secrecy.SECRET if qualifier in RIGHTS_OF_KEYS else Secrecy.MAYBE
+    return Secrecy.SECRET
 
 
-def token(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Kind:
+def classify_token(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Secrecy:
     if qualifier in RIGHTS:
-        return Kind.SECRET
+        return Secrecy.SECRET
     if qualifier in OTHER_TOKENS:
-        return Kind.LIKELY if capitals and last == "token" else Kind.NONE
+        return Secrecy.LIKELY if capitals and last == "token" else Secrecy.NONE
     if last == "tokens":
-        return Kind.LIKELY if capitals or alone or qualifier in GIVEN else Kind.MAYBE
-    return Kind.LIKELY if alone and not capitals else Kind.SECRET
+        return Secrecy.LIKELY if capitals or alone or qualifier in GIVEN else Secrecy.MAYBE
+    return Secrecy.LIKELY if alone and not capitals else Secrecy.SECRET
 
 
-def passing(last: str, qualifier: str, *, alone: bool) -> Kind:
+def classify_pass(last: str, qualifier: str, *, alone: bool) -> Secrecy:
     if last in PASS_WORDS or (last == "pass" and qualifier in OTHER_PASSES):
-        return Kind.NONE
-    return Kind.LIKELY if alone and last == "pass" else Kind.SECRET
+        return Secrecy.NONE
+    return Secrecy.LIKELY if alone and last == "pass" else Secrecy.SECRET
 
 
 @functools.lru_cache(4096)
-def kind(name: str, before: str = "") -> Kind:
+def classify_name(name: str, before: str = "") -> Secrecy:
     """What a name says of its value.
 
     Args:
@@ -265,8 +267,8 @@ def kind(name: str, before: str = "") -> Kind:
     """
     name = name.strip("-_.$")[-100:]
     if FOREIGN.search(name.lower()):
-        return Kind.SECRET
+        return Secrecy.SECRET
     if not any(stem in f"{before} {name}".lower() for stem in STEMS) or SOURCE.search(name):
-        return Kind.NONE
+        return Secrecy.NONE
     # Of options and properties in dots the last part counts, and others where it is a word alone.
-    return of_words(name, before if re.fullmatch(r"[A-Za-z]+|\d", name) else "")
+    return classify_words(name, before if re.fullmatch(r"[A-Za-z]+|\d", name) else "")

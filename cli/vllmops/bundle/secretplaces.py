@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .secretnames import Kind, kind
+from .secretnames import Secrecy, classify_name
 from .secretvalues import (
     CLOSING,
     CODE,
@@ -13,15 +13,15 @@ from .secretvalues import (
     OPENING,
     QUOTE,
     QUOTES,
-    cached,
-    inside,
+    find_value_end,
+    is_passphrase,
     looks_secret,
-    phrase,
-    value_end,
+    mentions_cache,
+    strip_quotes,
 )
 from .secretwords import BEFORE, BEFORE_LENGTH
 
-__all__ = ["BELOW", "PLACES", "mixed"]
+__all__ = ["BELOW", "PLACES", "is_plausible_secret"]
 
 SEEN = 300  # characters of a value whose name says little
 
@@ -144,7 +144,7 @@ VARIABLE = re.compile(r"[\"'`]?(?P<name>[A-Z]+(?:_[A-Z]+)+)(?:[\"'`,)\]}\s]|$)")
 LINE_START = re.compile(r"[\s-]*(?:export )?[\"']?$")
 
 
-def assigned(line: str) -> Iterator[tuple[int, int]]:
+def find_assigned_values(line: str) -> Iterator[tuple[int, int]]:
     """Values behind a name and a sign: ``name=value``, ``"name": "value"``."""
     at = past = 0  # what is in another value is not looked at again, and again
     while match := NAMED.search(line, at):
@@ -152,52 +152,56 @@ def assigned(line: str) -> Iterator[tuple[int, int]]:
         at = match.end("name")
         if start < past:
             continue
-        if match["pair"] and not pair_of(line, match.start(), start):
+        if match["pair"] and not is_name_value_pair(line, match.start(), start):
             continue
         before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
-        what = kind(name, before[1] if before else "")
-        if what is Kind.NONE or (name.startswith("-") and of_argparse(line, match)):
+        what = classify_name(name, before[1] if before else "")
+        if what is Secrecy.NONE or (name.startswith("-") and is_argparse_error(line, match)):
             continue
         if nothing := NOTHING.match(line, start):
             past = nothing.end()
             continue
-        if of_kubernetes(line, start, name) or logger(line, match):
+        if is_kubernetes_object(line, start, name) or is_logger_name(line, match):
             continue
-        if what is Kind.MAYBE and cached(line, match.start()):
+        if what is Secrecy.MAYBE and mentions_cache(line, match.start()):
             continue
         at = start
         if HEADER.search(name):
-            yield start, header_end(line, match.start(), start)
-        elif what is not Kind.SECRET or SNAKE.match(line, start):
-            if maybe(line, start, hashes=what >= Kind.LIKELY or rights(line, match.start(), start)):
-                past = value_end(line, start)
-                yield from several(line, start, past)
+            yield start, find_header_end(line, match.start(), start)
+        elif what is not Secrecy.SECRET or SNAKE.match(line, start):
+            if may_be_secret(
+                line,
+                start,
+                hashes=what >= Secrecy.LIKELY or mentions_access(line, match.start(), start),
+            ):
+                past = find_value_end(line, start)
+                yield from extend_to_adjacent_values(line, start, past)
         elif match["sign"].strip() in TABLE and CELL.match(line, start):
             continue
-        elif not code(line, start) and not same(line, start, name):
-            past = secret_end(line, match)
-            yield from several(line, start, past, option=name.startswith("-"))
+        elif not is_code(line, start) and not is_variable_name(line, start, name):
+            past = find_secret_end(line, match)
+            yield from extend_to_adjacent_values(line, start, past, option=name.startswith("-"))
 
 
-def of_kubernetes(line: str, start: int, name: str) -> bool:
+def is_kubernetes_object(line: str, start: int, name: str) -> bool:
     """Whether the name of a secret object stands there, and not what it holds."""
     start += bool(OPENING.match(line, start))
     return name.lower() in {"secret", "secrets"} and bool(OBJECT.match(line, start))
 
 
-def logger(line: str, match: re.Match[str]) -> bool:
+def is_logger_name(line: str, match: re.Match[str]) -> bool:
     """Whether the name is a logger's, behind a level: INFO app.credentials: Found them."""
     if "." not in match["name"] or not match["sign"].startswith(":"):
         return False
     return bool(LEVEL.search(line, max(match.start() - len("CRITICAL  "), 0), match.start()))
 
 
-def of_argparse(line: str, match: re.Match[str]) -> bool:
+def is_argparse_error(line: str, match: re.Match[str]) -> bool:
     """Whether behind an option and a colon stands what is wrong with it, and no value."""
     return bool(ARGUMENT.search(line, max(match.start() - len("argument -x/"), 0), match.end()))
 
 
-def several(
+def extend_to_adjacent_values(
     line: str, start: int, end: int, sign: re.Pattern[str] = ANOTHER, *, option: bool = False
 ) -> Iterator[tuple[int, int]]:
     """A value, and those that follow it and look like secrets, too.
@@ -215,17 +219,17 @@ def several(
         start = match.end()
         if bool(OPENING.match(line, start)) is not quoted:
             return
-        end = value_end(line, start, " \t,;)]}\"'`" if sign is ANOTHER else " \t\"'`")
-        value = inside(line, start, min(end, len(line)))
+        end = find_value_end(line, start, " \t,;)]}\"'`" if sign is ANOTHER else " \t\"'`")
+        value = strip_quotes(line, start, min(end, len(line)))
         if option and quoted:
             if value.startswith("-"):
                 return
-        elif SIGN.search(value) or not mixed(value):
+        elif SIGN.search(value) or not is_plausible_secret(value):
             return
         yield start, end
 
 
-def mixed(value: str) -> bool:
+def is_plausible_secret(value: str) -> bool:
     """Whether a word that stands where a secret may is none of a sentence, nor a model's name."""
     return (
         looks_secret(value, hashes=True)
@@ -234,7 +238,7 @@ def mixed(value: str) -> bool:
     )
 
 
-def pair_of(line: str, name: int, value: int) -> bool:
+def is_name_value_pair(line: str, name: int, value: int) -> bool:
     """Whether two texts with a comma between them are a name and its value.
 
     They are not where the first is the end of a path, or the second a name itself, or a class's.
@@ -242,90 +246,99 @@ def pair_of(line: str, name: int, value: int) -> bool:
     if CLASS.match(line, value):
         return False
     quoted = line[name - 1 : name] in {*QUOTES, "`"} if name else False
-    return quoted and not re.match(r"\s?[:=]", line[value_end(line, value) :][:2])
+    return quoted and not re.match(r"\s?[:=]", line[find_value_end(line, value) :][:2])
 
 
-def paired(line: str) -> Iterator[tuple[int, int]]:
+def find_paired_values(line: str) -> Iterator[tuple[int, int]]:
     """Values in ``name: NAME, value: …``."""
     if HAS_PAIR.search(line):
         for match in PAIR.finditer(line):
-            if kind(match["name"]) >= Kind.LIKELY:
-                yield match.end(), value_end(line, match.end())
+            if classify_name(match["name"]) >= Secrecy.LIKELY:
+                yield match.end(), find_value_end(line, match.end())
 
 
-def given(line: str) -> Iterator[tuple[int, int]]:
+def find_rejected_values(line: str) -> Iterator[tuple[int, int]]:
     """Values that a validator or argparse refused."""
     for match in GIVEN.finditer(line):
-        if any(kind(name) >= Kind.LIKELY for name in re.findall(r"[\w.-]+", match["place"])):
-            yield match.end(), value_end(line, match.end())
+        if any(
+            classify_name(name) >= Secrecy.LIKELY for name in re.findall(r"[\w.-]+", match["place"])
+        ):
+            yield match.end(), find_value_end(line, match.end())
     for match in ARGUMENT.finditer(line):
-        if match["why"] and kind(match["name"]) >= Kind.LIKELY:
-            yield match.end(), value_end(line, match.end())
+        if match["why"] and classify_name(match["name"]) >= Secrecy.LIKELY:
+            yield match.end(), find_value_end(line, match.end())
 
 
-def paired_back(line: str) -> Iterator[tuple[int, int]]:
+def find_reversed_pairs(line: str) -> Iterator[tuple[int, int]]:
     """Values in ``value: …, name: NAME``."""
     if HAS_PAIR.search(line):
         for match in PAIR_BACK.finditer(line):
-            end = value_end(line, match.end())
+            end = find_value_end(line, match.end())
             name = NAME_BEHIND.match(line, end)
-            if name and kind(name["name"]) >= Kind.LIKELY:
+            if name and classify_name(name["name"]) >= Secrecy.LIKELY:
                 yield match.end(), end
 
 
-def tagged(line: str) -> Iterator[tuple[int, int]]:
+def find_xml_values(line: str) -> Iterator[tuple[int, int]]:
     """Values in XML: ``<name>value</name>``."""
     if "</" in line:
         for match in TAG.finditer(line):
-            if max(kind(match["tag"]), kind(match["name"] or "")) >= Kind.LIKELY:
-                yield match.end(), end_at(line, match.end(), "<")
+            if (
+                max(classify_name(match["tag"]), classify_name(match["name"] or ""))
+                >= Secrecy.LIKELY
+            ):
+                yield match.end(), find_mark_or_end(line, match.end(), "<")
 
 
-def options(line: str) -> Iterator[tuple[int, int]]:
+def find_option_values(line: str) -> Iterator[tuple[int, int]]:
     """Values behind options: ``--name value``, ``ENV NAME value``."""
     for match in OPTION.finditer(line):
-        what = kind(match["name"] or match["variable"])
+        what = classify_name(match["name"] or match["variable"])
         start = match.end()
-        if same(line, start, match["name"] or match["variable"]):
+        if is_variable_name(line, start, match["name"] or match["variable"]):
             continue
-        if what is Kind.SECRET or (what and maybe(line, start, hashes=True)):
-            yield from several(line, start, value_end(line, start, " \t\"'`"), ANOTHER_WORD)
+        if what is Secrecy.SECRET or (what and may_be_secret(line, start, hashes=True)):
+            yield from extend_to_adjacent_values(
+                line, start, find_value_end(line, start, " \t\"'`"), ANOTHER_WORD
+            )
 
 
-def sentences(line: str) -> Iterator[tuple[int, int]]:
+def find_sentence_values(line: str) -> Iterator[tuple[int, int]]:
     """Values in sentences: ``with password "…"``, ``API key … is not valid``."""
     for match in SENTENCE.finditer(line):
         *before, name = re.split(r"[ _/-]+", match["name"])
         if not before:
             before = BEFORE.findall(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
-        what = kind(name, " ".join(before))
-        if what is Kind.NONE:
+        what = classify_name(name, " ".join(before))
+        if what is Secrecy.NONE:
             continue
         start = match.end() - len(match["quote"] or "")
-        if of_kubernetes(line, start, name) or same(line, start, name):
+        if is_kubernetes_object(line, start, name) or is_variable_name(line, start, name):
             continue
-        if what is Kind.MAYBE and cached(line, match.start()):
+        if what is Secrecy.MAYBE and mentions_cache(line, match.start()):
             continue
-        end = min(value_end(line, start), len(line))
+        end = min(find_value_end(line, start), len(line))
         told = TOLD.match(line, start)
-        if what is Kind.SECRET and told and not match["quote"]:  # people don't quote it
+        if what is Secrecy.SECRET and told and not match["quote"]:  # people don't quote it
             end = told.end()
-        value = inside(line, start, end)
+        value = strip_quotes(line, start, end)
         refused = REFUSED.match(line, end)
         if match["quote"]:
             goes = (
                 bool(value)
-                if what is Kind.SECRET
-                else looks_secret(value, hashes=what is Kind.LIKELY or rights(line, *match.span()))
+                if what is Secrecy.SECRET
+                else looks_secret(
+                    value, hashes=what is Secrecy.LIKELY or mentions_access(line, *match.span())
+                )
             )
-            goes &= not value.startswith("<") and (what is Kind.SECRET or not SIGN.search(value))
+            goes &= not value.startswith("<") and (what is Secrecy.SECRET or not SIGN.search(value))
         else:
             value = value.rstrip(".:!?")
             odd = re.search(r"\d", value) or (
-                what is Kind.SECRET
+                what is Secrecy.SECRET
                 and re.search(r"[a-z].*[A-Z]|[A-Z]{2}.*[a-z]|[!@#$%^*+~]|\w-\w+-\w", value)
             )
-            hashes = what >= Kind.LIKELY or rights(line, *match.span())
+            hashes = what >= Secrecy.LIKELY or mentions_access(line, *match.span())
             goes = (
                 looks_secret(value, hashes=hashes)
                 and " " not in value
@@ -335,32 +348,45 @@ def sentences(line: str) -> Iterator[tuple[int, int]]:
                     or (name.startswith(("cred", "auth")) and ":" in value)
                 )
             )
-            goes = goes and bool(odd or refused) and not code(line, start) and value[:2] != "--"
-            goes |= what is Kind.SECRET and bool(re.fullmatch(r"\d{4,}", value))
+            goes = goes and bool(odd or refused) and not is_code(line, start) and value[:2] != "--"
+            goes |= what is Secrecy.SECRET and bool(re.fullmatch(r"\d{4,}", value))
         if goes:
-            yield from several(line, start, end)
+            yield from extend_to_adjacent_values(line, start, end)
 
 
-def last(line: str) -> Iterator[tuple[int, int]]:
+def find_trailing_value(line: str) -> Iterator[tuple[int, int]]:
     """A value at the end of a line that began with the name of a secret, behind a colon."""
     match = LAST.search(line)
-    if not match or NOTHING.match(line, match.start("value")) or code(line, match.start("value")):
+    if (
+        not match
+        or NOTHING.match(line, match.start("value"))
+        or is_code(line, match.start("value"))
+    ):
         return
     before = line[max(match.start("name") - BEFORE_LENGTH, 0) : match.start("name")]
     words = BEFORE.findall(before)
-    if kind(match["name"], words[0] if words else "") is not Kind.SECRET:
+    if classify_name(match["name"], words[0] if words else "") is not Secrecy.SECRET:
         return
     value = match["value"]
     told = " for " in line[match.start() : match.start("value")] and "/" not in value
-    made_up = mixed(value) or (told and re.fullmatch(r"\w+(?:[.-]\w+){2,}", value))
-    if phrase(value) or (" " not in value and LETTER_AND_OTHER.match(value) and made_up):
+    made_up = is_plausible_secret(value) or (told and re.fullmatch(r"\w+(?:[.-]\w+){2,}", value))
+    if is_passphrase(value) or (" " not in value and LETTER_AND_OTHER.match(value) and made_up):
         yield match.start("value"), match.end("value")
 
 
-PLACES = (paired, paired_back, given, assigned, tagged, options, sentences, last)
+PLACES = (
+    find_paired_values,
+    find_reversed_pairs,
+    find_rejected_values,
+    find_assigned_values,
+    find_xml_values,
+    find_option_values,
+    find_sentence_values,
+    find_trailing_value,
+)
 
 
-def rights(line: str, name: int, value: int) -> bool:
+def mentions_access(line: str, name: int, value: int) -> bool:
     """Whether a line speaks of rights around a name: a key there is none of a cache."""
     return bool(
         RIGHTS.search(line, max(name - AROUND, 0), name)
@@ -368,13 +394,15 @@ def rights(line: str, name: int, value: int) -> bool:
     )
 
 
-def code(line: str, start: int) -> bool:
+def is_code(line: str, start: int) -> bool:
     return bool(CODE.match(line, start))
 
 
-def same(line: str, start: int, name: str) -> bool:
+def is_variable_name(line: str, start: int, name: str) -> bool:
     """Whether the value is the name of a variable: ``password=password``, ``key='API_KEY'``."""
-    if (variable := VARIABLE.match(line, start)) and kind(variable["name"]) >= Kind.LIKELY:
+    if (variable := VARIABLE.match(line, start)) and classify_name(
+        variable["name"]
+    ) >= Secrecy.LIKELY:
         return True
     word = re.match(r"\w+(?=[,)\s]|$)", line[start : start + len(name) + 2])
     if not word:
@@ -383,35 +411,37 @@ def same(line: str, start: int, name: str) -> bool:
     return bool(re.search(rf"(?:^|[._-])(?:{word[0]}|{snake})$", name))
 
 
-def maybe(line: str, start: int, *, hashes: bool) -> bool:
+def may_be_secret(line: str, start: int, *, hashes: bool) -> bool:
     """Whether a value whose name says little may be a secret, or one of its parts in brackets."""
     part = line[start : start + SEEN]
-    if code(line, start):
+    if is_code(line, start):
         return False
     if part[0] not in CLOSING:
-        return looks_secret(inside(part, 0, min(value_end(part, 0), len(part))), hashes=hashes)
-    part = part[: value_end(part, 0)]
+        return looks_secret(
+            strip_quotes(part, 0, min(find_value_end(part, 0), len(part))), hashes=hashes
+        )
+    part = part[: find_value_end(part, 0)]
     # Without quotes it may be the signature of a function.
     items = PART.findall(part if part[0] != "[" else re.sub(r"[\"'`\[\], ]+", '"', part))
     return any(looks_secret(item, hashes=hashes) for item in items)
 
 
-def header_end(line: str, name: int, start: int) -> int:
+def find_header_end(line: str, name: int, start: int) -> int:
     """The end of a header's value: of the quotes that it is in, or of the line."""
     if OPENING.match(line, start):
-        return value_end(line, start)
+        return find_value_end(line, start)
     around = line[name - 1 : name] if name else ""
     end = line.find(around, start) if around in {"'", '"'} and around else -1
     return len(line) if end < 0 else end
 
 
-def secret_end(line: str, match: re.Match[str]) -> int:
+def find_secret_end(line: str, match: re.Match[str]) -> int:
     """The end of a value that is secret for certain."""
     start = match.end()
     first = line[start]
     call = re.compile(r"[A-Za-z_]\w*\(").match(line, start)
     if OPENING.match(line, start) or first in CLOSING or call:
-        return value_end(line, start)
+        return find_value_end(line, start)
     name, sign = match["name"], match["sign"].strip()
     if first == "<" and (angle := ANGLE.match(line, start)):
         return angle.end()
@@ -425,7 +455,11 @@ def secret_end(line: str, match: re.Match[str]) -> int:
     if name.isupper() and sign == "=":
         around = line[match.start() - 1 : match.start()]
         stops = around if around in {'"', "'"} and around else " \t"
-        return value_end(line, start, stops) if stops in " \t" else end_at(line, start, stops)
+        return (
+            find_value_end(line, start, stops)
+            if stops in " \t"
+            else find_mark_or_end(line, start, stops)
+        )
     bare = BARE.match(line, start)
     end = bare.end() if bare else start
     while end > start + 1 and line[end - 1] in ")]}":
@@ -433,6 +467,6 @@ def secret_end(line: str, match: re.Match[str]) -> int:
     return end
 
 
-def end_at(line: str, start: int, mark: str) -> int:
+def find_mark_or_end(line: str, start: int, mark: str) -> int:
     end = line.find(mark, start)
     return len(line) if end < 0 else end

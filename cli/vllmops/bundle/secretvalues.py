@@ -12,7 +12,7 @@ from os.path import commonprefix
 from urllib.parse import quote, quote_plus
 
 from .secretforms import MARK
-from .secretnames import words
+from .secretnames import make_word_set
 
 # Shorter ones stand in too many words; where they are expected their place tells them.
 LEAST = 6
@@ -112,7 +112,7 @@ BRACKET_OR_QUOTE = re.compile(r"[()\[\]{}\"']")
 REACH = 2048
 # Words that a person chose for a passphrase, and those of sentences about one.
 PHRASE_WORD = re.compile(r"[a-z]{3,10}|\d{1,4}")
-OF_SENTENCES = words(
+OF_SENTENCES = make_word_set(
     "and the are was were been has have had not for from into than then this that these those "
     "its your our their can could will would should must may might does did please use used "
     "using set unset see check try found find failed failure error invalid valid wrong "
@@ -133,12 +133,12 @@ def looks_secret(value: str, *, hashes: bool = False) -> bool:
     return hashes or not (HASH.fullmatch(value) or SEVERAL_WORDS.fullmatch(value))
 
 
-def cached(line: str, name: int) -> bool:
+def mentions_cache(line: str, name: int) -> bool:
     """Whether a line speaks of a cache before a key, whose name begins there."""
     return bool(CACHE.search(line, max(name - NEAR, 0), name))
 
 
-def phrase(text: str) -> bool:
+def is_passphrase(text: str) -> bool:
     """Whether a text is some words that make no sentence, as people choose for a passphrase."""
     chosen = text.split()
     if not 3 + text.replace(" ", "").isalpha() <= len(chosen) <= MOST_WORDS:
@@ -146,7 +146,7 @@ def phrase(text: str) -> bool:
     return all(PHRASE_WORD.fullmatch(word) and word not in OF_SENTENCES for word in chosen)
 
 
-def random(run: str) -> bool:
+def is_random(run: str) -> bool:
     """Whether nobody can have written it: small letters, capitals and digits all mixed."""
     if HEXLIKE.fullmatch(run) or run.startswith(("_Z", "__")):
         return False
@@ -155,11 +155,13 @@ def random(run: str) -> bool:
     run = HEX_PART.sub("", run)
     pieces = [piece for piece in WORDS.split(run) if len(piece) >= LEAST_PIECE]
     return (
-        len(run) >= LEAST_RANDOM and bool(pieces) and all(map(mixed, ["".join(pieces), pieces[0]]))
+        len(run) >= LEAST_RANDOM
+        and bool(pieces)
+        and all(map(has_mixed_characters, ["".join(pieces), pieces[0]]))
     )
 
 
-def mixed(run: str) -> bool:
+def has_mixed_characters(run: str) -> bool:
     kinds = ["d" if c.isdigit() else "u" if c.isupper() else "l" for c in run]
     changes = sum(a != b for a, b in pairwise(kinds))
     if len(set(kinds)) < len("dul") or changes < CHANGES * len(run):
@@ -167,7 +169,7 @@ def mixed(run: str) -> bool:
     return kinds[0] != "u" or sum(map(len, CAMEL.findall(run))) < CLASS_NAME * len(run)
 
 
-def generated(word: str) -> bool:
+def is_generated(word: str) -> bool:
     """Whether a word beside the name of a secret is none that people or programs name things with.
 
     Args:
@@ -181,7 +183,7 @@ def generated(word: str) -> bool:
 # -- where it ends ---------------------------------------------------------------------------
 
 
-def inside(text: str, start: int, end: int) -> str:
+def strip_quotes(text: str, start: int, end: int) -> str:
     """A value without its quotes."""
     opening = OPENING.match(text, start, end)
     if not opening:
@@ -189,7 +191,7 @@ def inside(text: str, start: int, end: int) -> str:
     return text[opening.end() : end].rstrip("\\\"'`")
 
 
-def value_end(
+def find_value_end(
     text: str, start: int, stops: str = " \t\r\n,;&)]}\"'<>`", *, reach: int | None = REACH
 ) -> int:
     """Where the value that begins there ends: a quoted one, one in brackets, or a word.
@@ -208,25 +210,25 @@ def value_end(
         if opening["mark"] is None:  # HTML's
             end = text.find(opening.group(), opening.end())
             return len(text) + 1 if end < 0 else end + len(opening.group())
-        return quote_end(text, opening.end(), opening["mark"], len(opening["slashes"]))
+        return find_quote_end(text, opening.end(), opening["mark"], len(opening["slashes"]))
     if start < len(text) and text[start] in CLOSING:
-        return bracket_end(text, start, reach)
+        return find_bracket_end(text, start, reach)
     at = start
-    while at < len(text) and (text[at] not in stops or heart(text, at)):
+    while at < len(text) and (text[at] not in stops or is_literal_bracket(text, at)):
         if text[at] in CLOSING and at > start:
-            return bracket_end(text, at, reach)
+            return find_bracket_end(text, at, reach)
         if text[at] == "\\" and text[at + 1 : at + 2] in {'"', "'", "n", "\\"}:
             return at
         at += 1
     return at
 
 
-def heart(text: str, at: int) -> bool:
+def is_literal_bracket(text: str, at: int) -> bool:
     """Whether a bracket as XML has them begins no tag, and is part of a word."""
     return text[at] == "<" and bool(re.match(r"<[\d!?.]", text[at : at + 2]))
 
 
-def quote_end(text: str, start: int, mark: str, slashes: int) -> int:
+def find_quote_end(text: str, start: int, mark: str, slashes: int) -> int:
     """The end of a quoted string as Python and JSON write them, in JSON that is in JSON, too.
 
     Args:
@@ -249,7 +251,7 @@ def quote_end(text: str, start: int, mark: str, slashes: int) -> int:
     return len(text) + 1 if line < 0 else line
 
 
-def bracket_end(text: str, start: int, reach: int | None) -> int:
+def find_bracket_end(text: str, start: int, reach: int | None) -> int:
     """The end of what stands in brackets, with brackets and strings in it.
 
     Args:
@@ -263,7 +265,7 @@ def bracket_end(text: str, start: int, reach: int | None) -> int:
         at, mark = match.end(), match[0]
         if mark in QUOTES:
             if text[at - 2] in "([{,:= bru":
-                at = quote_end(text, at, mark, 0)
+                at = find_quote_end(text, at, mark, 0)
         elif mark in CLOSING:
             open_.append(CLOSING[mark])
         elif mark == open_[-1]:
@@ -276,7 +278,7 @@ def bracket_end(text: str, start: int, reach: int | None) -> int:
 # -- how it is written -----------------------------------------------------------------------
 
 
-def any_of(texts: Iterable[str], depth: int = 20) -> str:
+def build_alternation(texts: Iterable[str], depth: int = 20) -> str:
     """A pattern for any of some texts, the longest first, that looks once at what they share.
 
     With hundreds of alternatives one after the other, a log takes ten times as long.
@@ -291,13 +293,13 @@ def any_of(texts: Iterable[str], depth: int = 20) -> str:
     start = commonprefix(texts)  # noqa: RUF071 - of characters, not of directories
     rest = [text[len(start) :] for text in texts]
     groups = groupby(filter(None, rest), key=itemgetter(0))
-    parts = [any_of(group, depth - 1) for _, group in groups]
+    parts = [build_alternation(group, depth - 1) for _, group in groups]
     if not parts:
         return re.escape(start)
     return f"{re.escape(start)}(?:{'|'.join(parts)}){'' if all(rest) else '?'}"
 
 
-def written(secret: str) -> Iterator[str]:
+def list_written_forms(secret: str) -> Iterator[str]:
     """The forms in which a secret may be written down, those that nothing else has."""
     secret = secret.strip()
     whole = [] if secret.isdigit() and len(secret) < 2 * LEAST else [secret]
@@ -308,19 +310,19 @@ def written(secret: str) -> Iterator[str]:
         content = text.encode(errors="surrogateescape")
         # Of what is no UTF-8 a log shows other characters.
         shown = {text, content.decode(errors="replace")}
-        once = {form for one in shown for form in (one, *quoted(one))}
+        once = {form for one in shown for form in (one, *list_quoted_forms(one))}
         # JSON in JSON is not rare.
-        yield from {*once, *(form for one in once for form in quoted(one))}
+        yield from {*once, *(form for one in once for form in list_quoted_forms(one))}
         yield from {quote(content, safe=""), quote(content), quote_plus(content)}
-        yield from {form for form in coded(text) if len(form) >= LEAST_CODED}
+        yield from {form for form in list_encoded_forms(text) if len(form) >= LEAST_CODED}
 
 
-def quoted(text: str) -> set[str]:
+def list_quoted_forms(text: str) -> set[str]:
     """A text between quotes in JSON, with and without other alphabets, and in Python."""
     return {json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1], repr(text)[1:-1]}
 
 
-def coded(text: str) -> Iterator[str]:
+def list_encoded_forms(text: str) -> Iterator[str]:
     """A text in hex, and in base64 wherever in a longer one it begins."""
     content = text.encode(errors="surrogateescape")
     yield content.hex()

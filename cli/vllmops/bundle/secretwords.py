@@ -12,11 +12,17 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from .secretnames import STEMS, STRONG, Kind, kind
+from .secretnames import STEMS, STRONG, Secrecy, classify_name
 from .secretnames import WORD as PARTS
-from .secretvalues import HASH, USUAL, UUID, cached, generated, phrase, random
+from .secretvalues import HASH, USUAL, UUID, is_generated, is_passphrase, is_random, mentions_cache
 
-__all__ = ["WORD", "alone", "labelled", "near", "odd"]
+__all__ = [
+    "WORD",
+    "find_labelled_secret",
+    "find_lone_secret",
+    "find_nearby_secrets",
+    "is_unusual_word",
+]
 
 AROUND = 200  # characters
 BEFORE_LENGTH = 42
@@ -99,12 +105,16 @@ DEFAULT = re.compile(r"\(default: ([a-z\d ]+)\)$")
 ERROR = re.compile(r"(?:Error|Exception): $")
 
 
-def near(line: str) -> Iterator[tuple[int, int]]:
+def find_nearby_secrets(line: str) -> Iterator[tuple[int, int]]:
     """Where the words stand that look generated, and have the name of a secret near them."""
-    found = [(start, end, line[start:end]) for start, end in candidates(line)]
+    found = [(start, end, line[start:end]) for start, end in find_candidates(line)]
     if not found:
         return
-    names = [(*name.span(), what) for name in NAME.finditer(line) if (what := named(line, name))]
+    names = [
+        (*name.span(), what)
+        for name in NAME.finditer(line)
+        if (what := classify_name_in_line(line, name))
+    ]
     for start, end, word in found if names else ():
         around = max(
             (
@@ -112,55 +122,57 @@ def near(line: str) -> Iterator[tuple[int, int]]:
                 for first, last, what in names
                 if first - AROUND <= start <= last + AROUND and start != first
             ),
-            default=Kind.NONE,
+            default=Secrecy.NONE,
         )
         # What stands before a secret's name tells nothing of what follows it.
         since = max(
-            (last for _, last, what in names if last <= start and what is Kind.SECRET), default=0
+            (last for _, last, what in names if last <= start and what is Secrecy.SECRET), default=0
         )
-        if around and goes(line, start, word, around, since):
+        if around and is_secret_near_name(line, start, word, around, since):
             yield start, end
 
 
-def named(line: str, match: re.Match[str]) -> Kind:
+def classify_name_in_line(line: str, match: re.Match[str]) -> Secrecy:
     """What a name says; of several tokens and keys a model's are meant, or a cache's."""
     name = match[0]
     parts = {part.lower() for part in PARTS.findall(name)}
     if parts & STRONG:
-        return Kind.SECRET
+        return Secrecy.SECRET
     before = BEFORE.search(line, max(match.start() - BEFORE_LENGTH, 0), match.start())
-    what = kind(name, before[1] if before else "")
-    if what < Kind.LIKELY and any(map(ACCESS.fullmatch, parts)):
-        return Kind.LIKELY
-    if what < Kind.LIKELY and cached(line, match.start()):
-        return Kind.NONE
+    what = classify_name(name, before[1] if before else "")
+    if what < Secrecy.LIKELY and any(map(ACCESS.fullmatch, parts)):
+        return Secrecy.LIKELY
+    if what < Secrecy.LIKELY and mentions_cache(line, match.start()):
+        return Secrecy.NONE
     several = name.endswith("s") and not name.endswith("ss")
-    return Kind.NONE if what < Kind.SECRET and several else what
+    return Secrecy.NONE if what < Secrecy.SECRET and several else what
 
 
-def candidates(line: str) -> Iterator[tuple[int, int]]:
+def find_candidates(line: str) -> Iterator[tuple[int, int]]:
     """The words of a line that may be secrets, of a path its parts."""
     for match in WORD.finditer(line):
         start, word = match.start(), match[0].rstrip(".?")
         start, word = start + len(word) - len(word.lstrip("*")), word.lstrip("*")
         if line[match.end() : match.end() + 1] == "(" or POD.fullmatch(word):  # a call
             continue
-        if (prefixed := PREFIX.match(word)) and kind(prefixed[0]) >= Kind.LIKELY:
+        if (prefixed := PREFIX.match(word)) and classify_name(prefixed[0]) >= Secrecy.LIKELY:
             start, word = start + prefixed.end(), word[prefixed.end() :]
-        whole = BASE64.fullmatch(word) and not kind(word.partition("/")[0])
-        if "/" not in word or (whole and random(word.replace("/", ""))):
-            if odd(word):
+        whole = BASE64.fullmatch(word) and not classify_name(word.partition("/")[0])
+        if "/" not in word or (whole and is_random(word.replace("/", ""))):
+            if is_unusual_word(word):
                 yield start, start + len(word)
             continue
         before = ""
         for part in PART.finditer(word):
-            if (kind(before) >= Kind.LIKELY or ACCESS.fullmatch(before)) and odd(part[0]):
+            if (
+                classify_name(before) >= Secrecy.LIKELY or ACCESS.fullmatch(before)
+            ) and is_unusual_word(part[0]):
                 yield start + part.start(), start + part.end()
             before = part[0]
 
 
 @functools.lru_cache(4096)
-def odd(word: str) -> bool:
+def is_unusual_word(word: str) -> bool:
     """Whether a word is none of a language, nor a name that people give."""
     if (
         len(word) < SHORTEST
@@ -173,16 +185,19 @@ def odd(word: str) -> bool:
     if CLASS.fullmatch(word) and sum(map(len, CLASS_PART.findall(word))) >= len(word) / 2:
         return bool(NUMBERED_CLASS.fullmatch(word))
     return bool(
-        made(word) or HASH.fullmatch(word) or UUID.fullmatch(word) or MADE_UP.fullmatch(word)
+        is_machine_made(word)
+        or HASH.fullmatch(word)
+        or UUID.fullmatch(word)
+        or MADE_UP.fullmatch(word)
     )
 
 
 @functools.lru_cache(4096)
-def made(word: str) -> bool:
+def is_machine_made(word: str) -> bool:
     """Whether a word looks generated: by its letters, or by groups of the same length."""
     digit, capital = bool(re.search(r"\d", word)), word != word.lower()
     return (
-        generated(word)
+        is_generated(word)
         or len(TURN.findall(word)) + digit >= TURNS
         or (capital and bool(NUMBERED.fullmatch(word)))
         or (digit and bool(GROUPS.fullmatch(word)) and len(set(map(len, word.split("-")))) == 1)
@@ -190,82 +205,82 @@ def made(word: str) -> bool:
 
 
 @functools.lru_cache(2)
-def rights(line: str) -> bool:
+def mentions_access(line: str) -> bool:
     """Whether a line speaks of rights; asked for each of its words."""
     return bool(RIGHTS.search(line))
 
 
-def ends(word: str) -> Iterator[int]:
+def find_part_ends(word: str) -> Iterator[int]:
     """Where the parts of a word end that hyphens join."""
     return (sign.end() for sign in re.finditer("-", word))
 
 
-def goes(line: str, start: int, word: str, around: Kind, since: int = 0) -> bool:
+def is_secret_near_name(line: str, start: int, word: str, around: Secrecy, since: int = 0) -> bool:
     """Whether an odd word near a name is a secret, by what stands before it, ``since`` there."""
     before = line[max(start - ELSE_BEFORE, since) : start]
     # What it is may stand in the word itself: node-7f9b2c.
-    if any(ELSE.search(before + word[:end]) for end in (0, *ends(word))):
+    if any(ELSE.search(before + word[:end]) for end in (0, *find_part_ends(word))):
         return False
     if HASH.fullmatch(word) or UUID.fullmatch(word):
-        if FAR_ELSE.search(before) or (around < Kind.LIKELY and OF_ANOTHER.search(before)):
+        if FAR_ELSE.search(before) or (around < Secrecy.LIKELY and OF_ANOTHER.search(before)):
             return False
-        return around >= Kind.LIKELY or rights(line)
-    if made(word):
-        return around >= Kind.LIKELY or len(word) >= LONG or rights(line)
-    if around is Kind.SECRET and NUMBERED.fullmatch(word):
+        return around >= Secrecy.LIKELY or mentions_access(line)
+    if is_machine_made(word):
+        return around >= Secrecy.LIKELY or len(word) >= LONG or mentions_access(line)
+    if around is Secrecy.SECRET and NUMBERED.fullmatch(word):
         return True
     quoted = before[-1:] in set("\"'`(>") and not OF_ANOTHER.search(before)
-    return around is Kind.SECRET and (quoted or bool(SAID.search(before)))
+    return around is Secrecy.SECRET and (quoted or bool(SAID.search(before)))
 
 
-def alone(line: str, before: Sequence[str], after: Iterable[str]) -> int | None:
+def find_lone_secret(line: str, before: Sequence[str], after: Iterable[str]) -> int | None:
     """Where a secret begins that stands alone in a line below one that names it.
 
     Of an exception that tells nothing else (`KeyError: 'X'`), the name may be below it, too.
     """
-    if start := answered(line, before, after):
+    if start := find_prompted_secret(line, before, after):
         return start
     match = LABELLED.match(line)
-    if not match or not odd(match["word"]):
+    if not match or not is_unusual_word(match["word"]):
         return None
     raised = bool(match["label"] and ERROR.search(match["label"]))
     if match["label"] and not raised:
         return None
     for other in (*before, *(islice(after, 1) if raised else ())):
-        kinds = [named(other, name) for name in NAME.finditer(other)]
-        if max(kinds, default=Kind.NONE) >= Kind.LIKELY and not FAR_ELSE.search(other):
+        kinds = [classify_name_in_line(other, name) for name in NAME.finditer(other)]
+        if max(kinds, default=Secrecy.NONE) >= Secrecy.LIKELY and not FAR_ELSE.search(other):
             return match.start("word")
     return None
 
 
-def answered(line: str, before: Sequence[str], after: Iterable[str]) -> int | None:
+def find_prompted_secret(line: str, before: Sequence[str], after: Iterable[str]) -> int | None:
     """Where a passphrase begins below its name, or what somebody answers who was asked for it."""
     above = before[-1].rstrip() if before else ""
     below = next(iter(islice(after, 1)), "").lstrip()
     asked = above if above.endswith("?") else below if below[:1] in {";", "#"} else ""
-    if asked and (match := ANSWER.match(line)) and secret_in(asked):
+    if asked and (match := ANSWER.match(line)) and has_secret_name(asked):
         word = match["word"]
         if not (word.isalpha() or (USUAL.fullmatch(word) and not UUID.fullmatch(word))):
             return match.start("word")
     text = line.strip().strip("\"'")
-    if above[-1:] in BEGINS and phrase(text) and secret_in(above):
+    if above[-1:] in BEGINS and is_passphrase(text) and has_secret_name(above):
         return line.index(text)
     match = DEFAULT.search(line) if "(default: " in line else None
-    if match and phrase(match[1]) and secret_in(above):
+    if match and is_passphrase(match[1]) and has_secret_name(above):
         return match.start(1)
     return None
 
 
-def secret_in(line: str) -> bool:
+def has_secret_name(line: str) -> bool:
     """Whether a line names a secret, whatever else it says."""
-    return any(named(line, name) is Kind.SECRET for name in NAME.finditer(line))
+    return any(classify_name_in_line(line, name) is Secrecy.SECRET for name in NAME.finditer(line))
 
 
-def labelled(line: str, what: Kind) -> int | None:
+def find_labelled_secret(line: str, what: Secrecy) -> int | None:
     """Where a secret begins in a line of what has the name of one; ``what`` that says."""
     match = LABELLED.match(line)
-    if not match or not odd(match["word"]):
+    if not match or not is_unusual_word(match["word"]):
         return None
     start = match.start("word")
-    made_up = what is Kind.SECRET and MADE_UP.fullmatch(match["word"])
-    return start if made_up or goes(line, start, match["word"], what) else None
+    made_up = what is Secrecy.SECRET and MADE_UP.fullmatch(match["word"])
+    return start if made_up or is_secret_near_name(line, start, match["word"], what) else None

@@ -10,15 +10,17 @@ from ..errors import VllmopsError
 from ..host.processes import Process
 from ..host.roles import Role
 from ..instances.servers import Server
-from ..protocol.caches import ProcessCaches, Silent
-from ..protocol.compares import CompareRequest, Comparison
+from ..protocol.caches import ProcessCaches, ProcessGap
+from ..protocol.compares import CacheComparison, CompareRequest
 from ..rpc import agent
 
 SLACK_S = 5.0  # on top of the server's own time limit: a slow machine, many keys
 FEATURE = "compare"
 
 
-def take(server: Server, request: CompareRequest) -> tuple[list[Comparison], list[Silent]]:
+def compare_caches(
+    server: Server, request: CompareRequest
+) -> tuple[list[CacheComparison], list[ProcessGap]]:
     """Ask every API server for a comparison.
 
     Returns:
@@ -28,7 +30,7 @@ def take(server: Server, request: CompareRequest) -> tuple[list[Comparison], lis
         VllmopsError: ``compare.no-engine``, ``compare.no-agent``, ``compare.timeout``.
     """
     began = time.monotonic()
-    engines, fronts = server.of(Role.ENGINE), server.of(Role.API)
+    engines, fronts = server.select_processes(Role.ENGINE), server.select_processes(Role.API)
     if not engines or not fronts:
         raise VllmopsError(
             "compare.no-engine",
@@ -37,19 +39,21 @@ def take(server: Server, request: CompareRequest) -> tuple[list[Comparison], lis
             f"vllmops wait {server.label} --for ready, or vllmops cache inspect -t {server.label}",
         )
     # Ask first: vLLM logs a traceback for each call of a utility that an engine does not have.
-    _, silent = agent.side_by_side(engines, capable)
+    _, silent = agent.collect_answers(engines, require_comparing_agent)
     # An engine that hangs may still answer within the time limit, so it does not count as lacking.
     if lacking := [engine for engine in silent if engine.code != "agent.timeout"]:
-        raise agent.nobody(
+        raise agent.make_no_answer_error(
             "compare.no-agent", f"can't compare the caches of {server.label}", lacking
         )
     request = msgspec.structs.replace(
         request,
         timeout_s=max(request.timeout_s - (time.monotonic() - began), request.timeout_s / 2),
     )
-    comparisons, silent = agent.side_by_side(fronts, lambda process: ask(process, request))
+    comparisons, silent = agent.collect_answers(
+        fronts, lambda process: request_comparison(process, request)
+    )
     if not comparisons:
-        raise agent.nobody(
+        raise agent.make_no_answer_error(
             "compare.no-agent", f"no API server of {server.label} made a comparison", silent
         )
     if any(comparison.after is None or not comparison.looks for comparison in comparisons):
@@ -60,46 +64,49 @@ def take(server: Server, request: CompareRequest) -> tuple[list[Comparison], lis
             f"vllmops stacks dump -t {server.label} --explain shows which; "
             f"vllmops cache inspect -t {server.label} works without a step",
         )
-    return [located(comparison, server) for comparison in comparisons], silent
+    return [set_process_ranks(comparison, server) for comparison in comparisons], silent
 
 
-def located(comparison: Comparison, server: Server) -> Comparison:
+def set_process_ranks(comparison: CacheComparison, server: Server) -> CacheComparison:
     """A comparison whose processes have the places that the whole server shows.
 
     An engine tells its workers' caches by its own view: that of a model without experts knows of
     no other data parallel rank.
     """
-    known = {(p.place.node, p.pid): agent.shown(p) for p in server.processes}
+    known = {(p.place.node, p.pid): agent.get_process_fields(p) for p in server.processes}
 
-    def place(process: ProcessCaches) -> ProcessCaches:
+    def set_ranks(process: ProcessCaches) -> ProcessCaches:
         return msgspec.structs.replace(process, **known.get((process.node, process.pid), {}))
 
     looks = [
         msgspec.structs.replace(
-            look, front=place(look.front), engines=[place(engine) for engine in look.engines]
+            look,
+            front=set_ranks(look.front),
+            engines=[set_ranks(engine) for engine in look.engines],
         )
         for look in comparison.looks
     ]
     return msgspec.structs.replace(comparison, looks=looks)
 
 
-def ask(process: Process, request: CompareRequest) -> Comparison:
-    peer = capable(process)
+def request_comparison(process: Process, request: CompareRequest) -> CacheComparison:
+    peer = require_comparing_agent(process)
     peer.timeout_s = request.timeout_s + SLACK_S
-    return peer.compare(request)
+    return peer.compare_caches(request)
 
 
-def capable(process: Process) -> agent.Agent:
+def require_comparing_agent(process: Process) -> agent.Agent:
     """The agent of a process, if it is new enough to compare caches.
 
     Raises:
-        VllmopsError: as `agent.reach`, or ``agent.older``.
+        VllmopsError: as `agent.open_agent`, or ``agent.older``.
     """
-    peer = agent.reach(process)
-    if FEATURE not in peer.hello().features:
+    peer = agent.open_agent(process)
+    if FEATURE not in peer.fetch_hello().features:
         raise VllmopsError(
             "agent.older",
-            f"the agent of {agent.name(process)} is older than this vllmops and can't compare",
+            f"the agent of {agent.format_process_name(process)} is older than this vllmops and "
+            "can't compare",
             "restart the server, so that it loads this vllmops",
         )
     return peer

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from ..diagnose.caches import findings, undecided
+from ..diagnose.caches import check_sample, needs_all_keys
 from ..errors import VllmopsError
 from ..host.processes import ROLES, Process
 from ..host.roles import Role
 from ..instances.servers import Server
-from ..protocol.caches import CacheSnapshot, ProcessCaches, Sample, Silent
-from ..protocol.place import key
+from ..protocol.caches import CacheSample, CacheSnapshot, ProcessCaches, ProcessGap
+from ..protocol.place import make_process_key
 from ..rpc import agent
 
 SAMPLES = 3
 APART_S = 0.1
 
 
-def take(agents: Agents, *, keys: bool = False) -> CacheSnapshot:
+def observe_caches(agents: CacheAgents, *, keys: bool = False) -> CacheSnapshot:
     """A snapshot of a server's caches.
 
     A fault persists; an operation that is half done does not. So where there are findings, or the
@@ -31,62 +31,64 @@ def take(agents: Agents, *, keys: bool = False) -> CacheSnapshot:
     Raises:
         VllmopsError: ``cache.no-agent`` or ``cache.no-process`` if no process answers.
     """
-    samples = [agents.sample(keys=keys)]
-    if not keys and undecided(samples[0]):
-        samples = [agents.sample(keys=True)]
-    while len(samples) < SAMPLES and findings(samples[-1]):
+    samples = [agents.take_sample(keys=keys)]
+    if not keys and needs_all_keys(samples[0]):
+        samples = [agents.take_sample(keys=True)]
+    while len(samples) < SAMPLES and check_sample(samples[-1]):
         time.sleep(APART_S)
-        samples.append(agents.sample(keys=True))
+        samples.append(agents.take_sample(keys=True))
     return CacheSnapshot(server=agents.server.label, samples=samples)
 
 
-class Agents:
+class CacheAgents:
     """The agents of one server; each is located and checked once."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.processes = server.of(*ROLES)
+        self.processes = server.select_processes(*ROLES)
         self.agents: dict[Process, agent.Agent] = {}
 
-    def sample(self, *, keys: bool) -> Sample:
+    def take_sample(self, *, keys: bool) -> CacheSample:
         """One sample of all processes."""
-        caches, silent = agent.side_by_side(self.processes, partial(self.ask, keys=keys))
+        caches, silent = agent.collect_answers(
+            self.processes, partial(self.fetch_caches, keys=keys)
+        )
         if not caches:
-            raise self.no_answer(silent)
-        return Sample(
+            raise self.make_no_answer_error(silent)
+        return CacheSample(
             taken_at=time.time(),
             processes=caches,
             silent=silent,
-            quiet=not silent and self.quiet(caches),
+            quiet=not silent and self.is_quiet(caches),
         )
 
-    def ask(self, process: Process, *, keys: bool) -> ProcessCaches:
+    def fetch_caches(self, process: Process, *, keys: bool) -> ProcessCaches:
         """One process's caches."""
         # An agent that does not answer is not kept: the next sample locates it again.
-        asked = self.agents.pop(process, None) or agent.reach(process)
-        answer = asked.caches(keys=keys)
+        asked = self.agents.pop(process, None) or agent.open_agent(process)
+        answer = asked.fetch_caches(keys=keys)
         self.agents[process] = asked
         return answer
 
-    def quiet(self, processes: list[ProcessCaches]) -> bool:
+    def is_quiet(self, processes: list[ProcessCaches]) -> bool:
         """Whether no request was in flight at the sample, and none has started since."""
         if any(process.unfinished for process in processes):
             return False
-        agents = {key(process): asked for process, asked in self.agents.items()}
+        agents = {make_process_key(process): asked for process, asked in self.agents.items()}
         for process in processes:
             if process.role != Role.API:
                 continue
             if process.in_flight != 0:
                 return False
             try:
-                now = agents[key(process)].traffic()
+                now = agents[make_process_key(process)].fetch_traffic()
             except VllmopsError:
                 return False
             if now.in_flight or now.started != process.started:
                 return False
         return True
 
-    def no_answer(self, silent: list[Silent]) -> VllmopsError:
+    def make_no_answer_error(self, silent: list[ProcessGap]) -> VllmopsError:
         """The error for a server of which no process answered, with each one's reason."""
         if not silent:
             return VllmopsError(
@@ -94,6 +96,6 @@ class Agents:
                 f"{self.server.label} has no process with a cache yet",
                 f"vllmops wait {self.server.label} --for ready",
             )
-        return agent.nobody(
+        return agent.make_no_answer_error(
             "cache.no-agent", f"no process of {self.server.label} reported its caches", silent
         )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ..diagnose.caches import ahead
+from ..diagnose.caches import find_front_only_keys
 from ..host.processes import ROLES, Process
 from ..instances.servers import Server
-from ..protocol.caches import CacheSnapshot, Silent
+from ..protocol.caches import CacheSnapshot, ProcessGap
 from ..protocol.repairs import ProcessRepair, RepairRequest
 from ..rpc import agent
 from . import inspect as caches
@@ -20,7 +20,7 @@ ROUNDS, APART_S = 5, 0.3
 
 
 @dataclass(frozen=True)
-class Report:
+class RepairReport:
     """What was repaired, and the state of the caches afterwards.
 
     Args:
@@ -30,11 +30,11 @@ class Report:
     """
 
     repairs: list[ProcessRepair]
-    silent: list[Silent]
+    silent: list[ProcessGap]
     after: CacheSnapshot
 
 
-def repair(server: Server, *, dry_run: bool = False) -> Report:
+def repair_caches(server: Server, *, dry_run: bool = False) -> RepairReport:
     """Repair what is provably wrong, and nothing else.
 
     Args:
@@ -46,8 +46,9 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
     """
     repairs: list[ProcessRepair] = []
     for _ in range(1 if dry_run else ROUNDS):
-        answers, silent = agent.side_by_side(
-            server.of(*ROLES), lambda process: ask(process, RepairRequest(dry_run=dry_run))
+        answers, silent = agent.collect_answers(
+            server.select_processes(*ROLES),
+            lambda process: request_repair(process, RepairRequest(dry_run=dry_run)),
         )
         repairs += answers
         if not any(answer.caches for answer in answers):
@@ -55,23 +56,23 @@ def repair(server: Server, *, dry_run: bool = False) -> Report:
         # A request that was stuck in the front end continues, and may get stuck in the engine next.
         time.sleep(APART_S)
     if silent and not repairs:
-        raise agent.nobody(
+        raise agent.make_no_answer_error(
             "repair.no-agent",
             f"no process of {server.label} can repair its caches",
             silent,
         )
-    agents = caches.Agents(server)
-    after = caches.take(agents)
+    agents = caches.CacheAgents(server)
+    after = caches.observe_caches(agents)
     # Found only while no request is in flight, so none is about to bring these keys to the engine.
-    if (front_only := ahead(after)) is not None:
+    if (front_only := find_front_only_keys(after)) is not None:
         pid, keys = front_only
         front = next(process for process in server.processes if process.pid == pid)
-        repairs.append(ask(front, RepairRequest(dry_run=dry_run, front_only=keys)))
-        after = caches.take(agents)
-    return Report([done for done in repairs if done.caches], silent, after)
+        repairs.append(request_repair(front, RepairRequest(dry_run=dry_run, front_only=keys)))
+        after = caches.observe_caches(agents)
+    return RepairReport([done for done in repairs if done.caches], silent, after)
 
 
-def ask(process: Process, request: RepairRequest) -> ProcessRepair:
-    peer = agent.reach(process, timeout_s=REACH_S)
+def request_repair(process: Process, request: RepairRequest) -> ProcessRepair:
+    peer = agent.open_agent(process, timeout_s=REACH_S)
     peer.timeout_s = TIMEOUT_S
-    return peer.repair(request)
+    return peer.repair_caches(request)

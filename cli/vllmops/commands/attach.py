@@ -11,26 +11,26 @@ import typer
 
 from .. import output
 from ..attach import attach
-from ..attach.attach import Attached, Plan
-from ..errors import Exit, VllmopsError
+from ..attach.attach import AttachPlan, AttachResult
+from ..errors import ExitCode, VllmopsError
 from ..host.processes import ROLES
-from ..instances.servers import Server, resolve
-from ..numbers import many
-from ..output import Progress, Result, command
-from ..protocol.caches import Silent
-from ..protocol.place import who
+from ..instances.servers import Server, resolve_server
+from ..numbers import format_count
+from ..output import Progress, Result, print_result
+from ..protocol.caches import ProcessGap
+from ..protocol.place import format_process
 from ..rpc import agent
-from .options import Target, seconds
+from .options import Target, make_seconds_parser
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = output.typer_app()
+app = output.make_typer_app()
 
 
 @app.command(epilog="Example: vllmops attach -t 4711 --patch")
-@command
-def attach_(
+@print_result
+def attach_agent(
     *,
     target: Target = None,
     patch: Annotated[
@@ -41,7 +41,8 @@ def attach_(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     timeout: Annotated[
-        float, typer.Option(parser=seconds(0.1), help="Seconds until the agents must answer.")
+        float,
+        typer.Option(parser=make_seconds_parser(0.1), help="Seconds until the agents must answer."),
     ] = 15.0,
     json_: output.Json = False,
 ) -> Result:
@@ -53,32 +54,34 @@ def attach_(
     debugger is needed. You need the server's own user or root, and the
     permission to trace its processes.
     """
-    server = resolve(target)
+    server = resolve_server(target)
     with ThreadPoolExecutor() as pool:
-        processes = server.of(*ROLES)
-        lacks = zip(processes, pool.map(attach.lacking, processes), strict=True)
+        processes = server.select_processes(*ROLES)
+        lacks = zip(processes, pool.map(attach.needs_agent, processes), strict=True)
         new = [process for process, lacking in lacks if lacking]
         if not new:
-            raise nothing(server)
-        plans = list(pool.map(attach.plan, new))
+            raise make_not_attachable_error(server)
+        plans = list(pool.map(attach.plan_attach, new))
     if dry_run:
         data: dict[str, Any] = {"server": server.label, "dry_run": True, "patch": patch}
         rows = [
             {"role": plan.process.role, "pid": plan.process.pid, "threads": plan.tids}
             for plan in plans
         ]
-        return Result({**data, "processes": rows}, lambda: planned(plans))
+        return Result({**data, "processes": rows}, lambda: render_plan(plans))
     if not yes:
-        names = ", ".join(agent.name(process) for process in new)
-        output.confirm(
+        names = ", ".join(agent.format_process_name(process) for process in new)
+        output.require_confirmation(
             f"Load the agent{' and its patches' if patch else ''} into {names}?",
             f"vllmops attach -t {server.label} --yes",
         )
     with Progress(time.time(), quiet=json_) as progress:
-        progress.update(f"{server.label}: attaching to {many(len(new), 'process', 'processes')}")
+        progress.update(
+            f"{server.label}: attaching to {format_count(len(new), 'process', 'processes')}"
+        )
         by = dict(zip(new, plans, strict=True))
-        done, silent = agent.side_by_side(
-            new, lambda process: attach.attach(by[process], patch=patch, timeout_s=timeout)
+        done, silent = agent.collect_answers(
+            new, lambda process: attach.attach_agent(by[process], patch=patch, timeout_s=timeout)
         )
     data = {
         "server": server.label,
@@ -95,12 +98,16 @@ def attach_(
         ],
         "silent": silent,
     }
-    return Result(data, lambda: report(server, done, silent), Exit.FAILED if silent else Exit.OK)
+    return Result(
+        data,
+        lambda: render_attach_report(server, done, silent),
+        ExitCode.FAILED if silent else ExitCode.OK,
+    )
 
 
-def nothing(server: Server) -> VllmopsError:
+def make_not_attachable_error(server: Server) -> VllmopsError:
     """There is no process to attach to."""
-    if not server.of(*ROLES):
+    if not server.select_processes(*ROLES):
         return VllmopsError(
             "attach.no-process",
             f"{server.label} has no process yet to load the agent into",
@@ -113,9 +120,9 @@ def nothing(server: Server) -> VllmopsError:
     )
 
 
-def planned(plans: Sequence[Plan]) -> list[RenderableType]:
+def render_plan(plans: Sequence[AttachPlan]) -> list[RenderableType]:
     """What would be done, for a person."""
-    table = output.table("ROLE", "PID", "HOW", right=("PID",))
+    table = output.make_table("ROLE", "PID", "HOW", right=("PID",))
     for plan in plans:
         how = (
             f"by thread {plan.tids[0]} (idle threads: {len(plan.tids)})"
@@ -126,11 +133,11 @@ def planned(plans: Sequence[Plan]) -> list[RenderableType]:
     return ["Would attach to:", table]
 
 
-def report(
-    server: Server, done: Sequence[Attached], silent: Sequence[Silent]
+def render_attach_report(
+    server: Server, done: Sequence[AttachResult], silent: Sequence[ProcessGap]
 ) -> list[RenderableType]:
     """What was done, for a person."""
-    table = output.table("ROLE", "PID", "STOPPED", "READY AFTER", right=("PID", "STOPPED"))
+    table = output.make_table("ROLE", "PID", "STOPPED", "READY AFTER", right=("PID", "STOPPED"))
     for attached in done:
         stopped = "-" if attached.stopped_s is None else f"{1000 * attached.stopped_s:.1f} ms"
         process = attached.process
@@ -138,7 +145,7 @@ def report(
         table.add_row(*row)
     parts: list[RenderableType] = [table] if done else []
     for missing in silent:
-        parts.append(output.styled(f"{who(missing)}: {missing.why}", "bold red"))
+        parts.append(output.style_text(f"{format_process(missing)}: {missing.why}", "bold red"))
         parts.append(f"  hint: {missing.hint}")
     if done:
         parts.append(f"Next: vllmops cache inspect -t {server.label}")

@@ -14,25 +14,25 @@ import typer
 
 from .. import files, output
 from ..bundle import bundle as bundles
-from ..bundle.collecting import COLLECT_ENV_S, TIMEOUT_S, collect
+from ..bundle.collecting import COLLECT_ENV_S, TIMEOUT_S, collect_contents
 from ..diagnose.findings import Finding
 from ..errors import VllmopsError
-from ..instances.servers import Server, find, resolve
-from ..output import Json, Progress, Result, size, table, typer_app
-from ..protocol.bundles import Index
-from ..protocol.place import named
-from ..streams import stopped_by
-from .options import Target, seconds, to_write
-from .several import remote
+from ..instances.servers import Server, list_servers, resolve_server
+from ..output import Json, Progress, Result, format_bytes, make_table, make_typer_app
+from ..protocol.bundles import BundleIndex
+from ..protocol.place import format_role_and_ranks
+from ..streams import make_stop_event
+from .options import Target, make_seconds_parser, validate_output_path
+from .several import allow_remote_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = typer_app()
+app = make_typer_app()
 
 
 @app.command(epilog="Example: vllmops bundle -t demo -o hang.tar.gz")
-@remote
+@allow_remote_target
 def bundle(
     *,
     target: Target = None,
@@ -42,14 +42,14 @@ def bundle(
             "--output",
             "-o",
             readable=False,
-            callback=to_write,
+            callback=validate_output_path,
             help="The file, or a folder for it [a name with server and time, in this directory].",
         ),
     ] = None,
     timeout: Annotated[
         float,
         typer.Option(
-            parser=seconds(1),
+            parser=make_seconds_parser(1),
             help="Seconds to capture everything. vLLM's collect_env, which runs beside it, has "
             f"{COLLECT_ENV_S:g} at least. Redaction, which follows, has {bundles.REDACT_S:g}.",
         ),
@@ -74,18 +74,20 @@ def bundle(
     capture early and keeps what is there. doctor, stacks explain and cache
     inspect read the file. An instance that has ended still has a log.
     """
-    server = chosen(target)
+    server = find_server(target)
     if dry_run:
-        return preview(server, redact=not no_redact)
-    path = place(out, server.label)
+        return preview_bundle(server, redact=not no_redact)
+    path = choose_bundle_path(out, server.label)
     replace = force
     if path.is_file() and not force:
-        output.confirm(f"{path} exists. Replace it?", "vllmops bundle --force, or another -o FILE")
+        output.require_confirmation(
+            f"{path} exists. Replace it?", "vllmops bundle --force, or another -o FILE"
+        )
         replace = True
     # Not an exception: what was captured must be written, however often Ctrl-C is pressed.
-    stop = stopped_by(signal.SIGINT)
+    stop = make_stop_event(signal.SIGINT)
     with Progress(time.time(), quiet=json_) as progress:
-        contents = collect(
+        contents = collect_contents(
             server,
             timeout_s=timeout,
             collect_env_s=max(timeout, COLLECT_ENV_S),
@@ -93,7 +95,7 @@ def bundle(
             stop=stop,
         )
         progress.update("writing the file")
-        path, index = bundles.write(
+        path, index = bundles.write_bundle(
             contents,
             path,
             redact=not no_redact,
@@ -108,9 +110,9 @@ def bundle(
         "findings": findings,
     }
     if not contents.interrupted:
-        return Result(data, lambda: list(shown(path, index, findings)))
+        return Result(data, lambda: list(render_index(path, index, findings)))
     if not json_:
-        output.show(*shown(path, index, findings))
+        output.print_parts(*render_index(path, index, findings))
     raise VllmopsError(
         "interrupted",
         f"interrupted; what was captured until then is in {path}",
@@ -118,33 +120,35 @@ def bundle(
     )
 
 
-def chosen(target: str | None) -> Server:
+def find_server(target: str | None) -> Server:
     """The server, also an instance that has ended: it has left a log."""
     named = target or os.environ.get("VLLMOPS_TARGET")
     if named and "://" not in named:
-        over = [server for server in find() if server.name == named and not server.processes]
+        over = [
+            server for server in list_servers() if server.name == named and not server.processes
+        ]
         if over:
             return over[0]
-    return resolve(target)
+    return resolve_server(target)
 
 
-def place(out: Path | None, label: str) -> Path:
+def choose_bundle_path(out: Path | None, label: str) -> Path:
     """Where the bundle is written; checked before anything is captured.
 
     Raises:
         VllmopsError: ``bundle.not-written``.
     """
-    name = bundles.file_name(label, time.time())
+    name = bundles.make_bundle_name(label, time.time())
     path = out or Path()
     try:
         path = path / name if path.is_dir() else path
-        files.check(path)
+        files.require_writable(path)
     except OSError as error:
-        raise bundles.not_written(path.absolute(), error) from error
+        raise bundles.make_not_written_error(path.absolute(), error) from error
     return path
 
 
-def preview(server: Server, *, redact: bool) -> Result:
+def preview_bundle(server: Server, *, redact: bool) -> Result:
     """What would be captured."""
     parts = dict(bundles.PARTS)
     if not server.processes:
@@ -156,7 +160,7 @@ def preview(server: Server, *, redact: bool) -> Result:
         there = {"log.txt", "configuration.json", "versions.json", "collect_env.txt"}
         parts = {name: about for name, about in parts.items() if name not in there}
     for process in () if server.fleet else server.processes:
-        name = named(process.role, process.place)
+        name = format_role_and_ranks(process.role, process.place)
         parts[f"proc/{process.pid}.txt"] = f"{name}: {bundles.ABOUT_PROC}"
     data = {
         "server": server.label,
@@ -164,32 +168,34 @@ def preview(server: Server, *, redact: bool) -> Result:
         "redacted": redact,
     }
 
-    def text() -> list[RenderableType]:
-        listed = table("part", "what")
+    def render_parts() -> list[RenderableType]:
+        listed = make_table("part", "what")
         for name, about in parts.items():
             listed.add_row(name, about)
         return [listed]
 
-    return Result(data, text)
+    return Result(data, render_parts)
 
 
-def shown(path: Path, index: Index, findings: Sequence[Finding] | None) -> Iterator[RenderableType]:
+def render_index(
+    path: Path, index: BundleIndex, findings: Sequence[Finding] | None
+) -> Iterator[RenderableType]:
     """The index for a person."""
-    listed = table("part", "size", "took", right=("size", "took"))
+    listed = make_table("part", "size", "took", right=("size", "took"))
     for part in index.parts:
         name = f"{part.name} {part.process}".rstrip()
-        listed.add_row(name, size(part.bytes), f"{part.seconds:.1f} s")
+        listed.add_row(name, format_bytes(part.bytes), f"{part.seconds:.1f} s")
     yield listed
     yield ""
     if findings is not None:
         codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
-        yield output.styled(f"doctor: {codes or 'no findings'}", "bold" if findings else "")
+        yield output.style_text(f"doctor: {codes or 'no findings'}", "bold" if findings else "")
     for missing in index.missing:
-        yield output.styled(f"not captured: {missing.name}: {missing.why}", "yellow")
+        yield output.style_text(f"not captured: {missing.name}: {missing.why}", "yellow")
     redactions = ", ".join(f"{count} x {kind}" for kind, count in index.redactions.items())
     if index.redacted:
         yield f"redacted: {redactions or 'nothing: no secrets were found'}"
-    yield output.styled(
+    yield output.style_text(
         f"{index.note[0].upper()}{index.note[1:]}.", "bold" if index.redacted else "bold red"
     )
-    yield f"{path}: {size(path.stat().st_size)}, {index.seconds:.1f} s"
+    yield f"{path}: {format_bytes(path.stat().st_size)}, {index.seconds:.1f} s"

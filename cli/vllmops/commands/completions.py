@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
-from ..output import Json, Result, Verbatim, command, typer_app
+from ..output import Json, Result, VerbatimText, make_typer_app, print_result
 
-app = typer_app()
+app = make_typer_app()
 
 
 class Shell(StrEnum):
@@ -22,7 +22,7 @@ class Shell(StrEnum):
 @app.command(
     epilog="Example: vllmops completions bash > ~/.local/share/bash-completion/completions/vllmops"
 )
-@command
+@print_result
 def completions(
     shell: Annotated[Shell, typer.Argument(help="The shell to complete in.")],
     json_: Json = False,
@@ -34,4 +34,4 @@ def completions(
     script = get_completion_script(
         prog_name="vllmops", complete_var="_VLLMOPS_COMPLETE", shell=shell
     )
-    return Result({"shell": shell, "script": script}, lambda: [Verbatim(script.rstrip())])
+    return Result({"shell": shell, "script": script}, lambda: [VerbatimText(script.rstrip())])

@@ -13,42 +13,42 @@ import typer
 from ..diagnose import doctor as judge
 from ..diagnose.findings import Finding, Severity
 from ..diagnose.stacks import StackFinding
-from ..errors import usage
+from ..errors import make_usage_error
 from ..host import namesake
-from ..host.shape import shown
+from ..host.shape import format_url
 from ..output import (
-    Folded,
+    FoldedLines,
+    IndentedLine,
     Json,
-    Line,
     Progress,
     Result,
-    facts,
-    say,
-    size,
-    span,
-    styled,
-    table,
-    typer_app,
+    format_bytes,
+    format_duration,
+    make_facts_table,
+    make_table,
+    make_typer_app,
+    print_to_stderr,
+    style_text,
 )
 from ..protocol.metrics import Metrics
-from ..protocol.server import ServerSnapshot, Unseen
+from ..protocol.server import Gap, ServerSnapshot
 from . import steps
-from .findings import STYLES, FailOn, exit_code
-from .options import Target, seconds, typed
-from .several import per_target
-from .stacks.explanation import steps as lines_of
+from .findings import STYLES, FailOn, choose_exit_code
+from .options import Target, is_on_command_line, make_seconds_parser
+from .several import run_per_target
+from .stacks.explanation import render_evidence as lines_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = typer_app()
+app = make_typer_app()
 
 EVIDENCE = 4  # lines of each finding
 
 
-def codes(incomplete: str) -> list[str]:
+def complete_check_code(incomplete: str) -> list[str]:
     """Codes of checks, for completion."""
-    return [check.code for check in judge.checks() if check.code.startswith(incomplete)]
+    return [check.code for check in judge.list_checks() if check.code.startswith(incomplete)]
 
 
 Codes = Annotated[
@@ -56,14 +56,14 @@ Codes = Annotated[
     typer.Option(
         metavar="CODE",
         help="A check's code, or the first word of several codes; repeatable.",
-        autocompletion=codes,
+        autocompletion=complete_check_code,
         rich_help_panel="Checks",
     ),
 ]
 
 
 @app.command(epilog="Example: vllmops doctor -t demo --canary")
-@per_target
+@run_per_target
 def doctor(
     ctx: typer.Context,
     file: Annotated[
@@ -84,7 +84,10 @@ def doctor(
         ),
     ] = False,
     interval: Annotated[
-        float, typer.Option(parser=seconds(0.1), help="Seconds over which metrics are compared.")
+        float,
+        typer.Option(
+            parser=make_seconds_parser(0.1), help="Seconds over which metrics are compared."
+        ),
     ] = 1.0,
     history: Annotated[
         bool,
@@ -120,36 +123,38 @@ def doctor(
     metrics. It takes longer if something seems to be stuck, and it names what
     it can't see. It changes nothing, and sends no request except with --canary.
     """
-    every = judge.checks()
-    selected = chosen(every, only, skip)
+    every = judge.list_checks()
+    selected = select_codes(every, only, skip)
     if list_:
         return Result(
             {"checks": [check for check in every if check.code in selected]},
-            lambda: [listing([check for check in every if check.code in selected])],
+            lambda: [make_checks_table([check for check in every if check.code in selected])],
         )
     if clean_shm:
-        return cleaned(alone=file is None and not canary and not history)
+        return clean_shared_memory(alone=file is None and not canary and not history)
     if history and canary:
-        raise usage("--history can't be combined with --canary", "vllmops doctor --history")
+        raise make_usage_error(
+            "--history can't be combined with --canary", "vllmops doctor --history"
+        )
     if file is not None:
-        if canary or typed(ctx, "target"):
-            raise usage(
+        if canary or is_on_command_line(ctx, "target"):
+            raise make_usage_error(
                 "a FILE can't be combined with --target or --canary", "give a FILE or a server"
             )
         from ..bundle import bundle  # noqa: PLC0415
 
-        snapshot = bundle.load(file)
+        snapshot = bundle.load_bundle(file)
         if history:
-            return steps.result(snapshot.server, snapshot.recordings, ())
+            return steps.make_steps_result(snapshot.server, snapshot.recordings, ())
     elif history:
         from ..doctor import history as recorded  # noqa: PLC0415
 
-        return steps.result(*recorded.take(target))
+        return steps.make_steps_result(*recorded.load_history(target))
     else:
-        if line := namesake.warning():
-            say(line, "yellow")
-        snapshot = live(target, interval, canary=canary, quiet=json_)
-    diagnosis = judge.examine(snapshot)
+        if line := namesake.describe_namesakes():
+            print_to_stderr(line, "yellow")
+        snapshot = take_live_snapshot(target, interval, canary=canary, quiet=json_)
+    diagnosis = judge.diagnose_snapshot(snapshot)
     findings = [finding for finding in diagnosis.findings if finding.code in selected]
     data = {
         "server": snapshot.server,
@@ -160,65 +165,67 @@ def doctor(
         "findings": findings,
         "stalls": diagnosis.stalls,
         "stacks": diagnosis.explanation.verdict if diagnosis.explanation else None,
-        "figures": figures(snapshot),
+        "figures": format_figures(snapshot),
         "unseen": snapshot.unseen,
     }
     return Result(
         data,
-        lambda: list(screen(snapshot, findings, skipped=len(selected) < len(every))),
-        exit_code(findings, fail_on),
+        lambda: list(render_diagnosis(snapshot, findings, skipped=len(selected) < len(every))),
+        choose_exit_code(findings, fail_on),
     )
 
 
-def cleaned(*, alone: bool) -> Result:
+def clean_shared_memory(*, alone: bool) -> Result:
     """Remove what is left in ``/dev/shm``, and say what stays and why.
 
     Raises:
         VllmopsError: ``usage``.
     """
     if not alone:
-        raise usage(
+        raise make_usage_error(
             "--clean-shm can't be combined with a FILE, --canary or --history",
             "vllmops doctor --clean-shm",
         )
-    from ..home import user  # noqa: PLC0415
+    from ..home import format_user  # noqa: PLC0415
     from ..host import shm  # noqa: PLC0415
 
-    left, removed = shm.clean()
-    young = f"it is less than {span(shm.OLD_S)} old, so a process may be about to use it"
+    left, removed = shm.remove_stale_segments()
+    young = f"it is less than {format_duration(shm.OLD_S)} old, so a process may be about to use it"
     kept = [
         {
             "name": segment.name,
             "bytes": segment.bytes,
             "age_s": segment.age_s,
-            "owner": user(segment.uid),
+            "owner": format_user(segment.uid),
             "why": left.doubt or (young if segment.age_s < shm.OLD_S else "a process uses it now"),
         }
         for segment in left.segments
     ]
     gone = [{"name": segment.name, "bytes": segment.bytes} for segment in removed]
 
-    def lines() -> Iterator[RenderableType]:
-        yield from (f"removed {segment.name}, {size(segment.bytes)}" for segment in removed)
+    def render_removals() -> Iterator[RenderableType]:
+        yield from (f"removed {segment.name}, {format_bytes(segment.bytes)}" for segment in removed)
         yield from (f"kept {segment['name']}: {segment['why']}" for segment in kept)
         if not removed and not kept:
             yield "no shared memory of dead processes is left"
 
-    return Result({"removed": gone, "left": kept}, lambda: list(lines()))
+    return Result({"removed": gone, "left": kept}, lambda: list(render_removals()))
 
 
-def live(target: str | None, interval_s: float, *, canary: bool, quiet: bool) -> ServerSnapshot:
+def take_live_snapshot(
+    target: str | None, interval_s: float, *, canary: bool, quiet: bool
+) -> ServerSnapshot:
     """A snapshot of a running server."""
     from ..doctor import examine  # noqa: PLC0415 - slow, and not for --list
-    from ..instances.servers import resolve  # noqa: PLC0415
+    from ..instances.servers import resolve_server  # noqa: PLC0415
 
-    server = resolve(target)
+    server = resolve_server(target)
     with Progress(time.time(), quiet=quiet) as progress:
-        options = examine.Options(interval_s=interval_s, canary=canary)
-        return examine.take(server, options, progress.update)
+        options = examine.ExaminationOptions(interval_s=interval_s, canary=canary)
+        return examine.examine_server(server, options, progress.update)
 
 
-def chosen(
+def select_codes(
     every: Sequence[judge.Check], only: Sequence[str] | None, skip: Sequence[str] | None
 ) -> set[str]:
     """The codes of the checks to show.
@@ -228,97 +235,97 @@ def chosen(
     """
     known = {check.code for check in every}
 
-    def meant(words: Sequence[str]) -> set[str]:
+    def expand_codes(words: Sequence[str]) -> set[str]:
         codes: set[str] = set()
         for word in words:
             here = {code for code in known if code == word or code.startswith(f"{word}.")}
             if not here:
-                raise usage(f"unknown check {word!r}", "vllmops doctor --list")
+                raise make_usage_error(f"unknown check {word!r}", "vllmops doctor --list")
             codes |= here
         return codes
 
-    return (meant(only) if only else known) - meant(skip or ())
+    return (expand_codes(only) if only else known) - expand_codes(skip or ())
 
 
-def listing(checks: Sequence[judge.Check]) -> RenderableType:
-    shown = table("code", "severity", "finding")
+def make_checks_table(checks: Sequence[judge.Check]) -> RenderableType:
+    shown = make_table("code", "severity", "finding")
     for check in checks:
         shown.add_row(check.code, check.severity, check.title)
     return shown
 
 
-def screen(
+def render_diagnosis(
     snapshot: ServerSnapshot, findings: Sequence[Finding], *, skipped: bool
 ) -> Iterator[RenderableType]:
     """The result for a person: the server, what is wrong, its figures, what could not be seen."""
-    yield styled(headline(snapshot), "bold")
+    yield style_text(format_headline(snapshot), "bold")
     for number, finding in enumerate(findings, 1):
         yield ""
-        yield Folded(tuple(paragraph(number, finding)))
+        yield FoldedLines(tuple(render_finding(number, finding)))
     if findings:
         yield ""
         more = " (each finding has its page)" if len(findings) > 1 else ""
         yield f"help: vllmops help {findings[0].code}{more}"
-    if told := figures(snapshot):
+    if told := format_figures(snapshot):
         yield ""
-        rows = facts(told.items())
+        rows = make_facts_table(told.items())
         rows.box = None
         yield rows
     if snapshot.unseen:
         yield ""
-        yield Folded(tuple(unseen(snapshot)))
+        yield FoldedLines(tuple(render_gaps(snapshot)))
     if not findings:
         yield ""
         where = " in what could be seen" if snapshot.unseen else ""
         of_checks = " of the selected checks" if skipped else ""
-        yield styled(f"No findings{of_checks}{where}.", "green")
+        yield style_text(f"No findings{of_checks}{where}.", "green")
 
 
-def headline(snapshot: ServerSnapshot) -> str:
+def format_headline(snapshot: ServerSnapshot) -> str:
     parts = [f"{snapshot.server}: vLLM {snapshot.vllm_version or 'of unknown version'}"]
     if snapshot.model:
         parts.append(f"serves {snapshot.model}")
     if snapshot.url:
-        parts.append(f"at {shown(snapshot.url)}")
+        parts.append(f"at {format_url(snapshot.url)}")
     if snapshot.state:
         parts.append(snapshot.state)
     if snapshot.uptime_s is not None:
-        parts.append(f"up {span(snapshot.uptime_s)}")
+        parts.append(f"up {format_duration(snapshot.uptime_s)}")
     return ", ".join(parts).replace(", serves", " serves").replace(", at", " at")
 
 
-def paragraph(number: int, finding: Finding) -> Iterator[Line]:
+def render_finding(number: int, finding: Finding) -> Iterator[IndentedLine]:
     """One finding: what, where, what was seen, and what to do next."""
     title = f"{number}. {finding.severity}: {finding.title} [{finding.code}]"
-    yield Line(0, title, STYLES[finding.severity])
-    yield Line(3, f"where: {finding.subject}")
+    yield IndentedLine(0, title, STYLES[finding.severity])
+    yield IndentedLine(3, f"where: {finding.subject}")
     if isinstance(finding, StackFinding):
         if finding.victims:
-            yield Line(3, f"waiting for it: {', '.join(finding.victims)}")
-        yield Line(3, f"why: {finding.cause} ({finding.confidence})")
-        yield Line(3, "seen:")
+            yield IndentedLine(3, f"waiting for it: {', '.join(finding.victims)}")
+        yield IndentedLine(3, f"why: {finding.cause} ({finding.confidence})")
+        yield IndentedLine(3, "seen:")
         for line in finding.lines[:EVIDENCE]:
             yield from lines_of(line, 5)
     else:
-        yield Line(3, f"seen: {finding.evidence}")
-    yield Line(3, f"next: {finding.next}", "bold")
+        yield IndentedLine(3, f"seen: {finding.evidence}")
+    yield IndentedLine(3, f"next: {finding.next}", "bold")
     if finding.reference:
-        yield Line(3, f"see: {finding.reference}")
+        yield IndentedLine(3, f"see: {finding.reference}")
 
 
-def unseen(snapshot: ServerSnapshot) -> Iterator[Line]:
+def render_gaps(snapshot: ServerSnapshot) -> Iterator[IndentedLine]:
     """What could not be seen; parts with one reason share a line."""
-    alike: dict[str, list[Unseen]] = {}
+    alike: dict[str, list[Gap]] = {}
     for part in snapshot.unseen:
         alike.setdefault(part.code, []).append(part)
     for first, *others in alike.values():
         more = f", {', '.join(other.part for other in others)}" if others else ""
-        yield Line(0, f"not seen: {first.part}{more}: {first.why}", "yellow")
+        yield IndentedLine(0, f"not seen: {first.part}{more}: {first.why}", "yellow")
         if first.hint:
-            yield Line(2, f"hint: {first.hint}")
+            yield IndentedLine(2, f"hint: {first.hint}")
 
 
-def figures(snapshot: ServerSnapshot) -> dict[str, str]:
+def format_figures(snapshot: ServerSnapshot) -> dict[str, str]:
     """The server's figures, as far as they are known."""
     looks = [look for look in snapshot.looks if look.metrics]
     rows: dict[str, str] = {}
@@ -335,14 +342,14 @@ def figures(snapshot: ServerSnapshot) -> dict[str, str]:
         return rows
     first = looks[0].metrics
     seconds = looks[-1].at_s - looks[0].at_s
-    if seconds > 0 and (rates := list(pace(first, last, seconds))):
+    if seconds > 0 and (rates := list(format_rates(first, last, seconds))):
         rows[f"over {seconds:.1f} s"] = ", ".join(rates)
-    if shares := list(hits(last)):
+    if shares := list(format_cache_use(last)):
         rows["caches"] = ", ".join(shares)
     return rows
 
 
-def pace(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:
+def format_rates(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:
     """Rates and times between two samples."""
     before, after = msgspec.structs.asdict(first), msgspec.structs.asdict(last)
     grown: dict[str, float] = {
@@ -372,7 +379,7 @@ def pace(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:
         yield f"{grown['preemptions']:.0f} preemptions"
 
 
-def hits(last: Metrics) -> Iterator[str]:
+def format_cache_use(last: Metrics) -> Iterator[str]:
     """How full the KV cache is, and the hit rates of the caches since the start."""
     if last.kv_cache_usage is not None:
         yield f"KV {last.kv_cache_usage:.0%} full"

@@ -10,20 +10,20 @@ import typer
 from ..errors import VllmopsError
 from ..instances.control import STOP_TIMEOUT_S
 from ..instances.draining import set_draining
-from ..instances.servers import resolve
-from ..instances.takedown import ended, in_flight, settled
-from ..numbers import many
-from ..output import Json, Progress, Result, typer_app
-from ..protocol.place import named
-from .options import Target, TargetArgument, seconds
-from .several import per_target
+from ..instances.servers import resolve_server
+from ..instances.takedown import count_in_flight, find_dead_processes, wait_for_requests
+from ..numbers import format_count
+from ..output import Json, Progress, Result, make_typer_app
+from ..protocol.place import format_role_and_ranks
+from .options import Target, TargetArgument, make_seconds_parser
+from .several import run_per_target
 
-drain_app = typer_app()
-resume_app = typer_app()
+drain_app = make_typer_app()
+resume_app = make_typer_app()
 
 
 @drain_app.command(epilog="Example: vllmops drain demo --wait --timeout 120")
-@per_target
+@run_per_target
 def drain(
     name: TargetArgument = None,
     target: Target = None,
@@ -31,7 +31,8 @@ def drain(
         bool, typer.Option("--wait", "-w", help="Return once no request is in flight.")
     ] = False,
     timeout: Annotated[
-        float, typer.Option(parser=seconds(), help="With --wait: seconds to wait at most.")
+        float,
+        typer.Option(parser=make_seconds_parser(), help="With --wait: seconds to wait at most."),
     ] = STOP_TIMEOUT_S,
     json_: Json = False,
 ) -> Result:
@@ -41,22 +42,24 @@ def drain(
     responses can still be read, deleted and cancelled. The server keeps running, until
     `vllmops resume` has it take requests again.
     """
-    server = resolve(name or target, strangers=False)
+    server = resolve_server(name or target, strangers=False)
     set_draining(server, on=True)
     if not wait:
-        left = in_flight(server.processes, server.url)
+        left = count_in_flight(server.processes, server.url)
     else:
         with Progress(time.time(), quiet=json_) as progress:
-            left = settled(
+            left = wait_for_requests(
                 server.processes,
                 server.url,
                 timeout,
                 lambda text: progress.update(f"{server.label}: draining, {text}"),
             )
     data: dict[str, Any] = {"server": server.label, "draining": True, "in_flight": left}
-    known = "an unknown number of requests" if left is None else many(left, "request")
-    if wait and left != 0 and (gone := ended(server.processes)):
-        names = ", ".join(f"{named(one.role, one.place)} (pid {one.pid})" for one in gone)
+    known = "an unknown number of requests" if left is None else format_count(left, "request")
+    if wait and left != 0 and (gone := find_dead_processes(server.processes)):
+        names = ", ".join(
+            f"{format_role_and_ranks(one.role, one.place)} (pid {one.pid})" for one in gone
+        )
         raise VllmopsError(
             "drain.ended",
             f"{server.label} can't finish its requests: {names} has ended",
@@ -74,14 +77,14 @@ def drain(
 
 
 @resume_app.command(epilog="Example: vllmops resume demo")
-@per_target
+@run_per_target
 def resume(name: TargetArgument = None, target: Target = None, json_: Json = False) -> Result:
     """Have a drained server take requests again.
 
     It ends what `vllmops drain` began. An engine that was paused or put to sleep over HTTP stays
     so; `vllmops heal` says how to wake it.
     """
-    server = resolve(name or target, strangers=False)
+    server = resolve_server(name or target, strangers=False)
     draining = any(traffic.draining for traffic in set_draining(server, on=False))
     data = {"server": server.label, "draining": draining}
     why = "is still draining: somebody resets its caches" if draining else "takes requests again"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..diagnose.findings import Finding, Severity, worst
-from ..errors import Exit
-from ..output import styled
+from ..diagnose.findings import Finding, Severity, find_worst_severity
+from ..errors import ExitCode
+from ..output import style_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,17 +21,17 @@ FailOn = Annotated[
 ]
 
 
-def exit_code(findings: Iterable[Finding], fail_on: Severity) -> Exit:
+def choose_exit_code(findings: Iterable[Finding], fail_on: Severity) -> ExitCode:
     """FAILED if a finding has the severity ``fail_on`` or a higher one, else OK."""
-    highest = worst(findings)
-    return Exit.FAILED if highest is not None and highest.rank >= fail_on.rank else Exit.OK
+    highest = find_worst_severity(findings)
+    return ExitCode.FAILED if highest is not None and highest.rank >= fail_on.rank else ExitCode.OK
 
 
-def lines(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+def render_findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     """The findings for a person, some lines for each."""
     for finding in findings:
         style = STYLES[finding.severity]
-        yield styled(f"{finding.severity}: {finding.title} [{finding.code}]", style)
+        yield style_text(f"{finding.severity}: {finding.title} [{finding.code}]", style)
         yield f"  where: {finding.subject}"
         yield f"  seen: {finding.evidence}"
         yield f"  next: {finding.next}"

@@ -9,26 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import output
-from ..errors import Exit, usage
+from ..errors import ExitCode, make_usage_error
 from ..heal import heal as healing
 from ..heal.action import Action
-from ..heal.beyond import Beyond, beyond
-from ..heal.heal import ACTIONS, GONE_S, Healed
-from ..instances.servers import resolve
-from ..output import Json, Progress, Result, typer_app
-from ..protocol.place import who
-from .findings import lines
+from ..heal.beyond import RemainingStall, find_remaining_stall
+from ..heal.heal import ACTIONS, GONE_S, HealResult
+from ..instances.servers import resolve_server
+from ..output import Json, Progress, Result, make_typer_app
+from ..protocol.place import format_process
+from .findings import render_findings
 from .options import Target
-from .several import per_target
+from .several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = typer_app()
+app = make_typer_app()
 CHOICE = "Which actions"
 
 
-def names(incomplete: str) -> list[str]:
+def complete_action_name(incomplete: str) -> list[str]:
     """Names of the actions, for completion."""
     return [action.name for action in ACTIONS if action.name.startswith(incomplete)]
 
@@ -38,14 +38,14 @@ Names = Annotated[
     typer.Option(
         metavar="NAME",
         help="An action, as --list names it. Repeatable.",
-        autocompletion=names,
+        autocompletion=complete_action_name,
         rich_help_panel=CHOICE,
     ),
 ]
 
 
 @app.command(epilog="Example: vllmops heal -t demo --dry-run")
-@per_target
+@run_per_target
 def heal(
     *,
     target: Target = None,
@@ -77,13 +77,18 @@ def heal(
     change. The exit code is 1 if something is left, or with --dry-run if
     there is something to heal.
     """
-    actions = chosen(only, skip)
+    actions = select_actions(only, skip)
     if list_:
-        return Result({"actions": [row(action) for action in actions]}, lambda: [table(actions)])
-    server = resolve(target)
+        return Result(
+            {"actions": [build_action_data(action) for action in actions]},
+            lambda: [make_actions_table(actions)],
+        )
+    server = resolve_server(target)
     with Progress(time.time(), quiet=json_) as progress:
-        healed = healing.heal(server, actions, dry_run=dry_run, resume=resume, show=progress.update)
-        rest = beyond(server, progress.update, GONE_S)
+        healed = healing.heal_server(
+            server, actions, dry_run=dry_run, resume=resume, show=progress.update
+        )
+        rest = find_remaining_stall(server, progress.update, GONE_S)
     data = {
         "server": server.label,
         "dry_run": dry_run,
@@ -94,11 +99,11 @@ def heal(
     }
     left = any(not outcome.done for outcome in healed.outcomes)
     failed = rest is not None or left or bool(healed.problems)
-    code = Exit.FAILED if failed else Exit.OK
-    return Result(data, lambda: list(text(healed, rest, dry_run)), code)
+    code = ExitCode.FAILED if failed else ExitCode.OK
+    return Result(data, lambda: list(render_outcomes(healed, rest, dry_run)), code)
 
 
-def chosen(only: Sequence[str] | None, skip: Sequence[str] | None) -> list[Action]:
+def select_actions(only: Sequence[str] | None, skip: Sequence[str] | None) -> list[Action]:
     """The actions that the options mean.
 
     Raises:
@@ -107,19 +112,19 @@ def chosen(only: Sequence[str] | None, skip: Sequence[str] | None) -> list[Actio
     known = {action.name for action in ACTIONS}
     for name in (*(only or ()), *(skip or ())):
         if name not in known:
-            raise usage(f"there is no action {name!r}", "vllmops heal --list")
+            raise make_usage_error(f"there is no action {name!r}", "vllmops heal --list")
     meant = (set(only) if only else known) - set(skip or ())
     return [action for action in ACTIONS if action.name in meant]
 
 
-def row(action: Action) -> dict[str, Any]:
+def build_action_data(action: Action) -> dict[str, Any]:
     names = ("name", "state", "does", "risk", "reference", "asks")
     return {name: getattr(action, name) for name in names}
 
 
-def table(actions: Sequence[Action]) -> RenderableType:
+def make_actions_table(actions: Sequence[Action]) -> RenderableType:
     """A line for each action."""
-    made = output.table("action", "heals", "how", "risk")
+    made = output.make_table("action", "heals", "how", "risk")
     for action in actions:
         made.add_row(
             action.name,
@@ -130,13 +135,15 @@ def table(actions: Sequence[Action]) -> RenderableType:
     return made
 
 
-def text(healed: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[RenderableType]:
+def render_outcomes(
+    healed: HealResult, rest: RemainingStall | None, dry_run: bool
+) -> Iterator[RenderableType]:
     """What was done, for a person."""
     for outcome in healed.outcomes:
         verb, style = ("healed", "green") if outcome.done else ("not healed", "yellow")
         if dry_run and not outcome.left:
             verb = "would heal"
-        yield output.styled(
+        yield output.style_text(
             f"{verb}: {outcome.action}, {outcome.process}, {outcome.subject}", style
         )
         yield f"  seen: {outcome.seen}"
@@ -144,14 +151,14 @@ def text(healed: Healed, rest: Beyond | None, dry_run: bool) -> Iterator[Rendera
         if outcome.left:
             yield f"  left: {outcome.left}"
     for silent in healed.silent:
-        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
     for problem in healed.problems:
-        yield output.styled(problem, "yellow")
+        yield output.style_text(problem, "yellow")
     if not healed.outcomes:
-        yield output.styled("Nothing to heal.", "" if rest else "green")
+        yield output.style_text("Nothing to heal.", "" if rest else "green")
     if rest:
-        yield output.styled("Still stuck:", "bold red")
-        yield from lines([rest.finding])
+        yield output.style_text("Still stuck:", "bold red")
+        yield from render_findings([rest.finding])
         count = "an unknown number" if rest.in_flight is None else f"{rest.in_flight:,}"
         yield f"  a restart loses requests in flight: {count} ({rest.background:,} in background)"
         yield f"  a restart brings back: {rest.restart}"

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..docs import Page, pages
+from ..docs import Page, load_pages
 from ..errors import VllmopsError
-from ..output import Json, Result, command, table, typer_app
+from ..output import Json, Result, make_table, make_typer_app, print_result
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-app = typer_app()
+app = make_typer_app()
 
 WIDTH = 92  # columns; longer lines are hard to read
 SIMILAR = 6  # names, at most
@@ -24,22 +24,24 @@ IMAGE = re.compile(r"!\[[^]]*\]\([^)]*\)\n*")
 LINK = re.compile(r"\[([^]]*)\]\((?:[a-z.]+/)?([^)/:]+)\.md\)")
 
 
-def names(incomplete: str) -> list[tuple[str, str]]:
+def complete_page_name(incomplete: str) -> list[tuple[str, str]]:
     """Names of pages and their titles, for completion."""
     return [
-        (page.name, page.title) for page in pages().values() if page.name.startswith(incomplete)
+        (page.name, page.title)
+        for page in load_pages().values()
+        if page.name.startswith(incomplete)
     ]
 
 
 @app.command("help", epilog="Example: vllmops help mm-cache.ghost-keys")
-@command
-def help_(
+@print_result
+def show_page(
     ctx: typer.Context,
     word: Annotated[
         str | None,
         typer.Argument(
             help="A topic, the name of an alert, or the code of a finding or an error.",
-            autocompletion=names,
+            autocompletion=complete_page_name,
         ),
     ] = None,
     *,
@@ -49,7 +51,7 @@ def help_(
 
     Without a word, list the topics.
     """
-    manual = pages()
+    manual = load_pages()
     if word is None:
         return Result(
             {
@@ -57,36 +59,38 @@ def help_(
                     {"name": p.name, "kind": p.kind, "title": p.title} for p in manual.values()
                 ]
             },
-            lambda: [topics(manual)],
+            lambda: [make_topics_table(manual)],
         )
     known = {name.lower(): page for name, page in manual.items()}
     if (page := known.get(word.lower())) is None:
         root: Any = ctx.find_root().command
-        near = [known[name].name for name in similar(word.lower(), list(known))]
+        near = [known[name].name for name in find_similar_names(word.lower(), list(known))]
         raise VllmopsError(
             "help.unknown",
             f"no page {word!r} in the manual" + (f"; similar: {', '.join(near)}" if near else ""),
             f"vllmops {word} --help" if word in root.commands else "vllmops help",
         )
-    return Result({"name": page.name, "kind": page.kind, "text": page.text}, lambda: shown(page))
+    return Result(
+        {"name": page.name, "kind": page.kind, "text": page.text}, lambda: render_page(page)
+    )
 
 
-def similar(word: str, known: Sequence[str]) -> list[str]:
+def find_similar_names(word: str, known: Sequence[str]) -> list[str]:
     """Names that a word is part of, and those that are spelt nearly like it."""
     parts = [name for name in known if word in name]
     return list(dict.fromkeys((*parts, *difflib.get_close_matches(word, known))))[:SIMILAR]
 
 
-def topics(manual: dict[str, Page]) -> RenderableType:
+def make_topics_table(manual: dict[str, Page]) -> RenderableType:
     """The topics, one per line."""
-    listed = table("topic", "")
+    listed = make_table("topic", "")
     for page in manual.values():
         if page.kind == "topic":
             listed.add_row(page.name, page.title)
     return listed
 
 
-def shown(page: Page) -> list[RenderableType]:
+def render_page(page: Page) -> list[RenderableType]:
     """A page as a terminal shows it."""
     from rich.constrain import Constrain  # noqa: PLC0415
     from rich.markdown import Markdown  # noqa: PLC0415 - takes 50 ms to import

@@ -11,18 +11,18 @@ import typer
 
 from .. import output
 from ..errors import VllmopsError
-from ..files import not_written, write_atomically
+from ..files import make_not_written_error, write_atomically
 from ..keys import file
-from ..keys.ring import Key, Ring, fresh, only
-from ..output import Result, Verbatim, command
-from .options import to_write
+from ..keys.ring import Key, KeyRing, generate_secret, make_single_key_ring
+from ..output import Result, VerbatimText, print_result
+from .options import validate_output_path
 
-app = output.typer_app()
+app = output.make_typer_app()
 
 NAME = "vllmops-keys"
 
 
-class Format(StrEnum):
+class KeyFormat(StrEnum):
     """The formats in which keys are written."""
 
     HEX = "hex"
@@ -34,24 +34,26 @@ class Format(StrEnum):
 Out = Annotated[
     Path | None,
     typer.Option(
-        readable=False, callback=to_write, help="Write it to this file, readable by its owner only."
+        readable=False,
+        callback=validate_output_path,
+        help="Write it to this file, readable by its owner only.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 
 
 @app.command(epilog="Example: vllmops keygen --format env --out /etc/vllm/key.env")
-@command
+@print_result
 def keygen(
     *,
     format_: Annotated[
-        Format,
+        KeyFormat,
         typer.Option(
             "--format",
             help="64 hex characters; a line for an environment file; a keyring; "
             "a manifest for kubectl.",
         ),
-    ] = Format.HEX,
+    ] = KeyFormat.HEX,
     out: Out = None,
     force: Force = False,
     json_: output.Json = False,
@@ -60,19 +62,21 @@ def keygen(
 
     It has 32 bytes. To create a key without showing it, use `vllmops keys add`.
     """
-    ring = only(fresh())
+    ring = make_single_key_ring(generate_secret())
     (key,) = ring.keys
     match format_:
-        case Format.JSON:
-            text = whole(ring)
-        case Format.KUBERNETES:
-            text = manifest(file.SIGNING_KEY, spelt(key, Format.HEX))
+        case KeyFormat.JSON:
+            text = format_keyring(ring)
+        case KeyFormat.KUBERNETES:
+            text = format_secret_manifest(file.SIGNING_KEY, format_key(key, KeyFormat.HEX))
         case _:
-            text = spelt(key, format_)
+            text = format_key(key, format_)
     if out:
-        save(out, text, force=force)
+        save_secret(out, text, force=force)
     if not json_:
-        output.say(f"key {key.kid}" + (f" is in {out}" if out else "; keep it secret"), "dim")
+        output.print_to_stderr(
+            f"key {key.kid}" + (f" is in {out}" if out else "; keep it secret"), "dim"
+        )
     data: dict[str, Any] = {
         "kid": key.kid,
         "fingerprint": key.fingerprint,
@@ -80,21 +84,21 @@ def keygen(
         "path": str(out) if out else None,
         "key": None if out else text,
     }
-    return Result(data, lambda: () if out else [Verbatim(text)])
+    return Result(data, lambda: () if out else [VerbatimText(text)])
 
 
-def spelt(key: Key, format_: Format) -> str:
+def format_key(key: Key, format_: KeyFormat) -> str:
     """A key by itself, as hex characters or as a line for an environment file."""
     text = key.secret.reveal().hex()
-    return text if format_ is Format.HEX else f"{file.SIGNING_KEY}={text}"
+    return text if format_ is KeyFormat.HEX else f"{file.SIGNING_KEY}={text}"
 
 
-def whole(ring: Ring) -> str:
+def format_keyring(ring: KeyRing) -> str:
     """A ring as its file has it."""
-    return file.encode(ring).decode().rstrip()
+    return file.encode_keyring(ring).decode().rstrip()
 
 
-def manifest(name: str, content: str) -> str:
+def format_secret_manifest(name: str, content: str) -> str:
     """A Secret of Kubernetes with one entry, as YAML."""
     # A string of JSON's is one of YAML's.
     return "\n".join(
@@ -110,7 +114,7 @@ def manifest(name: str, content: str) -> str:
     )
 
 
-def save(path: Path, text: str, *, force: bool) -> None:
+def save_secret(path: Path, text: str, *, force: bool) -> None:
     """Write a secret to a file of its own.
 
     Raises:
@@ -126,4 +130,4 @@ def save(path: Path, text: str, *, force: bool) -> None:
         ) from error
     except OSError as error:
         hint = "choose another place with --out"
-        raise not_written(path, error, "keys.not-written", hint) from error
+        raise make_not_written_error(path, error, "keys.not-written", hint) from error

@@ -10,21 +10,29 @@ from typing import Annotated
 
 import typer
 
-from ..errors import VllmopsError, usage
+from ..errors import VllmopsError, make_usage_error
 from ..host.roles import Role
-from ..instances.control import followed, over
-from ..instances.logs import WATCH, Tail, parse, role_of
-from ..instances.record import Folder
-from ..instances.servers import find, resolve
-from ..output import Json, Result, Verbatim, command, show, typer_app, until_interrupted
-from .options import Target, TargetArgument, count
+from ..instances.control import is_over, read_supervised_record
+from ..instances.logs import WATCH, LogTail, parse_line, parse_line_role
+from ..instances.record import InstanceFolder
+from ..instances.servers import list_servers, resolve_server
+from ..output import (
+    Json,
+    Result,
+    VerbatimText,
+    exit_on_interrupt,
+    make_typer_app,
+    print_parts,
+    print_result,
+)
+from .options import Target, TargetArgument, make_count_parser
 
-app = typer_app()
+app = make_typer_app()
 
 POLL_S = 0.2
 
 
-class Part(StrEnum):
+class LogSource(StrEnum):
     API = "api"
     ENGINE = "engine"
     WORKER = "worker"
@@ -32,17 +40,19 @@ class Part(StrEnum):
 
 
 @app.command(epilog="Example: vllmops logs demo -f --process engine")
-@command
+@print_result
 def logs(
     name: TargetArgument = None,
     target: Target = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep showing new lines.")] = False,
     lines: Annotated[
         int | None,
-        typer.Option("--lines", "-n", parser=count(0), help="Show only the last N lines."),
+        typer.Option(
+            "--lines", "-n", parser=make_count_parser(0), help="Show only the last N lines."
+        ),
     ] = None,
     part: Annotated[
-        Part | None, typer.Option("--process", help="Show only lines of one kind of process.")
+        LogSource | None, typer.Option("--process", help="Show only lines of one kind of process.")
     ] = None,
     json_: Json = False,
 ) -> Result:
@@ -51,33 +61,37 @@ def logs(
     Rotated parts of the log are included.
     """
     if json_ and follow:
-        raise usage("--json prints one envelope: do not use it with --follow", "leave one out")
-    folder = Folder(instance_name(name or target))
-    tail = Tail(folder.log)
+        raise make_usage_error(
+            "--json prints one envelope: do not use it with --follow", "leave one out"
+        )
+    folder = InstanceFolder(find_instance_name(name or target))
+    tail = LogTail(folder.server_log)
     # One line at least, so that the tail is at the end.
     most = None if lines is None else max(lines, 1)
-    chosen = list(islice(select(tail.before(ended=over(folder)), part), most))[:lines][::-1]
+    chosen = list(islice(filter_lines(tail.read_backwards(ended=is_over(folder)), part), most))[
+        :lines
+    ][::-1]
     if follow:
-        with until_interrupted():
-            show(*map(Verbatim, chosen))
-            while running(folder):
+        with exit_on_interrupt():
+            print_parts(*map(VerbatimText, chosen))
+            while is_running(folder):
                 time.sleep(POLL_S)
-                show(*map(Verbatim, select(tail.lines(), part)))
-        show(*map(Verbatim, select(tail.lines(ended=True), part)))
+                print_parts(*map(VerbatimText, filter_lines(tail.read_new_lines(), part)))
+        print_parts(*map(VerbatimText, filter_lines(tail.read_new_lines(ended=True), part)))
         chosen = []
-    data = {"name": folder.name, "file": str(folder.log), "lines": chosen}
-    return Result(data, lambda: list(map(Verbatim, chosen)))
+    data = {"name": folder.name, "file": str(folder.server_log), "lines": chosen}
+    return Result(data, lambda: list(map(VerbatimText, chosen)))
 
 
-def instance_name(target: str | None) -> str:
+def find_instance_name(target: str | None) -> str:
     """The name of an instance, even if it has ended.
 
     Raises:
         VllmopsError: ``logs.none`` for a server that vllmops did not start.
     """
-    if target and any(server.name == target for server in find()):
+    if target and any(server.name == target for server in list_servers()):
         return target
-    server = resolve(target)
+    server = resolve_server(target)
     if server.name is None:
         raise VllmopsError(
             "logs.none",
@@ -87,16 +101,16 @@ def instance_name(target: str | None) -> str:
     return server.name
 
 
-def select(lines: Iterable[str], part: Part | None) -> Iterator[str]:
-    return (line for line in lines if part is None or belongs(line, part))
+def filter_lines(lines: Iterable[str], part: LogSource | None) -> Iterator[str]:
+    return (line for line in lines if part is None or is_line_from(line, part))
 
 
-def belongs(line: str, part: Part) -> bool:
-    if part is Part.WATCH:
-        return parse(line).process == WATCH
-    return role_of(line) is Role(part)
+def is_line_from(line: str, part: LogSource) -> bool:
+    if part is LogSource.WATCH:
+        return parse_line(line).process == WATCH
+    return parse_line_role(line) is Role(part)
 
 
-def running(folder: Folder) -> bool:
-    record = followed(folder)
-    return record is not None and not record.state.over
+def is_running(folder: InstanceFolder) -> bool:
+    record = read_supervised_record(folder)
+    return record is not None and not record.state.is_over

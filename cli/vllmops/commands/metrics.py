@@ -11,25 +11,25 @@ from typing import Annotated, Any
 import typer
 from msgspec.structs import replace
 
-from ..doctor.examine import look
+from ..doctor.examine import observe_server
 from ..errors import VllmopsError
 from ..host import gpu
 from ..host.roles import Role
-from ..instances.servers import Server, resolve
-from ..metrics.alerts import Form, rules
-from ..output import Json, JsonText, Result, Verbatim, say, typer_app
-from ..protocol.place import key
-from ..protocol.view import View
+from ..instances.servers import Server, resolve_server
+from ..metrics.alerts import AlertFormat, render_alert_rules
+from ..output import Json, JsonText, Result, VerbatimText, make_typer_app, print_to_stderr
+from ..protocol.place import make_process_key
+from ..protocol.view import MetricsSnapshot
 from ..rpc import agent, membership
-from ..rpc.view import Viewer
-from .options import Target, host_port, listening
-from .several import remote
+from ..rpc.view import MetricsCollector
+from .options import Target, normalize_host_port, parse_host_port
+from .several import allow_remote_target
 
 TIMEOUT_S = 2.0
-app = typer_app()
+app = make_typer_app()
 
 
-class Board(StrEnum):
+class Dashboard(StrEnum):
     OVERVIEW = "overview"
     INCIDENT = "incident"
 
@@ -37,22 +37,22 @@ class Board(StrEnum):
 Listen = Annotated[
     str | None,
     typer.Option(
-        parser=listening,
+        parser=normalize_host_port,
         metavar="[HOST:]PORT",
         help="Serve them over HTTP until Ctrl-C; HOST is 127.0.0.1 by default.",
     ),
 ]
 Alerts = Annotated[
-    Form | None,
+    AlertFormat | None,
     typer.Option(help="Print alert rules: a file of Prometheus, or a PrometheusRule."),
 ]
 BoardOption = Annotated[
-    Board | None, typer.Option("--board", help="Print a dashboard for Grafana, as JSON.")
+    Dashboard | None, typer.Option("--board", help="Print a dashboard for Grafana, as JSON.")
 ]
 
 
 @app.command(epilog="Example: vllmops metrics -t demo --listen 9105")
-@remote
+@allow_remote_target
 def metrics(
     target: Target = None,
     listen: Listen = None,
@@ -65,62 +65,65 @@ def metrics(
     A server with the agent shows the same in its own /metrics.
     """
     if alerts:
-        text = rules(alerts)
-        return Result({"form": alerts, "rules": text}, lambda: [Verbatim(text.rstrip())])
+        text = render_alert_rules(alerts)
+        return Result({"form": alerts, "rules": text}, lambda: [VerbatimText(text.rstrip())])
     if board:
-        from ..metrics.boards import board as made  # noqa: PLC0415 - of all commands, for this one
+        from ..metrics.boards import build_dashboard as made  # noqa: PLC0415 - of all commands, for this one
 
         dashboard = made(board)
         return Result(dashboard, lambda: [JsonText(json.dumps(dashboard, indent=1))])
-    server = resolve(target)
+    server = resolve_server(target)
     if listen:
-        serve(server, target, *host_port(listen))
+        serve_metrics(server, target, *parse_host_port(listen))
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - slow
     from prometheus_client.metrics_core import Metric  # noqa: PLC0415
 
     from ..metrics import families, state  # noqa: PLC0415
 
-    samples = families.metrics(state.samples(viewing(lambda: server)()[0]))
+    samples = families.build_metrics(state.make_samples(make_view_function(lambda: server)()[0]))
 
-    class Found:
+    class SampleCollector:
         def collect(self) -> list[Metric]:
             return samples
 
     registry = CollectorRegistry()
-    registry.register(Found())
+    registry.register(SampleCollector())
     rows = [
         {"name": sample.name, "labels": sample.labels, "value": sample.value}
         for family in samples
         for sample in family.samples
     ]
     text = generate_latest(registry).decode()
-    return Result({"metrics": rows}, lambda: [Verbatim(text.rstrip())])
+    return Result({"metrics": rows}, lambda: [VerbatimText(text.rstrip())])
 
 
-def viewing(find: Callable[[], Server]) -> Callable[[], tuple[View, int]]:
+def make_view_function(find: Callable[[], Server]) -> Callable[[], tuple[MetricsSnapshot, int]]:
     """What looks at a server, again and again; its processes may change meanwhile.
 
     Args:
         find: the server as it is now.
     """
-    from ..metrics.state import differ  # noqa: PLC0415 - it imports prometheus_client
+    from ..metrics.state import has_differing_sides  # noqa: PLC0415 - it imports prometheus_client
 
     processes: dict[tuple[str, int], Any] = {}
     began = time.monotonic()
-    viewer = Viewer(lambda state: agent.reach(processes[key(state)], timeout_s=TIMEOUT_S), differ)
+    viewer = MetricsCollector(
+        lambda state: agent.open_agent(processes[make_process_key(state)], timeout_s=TIMEOUT_S),
+        has_differing_sides,
+    )
 
-    def view() -> tuple[View, int]:
+    def take_view() -> tuple[MetricsSnapshot, int]:
         server = find()
         processes.clear()
-        processes.update({key(process): process for process in server.processes})
-        seen = viewer.view(look(server, began))
-        here = {membership.NODE: gpu.states()} if server.fleet is None else {}
-        return replace(seen, gpus=here), len(server.of(Role.API))
+        processes.update({make_process_key(process): process for process in server.processes})
+        seen = viewer.collect_snapshot(observe_server(server, began))
+        here = {membership.NODE: gpu.observe_gpus()} if server.fleet is None else {}
+        return replace(seen, gpus=here), len(server.select_processes(Role.API))
 
-    return view
+    return take_view
 
 
-def serve(server: Server, target: str | None, host: str, port: int) -> None:
+def serve_metrics(server: Server, target: str | None, host: str, port: int) -> None:
     """Serve the metrics until Ctrl-C.
 
     Raises:
@@ -128,21 +131,23 @@ def serve(server: Server, target: str | None, host: str, port: int) -> None:
     """
     from prometheus_client import CollectorRegistry  # noqa: PLC0415 - slow
 
-    from ..metrics.gathering import Gathering  # noqa: PLC0415
-    from ..metrics.listener import listener  # noqa: PLC0415
+    from ..metrics.gathering import BackgroundCollector  # noqa: PLC0415
+    from ..metrics.listener import make_metrics_server  # noqa: PLC0415
 
     registry = CollectorRegistry()
     # By its name an instance is found also where others run later on, and when its pids are new.
-    gathering = Gathering(viewing(lambda: resolve(server.name or target)), say)
+    gathering = BackgroundCollector(
+        make_view_function(lambda: resolve_server(server.name or target)), print_to_stderr
+    )
     registry.register(gathering)
     gathering.collect()
     try:
-        listening_ = listener(host, port, registry)
+        listening_ = make_metrics_server(host, port, registry)
     except OSError as error:
         raise VllmopsError(
             "metrics.listen",
             f"{host}:{port} can't be listened on: {error.strerror or error}",
             "choose another port, or an address of this machine",
         ) from error
-    say(f"the metrics of {server.label} are on http://{host}:{port}/metrics")
+    print_to_stderr(f"the metrics of {server.label} are on http://{host}:{port}/metrics")
     listening_.serve_forever()

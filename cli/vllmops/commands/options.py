@@ -10,12 +10,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..errors import VllmopsError, usage
+from ..errors import VllmopsError, make_usage_error
 from ..files import STDIN
 from ..keys.admin_token import PLACE
-from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, number, whole
+from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, parse_number, parse_whole_number
 from ..output import ORDER
-from ..targets import parsed
+from ..targets import parse_target
 
 T = TypeVar("T")
 Named = TypeVar("Named", str | None, list[str] | None)
@@ -27,41 +27,43 @@ YEAR_S = 366 * DAY_S
 MOST_COUNTED = 1_000_000_000
 
 
-def seconds(least: float = 0.0, most: float = LONGEST_WAIT_S) -> Callable[[object], float]:
+def make_seconds_parser(
+    least: float = 0.0, most: float = LONGEST_WAIT_S
+) -> Callable[[object], float]:
     """A parser for an option in seconds: finite, and not longer than a process can wait."""
 
-    def parsed(value: object) -> float:
-        return refused(lambda: number(str(value), least, most))
+    def parse_seconds(value: object) -> float:
+        return translate_parse_errors(lambda: parse_number(str(value), least, most))
 
-    parsed.__name__ = "seconds"  # what --help calls the value
-    return parsed
+    parse_seconds.__name__ = "seconds"  # what --help calls the value
+    return parse_seconds
 
 
-def count(least: int = 1, most: int = MOST_COUNTED) -> Callable[[object], int]:
+def make_count_parser(least: int = 1, most: int = MOST_COUNTED) -> Callable[[object], int]:
     """A parser for an option that is a whole number."""
 
-    def parsed(value: object) -> int:
-        return refused(lambda: whole(str(value), least, most))
+    def parse_count(value: object) -> int:
+        return translate_parse_errors(lambda: parse_whole_number(str(value), least, most))
 
-    parsed.__name__ = "n"
-    return parsed
+    parse_count.__name__ = "n"
+    return parse_count
 
 
-def time_(value: object) -> str:
-    """A parser for an option that `duration` reads later on."""
-    refused(lambda: duration(str(value)))
+def validate_duration(value: object) -> str:
+    """A parser for an option that `parse_duration` reads later on."""
+    translate_parse_errors(lambda: parse_duration(str(value)))
     return str(value)
 
 
-def listening(value: object) -> str:
+def normalize_host_port(value: object) -> str:
     """A parser for ``[HOST:]PORT``, where to listen; the host is 127.0.0.1 if none is given."""
-    return refused(lambda: "{}:{}".format(*host_port(str(value))))
+    return translate_parse_errors(lambda: "{}:{}".format(*parse_host_port(str(value))))
 
 
-listening.__name__ = "[host:]port"
+normalize_host_port.__name__ = "[host:]port"
 
 
-def host_port(text: str) -> tuple[str, int]:
+def parse_host_port(text: str) -> tuple[str, int]:
     """Host and port of ``[HOST:]PORT``; an IPv6 address needs no brackets.
 
     Raises:
@@ -72,20 +74,20 @@ def host_port(text: str) -> tuple[str, int]:
         host.encode("idna")  # as a socket does
     except UnicodeError as error:
         raise ValueError(f"{host!r} is not a host name") from error
-    return host.strip("[]") or "127.0.0.1", whole(port, 1, 65535)
+    return host.strip("[]") or "127.0.0.1", parse_whole_number(port, 1, 65535)
 
 
-def size_(value: object) -> int:
+def parse_size(value: object) -> int:
     """A parser for bytes: ``500K``, ``2M``, ``1G``, or plain."""
     text = str(value)
     scale = SIZES.get(text[-1:].upper(), 1)
     try:
-        return int(number(text if scale == 1 else text[:-1], 0, MOST / scale) * scale)
+        return int(parse_number(text if scale == 1 else text[:-1], 0, MOST / scale) * scale)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not a size; write it as 500K, 2M or 1G.") from error
 
 
-def refused(parse: Callable[[], T]) -> T:
+def translate_parse_errors(parse: Callable[[], T]) -> T:
     """Call a parser; its error becomes one of Typer, which names the option."""
     try:
         return parse()
@@ -95,7 +97,7 @@ def refused(parse: Callable[[], T]) -> T:
         raise typer.BadParameter(f"{error.message}; {error.hint}.") from error
 
 
-def duration(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Seconds of a duration such as ``90``, ``15m``, ``36h`` or ``30d``.
 
     Raises:
@@ -104,34 +106,36 @@ def duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
     length = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not TINIEST_S <= length <= CENTURY_S:
-        raise usage(f"{text!r} is not a duration", "write it as 15m, 36h or 30d, up to 36500d")
+        raise make_usage_error(
+            f"{text!r} is not a duration", "write it as 15m, 36h or 30d, up to 36500d"
+        )
     return length
 
 
-def to_write(path: Path | None) -> Path | None:
+def validate_output_path(path: Path | None) -> Path | None:
     """A callback for an option that names a file to write; ``-`` is refused."""
     if path is not None and str(path) == STDIN:
         raise typer.BadParameter("give the name of a file: - is not one.")
     return path
 
 
-def running_names(incomplete: str) -> list[str]:
+def complete_running_instance(incomplete: str) -> list[str]:
     """Names of the instances that run, for completion."""
-    from ..instances.record import Folder  # noqa: PLC0415
+    from ..instances.record import InstanceFolder  # noqa: PLC0415
 
-    return [name for name in every_name(incomplete) if Folder(name).supervised()]
+    return [name for name in complete_instance(incomplete) if InstanceFolder(name).is_supervised()]
 
 
-def every_name(incomplete: str) -> list[str]:
+def complete_instance(incomplete: str) -> list[str]:
     """Names of all instances, including those that have ended, for completion."""
-    from ..instances.record import folders  # noqa: PLC0415
+    from ..instances.record import list_instance_folders  # noqa: PLC0415
 
     with suppress(VllmopsError):  # a completion prints no errors
-        return [f.name for f in folders() if f.name.startswith(incomplete)]
+        return [f.name for f in list_instance_folders() if f.name.startswith(incomplete)]
     return []
 
 
-def patch_ids(incomplete: str) -> list[str]:
+def complete_patch_id(incomplete: str) -> list[str]:
     """Ids of the patches, for completion."""
     from ..agent.patches.registry import PATCHES  # noqa: PLC0415
 
@@ -144,27 +148,29 @@ DryRun = Annotated[
 ]
 
 
-def typed(ctx: typer.Context, name: str) -> bool:
+def is_on_command_line(ctx: typer.Context, name: str) -> bool:
     """Whether a parameter stands on the command line, and is not from elsewhere."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
-def named(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Named:
+def validate_target(ctx: typer.Context, param: typer.CallbackParam, target: Named) -> Named:
     """Check a target that was typed, or several; one from the environment may not be needed."""
-    if target is not None and param.name and typed(ctx, param.name):
+    if target is not None and param.name and is_on_command_line(ctx, param.name):
         if isinstance(target, str) and param.param_type_name == "option":
-            only_one(ctx, param, target)
+            require_single_target(ctx, param, target)
         for word in [target] if isinstance(target, str) else target:
             if isinstance(target, str) or not word.startswith("@"):
-                parsed(word)
+                parse_target(word)
     return target
 
 
-def only_one(ctx: typer.Context, param: typer.CallbackParam, target: str) -> None:
+def require_single_target(ctx: typer.Context, param: typer.CallbackParam, target: str) -> None:
     """Refuse several targets where one is taken: of options, the last one would win unnoticed."""
     if ctx.meta[ORDER].count(param) > 1 or target.startswith("@"):
-        raise usage(f"{ctx.info_name} works with one server, not with several", "use one --target")
+        raise make_usage_error(
+            f"{ctx.info_name} works with one server, not with several", "use one --target"
+        )
 
 
 HELP = "Instance name, pid or URL of a server; not needed if only one runs."
@@ -176,8 +182,8 @@ Target = Annotated[
         "-t",
         envvar="VLLMOPS_TARGET",
         help=HELP,
-        autocompletion=running_names,
-        callback=named,
+        autocompletion=complete_running_instance,
+        callback=validate_target,
     ),
 ]
 # Of a command that, without one, shows all servers of this machine.
@@ -187,18 +193,20 @@ AnyTarget = Annotated[
         "--target",
         "-t",
         help="Show this server alone: instance name, pid or URL.",
-        autocompletion=running_names,
-        callback=named,
+        autocompletion=complete_running_instance,
+        callback=validate_target,
     ),
 ]
 # Without an environment variable: an argument would win over --target.
 TargetArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[TARGET]", help=HELP, autocompletion=every_name, callback=named),
+    typer.Argument(
+        metavar="[TARGET]", help=HELP, autocompletion=complete_instance, callback=validate_target
+    ),
 ]
 
 
-def admin_token_option(panel: str | None = None) -> Any:
+def make_admin_token_option(panel: str | None = None) -> Any:
     """The option ``--admin-token``, in a panel of the help."""
     return typer.Option(
         "--admin-token",
@@ -212,4 +220,4 @@ def admin_token_option(panel: str | None = None) -> Any:
     )
 
 
-AdminToken = Annotated[Path | None, admin_token_option()]
+AdminToken = Annotated[Path | None, make_admin_token_option()]

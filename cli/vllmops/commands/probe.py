@@ -12,28 +12,28 @@ from typing import Annotated
 
 import typer
 
-from ..diagnose.progress import PATIENCE_S, stalls
+from ..diagnose.progress import PATIENCE_S, find_stalls
 from ..doctor import examine
-from ..errors import Exit, VllmopsError, usage
-from ..instances.record import Folder, State
-from ..instances.servers import resolve
-from ..output import Json, Result, say, typer_app
-from ..protocol.probe import WORDS, Verdict, judge
-from ..quick_probe import verdict as of_instance
-from ..streams import stopped_by
+from ..errors import ExitCode, VllmopsError, make_usage_error
+from ..instances.record import InstanceFolder, InstanceState
+from ..instances.servers import resolve_server
+from ..output import Json, Result, make_typer_app, print_to_stderr
+from ..protocol.probe import WORDS, ProbeResult, judge_state
+from ..quick_probe import read_verdict as of_instance
+from ..streams import make_stop_event
 from ..watch import verdict as verdicts
-from ..watch.board import PATHS, Listener
-from .options import Target, host_port, listening
-from .several import remote
+from ..watch.board import PATHS, ProbeServer
+from .options import Target, normalize_host_port, parse_host_port
+from .several import allow_remote_target
 
-app = typer_app()
+app = make_typer_app()
 
 FRESH_S = 0.5  # several probes of one moment share a look
 GONE = {"target.over", "target.unknown"}  # other errors say nothing of the server's life
 
 
 @app.command(epilog="Example: vllmops probe --readiness -t demo")
-@remote
+@allow_remote_target
 def probe(
     target: Target = None,
     liveness: Annotated[
@@ -46,7 +46,7 @@ def probe(
     listen: Annotated[
         str | None,
         typer.Option(
-            parser=listening,
+            parser=normalize_host_port,
             help="Answer /livez, /readyz and /startupz there over HTTP, until Ctrl-C.",
         ),
     ] = None,
@@ -64,70 +64,74 @@ def probe(
         kind for kind, asked in zip(WORDS, (liveness, readiness, startup), strict=True) if asked
     ]
     if len(kinds) + bool(listen) != 1:
-        raise usage(
+        raise make_usage_error(
             "give one of --liveness, --readiness, --startup and --listen",
             "vllmops probe --readiness",
         )
     if listen:
-        raise serving(target, host_port(listen))
-    label, verdict = look(target)
+        raise serve_probes(target, parse_host_port(listen))
+    label, verdict = judge_server(target)
     (kind,) = kinds
     return Result(
         {"server": label, **verdict._asdict()},
-        lambda: [f"{label} is {verdict.line(kind)}"],
-        Exit.OK if verdict.says(kind) else Exit.FAILED,
+        lambda: [f"{label} is {verdict.format_answer(kind)}"],
+        ExitCode.OK if verdict.has_passed(kind) else ExitCode.FAILED,
     )
 
 
-def look(target: str | None) -> tuple[str, Verdict]:
+def judge_server(target: str | None) -> tuple[str, ProbeResult]:
     """A server's label, and the verdict on it now.
 
     Raises:
-        VllmopsError: as `resolve` does, but for an instance that has ended.
+        VllmopsError: as `resolve_server` does, but for an instance that has ended.
     """
     try:
-        server = resolve(target)
+        server = resolve_server(target)
     except VllmopsError as error:
         if error.code != "target.over" or target is None:
             raise
-        return target, judge(State.STOPPED)._replace(reason=error.message)
-    if server.record and (verdict := of_instance(Folder(server.record.name).path)):
+        return target, judge_state(InstanceState.STOPPED)._replace(reason=error.message)
+    if server.record and (verdict := of_instance(InstanceFolder(server.record.name).path)):
         return server.label, verdict
-    seen = examine.look(server, time.monotonic())
+    seen = examine.observe_server(server, time.monotonic())
     over = not server.processes
-    stall = verdicts.likely(stalls([seen], PATIENCE_S))
-    return server.label, verdicts.verdict(server, seen, over=over, stall=stall, note=server.note())
+    stall = verdicts.describe_likely_stall(find_stalls([seen], PATIENCE_S))
+    return server.label, verdicts.judge_server(
+        server, seen, over=over, stall=stall, note=server.describe_silent_nodes()
+    )
 
 
-def serving(target: str | None, place: tuple[str, int]) -> VllmopsError:
+def serve_probes(target: str | None, place: tuple[str, int]) -> VllmopsError:
     """Answer over HTTP until Ctrl-C or SIGTERM.
 
     Raises:
-        VllmopsError: as `look` and `Listener` do.
+        VllmopsError: as `judge_server` and `ProbeServer` do.
     """
-    label, first = look(target)
+    label, first = judge_server(target)
     # By its name an instance is found when its pids are new. The label of a URL lacks what may be
     # secret.
     again = target if target and "://" in target else label
     lock, last = threading.Lock(), (0.0, first)
     lost_at: float | None = None  # since when a server on another machine can't be reached
 
-    def now() -> Verdict:
+    def judge_now() -> ProbeResult:
         nonlocal last, lost_at
         with lock:
             if time.monotonic() - last[0] > FRESH_S:
                 try:
-                    verdict, lost_at = look(again)[1], None
+                    verdict, lost_at = judge_server(again)[1], None
                 except VllmopsError as error:
                     at = time.monotonic()
                     lost_at = (lost_at or at) if error.code == "admin.unreachable" else None
                     lost = lost_at is not None and at - lost_at >= PATIENCE_S
-                    known = judge(State.FAILED) if lost or error.code in GONE else last[1]
+                    known = (
+                        judge_state(InstanceState.FAILED) if lost or error.code in GONE else last[1]
+                    )
                     verdict = known._replace(ready=False, reason=error.message)
                 last = time.monotonic(), verdict
             return last[1]
 
-    Listener(place, now)
-    say(f"{label}: {', '.join(PATHS)} at {place[0]}:{place[1]}")
-    stopped_by(signal.SIGINT, signal.SIGTERM).wait()
+    ProbeServer(place, judge_now)
+    print_to_stderr(f"{label}: {', '.join(PATHS)} at {place[0]}:{place[1]}")
+    make_stop_event(signal.SIGINT, signal.SIGTERM).wait()
     return VllmopsError("interrupted", "interrupted")

@@ -20,27 +20,38 @@ from typing import TYPE_CHECKING, Any, Self
 import typer
 
 from .. import demo as demos
-from ..agent.patches.registry import OFF, known
+from ..agent.patches.registry import OFF, require_patch
 from ..diagnose import packages
 from ..errors import VllmopsError
-from ..files import check, not_written, read
-from ..home import home
+from ..files import make_not_written_error, read_input, require_writable
+from ..home import resolve_home
 from ..host import cudacore, namesake
-from ..host.shape import option, shown
+from ..host.shape import find_option, format_url
 from ..instances import launch, logs
-from ..instances.control import STOP_TIMEOUT_S, Request, Session, start_supervisor
-from ..instances.notify import Notifier
-from ..instances.record import Failure, Folder, Record, State
+from ..instances.control import STOP_TIMEOUT_S, ControlRequest, ControlSession, start_supervisor
+from ..instances.notify import SystemdNotifier
+from ..instances.record import Failure, InstanceFolder, InstanceRecord, InstanceState
 from ..keys import admin_token as admin
 from ..keys import file as keys
-from ..keys.ring import Key, Status, fresh
-from ..output import Command, Json, Progress, Result, Verbatim, command, say, show, span, typer_app
-from ..protocol.packages import distributions
+from ..keys.ring import Key, KeyStatus, generate_secret
+from ..output import (
+    Json,
+    OrderTrackingCommand,
+    Progress,
+    Result,
+    VerbatimText,
+    format_duration,
+    make_typer_app,
+    print_parts,
+    print_result,
+    print_to_stderr,
+)
+from ..protocol.packages import read_package_versions
 from ..store import settings
 from ..store.store import ResponseStore
 from . import serve_config
 from . import serve_options as opts
-from .options import duration, host_port
+from .options import parse_duration, parse_host_port
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,32 +62,32 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGABRT)
 STORE_TIMEOUT_S = 10.0
 
 
-class PassThrough(Command):
+class PassThroughCommand(OrderTrackingCommand):
     """Keeps the arguments after ``--``, which are vLLM's, away from this parser."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         cut = args.index("--") if "--" in args else len(args)
         behind = ctx.meta[BEHIND] = tuple(args[cut + 1 :])
-        rest = super().parse_args(ctx, [*with_folder(args[:cut])])
-        serve_config.command_line_wins(ctx, behind)
+        rest = super().parse_args(ctx, [*fill_coredump_folder(args[:cut])])
+        serve_config.drop_overridden_keys(ctx, behind)
         return rest
 
 
-def with_folder(args: Sequence[str]) -> Iterator[str]:
+def fill_coredump_folder(args: Sequence[str]) -> Iterator[str]:
     """The arguments; ``--cuda-coredump`` without a directory gets one in the state directory."""
     for word, following in zip(args, (*args[1:], "-"), strict=False):
         alone = word == opts.CUDA and following.startswith("-")
-        yield f"{opts.CUDA}={home() / 'cuda'}" if alone else word
+        yield f"{opts.CUDA}={resolve_home() / 'cuda'}" if alone else word
 
 
-app = typer_app()
+app = make_typer_app()
 
 
 @app.command(
-    cls=PassThrough,
+    cls=PassThroughCommand,
     epilog="Example: vllmops serve Qwen/Qwen3-0.6B --name qwen --detach -- --max-model-len 8192",
 )
-@command
+@print_result
 def serve(
     ctx: typer.Context,
     model: opts.Model = None,
@@ -122,26 +133,30 @@ def serve(
     vLLM unchanged.
     """
     if toml and not dry_run:
-        raise usage("--toml prints a file for --config: use it together with --dry-run")
-    file = serve_config.loaded(ctx)
+        raise make_usage_error("--toml prints a file for --config: use it together with --dry-run")
+    file = serve_config.get_config(ctx)
     given = [*file.env, *(env or [])]
-    cuda = cudacore.armed(cuda_coredump.absolute()) if cuda_coredump else {}
+    cuda = cudacore.build_coredump_environment(cuda_coredump.absolute()) if cuda_coredump else {}
     behind = (*file.arguments, *ctx.meta[BEHIND])
-    limits = stored(store, store_max_size, store_max_per_key, store_ttl)
-    env = variables(cuda)
-    env += [*given, *unpatched(no_patch or []), *limits]
-    env += [*sealing(keyring, env), *carried(carrier, carrier_ttl, env), *governed(admin_token)]
-    env += summarized(compaction_prompt)
-    env += variables(
+    limits = make_store_variables(store, store_max_size, store_max_per_key, store_ttl)
+    env = format_variables(cuda)
+    env += [*given, *make_patch_variables(no_patch or []), *limits]
+    env += [
+        *make_keyring_variables(keyring, env),
+        *make_carrier_variables(carrier, carrier_ttl, env),
+        *make_admin_variables(admin_token),
+    ]
+    env += make_compaction_variables(compaction_prompt)
+    env += format_variables(
         {
             settings.SOCKET_MESSAGE: ws_max_message,
-            settings.SOCKET_IDLE: ws_idle and f"{duration(ws_idle):g}",
+            settings.SOCKET_IDLE: ws_idle and f"{parse_duration(ws_idle):g}",
             settings.SOCKET_REQUESTS: ws_max_requests,
             settings.SOCKET_CONNECTIONS: ws_max_connections,
         }
     )
-    order = place(model, demo, name, host, port, detach, env, behind)
-    watcher = watching(
+    order = build_order(model, demo, name, host, port, detach, env, behind)
+    watcher = make_watch_arguments(
         watch,
         watch_exec,
         watch_webhook,
@@ -151,57 +166,61 @@ def serve(
         restart=watch_restart,
         rerun=watch_rerun,
     )
-    if probe_port and host_port(probe_port)[1] == order.port:
-        raise usage(f"--port and --probe-port are both {order.port}: give two ports")
+    if probe_port and parse_host_port(probe_port)[1] == order.port:
+        raise make_usage_error(f"--port and --probe-port are both {order.port}: give two ports")
     order = dataclasses.replace(order, watch=watcher)
     if demo:  # of a dry run, too, whose command must work
-        build(demo, quiet=json_)
+        build_demo_model(demo, quiet=json_)
     if dry_run:
-        settings.check({**os.environ, **order.environment})
-        planned = launch.preview(order)
+        settings.validate_settings({**os.environ, **order.environment})
+        planned = launch.preview_record(order)
         if not toml:
-            return Result(instance(planned), lambda: shell_lines(planned))
-        text = serve_config.written(ctx, given, behind)
-        return Result({**instance(planned), "config": text}, lambda: [Verbatim(text)])
-    launch.check(order)
+            return Result(build_instance_data(planned), lambda: render_shell_command(planned))
+        text = serve_config.format_config(ctx, given, behind)
+        return Result(
+            {**build_instance_data(planned), "config": text}, lambda: [VerbatimText(text)]
+        )
+    launch.validate_options(order)
     if probe_port:
-        launch.check_port(*host_port(probe_port))
-    check_store(order)
-    if line := namesake.warning():
-        say(line, "yellow")
-    launch.ready_home()
+        launch.require_usable_port(*parse_host_port(probe_port))
+    validate_store(order)
+    if line := namesake.describe_namesakes():
+        print_to_stderr(line, "yellow")
+    launch.prepare_home()
     if cuda_coredump:
-        ready_folder(cuda_coredump)
-    for row in packages.bad(distributions()):
-        say(f"{row.package} {row.versions} is installed: {row.title}; {row.next}", "yellow")
-    provide_key(order.environment, quiet=json_)
-    reserved = launch.reserve(order)
-    for line in claims(reserved):
-        say(line, "yellow")
-    request = Request(hold=not detach)
+        create_coredump_folder(cuda_coredump)
+    for row in packages.find_bad_versions(read_package_versions()):
+        print_to_stderr(
+            f"{row.package} {row.versions} is installed: {row.title}; {row.next}", "yellow"
+        )
+    create_default_keyring(order.environment, quiet=json_)
+    reserved = launch.reserve_instance(order)
+    for line in describe_port_claims(reserved):
+        print_to_stderr(line, "yellow")
+    request = ControlRequest(hold=not detach)
     control = start_supervisor(
         reserved.folder, reserved.lock, request, launch=True, port=reserved.port
     )
-    session = Session(reserved.folder, control, request)
-    record = stay(session, reserved.record, detach=detach, log=not quiet, quiet=json_)
-    if detach and record.state is State.STOPPED:
+    session = ControlSession(reserved.folder, control, request)
+    record = follow_instance(session, reserved.record, detach=detach, log=not quiet, quiet=json_)
+    if detach and record.state is InstanceState.STOPPED:
         raise VllmopsError(
             "serve.stopped",
             f"{record.name} was stopped before it was ready",
             f"vllmops restart {record.name} starts it again",
         )
-    return Result(instance(record), lambda: summary(record) if detach else ())
+    return Result(build_instance_data(record), lambda: render_summary(record) if detach else ())
 
 
-def build(demo: demos.Kind, *, quiet: bool) -> None:
+def build_demo_model(demo: demos.DemoKind, *, quiet: bool) -> None:
     """Build a demo model if it is not there; raises VllmopsError as `demos.model_dir` does."""
     with Progress(time.time(), quiet=quiet) as progress:
-        if not demos.built(demos.folder(demo)):
+        if not demos.is_model_built(demos.locate_model(demo)):
             progress.update(f"building the {demo} demo model")
-        demos.model_dir(demo)
+        demos.build_missing_model(demo)
 
 
-def claims(reserved: launch.Reserved) -> Iterator[str]:
+def describe_port_claims(reserved: launch.Reservation) -> Iterator[str]:
     """What to know of ports that other users have claimed: a line for each of these users."""
     using = reserved.record.port
     if (user := reserved.strangers.get(using or 0)) is not None:
@@ -218,7 +237,7 @@ def claims(reserved: launch.Reserved) -> Iterator[str]:
         yield f"{which} claimed by {user}; using {using}"
 
 
-def watching(
+def make_watch_arguments(
     watch: bool,
     command: str | None,
     webhook: str | None,
@@ -235,14 +254,14 @@ def watching(
         acts: its options without a value, by name.
 
     Raises:
-        VllmopsError: as `Hook` and `Webhook` do.
+        VllmopsError: as `CommandHook` and `Webhook` do.
     """
     words: list[str] = []
     if command or webhook:
-        from ..watch.messenger import Hook, Webhook  # noqa: PLC0415 - slow, and rarely needed
+        from ..watch.messenger import CommandHook, Webhook  # noqa: PLC0415 - slow, and rarely needed
 
         if command:
-            Hook(command)
+            CommandHook(command)
             words += ["--exec", command]
         if webhook:
             Webhook(webhook)
@@ -253,7 +272,7 @@ def watching(
     return tuple(words) if watch or words else None
 
 
-def ready_folder(folder: Path) -> None:
+def create_coredump_folder(folder: Path) -> None:
     """Make the directory for core dumps of GPUs; nobody else may read it.
 
     Raises:
@@ -261,42 +280,42 @@ def ready_folder(folder: Path) -> None:
     """
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
-        check(folder / "core")
+        require_writable(folder / "core")
     except OSError as error:
-        raise not_written(
+        raise make_not_written_error(
             folder, error, hint=f"choose another directory with {opts.CUDA}"
         ) from error
 
 
-def unpatched(ids: Sequence[str]) -> list[str]:
+def make_patch_variables(ids: Sequence[str]) -> list[str]:
     """The environment variables for ``--no-patch``.
 
     Raises:
         VllmopsError: ``patch.unknown``.
     """
     for patch in ids:
-        known(patch)
+        require_patch(patch)
     return [f"{OFF}={','.join(ids)}"] if ids else []
 
 
-def sealing(keyring: Path | None, env: Sequence[str]) -> list[str]:
+def make_keyring_variables(keyring: Path | None, env: Sequence[str]) -> list[str]:
     """The environment variables for keys: where they are, never the keys themselves.
 
     Raises:
         VllmopsError: ``usage``, or whatever is wrong with the keyring or the key in use.
     """
     if any(word.startswith(f"{keys.SIGNING_KEY}=") for word in env):
-        raise usage(
+        raise make_usage_error(
             f"--env {keys.SIGNING_KEY} would show the key to everybody who sees the command: "
             "export it before, or use --keyring"
         )
-    source = keys.source({**os.environ, **added_by(env)}, keyring)
-    if source.path is None or source.path != keys.default_path() or source.path.exists():
+    source = keys.find_keyring_source({**os.environ, **parse_variables(env)}, keyring)
+    if source.path is None or source.path != keys.locate_default_keyring() or source.path.exists():
         source.load()
     return [] if source.text else [f"{keys.PLACE}={source}"]
 
 
-def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
+def create_default_keyring(environment: Mapping[str, str], *, quiet: bool) -> None:
     """Create the default keyring, with one key, if the server uses it and it does not exist.
 
     So client-held conversation state works at once, and is valid on all servers of this home.
@@ -308,18 +327,18 @@ def provide_key(environment: Mapping[str, str], *, quiet: bool) -> None:
     Raises:
         VllmopsError: as `keys.change`.
     """
-    path = keys.default_path()
+    path = keys.locate_default_keyring()
     if environment.get(keys.PLACE) != str(path) or path.exists():
         return
-    key = Key.of(fresh(), Status.PRIMARY, time.time())
+    key = Key.from_secret(generate_secret(), KeyStatus.PRIMARY, time.time())
     # Another serve may have created it meanwhile.
-    ring = keys.change(path, lambda ring: ring if ring.keys else ring.add(key), create=True)
+    ring = keys.change_keyring(path, lambda ring: ring if ring.keys else ring.add(key), create=True)
     if not quiet and ring.find(key.kid):
         what = "it protects client-held conversation state; to have none: --keyring none"
-        say(f"made a key, {key.kid}, in {path}: {what}")
+        print_to_stderr(f"made a key, {key.kid}, in {path}: {what}")
 
 
-def governed(admin_token: Path | None) -> list[str]:
+def make_admin_variables(admin_token: Path | None) -> list[str]:
     """The environment variable for the admin token: where it is, never the token itself.
 
     Raises:
@@ -327,11 +346,13 @@ def governed(admin_token: Path | None) -> list[str]:
     """
     if admin_token is None:
         return []
-    admin.token(admin_token)
+    admin.read_admin_token(admin_token)
     return [f"{admin.PLACE}={admin_token.absolute()}"]
 
 
-def carried(form: settings.Format | None, ttl: str | None, env: Sequence[str]) -> list[str]:
+def make_carrier_variables(
+    form: settings.CarrierFormat | None, ttl: str | None, env: Sequence[str]
+) -> list[str]:
     """The environment variables for carriers.
 
     The lifetime is included even if it comes from this environment: `vllmops keys rotate` reads it
@@ -340,17 +361,17 @@ def carried(form: settings.Format | None, ttl: str | None, env: Sequence[str]) -
     Raises:
         VllmopsError: ``usage``.
     """
-    given = {**os.environ, **added_by(env)}
-    seconds = f"{duration(ttl):g}" if ttl else given.get(settings.CARRIER_TTL)
-    return variables({settings.CARRIER: form, settings.CARRIER_TTL: seconds})
+    given = {**os.environ, **parse_variables(env)}
+    seconds = f"{parse_duration(ttl):g}" if ttl else given.get(settings.CARRIER_TTL)
+    return format_variables({settings.CARRIER: form, settings.CARRIER_TTL: seconds})
 
 
-def variables(given: Mapping[str, object]) -> list[str]:
+def format_variables(given: Mapping[str, object]) -> list[str]:
     """Environment variables as ``--env`` takes them, without those that have no value."""
     return [f"{name}={value}" for name, value in given.items() if value is not None]
 
 
-def summarized(prompt: Path | None) -> list[str]:
+def make_compaction_variables(prompt: Path | None) -> list[str]:
     """The environment variable for the prompt of compactions.
 
     Raises:
@@ -359,20 +380,20 @@ def summarized(prompt: Path | None) -> list[str]:
     if prompt is None:
         return []
     try:
-        text = read(prompt, settings.MOST_PROMPT).decode()
+        text = read_input(prompt, settings.MOST_PROMPT).decode()
     except UnicodeError as error:
-        raise usage(f"--compaction-prompt {prompt} is not UTF-8") from error
+        raise make_usage_error(f"--compaction-prompt {prompt} is not UTF-8") from error
     if not text.strip():
-        raise usage(f"--compaction-prompt {prompt} is empty")
+        raise make_usage_error(f"--compaction-prompt {prompt} is empty")
     return [f"{settings.COMPACTION_PROMPT}={prompt.absolute()}"]
 
 
-def added_by(env: Sequence[str]) -> dict[str, str]:
+def parse_variables(env: Sequence[str]) -> dict[str, str]:
     """The variables that ``--env`` sets; malformed ones are left out."""
     return dict(word.split("=", 1) for word in env if "=" in word)
 
 
-def stored(
+def make_store_variables(
     url: str | None, max_size: int | None, max_per_key: int | None, ttl: str | None
 ) -> list[str]:
     """The environment variables for the store.
@@ -381,89 +402,93 @@ def stored(
         VllmopsError: ``usage``.
     """
     if url == "":
-        raise usage("--store must not be empty; --store none stores no responses")
-    return variables(
+        raise make_usage_error("--store must not be empty; --store none stores no responses")
+    return format_variables(
         {
             settings.STORE: url,
             settings.MAX_SIZE: max_size,
             settings.MAX_PER_KEY: max_per_key,
-            settings.TTL: ttl and f"{duration(ttl):g}",
+            settings.TTL: ttl and f"{parse_duration(ttl):g}",
         }
     )
 
 
-def check_store(order: launch.Order) -> None:
+def validate_store(order: launch.LaunchOptions) -> None:
     """Refuse wrong settings of store or carriers; a store that is only down may come up later.
 
     Raises:
         VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
     """
     environment = {**os.environ, **order.environment}
-    settings.check(environment)
-    if not settings.wanted(environment):
+    settings.validate_settings(environment)
+    if not settings.is_store_configured(environment):
         return
-    backend = settings.backend(environment)
-    several = option(order.arguments, "--api-server-count") not in {None, "1"}
+    backend = settings.make_backend_from_env(environment)
+    several = find_option(order.arguments, "--api-server-count") not in {None, "1"}
     if several and backend.url.startswith("memory:"):
-        raise usage(
+        raise make_usage_error(
             "memory:// works for one process only: with several API servers use another --store"
         )
-    asyncio.run(try_store(ResponseStore(backend, deadline_s=STORE_TIMEOUT_S)))
+    asyncio.run(print_store_caveats(ResponseStore(backend, deadline_s=STORE_TIMEOUT_S)))
 
 
-async def try_store(store: ResponseStore) -> None:
+async def print_store_caveats(store: ResponseStore) -> None:
     """Open a store, and print how it could lose responses that it has acknowledged, or is away."""
     async with store:
         if not store.opened:
-            say(f"warning: {store.problem}; until it is back, what must be stored gets 503")
+            print_to_stderr(
+                f"warning: {store.problem}; until it is back, what must be stored gets 503"
+            )
         else:
             with suppress(*store.backend.unavailable, TimeoutError):
                 async with asyncio.timeout(STORE_TIMEOUT_S):
-                    for caveat in await store.backend.caveats():
-                        say(f"the store: {caveat}")
+                    for caveat in await store.backend.list_caveats():
+                        print_to_stderr(f"the store: {caveat}")
 
 
-def place(
+def build_order(
     model: str | None,
-    demo: demos.Kind | None,
+    demo: demos.DemoKind | None,
     name: str | None,
     host: str | None,
     port: int | None,
     detach: bool,
     env: Sequence[str],
     behind: tuple[str, ...],
-) -> launch.Order:
+) -> launch.LaunchOptions:
     """Turn the command line into an order.
 
     Raises:
         VllmopsError: ``usage``.
     """
     for word in filter(None, (model, name, host, *env, *behind)):
-        if not_utf8(word):
-            raise usage(f"{word!r} is not UTF-8: the record of the instance can't contain it")
+        if has_invalid_utf8(word):
+            raise make_usage_error(
+                f"{word!r} is not UTF-8: the record of the instance can't contain it"
+            )
     if (model is None) == (demo is None) or model == "":
-        raise usage("give either a MODEL or --demo text|moe|vision|audio")
+        raise make_usage_error("give either a MODEL or --demo text|moe|vision|audio")
     if port is not None and not 1 <= port <= 65535:
-        raise usage(f"--port {port}: ports go from 1 to 65535")
+        raise make_usage_error(f"--port {port}: ports go from 1 to 65535")
     for word in env:
         if not word.partition("=")[0] or "=" not in word:
-            raise usage(f"--env {word}: write it as K=V")
+            raise make_usage_error(f"--env {word}: write it as K=V")
     environment = dict(word.split("=", 1) for word in env)
     arguments = behind
     if demo:
-        model = str(demos.folder(demo))
-        arguments = (*demos.serve_arguments(demo), *behind)
-        environment = {**demos.serve_environment(), **environment}
+        model = str(demos.locate_model(demo))
+        arguments = (*demos.make_serve_arguments(demo), *behind)
+        environment = {**demos.make_serve_environment(), **environment}
     assert model
     # vLLM takes the last value, so arguments after -- win; two different values are a mistake.
-    behind_host, behind_port = option(behind, "--host"), option(behind, "--port")
+    behind_host, behind_port = find_option(behind, "--host"), find_option(behind, "--port")
     if behind_host and host and behind_host != host:
-        raise usage(f"--host {host} and, after --, --host {behind_host}: give one")
+        raise make_usage_error(f"--host {host} and, after --, --host {behind_host}: give one")
     if behind_port and port and behind_port != str(port):
-        raise usage(f"--port {port} and, after --, --port {behind_port}: give one")
+        raise make_usage_error(f"--port {port} and, after --, --port {behind_port}: give one")
     if behind_port and behind_port.isdigit():
         port = int(behind_port)
-    return launch.Order(
+    return launch.LaunchOptions(
         model=model,
         arguments=arguments,
         name=name,
@@ -475,7 +500,7 @@ def place(
     )
 
 
-def not_utf8(word: str) -> bool:
+def has_invalid_utf8(word: str) -> bool:
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -483,13 +508,13 @@ def not_utf8(word: str) -> bool:
     return False
 
 
-def usage(message: str) -> VllmopsError:
+def make_usage_error(message: str) -> VllmopsError:
     return VllmopsError("usage", message, "vllmops serve --help")
 
 
-def stay(
-    session: Session, before: Record, *, detach: bool, log: bool, quiet: bool = False
-) -> Record:
+def follow_instance(
+    session: ControlSession, before: InstanceRecord, *, detach: bool, log: bool, quiet: bool = False
+) -> InstanceRecord:
     """Show how an instance starts, and wait until it ends, or, with `detach`, until it is ready.
 
     Args:
@@ -509,33 +534,33 @@ def stay(
     follower = None
     if not detach and not quiet and (log or before.watch is not None):
         follower = LogFollower(session.folder, all_lines=log)
-    notifier = Notifier(session.folder, {} if detach else os.environ)
+    notifier = SystemdNotifier(session.folder, {} if detach else os.environ)
     with (
         contextlib.closing(notifier),
-        Display(follower, quiet=quiet) as display,
-        Signals(session, notifier.stopping) as signals,
+        InstanceDisplay(follower, quiet=quiet) as display,
+        StopSignals(session, notifier.send_stopping) as signals,
     ):
-        for record in session.records():
-            notifier.follow(record)
+        for record in session.follow_records():
+            notifier.send_progress(record)
             started = record.started_at != before.started_at
             if started:
-                display.started()
-            if started and record.state is State.READY:
+                display.show_start()
+            if started and record.state is InstanceState.READY:
                 if detach and not signals.count:
                     session.close()
                     return record
-                display.ready(record)
-            elif record.state in {State.STARTING, State.STOPPING}:
+                display.show_ready(record)
+            elif record.state in {InstanceState.STARTING, InstanceState.STOPPING}:
                 display.update(record)
-    if record.state is State.FAILED:
-        raise failed(record, session.folder)
+    if record.state is InstanceState.FAILED:
+        raise make_failure_error(record, session.folder)
     if signals.interrupted:
         message = f"{record.name} has stopped" + (f" ({record.note})" if record.note else "")
         raise VllmopsError("interrupted", message)
     return record
 
 
-class Display:
+class InstanceDisplay:
     """What a person sees of an instance: its progress, then a summary, then its log.
 
     Args:
@@ -556,28 +581,28 @@ class Display:
         if self.follower:
             self.follower.stop()
 
-    def started(self) -> None:
+    def show_start(self) -> None:
         """The supervisor has begun this start: a service gets the log from its first line."""
         if self.follower and not self.terminal:
             self.follower.start()
 
-    def update(self, record: Record) -> None:
+    def update(self, record: InstanceRecord) -> None:
         """Show how far a start or a stop is."""
-        state = record.state if record.state is State.STOPPING else record.stage
+        state = record.state if record.state is InstanceState.STOPPING else record.stage
         self.progress.update(f"{record.name}: {record.note or state}")
 
-    def ready(self, record: Record) -> None:
+    def show_ready(self, record: InstanceRecord) -> None:
         """Replace the progress, if any is shown, by a summary, and begin with the log."""
         if not self.progress.text:
             return
         self.progress.stop()
-        show(*summary(record), stderr=True)
+        print_parts(*render_summary(record), stderr=True)
         if self.follower:
             self.progress.plain = True
             self.follower.start()
 
 
-class Signals:
+class StopSignals:
     """Turns Ctrl-C and SIGTERM into a stop with a drain, and a second one into an immediate stop.
 
     So is SIGABRT, which systemd's watchdog sends to what hangs.
@@ -585,25 +610,25 @@ class Signals:
     A closed terminal (SIGHUP) is not caught: the supervisor sees that the holder has gone.
     """
 
-    def __init__(self, session: Session, tell: Callable[[], None]) -> None:
+    def __init__(self, session: ControlSession, tell: Callable[[], None]) -> None:
         self.session = session
         self.tell = tell
         self.count = 0
         self.interrupted = False
 
     def __enter__(self) -> Self:
-        self.before = {n: signal.signal(n, self.on) for n in STOPS}
+        self.before = {n: signal.signal(n, self.handle_signal) for n in STOPS}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def on(self, number: int, _: FrameType | None) -> None:
+    def handle_signal(self, number: int, _: FrameType | None) -> None:
         self.interrupted |= number == signal.SIGINT
         at_once = self.count or number == signal.SIGABRT
         self.tell()
-        self.session.send(Request(stop=0.0 if at_once else STOP_TIMEOUT_S))
+        self.session.send_request(ControlRequest(stop=0.0 if at_once else STOP_TIMEOUT_S))
         self.count += 1
 
 
@@ -615,10 +640,10 @@ class LogFollower:
         all_lines: whether to copy every line; otherwise only those of its watch.
     """
 
-    def __init__(self, folder: Folder, *, all_lines: bool) -> None:
+    def __init__(self, folder: InstanceFolder, *, all_lines: bool) -> None:
         self.all_lines = all_lines
         self.name = folder.name
-        self.tail = logs.Tail(folder.log)
+        self.tail = logs.LogTail(folder.server_log)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
 
@@ -626,7 +651,7 @@ class LogFollower:
         """Start once: from new lines in a terminal, from the first line in a pipe."""
         if self.thread.ident is None:
             if sys.stdout.isatty():
-                self.tail.lines()
+                self.tail.read_new_lines()
             self.thread.start()
 
     def stop(self) -> None:
@@ -639,19 +664,23 @@ class LogFollower:
         while not last:
             last = self.ended.wait(LOG_POLL_S)
             try:
-                show(*map(Verbatim, filter(self.shows, self.tail.lines(ended=last))))
+                print_parts(
+                    *map(
+                        VerbatimText, filter(self.should_show, self.tail.read_new_lines(ended=last))
+                    )
+                )
             except OSError:
                 return
             except Exception as error:
-                say(f"the log can't be shown any more: {type(error).__name__}: {error}")
-                say(f"  vllmops logs -f {self.name}")
+                print_to_stderr(f"the log can't be shown any more: {type(error).__name__}: {error}")
+                print_to_stderr(f"  vllmops logs -f {self.name}")
                 return
 
-    def shows(self, line: str) -> bool:
-        return self.all_lines or logs.parse(line).process == logs.WATCH
+    def should_show(self, line: str) -> bool:
+        return self.all_lines or logs.parse_line(line).process == logs.WATCH
 
 
-def instance(record: Record) -> dict[str, Any]:
+def build_instance_data(record: InstanceRecord) -> dict[str, Any]:
     """An instance for ``--json``: without secrets, since such output is often stored in logs."""
     from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
 
@@ -663,22 +692,24 @@ def instance(record: Record) -> dict[str, Any]:
         "model": record.model,
         "detached": record.detached,
         "pid": record.session,
-        "log": str(Folder(record.name).log),
-        "command": hidden.words(record.command),
-        "environment": hidden.assigned(settings.shown(record.environment)),
+        "log": str(InstanceFolder(record.name).server_log),
+        "command": hidden.redact_command_line(record.command),
+        "environment": hidden.redact_secret_variables(
+            settings.redact_environment(record.environment)
+        ),
         "directory": record.directory,
-        "watch": record.watch and hidden.words(record.watch),
+        "watch": record.watch and hidden.redact_command_line(record.watch),
         "failure": record.failure,
         "note": record.note,
     }
 
 
-def summary(record: Record) -> list[RenderableType]:
+def render_summary(record: InstanceRecord) -> list[RenderableType]:
     """What a person needs to know about a server that has just become ready."""
     from rich.text import Text  # noqa: PLC0415
 
-    took = f" after {span(record.ready_s)}" if record.ready_s is not None else ""
-    where = (" at ", (shown(record.url), "bold")) if record.url else ()
+    took = f" after {format_duration(record.ready_s)}" if record.ready_s is not None else ""
+    where = (" at ", (format_url(record.url), "bold")) if record.url else ()
     watch = [f"  watch:       vllmops logs --process watch {record.name}"]
     return [
         Text.assemble((record.name, "bold"), " is ready", *where, took),
@@ -690,24 +721,25 @@ def summary(record: Record) -> list[RenderableType]:
     ]
 
 
-def failed(record: Record, folder: Folder) -> VllmopsError:
+def make_failure_error(record: InstanceRecord, folder: InstanceFolder) -> VllmopsError:
     """Why an instance failed: the cause first, then where to read more."""
     why = record.failure or Failure("unknown")
     who = f"{why.process}, " if why.process else ""
     return VllmopsError(
         "serve.failed",
-        f"{why.cause}\n  ({record.name}: {who}at stage {record.stage!r})\n  log: {folder.log}",
+        f"{why.cause}\n  ({record.name}: {who}at stage {record.stage!r})\n  log: "
+        f"{folder.server_log}",
         why.hint or f"vllmops logs {record.name}",
-        data=instance(record),
+        data=build_instance_data(record),
     )
 
 
-def shell_lines(record: Record) -> list[Verbatim]:
+def render_shell_command(record: InstanceRecord) -> list[VerbatimText]:
     """The command to paste into a shell; secrets are redacted and must be filled in."""
     from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
-    environment = hidden.assigned(settings.shown(record.environment))
+    environment = hidden.redact_secret_variables(settings.redact_environment(record.environment))
     assignments = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
-    words = shlex.join(hidden.words(record.command))
-    return [Verbatim(" \\\n  ".join(["env " + " ".join(assignments), words]))]
+    words = shlex.join(hidden.redact_command_line(record.command))
+    return [VerbatimText(" \\\n  ".join(["env " + " ".join(assignments), words]))]

@@ -13,8 +13,8 @@ from typing import Any
 import typer
 
 from .. import files
-from ..host.shape import option
-from .options import typed
+from ..host.shape import find_option
+from .options import is_on_command_line
 
 MAX_BYTES = 1 << 20
 ENV = "env"
@@ -33,7 +33,7 @@ TYPES = {
 
 
 @dataclass(frozen=True)
-class Config:
+class ServeConfig:
     """What a file has beside options.
 
     Args:
@@ -45,7 +45,7 @@ class Config:
     arguments: tuple[str, ...] = ()
 
 
-def load(ctx: typer.Context, path: Path | None) -> Path | None:
+def load_config(ctx: typer.Context, path: Path | None) -> Path | None:
     """The callback of ``--config``: the options of the file become the defaults of the others.
 
     Raises:
@@ -54,30 +54,30 @@ def load(ctx: typer.Context, path: Path | None) -> Path | None:
     """
     if path is None or ctx.resilient_parsing:
         return path
-    content = files.read(path, MAX_BYTES)
+    content = files.read_input(path, MAX_BYTES)
     try:
         table = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise typer.BadParameter(f"{path} is not TOML: {error}.") from error
     try:
-        env = tuple(variables(table.pop(ENV, {})))
-        arguments = tuple(strings(ARGUMENTS, table.pop(ARGUMENTS, [])))
-        ctx.default_map = dict(options(ctx, table))
+        env = tuple(parse_variables(table.pop(ENV, {})))
+        arguments = tuple(validate_strings(ARGUMENTS, table.pop(ARGUMENTS, [])))
+        ctx.default_map = dict(parse_options(ctx, table))
     except typer.BadParameter as error:
         raise typer.BadParameter(f"{path}: {error.message}") from error
-    ctx.meta[META] = Config(env, arguments)
+    ctx.meta[META] = ServeConfig(env, arguments)
     return path
 
 
-def loaded(ctx: typer.Context) -> Config:
+def get_config(ctx: typer.Context) -> ServeConfig:
     """What the file of this command line has beside options; nothing without a file."""
-    config: Config = ctx.meta.get(META, Config())
+    config: ServeConfig = ctx.meta.get(META, ServeConfig())
     return config
 
 
-def options(ctx: typer.Context, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+def parse_options(ctx: typer.Context, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """The parameters that the keys of a file stand for, with their values."""
-    known = parameters(ctx)
+    known = list_parameters(ctx)
     for key, value in table.items():
         if key not in known:
             close = difflib.get_close_matches(key, [*known, ENV, ARGUMENTS], 1)
@@ -85,9 +85,9 @@ def options(ctx: typer.Context, table: Mapping[str, object]) -> Iterator[tuple[s
             raise typer.BadParameter(f"unknown key {key!r}{meant}")
         parameter = known[key]
         if parameter.multiple:
-            value = strings(key, value)  # noqa: PLW2901
+            value = validate_strings(key, value)  # noqa: PLW2901
         else:
-            text(key, value, expected(parameter))
+            validate_value(key, value, find_expected_type(parameter))
         try:
             parameter.type_cast_value(ctx, value)
         except typer.BadParameter as error:
@@ -95,7 +95,7 @@ def options(ctx: typer.Context, table: Mapping[str, object]) -> Iterator[tuple[s
         yield parameter.name, value
 
 
-def parameters(ctx: typer.Context) -> dict[str, Any]:
+def list_parameters(ctx: typer.Context) -> dict[str, Any]:
     """The parameters of `serve` by their keys: the long name without its dashes."""
     return {
         max(parameter.opts, key=len).lstrip("-"): parameter
@@ -104,14 +104,16 @@ def parameters(ctx: typer.Context) -> dict[str, Any]:
     }
 
 
-def expected(parameter: Any) -> type:
+def find_expected_type(parameter: Any) -> type:
     """The type that TOML gives the value of a parameter that takes one."""
     if getattr(parameter, "is_flag", False):
         return bool
-    return int if parameter.type.name == "n" else str  # as `options.count` calls its parser
+    return (
+        int if parameter.type.name == "n" else str
+    )  # as `options.make_count_parser` calls its parser
 
 
-def text(key: str, value: object, kind: type = str) -> None:
+def validate_value(key: str, value: object, kind: type = str) -> None:
     """Check one value.
 
     Raises:
@@ -124,46 +126,46 @@ def text(key: str, value: object, kind: type = str) -> None:
         raise typer.BadParameter(f"{key} must not contain a NUL character.")
 
 
-def strings(key: str, value: object) -> list[str]:
-    """A value that is an array of strings; raises as `text`."""
-    text(key, value, list)
+def validate_strings(key: str, value: object) -> list[str]:
+    """A value that is an array of strings; raises as `validate_value`."""
+    validate_value(key, value, list)
     assert isinstance(value, list)
     for index, item in enumerate(value):
-        text(f"{key}[{index}]", item)
+        validate_value(f"{key}[{index}]", item)
     return value
 
 
-def variables(value: object) -> Iterator[str]:
-    """A table of environment variables, each as ``K=V``; raises as `text`."""
-    text(ENV, value, dict)
+def parse_variables(value: object) -> Iterator[str]:
+    """A table of environment variables, each as ``K=V``; raises as `validate_value`."""
+    validate_value(ENV, value, dict)
     assert isinstance(value, dict)
     for name, content in value.items():
-        text(f"{ENV}.{name}", content)
+        validate_value(f"{ENV}.{name}", content)
         if not name or "=" in name or "\0" in name:
             raise typer.BadParameter(f"{ENV}: {name!r} can't be the name of a variable.")
         yield f"{name}={content}"
 
 
-def command_line_wins(ctx: typer.Context, behind: Sequence[str]) -> None:
+def drop_overridden_keys(ctx: typer.Context, behind: Sequence[str]) -> None:
     """Drop keys of the file that the command line sets under another name.
 
     Args:
         ctx: of a command line that is parsed.
         behind: the arguments of vLLM on the command line.
     """
-    model = typed(ctx, "model")
-    if model != typed(ctx, "demo"):
+    model = is_on_command_line(ctx, "model")
+    if model != is_on_command_line(ctx, "demo"):
         ctx.params["demo" if model else "model"] = None
-    config = loaded(ctx)
+    config = get_config(ctx)
     for name in ("host", "port"):
-        if typed(ctx, name) or option(behind, f"--{name}"):
-            config = replace(config, arguments=without(config.arguments, f"--{name}"))
-        if not typed(ctx, name) and option(behind, f"--{name}"):
+        if is_on_command_line(ctx, name) or find_option(behind, f"--{name}"):
+            config = replace(config, arguments=remove_option(config.arguments, f"--{name}"))
+        if not is_on_command_line(ctx, name) and find_option(behind, f"--{name}"):
             ctx.params[name] = None
     ctx.meta[META] = config
 
 
-def without(arguments: Sequence[str], name: str) -> tuple[str, ...]:
+def remove_option(arguments: Sequence[str], name: str) -> tuple[str, ...]:
     """Arguments without ``NAME VALUE`` and ``NAME=VALUE``."""
     kept: list[str] = []
     skip = False
@@ -174,7 +176,7 @@ def without(arguments: Sequence[str], name: str) -> tuple[str, ...]:
     return tuple(kept)
 
 
-def written(ctx: typer.Context, env: Sequence[str], arguments: Sequence[str]) -> str:
+def format_config(ctx: typer.Context, env: Sequence[str], arguments: Sequence[str]) -> str:
     """A file that makes ``serve --config`` do what this command line does, without secrets.
 
     Args:
@@ -187,37 +189,39 @@ def written(ctx: typer.Context, env: Sequence[str], arguments: Sequence[str]) ->
     hidden = Redactor()
     lines = ["# For vllmops serve --config FILE"]
 
-    def add(key: str, value: object, name: str, shown: object) -> None:
+    def add_line(key: str, value: object, name: str, shown: object) -> None:
         secret = shown != value
         lines.append(
-            f"# {name} is left out: it contains a secret." if secret else f"{key} = {toml(value)}"
+            f"# {name} is left out: it contains a secret."
+            if secret
+            else f"{key} = {format_toml(value)}"
         )
 
-    for key, parameter in parameters(ctx).items():
+    for key, parameter in list_parameters(ctx).items():
         value = ctx.params.get(parameter.name)
         if not value:  # every option that is not given
             continue
         if isinstance(value, Path) or key == "admin-token":
             value = str(value)  # where a secret is, not the secret
-            add(key, value, key, value)
+            add_line(key, value, key, value)
         elif isinstance(value, str):
-            add(key, str(value), key, hidden.words([f"--{key}", value])[-1])
+            add_line(key, str(value), key, hidden.redact_command_line([f"--{key}", value])[-1])
         else:
-            add(key, value, key, value)
-    kept, secrets = public(arguments, hidden.words(arguments))
+            add_line(key, value, key, value)
+    kept, secrets = remove_secrets(arguments, hidden.redact_command_line(arguments))
     lines += [f"# {ARGUMENTS}: {name} is left out: it contains a secret." for name in secrets]
     if kept:
-        lines.append(f"{ARGUMENTS} = {toml(kept)}")
+        lines.append(f"{ARGUMENTS} = {format_toml(kept)}")
     values = dict(pair.split("=", 1) for pair in env)
     if values:
         lines += ["", f"[{ENV}]"]
-        shown = hidden.assigned(values)
+        shown = hidden.redact_secret_variables(values)
         for name, value in values.items():
-            add(quoted(name), value, name, shown[name])
+            add_line(format_toml_string(name), value, name, shown[name])
     return "\n".join(lines)
 
 
-def public(arguments: Sequence[str], shown: Sequence[str]) -> tuple[list[str], list[str]]:
+def remove_secrets(arguments: Sequence[str], shown: Sequence[str]) -> tuple[list[str], list[str]]:
     """Arguments without those that hold secrets, and the names of these.
 
     Args:
@@ -240,18 +244,18 @@ def public(arguments: Sequence[str], shown: Sequence[str]) -> tuple[list[str], l
     return kept, secrets
 
 
-def toml(value: object) -> str:
+def format_toml(value: object) -> str:
     """A boolean, a number, a string or an array of them as TOML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return quoted(value)
+        return format_toml_string(value)
     if isinstance(value, Sequence):
-        return f"[{', '.join(map(toml, value))}]"
+        return f"[{', '.join(map(format_toml, value))}]"
     return str(value)
 
 
-def quoted(text: str) -> str:
+def format_toml_string(text: str) -> str:
     """A string of TOML: JSON's, but that other characters that do not print are escaped, too."""
     written = json.dumps(text, ensure_ascii=False)
     return "".join(char if char.isprintable() else f"\\U{ord(char):08X}" for char in written)

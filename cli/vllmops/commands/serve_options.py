@@ -12,7 +12,14 @@ from .. import demo as demos
 from ..numbers import MOST
 from ..store import settings
 from . import serve_config
-from .options import admin_token_option, count, listening, patch_ids, size_, time_
+from .options import (
+    complete_patch_id,
+    make_admin_token_option,
+    make_count_parser,
+    normalize_host_port,
+    parse_size,
+    validate_duration,
+)
 
 CUDA = "--cuda-coredump"
 CARRIERS = "Carriers and keys"
@@ -37,7 +44,9 @@ Name = Annotated[
 Host = Annotated[str | None, typer.Option(help="Address to listen on [127.0.0.1].")]
 Port = Annotated[
     int | None,
-    typer.Option(parser=count(1, 65535), help="Port to listen on [the first free one from 8000]."),
+    typer.Option(
+        parser=make_count_parser(1, 65535), help="Port to listen on [the first free one from 8000]."
+    ),
 ]
 Config = Annotated[
     Path | None,
@@ -45,7 +54,7 @@ Config = Annotated[
         metavar="FILE",
         is_eager=True,
         readable=False,
-        callback=serve_config.load,
+        callback=serve_config.load_config,
         help="Read options and vLLM arguments from this TOML file; the command line wins.",
     ),
 ]
@@ -56,7 +65,7 @@ Toml = Annotated[
     bool, typer.Option("--toml", help="With --dry-run: print a file for --config instead.")
 ]
 Demo = Annotated[
-    demos.Kind | None,
+    demos.DemoKind | None,
     instance_option(
         metavar="KIND",
         help="Build and serve a tiny model with random weights: text, moe, vision or audio.",
@@ -71,7 +80,7 @@ NoPatch = Annotated[
     instance_option(
         metavar="ID",
         help="Do not apply this patch, see `vllmops patches list`; repeatable.",
-        autocompletion=patch_ids,
+        autocompletion=complete_patch_id,
     ),
 ]
 CudaCoredump = Annotated[
@@ -96,18 +105,21 @@ Store = Annotated[
 ]
 StoreMaxSize = Annotated[
     int | None,
-    responses_option(parser=count(1, MOST), help="Maximum number of stored responses [10000]."),
+    responses_option(
+        parser=make_count_parser(1, MOST), help="Maximum number of stored responses [10000]."
+    ),
 ]
 StoreMaxPerKey = Annotated[
     int | None,
     responses_option(
-        parser=count(1, MOST), help="Maximum number of stored responses per API key [no limit]."
+        parser=make_count_parser(1, MOST),
+        help="Maximum number of stored responses per API key [no limit].",
     ),
 ]
 StoreTtl = Annotated[
     str | None,
     responses_option(
-        parser=time_,
+        parser=validate_duration,
         metavar="TIME",
         help="How long a response is stored after its last use, such as 12h [30d].",
     ),
@@ -121,7 +133,7 @@ Keyring = Annotated[
     ),
 ]
 Carrier = Annotated[
-    settings.Format | None,
+    settings.CarrierFormat | None,
     carrier_option(
         metavar="FORMAT", help="Carrier format: v2 (encrypted) or signed-v1 (readable) [v2]."
     ),
@@ -129,7 +141,9 @@ Carrier = Annotated[
 CarrierTtl = Annotated[
     str | None,
     carrier_option(
-        parser=time_, metavar="TIME", help="How long a carrier is accepted, such as 12h [30d]."
+        parser=validate_duration,
+        metavar="TIME",
+        help="How long a carrier is accepted, such as 12h [30d].",
     ),
 ]
 CompactionPrompt = Annotated[
@@ -142,9 +156,9 @@ CompactionPrompt = Annotated[
 ]
 
 
-def message(value: object) -> int:
+def parse_message_size(value: object) -> int:
     """A parser for the size of a message."""
-    size = size_(value)
+    size = parse_size(value)
     if not 1 <= size <= settings.LARGEST_MESSAGE:
         raise typer.BadParameter(f"it can be up to {settings.LARGEST_MESSAGE >> 20}M, and not 0.")
     return size
@@ -153,7 +167,7 @@ def message(value: object) -> int:
 WsMaxMessage = Annotated[
     int | None,
     socket_option(
-        parser=message,
+        parser=parse_message_size,
         metavar="SIZE",
         help="Maximum size of a WebSocket message, and of the requests together that wait on a"
         " connection, up to 16M, such as 4M [16M].",
@@ -162,7 +176,7 @@ WsMaxMessage = Annotated[
 WsIdle = Annotated[
     str | None,
     socket_option(
-        parser=time_,
+        parser=validate_duration,
         metavar="TIME",
         help="Close a WebSocket on which nothing runs after this time without a message, such as"
         " 1h [15m].",
@@ -171,17 +185,18 @@ WsIdle = Annotated[
 WsMaxRequests = Annotated[
     int | None,
     socket_option(
-        parser=count(1, MOST),
+        parser=make_count_parser(1, MOST),
         help="Maximum number of requests that run or wait on a WebSocket [64].",
     ),
 ]
 WsMaxConnections = Annotated[
     int | None,
     socket_option(
-        parser=count(1, MOST), help="Maximum number of open WebSockets per API server [2000]."
+        parser=make_count_parser(1, MOST),
+        help="Maximum number of open WebSockets per API server [2000].",
     ),
 ]
-AdminToken = Annotated[Path | None, admin_token_option(CARRIERS)]
+AdminToken = Annotated[Path | None, make_admin_token_option(CARRIERS)]
 Watch = Annotated[
     bool, watch_option("--watch", help="Also run `vllmops watch`; it writes to the server's log.")
 ]
@@ -192,7 +207,8 @@ WatchHeal = Annotated[bool, watch_option("--watch-heal", help="Watch with --heal
 ProbePort = Annotated[
     str | None,
     watch_option(
-        parser=listening, help="Watch with --listen [HOST:]PORT from the start, for probes."
+        parser=normalize_host_port,
+        help="Watch with --listen [HOST:]PORT from the start, for probes.",
     ),
 ]
 WatchRestart = Annotated[bool, watch_option("--watch-restart", help="Watch with --restart.")]

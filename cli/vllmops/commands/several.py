@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from .. import output
-from ..errors import VllmopsError, usage
+from ..errors import VllmopsError, make_usage_error
 from ..keys import admin_token as admin
-from ..output import Result, command
-from ..targets import Access, access, parsed
+from ..output import Result, print_result
+from ..targets import RemoteAccess, access, parse_target
 from .options import AdminToken
 
 if TYPE_CHECKING:
@@ -43,25 +43,27 @@ SINGLE = {
 }
 
 
-def per_target(run: Callable[..., Result]) -> Callable[..., None]:
+def run_per_target(run: Callable[..., Result]) -> Callable[..., None]:
     """Make a Typer command of a function with one ``target``, which then may be given repeatedly.
 
-    The command also gets ``--admin-token``, as by `remote`.
+    The command also gets ``--admin-token``, as by `allow_remote_target`.
     """
 
-    def over(target: Sequence[str] | None = None, **options: Any) -> Result:
+    def run_for_targets(target: Sequence[str] | None = None, **options: Any) -> Result:
         given = target or ()
         if len(given) < 2 and not any(word.startswith("@") for word in given):
             return run(target=next(iter(given), None), **options)
         for name, option in SINGLE.items():
             if options.get(name):
-                raise usage(f"{option} works with one server, not with several", "use one --target")
-        return side_by_side(list(expanded(given)), functools.partial(run, **options))
+                raise make_usage_error(
+                    f"{option} works with one server, not with several", "use one --target"
+                )
+        return run_concurrently(list(expand_targets(given)), functools.partial(run, **options))
 
-    return remote(over, run, repeated)
+    return allow_remote_target(run_for_targets, run, make_repeatable)
 
 
-def remote(
+def allow_remote_target(
     run: Callable[..., Result],
     like: Callable[..., Result] | None = None,
     target: Callable[[Any], Any] = lambda annotation: annotation,
@@ -77,11 +79,11 @@ def remote(
     """
 
     @functools.wraps(like or run)
-    def reaching(admin_token: Path | None = None, **options: Any) -> Result:
+    def run_with_access(admin_token: Path | None = None, **options: Any) -> Result:
         # One that was typed is checked in any case; one from the environment may not be needed.
         if admin_token and str(admin_token) != os.environ.get(admin.PLACE):
-            admin.token(admin_token)
-        access.set(Access(admin_token))
+            admin.read_admin_token(admin_token)
+        access.set(RemoteAccess(admin_token))
         return run(**options)
 
     signature = inspect.signature(like or run, eval_str=True)
@@ -92,12 +94,12 @@ def remote(
             parameters += [parameter.replace(annotation=target(parameter.annotation)), token]
         else:
             parameters.append(parameter)
-    reaching.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    reaching.__annotations__ = {p.name: p.annotation for p in parameters}
-    return command(reaching)
+    run_with_access.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run_with_access.__annotations__ = {p.name: p.annotation for p in parameters}
+    return print_result(run_with_access)
 
 
-def repeated(annotation: Any) -> Any:
+def make_repeatable(annotation: Any) -> Any:
     """The annotation of an option that may be given again and again."""
     (option,) = annotation.__metadata__
     option = copy(option)
@@ -105,7 +107,7 @@ def repeated(annotation: Any) -> Any:
     return Annotated[list[str] | None, option]
 
 
-def expanded(words: Sequence[str]) -> dict[str, None]:
+def expand_targets(words: Sequence[str]) -> dict[str, None]:
     """The targets that were given, each once, those in files included.
 
     Raises:
@@ -116,28 +118,28 @@ def expanded(words: Sequence[str]) -> dict[str, None]:
         if not word.startswith("@"):
             targets[word] = None
             continue
-        for line in lines(Path(word[1:])):
-            parsed(line)
+        for line in read_target_lines(Path(word[1:])):
+            parse_target(line)
             targets[line] = None
     return targets
 
 
-def lines(path: Path) -> Iterator[str]:
+def read_target_lines(path: Path) -> Iterator[str]:
     """The lines of a file, without blank ones and comments.
 
     Raises:
-        VllmopsError: ``usage`` if none is left, or as `files.read` does.
+        VllmopsError: ``usage`` if none is left, or as `files.read_input` does.
     """
-    from ..files import read  # noqa: PLC0415
+    from ..files import read_input  # noqa: PLC0415
 
-    text = read(path, MOST_BYTES).decode(errors="replace")
+    text = read_input(path, MOST_BYTES).decode(errors="replace")
     targets = [line for raw in text.splitlines() if (line := raw.partition("#")[0].strip())]
     if not targets:
-        raise usage(f"{path} names no target", "one target on each line")
+        raise make_usage_error(f"{path} names no target", "one target on each line")
     yield from targets
 
 
-def side_by_side(targets: Sequence[str], run: Callable[..., Result]) -> Result:
+def run_concurrently(targets: Sequence[str], run: Callable[..., Result]) -> Result:
     """Run a command for each target at the same time.
 
     Returns:
@@ -148,12 +150,12 @@ def side_by_side(targets: Sequence[str], run: Callable[..., Result]) -> Result:
     futures: dict[str, Future[Result]] = {target: Future() for target in targets}
     waiting = deque(futures.items())
 
-    def work() -> None:
+    def run_worker() -> None:
         while waiting:
             with suppress(IndexError):  # another thread was faster
-                copy_context().run(one, *waiting.popleft())
+                copy_context().run(run_target, *waiting.popleft())
 
-    def one(target: str, done: Future[Result]) -> None:
+    def run_target(target: str, done: Future[Result]) -> None:
         output.speaker.set(target)
         try:
             done.set_result(run(target=target))
@@ -162,22 +164,25 @@ def side_by_side(targets: Sequence[str], run: Callable[..., Result]) -> Result:
 
     for _ in range(min(len(targets), MOST_AT_ONCE)):
         # Daemons: at a Ctrl-C the process does not wait for them.
-        threading.Thread(target=copy_context().run, args=(work,), daemon=True).start()
-    outcomes = {target: outcome(done) for target, done in futures.items()}
+        threading.Thread(target=copy_context().run, args=(run_worker,), daemon=True).start()
+    outcomes = {target: wait_for_result(done) for target, done in futures.items()}
     return Result(
         {
             "targets": [
-                {"target": target, **output.outcome(result.data, result.exit_code, result.errors)}
+                {
+                    "target": target,
+                    **output.build_result_fields(result.data, result.exit_code, result.errors),
+                }
                 for target, result in outcomes.items()
             ]
         },
-        lambda: list(text(outcomes)),
+        lambda: list(render_results(outcomes)),
         max(result.exit_code for result in outcomes.values()),
         tuple(error for result in outcomes.values() for error in result.errors),
     )
 
 
-def outcome(done: Future[Result]) -> Result:
+def wait_for_result(done: Future[Result]) -> Result:
     """The result for one target, its failure included."""
     try:
         return done.result()
@@ -188,14 +193,14 @@ def outcome(done: Future[Result]) -> Result:
         return Result(None, exit_code=failure.exit_code, errors=(failure,))
 
 
-def text(outcomes: dict[str, Result]) -> Iterator[RenderableType]:
+def render_results(outcomes: dict[str, Result]) -> Iterator[RenderableType]:
     """The results for a person, each below the name of its server."""
     for number, (target, outcome) in enumerate(outcomes.items()):
         if number:
             yield ""
-        yield output.styled(f"== {target}", "bold")
+        yield output.style_text(f"== {target}", "bold")
         yield from outcome.text()
         for error in outcome.errors:
-            yield output.styled(f"error: {error.message}", "bold red")
+            yield output.style_text(f"error: {error.message}", "bold red")
             if error.hint:
                 yield f"  hint: {error.hint}"

@@ -12,24 +12,24 @@ from rich.console import RenderableType
 from .. import output
 from ..host.processes import ROLES
 from ..host.roles import Role
-from ..instances.record import Folder
-from ..instances.servers import Server, resolve
-from ..output import Json, Result, size, typer_app
+from ..instances.record import InstanceFolder
+from ..instances.servers import Server, resolve_server
+from ..output import Json, Result, format_bytes, make_typer_app
 from ..protocol.caches import LruCache, ProcessCaches, ShmCache
 from ..protocol.engine import EngineState
 from ..protocol.metrics import Metrics
-from ..protocol.patches import ProcessPatches, State
-from ..protocol.place import who
+from ..protocol.patches import PatchState, ProcessPatches
+from ..protocol.place import format_process
 from ..rpc import agent
 from ..rpc.agent import Agent
 from ..vllm_api import http as client_http
 from .options import Target, TargetArgument
-from .ps import InstanceRow, listing, row
-from .several import per_target
+from .ps import InstanceRow, build_instance_row, render_servers
+from .several import run_per_target
 
 A = TypeVar("A")
 
-app = typer_app()
+app = make_typer_app()
 
 
 class CacheUse(msgspec.Struct, frozen=True):
@@ -44,19 +44,19 @@ class CacheUse(msgspec.Struct, frozen=True):
 
 
 @app.command(epilog="Example: vllmops status demo")
-@per_target
+@run_per_target
 def status(name: TargetArgument = None, target: Target = None, json_: Json = False) -> Result:
     """Show one server on one screen.
 
     The screen has its processes, requests, cache use and patches.
     """
-    server = resolve(name or target)
-    seen = row(server)
-    agents, _ = agent.side_by_side(server.of(*ROLES), agent.reach)
-    engines = answers(agents, Agent.engine, Role.ENGINE)
-    metrics = client_http.metrics(server.url) if server.url else None
-    caches = uses(answers(agents, Agent.caches, Role.API, Role.ENGINE))
-    patched = patch_states(answers(agents, Agent.patches, *ROLES))
+    server = resolve_server(name or target)
+    seen = build_instance_row(server)
+    agents, _ = agent.collect_answers(server.select_processes(*ROLES), agent.open_agent)
+    engines = fetch_answers(agents, Agent.fetch_engine_state, Role.ENGINE)
+    metrics = client_http.fetch_metrics(server.url) if server.url else None
+    caches = collect_cache_uses(fetch_answers(agents, Agent.fetch_caches, Role.API, Role.ENGINE))
+    patched = group_patches_by_state(fetch_answers(agents, Agent.fetch_patches, *ROLES))
     data: dict[str, Any] = {
         "instance": seen,
         "stage": server.record.stage if server.record else None,
@@ -65,16 +65,16 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
         "caches": caches,
         "patches": patched,
     }
-    return Result(data, lambda: screen(server, seen, engines, metrics, caches, patched))
+    return Result(data, lambda: render_status(server, seen, engines, metrics, caches, patched))
 
 
-def answers(agents: Iterable[Agent], ask: Callable[[Agent], A], *roles: Role) -> list[A]:
+def fetch_answers(agents: Iterable[Agent], ask: Callable[[Agent], A], *roles: Role) -> list[A]:
     """What the agents in these roles answer; a process whose agent hangs is not asked again."""
     asked = {one.process: one for one in agents if one.process.role in roles}
-    return agent.side_by_side(asked, lambda process: ask(asked[process]))[0]
+    return agent.collect_answers(asked, lambda process: ask(asked[process]))[0]
 
 
-def patch_states(answers: Iterable[ProcessPatches]) -> dict[str, list[str]]:
+def group_patches_by_state(answers: Iterable[ProcessPatches]) -> dict[str, list[str]]:
     """The patches in each state, by id; one that differs between processes is in several."""
     states: dict[str, list[str]] = {}
     for answer in answers:
@@ -84,7 +84,7 @@ def patch_states(answers: Iterable[ProcessPatches]) -> dict[str, list[str]]:
     return states
 
 
-def uses(answers: Iterable[ProcessCaches]) -> list[CacheUse]:
+def collect_cache_uses(answers: Iterable[ProcessCaches]) -> list[CacheUse]:
     """How full the multimodal caches are, as far as agents report it."""
     rows = []
     for answer in answers:
@@ -95,12 +95,12 @@ def uses(answers: Iterable[ProcessCaches]) -> list[CacheUse]:
                 used = (len(cache.keys), cache.bytes or 0)
             else:
                 continue
-            where = who(answer)
+            where = format_process(answer)
             rows.append(CacheUse(where, cache.side, cache.kind, *used, cache.capacity_bytes))
     return rows
 
 
-def screen(
+def render_status(
     server: Server,
     seen: InstanceRow,
     engines: list[EngineState],
@@ -108,41 +108,41 @@ def screen(
     caches: list[CacheUse],
     patched: dict[str, list[str]],
 ) -> list[RenderableType]:
-    facts = output.facts(())
+    facts = output.make_facts_table(())
     facts.box = None
     record = server.record
     if record and record.state == "starting":
         facts.add_row("stage", record.stage)
-    facts.add_row("requests", requests(engines, metrics))
-    facts.add_row("KV cache", kv_cache(engines, metrics))
+    facts.add_row("requests", format_requests(engines, metrics))
+    facts.add_row("KV cache", format_kv_cache(engines, metrics))
     if metrics and metrics.prefix_queries:
         facts.add_row(
             "prefix cache",
             f"{(metrics.prefix_hits or 0) / metrics.prefix_queries:.0%} of tokens hit",
         )
-    for cells in cache_rows(caches):
+    for cells in make_cache_rows(caches):
         facts.add_row(*cells)
-    facts.add_row("patches", patches(patched))
+    facts.add_row("patches", format_patches(patched))
     if seen.supervised is False:
         facts.add_row("supervision", "its supervisor had died; a new one has started")
     elif seen.supervised is None and not seen.remote:
         facts.add_row("supervision", "none: vllmops did not start it")
     if record and record.watch is not None:
-        running = Folder(record.name).watched()
+        running = InstanceFolder(record.name).has_watch()
         facts.add_row("watch", "on" if running else "not running")
-    return [*listing([seen]), "", facts]
+    return [*render_servers([seen]), "", facts]
 
 
-def cache_rows(caches: list[CacheUse]) -> Iterator[tuple[str, str]]:
+def make_cache_rows(caches: list[CacheUse]) -> Iterator[tuple[str, str]]:
     """A label and its content for each cache; of several alike the label names the process."""
     alike = Counter((cache.kind, cache.side) for cache in caches)
     for cache in caches:
         where = f", {cache.process}" if alike[cache.kind, cache.side] > 1 else ""
-        full = f"{size(cache.bytes)} of {size(cache.capacity_bytes)}"
+        full = f"{format_bytes(cache.bytes)} of {format_bytes(cache.capacity_bytes)}"
         yield f"{cache.kind} {cache.side}{where}", f"{cache.entries} entries, {full}"
 
 
-def requests(engines: list[EngineState], metrics: Metrics | None) -> str:
+def format_requests(engines: list[EngineState], metrics: Metrics | None) -> str:
     """Running and waiting requests; from the engine if it answers, since metrics lag a hang."""
     known = [engine for engine in engines if engine.running is not None]
     if known:
@@ -154,16 +154,16 @@ def requests(engines: list[EngineState], metrics: Metrics | None) -> str:
     return "unknown: no agent answers, and /metrics does not either"
 
 
-def kv_cache(engines: list[EngineState], metrics: Metrics | None) -> str:
+def format_kv_cache(engines: list[EngineState], metrics: Metrics | None) -> str:
     shares = [(one.ranks, one.kv_cache_usage) for one in engines if one.kv_cache_usage is not None]
     if not shares and metrics and metrics.kv_cache_usage is not None:
         shares = [("", metrics.kv_cache_usage)]
     return ", ".join(f"{rank} {share:.1%} used".lstrip() for rank, share in shares) or "unknown"
 
 
-def patches(states: dict[str, list[str]]) -> str:
+def format_patches(states: dict[str, list[str]]) -> str:
     """How many patches are in each state; those in a bad state by name."""
-    well = State.APPLIED, State.FIXED
+    well = PatchState.APPLIED, PatchState.FIXED
     parts = [
         f"{len(ids)} {state}" if state in well else f"{state}: {', '.join(ids)}"
         for state, ids in states.items()

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ..diagnose import history
-from ..numbers import many
-from ..output import Result, span, styled, table
+from ..numbers import format_count
+from ..output import Result, format_duration, make_table, style_text
 from ..protocol import place
-from ..protocol.server import Unseen
+from ..protocol.server import Gap
 from ..protocol.steps import Step, StepsRecording
 
 if TYPE_CHECKING:
@@ -37,33 +37,35 @@ class Bar:
         yield "#" * round(min(BAR, options.max_width) * self.share)
 
 
-def result(server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Unseen]) -> Result:
+def make_steps_result(
+    server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Gap]
+) -> Result:
     """The last steps of a server's engines."""
     data = {
         "server": server,
         "columns": Step.__struct_fields__,
-        "recordings": [fields(recording) for recording in recordings],
+        "recordings": [build_recording_data(recording) for recording in recordings],
         "unseen": unseen,
     }
-    return Result(data, lambda: list(screen(server, recordings, unseen)))
+    return Result(data, lambda: list(render_recordings(server, recordings, unseen)))
 
 
-def fields(recording: StepsRecording) -> dict[str, Any]:
+def build_recording_data(recording: StepsRecording) -> dict[str, Any]:
     """A recording for ``--json``; a step is a list, as ``columns`` names it."""
     return {
-        **place.row(recording),
+        **place.make_process_fields(recording),
         "alive": recording.alive,
         "read_at": recording.read_at,
-        "end": history.end(recording),
-        "open": recording.open and msgspec.structs.asdict(recording.open),
-        "pauses": list(history.pauses(recording)),
-        "rows": history.rows(recording),
+        "end": history.describe_recording_end(recording),
+        "open": recording.open_step and msgspec.structs.asdict(recording.open_step),
+        "pauses": list(history.find_pauses(recording)),
+        "rows": history.group_steps_by_time(recording),
         "steps": msgspec.to_builtins(recording.steps),
     }
 
 
-def screen(
-    server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Unseen]
+def render_recordings(
+    server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Gap]
 ) -> Iterator[RenderableType]:
 
     if not recordings:
@@ -71,29 +73,30 @@ def screen(
     for number, recording in enumerate(recordings):
         if number:
             yield ""
-        yield styled(
-            f"{place.who(recording)}{'' if recording.alive else ', which has ended'}", "bold"
+        yield style_text(
+            f"{place.format_process(recording)}{'' if recording.alive else ', which has ended'}",
+            "bold",
         )
-        yield from drawn(recording)
+        yield from render_recording(recording)
     for part in unseen:
-        yield styled(f"not seen: {part.part}: {part.why}", "yellow")
+        yield style_text(f"not seen: {part.part}: {part.why}", "yellow")
         if part.hint:
             yield f"  hint: {part.hint}"
 
 
-def drawn(recording: StepsRecording) -> Iterator[RenderableType]:
-    rows = history.rows(recording)
+def render_recording(recording: StepsRecording) -> Iterator[RenderableType]:
+    rows = history.group_steps_by_time(recording)
     if not rows:
         yield "it has taken no step"
         return
     most = max(row.tokens for row in rows) or 1
     names = ("time", "steps", "longest", "tokens", "running", "waiting", "deferred", "KV")
-    shown = table(*names, f"tokens per {span(rows[0].seconds)}", right=names[1:])
+    shown = make_table(*names, f"tokens per {format_duration(rows[0].seconds)}", right=names[1:])
     shown.collapse_padding = True  # 80 columns have room for it all
     for row in rows:
         used = row.kv_cache_usage
         shown.add_row(
-            history.clock(row.at)[:8],
+            history.format_utc_time(row.at)[:8],
             f"{row.steps:,}",
             f"{1000 * row.longest_s:,.0f} ms" if row.steps else "-",
             f"{row.tokens:,}",
@@ -105,10 +108,10 @@ def drawn(recording: StepsRecording) -> Iterator[RenderableType]:
             Bar(row.tokens / most),
         )
     yield shown
-    for pause in [*history.pauses(recording)][-PAUSES:]:
-        why = f"with {many(pause.pending, 'request')} pending" if pause.pending else "idle"
-        yield f"{history.clock(pause.at)}: no step for {pause.seconds:.1f} s, {why}"
-    style = "bold red" if recording.open and not recording.alive else "bold"
-    yield styled(history.end(recording), style)
-    if earlier := history.before(recording):
+    for pause in [*history.find_pauses(recording)][-PAUSES:]:
+        why = f"with {format_count(pause.pending, 'request')} pending" if pause.pending else "idle"
+        yield f"{history.format_utc_time(pause.at)}: no step for {pause.seconds:.1f} s, {why}"
+    style = "bold red" if recording.open_step and not recording.alive else "bold"
+    yield style_text(history.describe_recording_end(recording), style)
+    if earlier := history.describe_previous_step(recording):
         yield earlier

@@ -11,26 +11,33 @@ from uuid import uuid4
 
 import typer
 
-from ..errors import Exit, VllmopsError, usage
-from ..home import home, own, user
-from ..host.processes import alive
+from ..errors import ExitCode, VllmopsError, make_usage_error
+from ..home import format_user, require_safe_folder, resolve_home
+from ..host.processes import is_alive
 from ..instances import launch
-from ..instances.control import NOTHING, STOP_TIMEOUT_S, Request, Session, connect, start_supervisor
-from ..instances.handover import refusal
-from ..instances.record import FAILED, Folder, Record, State
-from ..instances.servers import Server, find, resolve
-from ..instances.takedown import END_S, drain, take_down
-from ..output import Json, Progress, Result, command, say, typer_app
+from ..instances.control import (
+    NOTHING,
+    STOP_TIMEOUT_S,
+    ControlRequest,
+    ControlSession,
+    connect_supervisor,
+    start_supervisor,
+)
+from ..instances.handover import make_hand_over_error
+from ..instances.record import FAILED, InstanceFolder, InstanceRecord, InstanceState
+from ..instances.servers import Server, list_servers, resolve_server
+from ..instances.takedown import END_S, drain_server, take_down
+from ..output import Json, Progress, Result, make_typer_app, print_result, print_to_stderr
 from ..rpc import agent
-from .options import Target, TargetArgument, seconds
-from .serve import failed, instance, stay, summary
+from .options import Target, TargetArgument, make_seconds_parser
+from .serve import build_instance_data, follow_instance, make_failure_error, render_summary
 
-stop_app = typer_app()
-restart_app = typer_app()
+stop_app = make_typer_app()
+restart_app = make_typer_app()
 
 Timeout = Annotated[
     float,
-    typer.Option(parser=seconds(), help="Seconds for requests in flight to finish."),
+    typer.Option(parser=make_seconds_parser(), help="Seconds for requests in flight to finish."),
 ]
 Force = Annotated[bool, typer.Option("--force", "-f", help="Do not wait for requests in flight.")]
 Rerun = Annotated[
@@ -46,7 +53,7 @@ NoEvidence = Annotated[
 
 
 @stop_app.command(epilog="Example: vllmops stop demo --timeout 120")
-@command
+@print_result
 def stop(
     name: TargetArgument = None,
     target: Target = None,
@@ -60,54 +67,58 @@ def stop(
     is stopped, and the port and the shared memory are freed. It also works on a server that
     vllmops did not start.
     """
-    server = resolve(name or target, strangers=False)
+    server = resolve_server(name or target, strangers=False)
     wait_s = 0.0 if force else timeout
     with Progress(time.time(), quiet=json_) as progress:
         if server.record is None:
-            note = stop_stranger(server, wait_s, progress)
+            note = stop_unsupervised(server, wait_s, progress)
             data = {"name": None, "pid": server.pid, "state": "stopped", "note": note}
-            return Result(data, lambda: [stopped(server.label, note)])
-        session = Session(Folder(server.record.name), connect(Folder(server.record.name)))
-        session.send(Request(stop=wait_s))
+            return Result(data, lambda: [format_stopped(server.label, note)])
+        session = ControlSession(
+            InstanceFolder(server.record.name),
+            connect_supervisor(InstanceFolder(server.record.name)),
+        )
+        session.send_request(ControlRequest(stop=wait_s))
         record = server.record
-        for record in session.records(time.monotonic() + wait_s + END_S):
-            if record.state is State.STOPPING:
+        for record in session.follow_records(time.monotonic() + wait_s + END_S):
+            if record.state is InstanceState.STOPPING:
                 progress.update(f"{record.name}: {record.note or record.state}")
-    if record.state is State.FAILED:
-        raise failed(record, Folder(record.name))
-    return Result(instance(record), lambda: [stopped(record.name, record.note)])
+    if record.state is InstanceState.FAILED:
+        raise make_failure_error(record, InstanceFolder(record.name))
+    return Result(build_instance_data(record), lambda: [format_stopped(record.name, record.note)])
 
 
-def stop_stranger(server: Server, wait_s: float, progress: Progress) -> str:
+def stop_unsupervised(server: Server, wait_s: float, progress: Progress) -> str:
     """Stop a server that has no supervisor; returns what happened to its requests.
 
     Raises:
         VllmopsError: ``target.other-user`` (exit code 4), or ``agent.gone``.
     """
     root = server.processes[0]  # others come and go
-    if os.geteuid() not in {0, uid := agent.owner(root)}:
+    if os.geteuid() not in {0, uid := agent.read_process_uid(root)}:
         raise VllmopsError(
             "target.other-user",
-            f"{agent.name(root)} belongs to {user(uid)}, and you are {user(os.geteuid())}",
+            f"{agent.format_process_name(root)} belongs to {format_user(uid)}, and you are "
+            f"{format_user(os.geteuid())}",
             f"sudo vllmops stop {server.pid}",
-            exit_code=Exit.NOT_AUTHORISED,
+            exit_code=ExitCode.NOT_AUTHORISED,
         )
     progress.update(f"{server.label}: stopping")
 
-    def tell(text: str) -> None:
+    def show_progress(text: str) -> None:
         progress.update(f"{server.label}: {text}")
 
-    note = drain(server.processes, server.url, wait_s, tell)
+    note = drain_server(server.processes, server.url, wait_s, show_progress)
     remains = take_down(server.processes)
     return ", ".join(filter(None, (note, str(remains))))
 
 
-def stopped(name: str, note: str) -> str:
+def format_stopped(name: str, note: str) -> str:
     return f"{name} has stopped" + (f" ({note})" if note else "")
 
 
 @restart_app.command(epilog="Example: vllmops restart demo")
-@command
+@print_result
 def restart(
     name: TargetArgument = None,
     target: Target = None,
@@ -129,148 +140,163 @@ def restart(
     ready, it takes over the port, and the first one finishes its requests. If the second one
     fails, the first one serves on.
     """
-    record = recorded(name or target)
-    folder = Folder(record.name)
-    launch.ready_home()  # on a full disk a server that works would end, and none would start
+    record = find_record(name or target)
+    folder = InstanceFolder(record.name)
+    launch.prepare_home()  # on a full disk a server that works would end, and none would start
     if hand_over:
         if force or rerun:
-            raise usage(
+            raise make_usage_error(
                 "--hand-over ends no request, and the other two options do: give one way",
                 f"vllmops restart {record.name} --hand-over",
             )
-        return handed_over(folder, record, timeout, quiet=json_)
-    if kept := not no_evidence and kept_of(record, quiet=json_):
-        say(f"evidence: {kept}")
-    if record.state is State.STOPPING:
-        record = settled(folder, record, quiet=json_)
-    fresh = started(folder, record, rerun=rerun)
-    session = fresh or Session(folder, connect(folder))
+        return run_hand_over(folder, record, timeout, quiet=json_)
+    if kept := not no_evidence and save_hang_evidence(record, quiet=json_):
+        print_to_stderr(f"evidence: {kept}")
+    if record.state is InstanceState.STOPPING:
+        record = wait_until_down(folder, record, quiet=json_)
+    fresh = start_instance(folder, record, rerun=rerun)
+    session = fresh or ControlSession(folder, connect_supervisor(folder))
     if fresh is None:
-        session.send(Request(restart=0.0 if force else timeout, rerun=rerun))
+        session.send_request(ControlRequest(restart=0.0 if force else timeout, rerun=rerun))
     before = record.started_at
     try:
-        record = stay(session, record, detach=True, log=False, quiet=json_)
+        record = follow_instance(session, record, detach=True, log=False, quiet=json_)
     except VllmopsError as error:
         # The server died just before the request; its supervisor has cleaned up.
-        over = folder.read()
+        over = folder.load_record()
         if fresh or error.code != "serve.failed" or over is None or over.started_at != before:
             raise
-        fresh = started(folder, over, rerun=rerun)
+        fresh = start_instance(folder, over, rerun=rerun)
         if fresh is None:
             raise
-        record = stay(fresh, over, detach=True, log=False, quiet=json_)
-    if record.state is State.STOPPED:
+        record = follow_instance(fresh, over, detach=True, log=False, quiet=json_)
+    if record.state is InstanceState.STOPPED:
         raise VllmopsError("restart.stopped", f"{record.name} was stopped while it started")
-    return Result({**instance(record), "evidence": kept or None}, lambda: summary(record))
+    return Result(
+        {**build_instance_data(record), "evidence": kept or None}, lambda: render_summary(record)
+    )
 
 
-def handed_over(folder: Folder, before: Record, timeout: float, *, quiet: bool) -> Result:
+def run_hand_over(
+    folder: InstanceFolder, before: InstanceRecord, timeout: float, *, quiet: bool
+) -> Result:
     """Have a second server take over; raises VllmopsError: ``restart.no-hand-over``."""
-    if before.state is not State.READY:
+    if before.state is not InstanceState.READY:
         raise VllmopsError(
             "restart.no-hand-over",
             f"{before.name} is {before.state}: only a server that is ready hands over",
             f"vllmops restart {before.name}",
         )
-    session = Session(folder, connect(folder))
+    session = ControlSession(folder, connect_supervisor(folder))
     record, run = before, uuid4().hex
-    session.send(Request(hand_over=timeout, run=run))
+    session.send_request(ControlRequest(hand_over=timeout, run=run))
     with Progress(time.time(), quiet=quiet) as progress:
-        for record in session.records():
+        for record in session.follow_records():
             if record.hand_over_run != run:  # somebody else's, which comes first
                 continue
             if record.hand_over.startswith(FAILED):
                 session.close()
-                raise refusal(record.name, record.hand_over.removeprefix(FAILED))
+                raise make_hand_over_error(record.name, record.hand_over.removeprefix(FAILED))
             if not record.hand_over:
                 session.close()
                 break
             progress.update(f"{record.name}: {record.hand_over}")
-    if record.state.over:
+    if record.state.is_over:
         raise VllmopsError("restart.stopped", f"{record.name} was stopped while it started")
     note = [f"  first server: {record.note}"] if record.note else []
-    return Result({**instance(record), "evidence": None}, lambda: [*summary(record), *note])
+    return Result(
+        {**build_instance_data(record), "evidence": None}, lambda: [*render_summary(record), *note]
+    )
 
 
-def kept_of(record: Record, *, quiet: bool) -> str:
+def save_hang_evidence(record: InstanceRecord, *, quiet: bool) -> str:
     """Write a bundle of a server that hangs; returns where it is, nothing of one that does not."""
-    if record.state is not State.READY:
+    if record.state is not InstanceState.READY:
         return ""
     # Slow to import, and rarely needed.
     from ..diagnose import progress  # noqa: PLC0415
-    from ..heal.beyond import looked  # noqa: PLC0415
-    from ..watch.watched import Watched  # noqa: PLC0415
+    from ..heal.beyond import collect_samples  # noqa: PLC0415
+    from ..watch.watched import WatchedServer  # noqa: PLC0415
 
     try:
-        server = resolve(record.name)
+        server = resolve_server(record.name)
     except VllmopsError:  # it died together with its supervisor, as when a machine boots anew
         return ""
-    looks = looked(server)
-    if not progress.stalls(looks):
+    looks = collect_samples(server)
+    if not progress.find_stalls(looks):
         return ""
-    subject = Watched(server, follow=False)
+    subject = WatchedServer(server, follow=False)
     with Progress(time.time(), quiet=quiet) as progress_:
         progress_.update(f"{record.name} hangs: keeping the evidence")
-        subject.capture(looks, progress.PATIENCE_S, threading.Event(), sure=True)
+        subject.take_snapshot(looks, progress.PATIENCE_S, threading.Event(), sure=True)
         try:
-            return str(subject.save(own(home() / "bundles")))
+            return str(subject.save_evidence(require_safe_folder(resolve_home() / "bundles")))
         except VllmopsError as error:
             progress_.update(f"no evidence: {error.message}")
             return ""
 
 
-def settled(folder: Folder, record: Record, *, quiet: bool) -> Record:
+def wait_until_down(
+    folder: InstanceFolder, record: InstanceRecord, *, quiet: bool
+) -> InstanceRecord:
     """Wait until an instance is taken down; returns its record."""
     with Progress(time.time(), quiet=quiet) as progress, suppress(VllmopsError):
-        session = Session(folder, connect(folder))
-        for now in session.records(time.monotonic() + END_S):
-            if now.state not in {State.STOPPING, State.STOPPED, State.FAILED}:
+        session = ControlSession(folder, connect_supervisor(folder))
+        for now in session.follow_records(time.monotonic() + END_S):
+            if now.state not in {
+                InstanceState.STOPPING,
+                InstanceState.STOPPED,
+                InstanceState.FAILED,
+            }:
                 break
             progress.update(f"{now.name}: {now.note or now.state}")
         session.close()
-    return folder.read() or record
+    return folder.load_record() or record
 
 
-def started(folder: Folder, record: Record, *, rerun: bool) -> Session | None:
+def start_instance(
+    folder: InstanceFolder, record: InstanceRecord, *, rerun: bool
+) -> ControlSession | None:
     """Start an instance that has no process; None if it has one, or if another command holds it.
 
     Raises:
-        VllmopsError: as `launch.check_port` and `launch.claimed` do, or ``home.full``.
+        VllmopsError: as `launch.require_usable_port` and `launch.claim_requested_port` do, or
+            ``home.full``.
     """
-    lock = folder.lock()
+    lock = folder.take_lock()
     if lock is None:
         return None
-    if not record.state.over and any(map(alive, record.processes)):
+    if not record.state.is_over and any(map(is_alive, record.processes)):
         os.close(lock)
         return None
     held = [lock]
     port = None
     try:
         if record.port is not None:
-            launch.check_port(record.host, record.port)
-            port = launch.claimed(record.host, record.port)
+            launch.require_usable_port(record.host, record.port)
+            port = launch.claim_requested_port(record.host, record.port)
             held.append(port)
         elif record.uds:
-            launch.check_socket(record.uds)
-        folder.write(launch.again(record, rerun=rerun))
+            launch.require_usable_socket(record.uds)
+        folder.save_record(launch.make_restart_record(record, rerun=rerun))
     except (VllmopsError, OSError) as error:
         for descriptor in held:
             os.close(descriptor)
-        raise launch.full(error) if isinstance(error, OSError) else error from None
-    return Session(folder, start_supervisor(folder, lock, NOTHING, launch=True, port=port))
+        raise launch.make_home_full_error(error) if isinstance(error, OSError) else error from None
+    return ControlSession(folder, start_supervisor(folder, lock, NOTHING, launch=True, port=port))
 
 
-def recorded(target: str | None) -> Record:
+def find_record(target: str | None) -> InstanceRecord:
     """The record of an instance, even if it has ended.
 
     Raises:
-        VllmopsError: ``restart.stranger``, or what `resolve` raises.
+        VllmopsError: ``restart.stranger``, or what `resolve_server` raises.
     """
     target = target or os.environ.get("VLLMOPS_TARGET")
-    for server in find():
+    for server in list_servers():
         if server.record and server.name == target:
             return server.record
-    server = resolve(target)
+    server = resolve_server(target)
     if server.record is None:
         raise VllmopsError(
             "restart.stranger",

@@ -11,22 +11,22 @@ from typing import Annotated
 
 import typer
 
-from ..errors import Exit, VllmopsError
-from ..instances.servers import find, pending
-from ..output import Json, Result, typer_app
+from ..errors import ExitCode, VllmopsError
+from ..instances.servers import is_pending, list_servers
+from ..output import Json, Result, make_typer_app
 from ..top import look, rows
-from ..top.look import Follower
-from ..top.screen import screen
+from ..top.look import ServerFollower
+from ..top.screen import render_servers
 from .options import AnyTarget
-from .several import expanded, remote, repeated
+from .several import allow_remote_target, expand_targets, make_repeatable
 
-app = typer_app()
+app = make_typer_app()
 
 ONCE_S = 6.0  # for servers that do not answer
 
 
 @app.command(epilog="Example: vllmops top -t demo --once")
-@functools.partial(remote, target=repeated)
+@functools.partial(allow_remote_target, target=make_repeatable)
 def top(
     *,
     target: AnyTarget = None,
@@ -43,38 +43,38 @@ def top(
     every few seconds. Keys run other commands, after a confirmation. --once
     prints one screen; so does --json, as JSON.
     """
-    targets = list(expanded(target or ()))
+    targets = list(expand_targets(target or ()))
     if once or json_:
-        return at_once(targets)
-    check()
-    from ..top.app import Top  # noqa: PLC0415 - needs Textual
+        return make_screen_result(targets)
+    require_full_screen()
+    from ..top.app import TopApp  # noqa: PLC0415 - needs Textual
 
     # Below nohup, a lost connection would leave it running without a terminal.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    Top(look.Board(targets)).run()
+    TopApp(look.FollowedServers(targets)).run()
     return Result(None)
 
 
-def at_once(targets: list[str]) -> Result:
+def make_screen_result(targets: list[str]) -> Result:
     """One screen; two looks make it, a second apart."""
     if targets:
-        followers = [Follower(name) for name in targets]
+        followers = [ServerFollower(name) for name in targets]
     else:
-        running = [server for server in find() if server.processes or pending(server)]
-        followers = [Follower(server.label, server) for server in running]
-    look.once(followers, ONCE_S)
+        running = [server for server in list_servers() if server.processes or is_pending(server)]
+        followers = [ServerFollower(server.label, server) for server in running]
+    look.take_two_samples(followers, ONCE_S)
     now_s = time.monotonic()
-    servers = [rows.server(each.target, each.looks, now_s) for each in followers]
-    errors = tuple(filter(None, map(trouble, followers)))
+    servers = [rows.make_server_row(each.target, each.looks, now_s) for each in followers]
+    errors = tuple(filter(None, map(find_failure, followers)))
     return Result(
         {"servers": servers},
-        lambda: list(screen(servers)),
-        max((error.exit_code for error in errors), default=Exit.OK),
+        lambda: list(render_servers(servers)),
+        max((error.exit_code for error in errors), default=ExitCode.OK),
         errors,
     )
 
 
-def trouble(follower: look.Follower) -> VllmopsError | None:
+def find_failure(follower: look.ServerFollower) -> VllmopsError | None:
     """Why nothing is known of a server; None where something is."""
     if follower.looks or follower.failure:
         return follower.failure
@@ -85,7 +85,7 @@ def trouble(follower: look.Follower) -> VllmopsError | None:
     )
 
 
-def check() -> None:
+def require_full_screen() -> None:
     """Raise if the full screen can't be shown.
 
     Raises:

@@ -10,20 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import VllmopsError
-from ..host.processes import alive
-from ..instances.control import followed
-from ..instances.readiness import engines_up
-from ..instances.record import Folder, State
-from ..instances.servers import Server, away, endpoint_of, resolve
-from ..output import Json, Progress, Result, span, typer_app
-from ..targets import Pod, Url, access, parsed
+from ..host.processes import is_alive
+from ..instances.control import read_supervised_record
+from ..instances.readiness import are_engines_up
+from ..instances.record import InstanceFolder, InstanceState
+from ..instances.servers import Server, is_remote_target, open_remote_endpoint, resolve_server
+from ..output import Json, Progress, Result, format_duration, make_typer_app
+from ..targets import Pod, ServerUrl, access, parse_target
 from ..vllm_api import http as client_http
 from ..vllm_api.endpoint import Endpoint
-from .options import Target, TargetArgument, seconds
-from .serve import failed
-from .several import per_target
+from .options import Target, TargetArgument, make_seconds_parser
+from .serve import make_failure_error
+from .several import run_per_target
 
-app = typer_app()
+app = make_typer_app()
 
 POLL_S = 0.25
 
@@ -34,14 +34,14 @@ class Goal(StrEnum):
 
 
 @app.command(epilog="Example: vllmops wait demo --for ready --timeout 300")
-@per_target
+@run_per_target
 def wait(
     name: TargetArgument = None,
     target: Target = None,
     goal: Annotated[Goal, typer.Option("--for", help="What to wait for.")] = Goal.READY,
     timeout: Annotated[
         float | None,
-        typer.Option(parser=seconds(), help="Maximum seconds to wait [no limit]."),
+        typer.Option(parser=make_seconds_parser(), help="Maximum seconds to wait [no limit]."),
     ] = None,
     json_: Json = False,
 ) -> Result:
@@ -51,24 +51,28 @@ def wait(
     A server on another machine is asked for its health alone, so that no
     admin token is needed.
     """
-    if place := distant(name or target):
-        until(lambda: health(place.url), goal, place.name, timeout, quiet=json_)
+    if place := find_remote_endpoint(name or target):
+        wait_until_reached(
+            lambda: fetch_health_state(place.url), goal, place.name, timeout, quiet=json_
+        )
         return Result(
             {"name": None, "pid": None, "state": goal}, lambda: [f"{place.name} is {goal}"]
         )
     try:
-        server = resolve(name or target)
+        server = resolve_server(name or target)
     except VllmopsError as error:
         if error.code != "target.over" or goal is not Goal.STOPPED:
             raise
         over = {"name": name or target, "pid": None, "state": goal}
         return Result(over, lambda: [f"{name or target} is {goal}"])
-    until(lambda: look(server, goal), goal, server.label, timeout, quiet=json_)
+    wait_until_reached(
+        lambda: observe_state(server, goal), goal, server.label, timeout, quiet=json_
+    )
     data: dict[str, Any] = {"name": server.name, "pid": server.pid, "state": goal}
     return Result(data, lambda: [f"{server.label} is {goal}"])
 
 
-def until(
+def wait_until_reached(
     state_now: Callable[[], str], goal: Goal, label: str, timeout: float | None, *, quiet: bool
 ) -> None:
     """Wait until a server has reached a goal.
@@ -90,52 +94,52 @@ def until(
             if timeout is not None and waited >= timeout:
                 raise VllmopsError(
                     "wait.timeout",
-                    f"{label} is not {goal} after {span(waited)}: it is {state}",
+                    f"{label} is not {goal} after {format_duration(waited)}: it is {state}",
                     f"vllmops status {label}",
                 )
             progress.update(f"{label}: {state}")
             time.sleep(POLL_S)
 
 
-def distant(target: str | None) -> Endpoint | None:
+def find_remote_endpoint(target: str | None) -> Endpoint | None:
     """The place of a target on another machine; also of a URL here if there is an admin token."""
-    asked = parsed(target) if target else None
+    asked = parse_target(target) if target else None
     reach = access.get()
-    if isinstance(asked, Url | Pod) and (away(asked) or (reach and reach.token)):
-        return endpoint_of(asked)
+    if isinstance(asked, ServerUrl | Pod) and (is_remote_target(asked) or (reach and reach.token)):
+        return open_remote_endpoint(asked)
     return None
 
 
-def health(url: str) -> str:
+def fetch_health_state(url: str) -> str:
     """The state of a server as its health shows it."""
-    status = client_http.status(url)
+    status = client_http.fetch_health_status(url)
     if status is None:
         return Goal.STOPPED
     return Goal.READY if status == 200 else f"not healthy ({status or 'no answer'})"
 
 
-def look(server: Server, goal: Goal) -> str:
+def observe_state(server: Server, goal: Goal) -> str:
     """The state to compare with the goal; while the server starts, its stage.
 
     Raises:
         VllmopsError: ``serve.failed`` if it failed before it was ready.
     """
     if server.record is None:
-        if not any(map(alive, server.processes)):
+        if not any(map(is_alive, server.processes)):
             return Goal.STOPPED
         if server.headless:
-            ready = engines_up(server.processes)
+            ready = are_engines_up(server.processes)
         else:
-            ready = server.url is not None and client_http.healthy(server.url)
+            ready = server.url is not None and client_http.is_healthy(server.url)
         return Goal.READY if ready else "starting"
-    folder = Folder(server.record.name)
-    record = followed(folder) or server.record
-    if record.state is State.FAILED:
+    folder = InstanceFolder(server.record.name)
+    record = read_supervised_record(folder) or server.record
+    if record.state is InstanceState.FAILED:
         if goal is Goal.STOPPED:
             return Goal.STOPPED
-        raise failed(record, folder)
-    if record.state is State.STOPPED and goal is Goal.READY:
+        raise make_failure_error(record, folder)
+    if record.state is InstanceState.STOPPED and goal is Goal.READY:
         raise VllmopsError(
             "wait.stopped", f"{record.name} has stopped", f"vllmops restart {record.name}"
         )
-    return record.stage if record.state is State.STARTING else record.state
+    return record.stage if record.state is InstanceState.STARTING else record.state

@@ -16,26 +16,33 @@ import typer
 from .. import output
 from ..diagnose.progress import PATIENCE_S
 from ..diagnose.vigil import CHECKS, INTERVAL_S
-from ..errors import Exit, VllmopsError
-from ..home import home, own
+from ..errors import ExitCode, VllmopsError
+from ..home import require_safe_folder, resolve_home
 from ..instances.logs import WATCH
-from ..instances.record import Folder
-from ..instances.servers import Server, resolve
-from ..output import Command, Json, Result, span, typer_app
-from ..protocol.watch import Event
-from ..streams import stopped_by
+from ..instances.record import InstanceFolder
+from ..instances.servers import Server, resolve_server
+from ..output import Json, OrderTrackingCommand, Result, format_duration, make_typer_app
+from ..protocol.watch import WatchEvent
+from ..streams import make_stop_event
 from ..watch import otlp
-from ..watch.board import Board, Listener
-from ..watch.messenger import Hook, Messenger, Webhook
-from ..watch.watch import Diary, Plan, Watch
-from ..watch.watched import Watched, stranger
-from .options import YEAR_S, Target, count, host_port, listening, seconds
-from .several import remote
+from ..watch.board import ProbeBoard, ProbeServer
+from ..watch.messenger import CommandHook, Messenger, Webhook
+from ..watch.watch import EventHistory, Watch, WatchPlan
+from ..watch.watched import WatchedServer, make_foreign_error
+from .options import (
+    YEAR_S,
+    Target,
+    make_count_parser,
+    make_seconds_parser,
+    normalize_host_port,
+    parse_host_port,
+)
+from .several import allow_remote_target
 
 SUPERVISED = "--supervised"
 
 
-class Beside(Command):
+class WatchCommand(OrderTrackingCommand):
     """A watch beside a server: after ``--supervised NAME``, its options are those of the record.
 
     Everybody on the machine sees the arguments of a process, and the URL of a webhook is a secret.
@@ -43,27 +50,31 @@ class Beside(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args[:1] == [SUPERVISED] and len(args) == 2:
-            record = Folder(args[1]).read()
+            record = InstanceFolder(args[1]).load_record()
             args = [SUPERVISED, "--target", args[1], *((record and record.watch) or ())]
         return super().parse_args(ctx, args)
 
 
-app = typer_app()
+app = make_typer_app()
 
 
-@app.command(cls=Beside, epilog="Example: vllmops watch -t demo --exec 'mail -s vllmops ops'")
-@remote
+@app.command(cls=WatchCommand, epilog="Example: vllmops watch -t demo --exec 'mail -s vllmops ops'")
+@allow_remote_target
 def watch(
     *,
     target: Target = None,
     interval: Annotated[
         float,
-        typer.Option(parser=seconds(0.1), help="Seconds between checks.", rich_help_panel="Stalls"),
+        typer.Option(
+            parser=make_seconds_parser(0.1),
+            help="Seconds between checks.",
+            rich_help_panel="Stalls",
+        ),
     ] = INTERVAL_S,
     checks: Annotated[
         int,
         typer.Option(
-            parser=count(),
+            parser=make_count_parser(),
             help="Number of checks in a row without progress.",
             rich_help_panel="Stalls",
         ),
@@ -71,7 +82,7 @@ def watch(
     patience: Annotated[
         float,
         typer.Option(
-            parser=seconds(1),
+            parser=make_seconds_parser(1),
             help="Seconds without a token before it is a stall.",
             rich_help_panel="Stalls",
         ),
@@ -81,7 +92,9 @@ def watch(
     ] = False,
     for_: Annotated[
         float | None,
-        typer.Option("--for", parser=seconds(most=YEAR_S), help="End after this many seconds."),
+        typer.Option(
+            "--for", parser=make_seconds_parser(most=YEAR_S), help="End after this many seconds."
+        ),
     ] = None,
     exec_: Annotated[
         str | None,
@@ -145,7 +158,8 @@ def watch(
     listen: Annotated[
         str | None,
         typer.Option(
-            parser=listening, help="Answer /livez, /readyz and /startupz there, for probes."
+            parser=normalize_host_port,
+            help="Answer /livez, /readyz and /startupz there, for probes.",
         ),
     ] = None,
     supervised: Annotated[bool, typer.Option(SUPERVISED, hidden=True)] = False,
@@ -163,16 +177,16 @@ def watch(
     Events are stalled, recovered, repaired, healed, restarting, failed, ended,
     away, ready and trouble. Exit code 1 if there was a stall or a failure.
     """
-    receivers: list[Callable[[Event], None]] = []
+    receivers: list[Callable[[WatchEvent], None]] = []
     if exec_:
-        receivers.append(Hook(exec_))
+        receivers.append(CommandHook(exec_))
     if webhook:
         receivers.append(Webhook(webhook))
-    server = resolve(target)
+    server = resolve_server(target)
     if restart and server.record is None:
-        raise stranger(server)
-    plan = Plan(
-        folder=out.absolute() if out else own(home() / "bundles"),
+        raise make_foreign_error(server)
+    plan = WatchPlan(
+        folder=out.absolute() if out else require_safe_folder(resolve_home() / "bundles"),
         interval_s=interval,
         checks=checks,
         patience_s=patience,
@@ -183,10 +197,10 @@ def watch(
         restart=restart,
     )
     # Not an exception: evidence that is being written must get to the disk.
-    stop = stopped_by(signal.SIGINT)
-    log = Log(Folder(server.label)) if supervised else Screen()
+    stop = make_stop_event(signal.SIGINT)
+    log = LogWriter(InstanceFolder(server.label)) if supervised else ScreenWriter()
     try:
-        if send := otlp.collector(os.environ):
+        if send := otlp.make_otlp_sender(os.environ):
             receivers.append(send)
     except VllmopsError as error:  # other programs may need those variables
         log.write(
@@ -194,18 +208,22 @@ def watch(
         )
     messenger = Messenger(receivers, lambda text: log.write([text], "WARNING"))
 
-    def tell(event: Event) -> None:
+    def report_event(event: WatchEvent) -> None:
         messenger.send(event)
-        log.write(list(lines(event)), "WARNING" if event.event in otlp.LOUD else "INFO")
+        log.write(list(render_event(event)), "WARNING" if event.event in otlp.LOUD else "INFO")
 
-    board = Board(Folder(server.name) if server.name and server.record else None, interval)
+    board = ProbeBoard(
+        InstanceFolder(server.name) if server.name and server.record else None, interval
+    )
     if listen:
-        Listener(host_port(listen), board.last)
+        ProbeServer(parse_host_port(listen), board.get_current_result)
     began = time.monotonic()
-    log.write([beginning(server, plan)], "INFO")
+    log.write([describe_watch(server, plan)], "INFO")
     pinned = bool(target and target.isdigit() and not server.record)
-    subject = Watched(server, follow=not (supervised or pinned), rerun=rerun)
-    watching = Watch(subject, plan, tell, stop=stop, flush=messenger.flush, publish=board.show)
+    subject = WatchedServer(server, follow=not (supervised or pinned), rerun=rerun)
+    watching = Watch(
+        subject, plan, report_event, stop=stop, flush=messenger.flush, publish=board.publish
+    )
     diary = watching.run()
     messenger.flush()
     lasted_s = time.monotonic() - began
@@ -216,55 +234,57 @@ def watch(
         "failures": diary.counts["failed"],
         "events": list(diary.events),
     }
-    if stop.is_set() and not (once and diary.bad):
+    if stop.is_set() and not (once and diary.incident_count):
         raise VllmopsError(
             "interrupted",
-            f"interrupted: {summary(diary, lasted_s)}",
+            f"interrupted: {format_summary(diary, lasted_s)}",
             data=msgspec.to_builtins(data),
         )
     return Result(
         data,
-        lambda: [summary(diary, lasted_s)],
-        Exit.FAILED if diary.bad else Exit.OK,
+        lambda: [format_summary(diary, lasted_s)],
+        ExitCode.FAILED if diary.incident_count else ExitCode.OK,
     )
 
 
-class Screen:
+class ScreenWriter:
     """Standard error, with the time before each event."""
 
     def write(self, texts: list[str], level: str) -> None:
         now = time.strftime("%H:%M:%S")
         for number, line in enumerate(texts):
-            output.say(f"{now if not number else ' ' * len(now)}  {line}", STYLES[level])
+            output.print_to_stderr(
+                f"{now if not number else ' ' * len(now)}  {line}", STYLES[level]
+            )
 
 
 STYLES = {"INFO": "", "WARNING": "bold yellow"}
 
 
-class Log:
+class LogWriter:
     """The server's log, so that a stall appears among the server's own lines.
 
     Opened each time: the supervisor renames it when the server is started anew.
     """
 
-    def __init__(self, folder: Folder) -> None:
+    def __init__(self, folder: InstanceFolder) -> None:
         self.folder = folder
 
     def write(self, texts: list[str], level: str) -> None:
         head = f"({WATCH} pid={os.getpid()}) {level} {time.strftime('%m-%d %H:%M:%S')} [watch]"
         text = "".join(f"{head} {line}\n" for line in texts)
-        with suppress(OSError), self.folder.log.open("a", errors="backslashreplace") as file:
+        with suppress(OSError), self.folder.server_log.open("a", errors="backslashreplace") as file:
             file.write(text)
 
 
-def beginning(server: Server, plan: Plan) -> str:
+def describe_watch(server: Server, plan: WatchPlan) -> str:
     return (
         f"watching {server.label} every {plan.interval_s:g} s; a stall is {plan.patience_s:g} s "
         f"without a token while requests are pending, seen {plan.checks} times in a row"
     )
 
 
-def lines(event: Event) -> Iterator[str]:
+def render_event(event: WatchEvent) -> Iterator[str]:
     """An event for a person."""
     yield event.text
     if event.victims:
@@ -279,6 +299,6 @@ def lines(event: Event) -> Iterator[str]:
         yield f"  evidence: {event.bundle}"
 
 
-def summary(diary: Diary, seconds: float) -> str:
+def format_summary(diary: EventHistory, seconds: float) -> str:
     counts = [f"{diary.counts[kind]} {kind}" for kind in ("stalled", "recovered", "failed")]
-    return f"watched for {span(seconds)}: {', '.join(counts)}"
+    return f"watched for {format_duration(seconds)}: {', '.join(counts)}"

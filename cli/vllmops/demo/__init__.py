@@ -11,14 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ..errors import VllmopsError
-from ..home import home, make, own
+from ..home import create_folder, require_safe_folder, resolve_home
 
 # Part of the directory's name: raise it when a recipe in `build` changes.
 RECIPE = 3
 BUILD_TIMEOUT_S = 300.0
 
 
-class Kind(StrEnum):
+class DemoKind(StrEnum):
     """What the model takes: Qwen2, Idefics3 (its processor needs no torchvision), Whisper.
 
     Mixtral, which takes text, is for data parallel engines that work together: vLLM has them for
@@ -31,21 +31,21 @@ class Kind(StrEnum):
     AUDIO = "audio"
 
 
-def folder(kind: Kind) -> Path:
+def locate_model(kind: DemoKind) -> Path:
     """Where the demo model lies, or will lie.
 
     Raises:
         VllmopsError: ``home.unsafe``.
     """
-    return own(home() / "demo" / f"{kind}-{RECIPE}")
+    return require_safe_folder(resolve_home() / "demo" / f"{kind}-{RECIPE}")
 
 
-def built(place: Path) -> bool:
+def is_model_built(place: Path) -> bool:
     """Whether a demo model lies there."""
     return (place / "config.json").is_file()
 
 
-def model_dir(kind: Kind) -> Path:
+def build_missing_model(kind: DemoKind) -> Path:
     """Where the demo model lies; it is built the first time, in some 5 seconds.
 
     Two builders at once do no harm: the model comes in one rename, and the first one stays.
@@ -53,19 +53,19 @@ def model_dir(kind: Kind) -> Path:
     Raises:
         VllmopsError: ``demo.not-built``; ``demo.no-sound`` if vLLM could not decode any.
     """
-    if kind is Kind.AUDIO and not find_spec("av"):
+    if kind is DemoKind.AUDIO and not find_spec("av"):
         raise VllmopsError(
             "demo.no-sound",
             "the audio demo model needs PyAV: vLLM can't decode audio without it",
             "pip install 'vllmops-cli[audio]'",
         )
-    place = folder(kind)
-    if built(place):
+    place = locate_model(kind)
+    if is_model_built(place):
         return place
     try:
-        make(place.parent)
+        create_folder(place.parent)
         build = subprocess.run(
-            builder(kind, place),
+            make_build_command(kind, place),
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -74,19 +74,19 @@ def model_dir(kind: Kind) -> Path:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise not_built(kind, place, str(error)) from error
+        raise make_not_built_error(kind, place, str(error)) from error
     if build.returncode:
         last = next((line for line in reversed(build.stderr.splitlines()) if line.strip()), "")
-        raise not_built(kind, place, last or f"exit status {build.returncode}")
+        raise make_not_built_error(kind, place, last or f"exit status {build.returncode}")
     return place
 
 
-def builder(kind: Kind, place: Path) -> list[str]:
+def make_build_command(kind: DemoKind, place: Path) -> list[str]:
     # -P: what lies in the working directory is no module of ours.
     return [sys.executable, "-P", "-m", "vllmops.demo.build", kind, str(place)]
 
 
-def not_built(kind: Kind, place: Path, why: str) -> VllmopsError:
+def make_not_built_error(kind: DemoKind, place: Path, why: str) -> VllmopsError:
     if "No module named" in why:
         hint = "pip install 'vllmops-cli[gpu]', or without a GPU 'vllmops-cli[cpu]'"
     elif "Errno" in why or "os error" in why:
@@ -94,13 +94,13 @@ def not_built(kind: Kind, place: Path, why: str) -> VllmopsError:
             f"{place.parent} must be writable and have 10 MB free; VLLMOPS_HOME sets another place"
         )
     else:
-        hint = f"to see the full error, run: {shlex.join(builder(kind, place))}"
+        hint = f"to see the full error, run: {shlex.join(make_build_command(kind, place))}"
     return VllmopsError("demo.not-built", f"the {kind} demo model was not built: {why}", hint)
 
 
-def serve_arguments(kind: Kind) -> tuple[str, ...]:
+def make_serve_arguments(kind: DemoKind) -> tuple[str, ...]:
     """What vLLM needs to serve it; anything that follows on the command line wins."""
-    length = "448" if kind is Kind.AUDIO else "2048"
+    length = "448" if kind is DemoKind.AUDIO else "2048"
     return (
         *("--served-model-name", f"demo-{kind}"),
         *("--enforce-eager", "--max-model-len", length, "--max-num-seqs", "16"),
@@ -111,7 +111,7 @@ def serve_arguments(kind: Kind) -> tuple[str, ...]:
     )
 
 
-def serve_environment() -> dict[str, str]:
+def make_serve_environment() -> dict[str, str]:
     """The environment vLLM needs to serve a demo model; nothing is fetched or reported."""
     return {
         "HF_HUB_OFFLINE": "1",

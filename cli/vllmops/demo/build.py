@@ -18,7 +18,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.models.whisper.tokenization_whisper import LANGUAGES
 
-from . import Kind
+from . import DemoKind
 
 BOS, EOS, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
 IMAGE, AROUND_IMAGE, GLOBAL_IMAGE = "<image>", "<fake_token_around_image>", "<global-img>"
@@ -47,7 +47,7 @@ TEXT_SIZE = {
 }
 
 
-def tokenizer(special: Sequence[str], **roles: str) -> Any:
+def train_tokenizer(special: Sequence[str], **roles: str) -> Any:
     """A byte-level BPE tokenizer trained on a few lines; it can write down any text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -66,29 +66,31 @@ def tokenizer(special: Sequence[str], **roles: str) -> Any:
     return made
 
 
-def text(place: Path) -> None:
+def build_text_model(place: Path) -> None:
     """Qwen2."""
-    words = tokenizer([BOS, EOS, PAD], bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    words = train_tokenizer([BOS, EOS, PAD], bos_token=BOS, eos_token=EOS, pad_token=PAD)
     words.save_pretrained(place)
-    config = transformers.Qwen2Config(vocab_size=len(words), **TEXT_SIZE, **ids(words))
+    config = transformers.Qwen2Config(
+        vocab_size=len(words), **TEXT_SIZE, **collect_token_ids(words)
+    )
     transformers.Qwen2ForCausalLM(config).save_pretrained(place)
 
 
-def experts(place: Path) -> None:
+def build_moe_model(place: Path) -> None:
     """Mixtral."""
-    words = tokenizer([BOS, EOS, PAD], bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    words = train_tokenizer([BOS, EOS, PAD], bos_token=BOS, eos_token=EOS, pad_token=PAD)
     words.save_pretrained(place)
     config = transformers.MixtralConfig(
-        vocab_size=len(words), num_local_experts=4, **TEXT_SIZE, **ids(words)
+        vocab_size=len(words), num_local_experts=4, **TEXT_SIZE, **collect_token_ids(words)
     )
     transformers.MixtralForCausalLM(config).save_pretrained(place)
 
 
-def vision(place: Path) -> None:
+def build_vision_model(place: Path) -> None:
     """Idefics3; an image is one tile of 4 tokens."""
     # The processor asks for the tokens of a split image, though this one never splits.
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-    words = tokenizer(
+    words = train_tokenizer(
         [BOS, EOS, PAD, IMAGE, AROUND_IMAGE, GLOBAL_IMAGE, "<end_of_utterance>", *tiles],
         bos_token=BOS,
         eos_token=EOS,
@@ -105,7 +107,12 @@ def vision(place: Path) -> None:
         chat_template=TEMPLATE,
     ).save_pretrained(place)
     config = transformers.Idefics3Config(
-        text_config={"model_type": "llama", "vocab_size": len(words), **TEXT_SIZE, **ids(words)},
+        text_config={
+            "model_type": "llama",
+            "vocab_size": len(words),
+            **TEXT_SIZE,
+            **collect_token_ids(words),
+        },
         vision_config={
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -122,7 +129,7 @@ def vision(place: Path) -> None:
     model.save_pretrained(place)
 
 
-def audio(place: Path) -> None:
+def build_audio_model(place: Path) -> None:
     """Whisper."""
     # All of them: asked without a language, vLLM takes the likeliest of those it knows.
     languages = [f"<|{code}|>" for code in LANGUAGES]
@@ -131,7 +138,7 @@ def audio(place: Path) -> None:
     stamps = [f"<|{second * 0.02:.2f}|>" for second in range(1501)]
     end, start = "<|endoftext|>", "<|startoftranscript|>"
     special = [end, start, *languages, *tasks, *others, *stamps]
-    bpe = tokenizer(special).backend_tokenizer
+    bpe = train_tokenizer(special).backend_tokenizer
     with tempfile.TemporaryDirectory() as scratch:
         bpe.model.save(scratch)
         words = transformers.WhisperTokenizerFast(
@@ -169,7 +176,7 @@ def audio(place: Path) -> None:
     model.save_pretrained(place)
 
 
-def ids(words: Any) -> dict[str, int]:
+def collect_token_ids(words: Any) -> dict[str, int]:
     return {
         "bos_token_id": words.bos_token_id,
         "eos_token_id": words.eos_token_id,
@@ -177,17 +184,17 @@ def ids(words: Any) -> dict[str, int]:
     }
 
 
-RECIPES: dict[Kind, Callable[[Path], None]] = {
-    Kind.TEXT: text,
-    Kind.MOE: experts,
-    Kind.VISION: vision,
-    Kind.AUDIO: audio,
+RECIPES: dict[DemoKind, Callable[[Path], None]] = {
+    DemoKind.TEXT: build_text_model,
+    DemoKind.MOE: build_moe_model,
+    DemoKind.VISION: build_vision_model,
+    DemoKind.AUDIO: build_audio_model,
 }
 
 
 def main() -> None:
     """Build into a directory beside, and rename: a build that breaks off leaves no model."""
-    kind, place = Kind(sys.argv[1]), Path(sys.argv[2])
+    kind, place = DemoKind(sys.argv[1]), Path(sys.argv[2])
     torch.manual_seed(0)
     scratch = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}."))
     try:

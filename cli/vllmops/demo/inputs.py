@@ -20,36 +20,42 @@ IMAGE_PIXELS = 28
 SAMPLE_RATE_HZ = 16_000
 
 
-def png(seed: int, pixels: int = IMAGE_PIXELS) -> bytes:
+def make_png(seed: int, pixels: int = IMAGE_PIXELS) -> bytes:
     """A square RGB image of noise."""
     noise = random.Random(seed)  # noqa: S311 - no secret
     rows = b"".join(b"\0" + noise.randbytes(3 * pixels) for _ in range(pixels))
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def make_chunk(kind: bytes, data: bytes) -> bytes:
         body = kind + data
         return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
 
     header = struct.pack(">IIBBBBB", pixels, pixels, 8, 2, 0, 0, 0)
-    chunks = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b"")
+    chunks = (
+        make_chunk(b"IHDR", header),
+        make_chunk(b"IDAT", zlib.compress(rows)),
+        make_chunk(b"IEND", b""),
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
-def url(image: bytes) -> str:
+def make_data_url(image: bytes) -> str:
     """A PNG image as a URL that holds it."""
     return f"data:image/png;base64,{base64.b64encode(image).decode()}"
 
 
-def chat(seeds: list[int], text: str = "What is this?", **fields: Any) -> dict[str, Any]:
+def make_chat_request(
+    seeds: list[int], text: str = "What is this?", **fields: Any
+) -> dict[str, Any]:
     """A chat completion request about some images, one token long by default."""
     parts: list[dict[str, Any]] = [
-        {"type": "image_url", "image_url": {"url": url(png(seed))}} for seed in seeds
+        {"type": "image_url", "image_url": {"url": make_data_url(make_png(seed))}} for seed in seeds
     ]
     content = [*parts, {"type": "text", "text": text}]
     message = {"role": "user", "content": content}
     return {"model": "demo-vision", "messages": [message], "max_tokens": 1, **fields}
 
 
-def wav(seed: int, seconds: float = 1.0) -> bytes:
+def make_wav(seed: int, seconds: float = 1.0) -> bytes:
     """A tone, mono, 16 bits, of a pitch of its own."""
     pitch_hz = 100 + seed % 4000
     count = int(SAMPLE_RATE_HZ * seconds)
@@ -64,4 +70,4 @@ def wav(seed: int, seconds: float = 1.0) -> bytes:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(chat([int(word) for word in sys.argv[1:]])))
+    sys.stdout.write(json.dumps(make_chat_request([int(word) for word in sys.argv[1:]])))

@@ -15,17 +15,17 @@ import msgspec
 
 from ..protocol.caches import (
     Cache,
+    CacheSample,
+    CacheSetup,
     CacheSnapshot,
     EncoderCache,
     EncoderDecoderCache,
     LruCache,
     ProcessCaches,
-    Sample,
-    Setup,
     ShmCache,
     WorkerEncoderCache,
 )
-from ..protocol.place import who
+from ..protocol.place import format_process
 from .findings import Finding, Rule, Severity
 
 INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
@@ -198,7 +198,7 @@ OVER_FREED = Rule(
 CATALOGUE = {rule.code: rule for rule in list(vars().values()) if isinstance(rule, Rule)}
 
 
-class Note(msgspec.Struct, frozen=True):
+class CacheNote(msgspec.Struct, frozen=True):
     """Which caches a server has, or why it has none.
 
     Args:
@@ -210,18 +210,22 @@ class Note(msgspec.Struct, frozen=True):
     text: str
 
 
-def diagnose(snapshot: CacheSnapshot) -> list[Finding]:
+def diagnose_caches(snapshot: CacheSnapshot) -> list[Finding]:
     """The findings that every sample shows, worst first.
 
     A sample of a busy server may be taken in the middle of a change; what is broken stays broken.
     """
     if not snapshot.samples:
         return []
-    *earlier, last = map(findings, snapshot.samples)
-    return sorted(lasting(earlier, last), key=lambda finding: -finding.severity.rank)
+    *earlier, last = map(check_sample, snapshot.samples)
+    return sorted(
+        select_persistent_findings(earlier, last), key=lambda finding: -finding.severity.rank
+    )
 
 
-def lasting(earlier: Sequence[Sequence[Finding]], last: Sequence[Finding]) -> list[Finding]:
+def select_persistent_findings(
+    earlier: Sequence[Sequence[Finding]], last: Sequence[Finding]
+) -> list[Finding]:
     """The last findings that all earlier ones have, too."""
     seen = [{(finding.code, finding.subject) for finding in sample} for sample in earlier]
     return [
@@ -229,46 +233,49 @@ def lasting(earlier: Sequence[Sequence[Finding]], last: Sequence[Finding]) -> li
     ]
 
 
-def findings(sample: Sample) -> list[Finding]:
+def check_sample(sample: CacheSample) -> list[Finding]:
     """Everything that one sample shows, also what is only the middle of a change."""
     found = [
-        rule.at(subject(process, cache), evidence)
+        rule.make_finding(format_cache_name(process, cache), evidence)
         for process in sample.processes
         for cache in process.caches
-        for rule, evidence in alone(cache)
+        for rule, evidence in check_cache(cache)
     ]
     if sample.quiet:
-        found += mirrored(sample)
-        found += encoders(sample)
+        found += compare_mirrored_caches(sample)
+        found += compare_encoder_caches(sample)
     return found
 
 
 Evidence = tuple[Rule, str]
 
 
-def alone(cache: Cache) -> list[Evidence]:
+def check_cache(cache: Cache) -> list[Evidence]:
     """What is wrong with one cache alone."""
     return list(CHECKS[type(cache)](cache))
 
 
-def lru(cache: LruCache) -> Iterator[Evidence]:
+def check_lru_cache(cache: LruCache) -> Iterator[Evidence]:
     if cache.order_only:
-        yield GHOST_KEYS, some(cache.order_only)
+        yield GHOST_KEYS, format_keys(cache.order_only)
     if cache.data_only:
-        yield STUCK_KEYS, some(cache.data_only)
+        yield STUCK_KEYS, format_keys(cache.data_only)
     if cache.unsized or cache.sized_only:
-        yield SIZE_KEYS, both("without a size", cache.unsized, "without data", cache.sized_only)
+        yield (
+            SIZE_KEYS,
+            format_key_lists("without a size", cache.unsized, "without data", cache.sized_only),
+        )
     if cache.sum_bytes is not None and cache.bytes != cache.sum_bytes:
         yield SIZE_SUM, f"the cache counts {cache.bytes} bytes, its entries have {cache.sum_bytes}"
     if not 0 <= cache.bytes <= cache.capacity_bytes:
         yield CAPACITY, f"{cache.bytes} bytes of {cache.capacity_bytes:.0f}"
     if cache.pinned_only:
-        yield PINNED, some(cache.pinned_only)
+        yield PINNED, format_keys(cache.pinned_only)
     if not 0 <= cache.hits <= cache.queries:
         yield HITS, f"{cache.hits} hits of {cache.queries} queries"
 
 
-def shm(cache: ShmCache) -> Iterator[Evidence]:
+def check_shm_cache(cache: ShmCache) -> Iterator[Evidence]:
     if cache.unpaired or cache.unflagged or cache.unmapped:
         yield (
             SHM_INDEX,
@@ -279,7 +286,7 @@ def shm(cache: ShmCache) -> Iterator[Evidence]:
     if cache.bytes is not None and not 0 <= cache.bytes <= cache.capacity_bytes:
         yield SHM_RING, f"{cache.bytes} bytes of {cache.capacity_bytes} in use"
     if cache.without_updates:
-        yield SHM_UPDATES, some(cache.without_updates)
+        yield SHM_UPDATES, format_keys(cache.without_updates)
     if (
         cache.hits is not None
         and cache.queries is not None
@@ -288,14 +295,14 @@ def shm(cache: ShmCache) -> Iterator[Evidence]:
         yield HITS, f"{cache.hits} hits of {cache.queries} queries"
 
 
-def encoder(cache: EncoderCache) -> Iterator[Evidence]:
+def check_encoder_cache(cache: EncoderCache) -> Iterator[Evidence]:
     taken = cache.slots - cache.free_slots
     by_key = cache.slots_by_key
     if by_key is not None:
         if cache.cached.keys() != by_key.keys():
             yield (
                 ENCODER_KEYS,
-                both(
+                format_key_lists(
                     "without slots",
                     cache.cached.keys() - by_key.keys(),
                     "without an entry",
@@ -315,7 +322,7 @@ def encoder(cache: EncoderCache) -> Iterator[Evidence]:
     if cache.freeable.keys() != unused:
         yield (
             FREEABLE_KEYS,
-            both(
+            format_key_lists(
                 "freeable but in use or gone",
                 cache.freeable.keys() - unused,
                 "unused but not freeable",
@@ -325,7 +332,7 @@ def encoder(cache: EncoderCache) -> Iterator[Evidence]:
     elif by_key is not None and (
         wrong := [key for key, slots in cache.freeable.items() if by_key.get(key) != slots]
     ):
-        yield FREEABLE_KEYS, f"entries with different slot counts: {some(wrong)}"
+        yield FREEABLE_KEYS, f"entries with different slot counts: {format_keys(wrong)}"
     if not 0 <= cache.free_slots <= cache.freeable_slots <= cache.slots:
         yield (
             SLOT_BOUNDS,
@@ -342,32 +349,32 @@ def encoder(cache: EncoderCache) -> Iterator[Evidence]:
                 f"{len(inputs - known)} inputs of requests without such a reference",
             )
     if cache.strangers:
-        yield STRANGERS, f"requests {some(cache.strangers)}"
+        yield STRANGERS, f"requests {format_keys(cache.strangers)}"
 
 
-def encoder_decoder(cache: EncoderDecoderCache) -> Iterator[Evidence]:
+def check_encoder_decoder_cache(cache: EncoderDecoderCache) -> Iterator[Evidence]:
     if cache.free_slots > cache.slots:
         yield OVER_FREED, f"{cache.free_slots} free of {cache.slots}"
 
 
-def nothing(_: WorkerEncoderCache) -> Iterator[Evidence]:
+def check_worker_cache(_: WorkerEncoderCache) -> Iterator[Evidence]:
     """A worker's cache can only be compared with the scheduler's."""
     yield from ()
 
 
 CHECKS: dict[type, Callable[[Any], Iterator[Evidence]]] = {
-    LruCache: lru,
-    ShmCache: shm,
-    EncoderCache: encoder,
-    EncoderDecoderCache: encoder_decoder,
-    WorkerEncoderCache: nothing,
+    LruCache: check_lru_cache,
+    ShmCache: check_shm_cache,
+    EncoderCache: check_encoder_cache,
+    EncoderDecoderCache: check_encoder_decoder_cache,
+    WorkerEncoderCache: check_worker_cache,
 }
 
 
 Side = tuple[ProcessCaches, LruCache]
 
 
-def pair(sample: Sample) -> tuple[Side, Side] | None:
+def find_mirrored_caches(sample: CacheSample) -> tuple[Side, Side] | None:
     """The caches of front end and engine if one mirrors the other; None otherwise."""
     sides: dict[str, list[Side]] = {"P0": [], "P1": []}
     for process in sample.processes:
@@ -378,56 +385,56 @@ def pair(sample: Sample) -> tuple[Side, Side] | None:
     return (fronts[0], backs[0]) if len(fronts) == len(backs) == 1 else None
 
 
-def listed(cache: LruCache) -> bool:
+def has_all_keys(cache: LruCache) -> bool:
     """Whether all keys of a cache are known, each with its size."""
     order, sizes = cache.order, cache.sizes
     return order is not None and sizes is not None and len(order) == len(sizes)
 
 
-def undecided(sample: Sample) -> bool:
+def needs_all_keys(sample: CacheSample) -> bool:
     """Whether the two sides differ and only all their keys can show how."""
-    if not sample.quiet or (sides := pair(sample)) is None:
+    if not sample.quiet or (sides := find_mirrored_caches(sample)) is None:
         return False
     (_, front), (_, back) = sides
     same = front.digest and (front.digest, front.bytes) == (back.digest, back.bytes)
     return not same and (front.order is None or back.order is None)
 
 
-def mirrored(sample: Sample) -> Iterator[Finding]:
+def compare_mirrored_caches(sample: CacheSample) -> Iterator[Finding]:
     """What differs between front end and engine if one mirrors the other.
 
     Requests in flight make them differ without harm, so this is for a quiet server only.
     """
-    if (sides := pair(sample)) is None:
+    if (sides := find_mirrored_caches(sample)) is None:
         return
     (process, front), (engine, back) = sides
-    if not (listed(front) and listed(back)):
+    if not (has_all_keys(front) and has_all_keys(back)):
         return
     sent = dict(zip(front.order or (), front.sizes or (), strict=True))
     held = dict(zip(back.order or (), back.sizes or (), strict=True))
-    subject = f"P0 of {who(process)} and P1 of {who(engine)}"
+    subject = f"P0 of {format_process(process)} and P1 of {format_process(engine)}"
     if front_only := sent.keys() - held.keys():
-        yield FRONT_ONLY.at(subject, some(front_only))
+        yield FRONT_ONLY.make_finding(subject, format_keys(front_only))
     if engine_only := held.keys() - sent.keys():
-        yield ENGINE_ONLY.at(subject, some(engine_only))
+        yield ENGINE_ONLY.make_finding(subject, format_keys(engine_only))
     shared = [key for key in sent if key in held]
     if shared != [key for key in held if key in sent]:
-        yield ORDER.at(subject, f"{len(shared)} entries in common")
+        yield ORDER.make_finding(subject, f"{len(shared)} entries in common")
     if differing := [key for key in shared if sent[key] != held[key]]:
-        yield SIZES.at(subject, some(differing))
+        yield SIZES.make_finding(subject, format_keys(differing))
 
 
-def ahead(snapshot: CacheSnapshot) -> tuple[int, list[str]] | None:
+def find_front_only_keys(snapshot: CacheSnapshot) -> tuple[int, list[str]] | None:
     """The front end's pid and its entries that the engine lacks, in every sample.
 
     Returns:
         None if there are none, or if requests in flight explain them.
     """
-    if FRONT_ONLY.code not in {finding.code for finding in diagnose(snapshot)}:
+    if FRONT_ONLY.code not in {finding.code for finding in diagnose_caches(snapshot)}:
         return None
     process, entries = 0, set[str]()
     for number, sample in enumerate(snapshot.samples):
-        if (sides := pair(sample)) is None:
+        if (sides := find_mirrored_caches(sample)) is None:
             return None
         (front, sent), (_, held) = sides
         process, beyond = front.pid, set(sent.order or ()) - set(held.order or ())
@@ -435,15 +442,15 @@ def ahead(snapshot: CacheSnapshot) -> tuple[int, list[str]] | None:
     return (process, sorted(entries)) if entries else None
 
 
-def encoders(sample: Sample) -> Iterator[Finding]:
+def compare_encoder_caches(sample: CacheSample) -> Iterator[Finding]:
     """What differs between a scheduler and its workers, between two steps."""
-    setup = setup_of(sample)
+    setup = find_setup(sample)
     if setup is not None and setup.encoder_connector:
         return  # a worker receives entries from elsewhere and sends them elsewhere
-    for process, cache in schedulers(sample):
+    for process, cache in list_scheduler_caches(sample):
         groups: dict[int | None, list[tuple[ProcessCaches, frozenset[str]]]] = {}
-        for worker, outputs in workers_of(process, sample):
-            subject = f"{who(process)} and {who(worker)}"
+        for worker, outputs in select_worker_caches(process, sample):
+            subject = f"{format_process(process)} and {format_process(worker)}"
             held = frozenset(outputs.keys)
             if isinstance(cache, EncoderDecoderCache):
                 allowed, required = frozenset(cache.passing), frozenset[str]()
@@ -451,26 +458,28 @@ def encoders(sample: Sample) -> Iterator[Finding]:
                 allowed = frozenset(cache.cached)
                 required = allowed if runs_encoder(outputs, setup) else frozenset()
             if required - held:
-                yield WORKER_MISSES.at(subject, some(required - held))
+                yield WORKER_MISSES.make_finding(subject, format_keys(required - held))
             if held - allowed:
-                yield WORKER_LEAK.at(subject, some(held - allowed))
+                yield WORKER_LEAK.make_finding(subject, format_keys(held - allowed))
             if required <= held <= allowed and worker.tp_rank is not None:
                 groups.setdefault(worker.pp_rank, []).append((worker, held))
         for group in groups.values():
-            yield from odd(group)
+            yield from find_deviating_workers(group)
 
 
-def odd(group: Sequence[tuple[ProcessCaches, frozenset[str]]]) -> Iterator[Finding]:
+def find_deviating_workers(
+    group: Sequence[tuple[ProcessCaches, frozenset[str]]],
+) -> Iterator[Finding]:
     """Workers that differ from the rest of their tensor parallel group, each with its keys."""
     usual = Counter(held for _, held in group).most_common(1)[0][0]
     for worker, held in group:
         if held != usual:
-            evidence = both("it lacks", usual - held, "it alone has", held - usual)
-            yield WORKER_DIFFERS.at(who(worker), evidence)
+            evidence = format_key_lists("it lacks", usual - held, "it alone has", held - usual)
+            yield WORKER_DIFFERS.make_finding(format_process(worker), evidence)
 
 
-def schedulers(
-    sample: Sample,
+def list_scheduler_caches(
+    sample: CacheSample,
 ) -> Iterator[tuple[ProcessCaches, EncoderCache | EncoderDecoderCache]]:
     """The encoder cache of each scheduler, with its process."""
     for process in sample.processes:
@@ -479,11 +488,11 @@ def schedulers(
                 yield process, cache
 
 
-def workers_of(
-    engine: ProcessCaches, sample: Sample
+def select_worker_caches(
+    engine: ProcessCaches, sample: CacheSample
 ) -> Iterator[tuple[ProcessCaches, WorkerEncoderCache]]:
     """The workers of an engine: those of its rank, its children, or itself."""
-    alone = len(list(schedulers(sample))) == 1
+    alone = len(list(list_scheduler_caches(sample))) == 1
     for process in sample.processes:
         same = engine.dp_rank is not None and engine.dp_rank == process.dp_rank
         near = engine.node == process.node and engine.pid in (process.pid, process.parent)
@@ -493,19 +502,19 @@ def workers_of(
                     yield process, cache
 
 
-def runs_encoder(worker: WorkerEncoderCache, setup: Setup | None) -> bool:
+def runs_encoder(worker: WorkerEncoderCache, setup: CacheSetup | None) -> bool:
     """Whether a worker encodes: with pipeline parallelism only the first stage does."""
     if setup is None or (setup.pipeline_parallel or 1) == 1:
         return True
     return worker.rank is not None and worker.rank < (setup.tensor_parallel or 1)
 
 
-def notes(sample: Sample) -> list[Note]:
+def make_cache_notes(sample: CacheSample) -> list[CacheNote]:
     """Which caches this kind of server has, and what was not compared."""
-    notes_ = kind(setup_of(sample))
+    notes_ = make_setup_notes(find_setup(sample))
     if not sample.quiet:
         notes_.append(
-            Note(
+            CacheNote(
                 "busy",
                 "requests were in flight, or a process did not answer: front end and engine, "
                 "scheduler and worker were not compared",
@@ -514,11 +523,11 @@ def notes(sample: Sample) -> list[Note]:
     return notes_
 
 
-def kind(setup: Setup | None) -> list[Note]:
+def make_setup_notes(setup: CacheSetup | None) -> list[CacheNote]:
     """Which caches a server with this setup has, or why it has none."""
     if setup is None:
         return [
-            Note(
+            CacheNote(
                 "unknown",
                 "no engine and no worker reported the server's setup: caches that are not shown "
                 "may not exist",
@@ -526,7 +535,7 @@ def kind(setup: Setup | None) -> list[Note]:
         ]
     if setup.encoder_decoder:
         return [
-            Note(
+            CacheNote(
                 "encoder-decoder",
                 "an encoder-decoder model: vLLM has no multimodal processor cache for it, counts "
                 "encoder slots without entries, and frees each slot twice",
@@ -534,12 +543,16 @@ def kind(setup: Setup | None) -> list[Note]:
         ]
     if not setup.multimodal:
         return [
-            Note("text-model", "a text model: it has no multimodal cache and no encoder entries")
+            CacheNote(
+                "text-model", "a text model: it has no multimodal cache and no encoder entries"
+            )
         ]
     notes_ = []
     if setup.cache_gb is not None and setup.cache_gb <= 0:
         notes_.append(
-            Note("cache-off", "the multimodal processor cache is off: --mm-processor-cache-gb is 0")
+            CacheNote(
+                "cache-off", "the multimodal processor cache is off: --mm-processor-cache-gb is 0"
+            )
         )
     elif (setup.api_processes or 1) > 1 or (setup.data_parallel or 1) > 1:
         several = (
@@ -548,14 +561,14 @@ def kind(setup: Setup | None) -> list[Note]:
             else f"{setup.data_parallel} engines"
         )
         notes_.append(
-            Note(
+            CacheNote(
                 "processor-only",
                 f"{several}: each front end has a cache of its own, and the engine keeps no copy",
             )
         )
     elif setup.cache_type == "shm":
         notes_.append(
-            Note(
+            CacheNote(
                 "shm",
                 "the cache is in shared memory (--mm-processor-cache-type shm): the front end "
                 "writes it and keeps its index, workers only read",
@@ -563,7 +576,7 @@ def kind(setup: Setup | None) -> list[Note]:
         )
     if setup.encoder_connector:
         notes_.append(
-            Note(
+            CacheNote(
                 "encoder-connector",
                 "encoder outputs are transferred: scheduler and worker are not compared",
             )
@@ -571,7 +584,7 @@ def kind(setup: Setup | None) -> list[Note]:
     return notes_
 
 
-def setup_of(sample: Sample) -> Setup | None:
+def find_setup(sample: CacheSample) -> CacheSetup | None:
     """How the server is set up, from the first process that reports it.
 
     An engine of a model without experts takes itself for the only one: those that are seen count.
@@ -584,24 +597,24 @@ def setup_of(sample: Sample) -> Setup | None:
     return msgspec.structs.replace(setup, data_parallel=engines)
 
 
-def subject(process: ProcessCaches, cache: Cache) -> str:
+def format_cache_name(process: ProcessCaches, cache: Cache) -> str:
     """How findings name a cache."""
-    return f"{cache.name} of {who(process)}"
+    return f"{cache.name} of {format_process(process)}"
 
 
-def some(keys: Iterable[object]) -> str:
+def format_keys(keys: Iterable[object]) -> str:
     """The number of keys, and the first few."""
     listed: Sequence[str] = sorted(map(str, keys))
     more = ", …" if len(listed) > SHOWN else ""
-    return f"{len(listed)}: " + ", ".join(short(key) for key in listed[:SHOWN]) + more
+    return f"{len(listed)}: " + ", ".join(shorten_key(key) for key in listed[:SHOWN]) + more
 
 
-def both(one: str, keys: Iterable[object], other: str, others: Iterable[object]) -> str:
+def format_key_lists(one: str, keys: Iterable[object], other: str, others: Iterable[object]) -> str:
     """Two lists of keys with their names; an empty list is left out."""
     pairs = ((one, list(keys)), (other, list(others)))
-    return "; ".join(f"{name}: {some(listed)}" for name, listed in pairs if listed)
+    return "; ".join(f"{name}: {format_keys(listed)}" for name, listed in pairs if listed)
 
 
-def short(key: str) -> str:
+def shorten_key(key: str) -> str:
     """A key, cut to what a person can compare."""
     return key if len(key) <= 14 else f"{key[:12]}…"

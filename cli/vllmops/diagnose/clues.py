@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..patterns import DECIMAL, pattern
+from ..patterns import DECIMAL, compile_lazily
 from .facts import STATS
-from .places import Position, title_of
+from .places import ThreadPosition, get_phase_title
 from .signatures import Confidence
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ ENQUEUED = (
 )
 LAUNCHED = r"Rank(?P<rank>\d+)haslauncheduptooperation(?P<seq>\d+)"
 # Ranks of one count together, in the text with its blanks; those of a small group are named below.
-TOGETHER = pattern(
+TOGETHER = compile_lazily(
     r"(?m)^\W*(?P<count>\d+) ranks have launched up to operation (?P<seq>\d+)"
     r"(?P<named>(?:\n\W*Rank \d+ -- .*)*)"
 )
-NAMED = pattern(r"Rank (\d+) -- ")
+NAMED = compile_lazily(r"Rank (\d+) -- ")
 ABORTED = r"\bABORT\b|\"abort_flag\": ?true"
 # The kernel of cuda-gdb's table, of a backtrace, or of its focus.
 KERNELS = (
@@ -43,7 +43,7 @@ KERNELS = (
 # A row of nvidia-smi's table, from the sign after the number of watts; and its query's.
 SMI = r"W\s*/\s*(?P<limit>\d+)W\s*\|[^|]*\|\s*(?P<busy>\d+)%"
 QUERY = rf"%, ?(?P<memory>\d+) ?%(?:, ?\d+)?, ?(?P<watts>{DECIMAL}) ?W"
-NUMBER = pattern(rf"(?<![\d.]){DECIMAL}(?= ?$)")
+NUMBER = compile_lazily(rf"(?<![\d.]){DECIMAL}(?= ?$)")
 LONGEST = 8  # characters of a number
 FEW_WATTS, BUSY, IDLE = 0.25, 90, 5  # of the limit; percent; percent
 COLD_W = 30.0  # without a limit: a small board's idle
@@ -72,7 +72,7 @@ SPREAD = 1  # operations: so far apart are ranks that work
 
 
 @dataclass(frozen=True)
-class Clue:
+class TextEvidence:
     """Something that a text tells beside the stacks.
 
     Args:
@@ -80,7 +80,7 @@ class Clue:
         subject: the rank or the kernel that is the cause.
         line: the evidence.
         confidence: how certain the first one is.
-        victims, phase, waits_for: as of `Hit`, where the text tells them.
+        victims, phase, waits_for: as of `SignatureMatch`, where the text tells them.
     """
 
     ids: tuple[str, ...]
@@ -92,7 +92,7 @@ class Clue:
     waits_for: str = ""
 
 
-def clues(text: str, log: str) -> list[Clue]:
+def find_text_evidence(text: str, log: str) -> list[TextEvidence]:
     """What a text tells; empty for most texts.
 
     Args:
@@ -103,26 +103,26 @@ def clues(text: str, log: str) -> list[Clue]:
     return [clue for reader in readers for clue in reader(text, log)]
 
 
-def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
+def find_weak_evidence(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[TextEvidence]:
     """What a text without clues tells: log lines, figures, and sentences.
 
     Args:
-        text: as of `clues`.
+        text: as of `find_text_evidence`.
         facts: figures, by the names in `facts.FACTS`.
         stacks: whether the text has stacks, too; words count less than these.
     """
     from . import prose, signs  # noqa: PLC0415 - slow to import, and not needed for most stacks
 
-    found: list[Clue] = []
-    log = "".join(prose.reported(text).split())
-    if chain := prose.chain_of(text, facts):
-        line = "; ".join(_sentence(place) for place in (*chain.roots, *chain.victims))
+    found: list[TextEvidence] = []
+    log = "".join(prose.select_statements(text).split())
+    if chain := prose.parse_wait_chain(text, facts):
+        line = "; ".join(_describe_position(place) for place in (*chain.roots, *chain.victims))
         found.append(
-            Clue(
+            TextEvidence(
                 chain.ids,
-                ", ".join(_titles(chain.roots)),
+                ", ".join(_list_process_titles(chain.roots)),
                 f"as the text says: {line}",
-                victims=_titles(chain.victims),
+                victims=_list_process_titles(chain.victims),
                 phase=chain.roots[0].phase.title,
                 waits_for=chain.roots[0].waits_for,
             )
@@ -130,41 +130,41 @@ def weak(text: str, facts: Mapping[str, str], *, stacks: bool) -> list[Clue]:
     for words, line in TIMED_OUT.items():
         if re.search(words, log):
             ids = LATE if "collective" in line else ("worker-stuck-broadcast",)
-            found.append(Clue(ids, "a worker", f"log: {line}"))
+            found.append(TextEvidence(ids, "a worker", f"log: {line}"))
             break
     starts = list(re.finditer(NOT_READY, log))
     if len(starts) >= ENOUGH and len(log) - starts[-1].end() < LAST:
         line = f"log: it has waited for the engine {len(starts)} times"
-        found.append(Clue(("startup-capture", "weight-load-io"), "the engine", line))
+        found.append(TextEvidence(("startup-capture", "weight-load-io"), "the engine", line))
     read = len(list(STATS.finditer(log))) >= ENOUGH or "generation_tokens_total" in log
     if read and facts.get("progress") == "frozen":
-        found.append(_frozen(facts))
+        found.append(_explain_frozen_engine(facts))
     if stacks:
         return found
     said = [
-        Clue(
+        TextEvidence(
             (row.id,),
             "the server",
             f"as the text says: {row.sentence}",
-            phase=title_of(row.phase),
+            phase=get_phase_title(row.phase),
         )
-        for row in signs.read(text)
+        for row in signs.match_sentences(text)
     ]
     # Names of functions tell that ranks wait; words tell that one of them does not come.
     late = [clue for clue in said[:1] if found and found[0].ids[0] in LATE and clue.ids[0] in APART]
     return late + found + said
 
 
-def _titles(places: Sequence[Position]) -> tuple[str, ...]:
+def _list_process_titles(places: Sequence[ThreadPosition]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(place.process.title or "a process" for place in places))
 
 
-def _sentence(place: Position) -> str:
+def _describe_position(place: ThreadPosition) -> str:
     names = " ← ".join(frame.function for frame in place.thread.frames)
     return f"{place.process.title or 'a process'} in {names}"
 
 
-def _frozen(facts: Mapping[str, str]) -> Clue:
+def _explain_frozen_engine(facts: Mapping[str, str]) -> TextEvidence:
     """What figures alone tell of an engine that gets no token further."""
     figures = {name: float(facts.get(name) or 0) for name in ("running", "waiting", "deferred")}
     ids: tuple[str, ...] = ("worker-stuck-broadcast", "gpu-kernel-stuck", "collective-stall")
@@ -177,42 +177,42 @@ def _frozen(facts: Mapping[str, str]) -> Clue:
     shown = ", ".join(f"{count:.0f} {name}" for name, count in figures.items() if count)
     cache = f", KV cache {facts['kv_usage']} %" if "kv_usage" in facts else ""
     line = f"figures: {shown}{cache}, and no tokens"
-    return Clue(ids, "the engine", line)
+    return TextEvidence(ids, "the engine", line)
 
 
-def compiles(text: str) -> bool:
+def has_compiler_process(text: str) -> bool:
     """Whether a table of processes in the text shows a compiler."""
     return any(map(text.__contains__, COMPILERS)) and re.search(COMPILES, text) is not None
 
 
-def gpu(text: str) -> str:
+def parse_gpu_state(text: str) -> str:
     """What nvidia-smi shows: ``spins`` (busy with few watts), ``idle``, ``works``, or nothing."""
     if "%" not in text or not any(words in f"{text}\n" for words in ("W /", " W\n", "W  /")):
         return ""
     rows = {
-        _state(int(row["busy"]), watts < FEW_WATTS * float(row["limit"]))
+        _classify_gpu_load(int(row["busy"]), watts < FEW_WATTS * float(row["limit"]))
         for row in re.finditer(SMI, text)
-        if (watts := _before(row)) is not None
+        if (watts := _parse_preceding_number(row)) is not None
     }
     rows |= {
-        _state(busy, float(row["watts"]) < COLD_W)
+        _classify_gpu_load(busy, float(row["watts"]) < COLD_W)
         for row in re.finditer(QUERY, text)
-        if (busy := _before(row)) is not None
+        if (busy := _parse_preceding_number(row)) is not None
     }
     return next((state for state in ("spins", "works", "idle") if state in rows), "")
 
 
-def _before(row: re.Match[str]) -> float | None:
+def _parse_preceding_number(row: re.Match[str]) -> float | None:
     """The number just before a row that matches."""
     match = NUMBER.search(row.string, max(row.start() - LONGEST, 0), row.start())
     return float(match[0]) if match else None
 
 
-def _state(busy: float, cold: bool) -> str:
+def _classify_gpu_load(busy: float, cold: bool) -> str:
     return "spins" if busy >= BUSY and cold else "idle" if busy <= IDLE else "works"
 
 
-def _watchdog(_text: str, log: str) -> Iterator[Clue]:
+def _parse_watchdog(_text: str, log: str) -> Iterator[TextEvidence]:
     """Ranks whose collective timed out: in the same operation, or not."""
     ranks = {int(row["rank"]): (int(row["seq"]), row["op"]) for row in re.finditer(WATCHDOG, log)}
     if not ranks:
@@ -220,20 +220,22 @@ def _watchdog(_text: str, log: str) -> Iterator[Clue]:
     shown = ", ".join(f"rank {rank}: {op} {seq}" for rank, (seq, op) in sorted(ranks.items()))
     line = f"the watchdog ended a collective: {shown}"
     if len(set(ranks.values())) > 1:
-        yield Clue(("collective-mismatch", "collective-stall"), _lowest(ranks), line, "likely")
+        yield TextEvidence(
+            ("collective-mismatch", "collective-stall"), _format_lowest_ranks(ranks), line, "likely"
+        )
     else:
         names = ", ".join(f"rank {rank}" for rank in sorted(ranks))
-        yield Clue(("collective-stall", "collective-mismatch"), names, line, "likely")
+        yield TextEvidence(("collective-stall", "collective-mismatch"), names, line, "likely")
 
 
-def _lowest(ranks: Mapping[int, Any]) -> str:
+def _format_lowest_ranks(ranks: Mapping[int, Any]) -> str:
     least = min(ranks.values())
     return ", ".join(f"rank {rank}" for rank in sorted(ranks) if ranks[rank] == least)
 
 
-def _counted(
+def _compare_rank_counts(
     ranks: Mapping[int, int], what: str, *, aborted: bool, others: Mapping[int, int] | None = None
-) -> Iterator[Clue]:
+) -> Iterator[TextEvidence]:
     """Ranks by their number of operations: far apart is a mismatch; else they wait together.
 
     Args:
@@ -250,26 +252,26 @@ def _counted(
         + [f"{number} ranks: {count}" for count, number in sorted((others or {}).items())]
     )
     least = min(counts)
-    lowest = f"{others[least]} ranks" if others and least in others else _lowest(ranks)
+    lowest = f"{others[least]} ranks" if others and least in others else _format_lowest_ranks(ranks)
     line = f"{what}: {shown}"
     if aborted:
         line += "; after an abort the counts may have run on"
     if max(counts) - least > SPREAD:
-        yield Clue(("collective-mismatch", "collective-stall"), lowest, line)
+        yield TextEvidence(("collective-mismatch", "collective-stall"), lowest, line)
     else:
-        yield Clue(("gpu-kernel-stuck", "collective-stall"), lowest, line)
+        yield TextEvidence(("gpu-kernel-stuck", "collective-stall"), lowest, line)
 
 
-def _enqueued(_text: str, log: str) -> Iterator[Clue]:
+def _parse_enqueued_work(_text: str, log: str) -> Iterator[TextEvidence]:
     ranks = {int(row["rank"]): int(row["seq"]) for row in re.finditer(ENQUEUED, log)}
     if ranks and max(ranks.values()) - min(ranks.values()) > SPREAD:
-        yield from _counted(ranks, "last enqueued collective", aborted=False)
+        yield from _compare_rank_counts(ranks, "last enqueued collective", aborted=False)
     elif ranks:
         line = f"the last enqueued collective has one number on {len(ranks)} ranks"
-        yield Clue(("collective-stall", "collective-mismatch"), "the ranks", line)
+        yield TextEvidence(("collective-stall", "collective-mismatch"), "the ranks", line)
 
 
-def _launched(text: str, log: str) -> Iterator[Clue]:
+def _parse_launched_operations(text: str, log: str) -> Iterator[TextEvidence]:
     ranks = {int(row["rank"]): int(row["seq"]) for row in re.finditer(LAUNCHED, log)}
     others: dict[int, int] = {}
     for row in TOGETHER.finditer(text):
@@ -278,27 +280,31 @@ def _launched(text: str, log: str) -> Iterator[Clue]:
         else:
             others[int(row["seq"])] = int(row["count"])
     aborted = re.search(ABORTED, text) is not None
-    yield from _counted(ranks, "NCCL RAS, operations", aborted=aborted, others=others)
+    yield from _compare_rank_counts(ranks, "NCCL RAS, operations", aborted=aborted, others=others)
 
 
-def _ras(text: str, _log: str) -> Iterator[Clue]:
+def _parse_ras_json(text: str, _log: str) -> Iterator[TextEvidence]:
     """The counts of RAS in JSON: of the communicator whose ranks differ most, else the busiest."""
     best: dict[int, int] = {}
-    for document in _documents(text):
-        for communicator in _each(document, "communicators"):
+    for document in _find_json_documents(text):
+        for communicator in _list_objects(document, "communicators"):
             ranks = {
                 int(rank["rank"]): sum(
-                    count for count in _counts(rank).values() if isinstance(count, int)
+                    count
+                    for count in _get_collective_counts(rank).values()
+                    if isinstance(count, int)
                 )
-                for rank in _each(communicator, "ranks")
+                for rank in _list_objects(communicator, "ranks")
                 if isinstance(rank.get("rank"), int)
             }
-            if len(ranks) > 1 and _weight(ranks) > _weight(best):
+            if len(ranks) > 1 and _compute_count_spread(ranks) > _compute_count_spread(best):
                 best = ranks
-    yield from _counted(best, "NCCL RAS, operations", aborted=bool(re.search(ABORTED, text)))
+    yield from _compare_rank_counts(
+        best, "NCCL RAS, operations", aborted=bool(re.search(ABORTED, text))
+    )
 
 
-def polled(captures: Sequence[RasCapture]) -> list[Clue]:
+def find_ras_evidence(captures: Sequence[RasCapture]) -> list[TextEvidence]:
     """What RAS tells of a server that makes no progress; nothing while its counts move.
 
     Args:
@@ -308,9 +314,9 @@ def polled(captures: Sequence[RasCapture]) -> list[Clue]:
         return []
     first, last = captures[0], captures[-1]
     log = "".join(last.text.split())
-    if _operations(first.text) != _operations(last.text):
+    if _list_operation_counts(first.text) != _list_operation_counts(last.text):
         return []
-    rows = [*_ras(last.text, log), *_launched(last.text, log)]
+    rows = [*_parse_ras_json(last.text, log), *_parse_launched_operations(last.text, log)]
     aborted = re.search(ABORTED, last.text)
     still = f"the counts have stood still for {last.at_s - first.at_s:.0f} s"
     return [
@@ -326,34 +332,36 @@ def polled(captures: Sequence[RasCapture]) -> list[Clue]:
     ]
 
 
-def _operations(text: str) -> set[str]:
+def _list_operation_counts(text: str) -> set[str]:
     """All counts of a capture, in no order."""
     operations = {str(row) for row in re.findall(LAUNCHED, "".join(text.split()))}
     operations |= {row[0] for row in TOGETHER.finditer(text)}
-    for document in _documents(text):
-        for communicator in _each(document, "communicators"):
-            for rank in _each(communicator, "ranks"):
-                operations.add(f"{communicator.get('hash')} {rank.get('rank')} {_counts(rank)}")
+    for document in _find_json_documents(text):
+        for communicator in _list_objects(document, "communicators"):
+            for rank in _list_objects(communicator, "ranks"):
+                operations.add(
+                    f"{communicator.get('hash')} {rank.get('rank')} {_get_collective_counts(rank)}"
+                )
     return operations
 
 
-def _weight(ranks: dict[int, int]) -> tuple[int, int]:
+def _compute_count_spread(ranks: dict[int, int]) -> tuple[int, int]:
     values = ranks.values()
     spread = max(values, default=0) - min(values, default=0)
     return (spread if spread > SPREAD else 0, sum(values))
 
 
-def _counts(rank: dict[str, Any]) -> dict[str, Any]:
+def _get_collective_counts(rank: dict[str, Any]) -> dict[str, Any]:
     counts = rank.get("collective_counts") or rank.get("counts") or {}
     return counts if isinstance(counts, dict) else {}
 
 
-def _each(document: object, key: str) -> list[dict[str, Any]]:
+def _list_objects(document: object, key: str) -> list[dict[str, Any]]:
     value = document.get(key) if isinstance(document, dict) else None
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
-def _documents(text: str) -> Iterator[object]:
+def _find_json_documents(text: str) -> Iterator[object]:
     """The JSON objects in a text that hold communicators or a flight recorder's entries."""
     decoder, at, tries = json.JSONDecoder(), 0, 0
     while (start := text.find("{", at)) >= 0 and tries < MOST_TRIES:
@@ -366,27 +374,27 @@ def _documents(text: str) -> Iterator[object]:
         yield document
 
 
-def _watts(text: str, _log: str) -> Iterator[Clue]:
-    if gpu(text) == "spins":
+def _parse_gpu_watts(text: str, _log: str) -> Iterator[TextEvidence]:
+    if parse_gpu_state(text) == "spins":
         line = "nvidia-smi: the GPU is busy with few watts, so one kernel spins"
-        yield Clue(("gpu-kernel-stuck", "collective-stall"), "the GPU", line)
+        yield TextEvidence(("gpu-kernel-stuck", "collective-stall"), "the GPU", line)
 
 
-def _kernels(text: str, _log: str) -> Iterator[Clue]:
+def _parse_cuda_kernels(text: str, _log: str) -> Iterator[TextEvidence]:
     found = (name.strip() for kernel in KERNELS for name in re.findall(kernel, text))
     if names := list(dict.fromkeys(found)):
         shown = ", ".join(names)
-        yield Clue(
+        yield TextEvidence(
             ("gpu-kernel-stuck", "launch-queue-full"),
             f"kernel {shown}",
             f"cuda-gdb shows the kernel {shown}",
         )
 
 
-def _recorder(text: str, _log: str) -> Iterator[Clue]:
+def _parse_flight_recorder(text: str, _log: str) -> Iterator[TextEvidence]:
     """PyTorch's flight recorder: the first collective that has not ended."""
-    for document in _documents(text):
-        entries = _each(document, "entries")
+    for document in _find_json_documents(text):
+        entries = _list_objects(document, "entries")
         pending = [e for e in entries if e.get("state") in {"scheduled", "started"}]
         if pending and "collective_seq_id" in pending[0]:
             first = pending[0]
@@ -394,19 +402,21 @@ def _recorder(text: str, _log: str) -> Iterator[Clue]:
                 f"flight recorder: {first.get('profiling_name', 'a collective')} "
                 f"{first['collective_seq_id']} is {first['state']} and has not ended"
             )
-            yield Clue(("collective-stall", "collective-mismatch"), "the rank of the record", line)
+            yield TextEvidence(
+                ("collective-stall", "collective-mismatch"), "the rank of the record", line
+            )
 
 
 # The words that a text without blanks has if the reader can find something.
-READERS: tuple[tuple[str, Callable[[str, str], Iterator[Clue]]], ...] = (
-    ("Watchdogcaughtcollective", _watchdog),
-    ("lastenqueued", _enqueued),
-    ("launcheduptooperation", _launched),
-    ('"communicators"', _ras),
-    ('"collective_seq_id"', _recorder),
-    ("Active0x", _kernels),
-    ("<<<(", _kernels),
-    ("%,0%", _watts),
-    ("W|", _watts),
-    ("SwitchingfocustoCUDAkernel", _kernels),
+READERS: tuple[tuple[str, Callable[[str, str], Iterator[TextEvidence]]], ...] = (
+    ("Watchdogcaughtcollective", _parse_watchdog),
+    ("lastenqueued", _parse_enqueued_work),
+    ("launcheduptooperation", _parse_launched_operations),
+    ('"communicators"', _parse_ras_json),
+    ('"collective_seq_id"', _parse_flight_recorder),
+    ("Active0x", _parse_cuda_kernels),
+    ("<<<(", _parse_cuda_kernels),
+    ("%,0%", _parse_gpu_watts),
+    ("W|", _parse_gpu_watts),
+    ("SwitchingfocustoCUDAkernel", _parse_cuda_kernels),
 )

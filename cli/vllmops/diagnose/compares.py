@@ -6,7 +6,7 @@ are never at the same request, so only what can be proved counts, of the last sa
 - A use of an entry moves it to the end of the LRU order and counts a query. If there were N queries
   since the first sample, at most the last N entries were used; the older ones were not.
 - The request that added or moved such an older entry has reached the engine since, or is over
-  (`Comparison.settled`). So the engine has the entry, in the same place, or never will.
+  (`CacheComparison.settled`). So the engine has the entry, in the same place, or never will.
 - While such an entry is left, nothing newer was evicted. So an entry that the engine has, and that
   no reading of the front end has, was lost by the front end before.
 """
@@ -17,20 +17,26 @@ from collections.abc import Iterator
 
 import msgspec
 
-from ..protocol.caches import EncoderCache, EncoderDecoderCache, LruCache, ProcessCaches, Sample
-from ..protocol.compares import CacheReading, Comparison
+from ..protocol.caches import (
+    CacheSample,
+    EncoderCache,
+    EncoderDecoderCache,
+    LruCache,
+    ProcessCaches,
+)
+from ..protocol.compares import CacheComparison, ComparisonSample
 from .caches import (
-    Note,
-    encoders,
-    kind,
-    lasting,
-    listed,
-    mirrored,
-    pair,
+    CacheNote,
+    compare_encoder_caches,
+    compare_mirrored_caches,
+    find_mirrored_caches,
+    find_setup,
+    has_all_keys,
+    list_scheduler_caches,
+    make_setup_notes,
     runs_encoder,
-    schedulers,
-    setup_of,
-    workers_of,
+    select_persistent_findings,
+    select_worker_caches,
 )
 from .findings import Finding
 
@@ -38,7 +44,7 @@ from .findings import Finding
 PARTLY = frozenset({"unsettled", "reset", "in-use"})
 
 
-class Pair(msgspec.Struct, frozen=True, kw_only=True):
+class CachePair(msgspec.Struct, frozen=True, kw_only=True):
     """Two sides of a cache in the last sample, with requests in flight.
 
     Args:
@@ -66,73 +72,76 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     judged: int
 
 
-def worthwhile(sample: Sample) -> bool:
+def should_compare(sample: CacheSample) -> bool:
     """Whether a sample is of a busy server with two sides that may differ."""
-    setup = setup_of(sample)
+    setup = find_setup(sample)
     return not sample.quiet and setup is not None and bool(setup.multimodal)
 
 
-def undecided(comparison: Comparison) -> Iterator[Note]:
+def explain_missing_comparison(comparison: CacheComparison) -> Iterator[CacheNote]:
     """Why no entry of front end and engine could be compared; nothing if some could."""
-    if not any(mirror.judged for mirror in mirrors(comparison)):
-        yield from (note for note in notes(comparison) if note.code in PARTLY)
+    if not any(mirror.judged for mirror in select_mirrored_pairs(comparison)):
+        yield from (note for note in make_comparison_notes(comparison) if note.code in PARTLY)
 
 
-def mirrors(comparison: Comparison) -> Iterator[Pair]:
+def select_mirrored_pairs(comparison: CacheComparison) -> Iterator[CachePair]:
     """Front end and engine, if one mirrors the other."""
-    yield from (pair for pair in pairs(comparison) if pair.kind == "mm-lru")
+    yield from (pair for pair in list_cache_pairs(comparison) if pair.kind == "mm-lru")
 
 
-def drift(comparison: Comparison) -> list[Finding]:
+def diagnose_comparison(comparison: CacheComparison) -> list[Finding]:
     """What differs, worst first; scheduler and worker must differ in every sample."""
-    *earlier, last = (list(encoders(sample(look))) for look in comparison.looks)
-    findings_ = lasting(earlier, last)
-    if (reduced := provable(comparison)) is not None:
-        findings_ += mirrored(reduced)
+    *earlier, last = (list(compare_encoder_caches(make_sample(look))) for look in comparison.looks)
+    findings_ = select_persistent_findings(earlier, last)
+    if (reduced := select_provable_keys(comparison)) is not None:
+        findings_ += compare_mirrored_caches(reduced)
     return sorted(findings_, key=lambda finding: -finding.severity.rank)
 
 
-def sample(look: CacheReading) -> Sample:
+def make_sample(look: ComparisonSample) -> CacheSample:
     """A comparison's sample, as `diagnose.caches` takes it."""
-    return Sample(taken_at=0.0, processes=[look.front, *look.engines])
+    return CacheSample(taken_at=0.0, processes=[look.front, *look.engines])
 
 
-def provable(comparison: Comparison) -> Sample | None:
+def select_provable_keys(comparison: CacheComparison) -> CacheSample | None:
     """The last sample without the entries that requests in flight may explain.
 
     Returns:
         None if there is nothing to compare, or nothing that can be compared.
     """
-    earlier, later = pair(sample(comparison.looks[0])), pair(sample(comparison.looks[-1]))
-    after, end = front(comparison.after), front(comparison.end)
+    earlier, later = (
+        find_mirrored_caches(make_sample(comparison.looks[0])),
+        find_mirrored_caches(make_sample(comparison.looks[-1])),
+    )
+    after, end = find_front_cache(comparison.after), find_front_cache(comparison.end)
     if not (earlier and later and after and end and comparison.settled):
         return None
     (_, then), _ = earlier
     (process, now), (engine, back) = later
     used = end.queries - then.queries
-    if used < 0 or not (listed(after) and listed(back)):
+    if used < 0 or not (has_all_keys(after) and has_all_keys(back)):
         return None  # the cache was reset in between, or the file is damaged
     order = after.order or []
     unused = set(order[: max(len(order) - used, 0)])
     beyond = set(back.order or ()).difference(then.order or (), now.order or (), order)
     judged = unused | beyond if unused or not used else set()
-    return Sample(
+    return CacheSample(
         taken_at=0.0,
         processes=[
-            msgspec.structs.replace(process, caches=[only(after, judged)]),
-            msgspec.structs.replace(engine, caches=[only(back, judged)]),
+            msgspec.structs.replace(process, caches=[select_cache_keys(after, judged)]),
+            msgspec.structs.replace(engine, caches=[select_cache_keys(back, judged)]),
         ],
     )
 
 
-def front(process: ProcessCaches | None) -> LruCache | None:
+def find_front_cache(process: ProcessCaches | None) -> LruCache | None:
     """The front end's mirrored cache."""
     caches = process.caches if process else []
     lrus = (cache for cache in caches if isinstance(cache, LruCache))
     return next((cache for cache in lrus if cache.kind == "mm-lru"), None)
 
 
-def only(cache: LruCache, keys: set[str]) -> LruCache:
+def select_cache_keys(cache: LruCache, keys: set[str]) -> LruCache:
     """A cache with some of its keys."""
     held = zip(cache.order or (), cache.sizes or (), strict=True)
     kept = [(key, size) for key, size in held if key in keys]
@@ -140,28 +149,28 @@ def only(cache: LruCache, keys: set[str]) -> LruCache:
     return msgspec.structs.replace(cache, order=order, sizes=sizes)
 
 
-def pairs(comparison: Comparison) -> Iterator[Pair]:
+def list_cache_pairs(comparison: CacheComparison) -> Iterator[CachePair]:
     """The sides that can be compared."""
-    last = sample(comparison.looks[-1])
-    if (sides := pair(last)) is not None:
+    last = make_sample(comparison.looks[-1])
+    if (sides := find_mirrored_caches(last)) is not None:
         (one, sent), (other, held) = sides
-        reduced = provable(comparison)
-        judged = pair(reduced) if reduced is not None else None
-        yield both(
+        reduced = select_provable_keys(comparison)
+        judged = find_mirrored_caches(reduced) if reduced is not None else None
+        yield make_cache_pair(
             "mm-lru",
             ("P0", one, sent.order or []),
             ("P1", other, held.order or []),
             judged=len(judged[0][1].order or ()) if judged else 0,
             ordered=True,
         )
-    setup = setup_of(last)
+    setup = find_setup(last)
     if setup is not None and setup.encoder_connector:
         return
-    for process, cache in schedulers(last):
-        for worker, outputs in workers_of(process, last):
+    for process, cache in list_scheduler_caches(last):
+        for worker, outputs in select_worker_caches(process, last):
             keys = cache.passing if isinstance(cache, EncoderDecoderCache) else list(cache.cached)
             comparable = isinstance(cache, EncoderCache) and runs_encoder(outputs, setup)
-            yield both(
+            yield make_cache_pair(
                 "encoder",
                 ("scheduler", process, keys),
                 ("worker", worker, outputs.keys),
@@ -169,18 +178,18 @@ def pairs(comparison: Comparison) -> Iterator[Pair]:
             )
 
 
-def both(
+def make_cache_pair(
     kind: str,
     one: tuple[str, ProcessCaches, list[str]],
     other: tuple[str, ProcessCaches, list[str]],
     *,
     judged: int,
     ordered: bool = False,
-) -> Pair:
+) -> CachePair:
     (first, process, keys), (second, peer, others) = one, other
     mine, theirs = set(keys), set(others)
     shared = [key for key in keys if key in theirs]
-    return Pair(
+    return CachePair(
         kind=kind,
         sides=(first, second),
         roles=(process.role, peer.role),
@@ -194,30 +203,30 @@ def both(
     )
 
 
-def notes(comparison: Comparison) -> list[Note]:
+def make_comparison_notes(comparison: CacheComparison) -> list[CacheNote]:
     """What is not there to compare, and what could not be compared."""
-    last = sample(comparison.looks[-1])
-    notes_ = kind(setup_of(last))
-    if pair(last) is None:
+    last = make_sample(comparison.looks[-1])
+    notes_ = make_setup_notes(find_setup(last))
+    if find_mirrored_caches(last) is None:
         return notes_
     if not comparison.settled:
         notes_.append(
-            Note(
+            CacheNote(
                 "unsettled",
                 f"a request has been in the front end for {comparison.waited_s:.1f} s without "
                 "reaching the engine: P0 and P1 were not compared, because it may explain what "
                 "differs",
             )
         )
-    elif provable(comparison) is None:
+    elif select_provable_keys(comparison) is None:
         notes_.append(
-            Note("reset", "the caches were reset in between: P0 and P1 were not compared")
+            CacheNote("reset", "the caches were reset in between: P0 and P1 were not compared")
         )
     else:
-        (front_end, *_) = pairs(comparison)
+        (front_end, *_) = list_cache_pairs(comparison)
         if front_end.judged < front_end.entries[0]:
             notes_.append(
-                Note(
+                CacheNote(
                     "in-use",
                     f"{front_end.entries[0] - front_end.judged} of P0's {front_end.entries[0]} "
                     "entries were not compared, because requests may have used them in between",

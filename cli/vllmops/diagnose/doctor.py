@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from ..protocol.engine import Beat
-from ..protocol.pasted import Pasted
-from ..protocol.place import key
-from ..protocol.server import Observation, RasCapture, ServerSnapshot
+from ..protocol.engine import Heartbeat
+from ..protocol.pasted import PastedStacks
+from ..protocol.place import make_process_key
+from ..protocol.server import RasCapture, ServerSample, ServerSnapshot
 from ..protocol.stacks import StacksSnapshot
 from ..protocol.steps import StepsRecording
 from . import caches, compares, history, memory, progress, requests, server, stacks
-from .facts import from_metrics
+from .facts import make_metrics_facts
 from .findings import Finding, Severity
-from .signatures import catalogue
+from .signatures import load_signatures
 
 # Of two findings with one severity the cause comes before the symptom: a higher number comes later.
 SYMPTOMS = {"engine.no-progress": 1, "engine.unreached": 1, "api.silent": 1, "canary.failed": 2}
@@ -54,133 +54,154 @@ class Diagnosis(msgspec.Struct, frozen=True):
     explanation: stacks.Explanation | None
 
 
-def checks() -> list[Check]:
+def list_checks() -> list[Check]:
     """Every kind of finding, by code."""
     rules = [*caches.CATALOGUE.values(), *memory.RULES, *progress.RULES, *requests.RULES]
     rules += [rule for rule in server.CATALOGUE.values() if rule not in rules]
     found = [Check(rule.code, rule.severity, rule.title) for rule in rules]
-    found += [Check(s.code, s.severity, s.title) for s in catalogue() if s.hang]
+    found += [Check(s.code, s.severity, s.title) for s in load_signatures() if s.hang]
     found.append(Check("stack.crash", Severity.ERROR, "a traceback shows why a process ended"))
     return sorted(found, key=lambda check: check.code)
 
 
-def examine(snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S) -> Diagnosis:
+def diagnose_snapshot(
+    snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S
+) -> Diagnosis:
     """All findings of a snapshot.
 
     Args:
         snapshot: of a server, live or from a bundle.
         patience_s: seconds that a server may make no progress while requests are pending.
     """
-    explained = explanation(snapshot, patience_s)
-    stopped = stalled(snapshot, explained, patience_s)
-    findings = [*stalls(stopped, snapshot.recordings), *hung(explained), *server.diagnose(snapshot)]
-    findings += requests.lost_loads(snapshot.lost_loads)
+    explained = explain_snapshot(snapshot, patience_s)
+    stopped = select_confirmed_stalls(snapshot, explained, patience_s)
+    findings = [
+        *make_stall_findings(stopped, snapshot.recordings),
+        *select_hang_findings(explained),
+        *server.diagnose_server(snapshot),
+    ]
+    findings += requests.make_lost_load_findings(snapshot.lost_loads)
     if snapshot.caches:
-        findings += caches.diagnose(snapshot.caches)
+        findings += caches.diagnose_caches(snapshot.caches)
     for comparison in snapshot.comparisons:
-        findings += compares.drift(comparison) if comparison.looks else []
+        findings += compares.diagnose_comparison(comparison) if comparison.looks else []
     if snapshot.memory:
-        findings += memory.diagnose(snapshot.memory, memory.trends(snapshot.memory))
-    return Diagnosis(tuple(ranked(findings)), tuple(stopped), explained)
+        findings += memory.diagnose_memory(snapshot.memory, memory.compute_trends(snapshot.memory))
+    return Diagnosis(tuple(rank_findings(findings)), tuple(stopped), explained)
 
 
-def cause(stalls_: Sequence[progress.Stall], diagnosis: Diagnosis) -> Finding:
+def find_cause(stalls_: Sequence[progress.Stall], diagnosis: Diagnosis) -> Finding:
     """The finding that explains stalls best; there is at least one."""
     for finding in diagnosis.findings:
         if finding.code.startswith("stack.") or finding.code in CAUSES:
             return finding
     rules = {rule.code: rule for rule in progress.RULES}
-    return rules[stalls_[0].code].at(stalls_[0].subject, stalls_[0].evidence)
+    return rules[stalls_[0].code].make_finding(stalls_[0].subject, stalls_[0].evidence)
 
 
-def explanation(
+def explain_snapshot(
     snapshot: ServerSnapshot, patience_s: float = progress.PATIENCE_S
 ) -> stacks.Explanation | None:
     """What the stacks show, together with the samples' figures; None without stacks."""
     if not snapshot.stacks:
         return None
-    return explain(snapshot.stacks, snapshot.looks, patience_s, snapshot.ras)
+    return explain_samples(snapshot.stacks, snapshot.looks, patience_s, snapshot.ras)
 
 
-def explain(
+def explain_samples(
     samples: Sequence[StacksSnapshot],
-    looks: Sequence[Observation],
+    looks: Sequence[ServerSample],
     patience_s: float = progress.PATIENCE_S,
     ras: Sequence[RasCapture] = (),
 ) -> stacks.Explanation:
     """What the stacks of all processes show, together with the samples' figures and NCCL's."""
-    pasted = Pasted(tuple(samples), complete=True, ras=tuple(ras))
-    known = facts(looks, patience_s)
-    alone = stacks.explain(pasted)
+    pasted = PastedStacks(tuple(samples), complete=True, ras=tuple(ras))
+    known = collect_facts(looks, patience_s)
+    alone = stacks.explain_stacks(pasted)
     # The gauge of running requests keeps its value when the last request is aborted, so stacks that
     # show an idle engine count more. An engine that waits for deferred requests looks idle, too.
-    if alone.verdict == "idle" and not engines(looks) and known.get("deferred", "0") == "0":
+    if (
+        alone.verdict == "idle"
+        and not list_engine_heartbeats(looks)
+        and known.get("deferred", "0") == "0"
+    ):
         return alone
-    return stacks.explain(pasted, known)
+    return stacks.explain_stacks(pasted, known)
 
 
-def engines(looks: Sequence[Observation]) -> list[Beat]:
+def list_engine_heartbeats(looks: Sequence[ServerSample]) -> list[Heartbeat]:
     """The last heartbeats of processes that have a scheduler."""
     last = looks[-1].pulses if looks else ()
     return [pulse.beat for pulse in last if pulse.beat.still_s is not None]
 
 
-def facts(looks: Sequence[Observation], patience_s: float) -> dict[str, str]:
+def collect_facts(looks: Sequence[ServerSample], patience_s: float) -> dict[str, str]:
     """Facts for the stacks' signatures; an agent's are fresh, those of metrics may be stale."""
     if not looks:
         return {}
-    known = from_metrics(looks[0].metrics, looks[-1].metrics, looks[-1].at_s - looks[0].at_s)
-    if beats := engines(looks):
+    known = make_metrics_facts(looks[0].metrics, looks[-1].metrics, looks[-1].at_s - looks[0].at_s)
+    if beats := list_engine_heartbeats(looks):
         known["running"] = str(sum(beat.running or 0 for beat in beats))
         known["waiting"] = str(sum(beat.waiting or 0 for beat in beats))
         if known.get("progress") == "frozen":
             del known["progress"]
-    if any(stall.doubt in {"", "writing"} for stall in progress.stalls(looks, patience_s)):
+    if any(stall.doubt in {"", "writing"} for stall in progress.find_stalls(looks, patience_s)):
         known["progress"] = "frozen"
-    return known | pace(looks)
+    return known | collect_pace_facts(looks)
 
 
-def pace(looks: Sequence[Observation]) -> dict[str, str]:
+def collect_pace_facts(looks: Sequence[ServerSample]) -> dict[str, str]:
     """How long the slowest engine has made no progress, and whether its steps go on."""
-    fresh = [pulse for pulse in progress.living(looks[-1]) if pulse.age_s < progress.LATE_S]
-    still = {key(pulse): pulse.beat.still_s for pulse in fresh if pulse.beat.still_s is not None}
+    fresh = [
+        pulse
+        for pulse in progress.select_live_heartbeats(looks[-1])
+        if pulse.age_s < progress.LATE_S
+    ]
+    still = {
+        make_process_key(pulse): pulse.beat.still_s
+        for pulse in fresh
+        if pulse.beat.still_s is not None
+    }
     if not still or len(looks) < 2:
         return {}
-    slowest = max((p for p in fresh if key(p) in still), key=lambda pulse: still[key(pulse)])
-    steps = "moving" if progress.stepping(looks, slowest) else "frozen"
-    return {"steps": steps, "still": f"{still[key(slowest)]:.0f}"}
+    slowest = max(
+        (p for p in fresh if make_process_key(p) in still),
+        key=lambda pulse: still[make_process_key(pulse)],
+    )
+    steps = "moving" if progress.has_step_progress(looks, slowest) else "frozen"
+    return {"steps": steps, "still": f"{still[make_process_key(slowest)]:.0f}"}
 
 
-def stalled(
+def select_confirmed_stalls(
     snapshot: ServerSnapshot, explained: stacks.Explanation | None, patience_s: float
 ) -> list[progress.Stall]:
     """What has stopped; a doubtful stall counts only if stacks and agents confirm it."""
     verdict = explained.verdict if explained else None
-    answered = {progress.process_name(report) for report in snapshot.reports}
-    stalls_ = progress.stalls(snapshot.looks, patience_s)
+    answered = {progress.format_role_and_pid(report) for report in snapshot.reports}
+    stalls_ = progress.find_stalls(snapshot.looks, patience_s)
     return [stall for stall in stalls_ if stall.is_confirmed(verdict, answered)]
 
 
-def stalls(
+def make_stall_findings(
     stalls_: Sequence[progress.Stall], recordings: Sequence[StepsRecording]
 ) -> Iterator[Finding]:
     """A finding for each stall, with what the recording of its steps shows."""
     rules = {rule.code: rule for rule in progress.RULES}
     for stall in stalls_:
-        recorded = history.evidence(recordings, stall.subject)
-        yield rules[stall.code].at(
+        recorded = history.describe_last_steps(recordings, stall.subject)
+        yield rules[stall.code].make_finding(
             stall.subject, "; ".join(filter(None, (stall.evidence, recorded)))
         )
 
 
-def hung(explained: stacks.Explanation | None) -> Iterator[Finding]:
+def select_hang_findings(explained: stacks.Explanation | None) -> Iterator[Finding]:
     """The hangs that the stacks show; a possible one is none, because work looks the same."""
     for finding in explained.findings if explained else ():
         if finding.hang and finding.confidence != "possible":
             yield finding
 
 
-def ranked(findings: Sequence[Finding]) -> list[Finding]:
+def rank_findings(findings: Sequence[Finding]) -> list[Finding]:
     """Every finding once, worst first; the cause before its symptoms."""
     hidden = {code for finding in findings for code in HIDES.get(finding.code, ())}
     once = {

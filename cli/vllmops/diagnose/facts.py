@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..patterns import DECIMAL, pattern
+from ..patterns import DECIMAL, compile_lazily
 from ..protocol.metrics import Metrics
 
 PACES = ("progress", "steps")  # frozen or moving
@@ -13,17 +13,17 @@ FACTS = ("running", "waiting", "deferred", "kv_usage", "still", *PACES)
 FROZEN_S = 30.0
 # For a text without blanks, because the lines of a log may be wrapped anywhere.
 # It begins with what is searched fast.
-STATS = pattern(
+STATS = compile_lazily(
     rf"Avgpromptthroughput:(?P<prompt>{DECIMAL})tokens/s,"
     rf"Avggenerationthroughput:(?P<generation>{DECIMAL})tokens/s,"
     r"Running:(?P<running>\d+)reqs,Waiting:(?P<waiting>\d+)reqs"
     rf"(?:,Deferred:(?P<deferred>\d+)reqs)?.{{0,80}}?KVcacheusage:(?P<kv>{DECIMAL})%"
 )
-ENGINE = pattern(r"Engine(?P<id>\d+):$")
+ENGINE = compile_lazily(r"Engine(?P<id>\d+):$")
 LONGEST_ID = 16  # characters
 
 
-def from_log(log: str) -> dict[str, str]:
+def parse_log_facts(log: str) -> dict[str, str]:
     """Facts from the last figures in vLLM's log, which is given without blanks."""
     lines = list(STATS.finditer(log))
     if not lines:
@@ -31,12 +31,14 @@ def from_log(log: str) -> dict[str, str]:
     last = lines[-1]
     facts = {"running": last["running"], "waiting": last["waiting"], "kv_usage": last["kv"]}
     facts["deferred"] = last["deferred"] or "0"
-    if not _is_still(last):
+    if not _has_no_throughput(last):
         facts["progress"] = "moving"
     else:
         # A request may have arrived just before one line; by the next it has made progress.
-        latest = [line for line in lines if _engine(line) == _engine(last)][-2:]
-        if len(latest) == 2 and all(_is_still(line) and _is_pending(line) for line in latest):
+        latest = [line for line in lines if _find_engine_id(line) == _find_engine_id(last)][-2:]
+        if len(latest) == 2 and all(
+            _has_no_throughput(line) and _has_pending_requests(line) for line in latest
+        ):
             facts["progress"] = "frozen"
     return facts
 
@@ -45,15 +47,15 @@ def from_log(log: str) -> dict[str, str]:
 VALUE = rf"(?P<value>{DECIMAL}(?:e\+?\d+)?)\b(?![/%])"
 SERIES = rf"(?P<labels>\{{[^}}\n]*\}})?[ \t:=]+{VALUE}"
 FIGURES = {
-    "num_requests_running": ("running", pattern(f"num_requests_running{SERIES}")),
-    "num_requests_waiting": ("waiting", pattern(f"num_requests_waiting{SERIES}")),
-    "generation_tokens_total": ("tokens", pattern(f"generation_tokens_total{SERIES}")),
-    "running=": ("running", pattern(rf"running=(?P<labels>){VALUE}")),
-    "waiting=": ("waiting", pattern(rf"waiting=(?P<labels>){VALUE}")),
+    "num_requests_running": ("running", compile_lazily(f"num_requests_running{SERIES}")),
+    "num_requests_waiting": ("waiting", compile_lazily(f"num_requests_waiting{SERIES}")),
+    "generation_tokens_total": ("tokens", compile_lazily(f"generation_tokens_total{SERIES}")),
+    "running=": ("running", compile_lazily(rf"running=(?P<labels>){VALUE}")),
+    "waiting=": ("waiting", compile_lazily(rf"waiting=(?P<labels>){VALUE}")),
 }
 
 
-def from_figures(text: str) -> dict[str, str]:
+def parse_metrics_facts(text: str) -> dict[str, str]:
     """Facts from the metrics in a text; of one that occurs again, whether it stands still.
 
     Args:
@@ -75,21 +77,23 @@ def from_figures(text: str) -> dict[str, str]:
     return facts
 
 
-def _engine(line: re.Match[str]) -> str:
+def _find_engine_id(line: re.Match[str]) -> str:
     """The engine whose figures they are; empty if the line has none."""
     match = ENGINE.search(line.string, max(line.start() - LONGEST_ID, 0), line.start())
     return match["id"] if match else ""
 
 
-def _is_still(line: re.Match[str]) -> bool:
+def _has_no_throughput(line: re.Match[str]) -> bool:
     return float(line["prompt"]) == 0 and float(line["generation"]) == 0
 
 
-def _is_pending(line: re.Match[str]) -> bool:
+def _has_pending_requests(line: re.Match[str]) -> bool:
     return any(int(line[name] or 0) for name in ("running", "waiting", "deferred"))
 
 
-def from_metrics(before: Metrics | None, after: Metrics | None, seconds: float) -> dict[str, str]:
+def make_metrics_facts(
+    before: Metrics | None, after: Metrics | None, seconds: float
+) -> dict[str, str]:
     """Facts from metrics; a number of requests only if it is the same before and after."""
     if before is None or after is None:
         return {}
@@ -111,7 +115,7 @@ def from_metrics(before: Metrics | None, after: Metrics | None, seconds: float) 
     return facts
 
 
-def agrees(value: str, condition: str) -> bool:
+def matches_condition(value: str, condition: str) -> bool:
     """Whether a fact meets a condition: ``>0``, ``=0``, ``<1``, or a word."""
     if condition[0] not in "><=":
         return value == condition

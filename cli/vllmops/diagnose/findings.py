@@ -55,7 +55,7 @@ class Rule:
     next: str
     reference: str = ""
 
-    def at(self, subject: str, evidence: str, then: str = "") -> Finding:
+    def make_finding(self, subject: str, evidence: str, then: str = "") -> Finding:
         """A finding of this kind; `then` is what to do next here, if not what the kind says."""
         return Finding(
             code=self.code,
@@ -69,7 +69,7 @@ class Rule:
         )
 
 
-def worst(findings: Iterable[Finding]) -> Severity | None:
+def find_worst_severity(findings: Iterable[Finding]) -> Severity | None:
     """The highest severity among findings; None without findings."""
     severities = (finding.severity for finding in findings)
     return max(severities, key=lambda severity: severity.rank, default=None)

@@ -5,25 +5,38 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from ..patterns import pattern
-from ..protocol.stacks import ProcessStacks, StacksSnapshot, Thread
-from .clues import TIMED_OUT, Clue, clues, compiles, polled, weak
+from ..patterns import compile_lazily
+from ..protocol.stacks import ProcessStacks, StacksSnapshot, ThreadStack
+from .clues import (
+    TIMED_OUT,
+    TextEvidence,
+    find_ras_evidence,
+    find_text_evidence,
+    find_weak_evidence,
+    has_compiler_process,
+)
 from .matching import (
     PROOF,
     RANKS,
     SHOWN_FRAMES,
-    Hit,
-    Scene,
-    Spot,
-    evidence,
-    has_lines,
-    label,
-    places,
-    too_few,
+    DiagnosisInput,
+    SignatureMatch,
+    ThreadMatch,
+    describe_thread,
+    explain_too_few_samples,
+    format_process_name,
+    has_line_numbers,
+    list_frame_lines,
 )
-from .places import NOWHERE, Position
-from .signatures import Confidence, Signature, catalogue
-from .waiting import COLLECTIVES, Chain, chain, gil_holders, telling
+from .places import NOWHERE, ThreadPosition
+from .signatures import Confidence, Signature, load_signatures
+from .waiting import (
+    COLLECTIVES,
+    WaitChain,
+    find_decisive_position,
+    find_gil_holders,
+    find_wait_chain,
+)
 
 # Work moves on from these within seconds; on the device and in a collective it looks the same.
 HOST_BOUND = {
@@ -38,45 +51,53 @@ HOST_BOUND = {
 TOGETHER = {"differ", "differ-dp", "elsewhere", "absent", "absent-dp", "not-entered"}
 # Samples that agree are enough without a figure or a log line.
 ENOUGH = 3
-TIMED_OUT_LINE = pattern("|".join(TIMED_OUT))
+TIMED_OUT_LINE = compile_lazily("|".join(TIMED_OUT))
 
 
-def hypotheses(scene: Scene) -> list[Hit]:
+def find_hypotheses(scene: DiagnosisInput) -> list[SignatureMatch]:
     """What may be stuck, the most probable first; nothing where tokens are produced."""
     if scene.facts.get("progress") == "moving":
         return []
-    hits = [hit for clue in clues(scene.pasted.text, scene.log) for hit in _hits_of(clue)]
+    hits = [
+        hit
+        for clue in find_text_evidence(scene.pasted.text, scene.log)
+        for hit in _make_evidence_matches(clue)
+    ]
     samples = scene.pasted.samples
     for sample in reversed(samples):
-        if chain_ := chain(sample, scene.facts):
-            if chain_.roots[0].wait == "compile" and compiles(scene.pasted.text):
+        if chain_ := find_wait_chain(sample, scene.facts):
+            if chain_.roots[0].wait == "compile" and has_compiler_process(scene.pasted.text):
                 continue
-            hits += _hits(chain_, samples, scene)
+            hits += _make_chain_matches(chain_, samples, scene)
             break
     if not hits:
         # A traceback that breaks off tells less than the words around it.
-        served = any(_is_of_server(p) for sample in samples for p in sample.processes)
+        served = any(_is_server_process(p) for sample in samples for p in sample.processes)
         stacks = served or any(crash.error for crash in scene.pasted.crashes)
-        weaker = weak(scene.pasted.text, scene.facts, stacks=stacks)
-        hits += [hit for clue in weaker for hit in _hits_of(clue)]
+        weaker = find_weak_evidence(scene.pasted.text, scene.facts, stacks=stacks)
+        hits += [hit for clue in weaker for hit in _make_evidence_matches(clue)]
     if scene.facts.get("progress") == "frozen":
-        hits += [hit for clue in polled(scene.pasted.ras) for hit in _hits_of(clue)]
-    best: dict[str, Hit] = {}
+        hits += [
+            hit
+            for clue in find_ras_evidence(scene.pasted.ras)
+            for hit in _make_evidence_matches(clue)
+        ]
+    best: dict[str, SignatureMatch] = {}
     for hit in hits:
         name = hit.signature.id
-        best[name] = _both(best[name], hit) if name in best else hit
+        best[name] = _merge_matches(best[name], hit) if name in best else hit
     return list(best.values())
 
 
-def _is_of_server(process: ProcessStacks) -> bool:
+def _is_server_process(process: ProcessStacks) -> bool:
     """Whether stacks are of a process of vLLM or SGLang, and not of a test or another program."""
-    return process.role != "other" or telling(process).phase != NOWHERE
+    return process.role != "other" or find_decisive_position(process).phase != NOWHERE
 
 
-def _both(hit: Hit, other: Hit) -> Hit:
+def _merge_matches(hit: SignatureMatch, other: SignatureMatch) -> SignatureMatch:
     """One hit with the evidence of two that say the same, and the higher confidence."""
     surer = max(hit, other, key=lambda hit_: RANKS.index(hit_.confidence))
-    named = min(hit, other, key=lambda hit_: _vague(hit_.subject))
+    named = min(hit, other, key=lambda hit_: _compute_vagueness(hit_.subject))
     return dataclasses.replace(
         named,
         confidence=surer.confidence,
@@ -85,16 +106,16 @@ def _both(hit: Hit, other: Hit) -> Hit:
     )
 
 
-def _vague(subject: str) -> int:
+def _compute_vagueness(subject: str) -> int:
     """How little a subject tells: a process whose stack is there tells more than "the GPU"."""
     return 2 if subject == "the server" else 1 if subject.startswith("the ") else 0
 
 
-def _hits_of(clue: Clue) -> Iterator[Hit]:
+def _make_evidence_matches(clue: TextEvidence) -> Iterator[SignatureMatch]:
     """What a log line or a figure says of itself."""
     for index, name in enumerate(clue.ids):
-        yield Hit(
-            known(name),
+        yield SignatureMatch(
+            get_signature(name),
             "possible" if index else clue.confidence,
             (clue.line,),
             clue.subject,
@@ -107,40 +128,44 @@ def _hits_of(clue: Clue) -> Iterator[Hit]:
         )
 
 
-def known(name: str) -> Signature:
+def get_signature(name: str) -> Signature:
     """The catalogue's entry."""
-    return next(signature for signature in catalogue() if signature.id == name)
+    return next(signature for signature in load_signatures() if signature.id == name)
 
 
-def _hits(chain_: Chain, samples: Sequence[StacksSnapshot], scene: Scene) -> Iterator[Hit]:
-    agreeing = _agreeing(chain_, samples)
-    confidence = _confidence(chain_, agreeing, scene)
-    lines = [_evidence(root) for root in chain_.roots[:SHOWN_FRAMES]]
+def _make_chain_matches(
+    chain_: WaitChain, samples: Sequence[StacksSnapshot], scene: DiagnosisInput
+) -> Iterator[SignatureMatch]:
+    agreeing = _count_agreeing_samples(chain_, samples)
+    confidence = _classify_confidence(chain_, agreeing, scene)
+    lines = [_describe_root(root) for root in chain_.roots[:SHOWN_FRAMES]]
     if chain_.relation in TOGETHER:
-        lines += [f"meanwhile {_evidence(place)}" for place in chain_.victims[:1]]
+        lines += [f"meanwhile {_describe_root(place)}" for place in chain_.victims[:1]]
     root = chain_.roots[0]
     if root.wait == "gil":
-        holders = gil_holders(root.process, root.thread)
+        holders = find_gil_holders(root.process, root.thread)
         lines += [
-            f"meanwhile {evidence(root.process, thread, thread.frames[:SHOWN_FRAMES])}"
+            f"meanwhile {describe_thread(root.process, thread, thread.frames[:SHOWN_FRAMES])}"
             for thread in holders
         ]
     if agreeing > 1:
         lines.append(f"the same in {agreeing} of {len(samples)} samples")
     for index, name in enumerate(chain_.ids):
-        yield Hit(
-            known(name),
+        yield SignatureMatch(
+            get_signature(name),
             "possible" if index else confidence,
             tuple(lines),
-            _names(chain_.roots),
-            victims=tuple(dict.fromkeys(label(victim.process) for victim in chain_.victims)),
-            doubts=tuple(_doubts(chain_, agreeing, scene)) if confidence == "possible" else (),
+            _format_process_names(chain_.roots),
+            victims=tuple(
+                dict.fromkeys(format_process_name(victim.process) for victim in chain_.victims)
+            ),
+            doubts=tuple(_list_doubts(chain_, agreeing, scene)) if confidence == "possible" else (),
             phase=root.phase.title,
             waits_for=root.waits_for,
         )
 
 
-def _confidence(chain_: Chain, agreeing: int, scene: Scene) -> Confidence:
+def _classify_confidence(chain_: WaitChain, agreeing: int, scene: DiagnosisInput) -> Confidence:
     """One dump is possible; dumps that agree, a figure or a log line make it likely."""
     alone = not chain_.relation and chain_.roots[0].wait in COLLECTIVES
     # Names without files, as somebody types them, of which no table says what they wait for.
@@ -160,43 +185,43 @@ def _confidence(chain_: Chain, agreeing: int, scene: Scene) -> Confidence:
     return "possible"
 
 
-def _doubts(chain_: Chain, agreeing: int, scene: Scene) -> Iterator[str]:
+def _list_doubts(chain_: WaitChain, agreeing: int, scene: DiagnosisInput) -> Iterator[str]:
     if agreeing < ENOUGH:
-        yield too_few(scene.pasted, agreeing, ENOUGH)
+        yield explain_too_few_samples(scene.pasted, agreeing, ENOUGH)
     if chain_.relation in {"unseen", "remote"}:
         yield "the workers' stacks tell the rest: dump them, too"
     if not chain_.relation and chain_.roots[0].wait in COLLECTIVES:
         yield "the other ranks' stacks tell which of them is missing: dump them, too"
 
 
-def _agreeing(chain_: Chain, samples: Sequence[StacksSnapshot]) -> int:
+def _count_agreeing_samples(chain_: WaitChain, samples: Sequence[StacksSnapshot]) -> int:
     """In how many samples every thread at the root is at the same places."""
-    if not all(has_lines(root.thread) for root in chain_.roots):
+    if not all(has_line_numbers(root.thread) for root in chain_.roots):
         return 1
-    roots = {_where(root.process, root.thread) for root in chain_.roots}
+    roots = {_make_position_key(root.process, root.thread) for root in chain_.roots}
     names = {key for key, _ in roots}
     return sum(
         roots
         <= {
-            _where(process, thread)
+            _make_position_key(process, thread)
             for process in sample.processes
             for thread in process.threads
-            if Spot(process, thread, ()).key in names
+            if ThreadMatch(process, thread, ()).thread_key in names
         }
         for sample in samples
     )
 
 
-def _where(process: ProcessStacks, thread: Thread) -> tuple[object, object]:
-    return Spot(process, thread, ()).key, tuple(places(thread))
+def _make_position_key(process: ProcessStacks, thread: ThreadStack) -> tuple[object, object]:
+    return ThreadMatch(process, thread, ()).thread_key, tuple(list_frame_lines(thread))
 
 
-def _names(roots: Sequence[Position]) -> str:
-    return ", ".join(dict.fromkeys(label(root.process) for root in roots))
+def _format_process_names(roots: Sequence[ThreadPosition]) -> str:
+    return ", ".join(dict.fromkeys(format_process_name(root.process) for root in roots))
 
 
-def _evidence(root: Position) -> str:
+def _describe_root(root: ThreadPosition) -> str:
     frames = list(root.thread.frames[:SHOWN_FRAMES])
     if root.frame and root.frame not in frames:
         frames.append(root.frame)
-    return evidence(root.process, root.thread, frames)
+    return describe_thread(root.process, root.thread, frames)

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import msgspec
 
-from ..numbers import many
-from ..protocol.place import who
+from ..numbers import format_count
+from ..protocol.place import format_process
 from ..protocol.steps import Step, StepsRecording
 
 ROWS = 20
@@ -17,7 +17,7 @@ ROW_S = (1, 2, 5, 10, 15, 30, 60, 300, 3600)  # seconds that a row stands for
 PAUSE_S = 1.0
 
 
-class Row(msgspec.Struct, frozen=True):
+class StepInterval(msgspec.Struct, frozen=True):
     """The steps that began within some seconds.
 
     Args:
@@ -56,61 +56,69 @@ class Pause(msgspec.Struct, frozen=True):
     pending: int
 
 
-def clock(at: float) -> str:
+def format_utc_time(at: float) -> str:
     """A time of the day; UTC, as it may be read on another machine."""
     return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S.%f}"[:-3] + "Z"
 
 
-def work(step: Step) -> str:
+def describe_step_work(step: Step) -> str:
     """What was scheduled."""
     if step.phase == "scheduling" and step.steps == 1:
         return "the scheduler had not chosen its requests"
     shared = f" in {step.steps} steps" if step.steps > 1 else ""
-    return f"{many(step.requests, 'request')}, {many(step.tokens, 'token')}{shared}"
+    return f"{format_count(step.requests, 'request')}, {format_count(step.tokens, 'token')}{shared}"
 
 
-def span(first: int, last: int) -> str:
+def format_step_range(first: int, last: int) -> str:
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def end(recording: StepsRecording) -> str:
+def describe_recording_end(recording: StepsRecording) -> str:
     """How a recording ends, in a sentence; empty without steps."""
     if not recording.steps:
         return ""
-    step = recording.open or recording.steps[-1]
+    step = recording.open_step or recording.steps[-1]
     last = step.number + step.steps - 1
-    if recording.open:
+    if recording.open_step:
         ended = "never ended"
         if recording.alive:
             ended = f"has not ended for {max(recording.read_at - step.began_at, 0):.1f} s"
         # Those that share a record end in their order.
-        which = span(step.number + step.ended, last)
-        return f"{which} began at {clock(step.began_at)} and {ended}: {work(step)}"
+        which = format_step_range(step.number + step.ended, last)
+        return (
+            f"{which} began at {format_utc_time(step.began_at)} and {ended}: "
+            f"{describe_step_work(step)}"
+        )
     left = step.running + step.waiting + step.deferred
-    pending = f"{many(left, 'request')} pending" if left else "no request was pending"
-    return f"the last step, {last}, ended at {clock(step.ended_at)}: {work(step)}; then {pending}"
+    pending = f"{format_count(left, 'request')} pending" if left else "no request was pending"
+    return (
+        f"the last step, {last}, ended at {format_utc_time(step.ended_at)}: "
+        f"{describe_step_work(step)}; then {pending}"
+    )
 
 
-def before(recording: StepsRecording) -> str:
+def describe_previous_step(recording: StepsRecording) -> str:
     """What came before the open step, or before the last one; empty if nothing is known."""
-    last = recording.open or (recording.steps[-1] if recording.steps else None)
-    done = [step for step in recording.steps if step.whole and last and step.number < last.number]
+    last = recording.open_step or (recording.steps[-1] if recording.steps else None)
+    done = [
+        step for step in recording.steps if step.is_complete and last and step.number < last.number
+    ]
     if not done:
         return ""
     step = done[-1]
-    which = span(step.number, step.number + step.steps - 1)
-    return f"before it, {which} took {step.seconds:.3f} s: {work(step)}"
+    which = format_step_range(step.number, step.number + step.steps - 1)
+    return f"before it, {which} took {step.seconds:.3f} s: {describe_step_work(step)}"
 
 
-def evidence(recordings: Sequence[StepsRecording], subject: str) -> str:
-    """The same for a finding about a process, as `who` names it; empty without a recording."""
+def describe_last_steps(recordings: Sequence[StepsRecording], subject: str) -> str:
+    """The same for a process, named as by `format_process`; empty without a recording."""
     for recording in recordings:
-        if who(recording) == subject and (ending := end(recording)):
-            return "; ".join(filter(None, (ending, before(recording))))
+        if format_process(recording) == subject and (ending := describe_recording_end(recording)):
+            return "; ".join(filter(None, (ending, describe_previous_step(recording))))
     return ""
 
 
-def rows(recording: StepsRecording) -> list[Row]:
+def group_steps_by_time(recording: StepsRecording) -> list[StepInterval]:
     """The steps in some rows of equal time, oldest first; also those without a step."""
     steps = recording.steps
     if not steps:
@@ -122,14 +130,14 @@ def rows(recording: StepsRecording) -> list[Row]:
     for step in steps:
         groups.setdefault(int((step.began_at - start) // width), []).append(step)
     return [
-        row(start + number * width, width, groups.get(number, []))
+        make_step_interval(start + number * width, width, groups.get(number, []))
         for number in range(max(groups) + 1)
     ]
 
 
-def row(at: float, width: float, steps: Sequence[Step]) -> Row:
+def make_step_interval(at: float, width: float, steps: Sequence[Step]) -> StepInterval:
     usages = [step.kv_cache_usage for step in steps if step.kv_cache_usage is not None]
-    return Row(
+    return StepInterval(
         at,
         width,
         sum(step.steps for step in steps),
@@ -143,9 +151,9 @@ def row(at: float, width: float, steps: Sequence[Step]) -> Row:
     )
 
 
-def pauses(recording: StepsRecording) -> Iterator[Pause]:
+def find_pauses(recording: StepsRecording) -> Iterator[Pause]:
     """The times without steps, oldest first."""
     for step, following in pairwise(recording.steps):
         seconds = following.began_at - step.ended_at
-        if step.whole and seconds >= PAUSE_S:
+        if step.is_complete and seconds >= PAUSE_S:
             yield Pause(step.ended_at, seconds, step.running + step.waiting + step.deferred)

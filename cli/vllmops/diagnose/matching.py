@@ -7,12 +7,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..protocol.pasted import Pasted
-from ..protocol.place import headed
-from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
-from .facts import agrees
-from .places import computes, place_of
-from .signatures import Case, Confidence, Signature, ThreadPattern, functions, is_called, name_of
+from ..protocol.pasted import PastedStacks
+from ..protocol.place import choose_process_title
+from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, ThreadStack
+from .facts import matches_condition
+from .places import find_thread_position, is_computing_frame
+from .signatures import (
+    Confidence,
+    Signature,
+    SignatureCase,
+    ThreadPattern,
+    matches_frame_pattern,
+    parse_function_names,
+    strip_qualifiers,
+)
 
 RANKS: tuple[Confidence, ...] = ("possible", "likely", "sure")
 SHOWN_FRAMES = 6
@@ -23,7 +31,7 @@ GONE = {"stacks.gone", "stacks.zombie"}
 PROOF = {"progress", "still"}
 
 
-class Scene:
+class DiagnosisInput:
     """All that is known of a server.
 
     Args:
@@ -35,24 +43,26 @@ class Scene:
         threads: those of each sample, by its ``id``.
     """
 
-    def __init__(self, pasted: Pasted, facts: Mapping[str, str], log: str) -> None:
+    def __init__(self, pasted: PastedStacks, facts: Mapping[str, str], log: str) -> None:
         self.pasted = pasted
         self.facts = facts
         self.log = log
-        self.threads = {id(sample): _Threads(sample) for sample in pasted.samples}
+        self.threads = {id(sample): _ThreadIndex(sample) for sample in pasted.samples}
 
 
-class _Threads:
+class _ThreadIndex:
     """The threads of a sample, by their functions: most have none of a pattern's."""
 
     def __init__(self, sample: StacksSnapshot) -> None:
         self.all = [(process, thread) for process in sample.processes for thread in process.threads]
         self.having: defaultdict[str, set[int]] = defaultdict(set)
         for number, (_, thread) in enumerate(self.all):
-            for name in _functions(thread):
+            for name in _list_function_names(thread):
                 self.having[name].add(number)
 
-    def calling(self, names: Sequence[frozenset[str]]) -> list[tuple[ProcessStacks, Thread]]:
+    def select_threads(
+        self, names: Sequence[frozenset[str]]
+    ) -> list[tuple[ProcessStacks, ThreadStack]]:
         """The threads that are in a function of each set, in their order."""
         numbers: set[int] | None = None
         for any_of in names:
@@ -64,21 +74,21 @@ class _Threads:
 
 
 @dataclass(frozen=True)
-class Spot:
+class ThreadMatch:
     """A thread that matches a pattern, and the frames that do."""
 
     process: ProcessStacks
-    thread: Thread
+    thread: ThreadStack
     frames: tuple[Frame, ...]
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def thread_key(self) -> tuple[object, ...]:
         """The thread, in any sample; threads of a process without id and name are the same."""
         return (self.process.pid or self.process.title, self.thread.tid or self.thread.name)
 
 
 @dataclass(frozen=True)
-class Hit:
+class SignatureMatch:
     """A signature that matches.
 
     Args:
@@ -102,54 +112,60 @@ class Hit:
     waits_for: str = ""
 
 
-def match_signature(signature: Signature, scene: Scene) -> Hit | None:
+def match_signature(signature: Signature, scene: DiagnosisInput) -> SignatureMatch | None:
     """The most certain of a signature's cases that match; None if none does."""
     hits = [hit for case in signature.cases if (hit := _match_case(signature, case, scene))]
     return max(hits, key=lambda hit: RANKS.index(hit.confidence), default=None)
 
 
-def _match_case(signature: Signature, case: Case, scene: Scene) -> Hit | None:
+def _match_case(
+    signature: Signature, case: SignatureCase, scene: DiagnosisInput
+) -> SignatureMatch | None:
     pasted = scene.pasted
-    facts = _facts(case, scene.facts)
-    samples = _samples(case, pasted)
+    facts = _select_case_facts(case, scene.facts)
+    samples = _select_usable_samples(case, pasted)
     if facts is None or not samples or _has_extra_process(case, pasted.samples[-1]):
         return None
-    spots = _lasting_spots(case, samples, scene)
+    spots = _find_persistent_matches(case, samples, scene)
     if spots is None:
         return None
     logs = [words for words in signature.logs if re.search(words.replace(" ", ""), scene.log)]
     corroborated = bool(logs) or not PROOF.isdisjoint(facts)
-    doubts = tuple(_doubts(case, pasted, len(samples), spots, corroborated=corroborated))
+    doubts = tuple(_list_doubts(case, pasted, len(samples), spots, corroborated=corroborated))
     if signature.hang and not (pasted.complete or corroborated):
-        doubts += tuple(_unseen(case, samples[-1]))
-    lines = [_evidence(spot) for spot in spots]
-    lines += _absences(case, samples[-1])
+        doubts += tuple(_explain_missing_roles(case, samples[-1]))
+    lines = [_describe_thread_match(spot) for spot in spots]
+    lines += _describe_absences(case, samples[-1])
     if len(samples) > 1:
         lines.append(f"the same in {len(samples)} of {len(pasted.samples)} samples")
-    lines += [f"log: {_log_line(words, pasted.text)}" for words in logs]
+    lines += [f"log: {_find_log_line(words, pasted.text)}" for words in logs]
     lines += [f"{name} is {value}" for name, value in facts.items()]
-    return Hit(
+    return SignatureMatch(
         signature,
-        "possible" if doubts else _confidence(case, len(samples), corroborated=corroborated),
+        "possible"
+        if doubts
+        else _classify_confidence(case, len(samples), corroborated=corroborated),
         tuple(lines),
-        ", ".join(dict.fromkeys(label(spot.process) for spot in spots)),
+        ", ".join(dict.fromkeys(format_process_name(spot.process) for spot in spots)),
         doubts,
-        phase=next((title for spot in spots if (title := _phase(spot))), ""),
+        phase=next((title for spot in spots if (title := _find_phase_title(spot))), ""),
     )
 
 
-def _phase(spot: Spot) -> str:
-    return place_of(spot.process, spot.thread).phase.title
+def _find_phase_title(spot: ThreadMatch) -> str:
+    return find_thread_position(spot.process, spot.thread).phase.title
 
 
-def _facts(case: Case, facts: Mapping[str, str]) -> dict[str, str] | None:
+def _select_case_facts(case: SignatureCase, facts: Mapping[str, str]) -> dict[str, str] | None:
     """The facts that a case names; None if one contradicts it, or one that it needs is missing."""
     known = {name: facts[name] for name in case.facts if name in facts}
-    contradicted = not all(agrees(value, case.facts[name]) for name, value in known.items())
+    contradicted = not all(
+        matches_condition(value, case.facts[name]) for name, value in known.items()
+    )
     return None if contradicted or not facts.keys() >= set(case.needs) else known
 
 
-def _samples(case: Case, pasted: Pasted) -> list[StacksSnapshot]:
+def _select_usable_samples(case: SignatureCase, pasted: PastedStacks) -> list[StacksSnapshot]:
     """The samples that can show a case: those with a process of each role that it needs.
 
     One process may have been dumped once and the others three times. None are enough where the
@@ -159,35 +175,42 @@ def _samples(case: Case, pasted: Pasted) -> list[StacksSnapshot]:
     samples = [
         sample
         for sample in pasted.samples
-        if all(any(_may_be(process, roles) for process in sample.processes) for roles in needed)
+        if all(
+            any(_can_have_role(process, roles) for process in sample.processes) for roles in needed
+        )
     ]
     about_gil = any(pattern.gil for pattern in case.threads)
     return [] if about_gil and len(samples) < case.samples else samples
 
 
-def _has_extra_process(case: Case, sample: StacksSnapshot) -> bool:
+def _has_extra_process(case: SignatureCase, sample: StacksSnapshot) -> bool:
     """Whether a process lives that must be missing."""
     return any(process.role in case.lacks and not _is_gone(process) for process in sample.processes)
 
 
-def _confidence(case: Case, samples: int, *, corroborated: bool) -> Confidence:
+def _classify_confidence(case: SignatureCase, samples: int, *, corroborated: bool) -> Confidence:
     """How certain a case without doubts is: one rank up if a fact, a log or more samples agree."""
     more = corroborated or (case.samples == 1 and samples >= 3)
     return RANKS[min(RANKS.index(case.confidence) + more, len(RANKS) - 1)]
 
 
-def _doubts(
-    case: Case, pasted: Pasted, samples: int, spots: Sequence[Spot], *, corroborated: bool
+def _list_doubts(
+    case: SignatureCase,
+    pasted: PastedStacks,
+    samples: int,
+    spots: Sequence[ThreadMatch],
+    *,
+    corroborated: bool,
 ) -> Iterator[str]:
     """Why a case is no more than possible."""
     if samples < case.samples and not corroborated:
-        yield too_few(pasted, samples, max(3, case.samples))
+        yield explain_too_few_samples(pasted, samples, max(3, case.samples))
     frozen = any(pattern.frozen for pattern in case.threads)
     if (
         frozen
         and samples > 1
         and not corroborated
-        and not all(has_lines(spot.thread) for spot in spots)
+        and not all(has_line_numbers(spot.thread) for spot in spots)
     ):
         yield "the dumps have no line numbers, so they can't tell whether the thread moves"
     if case.corroborate and not corroborated:
@@ -196,24 +219,24 @@ def _doubts(
         yield "some of the server's processes may be missing here"
     if any(spot.process.role == "other" for spot in spots):
         yield "the dump does not show which process it is of"
-    if any(pattern.who != "some" for pattern in case.threads) and _is_part(pasted):
+    if any(pattern.who != "some" for pattern in case.threads) and _is_truncated_dump(pasted):
         yield "some threads seem to be missing here"
 
 
-def too_few(pasted: Pasted, seen: int, needed: int) -> str:
+def explain_too_few_samples(pasted: PastedStacks, seen: int, needed: int) -> str:
     """That so few samples can't tell a hang from work, and what would."""
-    if is_of_core(pasted):
+    if is_core_dump(pasted):
         return "a core file shows one moment: only figures or the log can tell this from work"
     dumps = "one dump" if seen == 1 else f"{seen} dumps"
     return f"{dumps} can't tell this from work: take {needed} some seconds apart into one file"
 
 
-def is_of_core(pasted: Pasted) -> bool:
+def is_core_dump(pasted: PastedStacks) -> bool:
     """Whether stacks are of a process that has ended: there will be no others."""
     return any(p.source == "pystack" for sample in pasted.samples for p in sample.processes)
 
 
-def _unseen(case: Case, sample: StacksSnapshot) -> Iterator[str]:
+def _explain_missing_roles(case: SignatureCase, sample: StacksSnapshot) -> Iterator[str]:
     """The roles of which every process must match, and none is there."""
     present = {process.role for process in sample.processes}
     for pattern in case.threads:
@@ -221,7 +244,7 @@ def _unseen(case: Case, sample: StacksSnapshot) -> Iterator[str]:
             yield f"no {' or '.join(pattern.roles)} is here, so what it does is not known"
 
 
-def _is_part(pasted: Pasted) -> bool:
+def _is_truncated_dump(pasted: PastedStacks) -> bool:
     """Whether a dump seems to be cut: each process has at most one thread, no ids."""
     return all(
         len(process.threads) < 2
@@ -230,15 +253,15 @@ def _is_part(pasted: Pasted) -> bool:
     )
 
 
-def _lasting_spots(
-    case: Case, samples: Sequence[StacksSnapshot], scene: Scene
-) -> list[Spot] | None:
+def _find_persistent_matches(
+    case: SignatureCase, samples: Sequence[StacksSnapshot], scene: DiagnosisInput
+) -> list[ThreadMatch] | None:
     """The threads that match in all samples, as in the last one; None if a pattern fails."""
-    kept: list[Spot] = []
+    kept: list[ThreadMatch] = []
     for pattern in case.threads:
-        by_sample: list[list[Spot]] = []
+        by_sample: list[list[ThreadMatch]] = []
         for sample in samples:
-            by_sample.append(list(_spots(pattern, sample, scene)))
+            by_sample.append(list(_match_threads(pattern, sample, scene)))
             if pattern.who == "some" and not by_sample[-1]:
                 return None
         match pattern.who:
@@ -247,7 +270,7 @@ def _lasting_spots(
                     return None
             case "every":
                 if not all(
-                    _is_in_every(pattern, sample, spots)
+                    _is_in_every_process(pattern, sample, spots)
                     for sample, spots in zip(samples, by_sample, strict=True)
                 ):
                     return None
@@ -255,7 +278,9 @@ def _lasting_spots(
             case "some":
                 *earlier, last = by_sample
                 lasting = [
-                    spot for spot in last if all(_again(pattern, spot, spots) for spots in earlier)
+                    spot
+                    for spot in last
+                    if all(_has_earlier_match(pattern, spot, spots) for spots in earlier)
                 ]
                 if not lasting:
                     return None
@@ -263,7 +288,9 @@ def _lasting_spots(
     return kept
 
 
-def _is_in_every(pattern: ThreadPattern, sample: StacksSnapshot, spots: Sequence[Spot]) -> bool:
+def _is_in_every_process(
+    pattern: ThreadPattern, sample: StacksSnapshot, spots: Sequence[ThreadMatch]
+) -> bool:
     """Whether every process of the pattern's roles that was read has a thread that matches."""
     matching = {id(spot.process) for spot in spots}
     return all(
@@ -273,54 +300,60 @@ def _is_in_every(pattern: ThreadPattern, sample: StacksSnapshot, spots: Sequence
     )
 
 
-def _again(pattern: ThreadPattern, spot: Spot, earlier: Sequence[Spot]) -> bool:
+def _has_earlier_match(
+    pattern: ThreadPattern, spot: ThreadMatch, earlier: Sequence[ThreadMatch]
+) -> bool:
     """Whether an earlier sample has the same thread; of a frozen one, at the same places."""
     return any(
-        before.key == spot.key
-        and (not pattern.frozen or places(before.thread) == places(spot.thread))
+        before.thread_key == spot.thread_key
+        and (not pattern.frozen or list_frame_lines(before.thread) == list_frame_lines(spot.thread))
         for before in earlier
     )
 
 
-def has_lines(thread: Thread) -> bool:
+def has_line_numbers(thread: ThreadStack) -> bool:
     """Whether a thread's Python frames have line numbers; without them it may have moved."""
     python = [frame for frame in thread.frames if frame.short_file.endswith(".py")]
     return not python or python[0].line is not None
 
 
-def places(thread: Thread) -> list[tuple[str, int | None]]:
+def list_frame_lines(thread: ThreadStack) -> list[tuple[str, int | None]]:
     """Where a thread is: function and line of each frame."""
     return [(frame.function, frame.line) for frame in thread.frames]
 
 
-def _spots(pattern: ThreadPattern, sample: StacksSnapshot, scene: Scene) -> Iterator[Spot]:
+def _match_threads(
+    pattern: ThreadPattern, sample: StacksSnapshot, scene: DiagnosisInput
+) -> Iterator[ThreadMatch]:
     """The threads of a sample that match a pattern."""
-    for process, thread in scene.threads[id(sample)].calling(functions(pattern.frames)):
-        if not _may_be(process, pattern.roles):
+    for process, thread in scene.threads[id(sample)].select_threads(
+        parse_function_names(pattern.frames)
+    ):
+        if not _can_have_role(process, pattern.roles):
             continue
         if pattern.state and thread.state != pattern.state:
             continue
-        if pattern.gil and (not thread.owns_gil or any(map(computes, thread.frames[:1]))):
+        if pattern.gil and (not thread.owns_gil or any(map(is_computing_frame, thread.frames[:1]))):
             continue
-        if (frames := _matching_frames(pattern, thread)) is not None:
-            yield Spot(process, thread, frames)
+        if (frames := _match_frames(pattern, thread)) is not None:
+            yield ThreadMatch(process, thread, frames)
 
 
-def _may_be(process: ProcessStacks, roles: Sequence[str]) -> bool:
+def _can_have_role(process: ProcessStacks, roles: Sequence[str]) -> bool:
     """Whether a process may have one of some roles; a dump without a title may be of any."""
     return process.role in roles or (process.role == "other" and not process.title)
 
 
-def _matching_frames(pattern: ThreadPattern, thread: Thread) -> tuple[Frame, ...] | None:
+def _match_frames(pattern: ThreadPattern, thread: ThreadStack) -> tuple[Frame, ...] | None:
     """The frames that a pattern names, innermost first; None if the thread does not match."""
-    frames = _frames(thread)
+    frames = _list_frames(thread)
     patterns = iter(pattern.frames)
     current = next(patterns)
     matching: list[Frame] = []
     for depth, frame in enumerate(frames):
         if not matching and pattern.within and depth >= pattern.within:
             return None
-        if is_called(frame, current):
+        if matches_frame_pattern(frame, current):
             matching.append(frame)
             following = next(patterns, None)
             if following is None:
@@ -330,19 +363,19 @@ def _matching_frames(pattern: ThreadPattern, thread: Thread) -> tuple[Frame, ...
         return None
     if pattern.without:
         excluded = "|".join(pattern.without)
-        if any(is_called(frame, excluded) for frame in frames):
+        if any(matches_frame_pattern(frame, excluded) for frame in frames):
             return None
     return tuple(matching)
 
 
-def _functions(thread: Thread) -> Iterator[str]:
+def _list_function_names(thread: ThreadStack) -> Iterator[str]:
     """The bare names of a thread's functions, and ``*``, which matches any."""
     yield "*"
-    for frame in _frames(thread):
-        yield name_of(frame.function)
+    for frame in _list_frames(thread):
+        yield strip_qualifiers(frame.function)
 
 
-def _frames(thread: Thread) -> tuple[Frame, ...]:
+def _list_frames(thread: ThreadStack) -> tuple[Frame, ...]:
     """A thread's frames; Python names a thread after the outermost one: Thread-1 (work)."""
     if "(" not in thread.name:
         return thread.frames
@@ -353,50 +386,53 @@ def _is_gone(process: ProcessStacks) -> bool:
     return process.error is not None and process.error.code in GONE
 
 
-def _evidence(spot: Spot) -> str:
+def _describe_thread_match(spot: ThreadMatch) -> str:
     shown = list(spot.thread.frames[:SHOWN_FRAMES])
     shown += [frame for frame in spot.frames if frame.file and frame not in shown]
-    return evidence(spot.process, spot.thread, shown)
+    return describe_thread(spot.process, spot.thread, shown)
 
 
-def evidence(process: ProcessStacks, thread: Thread, frames: Sequence[Frame]) -> str:
+def describe_thread(process: ProcessStacks, thread: ThreadStack, frames: Sequence[Frame]) -> str:
     """Where a thread is, for a person."""
-    return f"{label(process)}, {thread.name} ({thread.state}): {ARROW.join(map(place, frames))}"
+    return (
+        f"{format_process_name(process)}, {thread.name} ({thread.state}): "
+        f"{ARROW.join(map(format_frame, frames))}"
+    )
 
 
-def _absences(case: Case, sample: StacksSnapshot) -> Iterator[str]:
+def _describe_absences(case: SignatureCase, sample: StacksSnapshot) -> Iterator[str]:
     """What a case demands to be missing, and is."""
     for pattern in case.threads:
         if pattern.who == "none":
             for process in sample.processes:
                 if process.role in pattern.roles:
                     yield (
-                        f"{label(process)}: no {pattern.frames[0].partition('|')[0]} "
+                        f"{format_process_name(process)}: no {pattern.frames[0].partition('|')[0]} "
                         f"in its {len(process.threads)} threads"
                     )
     for role in case.lacks:
         others = [process for process in sample.processes if process.role != role]
-        yield f"no {role} process among: {', '.join(map(label, others))}"
+        yield f"no {role} process among: {', '.join(map(format_process_name, others))}"
         for process in sample.processes:
             if process.role == role and process.error:
-                yield f"{label(process)}: {process.error.message}"
+                yield f"{format_process_name(process)}: {process.error.message}"
 
 
-def _log_line(words: str, text: str) -> str:
+def _find_log_line(words: str, text: str) -> str:
     """The log line that holds some words; the words alone if the line was cut."""
     match = re.search(f"^.*{words}.*$", text, re.MULTILINE)
     return match[0].strip()[:LOG_SHOWN] if match else words
 
 
-def place(frame: Frame) -> str:
+def format_frame(frame: Frame) -> str:
     """A frame for a person: function, file and line."""
     file = frame.short_file.replace("\\", "/").rpartition("/")[2]
     where = file + (f":{frame.line}" if frame.line else "")
     return f"{frame.function} ({where})" if where else frame.function
 
 
-def label(process: ProcessStacks) -> str:
+def format_process_name(process: ProcessStacks) -> str:
     """How findings name a process."""
     role = "a process" if process.role == "other" else process.role
-    name = headed(process.title, role, process)
+    name = choose_process_title(process.title, role, process)
     return f"{name} {process.pid}" if process.pid else name

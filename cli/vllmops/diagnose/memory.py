@@ -15,10 +15,10 @@ from itertools import pairwise
 
 import msgspec
 
-from ..protocol.memory import AgentMemory, MemorySample, ProcessMemory, Recording
-from ..protocol.place import who
+from ..protocol.memory import AgentMemory, MemoryRecording, MemorySample, ProcessMemory
+from ..protocol.place import format_process
 from .findings import Finding, Rule, Severity
-from .student import quantile
+from .student import compute_t_quantile
 
 CONFIDENCE = 0.95
 LEAST_STEPS = 3
@@ -62,7 +62,7 @@ STORE_GROWING = Rule(
 RULES = (RSS_GROWING, FINISHED_ALIVE, STORE_GROWING)
 
 
-class Trend(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryTrend(msgspec.Struct, frozen=True, kw_only=True):
     """How the memory of one process, or of all, changes; in bytes.
 
     Args:
@@ -98,53 +98,62 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
 Point = tuple[float, float]
 
 
-def diagnose(recording: Recording, trends: Sequence[Trend]) -> list[Finding]:
-    """What a recording and its `trends` show."""
-    findings = list(growing(trends))
-    findings += finished(recording)
-    findings += stores(recording)
+def diagnose_memory(recording: MemoryRecording, trends: Sequence[MemoryTrend]) -> list[Finding]:
+    """What a recording and its `compute_trends` show."""
+    findings = list(check_growth(trends))
+    findings += check_finished_requests(recording)
+    findings += check_response_stores(recording)
     return findings
 
 
-def growing(trends: Sequence[Trend]) -> Iterator[Finding]:
+def check_growth(trends: Sequence[MemoryTrend]) -> Iterator[Finding]:
     grown = [trend for trend in trends if trend.verdict == GROWING]
     # If a process can be named, the total adds nothing.
     for trend in [trend for trend in grown if trend.subject != TOTAL] or grown:
-        yield RSS_GROWING.at(
+        yield RSS_GROWING.make_finding(
             trend.subject,
-            f"{mib(trend.mean)} per {trend.per}, between {mib(trend.low)} and {mib(trend.high)} "
-            f"with {CONFIDENCE:.0%} confidence; up to {mib(trend.tolerance)} counts as flat",
+            f"{format_mib(trend.mean)} per {trend.per}, between {format_mib(trend.low)} and "
+            f"{format_mib(trend.high)} "
+            f"with {CONFIDENCE:.0%} confidence; up to {format_mib(trend.tolerance)} counts as flat",
         )
 
 
-def answers(samples: Sequence[tuple[float, ProcessMemory]]) -> Iterable[AgentMemory]:
+def list_agent_reports(samples: Sequence[tuple[float, ProcessMemory]]) -> Iterable[AgentMemory]:
     """A process's reports from its agent, each once: samples in between repeat the last one."""
     agents = (process.agent for _, process in samples)
     return {id(agent): agent for agent in agents if agent}.values()
 
 
-def finished(recording: Recording) -> Iterator[Finding]:
-    for subject, samples in judged(recording).items():
-        counts = [memory.requests.finished_alive for memory in answers(samples) if memory.requests]
+def check_finished_requests(recording: MemoryRecording) -> Iterator[Finding]:
+    for subject, samples in group_samples_by_process(recording).items():
+        counts = [
+            memory.requests.finished_alive
+            for memory in list_agent_reports(samples)
+            if memory.requests
+        ]
         # The later half: a request that has just finished is released within a moment.
         late = counts[len(counts) // 2 :]
         if len(counts) > 1 and statistics.median(late) > FEW_REQUESTS:
-            yield FINISHED_ALIVE.at(
+            yield FINISHED_ALIVE.make_finding(
                 subject,
                 f"{counts[-1]} at the end; the median of the last {len(late)} samples is "
                 f"{statistics.median(late):g}; garbage collection can reduce it for a while",
             )
 
 
-def stores(recording: Recording) -> Iterator[Finding]:
-    for subject, samples in judged(recording).items():
-        counts = [memory.store.responses for memory in answers(samples) if memory.store]
+def check_response_stores(recording: MemoryRecording) -> Iterator[Finding]:
+    for subject, samples in group_samples_by_process(recording).items():
+        counts = [memory.store.responses for memory in list_agent_reports(samples) if memory.store]
         steps = [after - before for before, after in pairwise(counts)]
         if sum(step > 0 for step in steps) >= LEAST_STEPS and min(steps) >= 0:
-            yield STORE_GROWING.at(subject, f"{counts[0]} at the start, {counts[-1]} at the end")
+            yield STORE_GROWING.make_finding(
+                subject, f"{counts[0]} at the start, {counts[-1]} at the end"
+            )
 
 
-def trends(recording: Recording, tolerance_bytes: int | None = None) -> list[Trend]:
+def compute_trends(
+    recording: MemoryRecording, tolerance_bytes: int | None = None
+) -> list[MemoryTrend]:
     """The trend of the total, then of each process.
 
     Args:
@@ -153,19 +162,19 @@ def trends(recording: Recording, tolerance_bytes: int | None = None) -> list[Tre
     """
     if tolerance_bytes is None:
         tolerance_bytes = recording.head.tolerance_bytes
-    by_subject = judged(recording)
+    by_subject = group_samples_by_process(recording)
     parts = {
         name: [(at, [process]) for at, process in samples] for name, samples in by_subject.items()
     }
     rows = zip(*by_subject.values(), strict=True)
     total = [(row[0][0], [process for _, process in row]) for row in rows]
     return [
-        trend(
+        compute_trend(
             recording,
             subject,
             [(at, float(sum(p.rss_bytes or 0 for p in processes))) for at, processes in points],
-            [float(sum(map(filled, processes))) for _, processes in points],
-            [sum(map(items, processes)) for _, processes in points],
+            [float(sum(map(count_cache_bytes, processes))) for _, processes in points],
+            [sum(map(count_cached_items, processes)) for _, processes in points],
             tolerance_bytes,
         )
         for subject, points in {TOTAL: total, **parts}.items()
@@ -173,58 +182,60 @@ def trends(recording: Recording, tolerance_bytes: int | None = None) -> list[Tre
     ]
 
 
-def judged(recording: Recording) -> dict[str, list[tuple[float, ProcessMemory]]]:
+def group_samples_by_process(
+    recording: MemoryRecording,
+) -> dict[str, list[tuple[float, ProcessMemory]]]:
     """The samples of each process after the warm-up, each with its round or its hours."""
     series: dict[str, list[tuple[float, ProcessMemory]]] = {}
     for sample in recording.samples:
-        at = position(recording, sample)
+        at = compute_sample_position(recording, sample)
         if at is None or not all(process.rss_bytes for process in sample.processes):
             continue
         for process in sample.processes:
-            before = series.setdefault(who(process), [])
+            before = series.setdefault(format_process(process), [])
             # Not every sample has the agent's report; the last one counts until the next.
             agent = process.agent or (before[-1][1].agent if before else None)
             before.append((at, msgspec.structs.replace(process, agent=agent)))
     return series
 
 
-def position(recording: Recording, sample: MemorySample) -> float | None:
+def compute_sample_position(recording: MemoryRecording, sample: MemorySample) -> float | None:
     """A sample's round, or its hours since the start; None before the end of the warm-up."""
     if sample.round is None:
         return (sample.taken_at - recording.head.started_at) / 3600
     return float(sample.round) if sample.round else None
 
 
-def filled(process: ProcessMemory) -> int:
+def count_cache_bytes(process: ProcessMemory) -> int:
     """Bytes of a process that caches hold: caches stop growing by themselves."""
     if process.agent is None:
         return 0
     return sum(cache.bytes or 0 for cache in process.agent.caches if cache.here)
 
 
-def items(process: ProcessMemory) -> int:
+def count_cached_items(process: ProcessMemory) -> int:
     """The number of items in a process's multimodal cache; the largest of several."""
     caches = process.agent.caches if process.agent else ()
     return max((cache.entries or 0 for cache in caches if cache.kind.startswith("mm")), default=0)
 
 
-def trend(
-    recording: Recording,
+def compute_trend(
+    recording: MemoryRecording,
     subject: str,
     rss: Sequence[Point],
     held: Sequence[float],
     entries: Sequence[int],
     tolerance_bytes: int | None,
-) -> Trend:
+) -> MemoryTrend:
     """The trend of RSS without what caches hold."""
     by_rounds = recording.head.rounds is not None
     share = SHARE_PER_ROUND if by_rounds else SHARE_PER_HOUR
     tolerance = share * rss[-1][1] if tolerance_bytes is None else float(tolerance_bytes)
     points = [(at, size - cached) for (at, size), cached in zip(rss, held, strict=True)]
     if not by_rounds:
-        points = pooled(points)
+        points = pool_points(points)
     slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points) if x1 > x0]
-    trend_ = Trend(
+    trend_ = MemoryTrend(
         subject=subject,
         per="round" if by_rounds else "hour",
         verdict=OPEN,
@@ -246,19 +257,19 @@ def trend(
     if len(slopes) < LEAST_STEPS:
         return trend_
     scatter = statistics.stdev(slopes)
-    half = halfwidth(scatter, len(slopes), apart)
+    half = compute_halfwidth(scatter, len(slopes), apart)
     new = max(entries[-1] - entries[0], 0) / (rss[-1][0] - rss[0][0])
     low, high = mean - half - ITEM_BYTES * new, mean + half
     verdict = GROWING if low > tolerance else FLAT if high < tolerance else OPEN
     more = None
     if verdict == OPEN:
         most = MOST_STEPS if by_rounds else BLOCKS
-        steps = enough(scatter, len(slopes), apart, abs(mean - tolerance), most)
+        steps = compute_missing_steps(scatter, len(slopes), apart, abs(mean - tolerance), most)
         more = steps and steps * (1 if by_rounds else 3600 * apart)
     return msgspec.structs.replace(trend_, verdict=verdict, low=low, high=high, more=more)
 
 
-def pooled(points: Sequence[Point]) -> list[Point]:
+def pool_points(points: Sequence[Point]) -> list[Point]:
     """At most `BLOCKS` + 1 points, each the mean of neighbours."""
     count = min(len(points), BLOCKS + 1)
     bounds = [round(block * len(points) / count) for block in range(count + 1)]
@@ -268,7 +279,7 @@ def pooled(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def halfwidth(scatter: float, count: int, apart: float) -> float:
+def compute_halfwidth(scatter: float, count: int, apart: float) -> float:
     """Half the confidence interval of a mean slope.
 
     Args:
@@ -276,27 +287,33 @@ def halfwidth(scatter: float, count: int, apart: float) -> float:
         count: the number of slopes.
         apart: the rounds or hours that each slope spans.
     """
-    return quantile(CONFIDENCE, count - 1) * max(scatter, STEP_BYTES / apart) / math.sqrt(count)
+    return (
+        compute_t_quantile(CONFIDENCE, count - 1)
+        * max(scatter, STEP_BYTES / apart)
+        / math.sqrt(count)
+    )
 
 
-def enough(scatter: float, count: int, apart: float, distance: float, most: int) -> int | None:
+def compute_missing_steps(
+    scatter: float, count: int, apart: float, distance: float, most: int
+) -> int | None:
     """How many more steps make half the interval smaller than a distance; None if too many.
 
     Args:
-        scatter: as in `halfwidth`.
-        count: as in `halfwidth`.
-        apart: as in `halfwidth`.
+        scatter: as in `compute_halfwidth`.
+        count: as in `compute_halfwidth`.
+        apart: as in `compute_halfwidth`.
         distance: in bytes per round or hour.
         most: steps in a trend; more are pooled, and then the slopes of a random walk scatter less.
     """
     for steps in range(count + 1, MOST_STEPS):
         blocks = min(steps, most)
         wide = steps / blocks
-        if halfwidth(scatter / math.sqrt(wide), blocks, apart * wide) < distance:
+        if compute_halfwidth(scatter / math.sqrt(wide), blocks, apart * wide) < distance:
             return steps - count
     return None
 
 
-def mib(count: float | None) -> str:
+def format_mib(count: float | None) -> str:
     """Bytes as MiB with a sign, for a person."""
     return f"{(count or 0.0) / (1 << 20):+.2f} MiB"

@@ -20,7 +20,7 @@ ONE_SIZE = 1.25  # times the smaller of two
 LEAST_USAGE = 1e-4  # of the KV cache, as a record has it
 
 
-class Overdue(NamedTuple):
+class StepDeadline(NamedTuple):
     """A step whose size is known.
 
     Args:
@@ -32,11 +32,11 @@ class Overdue(NamedTuple):
     why: str
 
 
-def overdue(
+def compute_step_deadline(
     recording: StepsRecording,
     current_step: int | None = None,
     apart: Sequence[tuple[float, float]] = (),
-) -> Overdue | None:
+) -> StepDeadline | None:
     """How long a step may take that does not end, or does not begin.
 
     Args:
@@ -47,7 +47,7 @@ def overdue(
     Returns:
         None with too little to compare it with.
     """
-    last, lacks = recording.open, "has not ended"
+    last, lacks = recording.open_step, "has not ended"
     if last is None:
         if not recording.steps:
             return None
@@ -55,9 +55,12 @@ def overdue(
         if last.number + last.steps - 1 != current_step:
             return None
     known = sorted(
-        (scale(last, step) * scale(step, last), scale(last, step) * step.seconds)
+        (
+            compute_time_ratio(last, step) * compute_time_ratio(step, last),
+            compute_time_ratio(last, step) * step.seconds,
+        )
         for step in recording.steps
-        if step.whole
+        if step.is_complete
         and step.tokens
         and step.number < last.number
         and not any(begin <= step.ended_at and step.began_at <= end for begin, end in apart)
@@ -67,14 +70,14 @@ def overdue(
     alike = [row for row in known if row[0] <= ALIKE * known[0][0]]
     taken = sorted(seconds for _, seconds in max(alike, known[:FEWEST], key=len))
     usual, longest = taken[int(QUANTILE * (len(taken) - 1))], taken[-1]
-    return Overdue(
+    return StepDeadline(
         max(USUAL_FACTOR * usual, LONGEST_FACTOR * longest),
         f"step {last.number} with {last.tokens} tokens {lacks}; by {len(taken)} earlier steps of "
         f"its size, one takes {usual:.3f} s, {longest:.3f} s at most",
     )
 
 
-def scale(step: Step, other: Step) -> float:
+def compute_time_ratio(step: Step, other: Step) -> float:
     """How many times longer than another one a step may take, by their sizes; 1 at least.
 
     A part of a step's time is always the same, one grows with its tokens, and one with what they
@@ -82,14 +85,14 @@ def scale(step: Step, other: Step) -> float:
     in the other step the same share for each. Of two steps of one size that is known no better for
     one than for the other.
     """
-    if of_one_size(step, other):
+    if has_similar_size(step, other):
         return 1.0
     back = max(step.tokens - step.requests + 1, 1) * (step.kv_cache_usage or 0.0)
     before = other.tokens * (other.kv_cache_usage or 0.0) / max(other.running, 1)
     return max(step.tokens / max(other.tokens, 1), back / max(before, LEAST_USAGE), 1.0)
 
 
-def of_one_size(step: Step, other: Step) -> bool:
+def has_similar_size(step: Step, other: Step) -> bool:
     sizes = (
         (step.tokens, other.tokens),
         (step.requests, other.requests),

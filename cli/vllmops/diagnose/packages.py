@@ -19,7 +19,7 @@ BAD_VERSION = Rule(
 )
 
 
-class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class BadVersionRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Versions of one package that are known to hang; see ``packages.toml``."""
 
     package: str
@@ -31,17 +31,17 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nodes: bool = False
 
 
-class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    row: tuple[Row, ...]
+class PackageTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    row: tuple[BadVersionRange, ...]
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def load_bad_versions() -> tuple[BadVersionRange, ...]:
     """The table."""
-    return toml.read("packages.toml", Table).row
+    return toml.load_table("packages.toml", PackageTable).row
 
 
-def bad(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[Row]:
+def find_bad_versions(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[BadVersionRange]:
     """The rows that hold for what is installed.
 
     Args:
@@ -50,7 +50,7 @@ def bad(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[Row]:
     """
     from packaging.specifiers import SpecifierSet  # noqa: PLC0415 - slow, and seldom needed
 
-    for row in rows():
+    for row in load_bad_versions():
         there = versions.get(row.package)
         elsewhere = row.machine and row.machine != versions.get(MACHINE)
         if there is None or elsewhere or (row.nodes and nodes < 2):
@@ -62,9 +62,9 @@ def bad(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[Row]:
             continue
 
 
-def findings(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[Finding]:
-    """A finding for each row that holds; as `bad`."""
-    for row in bad(versions, nodes=nodes):
+def check_versions(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[Finding]:
+    """A finding for each row that holds; as `find_bad_versions`."""
+    for row in find_bad_versions(versions, nodes=nodes):
         subject = f"{row.package} {versions[row.package]}"
-        finding = BAD_VERSION.at(subject, f"{row.title}; {', '.join(row.references)}")
+        finding = BAD_VERSION.make_finding(subject, f"{row.title}; {', '.join(row.references)}")
         yield msgspec.structs.replace(finding, next=row.next, reference=row.references[0])

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..patterns import pattern
-from ..protocol.stacks import Frame, ProcessStacks, Thread
+from ..patterns import compile_lazily
+from ..protocol.stacks import Frame, ProcessStacks, ThreadStack
 from . import toml
-from .signatures import CACHED, name_of
+from .signatures import CACHED, strip_qualifiers
 
 # Frames that say nothing of their own: what they wait for stands further out.
-GENERIC = pattern(
+GENERIC = compile_lazily(
     r"wait|_wait|get|poll|_poll|select|accept|acquire|recv|_recv|sleep|join|read|readline|result|"
     r"_worker|sched_yield|__get_result|wait4|waitpid|_try_wait|_wait_for_tstate_lock|next|"
     r"\w*futex\w*|epoll_wait|ppoll|\w*cond_\w*wait\w*|sem_\w*wait|\w*nanosleep|syscall|ioctl|"
@@ -23,37 +23,37 @@ GENERIC = pattern(
     r"usleep|__\w*poll|os_sched_yield\w*|__GI_\w+"
 )
 # Wrappers, the interpreter, and addresses.
-WRAPPERS = pattern(
+WRAPPERS = compile_lazily(
     r"decorate_context|_?wrapper\w*|\w+_wrapper|wrapped\w*|_call_impl|_wrapped_call_impl|run_method|"
     r"__enter__|__exit__|inner|_fn|<lambda>|<genexpr>|<listcomp>|<module>|__call__|__torch_\w+__|"
     r"0x[0-9a-f]+|_?_?Py\w+|cfunction\w*|method_vectorcall\w*|\w+_vectorcall\w*|vectorcall\w*|"
     r"slot_tp\w*|type_call|function_code_fastcall|call_function|\?\?|THP\w+|call|call_boxed|boxed\w*|"
     r"helper|_start|start_thread|clone3?|__clone3?|__libc_start\w*|_bootstrap\w*|run"
 )
-DRIVERS = pattern(
+DRIVERS = compile_lazily(
     r"lib(?:cuda|cudart|amdhip|hsa|ze_|ze_loader|ur_|sycl|ascendcl|runtime|acl|musa|Synapse|nrt|tpu|"
     r"tt_metal|mcruntime|cnrt|ttmlir)"
 )
 # Files of the queues, locks and pollers of Python, and of Ray's own threads: a thread that is there
 # alone has nothing to do.
-PLUMBING = pattern(
+PLUMBING = compile_lazily(
     r"(?:^|/)(?:threading|queue|selectors|subprocess|socket|thread|poll|connection|popen_fork|"
     r"base_events|backend|_base|runners|process|garbage|_monitor|ssl|unix_events|contextlib)\.py$"
     r"|zmq/|asyncio/|uvloop|ray/_private/|^<|concurrent/futures|multiprocessing/|libc\.|libpthread"
 )
-MODEL = pattern(
+MODEL = compile_lazily(
     r"model_executor/|_custom_ops|_C\.|flashinfer/|flash_attn|attention|fused_moe|kernels?[/_.]|aiter/|"
     r"deep_gemm|/ops/|quantization|/models/|/layers/"
 )
-FORWARD = pattern(r"forward(?:_\w+)?")
+FORWARD = compile_lazily(r"forward(?:_\w+)?")
 # Threads of the agent, and of Python's small HTTP servers: what they wait for tells no hang.
-ASIDE = pattern(r"vllmops-|.*\(process_request_thread\)")
+ASIDE = compile_lazily(r"vllmops-|.*\(process_request_thread\)")
 PYTHON = {"admission", "structure"}  # waits for nothing, in Python
 LOCKS = {"acquire", "_acquire", "wait", "_acquire_restore"}
 SLEEPS = {"_process_engine_step", "step", "step_with_batch_queue", "run_busy_loop"}
 
 
-class Name(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FramePattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Frames by their names; see the head of the file."""
 
     example: str
@@ -75,10 +75,12 @@ class Phase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     stage: str
     title: str
-    names: tuple[Name, ...]
+    names: tuple[FramePattern, ...]
 
 
-class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"waits_for": "for"}):
+class WaitReason(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"waits_for": "for"}
+):
     """What a thread may wait for.
 
     Args:
@@ -89,14 +91,14 @@ class Wait(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"wai
 
     id: str
     waits_for: str
-    names: tuple[Name, ...]
+    names: tuple[FramePattern, ...]
 
 
-class Tables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FrameTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of the file."""
 
     phase: tuple[Phase, ...]
-    wait: tuple[Wait, ...]
+    wait: tuple[WaitReason, ...]
 
 
 NOWHERE = Phase("", "", "", ())
@@ -110,7 +112,7 @@ OTHERS = {
 
 
 @dataclass(frozen=True)
-class Position:
+class ThreadPosition:
     """Where one thread is.
 
     Args:
@@ -123,7 +125,7 @@ class Position:
     """
 
     process: ProcessStacks
-    thread: Thread
+    thread: ThreadStack
     phase: Phase
     wait: str
     frame: Frame | None
@@ -131,33 +133,33 @@ class Position:
 
     @property
     def waits_for(self) -> str:
-        known = {wait.id: wait.waits_for for wait in tables().wait}
+        known = {wait.id: wait.waits_for for wait in load_frame_tables().wait}
         return OTHERS.get(self.wait) or known[self.wait]
 
 
 @functools.cache
-def tables() -> Tables:
+def load_frame_tables() -> FrameTables:
     """The tables, as the file has them."""
-    return toml.read("frames.toml", Tables)
+    return toml.load_table("frames.toml", FrameTables)
 
 
-APART = pattern(r"\|(?![^(]*\))")  # between alternatives
-PLAIN = pattern(r"\w+")
+APART = compile_lazily(r"\|(?![^(]*\))")  # between alternatives
+PLAIN = compile_lazily(r"\w+")
 # What need not be in a name that matches: groups, classes, escapes, and what may be missing.
-OPTIONAL = pattern(r"\([^()]*\)[?*+]?|\[[^]]*\][?*+]?|\\.[?*+]?|.[?*]|\{[^}]*\}")
+OPTIONAL = compile_lazily(r"\([^()]*\)[?*+]?|\[[^]]*\][?*+]?|\\.[?*+]?|.[?*]|\{[^}]*\}")
 
 
-def _word(alternative: str) -> str:
+def _find_required_word(alternative: str) -> str:
     """The longest word that is in each name that an alternative matches; empty if it is short."""
     left = OPTIONAL.sub(" ", alternative)
     return "" if "(" in left else max(left.lower().split(), key=len, default="")
 
 
-def _matcher(alternative: str) -> Callable[[str], object]:
+def _make_matcher(alternative: str) -> Callable[[str], object]:
     """What tells whether a name matches; most alternatives need no pattern for it."""
     core = alternative.removeprefix(r"\w*").removesuffix(r"\w*")
     if not PLAIN.fullmatch(core):
-        known = pattern(alternative)
+        known = compile_lazily(alternative)
         return lambda name: known.fullmatch(name)  # noqa: PLW0108 - its attribute compiles it
     if alternative == rf"\w*{core}\w*":
         return lambda name: core in name
@@ -165,7 +167,7 @@ def _matcher(alternative: str) -> Callable[[str], object]:
 
 
 @dataclass(frozen=True)
-class _Index:
+class _FrameIndex:
     """A table to look frames up in; each of the parts gives row numbers.
 
     Args:
@@ -181,133 +183,144 @@ class _Index:
 
 
 @functools.cache
-def _index(kind: str) -> _Index:
+def _build_index(kind: str) -> _FrameIndex:
     plain: dict[str, set[int]] = {}
     worded: list[tuple[str, Callable[[str], object], int]] = []
     filed: list[tuple[re.Pattern[str], re.Pattern[str], int]] = []
-    for row, name in ((row, name) for row, each in enumerate(_table(kind)) for name in each.names):
+    for row, name in (
+        (row, name) for row, each in enumerate(_get_table(kind)) for name in each.names
+    ):
         if name.file:
-            filed.append((pattern(name.file), pattern(name.function or ".*"), row))
+            filed.append((compile_lazily(name.file), compile_lazily(name.function or ".*"), row))
             continue
         for function in APART.split(name.function):
             if PLAIN.fullmatch(function):
                 plain.setdefault(function, set()).add(row)
             else:
-                worded.append((_word(function), _matcher(function), row))
-    return _Index(plain, worded, filed)
+                worded.append((_find_required_word(function), _make_matcher(function), row))
+    return _FrameIndex(plain, worded, filed)
 
 
-def _table(kind: str) -> Sequence[Phase | Wait]:
-    return tables().phase if kind == "phase" else tables().wait
+def _get_table(kind: str) -> Sequence[Phase | WaitReason]:
+    return load_frame_tables().phase if kind == "phase" else load_frame_tables().wait
 
 
 @functools.lru_cache(CACHED)
-def _rows(kind: str, function: str, path: str) -> tuple[str, ...]:
+def _find_row_ids(kind: str, function: str, path: str) -> tuple[str, ...]:
     """The ids of the rows that match a frame, in the order of the file."""
-    name = name_of(function)
+    name = strip_qualifiers(function)
     lower = name.lower()
-    index = _index(kind)
+    index = _build_index(kind)
     rows = [row for word, matches, row in index.worded if word in lower and matches(name)]
     file = f"{path} {function}" if "::" in function else path
-    rows += [row for known, row in _filed(kind, file) if known.fullmatch(name)]
-    return tuple(_table(kind)[row].id for row in sorted(index.plain.get(name, set()).union(rows)))
+    rows += [row for known, row in _select_file_patterns(kind, file) if known.fullmatch(name)]
+    return tuple(
+        _get_table(kind)[row].id for row in sorted(index.plain.get(name, set()).union(rows))
+    )
 
 
 @functools.lru_cache(CACHED)
-def _filed(kind: str, file: str) -> list[tuple[re.Pattern[str], int]]:
+def _select_file_patterns(kind: str, file: str) -> list[tuple[re.Pattern[str], int]]:
     """What a function must match for a row, for each row that a file matches."""
-    return [(function, row) for known, function, row in _index(kind).filed if known.search(file)]
+    return [
+        (function, row) for known, function, row in _build_index(kind).filed if known.search(file)
+    ]
 
 
 @functools.cache
-def _phases() -> dict[str, Phase]:
-    return {phase.id: phase for phase in tables().phase}
+def _index_phases() -> dict[str, Phase]:
+    return {phase.id: phase for phase in load_frame_tables().phase}
 
 
-def title_of(phase: str) -> str:
+def get_phase_title(phase: str) -> str:
     """What a phase's id means in words; empty for none."""
-    return _phases()[phase].title if phase else ""
+    return _index_phases()[phase].title if phase else ""
 
 
-def phases_of(frame: Frame) -> tuple[str, ...]:
+def find_phase_ids(frame: Frame) -> tuple[str, ...]:
     """The phases that a frame shows."""
-    return _rows("phase", frame.function, frame.short_file)
+    return _find_row_ids("phase", frame.function, frame.short_file)
 
 
-def starts(frame: Frame) -> bool:
+def is_startup_frame(frame: Frame) -> bool:
     """Whether a frame shows a phase of a start."""
-    return any(_phases()[phase].stage == "start" for phase in phases_of(frame))
+    return any(_index_phases()[phase].stage == "start" for phase in find_phase_ids(frame))
 
 
-def waits_of(frame: Frame) -> tuple[str, ...]:
+def find_wait_ids(frame: Frame) -> tuple[str, ...]:
     """The waits that a frame shows, the first in the file first."""
-    return _rows("wait", frame.function, frame.short_file)
+    return _find_row_ids("wait", frame.function, frame.short_file)
 
 
-def computes(frame: Frame) -> bool:
+def is_computing_frame(frame: Frame) -> bool:
     """Whether a frame is of Python that computes or calls more of it, and not of a call into C."""
-    return bool(phases_of(frame)) or not PYTHON.isdisjoint(waits_of(frame))
+    return bool(find_phase_ids(frame)) or not PYTHON.isdisjoint(find_wait_ids(frame))
 
 
 @functools.cache
-def _order() -> dict[str, int]:
-    return {wait.id: index for index, wait in enumerate(tables().wait)}
+def _rank_waits() -> dict[str, int]:
+    return {wait.id: index for index, wait in enumerate(load_frame_tables().wait)}
 
 
-def place_of(process: ProcessStacks, thread: Thread) -> Position:
+def find_thread_position(process: ProcessStacks, thread: ThreadStack) -> ThreadPosition:
     """Where a thread is, and what it waits for."""
-    frames = own(thread.frames)
+    frames = drop_parent_frames(thread.frames)
     if "(" in thread.name:  # Python names a thread after its outermost function
         frames = (*frames, Frame(thread.name.rpartition("(")[2].rstrip(")"), "", ""))
-    shown = [(at, ids[0]) for at, frame in enumerate(frames) if (ids := phases_of(frame))]
+    shown = [(at, ids[0]) for at, frame in enumerate(frames) if (ids := find_phase_ids(frame))]
     inside = shown[0][0] if shown else len(frames) - 1
-    phase = _phase([phase for _, phase in shown])
+    phase = _find_thread_phase([phase for _, phase in shown])
     if not shown and any(
-        MODEL.search(frame.short_file) or FORWARD.fullmatch(name_of(frame.function))
+        MODEL.search(frame.short_file) or FORWARD.fullmatch(strip_qualifiers(frame.function))
         for frame in frames
     ):
-        phase = _phases()["forward"]
+        phase = _index_phases()["forward"]
     inner = frames[: inside + 1]
-    if not frames or ASIDE.match(thread.name) or _rests(process, thread, phase, inner, frames):
-        return Position(process, thread, phase, "rest", frames[0] if frames else None)
-    waits = [(ids[0], at) for at, frame in enumerate(inner) if (ids := waits_of(frame))]
+    if (
+        not frames
+        or ASIDE.match(thread.name)
+        or _is_waiting_for_work(process, thread, phase, inner, frames)
+    ):
+        return ThreadPosition(process, thread, phase, "rest", frames[0] if frames else None)
+    waits = [(ids[0], at) for at, frame in enumerate(inner) if (ids := find_wait_ids(frame))]
     if phase.id == "spawn":
-        return Position(process, thread, phase, "ipc-read", frames[0])
-    telling = next((f for f in frames if not _is_silent(f)), frames[0])
+        return ThreadPosition(process, thread, phase, "ipc-read", frames[0])
+    telling = next((f for f in frames if not _is_generic_frame(f)), frames[0])
     if not waits:
-        return Position(process, thread, phase, _unnamed(thread, frames, telling), telling)
-    wait, at = min(waits, key=lambda row: (_order()[row[0]], row[1]))
-    if wait in {"metadata", "structure"} and waits_of(telling)[:1] != (wait,):
+        return ThreadPosition(process, thread, phase, _guess_wait(thread, frames, telling), telling)
+    wait, at = min(waits, key=lambda row: (_rank_waits()[row[0]], row[1]))
+    if wait in {"metadata", "structure"} and find_wait_ids(telling)[:1] != (wait,):
         wait, at = "call", frames.index(telling)
-    if wait == "transfer" and waits_of(telling)[:1] == ("collective",):
+    if wait == "transfer" and find_wait_ids(telling)[:1] == ("collective",):
         wait, at = "collective", frames.index(telling)  # what a connector does with other ranks
     entered = wait == "collective" and any(
         ENTERED.search(frame.short_file) or DRIVERS.search(frame.short_file) for frame in inner[:3]
     )
     entered |= wait == "collective" and NATIVE.search(frames[0].short_file) is not None
-    return Position(process, thread, phase, wait, frames[at], entered)
+    return ThreadPosition(process, thread, phase, wait, frames[at], entered)
 
 
-def own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+def drop_parent_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
     """The frames of a process's own; below them a fork still has those of its parent."""
     start = next(
-        (at for at, f in enumerate(frames) if name_of(f.function) == "_bootstrap"), len(frames)
+        (at for at, f in enumerate(frames) if strip_qualifiers(f.function) == "_bootstrap"),
+        len(frames),
     )
     return tuple(frames[: start + 1])
 
 
 # An operator of torch's that is the innermost frame is in its native code.
-NATIVE = pattern(r"torch/_ops\.py$")
-ENTERED = pattern(r"torch/distributed|distributed_c10d|lib\w*ccl|pynccl|gloo|c10d|libtorch")
+NATIVE = compile_lazily(r"torch/_ops\.py$")
+ENTERED = compile_lazily(r"torch/distributed|distributed_c10d|lib\w*ccl|pynccl|gloo|c10d|libtorch")
 
 
-def _phase(shown: Sequence[str]) -> Phase:
+def _find_thread_phase(shown: Sequence[str]) -> Phase:
     """The phase of a thread, from those that its frames show, innermost first."""
-    phases = [_phases()[name] for name in shown]
+    phases = [_index_phases()[name] for name in shown]
     if "dummy" in shown:  # it runs what a trial runs
-        return _phases()["dummy"]
+        return _index_phases()["dummy"]
     if "draft" in shown and all(phase.stage == "serve" for phase in phases):
-        return _phases()["draft"]  # the same
+        return _index_phases()["draft"]  # the same
     for stage in ("end", "start", "serve"):
         for phase in phases:
             if phase.stage == stage:
@@ -315,34 +328,37 @@ def _phase(shown: Sequence[str]) -> Phase:
     return NOWHERE
 
 
-def _is_silent(frame: Frame) -> bool:
-    name = name_of(frame.function)
+def _is_generic_frame(frame: Frame) -> bool:
+    name = strip_qualifiers(frame.function)
     return bool(GENERIC.fullmatch(name) or WRAPPERS.fullmatch(name))
 
 
-def _rests(
+def _is_waiting_for_work(
     process: ProcessStacks,
-    thread: Thread,
+    thread: ThreadStack,
     phase: Phase,
     inner: Sequence[Frame],
     frames: Sequence[Frame],
 ) -> bool:
     """Whether a thread only waits for work."""
-    names = {name_of(frame.function) for frame in inner}
-    if "_process_input_queue" in {name_of(frame.function) for frame in frames[:8]}:
+    names = {strip_qualifiers(frame.function) for frame in inner}
+    if "_process_input_queue" in {strip_qualifiers(frame.function) for frame in frames[:8]}:
         return "_handle_client_request" not in names
-    waits = [waits_of(frame)[0] for frame in inner if waits_of(frame)]
-    if {name_of(frame.function) for frame in frames} >= DRIVEN:
+    waits = [find_wait_ids(frame)[0] for frame in inner if find_wait_ids(frame)]
+    if {strip_qualifiers(frame.function) for frame in frames} >= DRIVEN:
         return True
     if phase.id in {"worker", "step"} and "ipc-read" in waits and "collective" not in waits:
         # A worker reads its next call; SGLang's loop reads requests.
         return phase.id == "worker" or "recv_requests" in names
-    if not is_main(process, thread) and (
-        PLUMBING.search(frames[0].short_file) or GENERIC.fullmatch(name_of(frames[0].function))
+    if not is_main_thread(process, thread) and (
+        PLUMBING.search(frames[0].short_file)
+        or GENERIC.fullmatch(strip_qualifiers(frames[0].function))
     ):
-        return thread.state == "idle" or not any(map(waits_of, frames))
+        return thread.state == "idle" or not any(map(find_wait_ids, frames))
     return phase.id in {"", "api"} and all(
-        PLUMBING.search(frame.short_file) or _is_silent(frame) or name_of(frame.function) in ENTRIES
+        PLUMBING.search(frame.short_file)
+        or _is_generic_frame(frame)
+        or strip_qualifiers(frame.function) in ENTRIES
         for frame in frames
     )
 
@@ -354,12 +370,12 @@ ENTRIES = {"main", "cmd", "serve", "run_server", "run_server_worker", "serve_htt
            "wait_for_completion_or_failure", "run_multi_api_server"}  # fmt: skip
 
 
-def _unnamed(thread: Thread, frames: Sequence[Frame], telling: Frame) -> str:
+def _guess_wait(thread: ThreadStack, frames: Sequence[Frame], telling: Frame) -> str:
     """The wait of a thread that no table names."""
     first = frames[0]
     if DRIVERS.search(first.short_file):
         return "device-sync"
-    name = name_of(first.function)
+    name = strip_qualifiers(first.function)
     if name in SLEEPS and thread.state == "idle":
         return "sleep"
     if telling is not first and name in LOCKS:
@@ -367,21 +383,23 @@ def _unnamed(thread: Thread, frames: Sequence[Frame], telling: Frame) -> str:
     return "call"
 
 
-def is_main(process: ProcessStacks, thread: Thread) -> bool:
+def is_main_thread(process: ProcessStacks, thread: ThreadStack) -> bool:
     """Whether a thread is its process's main one, as far as the dump tells."""
     if thread.name == "MainThread" or len(process.threads) == 1:
         return True
-    if process.names_main:
+    if process.has_main_thread:
         return False
-    return thread.tid == process.pid or not is_helper(thread)
+    return thread.tid == process.pid or not is_helper_thread(thread)
 
 
-def is_helper(thread: Thread) -> bool:
+def is_helper_thread(thread: ThreadStack) -> bool:
     """Whether a thread's frames show that Python, or a library, started it."""
     outermost = thread.frames[-1].function if thread.frames else "_bootstrap"
     # With --native, frames of the C library stand below those of Python.
-    inner = any(name_of(frame.function) == "_bootstrap_inner" for frame in thread.frames)
+    inner = any(strip_qualifiers(frame.function) == "_bootstrap_inner" for frame in thread.frames)
     return inner or HELPERS.fullmatch(outermost) is not None
 
 
-HELPERS = pattern(r"(?:\w+\.)?_bootstrap|start_thread|clone3?|__clone3?|thread_run|(?:\w+\.)?run")
+HELPERS = compile_lazily(
+    r"(?:\w+\.)?_bootstrap|start_thread|clone3?|__clone3?|thread_run|(?:\w+\.)?run"
+)

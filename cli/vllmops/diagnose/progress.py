@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from ..numbers import many
+from ..numbers import format_count
 from ..protocol import probe
-from ..protocol.place import key, who
-from ..protocol.server import AgentReport, Observation, Pulse
+from ..protocol.place import format_process, make_process_key
+from ..protocol.server import AgentReport, ProcessHeartbeat, ServerSample
 from ..protocol.view import Certainty
 from .findings import Rule, Severity
 
@@ -107,7 +107,7 @@ class Stall(msgspec.Struct, frozen=True):
 
         Args:
             verdict: what the stacks say; None without stacks.
-            answered: the processes whose agents answered, as `process_name` gives them.
+            answered: the processes whose agents answered, as `format_role_and_pid` gives them.
         """
         match self.doubt:
             case "idle":
@@ -119,7 +119,7 @@ class Stall(msgspec.Struct, frozen=True):
         return True
 
 
-def stalls(looks: Sequence[Observation], patience_s: float = PATIENCE_S) -> list[Stall]:
+def find_stalls(looks: Sequence[ServerSample], patience_s: float = PATIENCE_S) -> list[Stall]:
     """What has stopped, by the last sample.
 
     Args:
@@ -131,25 +131,29 @@ def stalls(looks: Sequence[Observation], patience_s: float = PATIENCE_S) -> list
     """
     if not looks or any(look.compilers for look in looks[-2:]):
         return []
-    mute = [*silent(looks, patience_s)]
-    found = [*frozen(looks, patience_s), *mute, *ended(looks, patience_s)]
-    found += unhealthy(looks, patience_s)
+    mute = [*find_silent_api_servers(looks, patience_s)]
+    found = [
+        *find_frozen_engines(looks, patience_s),
+        *mute,
+        *find_ended_processes(looks, patience_s),
+    ]
+    found += find_unhealthy_api_servers(looks, patience_s)
     # A silent API server reads no responses, so finished requests still count as handed over.
-    found += [] if mute else unreached(looks, patience_s)
-    found += without_python(looks, patience_s, bool(found))
-    found += stuck_rendering(looks, patience_s)
+    found += [] if mute else find_unreached_requests(looks, patience_s)
+    found += find_stopped_heartbeats(looks, patience_s, bool(found))
+    found += find_stuck_rendering(looks, patience_s)
     if not any(pulse.beat.still_s is not None for pulse in looks[-1].pulses):
-        found += counted(looks, patience_s * METRICS_FACTOR)
+        found += find_frozen_counters(looks, patience_s * METRICS_FACTOR)
     return found
 
 
-def certainty(looks: Sequence[Observation], answers: Callable[[str], bool]) -> Certainty:
+def classify_certainty(looks: Sequence[ServerSample], answers: Callable[[str], bool]) -> Certainty:
     """How sure it is that the server has stalled, by what it says of itself and without stacks.
 
     Args:
         looks: oldest first.
-        answers: whether the agent of a process answers, named as `process_name` does; only asked
-            where that decides.
+        answers: whether the agent of a process answers, named as `format_role_and_pid` does; only
+            asked where that decides.
     """
 
     def is_sure(stall: Stall) -> bool:
@@ -157,29 +161,29 @@ def certainty(looks: Sequence[Observation], answers: Callable[[str], bool]) -> C
             return False
         return not stall.doubt or (stall.doubt == "writing" and not answers(stall.subject))
 
-    stalls_ = stalls(looks)
+    stalls_ = find_stalls(looks)
     if any(map(is_sure, stalls_)):
         return "sure"
     return "likely" if stalls_ else ""
 
 
-def fatal(looks: Sequence[Observation]) -> bool:
+def has_fatal_stall(looks: Sequence[ServerSample]) -> bool:
     """Whether a part of the server seems to have died."""
-    return any(stall.code in FINAL for stall in stalls(looks, patience_s=0.0))
+    return any(stall.code in FINAL for stall in find_stalls(looks, patience_s=0.0))
 
 
-def suspicious(looks: Sequence[Observation]) -> bool:
+def is_possibly_stalled(looks: Sequence[ServerSample]) -> bool:
     """Whether a longer time could show a stall: requests are pending and nothing has moved."""
-    return bool(stalls(looks, patience_s=0.0)) and len(looks) > 1
+    return bool(find_stalls(looks, patience_s=0.0)) and len(looks) > 1
 
 
-def decidable(looks: Sequence[Observation], within_s: float) -> bool:
+def can_confirm_stall(looks: Sequence[ServerSample], within_s: float) -> bool:
     """Whether more samples within some seconds could show a stall: counters need more patience."""
-    slow = {*counted(looks, 0.0)} if within_s < PATIENCE_S * METRICS_FACTOR else set()
-    return len(looks) > 1 and bool({*stalls(looks, patience_s=0.0)} - slow)
+    slow = {*find_frozen_counters(looks, 0.0)} if within_s < PATIENCE_S * METRICS_FACTOR else set()
+    return len(looks) > 1 and bool({*find_stalls(looks, patience_s=0.0)} - slow)
 
 
-def at_work(pulses: Sequence[Pulse]) -> bool:
+def is_making_progress(pulses: Sequence[ProcessHeartbeat]) -> bool:
     """Whether heartbeats are fresh and engines make progress, so that agents will answer."""
     engines = [pulse for pulse in pulses if pulse.beat.still_s is not None]
     return bool(engines) and all(
@@ -188,15 +192,15 @@ def at_work(pulses: Sequence[Pulse]) -> bool:
     )
 
 
-def living(look: Observation) -> list[Pulse]:
+def select_live_heartbeats(look: ServerSample) -> list[ProcessHeartbeat]:
     """The heartbeats of live processes; a heartbeat's file may outlive its process."""
-    dead = {key(process) for process in look.processes if process.state in DEAD}
-    return [pulse for pulse in look.pulses if key(pulse) not in dead]
+    dead = {make_process_key(process) for process in look.processes if process.state in DEAD}
+    return [pulse for pulse in look.pulses if make_process_key(pulse) not in dead]
 
 
-def frozen(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
+def find_frozen_engines(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Engines that report no progress with their requests."""
-    for pulse in living(looks[-1]):
+    for pulse in select_live_heartbeats(looks[-1]):
         beat = pulse.beat
         if not beat.still_s or pulse.age_s >= LATE_S:
             continue  # a late heartbeat does not show the present
@@ -206,12 +210,12 @@ def frozen(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
                 f"{beat.running} running and {beat.waiting} waiting requests, no token for "
                 f"{still_s:.0f} s; step {beat.current_step}"
             )
-            if stepping(looks, pulse):
+            if has_step_progress(looks, pulse):
                 evidence += "; steps go on but schedule nothing"
-            yield Stall(NO_PROGRESS.code, process_name(pulse), still_s, evidence)
+            yield Stall(NO_PROGRESS.code, format_role_and_pid(pulse), still_s, evidence)
 
 
-def stepping(looks: Sequence[Observation], pulse: Pulse) -> bool:
+def has_step_progress(looks: Sequence[ServerSample], pulse: ProcessHeartbeat) -> bool:
     """Whether an engine's steps go on although its requests make no progress."""
     # The heartbeat of the last token is left out: its step may not have been counted yet.
     began_s = looks[-1].at_s - pulse.age_s - (pulse.beat.still_s or 0.0) + SAME_BEAT_S
@@ -219,19 +223,20 @@ def stepping(looks: Sequence[Observation], pulse: Pulse) -> bool:
         earlier.beat.current_step
         for look in looks
         for earlier in look.pulses
-        if key(earlier) == key(pulse) and look.at_s - earlier.age_s >= began_s
+        if make_process_key(earlier) == make_process_key(pulse)
+        and look.at_s - earlier.age_s >= began_s
     }
     return len(steps) > 1
 
 
-def unreached(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
+def find_unreached_requests(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Requests that left the API server and do not arrive in the engine."""
-    way = on_the_way(looks[-1])
+    way = find_requests_in_transit(looks[-1])
     if way is None:
         return
     requests, began = way.requests, looks[-1].at_s
     for look in reversed(looks):
-        before = on_the_way(look)
+        before = find_requests_in_transit(look)
         if before is None or before.steps != way.steps or not (requests & before.requests):
             break
         requests, began = requests & before.requests, look.at_s
@@ -243,9 +248,10 @@ def unreached(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall
     engines = [pulse for pulse in pulses if pulse.beat.still_s is not None]
     yield Stall(
         UNREACHED.code,
-        ", ".join(map(process_name, engines)),
+        ", ".join(map(format_role_and_pid, engines)),
         since_s,
-        f"the API server has handed over {many(handed, 'request')}; for {since_s:.0f} s the "
+        f"the API server has handed over {format_count(handed, 'request')}; for {since_s:.0f} s "
+        "the "
         "scheduler has none running and none waiting",
         # Other engines, perhaps on other machines, may have them.
         doubt="idle" if any("_DP" in process.title for process in looks[-1].processes) else "",
@@ -253,7 +259,7 @@ def unreached(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall
     )
 
 
-class OnTheWay(NamedTuple):
+class RequestsInTransit(NamedTuple):
     """What API servers have handed over while the engines have no request.
 
     Others may come and give up meanwhile, so it is the oldest that counts.
@@ -267,7 +273,7 @@ class OnTheWay(NamedTuple):
     steps: tuple[int | None, ...]
 
 
-def on_the_way(look: Observation) -> OnTheWay | None:
+def find_requests_in_transit(look: ServerSample) -> RequestsInTransit | None:
     """What is on its way in a look; None where nothing is, or an engine has a request."""
     engines = [pulse.beat for pulse in look.pulses if pulse.beat.still_s is not None]
     handed = sum(pulse.beat.handed or 0 for pulse in look.pulses)
@@ -276,22 +282,22 @@ def on_the_way(look: Observation) -> OnTheWay | None:
     if any(pulse.age_s >= LATE_S for pulse in look.pulses):
         return None  # a late heartbeat does not show the present
     fronts = [pulse.beat for pulse in look.pulses if pulse.beat.handed]
-    return OnTheWay(
+    return RequestsInTransit(
         frozenset(beat.oldest or str(beat.handed) for beat in fronts),
         tuple(beat.current_step for beat in engines),
     )
 
 
-def silent(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
+def find_silent_api_servers(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """API servers that do not answer: their agents say so, or ``/health`` does not answer."""
     reported = False
-    for pulse in living(looks[-1]):
+    for pulse in select_live_heartbeats(looks[-1]):
         blocked_s = pulse.beat.loop_s or 0.0
         if blocked_s and blocked_s >= patience_s and pulse.age_s < LATE_S:
             reported = True
             evidence = f"its event loop has run nothing for {blocked_s:.0f} s"
-            yield Stall(API_SILENT.code, process_name(pulse), blocked_s, evidence)
-    since_s = lasting(looks, lambda look: "silent" if look.health == 0 else None)
+            yield Stall(API_SILENT.code, format_role_and_pid(pulse), blocked_s, evidence)
+    since_s = compute_unchanged_seconds(looks, lambda look: "silent" if look.health == 0 else None)
     apis = [process for process in looks[-1].processes if process.role == "api"]
     if since_s is not None and since_s >= patience_s and apis and not reported:
         subject = ", ".join(f"api {process.pid}" for process in apis)
@@ -299,45 +305,45 @@ def silent(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
         yield Stall(API_SILENT.code, subject, since_s, evidence)
 
 
-def unhealthy(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
+def find_unhealthy_api_servers(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """API servers that report a dead engine."""
     asked = [look for look in looks if look.health is not None]
-    since_s = lasting(asked, dead_engine) if asked else None
+    since_s = compute_unchanged_seconds(asked, has_dead_engine) if asked else None
     if since_s is not None and since_s >= min(patience_s, UNHEALTHY_S):
         apis = [process for process in looks[-1].processes if process.role == "api"]
         subject = ", ".join(f"api {process.pid}" for process in apis) or "the server"
         yield Stall(UNHEALTHY.code, subject, since_s, "/health answers 503")
 
 
-def dead_engine(look: Observation) -> object:
+def has_dead_engine(look: ServerSample) -> object:
     """Whether ``/health`` says that the engine is dead; a server that drains answers the same."""
     drains = any(pulse.beat.unready == "draining" for pulse in look.pulses)
     return (look.health == 503 and not drains) or None
 
 
-def ended(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
+def find_ended_processes(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Dead processes beside live ones; in a clean shutdown the others end soon, too."""
 
-    def dead(look: Observation) -> object:
+    def list_dead_pids(look: ServerSample) -> object:
         vital = [process for process in look.processes if process.role in probe.VITAL]
         gone = [process.pid for process in vital if process.state in DEAD]
         return gone if 0 < len(gone) < len(vital) else None
 
-    since_s = lasting(looks, dead)
+    since_s = compute_unchanged_seconds(looks, list_dead_pids)
     if since_s is not None and since_s >= patience_s:
         last = [p for p in looks[-1].processes if p.role in probe.VITAL and p.state in DEAD]
-        subject = ", ".join(who(process) for process in last)
+        subject = ", ".join(format_process(process) for process in last)
         yield Stall(ENDED.code, subject, since_s, f"dead for {since_s:.0f} s")
 
 
-def stuck_rendering(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
+def find_stuck_rendering(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Requests that stay in an API server; a slow download of an image looks the same."""
-    for pulse in living(looks[-1]):
+    for pulse in select_live_heartbeats(looks[-1]):
         since_s, blocked_s = pulse.beat.rendering_s or 0.0, pulse.beat.loop_s or 0.0
         if since_s >= max(patience_s, RENDERING_S) and max(blocked_s, pulse.age_s) < LATE_S:
             yield Stall(
                 RENDERING.code,
-                process_name(pulse),
+                format_role_and_pid(pulse),
                 since_s,
                 f"an HTTP request arrived {since_s:.0f} s ago and has not reached the engine",
                 doubt="work",
@@ -345,7 +351,9 @@ def stuck_rendering(looks: Sequence[Observation], patience_s: float) -> Iterator
             )
 
 
-def without_python(looks: Sequence[Observation], patience_s: float, stuck: bool) -> Iterator[Stall]:
+def find_stopped_heartbeats(
+    looks: Sequence[ServerSample], patience_s: float, stuck: bool
+) -> Iterator[Stall]:
     """Live processes whose heartbeat has stopped.
 
     An idle engine without a heartbeat delays no request yet: it is a finding of `diagnose.server`
@@ -353,10 +361,10 @@ def without_python(looks: Sequence[Observation], patience_s: float, stuck: bool)
 
     Args:
         looks: oldest first.
-        patience_s: as in `stalls`.
+        patience_s: as in `find_stalls`.
         stuck: whether something else has stopped.
     """
-    pulses = living(looks[-1])
+    pulses = select_live_heartbeats(looks[-1])
     work = stuck or any(
         pulse.beat.handed or pulse.beat.running or pulse.beat.waiting for pulse in pulses
     )
@@ -364,22 +372,22 @@ def without_python(looks: Sequence[Observation], patience_s: float, stuck: bool)
         if (work or pulse.role == "api") and pulse.age_s >= max(patience_s, LATE_S):
             yield Stall(
                 NO_PYTHON.code,
-                process_name(pulse),
+                format_role_and_pid(pulse),
                 pulse.age_s,
-                late(pulse),
+                describe_heartbeat_age(pulse),
                 doubt="writing",
                 mark=f"{pulse.pid} {pulse.beat.sequence}",
             )
 
 
-def late(pulse: Pulse) -> str:
+def describe_heartbeat_age(pulse: ProcessHeartbeat) -> str:
     """How old a process's last heartbeat is, in words."""
     return f"its last heartbeat is {pulse.age_s:.0f} s old; one per second is expected"
 
 
-def counted(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
+def find_frozen_counters(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Without agents: the counters do not change while the metrics show pending requests."""
-    since_s = lasting(looks, counters)
+    since_s = compute_unchanged_seconds(looks, get_pending_counters)
     if since_s is None or since_s < patience_s:
         return
     last = looks[-1].metrics
@@ -391,11 +399,11 @@ def counted(looks: Sequence[Observation], patience_s: float) -> Iterator[Stall]:
         f"its metrics show {last.running or 0:.0f} running and {last.waiting or 0:.0f} waiting "
         f"requests, and its counters have not changed for {since_s:.0f} s",
         doubt="idle",
-        mark=repr(counters(looks[-1])),
+        mark=repr(get_pending_counters(looks[-1])),
     )
 
 
-def counters(look: Observation) -> object:
+def get_pending_counters(look: ServerSample) -> object:
     """The counters while requests are pending; None without such requests, or in sleep mode."""
     metrics = look.metrics
     if metrics is None or not (metrics.running or metrics.waiting) or metrics.awake == 0:
@@ -403,7 +411,9 @@ def counters(look: Observation) -> object:
     return metrics.running, metrics.waiting, metrics.tokens, metrics.finished, metrics.preemptions
 
 
-def lasting(looks: Sequence[Observation], sign: Callable[[Observation], object]) -> float | None:
+def compute_unchanged_seconds(
+    looks: Sequence[ServerSample], sign: Callable[[ServerSample], object]
+) -> float | None:
     """For how many seconds a sign has had its last value; None if that is None."""
     current = sign(looks[-1])
     if current is None:
@@ -416,6 +426,6 @@ def lasting(looks: Sequence[Observation], sign: Callable[[Observation], object])
     return looks[-1].at_s - since_s
 
 
-def process_name(pulse: Pulse | AgentReport) -> str:
+def format_role_and_pid(pulse: ProcessHeartbeat | AgentReport) -> str:
     """Role and pid, as findings name a process."""
-    return who(pulse)
+    return format_process(pulse)

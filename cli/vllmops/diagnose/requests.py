@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..protocol.caches import Silent
-from ..protocol.heal import Proof
-from ..protocol.place import who
-from ..protocol.requests import ProcessRequests, State
+from ..protocol.caches import ProcessGap
+from ..protocol.heal import HealProof
+from ..protocol.place import format_process
+from ..protocol.requests import ProcessRequests, RequestState
 from .findings import Finding, Rule, Severity
 
 ZOMBIE = Rule(
@@ -27,25 +27,27 @@ LOST_LOAD = Rule(
 RULES = (ZOMBIE, LOST_LOAD)
 
 
-def zombies(looks: Sequence[dict[str, str]]) -> list[Finding]:
+def check_zombie_requests(looks: Sequence[dict[str, str]]) -> list[Finding]:
     """Requests that one side alone knows in every look.
 
     Args:
         looks: by id who has it; between them, nothing was on its way.
     """
     return [
-        ZOMBIE.at(name, f"{why}, in {len(looks)} looks")
+        ZOMBIE.make_finding(name, f"{why}, in {len(looks)} looks")
         for name, why in looks[-1].items()
         if all(name in look for look in looks)
     ]
 
 
-def lost_loads(proofs: Sequence[Proof]) -> list[Finding]:
+def make_lost_load_findings(proofs: Sequence[HealProof]) -> list[Finding]:
     """Requests of which three looks have proven that nobody will report the end of their load."""
-    return [LOST_LOAD.at(proof.subject, proof.what) for proof in proofs]
+    return [LOST_LOAD.make_finding(proof.subject, proof.what) for proof in proofs]
 
 
-def one_sided(processes: Sequence[ProcessRequests], silent: Sequence[Silent]) -> dict[str, str]:
+def compare_request_sides(
+    processes: Sequence[ProcessRequests], silent: Sequence[ProcessGap]
+) -> dict[str, str]:
     """The ids that one side alone knows at this moment, and who it is.
 
     There is no finding about a side of which a process did not answer or could not be read.
@@ -65,18 +67,19 @@ def one_sided(processes: Sequence[ProcessRequests], silent: Sequence[Silent]) ->
     if fronts and "api" not in unread:
         for process in engines:
             for request in process.engine or ():
-                if request.id not in handed and request.state != State.FINISHED:
+                if request.id not in handed and request.state != RequestState.FINISHED:
                     holds = f"{request.kv_blocks or 0} KV blocks, {request.cache_pins} cache pins"
                     zombies[request.id] = (
-                        f"{who(process)} has it ({request.state}; {holds}), no API server does"
+                        f"{format_process(process)} has it ({request.state}; {holds}), no API "
+                        "server does"
                     )
     if engines and "engine" not in unread:
         for process in fronts:
             for front in process.front or ():
                 if front.id and front.id not in scheduled:
-                    zombies[front.id] = f"{who(process)} waits for it, no engine has it"
+                    zombies[front.id] = f"{format_process(process)} waits for it, no engine has it"
         for process in workers:
             for name in process.worker or ():
                 if name not in scheduled | leaving | handed:
-                    zombies[name] = f"{who(process)} has it, no scheduler does"
+                    zombies[name] = f"{format_process(process)} has it, no scheduler does"
     return zombies

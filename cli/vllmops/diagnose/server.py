@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..protocol.engine import STORE_AWAY
-from ..protocol.patches import State
-from ..protocol.place import headed, key, who
-from ..protocol.server import Disk, Gpu, Leftover, ProcessState, ServerSnapshot, Unseen, Xid
+from ..protocol.patches import PatchState
+from ..protocol.place import choose_process_title, format_process, make_process_key
+from ..protocol.server import DiskSpace, Gap, Gpu, ProcessState, ServerSnapshot, ShmLeftover, Xid
 from . import packages
 from .findings import Finding, Rule, Severity
-from .progress import NO_PYTHON, PATIENCE_S, UNHEALTHY, late, process_name
+from .progress import NO_PYTHON, PATIENCE_S, UNHEALTHY, describe_heartbeat_age, format_role_and_pid
 from .stacks import STOPPED
 
 INFO, WARNING, ERROR = Severity.INFO, Severity.WARNING, Severity.ERROR
@@ -264,15 +264,15 @@ DEFECTS = (
 )
 
 
-def diagnose(snapshot: ServerSnapshot) -> list[Finding]:
+def diagnose_server(snapshot: ServerSnapshot) -> list[Finding]:
     """What every check finds, in the order of the checks."""
     return [finding for check in CHECKS for finding in check(snapshot)]
 
 
-def missing(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_missing_processes(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Processes that should be there."""
     if snapshot.state == "failed":
-        yield FAILED.at(snapshot.server, snapshot.failure or "its state is failed")
+        yield FAILED.make_finding(snapshot.server, snapshot.failure or "its state is failed")
         return
     if not snapshot.looks or snapshot.state == "starting":
         return
@@ -287,18 +287,22 @@ def missing(snapshot: ServerSnapshot) -> Iterator[Finding]:
     if apis and last.health and "engine" not in roles and not inside:
         evidence = f"api {apis[0].pid} has no EngineCore process below it"
         if last.health == 503 or len(roles) == len(apis):
-            yield ENGINE_MISSING.at(snapshot.server, evidence)
+            yield ENGINE_MISSING.make_finding(snapshot.server, evidence)
     elif last.health == 503:
-        yield UNHEALTHY.at(", ".join(map(called, apis)), "/health answers 503")
-    expected, alive = workers(snapshot), roles.count("worker")
+        yield UNHEALTHY.make_finding(
+            ", ".join(map(format_process_name, apis)), "/health answers 503"
+        )
+    expected, alive = count_expected_workers(snapshot), roles.count("worker")
     if "engine" in roles and expected > alive > 0:
-        yield WORKER_MISSING.at(snapshot.server, f"{alive} of {expected} workers are alive")
+        yield WORKER_MISSING.make_finding(
+            snapshot.server, f"{alive} of {expected} workers are alive"
+        )
     for process in last.processes:
         if process.state == "Z":
-            yield DEAD_CHILD.at(called(process), "state Z: a zombie")
+            yield DEAD_CHILD.make_finding(format_process_name(process), "state Z: a zombie")
 
 
-def workers(snapshot: ServerSnapshot) -> int:
+def count_expected_workers(snapshot: ServerSnapshot) -> int:
     """How many workers the server was started with here; 0 if unknown."""
     samples = snapshot.caches.samples if snapshot.caches else []
     for process in samples[-1].processes if samples else ():
@@ -308,63 +312,70 @@ def workers(snapshot: ServerSnapshot) -> int:
     return 0
 
 
-def halted(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_halted_processes(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Processes that can't run, in both of the last two samples: any process may be so in one."""
     if len(snapshot.looks) < 2:
         return
-    earlier = {key(process): process for process in snapshot.looks[-2].processes}
+    earlier = {make_process_key(process): process for process in snapshot.looks[-2].processes}
     for process in snapshot.looks[-1].processes:
-        before = earlier.get(key(process))
+        before = earlier.get(make_process_key(process))
         # Who ran in between waits each time for something that comes, such as a disk.
         if before is None or (process.state, process.main) != (before.state, before.main):
             continue
         if process.state == "T":
             resumed = f"kill -CONT {process.pid} resumes it"
-            yield STOPPED.at(called(process), "state T", resumed)
+            yield STOPPED.make_finding(format_process_name(process), "state T", resumed)
         elif process.state == "D":
-            yield UNINTERRUPTIBLE.at(called(process), "state D in two samples")
+            yield UNINTERRUPTIBLE.make_finding(
+                format_process_name(process), "state D in two samples"
+            )
     # If the agent answers, only its heartbeat file is late: the disk may be full.
-    answered = {key(report) for report in snapshot.reports}
+    answered = {make_process_key(report) for report in snapshot.reports}
     for pulse in snapshot.looks[-1].pulses:
-        if pulse.age_s >= PATIENCE_S and key(pulse) not in answered:
-            yield NO_PYTHON.at(process_name(pulse), late(pulse))
+        if pulse.age_s >= PATIENCE_S and make_process_key(pulse) not in answered:
+            yield NO_PYTHON.make_finding(format_role_and_pid(pulse), describe_heartbeat_age(pulse))
 
 
-def orphaned(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_orphaned_processes(snapshot: ServerSnapshot) -> Iterator[Finding]:
     for process in snapshot.machine.orphans:
-        memory = size(process.rss_bytes or 0)
-        yield ORPHANS.at(called(process), f"its server is gone; it holds {memory}")
+        memory = format_bytes(process.rss_bytes or 0)
+        yield ORPHANS.make_finding(
+            format_process_name(process), f"its server is gone; it holds {memory}"
+        )
 
 
-def agents(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_agents(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Agents that are there and do not work as they should."""
     for unseen in snapshot.unseen:
         if unseen.code in AGENT_BROKEN:
-            yield AGENT.at(unseen.part, unseen.why)
+            yield AGENT.make_finding(unseen.part, unseen.why)
         elif unseen.code in AGENT_OTHER_VERSION:
-            yield AGENT_VERSION.at(unseen.part, unseen.why)
+            yield AGENT_VERSION.make_finding(unseen.part, unseen.why)
     versions: dict[str, list[str]] = {}
     for report in snapshot.reports:
         if report.hello.agent != snapshot.vllmops:
-            versions.setdefault(report.hello.agent, []).append(process_name(report))
+            versions.setdefault(report.hello.agent, []).append(format_role_and_pid(report))
         for problem in report.hello.problems:
-            yield AGENT_PROBLEM.at(process_name(report), problem)
+            yield AGENT_PROBLEM.make_finding(format_role_and_pid(report), problem)
     for version, names in versions.items():
         evidence = f"server: vllmops {version}; command line: vllmops {snapshot.vllmops}"
-        yield AGENT_VERSION.at(", ".join(names), evidence)
+        yield AGENT_VERSION.make_finding(", ".join(names), evidence)
 
 
-def patched(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_patches(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Patches that are not on; without an agent, the defects that the version is known for."""
     states: dict[tuple[str, str, str], list[str]] = {}
     for process in snapshot.patches:
         for verdict in process.patches:
-            if verdict.state in {State.FAILED, State.OFF} and verdict.present is not False:
+            if (
+                verdict.state in {PatchState.FAILED, PatchState.OFF}
+                and verdict.present is not False
+            ):
                 key = (verdict.id, verdict.state, verdict.reason or "")
-                states.setdefault(key, []).append(who(process))
+                states.setdefault(key, []).append(format_process(process))
     for (patch, state, reason), names in states.items():
-        rule = PATCH_FAILED if state == State.FAILED else DEFECT_PRESENT
-        yield rule.at(", ".join(names), f"{patch}: {reason or state}")
+        rule = PATCH_FAILED if state == PatchState.FAILED else DEFECT_PRESENT
+        yield rule.make_finding(", ".join(names), f"{patch}: {reason or state}")
     if snapshot.patches or not snapshot.vllm_version:
         return
     from packaging.version import Version  # noqa: PLC0415 - slow, and seldom needed
@@ -378,49 +389,57 @@ def patched(snapshot: ServerSnapshot) -> Iterator[Finding]:
     for patch, fixed_in, reference in DEFECTS:
         if version < Version(fixed_in):
             evidence = f"vLLM {snapshot.vllm_version} has {patch}, fixed in {fixed_in}"
-            yield KNOWN_DEFECT.at(snapshot.server, f"{evidence}; {reference}")
+            yield KNOWN_DEFECT.make_finding(snapshot.server, f"{evidence}; {reference}")
 
 
-def installed(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_installed_packages(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Versions that are known to hang."""
     versions = {name: v for report in snapshot.reports for name, v in report.packages.items()}
-    yield from packages.findings(versions)
+    yield from packages.check_versions(versions)
 
 
-def machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Shared memory, disks, memory and GPUs of the machine."""
     machine_ = snapshot.machine
     left = [segment for segment in machine_.leftovers if segment.age_s >= LEFT_AGE_S]
     if left:
-        yield SHM.at("/dev/shm", "; ".join(leftover(left)))  # noqa: S108 - the kernel's own place
+        yield SHM.make_finding("/dev/shm", "; ".join(describe_leftovers(left)))  # noqa: S108 - the kernel's own place
     for disk in machine_.disks:
-        if nearly_full(disk):
-            yield DISK.at(disk.path, f"{disk.use}: {size(disk.free)} of {size(disk.total)} free")
+        if is_nearly_full(disk):
+            yield DISK.make_finding(
+                disk.path,
+                f"{disk.use}: {format_bytes(disk.free)} of {format_bytes(disk.total)} free",
+            )
     if machine_.memory_available < FULL_SHARE * machine_.memory_total:
-        yield MEMORY.at(
+        yield MEMORY.make_finding(
             "memory",
-            f"{size(machine_.memory_available)} of {size(machine_.memory_total)} available",
+            f"{format_bytes(machine_.memory_available)} of {format_bytes(machine_.memory_total)} "
+            "available",
         )
     for gpu in machine_.gpus:
         subject = f"GPU {gpu.index} ({gpu.name})"
         if gpu.bad_memory:
-            yield GPU_MEMORY.at(subject, f"{gpu.bad_memory} uncorrected errors")
+            yield GPU_MEMORY.make_finding(subject, f"{gpu.bad_memory} uncorrected errors")
         if gpu.throttled:
             clock = f"{gpu.clock_mhz} of {gpu.most_mhz} MHz, " if gpu.most_mhz else ""
             why = f": {', '.join(gpu.slowed_by)}" if gpu.slowed_by else ""
-            yield GPU_THROTTLED.at(subject, f"{clock}{gpu.celsius} °C, {gpu.watts} W{why}")
-        if spins(gpu) and not of_others(gpu, snapshot):
+            yield GPU_THROTTLED.make_finding(
+                subject, f"{clock}{gpu.celsius} °C, {gpu.watts} W{why}"
+            )
+        if is_gpu_spinning(gpu) and not is_foreign_gpu(gpu, snapshot):
             share = f"busy {gpu.busy:.0%}, memory {gpu.memory_busy:.0%}"
-            yield GPU_SPINNING.at(subject, f"{share}, {gpu.watts:.0f} of {gpu.limit_watts:.0f} W")
-    for address, errors in grouped(machine_.xids).items():
+            yield GPU_SPINNING.make_finding(
+                subject, f"{share}, {gpu.watts:.0f} of {gpu.limit_watts:.0f} W"
+            )
+    for address, errors in group_xids_by_gpu(machine_.xids).items():
         last = errors[-1]
-        yield GPU_ERROR.at(
+        yield GPU_ERROR.make_finding(
             address,
             f"{len(errors)}; the last is Xid {last.number}, {last.age_s:.0f} s ago: {last.text}",
         )
 
 
-def spins(gpu: Gpu) -> bool:
+def is_gpu_spinning(gpu: Gpu) -> bool:
     """Whether a kernel runs all the time and does nothing: work reads memory and draws power."""
     figures = (gpu.busy, gpu.memory_busy, gpu.watts, gpu.limit_watts)
     if None in figures:
@@ -429,14 +448,14 @@ def spins(gpu: Gpu) -> bool:
     return busy >= SPIN_BUSY and memory <= SPIN_MEMORY and watts < SPIN_POWER * limit
 
 
-def of_others(gpu: Gpu, snapshot: ServerSnapshot) -> bool:
+def is_foreign_gpu(gpu: Gpu, snapshot: ServerSnapshot) -> bool:
     """Whether a GPU is surely not this server's: the driver knows its processes, on other GPUs."""
     own = {process.pid for look in snapshot.looks for process in look.processes}
     shown = any(own & used.by_pid.keys() for used in snapshot.machine.gpus)
     return shown and not own & gpu.by_pid.keys()
 
 
-def grouped(xids: Sequence[Xid]) -> dict[str, list[Xid]]:
+def group_xids_by_gpu(xids: Sequence[Xid]) -> dict[str, list[Xid]]:
     """Errors by GPU."""
     by_gpu: dict[str, list[Xid]] = {}
     for xid in xids:
@@ -444,12 +463,15 @@ def grouped(xids: Sequence[Xid]) -> dict[str, list[Xid]]:
     return by_gpu
 
 
-def leftover(left: Sequence[Leftover]) -> Iterator[str]:
+def describe_leftovers(left: Sequence[ShmLeftover]) -> Iterator[str]:
     """What is left, the largest segments first, and how certain it is that nobody uses them."""
-    yield f"{len(left)} segments, {size(sum(segment.bytes for segment in left))}"
+    yield f"{len(left)} segments, {format_bytes(sum(segment.bytes for segment in left))}"
     for segment in sorted(left, key=lambda segment: -segment.bytes)[:SHOWN_LEFTOVERS]:
         minutes = segment.age_s / 60
-        yield f"{segment.name}: {size(segment.bytes)}, of {segment.owner}, {minutes:.0f} min old"
+        yield (
+            f"{segment.name}: {format_bytes(segment.bytes)}, of {segment.owner}, {minutes:.0f} min "
+            "old"
+        )
     doubt = next((segment.doubt for segment in left if segment.doubt), "")
     yield (
         f"no process that vllmops can see maps or opens them; {doubt}"
@@ -458,54 +480,62 @@ def leftover(left: Sequence[Leftover]) -> Iterator[str]:
     )
 
 
-def nearly_full(disk: Disk) -> bool:
+def is_nearly_full(disk: DiskSpace) -> bool:
     """Whether little is left in share and in bytes: a large disk may be nearly full for years."""
     return disk.free < FULL_SHARE * disk.total and disk.free < FULL_BYTES
 
 
-def stored(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_response_store(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """API servers whose last call to the store of responses has failed."""
     for pulse in snapshot.looks[-1].pulses if snapshot.looks else ():
         if pulse.beat.unready == STORE_AWAY:
-            yield UNSTORED.at(process_name(pulse), "what must be stored gets 503")
+            yield UNSTORED.make_finding(format_role_and_pid(pulse), "what must be stored gets 503")
 
 
-def guarded(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_security(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Who can reach the server, and what they can do."""
     guard = snapshot.guard
     addresses = ", ".join(guard.addresses)
     if guard.exposed and guard.open:
-        yield NO_KEY.at(addresses, "/v1/models answers without an API key")
+        yield NO_KEY.make_finding(addresses, "/v1/models answers without an API key")
     if guard.exposed and guard.dev_routes:
-        yield DEV_ROUTES.at(addresses, "vLLM's development routes are on and need no API key")
+        yield DEV_ROUTES.make_finding(
+            addresses, "vLLM's development routes are on and need no API key"
+        )
     if guard.signing_key == "weak":
-        yield WEAK_KEY.at("VLLM_RESPONSES_STATE_SIGNING_KEY", "not hex, or fewer than 64 digits")
+        yield WEAK_KEY.make_finding(
+            "VLLM_RESPONSES_STATE_SIGNING_KEY", "not hex, or fewer than 64 digits"
+        )
     apis = [report for report in snapshot.reports if report.role == "api"]
     if guard.store == "memory" and len(apis) > 1:
-        yield SEVERAL_STORES.at(", ".join(map(process_name, apis)), "they share no store")
+        yield SEVERAL_STORES.make_finding(
+            ", ".join(map(format_role_and_pid, apis)), "they share no store"
+        )
 
 
-def tools(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_stack_access(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Stacks that can't be read; processes that are refused for one reason are one finding."""
-    refused: dict[str, list[Unseen]] = {}
+    refused: dict[str, list[Gap]] = {}
     for unseen in snapshot.unseen:
         if unseen.code in NO_STACKS:
             refused.setdefault(unseen.code, []).append(unseen)
     for parts in refused.values():
-        yield PYSPY.at(", ".join(unseen.part for unseen in parts), parts[0].why)
+        yield PYSPY.make_finding(", ".join(unseen.part for unseen in parts), parts[0].why)
 
 
-def canary(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_canary(snapshot: ServerSnapshot) -> Iterator[Finding]:
     result = snapshot.canary
     if result is None or result.outcome in {"answered", "unable"}:
         return
     tokens = [look.metrics.tokens for look in snapshot.looks if look.metrics]
     moving = len({count for count in tokens if count is not None}) > 1
     rule = CANARY_LATE if result.outcome == "timeout" and moving else CANARY
-    yield rule.at(snapshot.url or snapshot.server, f"{result.detail} ({result.seconds:.1f} s)")
+    yield rule.make_finding(
+        snapshot.url or snapshot.server, f"{result.detail} ({result.seconds:.1f} s)"
+    )
 
 
-def traffic(snapshot: ServerSnapshot) -> Iterator[Finding]:
+def check_traffic(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """What the metrics show for the time between the first sample and the last."""
     with_metrics = [look for look in snapshot.looks if look.metrics]
     if len(with_metrics) < 2:
@@ -516,68 +546,78 @@ def traffic(snapshot: ServerSnapshot) -> Iterator[Finding]:
     seconds = with_metrics[-1].at_s - with_metrics[0].at_s
     subject = snapshot.url or snapshot.server
 
-    def grown(name: str) -> float:
+    def compute_growth(name: str) -> float:
         before, after = getattr(first, name), getattr(last, name)
         return 0.0 if before is None or after is None else max(after - before, 0.0)
 
-    def mean(name: str) -> float | None:
-        count = grown(f"{name}_n")
-        return grown(f"{name}_s") / count if count >= ENOUGH else None
+    def compute_mean(name: str) -> float | None:
+        count = compute_growth(f"{name}_n")
+        return compute_growth(f"{name}_s") / count if count >= ENOUGH else None
 
     full = all((look.metrics.kv_cache_usage or 0) > 0.95 for look in with_metrics if look.metrics)
     if full and last.waiting:
-        yield KV_PRESSURE.at(
+        yield KV_PRESSURE.make_finding(
             subject, f"{last.kv_cache_usage:.0%} in use, {last.waiting:.0f} requests wait"
         )
-    if (preempted := grown("preemptions")) >= ENOUGH:
-        yield PREEMPTIONS.at(subject, f"{preempted:.0f} in {seconds:.1f} s")
-    queue, prefill, first_token = mean("queue"), mean("prefill"), mean("first")
-    between, decode = mean("between"), grown("decode_s")
-    total = mean("whole")
+    if (preempted := compute_growth("preemptions")) >= ENOUGH:
+        yield PREEMPTIONS.make_finding(subject, f"{preempted:.0f} in {seconds:.1f} s")
+    queue, prefill, first_token = (
+        compute_mean("queue"),
+        compute_mean("prefill"),
+        compute_mean("first"),
+    )
+    between, decode = compute_mean("between"), compute_growth("decode_s")
+    total = compute_mean("whole")
     if queue is not None and total and queue > 0.5 * total and queue > 1.0:
-        yield QUEUEING.at(subject, f"{queue:.1f} s of {total:.1f} s for each request")
+        yield QUEUEING.make_finding(subject, f"{queue:.1f} s of {total:.1f} s for each request")
     if first_token and queue is not None and prefill is not None:
         rest = first_token - queue - prefill
         if rest > 0.5 * first_token and rest > 1.0:
-            yield FIRST_TOKEN.at(
+            yield FIRST_TOKEN.make_finding(
                 subject,
                 f"{first_token:.2f} s, of which {queue:.2f} s in the queue and {prefill:.2f} s of "
                 "prefill",
             )
-    tokens = grown("between_n")
+    tokens = compute_growth("between_n")
     if between and decode and between > 0.2:
         engine = decode / tokens
         if engine < 0.5 * between:
-            yield NEXT_TOKEN.at(subject, f"{between:.2f} s, of which {engine:.2f} s in the engine")
-    errors, responses = grown("errors"), grown("answers")
-    failed, finished = grown("failed"), grown("finished")
+            yield NEXT_TOKEN.make_finding(
+                subject, f"{between:.2f} s, of which {engine:.2f} s in the engine"
+            )
+    errors, responses = compute_growth("errors"), compute_growth("answers")
+    failed, finished = compute_growth("failed"), compute_growth("finished")
     if errors and errors >= FULL_SHARE * responses:
-        yield ERRORS.at(subject, f"{errors:.0f} of {responses:.0f} responses have a 5xx status")
+        yield ERRORS.make_finding(
+            subject, f"{errors:.0f} of {responses:.0f} responses have a 5xx status"
+        )
     elif failed and failed >= FULL_SHARE * finished:
-        yield ERRORS.at(subject, f"{failed:.0f} of {finished:.0f} requests ended with an error")
+        yield ERRORS.make_finding(
+            subject, f"{failed:.0f} of {finished:.0f} requests ended with an error"
+        )
 
 
 CHECKS: tuple[Callable[[ServerSnapshot], Iterator[Finding]], ...] = (
-    missing,
-    halted,
-    orphaned,
-    canary,
-    traffic,
-    agents,
-    patched,
-    installed,
-    machine,
-    guarded,
-    stored,
-    tools,
+    check_missing_processes,
+    check_halted_processes,
+    check_orphaned_processes,
+    check_canary,
+    check_traffic,
+    check_agents,
+    check_patches,
+    check_installed_packages,
+    check_machine,
+    check_security,
+    check_response_store,
+    check_stack_access,
 )
 
 
-def called(process: ProcessState) -> str:
+def format_process_name(process: ProcessState) -> str:
     """How findings name a process."""
-    return f"{headed(process.title, process.role, process)} {process.pid}"
+    return f"{choose_process_title(process.title, process.role, process)} {process.pid}"
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes for a person."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.0f} MiB"

@@ -44,7 +44,7 @@ class ThreadPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gil: bool = False
 
 
-class Case(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SignatureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One form of a signature.
 
     Args:
@@ -96,7 +96,7 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     references: tuple[str, ...]
     next: str
     sure: str
-    cases: tuple[Case, ...] = ()
+    cases: tuple[SignatureCase, ...] = ()
     fixed_in: str = ""
     logs: tuple[str, ...] = ()
     hides: tuple[str, ...] = ()
@@ -113,13 +113,13 @@ class _Catalogue(msgspec.Struct, forbid_unknown_fields=True):
 
 
 @functools.cache
-def catalogue() -> tuple[Signature, ...]:
+def load_signatures() -> tuple[Signature, ...]:
     """All signatures, in the order of the file."""
-    return toml.read("stacks.toml", _Catalogue).signature
+    return toml.load_table("stacks.toml", _Catalogue).signature
 
 
 @functools.cache
-def alternatives(pattern: str) -> tuple[tuple[str, str, str], ...]:
+def parse_alternatives(pattern: str) -> tuple[tuple[str, str, str], ...]:
     """Class, function and file of each alternative; empty what it does not name."""
     patterns = []
     for alternative in pattern.split("|"):
@@ -130,31 +130,33 @@ def alternatives(pattern: str) -> tuple[tuple[str, str, str], ...]:
 
 
 @functools.cache
-def functions(patterns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
+def parse_function_names(patterns: tuple[str, ...]) -> tuple[frozenset[str], ...]:
     """The bare names of the functions that each pattern names."""
-    return tuple(frozenset(name for _, name, _ in alternatives(pattern)) for pattern in patterns)
+    return tuple(
+        frozenset(name for _, name, _ in parse_alternatives(pattern)) for pattern in patterns
+    )
 
 
-def is_called(frame: Frame, pattern: str) -> bool:
+def matches_frame_pattern(frame: Frame, pattern: str) -> bool:
     """Whether a pattern names a frame, in the spelling of any version."""
-    return pattern == "*" or _is_called(frame.function, frame.short_file, pattern)
+    return pattern == "*" or _matches_function(frame.function, frame.short_file, pattern)
 
 
 @functools.lru_cache(CACHED)
-def _is_called(name: str, path: str, pattern: str) -> bool:
-    owner, _, function = bare(name).rpartition(".")
-    for class_, method, file in alternatives(pattern):
+def _matches_function(name: str, path: str, pattern: str) -> bool:
+    owner, _, function = strip_cpp_signature(name).rpartition(".")
+    for class_, method, file in parse_alternatives(pattern):
         if function != method:
             continue
         if class_ and owner and class_ != owner.rpartition(".")[2]:
             continue
-        if not file or _ends(path, file):
+        if not file or _has_path_suffix(path, file):
             return True
     return False
 
 
 @functools.lru_cache(CACHED)
-def bare(function: str) -> str:
+def strip_cpp_signature(function: str) -> str:
     """A function without a C++ signature: ``void ns::f<a, b>(int)`` is ``f``."""
     if "(" not in function and "::" not in function and " " not in function:
         return function
@@ -172,12 +174,12 @@ def bare(function: str) -> str:
 
 
 @functools.lru_cache(CACHED)
-def name_of(function: str) -> str:
+def strip_qualifiers(function: str) -> str:
     """A function's own name, without class and module."""
-    return bare(function).rpartition(".")[2]
+    return strip_cpp_signature(function).rpartition(".")[2]
 
 
-def _ends(path: str, end: str) -> bool:
+def _has_path_suffix(path: str, end: str) -> bool:
     """Whether a path ends so, as far as it is shown: ``…/core.py`` may end with ``a/core.py``."""
     have = [part for part in path.replace("\\", "/").split("/") if part]
     want = end.split("/")

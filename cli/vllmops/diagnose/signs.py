@@ -6,7 +6,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from .prose import HEADING, is_stuck, plain, reported, table
+from .prose import (
+    HEADING,
+    is_hang_report,
+    load_report_tables,
+    normalize_sentence,
+    select_statements,
+)
 
 MOST = 3  # ids: more help nobody
 FIRST = 10  # votes of a sign for the first of its ids; one for the others
@@ -16,13 +22,13 @@ SHOWN = 200  # characters of a sentence
 
 
 @dataclass(frozen=True)
-class Said:
+class SentenceMatch:
     """What a sentence says of a hang.
 
     Args:
         id: of the catalogue.
         sentence: as it stands in the text.
-        phase: as of `prose.Sign`.
+        phase: as of `prose.HangPattern`.
     """
 
     id: str
@@ -30,22 +36,22 @@ class Said:
     phase: str
 
 
-def read(text: str) -> list[Said]:
+def match_sentences(text: str) -> list[SentenceMatch]:
     """What may be stuck, the most probable first.
 
     Args:
         text: a report without stacks.
     """
-    sentences = {plain(part): part for part in reported(text).split("\n\n")}
+    sentences = {normalize_sentence(part): part for part in select_statements(text).split("\n\n")}
     weights = {
-        words: 1 if not is_stuck(part) else TITLE if HEADING.match(part) else STUCK
+        words: 1 if not is_hang_report(part) else TITLE if HEADING.match(part) else STUCK
         for words, part in sentences.items()
     }
     stuck = max(weights.values()) > 1
     votes: Counter[str] = Counter()
-    said: dict[str, Said] = {}
+    said: dict[str, SentenceMatch] = {}
     weak = True  # as long as only names of parts were found
-    for sign in table().sign:
+    for sign in load_report_tables().sign:
         if not (stuck or sign.proof) or (sign.part and votes and not weak):
             continue
         matching = filter(re.compile(sign.words).search, sentences)
@@ -58,5 +64,5 @@ def read(text: str) -> list[Said]:
             for index, name in enumerate(sign.ids):
                 votes[name] += weight * (1 if index else FIRST)
                 sentence = " ".join(sentences[best[0]].split())[:SHOWN].lstrip("-*>#| ")
-                said.setdefault(name, Said(name, sentence, "" if index else sign.phase))
+                said.setdefault(name, SentenceMatch(name, sentence, "" if index else sign.phase))
     return [said[name] for name, _ in votes.most_common(MOST)]

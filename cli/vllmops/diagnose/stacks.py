@@ -7,33 +7,33 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
-from ..patterns import pattern
-from ..protocol.pasted import Crash, Pasted
-from ..protocol.place import Place
-from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, Thread
-from .clues import compiles, gpu
-from .facts import from_figures, from_log
+from ..patterns import compile_lazily
+from ..protocol.pasted import CrashTraceback, PastedStacks
+from ..protocol.place import Placement
+from ..protocol.stacks import Frame, ProcessStacks, StacksSnapshot, ThreadStack
+from .clues import has_compiler_process, parse_gpu_state
+from .facts import parse_log_facts, parse_metrics_facts
 from .findings import Finding, Rule, Severity
-from .general import TIMED_OUT_LINE, hypotheses, known
+from .general import TIMED_OUT_LINE, find_hypotheses, get_signature
 from .matching import (
     ARROW,
     RANKS,
     SHOWN_FRAMES,
-    Hit,
-    Scene,
-    Spot,
-    is_of_core,
-    label,
+    DiagnosisInput,
+    SignatureMatch,
+    ThreadMatch,
+    format_frame,
+    format_process_name,
+    is_core_dump,
+    list_frame_lines,
     match_signature,
-    place,
-    places,
 )
 from .places import OTHERS
-from .signatures import Confidence, catalogue
-from .waiting import hang_of
+from .signatures import Confidence, load_signatures
+from .waiting import find_hang_id
 
 # Files that show what a thread does, for stacks that match no signature.
-LIBRARIES = pattern(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
+LIBRARIES = compile_lazily(r"vllm|triton|torch|xgrammar|llguidance|lmcache|nixl|flashinfer|ray")
 COMPILE = "jit-or-lock"
 CONNECTOR = "kv-connector-wait"
 MOST_SHOWN = 3  # hypotheses: more help nobody
@@ -88,7 +88,7 @@ class StackFinding(Finding, frozen=True, kw_only=True):
     hang: bool = True
 
 
-class Seen(Place, frozen=True, kw_only=True):
+class ProcessSummary(Placement, frozen=True, kw_only=True):
     """One process in short: shown if no signature matches.
 
     Args:
@@ -119,13 +119,13 @@ class Explanation(msgspec.Struct, frozen=True):
 
     verdict: str
     findings: tuple[StackFinding, ...]
-    seen: tuple[Seen, ...]
+    seen: tuple[ProcessSummary, ...]
     samples: int
     facts: dict[str, str]
     notes: tuple[str, ...]
 
 
-def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanation:
+def explain_stacks(pasted: PastedStacks, facts: Mapping[str, str] | None = None) -> Explanation:
     """Say what is stuck.
 
     Args:
@@ -134,47 +134,51 @@ def explain(pasted: Pasted, facts: Mapping[str, str] | None = None) -> Explanati
             log in the text.
     """
     if pasted.sections:
-        return _merged([explain(section, facts) for section in pasted.sections])
+        return _merge_explanations([explain_stacks(section, facts) for section in pasted.sections])
     log = "".join(pasted.text.split())
-    seen = {"gpu": state} if (state := gpu(pasted.text)) else {}
-    told = from_figures(pasted.text) | from_log(log)
-    scene = Scene(pasted, {**seen, **told, **(facts or {})}, log)
+    seen = {"gpu": state} if (state := parse_gpu_state(pasted.text)) else {}
+    told = parse_metrics_facts(pasted.text) | parse_log_facts(log)
+    scene = DiagnosisInput(pasted, {**seen, **told, **(facts or {})}, log)
     last = pasted.samples[-1].processes if pasted.samples else ()
     stopped = [process for process in last if process.stopped]
     # If a process is stopped by a signal, all others wait for it.
     matches = [
         hit
-        for signature in catalogue()
+        for signature in load_signatures()
         if (hit := match_signature(signature, scene))
         # A compiler that runs is work.
-        and not (signature.id == COMPILE and compiles(pasted.text))
+        and not (signature.id == COMPILE and has_compiler_process(pasted.text))
     ]
-    hits = [] if stopped else _best(matches, hypotheses(scene))
-    crashes = _distinct(pasted.crashes)
-    ended = [*_ended(crashes, pasted.text)]
+    hits = [] if stopped else _select_best_matches(matches, find_hypotheses(scene))
+    crashes = _deduplicate_crashes(pasted.crashes)
+    ended = [*_match_tracebacks(crashes, pasted.text)]
     codes = {hit.signature.id for hit in ended}
     hits = ended + [hit for hit in hits if hit.signature.id not in codes]
-    others = [crash for crash in crashes if not hang_of(crash)]
+    others = [crash for crash in crashes if not find_hang_id(crash)]
     if ended:  # it ends the other processes, too
         others = [crash for crash in others if not AFTERMATH.search(crash.error)]
-    elif hits and any(AFTERMATH.search(crash.error) for crash in others) and _waited(scene):
+    elif (
+        hits
+        and any(AFTERMATH.search(crash.error) for crash in others)
+        and _has_reported_hang(scene)
+    ):
         # What ended the wait is cut off: the traceback shows where it was, and no crash.
         others = [crash for crash in others if not AFTERMATH.search(crash.error)]
-    findings = [*map(_crashed, others), *map(_stopped, stopped)]
-    findings += map(_finding, hits)
+    findings = [*map(_make_crash_finding, others), *map(_make_stopped_finding, stopped)]
+    findings += map(_make_finding, hits)
     findings.sort(key=lambda finding: (-finding.severity.rank, -RANKS.index(finding.confidence)))
-    verdict = _verdict(findings, scene.facts)
+    verdict = _classify_findings(findings, scene.facts)
     return Explanation(
         verdict=verdict,
         findings=tuple(findings),
-        seen=tuple(map(_seen, last)),
+        seen=tuple(map(_make_process_summary, last)),
         samples=len(pasted.samples),
         facts=dict(scene.facts),
-        notes=tuple(_notes(pasted, idle=verdict == "idle")),
+        notes=tuple(_make_notes(pasted, idle=verdict == "idle")),
     )
 
 
-def _merged(parts: Sequence[Explanation]) -> Explanation:
+def _merge_explanations(parts: Sequence[Explanation]) -> Explanation:
     """One explanation from those of what several persons wrote: the most certain findings first."""
     by_code: dict[str, StackFinding] = {}
     for finding in (finding for part in parts for finding in part.findings):
@@ -200,7 +204,9 @@ def _merged(parts: Sequence[Explanation]) -> Explanation:
 VERDICTS = ("hang", "crash", "maybe", "working", "idle", "unknown")
 
 
-def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
+def _select_best_matches(
+    matches: Sequence[SignatureMatch], general: Sequence[SignatureMatch]
+) -> list[SignatureMatch]:
     """The hits to show: a hang comes before an idle server, and both before what is possible.
 
     Args:
@@ -209,9 +215,11 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
             that says the same adds its evidence.
     """
     by_id = {hit.signature.id: hit for hit in matches}
-    joined = [_joined(hit, by_id.get(hit.signature.id)) for hit in general]
+    joined = [_merge_matches(hit, by_id.get(hit.signature.id)) for hit in general]
     best = {hit.signature.id: hit for hit in joined}
-    matches = [best.get(hit.signature.id) or _rooted(hit, general[:1]) for hit in matches]
+    matches = [
+        best.get(hit.signature.id) or _remove_waiting_processes(hit, general[:1]) for hit in matches
+    ]
     strong = [hit for hit in matches if hit.confidence != "possible"]
     # What the process at the root waits for tells more than that somebody waits for it.
     named = {hit.signature.id for hit in strong}
@@ -236,23 +244,25 @@ def _best(matches: Sequence[Hit], general: Sequence[Hit]) -> list[Hit]:
     return [hit for hit in shown if hit.signature.id not in hidden][:MOST_SHOWN]
 
 
-def _rooted(match: Hit, general: Sequence[Hit]) -> Hit:
+def _remove_waiting_processes(
+    match: SignatureMatch, general: Sequence[SignatureMatch]
+) -> SignatureMatch:
     """A signature's hit without the processes that only wait, as far as the waits tell."""
     names = set(match.subject.split(", "))
     for hit in general:
         if names > set(hit.subject.split(", ")) or names <= set(hit.victims):
-            return _placed(match, hit)
+            return _copy_root_details(match, hit)
     return match
 
 
-def _joined(general: Hit, match: Hit | None) -> Hit:
+def _merge_matches(general: SignatureMatch, match: SignatureMatch | None) -> SignatureMatch:
     """One hit from a general answer and the signature that says the same."""
     if match is None or RANKS.index(match.confidence) < RANKS.index(general.confidence):
         return general
-    return _placed(match, general)
+    return _copy_root_details(match, general)
 
 
-def _placed(match: Hit, general: Hit) -> Hit:
+def _copy_root_details(match: SignatureMatch, general: SignatureMatch) -> SignatureMatch:
     """A signature's hit with the root, victims and phase of a general answer."""
     return dataclasses.replace(
         match,
@@ -263,7 +273,7 @@ def _placed(match: Hit, general: Hit) -> Hit:
     )
 
 
-def _finding(hit: Hit) -> StackFinding:
+def _make_finding(hit: SignatureMatch) -> StackFinding:
     signature = hit.signature
     possible = hit.confidence == "possible"
     return StackFinding(
@@ -289,54 +299,56 @@ def _finding(hit: Hit) -> StackFinding:
     )
 
 
-def _waited(scene: Scene) -> bool:
+def _has_reported_hang(scene: DiagnosisInput) -> bool:
     """Whether a text says that something was stuck or timed out."""
     from . import prose  # noqa: PLC0415 - slow to import, and not needed for most stacks
 
-    told = prose.is_stuck(prose.reported(scene.pasted.text))
+    told = prose.is_hang_report(prose.select_statements(scene.pasted.text))
     return told or TIMED_OUT_LINE.search(scene.log) is not None
 
 
-def _distinct(crashes: Sequence[Crash]) -> list[Crash]:
+def _deduplicate_crashes(crashes: Sequence[CrashTraceback]) -> list[CrashTraceback]:
     """Every crash once: several processes and loggers report the same one."""
     once = {(crash.process, crash.error, crash.frames[:2]): crash for crash in crashes}
     return list(once.values())
 
 
-def _ended(crashes: Sequence[Crash], text: str) -> Iterator[Hit]:
+def _match_tracebacks(crashes: Sequence[CrashTraceback], text: str) -> Iterator[SignatureMatch]:
     """The hangs of which tracebacks are what is left, each once."""
-    crashed: dict[str, Crash] = {}
+    crashed: dict[str, CrashTraceback] = {}
     for crash in crashes:
-        if name := hang_of(crash):
+        if name := find_hang_id(crash):
             crashed.setdefault(name, crash)
     if crashes and not crashed and (line := INPUT_THREAD.search(text)):
-        crashed["input-thread-dead"] = Crash("", line[0], ())
+        crashed["input-thread-dead"] = CrashTraceback("", line[0], ())
     # Who waits for a process that crashed times out.
-    real = any(not hang_of(crash) and not AFTERMATH.search(crash.error) for crash in crashes)
+    real = any(not find_hang_id(crash) and not AFTERMATH.search(crash.error) for crash in crashes)
     for name, crash in crashed.items():
         if real and name != "input-thread-dead":
             continue
         cut = () if crash.error else (CUT,)
         confidence: Confidence = "possible" if cut else "likely"
         subject = crash.process or "EngineCore"
-        yield Hit(known(name), confidence, _told(crash), subject, doubts=cut)
+        yield SignatureMatch(
+            get_signature(name), confidence, _format_traceback(crash), subject, doubts=cut
+        )
 
 
 CUT = "the last line of the traceback, which names the exception"
 # Exceptions that another process's end or a shutdown causes; empty: the last line is missing.
-AFTERMATH = pattern(
+AFTERMATH = compile_lazily(
     r"^$|EngineDead|[Cc]ancelled|EngineCore (?:encountered|failed|died)|Engine (?:core|process)"
     r"|Fatal Python error: (?:Aborted|Terminated|Quit)"  # somebody sent a signal
     r"|SystemExit|ConnectionReset|BrokenPipe|HTTPException|EOFError|KeyboardInterrupt|TimeoutError"
 )
 # The traceback of the input thread, in pieces that make no frame.
-INPUT_THREAD = pattern(
+INPUT_THREAD = compile_lazily(
     r"Exception in thread [^\n]{0,40}process_input_sockets\)?|in process_input_sockets\b"
 )
 
 
-def _crashed(crash: Crash) -> StackFinding:
-    lines = _told(crash)
+def _make_crash_finding(crash: CrashTraceback) -> StackFinding:
+    lines = _format_traceback(crash)
     return StackFinding(
         code="stack.crash",
         severity=Severity.ERROR,
@@ -352,14 +364,16 @@ def _crashed(crash: Crash) -> StackFinding:
     )
 
 
-def _told(crash: Crash) -> tuple[str, ...]:
+def _format_traceback(crash: CrashTraceback) -> tuple[str, ...]:
     """A traceback as evidence: the exception, and where it was raised."""
-    steps = ARROW.join(place(frame) for frame in crash.frames[:SHOWN_FRAMES])
+    steps = ARROW.join(format_frame(frame) for frame in crash.frames[:SHOWN_FRAMES])
     return tuple(line for line in (crash.error, steps and f"raised at: {steps}") if line)
 
 
-def _stopped(process: ProcessStacks) -> StackFinding:
-    finding = STOPPED.at(label(process), "state T", f"kill -CONT {process.pid} resumes it")
+def _make_stopped_finding(process: ProcessStacks) -> StackFinding:
+    finding = STOPPED.make_finding(
+        format_process_name(process), "state T", f"kill -CONT {process.pid} resumes it"
+    )
     return StackFinding(
         **msgspec.structs.asdict(finding),
         confidence="sure",
@@ -368,7 +382,7 @@ def _stopped(process: ProcessStacks) -> StackFinding:
     )
 
 
-def _verdict(findings: Sequence[StackFinding], facts: Mapping[str, str]) -> str:
+def _classify_findings(findings: Sequence[StackFinding], facts: Mapping[str, str]) -> str:
     if any(finding.hang and finding.confidence != "possible" for finding in findings):
         return "hang"
     if any(finding.code == "stack.crash" for finding in findings):
@@ -381,28 +395,28 @@ def _verdict(findings: Sequence[StackFinding], facts: Mapping[str, str]) -> str:
     return "maybe" if findings else "unknown"
 
 
-def _seen(process: ProcessStacks) -> Seen:
-    busy = [thread for thread in process.threads if not _is_waiting(thread)]
+def _make_process_summary(process: ProcessStacks) -> ProcessSummary:
+    busy = [thread for thread in process.threads if not _is_waiting_for_work(thread)]
     shown = busy or [thread for thread in process.threads if thread.name == "MainThread"]
     doing = tuple(
         f"{thread.name} ({thread.state}): "
-        + ARROW.join(place(frame) for frame in _significant(thread.frames))
+        + ARROW.join(format_frame(frame) for frame in _select_significant_frames(thread.frames))
         for thread in shown[:SHOWN_FRAMES]
         if thread.frames
     )
     if process.error:
         doing = (f"not read: {process.error.message}",)
-    return Seen(
+    return ProcessSummary(
         role=process.role,
         pid=process.pid,
         title=process.title,
         threads=len(process.threads),
         doing=doing,
-        **{name: getattr(process, name) for name in Place.__struct_fields__},
+        **{name: getattr(process, name) for name in Placement.__struct_fields__},
     )
 
 
-def _is_waiting(thread: Thread) -> bool:
+def _is_waiting_for_work(thread: ThreadStack) -> bool:
     """Whether a thread only waits for work."""
     return not thread.frames or (
         thread.state == "idle"
@@ -411,7 +425,7 @@ def _is_waiting(thread: Thread) -> bool:
     )
 
 
-def _significant(frames: Sequence[Frame]) -> Sequence[Frame]:
+def _select_significant_frames(frames: Sequence[Frame]) -> Sequence[Frame]:
     """The innermost frames, and those that show what the thread does."""
     inner = frames[:2]
     return [
@@ -420,29 +434,29 @@ def _significant(frames: Sequence[Frame]) -> Sequence[Frame]:
     ]
 
 
-def _notes(pasted: Pasted, *, idle: bool) -> Iterator[str]:
-    if len(pasted.samples) == 1 and not idle and not is_of_core(pasted):
+def _make_notes(pasted: PastedStacks, *, idle: bool) -> Iterator[str]:
+    if len(pasted.samples) == 1 and not idle and not is_core_dump(pasted):
         yield (
             "one dump can't tell an endless loop from work; three dumps, some seconds apart and in "
             "one file, can"
         )
-    moved = list(dict.fromkeys(_moved(pasted.samples)))
+    moved = list(dict.fromkeys(_find_moved_processes(pasted.samples)))
     if moved:
         yield f"did something else in another sample: {', '.join(moved)}"
     for process in pasted.samples[-1].processes if pasted.samples else ():
         if process.error:
-            yield f"{label(process)} was not read: {process.error.message}"
+            yield f"{format_process_name(process)} was not read: {process.error.message}"
     yield from dict.fromkeys(
         process.note for sample in pasted.samples for process in sample.processes if process.note
     )
 
 
-def _moved(samples: Sequence[StacksSnapshot]) -> Iterator[str]:
+def _find_moved_processes(samples: Sequence[StacksSnapshot]) -> Iterator[str]:
     """The processes with a thread that is elsewhere in another sample."""
     before: dict[tuple[object, ...], list[tuple[str, int | None]]] = {}
     for sample in samples:
         for process in sample.processes:
             for thread in process.threads:
-                key = Spot(process, thread, ()).key
-                if before.setdefault(key, places(thread)) != places(thread):
-                    yield label(process)
+                key = ThreadMatch(process, thread, ()).thread_key
+                if before.setdefault(key, list_frame_lines(thread)) != list_frame_lines(thread):
+                    yield format_process_name(process)

@@ -11,7 +11,7 @@ MOST_STEPS = 50
 
 
 @lru_cache(4096)
-def quantile(confidence: float, freedom: int) -> float:
+def compute_t_quantile(confidence: float, freedom: int) -> float:
     """The two-sided quantile of Student's t distribution.
 
     Args:
@@ -24,7 +24,7 @@ def quantile(confidence: float, freedom: int) -> float:
     slope = 2 / math.sqrt(math.pi)
     slope *= math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2))
     for _ in range(MOST_STEPS):
-        missing = confidence - probability(angle, freedom)
+        missing = confidence - compute_t_probability(angle, freedom)
         step = missing / (slope * math.cos(angle) ** (freedom - 1))
         angle += step
         if abs(step) < ENOUGH:
@@ -32,7 +32,7 @@ def quantile(confidence: float, freedom: int) -> float:
     return math.sqrt(freedom) * math.tan(angle)
 
 
-def probability(angle: float, freedom: int) -> float:
+def compute_t_probability(angle: float, freedom: int) -> float:
     """That a variable lies within the angle's t: Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     sine, cosine = math.sin(angle), math.cos(angle)
     odd = freedom % 2

@@ -15,7 +15,7 @@ T = TypeVar("T")
 _alone = threading.Lock()
 
 
-def read(name: str, kind: type[T]) -> T:
+def load_table(name: str, kind: type[T]) -> T:
     """A table.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from ..protocol.server import Observation
+from ..protocol.server import ServerSample
 from .progress import (
     DEAD,
     FINAL,
@@ -16,8 +16,8 @@ from .progress import (
     RENDERING,
     UNSEEN,
     Stall,
-    fatal,
-    stalls,
+    find_stalls,
+    has_fatal_stall,
 )
 
 INTERVAL_S = 2.0
@@ -29,7 +29,7 @@ ASK_S = 15.0
 USUAL = {NO_PROGRESS.code, RENDERING.code}
 
 
-class Step(msgspec.Struct, frozen=True):
+class SamplingPlan(msgspec.Struct, frozen=True):
     """When and how to take the next sample.
 
     Args:
@@ -41,7 +41,7 @@ class Step(msgspec.Struct, frozen=True):
     ask: bool
 
 
-class Vigil:
+class StallDetector:
     """Looks at a server, and what they show together.
 
     A server has stalled if something has made no progress for `patience_s` and was seen so in
@@ -63,17 +63,17 @@ class Vigil:
         self.interval_s = interval_s
         self.checks = checks
         self.patience_s = patience_s
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
+    def reset(self) -> None:
         """Forget all samples: it is another server, or the last sample is old."""
-        self.looks: list[Observation] = []
+        self.looks: list[ServerSample] = []
         self.row = 0
         self.stood_s = 0.0
         self.asked_s = -ASK_S
         self.dismissed: set[tuple[str, str]] = set()
 
-    def see(self, look: Observation) -> list[Stall]:
+    def add_sample(self, look: ServerSample) -> list[Stall]:
         """Add a sample; returns the stalls that were not dismissed before."""
         self.looks.append(look)
         if look.metrics or look.health is not None:
@@ -81,75 +81,78 @@ class Vigil:
         kept_s = METRICS_FACTOR * (self.patience_s + ASK_S)
         while look.at_s - self.looks[0].at_s > kept_s:
             del self.looks[0]
-        self.dismissed &= {key(stall) for stall in stalls(self.looks, 0.0)}
-        self.row = self.row + 1 if self.standing else 0
+        self.dismissed &= {make_stall_key(stall) for stall in find_stalls(self.looks, 0.0)}
+        self.row = self.row + 1 if self.current_stalls else 0
         if self.row <= 1:
             self.stood_s = look.at_s
         long = look.at_s - self.stood_s >= (self.checks - 1) * self.interval_s
         enough = self.row >= self.checks or (long and self.row >= FEWEST)
-        found = self.after(self.patience_s)
+        found = self.list_undismissed_stalls(self.patience_s)
         return [stall for stall in found if enough or stall.code in FINAL]
 
-    def after(self, seconds: float) -> list[Stall]:
+    def list_undismissed_stalls(self, seconds: float) -> list[Stall]:
         """What has stopped for so many seconds, without what was dismissed."""
-        stalls_ = stalls(self.looks, seconds)
-        return [stall for stall in stalls_ if key(stall) not in self.dismissed]
+        stalls_ = find_stalls(self.looks, seconds)
+        return [stall for stall in stalls_ if make_stall_key(stall) not in self.dismissed]
 
     def dismiss(self, stalls_: list[Stall]) -> None:
         """These are no stalls: ignore them until they change."""
-        self.dismissed |= {key(stall) for stall in stalls_}
+        self.dismissed |= {make_stall_key(stall) for stall in stalls_}
         self.row = 0
 
     @property
-    def standing(self) -> list[Stall]:
+    def current_stalls(self) -> list[Stall]:
         """What has stopped, for however short a time."""
-        return self.after(min(self.interval_s, self.patience_s))
+        return self.list_undismissed_stalls(min(self.interval_s, self.patience_s))
 
-    def lasts(self, about: Collection[str]) -> bool:
+    def is_stall_ongoing(self, about: Collection[str]) -> bool:
         """Whether a stall goes on; what a server at work shows, too, counts only if it is the same.
 
         Args:
-            about: what the stall is about, as `names` gives it.
+            about: what the stall is about, as `list_stall_subjects` gives it.
         """
-        lasting = (stall.code not in USUAL or name(stall) in about for stall in self.standing)
-        return unanswered(self.looks[-1]) or any(lasting)
+        lasting = (
+            stall.code not in USUAL or get_stall_subject(stall) in about
+            for stall in self.current_stalls
+        )
+        return is_node_unreachable(self.looks[-1]) or any(lasting)
 
-    def step(self) -> Step:
+    def plan_next_sample(self) -> SamplingPlan:
         """When and how to sample again; a server that makes progress is not asked."""
         last = self.looks[-1]
         beats = [pulse.beat for pulse in last.pulses]
         blind = not any(beat.still_s is not None for beat in beats)
-        dead = fatal(self.looks)
-        if self.standing or dead or last.health in {0, 503}:
-            late = bool(self.after(self.patience_s / 2))
-            return Step(self.interval_s, blind or dead or last.health in {0, 503} or late)
-        if unanswered(last):
-            return Step(self.interval_s, ask=True)  # has it ended?
+        dead = has_fatal_stall(self.looks)
+        if self.current_stalls or dead or last.health in {0, 503}:
+            late = bool(self.list_undismissed_stalls(self.patience_s / 2))
+            return SamplingPlan(self.interval_s, blind or dead or last.health in {0, 503} or late)
+        if is_node_unreachable(last):
+            return SamplingPlan(self.interval_s, ask=True)  # has it ended?
         gone = bool(last.processes) and all(each.state in DEAD for each in last.processes)
         if blind and not gone:
-            return Step(max(self.interval_s, ASK_S), ask=True)
+            return SamplingPlan(max(self.interval_s, ASK_S), ask=True)
         # An agent of an older vllmops does not report whether the API server's event loop runs.
         asks = not any(beat.loop_s is not None for beat in beats)
         due = last.at_s + self.interval_s >= self.asked_s + ASK_S
-        return Step(self.interval_s, ask=asks and due)
+        return SamplingPlan(self.interval_s, ask=asks and due)
 
 
-def key(stall: Stall) -> tuple[str, str]:
+def make_stall_key(stall: Stall) -> tuple[str, str]:
     """What stays the same while a stall is the same one."""
     return stall.code, stall.mark
 
 
-def unanswered(look: Observation) -> bool:
+def is_node_unreachable(look: ServerSample) -> bool:
     """Whether nobody on the server's machine answered, which shows neither a stall nor progress."""
     return {process.state for process in look.processes} == {UNSEEN} and not look.pulses
 
 
-def names(stalls_: Sequence[Stall]) -> frozenset[str]:
+def list_stall_subjects(stalls_: Sequence[Stall]) -> frozenset[str]:
     """What some stalls are about; work only if that is all, because it may go on without them."""
     others = [stall for stall in stalls_ if stall.doubt != "work"]
-    return frozenset(map(name, others or stalls_))
+    return frozenset(map(get_stall_subject, others or stalls_))
 
 
-def name(stall: Stall) -> str:
+def get_stall_subject(stall: Stall) -> str:
     """What has stopped: of work the request, else the process, whatever it shows."""
     return stall.mark if stall.doubt == "work" else stall.subject

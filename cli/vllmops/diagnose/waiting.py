@@ -10,18 +10,26 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..protocol.pasted import Crash
-from ..protocol.stacks import ProcessStacks, StacksSnapshot, Thread
+from ..protocol.pasted import CrashTraceback
+from ..protocol.stacks import ProcessStacks, StacksSnapshot, ThreadStack
 from . import toml
-from .facts import agrees
-from .places import NOWHERE, Position, is_helper, is_main, own, place_of, waits_of
-from .signatures import name_of
+from .facts import matches_condition
+from .places import (
+    NOWHERE,
+    ThreadPosition,
+    drop_parent_frames,
+    find_thread_position,
+    find_wait_ids,
+    is_helper_thread,
+    is_main_thread,
+)
+from .signatures import strip_qualifiers
 
 COLLECTIVES = {"collective", "dp-collective", "expert-exchange"}
 SERVING = {"engine", "worker", "other"}
 
 
-class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HangCondition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is stuck under some conditions; see the head of ``answers.toml``.
 
     Args:
@@ -38,7 +46,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     facts: dict[str, str] = {}
 
 
-class Traceback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TracebackPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A traceback that is what is left of a hang.
 
     Args:
@@ -52,24 +60,24 @@ class Traceback(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     error: str = ""
 
 
-class Answers(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HangTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The content of the file."""
 
-    answer: tuple[Answer, ...]
-    crash: tuple[Traceback, ...]
+    answer: tuple[HangCondition, ...]
+    crash: tuple[TracebackPattern, ...]
 
 
 @functools.cache
-def answers() -> Answers:
+def load_hang_tables() -> HangTables:
     """The table of answers, in the order of the file."""
-    return toml.read("answers.toml", Answers)
+    return toml.load_table("answers.toml", HangTables)
 
 
-def hang_of(crash: Crash) -> str:
+def find_hang_id(crash: CrashTraceback) -> str:
     """The id of the hang that a traceback tells; empty if it is of a crash."""
-    for row in answers().crash:
+    for row in load_hang_tables().crash:
         named = not row.function or any(
-            re.fullmatch(row.function, name_of(frame.function)) for frame in crash.frames
+            re.fullmatch(row.function, strip_qualifiers(frame.function)) for frame in crash.frames
         )
         if named and (not row.error or re.search(row.error, crash.error)):
             return row.id
@@ -77,7 +85,7 @@ def hang_of(crash: Crash) -> str:
 
 
 @dataclass(frozen=True)
-class Chain:
+class WaitChain:
     """What is at the end of who waits for whom.
 
     Args:
@@ -89,19 +97,21 @@ class Chain:
 
     ids: tuple[str, ...]
     relation: str
-    roots: tuple[Position, ...]
-    victims: tuple[Position, ...]
+    roots: tuple[ThreadPosition, ...]
+    victims: tuple[ThreadPosition, ...]
 
 
-def chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> Chain | None:
+def find_wait_chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> WaitChain | None:
     """Who waits for whom in one sample; None if all threads rest or compute as they should.
 
     Args:
         sample: the stacks.
         facts: figures, by the names in `facts.FACTS`.
     """
-    tellings = [telling(process) for process in sample.processes if process.threads]
-    busy = [p for p in tellings if p.wait not in {"rest", "ipc-read"} and not _is_helper(p)]
+    tellings = [find_decisive_position(process) for process in sample.processes if process.threads]
+    busy = [
+        p for p in tellings if p.wait not in {"rest", "ipc-read"} and not _is_helper_position(p)
+    ]
     serving = [place for place in busy if place.process.role in SERVING]
     waiting = [place for place in tellings if place.wait == "ipc-read"]
     rest = [p for p in tellings if p.wait == "rest" and p.process.role == "worker"]
@@ -114,30 +124,30 @@ def chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> Chain | None:
     if not serving and not waiting:
         serving = busy
     if not serving:
-        return _unanswered(waiting, rest, facts) or _connector(sample)
-    relation, roots = _rooted(serving, rest)
+        return _find_unanswered_engines(waiting, rest, facts) or _find_lost_transfer(sample)
+    relation, roots = _find_roots(serving, rest)
     if not relation and any(place.process.role == "engine" for place in waiting):
         relation = "waited-for"
     named = set(map(id, roots))
     victims = [place for place in (*serving, *waiting) if id(place) not in named]
-    ids = _ids(relation, roots[0], facts)
-    return Chain(ids, relation, tuple(roots), tuple(victims)) if ids else None
+    ids = _find_hang_ids(relation, roots[0], facts)
+    return WaitChain(ids, relation, tuple(roots), tuple(victims)) if ids else None
 
 
-def telling(process: ProcessStacks) -> Position:
+def find_decisive_position(process: ProcessStacks) -> ThreadPosition:
     """The place of the thread that says most about a process."""
-    if place := _without_gil(process):
+    if place := _find_gil_wait(process):
         return place
-    places = [place_of(process, thread) for thread in process.threads]
-    return min(places, key=functools.partial(_rank, process))
+    places = [find_thread_position(process, thread) for thread in process.threads]
+    return min(places, key=functools.partial(_rank_position, process))
 
 
-def _without_gil(process: ProcessStacks) -> Position | None:
+def _find_gil_wait(process: ProcessStacks) -> ThreadPosition | None:
     """A main thread that is idle amid Python code while another thread has the GIL."""
     main = next((t for t in process.threads if t.name == "MainThread"), None)
-    if not main or main.state != "idle" or not gil_holders(process, main):
+    if not main or main.state != "idle" or not find_gil_holders(process, main):
         return None
-    place = place_of(process, main)
+    place = find_thread_position(process, main)
     python = any(frame.short_file.endswith(".py") for frame in main.frames[:1])
     return (
         dataclasses.replace(place, wait="gil")
@@ -146,26 +156,28 @@ def _without_gil(process: ProcessStacks) -> Position | None:
     )
 
 
-def gil_holders(process: ProcessStacks, waiting: Thread) -> list[Thread]:
+def find_gil_holders(process: ProcessStacks, waiting: ThreadStack) -> list[ThreadStack]:
     """The threads that have the GIL while another one waits, and of which no table says why."""
     return [
         thread
         for thread in process.threads
-        if thread.owns_gil and thread is not waiting and place_of(process, thread).wait == "call"
+        if thread.owns_gil
+        and thread is not waiting
+        and find_thread_position(process, thread).wait == "call"
     ]
 
 
-def _is_helper(place: Position) -> bool:
+def _is_helper_position(place: ThreadPosition) -> bool:
     """Whether a place is that of a helper thread, and no name says what it does."""
     return (
         place.wait == "call"
         and place.phase == NOWHERE
-        and (not is_main(place.process, place.thread) or is_helper(place.thread))
+        and (not is_main_thread(place.process, place.thread) or is_helper_thread(place.thread))
     )
 
 
-def _rank(process: ProcessStacks, place: Position) -> tuple[bool, ...]:
-    main = is_main(process, place.thread)
+def _rank_position(process: ProcessStacks, place: ThreadPosition) -> tuple[bool, ...]:
+    main = is_main_thread(process, place.thread)
     return (
         place.wait == "rest",
         place.wait in {"ipc-read", "sleep"},
@@ -177,88 +189,102 @@ def _rank(process: ProcessStacks, place: Position) -> tuple[bool, ...]:
     )
 
 
-def _connector(sample: StacksSnapshot) -> Chain | None:
+def _find_lost_transfer(sample: StacksSnapshot) -> WaitChain | None:
     """An engine that is at rest while a connector's own threads live: a transfer may be lost."""
     for process in sample.processes:
         for thread in process.threads:
-            if not is_main(process, thread) and any(
-                "transfer" in waits_of(frame) for frame in thread.frames
+            if not is_main_thread(process, thread) and any(
+                "transfer" in find_wait_ids(frame) for frame in thread.frames
             ):
-                place = Position(process, thread, NOWHERE, "transfer", thread.frames[0])
-                return Chain(("kv-connector-wait",), "connector", (place,), ())
+                place = ThreadPosition(process, thread, NOWHERE, "transfer", thread.frames[0])
+                return WaitChain(("kv-connector-wait",), "connector", (place,), ())
     return None
 
 
-def _unanswered(
-    waiting: Sequence[Position], rest: Sequence[Position], facts: Mapping[str, str]
-) -> Chain | None:
+def _find_unanswered_engines(
+    waiting: Sequence[ThreadPosition], rest: Sequence[ThreadPosition], facts: Mapping[str, str]
+) -> WaitChain | None:
     """Engines that wait for a message while no worker of the text is busy."""
     engines = [place for place in waiting if place.phase.id not in {"", "api", "spawn"}] or [
         place for place in waiting if place.process.role == "engine"
     ]
     if not engines:
         return None
-    names = {name_of(frame.function) for place in engines for frame in place.thread.frames}
+    names = {strip_qualifiers(frame.function) for place in engines for frame in place.thread.frames}
     remote = "recv" in names or any(
         "ray" in frame.short_file.split("/")[0] for p in engines for frame in p.thread.frames
     )
     relation = "lost" if rest else "remote" if remote else "unseen"
-    ids = _ids(relation, engines[0], facts)
-    return Chain(ids, relation, tuple(engines), ()) if ids else None
+    ids = _find_hang_ids(relation, engines[0], facts)
+    return WaitChain(ids, relation, tuple(engines), ()) if ids else None
 
 
-def _rooted(busy: Sequence[Position], rest: Sequence[Position]) -> tuple[str, list[Position]]:
+def _find_roots(
+    busy: Sequence[ThreadPosition], rest: Sequence[ThreadPosition]
+) -> tuple[str, list[ThreadPosition]]:
     """What busy processes do together, and which of them the others wait for."""
     inside = [place for place in busy if place.wait in COLLECTIVES]
     outside = [place for place in busy if place.wait not in COLLECTIVES]
     if inside and outside:
-        same = {_step(place) for place in inside} & {_step(place) for place in outside}
-        return ("not-entered" if same else "elsewhere"), _fewest(outside)
+        same = {_make_step_key(place) for place in inside} & {
+            _make_step_key(place) for place in outside
+        }
+        return ("not-entered" if same else "elsewhere"), _select_smallest_group(outside)
     if not inside:
-        return "", _fewest(outside)
+        return "", _select_smallest_group(outside)
     entered = [place for place in inside if place.entered]
     late = [place for place in inside if not place.entered]
-    if entered and late and {_name(p) for p in entered} == {_name(p) for p in late}:
+    if (
+        entered
+        and late
+        and {_find_collective_name(p) for p in entered} == {_find_collective_name(p) for p in late}
+    ):
         return "not-entered", late
-    if len({_name(place) for place in inside}) > 1:
+    if len({_find_collective_name(place) for place in inside}) > 1:
         ranks = any("_DP" in place.process.title for place in inside)
         parallel = any(place.wait != "collective" for place in inside)
-        return ("differ-dp" if ranks or parallel else "differ"), _fewest(inside)
+        return ("differ-dp" if ranks or parallel else "differ"), _select_smallest_group(inside)
     if len(inside) > 1:
         return "same", inside
     parallel = any(place.wait == "dp-collective" for place in inside)
     return ("absent-dp" if parallel else "absent", list(rest)) if rest else ("", inside)
 
 
-def _name(place: Position) -> str:
+def _find_collective_name(place: ThreadPosition) -> str:
     """The collective that a thread is in, by the outermost frame that names it."""
-    frames = [frame for frame in own(place.thread.frames) if place.wait in waits_of(frame)]
+    frames = [
+        frame
+        for frame in drop_parent_frames(place.thread.frames)
+        if place.wait in find_wait_ids(frame)
+    ]
     innermost = frames[-1] if frames else place.frame
-    return name_of(innermost.function) if innermost else ""
+    return strip_qualifiers(innermost.function) if innermost else ""
 
 
-def _step(place: Position) -> str:
-    return f"{place.phase.id} {_name(place)}"
+def _make_step_key(place: ThreadPosition) -> str:
+    return f"{place.phase.id} {_find_collective_name(place)}"
 
 
-def _fewest(places: Sequence[Position]) -> list[Position]:
+def _select_smallest_group(places: Sequence[ThreadPosition]) -> list[ThreadPosition]:
     """Those of the smallest group that stands at one place; all if the groups have one size."""
-    groups: dict[str, list[Position]] = {}
+    groups: dict[str, list[ThreadPosition]] = {}
     for place in places:
-        groups.setdefault(f"{place.wait} {_name(place)}", []).append(place)
+        groups.setdefault(f"{place.wait} {_find_collective_name(place)}", []).append(place)
     smallest = min(map(len, groups.values()))
     few = [place for group in groups.values() if len(group) == smallest for place in group]
     return few if len(few) < len(places) else list(places)
 
 
-def _ids(relation: str, root: Position, facts: Mapping[str, str]) -> tuple[str, ...]:
-    for answer in answers().answer:
+def _find_hang_ids(
+    relation: str, root: ThreadPosition, facts: Mapping[str, str]
+) -> tuple[str, ...]:
+    for answer in load_hang_tables().answer:
         if (
             (not answer.relation or relation in answer.relation)
             and (not answer.stage or root.phase.stage in answer.stage)
             and (not answer.phase or root.phase.id in answer.phase)
             and (not answer.wait or root.wait in answer.wait)
-            and all(n in facts and agrees(facts[n], c) for n, c in answer.facts.items())
+            and all(n in facts and matches_condition(facts[n], c) for n, c in answer.facts.items())
         ):
             return answer.ids
     return ()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from ..diagnose.signatures import Signature, catalogue
+from ..diagnose.signatures import Signature, load_signatures
 
 HEADING = re.compile(r"^## ", re.MULTILINE)
 
@@ -37,50 +37,57 @@ class Page:
         return self.text.partition("\n")[0].lstrip("# ")
 
 
-def pages() -> dict[str, Page]:
+def load_pages() -> dict[str, Page]:
     """Every page by its name: topics first, then findings, alerts, errors, each in order."""
     root = files(__package__)
-    all_pages = [Page(stem(file), "topic", file.read_text("utf-8")) for file in texts(root)]
-    all_pages += [
-        Page(stem(file), "finding", file.read_text("utf-8")) for file in texts(root / "findings")
+    all_pages = [
+        Page(strip_md_suffix(file), "topic", file.read_text("utf-8"))
+        for file in list_markdown_files(root)
     ]
-    all_pages += [Page(f"stack.{each.id}", "finding", described(each)) for each in catalogue()]
-    all_pages += sections(root / "alerts.md", "alert")
-    for file in texts(root / "errors"):
-        all_pages += sections(file, "error")
+    all_pages += [
+        Page(strip_md_suffix(file), "finding", file.read_text("utf-8"))
+        for file in list_markdown_files(root / "findings")
+    ]
+    all_pages += [
+        Page(f"stack.{each.id}", "finding", render_signature_page(each))
+        for each in load_signatures()
+    ]
+    all_pages += load_section_pages(root / "alerts.md", "alert")
+    for file in list_markdown_files(root / "errors"):
+        all_pages += load_section_pages(file, "error")
     return {page.name: page for page in all_pages}
 
 
-def sections(file: Traversable, kind: str) -> list[Page]:
+def load_section_pages(file: Traversable, kind: str) -> list[Page]:
     """A page for each section, whose heading is its name."""
     _, *parts = HEADING.split(file.read_text("utf-8"))
     return [Page(part.partition("\n")[0].strip(), kind, f"# {part}") for part in parts]
 
 
-def described(signature: Signature) -> str:
+def render_signature_page(signature: Signature) -> str:
     """The page of a stack signature."""
     fixed = f"Fixed in vLLM {signature.fixed_in}." if signature.fixed_in else ""
     parts = [
         f"# stack.{signature.id}: {signature.title}",
-        f"## What it means\n\n{sentence(signature.cause)} {fixed}".rstrip(),
+        f"## What it means\n\n{format_sentence(signature.cause)} {fixed}".rstrip(),
         f"## How vllmops knows\n\nThe stacks show it. It is sure with this: {signature.sure}."
         + (f"\n\nIf nothing is stuck: {signature.work}." if signature.work else ""),
-        f"## What to do\n\n{sentence(signature.next)}",
+        f"## What to do\n\n{format_sentence(signature.next)}",
         "## Where it was reported\n\n" + "\n".join(f"- {url}" for url in signature.references),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def sentence(text: str) -> str:
+def format_sentence(text: str) -> str:
     """Text with a full stop; a command at its beginning keeps its case."""
     return f"{text if text.startswith('vllmops') else text[0].upper() + text[1:]}."
 
 
-def texts(folder: Traversable) -> list[Traversable]:
+def list_markdown_files(folder: Traversable) -> list[Traversable]:
     """The Markdown files of a folder, by name."""
     named = [file for file in folder.iterdir() if file.name.endswith(".md")]
     return sorted(named, key=lambda file: file.name)
 
 
-def stem(file: Traversable) -> str:
+def strip_md_suffix(file: Traversable) -> str:
     return file.name.removesuffix(".md")

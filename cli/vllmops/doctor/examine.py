@@ -18,34 +18,34 @@ from ..caches import inspect as caches
 from ..diagnose import compares as judge
 from ..diagnose import progress, stacks
 from ..errors import VllmopsError
-from ..home import home, user
+from ..home import format_user, resolve_home
 from ..host import gpu, kmsg, proc, processes, ras, shm
-from ..host.memory import room
+from ..host.memory import read_available_memory
 from ..host.processes import ROLES, Process
-from ..host.roles import Role, titled
-from ..host.states import compilers, state
-from ..instances.record import State
+from ..host.roles import Role, find_title_role
+from ..host.states import find_compilers, observe_process
+from ..instances.record import InstanceState
 from ..instances.servers import Server
 from ..memory import record as memory
 from ..protocol import identity
 from ..protocol.caches import CacheSnapshot
-from ..protocol.compares import CompareRequest, Comparison
-from ..protocol.pasted import Pasted
+from ..protocol.compares import CacheComparison, CompareRequest
+from ..protocol.pasted import PastedStacks
 from ..protocol.patches import ProcessPatches
-from ..protocol.place import who
+from ..protocol.place import format_process
 from ..protocol.server import (
     AgentReport,
     Canary,
-    Disk,
-    Guard,
-    Leftover,
+    DiskSpace,
+    Exposure,
+    Gap,
     Machine,
-    Observation,
+    ProcessHeartbeat,
     ProcessState,
-    Pulse,
     RasCapture,
+    ServerSample,
     ServerSnapshot,
-    Unseen,
+    ShmLeftover,
     Xid,
 )
 from ..protocol.stacks import StacksSnapshot
@@ -82,7 +82,7 @@ PARTS = {
 
 
 @dataclass(frozen=True)
-class Options:
+class ExaminationOptions:
     """How thorough an examination is.
 
     Args:
@@ -104,8 +104,10 @@ class Options:
     stacks_s: float = 20.0
 
 
-def take(
-    server: Server, options: Options | None = None, show: Callable[[str], None] = lambda _: None
+def examine_server(
+    server: Server,
+    options: ExaminationOptions | None = None,
+    show: Callable[[str], None] = lambda _: None,
 ) -> ServerSnapshot:
     """A snapshot of a server; it names the parts that could not be seen.
 
@@ -114,7 +116,7 @@ def take(
         options: how thorough.
         show: takes what the examination waits for, in words.
     """
-    return Examination(server, options or Options(), show).run()
+    return Examination(server, options or ExaminationOptions(), show).run()
 
 
 class Examination:
@@ -131,9 +133,9 @@ class Examination:
     def __init__(
         self,
         server: Server,
-        options: Options,
+        options: ExaminationOptions,
         show: Callable[[str], None],
-        looks: Sequence[Observation] = (),
+        looks: Sequence[ServerSample] = (),
         began: float | None = None,
     ) -> None:
         self.server = server
@@ -145,61 +147,63 @@ class Examination:
         self.looks = list(looks)
         self.samples: list[StacksSnapshot] = []
         self.ras: list[RasCapture] = []
-        self.unseen: list[Unseen] = []
-        self.parts: Parts | None = None
+        self.unseen: list[Gap] = []
+        self.parts: SnapshotParts | None = None
 
     def run(self) -> ServerSnapshot:
         with ThreadPoolExecutor(12) as pool:  # a thread for each task
-            probe = pool.submit(canary, self.server) if self.options.canary else None
-            self.parts = parts = Parts(pool, self.server)
-            sample = pool.submit(self.sample)
-            asked = pool.submit(self.ask_nccl)
-            self.look()
+            probe = pool.submit(send_canary, self.server) if self.options.canary else None
+            self.parts = parts = SnapshotParts(pool, self.server)
+            sample = pool.submit(self.sample_stacks)
+            asked = pool.submit(self.collect_ras_captures)
+            self.take_sample()
             sample.result()
             asked.result()
-            time.sleep(max(self.options.interval_s - self.age, 0.0))
-            self.look()
+            time.sleep(max(self.options.interval_s - self.age_s, 0.0))
+            self.take_sample()
             if self.options.always or self.seems_stuck():
-                self.longer(pool)
+                self.examine_longer(pool)
             if self.ras:  # the second look decides: counts move, or stand still
-                self.ask_nccl()
+                self.collect_ras_captures()
             while probe and not probe.done():
                 self.show("waiting for the response to one request for one token")
                 time.sleep(LOOK_S)
-                self.look()
-            return self.whole(parts, probe.result() if probe else None)
+                self.take_sample()
+            return self.build_full_snapshot(parts, probe.result() if probe else None)
 
     @property
-    def age(self) -> float:
+    def age_s(self) -> float:
         return time.monotonic() - self.began
 
-    def look(self) -> None:
-        self.looks.append(look(self.server, self.began))
+    def take_sample(self) -> None:
+        self.looks.append(observe_server(self.server, self.began))
 
-    def ask_nccl(self) -> None:
+    def collect_ras_captures(self) -> None:
         """Ask NCCL's RAS service, where one of the server's processes has it."""
         if not self.server.fleet:
-            asked = self.server.of(Role.ENGINE, Role.WORKER)
-            self.ras += ras.captures(asked, self.began)
+            asked = self.server.select_processes(Role.ENGINE, Role.WORKER)
+            self.ras += ras.collect_captures(asked, self.began)
 
-    def sample(self) -> None:
+    def sample_stacks(self) -> None:
         """Take the stacks once."""
         try:
-            snapshot = pyspy.capture(
-                self.server.processes, timeout_s=self.patience_s(), server=self.server.name
+            snapshot = pyspy.dump_stacks(
+                self.server.processes,
+                timeout_s=self.compute_stacks_timeout(),
+                server=self.server.name,
             )
         except VllmopsError as error:
-            self.miss(Unseen("stacks", error.code, error.message, error.hint))
+            self.add_gap(Gap("stacks", error.code, error.message, error.hint))
             return
         self.samples.append(snapshot)
         for process in snapshot.processes:
             problem = process.error or process.instead
             if problem and problem.code != "stacks.gone":
                 what = "stacks by py-spy" if process.instead else "stacks"
-                part = f"{what} of {who(process)}"
-                self.miss(Unseen(part, problem.code, problem.message, problem.hint))
+                part = f"{what} of {format_process(process)}"
+                self.add_gap(Gap(part, problem.code, problem.message, problem.hint))
 
-    def patience_s(self) -> float:
+    def compute_stacks_timeout(self) -> float:
         """Seconds for the next sample: half of the time that is left; all of it for the last one.
 
         On a busy machine the first sample takes longest, and some hangs need all samples.
@@ -208,62 +212,66 @@ class Examination:
         left_s = self.until_sampled - time.monotonic() - more * self.options.apart_s
         return max(left_s / 2 if more else left_s, LEAST_S)
 
-    def miss(self, what: Unseen) -> None:
+    def add_gap(self, what: Gap) -> None:
         """Keep what could not be seen, once."""
         if what not in self.unseen:
             self.unseen.append(what)
 
     def seems_stuck(self) -> bool:
         """Whether only a longer examination can decide."""
-        if progress.suspicious(self.looks):
+        if progress.is_possibly_stalled(self.looks):
             return True
         if not self.samples:
             return False
-        explained = stacks.explain(Pasted(tuple(self.samples), complete=True))
+        explained = stacks.explain_stacks(PastedStacks(tuple(self.samples), complete=True))
         return explained.verdict in {"hang", "maybe"}
 
-    def longer(self, pool: ThreadPoolExecutor) -> None:
+    def examine_longer(self, pool: ThreadPoolExecutor) -> None:
         """Take more stacks, and samples for as long as a healthy server may make no progress."""
-        taken = pool.submit(self.further) if self.samples else None
-        while (taken and not taken.done()) or self.undecided():
+        taken = pool.submit(self.sample_remaining_stacks) if self.samples else None
+        while (taken and not taken.done()) or self.is_undecided():
             self.show("something seems to be stuck; watching it for some seconds")
             time.sleep(LOOK_S / 2)
-            self.look()
+            self.take_sample()
         if taken:
             taken.result()
 
-    def further(self) -> None:
+    def sample_remaining_stacks(self) -> None:
         """Take the samples that are left."""
         for _ in range(self.options.samples - len(self.samples)):
             time.sleep(self.options.apart_s)
-            self.sample()
+            self.sample_stacks()
 
-    def undecided(self) -> bool:
+    def is_undecided(self) -> bool:
         """Whether something has made no progress, but not for long enough yet."""
         patience_s = self.options.patience_s
-        stalls = progress.stalls(self.looks, patience_s)
+        stalls = progress.find_stalls(self.looks, patience_s)
         within_s = 1.5 * patience_s
-        return not stalls and self.age < within_s and progress.decidable(self.looks[-3:], within_s)
+        return (
+            not stalls
+            and self.age_s < within_s
+            and progress.can_confirm_stall(self.looks[-3:], within_s)
+        )
 
-    def so_far(self, why: str) -> ServerSnapshot:
+    def build_partial_snapshot(self, why: str) -> ServerSnapshot:
         """What has been seen until now.
 
         Args:
             why: why the examination ends early, in words.
         """
-        parts, known = (self.parts.done(), self.parts.gaps) if self.parts else ({}, ())
+        parts, known = (self.parts.finished_fields(), self.parts.gaps) if self.parts else ({}, ())
         late = ", ".join(word for name, word in PARTS.items() if name not in parts)
-        rest = [Unseen(late, "cut-short", why)] if late else []
+        rest = [Gap(late, "cut-short", why)] if late else []
         if self.options.always and (missing := self.options.samples - len(self.samples)):
-            rest.append(Unseen(f"{missing} of {self.options.samples} stacks", "cut-short", why))
+            rest.append(Gap(f"{missing} of {self.options.samples} stacks", "cut-short", why))
         gaps = (*self.unseen, *known, *(rest if self.server.processes else []))
-        errors = () if self.server.processes else xids(self.server)
-        return self.snapshot(
+        errors = () if self.server.processes else collect_xids(self.server)
+        return self.make_snapshot(
             **{"machine": Machine(memory_total=0, memory_available=0, xids=errors), **parts},
             unseen=tuple(dict.fromkeys(gaps)),
         )
 
-    def snapshot(self, **fields: Any) -> ServerSnapshot:
+    def make_snapshot(self, **fields: Any) -> ServerSnapshot:
         """What this examination itself has seen, and other fields of the snapshot."""
         server, record = self.server, self.server.record
         return ServerSnapshot(
@@ -281,83 +289,85 @@ class Examination:
             **fields,
         )
 
-    def whole(self, parts: Parts, probe: Canary | None) -> ServerSnapshot:
+    def build_full_snapshot(self, parts: SnapshotParts, probe: Canary | None) -> ServerSnapshot:
         """The snapshot with all parts; waits for them."""
-        server, known = self.server, parts.wait()
+        server, known = self.server, parts.wait_for_fields()
         for unseen in parts.gaps:
-            self.miss(unseen)
+            self.add_gap(unseen)
         began = min((process.create_time for process in server.processes), default=None)
         versions = (answer.hello.vllm_version for answer in known["reports"])
         version = next(filter(None, versions), None)
-        return self.snapshot(
+        return self.make_snapshot(
             **known,
             uptime_s=None if began is None else max(self.taken_at - began, 0.0),
-            vllm_version=version or (http.version(server.url) if server.url else None),
-            memory=None if began is None else memory.newest(server.label, began),
+            vllm_version=version or (http.fetch_version(server.url) if server.url else None),
+            memory=None if began is None else memory.load_newest_recording(server.label, began),
             canary=probe,
             unseen=tuple(self.unseen),
         )
 
 
-class Parts:
+class SnapshotParts:
     """The other parts, all at once."""
 
     def __init__(self, pool: ThreadPoolExecutor, server: Server) -> None:
         self.server = server
-        self.silent: list[Unseen] = []
-        self.unseen: list[Unseen] = []
-        own = server.of(*ROLES)
-        self.caches: Future[CacheSnapshot | None] = pool.submit(self.cached)
+        self.silent: list[Gap] = []
+        self.unseen: list[Gap] = []
+        own = server.select_processes(*ROLES)
+        self.caches: Future[CacheSnapshot | None] = pool.submit(self.observe_caches)
         self.fields: dict[str, Future[Any]] = {
-            "reports": pool.submit(self.reported, own),
-            "patches": pool.submit(self.patched, own),
+            "reports": pool.submit(self.fetch_reports, own),
+            "patches": pool.submit(self.fetch_patches, own),
             "caches": self.caches,
-            "comparisons": pool.submit(self.compared),
-            "recordings": pool.submit(lambda: history.of(server).recordings),
-            "lost_loads": pool.submit(lambda: tuple(loads.lost(server))),
-            "machine": pool.submit(machine, server),
-            "guard": pool.submit(guard, server),
+            "comparisons": pool.submit(self.compare_caches),
+            "recordings": pool.submit(lambda: history.collect_history(server).recordings),
+            "lost_loads": pool.submit(lambda: tuple(loads.prove_lost_loads(server))),
+            "machine": pool.submit(observe_machine, server),
+            "guard": pool.submit(check_exposure, server),
         }
         if server.fleet:
             what = "the machine: memory, disks, GPUs, log, and who can reach the server"
             why = "the server is on another machine"
-            self.unseen.append(Unseen(what, "remote", why, "run vllmops doctor there"))
-        starts_or_ends = server.record and server.record.state is not State.READY
-        if not starts_or_ends and (note := server.note()):
-            self.unseen.append(Unseen("other nodes", LOST, note, LOST_HINT))
+            self.unseen.append(Gap(what, "remote", why, "run vllmops doctor there"))
+        starts_or_ends = server.record and server.record.state is not InstanceState.READY
+        if not starts_or_ends and (note := server.describe_silent_nodes()):
+            self.unseen.append(Gap("other nodes", LOST, note, LOST_HINT))
 
-    def wait(self) -> dict[str, Any]:
+    def wait_for_fields(self) -> dict[str, Any]:
         """The fields of a snapshot, once all are known."""
         return {name: field.result() for name, field in self.fields.items()}
 
-    def done(self) -> dict[str, Any]:
+    def finished_fields(self) -> dict[str, Any]:
         """Those that are known by now."""
         done = {name: field for name, field in self.fields.items() if field.done()}
         return {name: field.result() for name, field in done.items() if not field.exception()}
 
     @property
-    def gaps(self) -> tuple[Unseen, ...]:
+    def gaps(self) -> tuple[Gap, ...]:
         """What could not be seen, first the agents that did not answer."""
         return (*self.silent, *self.unseen)
 
-    def reported(self, own: Sequence[Process]) -> tuple[AgentReport, ...]:
-        answers, silent = agent.side_by_side(own, report)
+    def fetch_reports(self, own: Sequence[Process]) -> tuple[AgentReport, ...]:
+        answers, silent = agent.collect_answers(own, fetch_agent_report)
         for each in silent:
-            part = f"agent of {who(each)}"
-            self.silent.append(Unseen(part, each.code, each.why, each.hint))
+            part = f"agent of {format_process(each)}"
+            self.silent.append(Gap(part, each.code, each.why, each.hint))
         return tuple(answers)
 
-    def patched(self, own: Sequence[Process]) -> tuple[ProcessPatches, ...]:
-        answers, _ = agent.side_by_side(own, lambda process: agent.reach(process).patches())
+    def fetch_patches(self, own: Sequence[Process]) -> tuple[ProcessPatches, ...]:
+        answers, _ = agent.collect_answers(
+            own, lambda process: agent.open_agent(process).fetch_patches()
+        )
         return tuple(answers)
 
-    def cached(self) -> CacheSnapshot | None:
+    def observe_caches(self) -> CacheSnapshot | None:
         try:
-            return caches.take(caches.Agents(self.server))
+            return caches.observe_caches(caches.CacheAgents(self.server))
         except VllmopsError:
             return None  # `agents` names who did not answer
 
-    def compared(self) -> tuple[Comparison, ...]:
+    def compare_caches(self) -> tuple[CacheComparison, ...]:
         """Both sides of the caches of a busy server, which one snapshot can't compare.
 
         The engine is asked between two steps; an engine that may hang is not asked.
@@ -365,50 +375,52 @@ class Parts:
         caches = self.caches.result()
         sample = caches.samples[-1] if caches else None
         # `agents` names who did not answer.
-        if sample is None or sample.silent or not judge.worthwhile(sample):
+        if sample is None or sample.silent or not judge.should_compare(sample):
             return ()
-        if not progress.at_work(list(seen(self.server).pulses)):
+        if not progress.is_making_progress(list(observe_processes(self.server).pulses)):
             why = "the engine is in a long step or hangs, so it was not asked"
-            self.unseen.append(Unseen(SIDES, "compare.standing", why))
+            self.unseen.append(Gap(SIDES, "compare.standing", why))
             return ()
         try:
-            compared, silent = compares.take(self.server, COMPARE)
+            compared, silent = compares.compare_caches(self.server, COMPARE)
         except VllmopsError as error:
             late = error.code == "compare.timeout"
             why = "the engine's steps take too long to wait for" if late else error.message
             hint = COMPARE_LONGER if late else error.hint
-            self.unseen.append(Unseen(SIDES, error.code, why, hint))
+            self.unseen.append(Gap(SIDES, error.code, why, hint))
             return ()
         for api in silent:
-            self.unseen.append(Unseen(f"{SIDES} of api {api.pid}", "compare.silent", api.why))
-        notes = (note for comparison in compared for note in judge.undecided(comparison))
+            self.unseen.append(Gap(f"{SIDES} of api {api.pid}", "compare.silent", api.why))
+        notes = (
+            note for comparison in compared for note in judge.explain_missing_comparison(comparison)
+        )
         for note in dict.fromkeys(notes):
-            self.unseen.append(Unseen(SIDES, f"compare.{note.code}", note.text, COMPARE_LONGER))
+            self.unseen.append(Gap(SIDES, f"compare.{note.code}", note.text, COMPARE_LONGER))
         return tuple(compared)
 
 
-def report(process: Process) -> AgentReport:
-    """What a process's agent reports; raises as `agent.reach` does."""
-    reached = agent.reach(process)
+def fetch_agent_report(process: Process) -> AgentReport:
+    """What a process's agent reports; raises as `agent.open_agent` does."""
+    reached = agent.open_agent(process)
     return AgentReport(
-        **agent.shown(process),
+        **agent.get_process_fields(process),
         pid=process.pid,
-        hello=reached.hello(),
-        engine=reached.engine(),
-        traffic=reached.traffic(),
-        packages=packages(reached),
+        hello=reached.fetch_hello(),
+        engine=reached.fetch_engine_state(),
+        traffic=reached.fetch_traffic(),
+        packages=fetch_package_versions(reached),
     )
 
 
-def packages(reached: agent.Agent) -> dict[str, str]:
+def fetch_package_versions(reached: agent.Agent) -> dict[str, str]:
     """What is installed beside a process; nothing where its agent is too old to say."""
     try:
-        return reached.packages().versions
+        return reached.fetch_packages().versions
     except VllmopsError:
         return {}
 
 
-def look(server: Server, began: float, *, web: bool = True) -> Observation:
+def observe_server(server: Server, began: float, *, web: bool = True) -> ServerSample:
     """What changes from moment to moment; costs next to nothing without `web`.
 
     Args:
@@ -419,11 +431,11 @@ def look(server: Server, began: float, *, web: bool = True) -> Observation:
     at_s = time.monotonic() - began
     metrics = health = None
     if web and server.url:
-        answer = http.health(server.url)
+        answer = http.fetch_health(server.url)
         health = None if answer.later else answer.status  # who drains is not unhealthy
-        metrics = http.metrics(server.url) if answer.status else None
-    state = seen(server, compiling=True)
-    return Observation(
+        metrics = http.fetch_metrics(server.url) if answer.status else None
+    state = observe_processes(server, compiling=True)
+    return ServerSample(
         at_s=at_s,
         pulses=state.pulses,
         metrics=metrics,
@@ -433,15 +445,15 @@ def look(server: Server, began: float, *, web: bool = True) -> Observation:
     )
 
 
-class Seen(NamedTuple):
+class ProcessesSnapshot(NamedTuple):
     """The processes of a server, as the kernel and their heartbeats show them."""
 
     states: tuple[ProcessState, ...]
-    pulses: tuple[Pulse, ...]
+    pulses: tuple[ProcessHeartbeat, ...]
     compilers: tuple[str, ...] = ()
 
 
-def seen(server: Server, *, compiling: bool = False) -> Seen:
+def observe_processes(server: Server, *, compiling: bool = False) -> ProcessesSnapshot:
     """The processes of a server now; costs next to nothing on this machine.
 
     Args:
@@ -450,17 +462,22 @@ def seen(server: Server, *, compiling: bool = False) -> Seen:
     """
     if server.fleet:
         try:
-            members = server.fleet.members()
+            members = server.fleet.fetch_snapshot()
         except VllmopsError:
             # A gateway may restart: as with a process that has died, it has ended if that lasts.
-            gone = server.fleet.lost_s >= progress.PATIENCE_S
-            return Seen(tuple(unseen(process, gone=gone) for process in server.processes), ())
-        return Seen(members.processes, members.pulses, members.compilers)
-    below = tuple(compilers(server.processes)) if compiling else ()
-    return Seen(tuple(map(state, server.processes)), tuple(pulses(server)), below)
+            gone = server.fleet.unreachable_s >= progress.PATIENCE_S
+            return ProcessesSnapshot(
+                tuple(make_unreachable_state(process, gone=gone) for process in server.processes),
+                (),
+            )
+        return ProcessesSnapshot(members.processes, members.pulses, members.compilers)
+    below = tuple(find_compilers(server.processes)) if compiling else ()
+    return ProcessesSnapshot(
+        tuple(map(observe_process, server.processes)), tuple(read_heartbeats(server)), below
+    )
 
 
-def unseen(process: Process, *, gone: bool) -> ProcessState:
+def make_unreachable_state(process: Process, *, gone: bool) -> ProcessState:
     """A process of another machine that can't be asked about.
 
     Args:
@@ -469,61 +486,67 @@ def unseen(process: Process, *, gone: bool) -> ProcessState:
     """
     state = "" if gone else progress.UNSEEN
     return ProcessState(
-        **agent.shown(process), pid=process.pid, create_time=process.create_time, state=state
+        **agent.get_process_fields(process),
+        pid=process.pid,
+        create_time=process.create_time,
+        state=state,
     )
 
 
-def pulses(server: Server) -> Iterator[Pulse]:
+def read_heartbeats(server: Server) -> Iterator[ProcessHeartbeat]:
     """The heartbeats of a server's processes."""
-    for process in server.of(*ROLES):
+    for process in server.select_processes(*ROLES):
         with suppress(VllmopsError):
-            if pulse := agent.beat(process):
-                yield Pulse(
-                    **agent.shown(process), pid=process.pid, age_s=pulse.age_s, beat=pulse.beat
+            if pulse := agent.read_heartbeat(process):
+                yield ProcessHeartbeat(
+                    **agent.get_process_fields(process),
+                    pid=process.pid,
+                    age_s=pulse.age_s,
+                    beat=pulse.beat,
                 )
 
 
-def machine(server: Server) -> Machine:
+def observe_machine(server: Server) -> Machine:
     """Memory, disks, shared memory and GPUs of the machine, and processes of dead servers."""
     if server.fleet:
         return Machine(memory_total=0, memory_available=0)
-    table = processes.table()
-    total, available = room(server.pid)
+    table = processes.read_process_table()
+    total, available = read_available_memory(server.pid)
     return Machine(
         memory_total=total,
         memory_available=available,
-        disks=tuple(disks()),
-        leftovers=tuple(leftovers()),
-        orphans=tuple(orphans(table)),
-        gpus=gpu.states(),
-        xids=xids(server),
+        disks=tuple(list_disks()),
+        leftovers=tuple(list_shm_leftovers()),
+        orphans=tuple(find_orphaned_processes(table)),
+        gpus=gpu.observe_gpus(),
+        xids=collect_xids(server),
     )
 
 
-def xids(server: Server) -> tuple[Xid, ...]:
+def collect_xids(server: Server) -> tuple[Xid, ...]:
     """GPU errors since a server began, also of one that is over.
 
     From the kernel's log, and those that only the driver told; without those that another process
     made for itself alone.
     """
     record = server.record
-    ages = [identity.age_s(process.start_ticks) for process in server.processes]
+    ages = [identity.compute_age_s(process.start_ticks) for process in server.processes]
     if not ages and record and record.started_at:
         ages = [max(time.time() - record.started_at, 0.0)]
-    logged = kmsg.xids(max(ages, default=0.0))
+    logged = kmsg.read_xids(max(ages, default=0.0))
     known = {(xid.gpu, xid.number) for xid in logged}
-    found = (*logged, *(xid for xid in gpu.xids() if (xid.gpu, xid.number) not in known))
-    if shm.out_of_sight():
+    found = (*logged, *(xid for xid in gpu.collect_xids() if (xid.gpu, xid.number) not in known))
+    if shm.explain_hidden_processes():
         return found  # pids are others than the kernel's
     own = {process.pid for process in (*server.processes, *(record.processes if record else ()))}
     return tuple(xid for xid in found if xid.number not in ONE_PROCESS or xid.pid in {None, *own})
 
 
-def disks() -> Iterator[Disk]:
+def list_disks() -> Iterator[DiskSpace]:
     """The file systems that matter, every one once."""
     seen = set()
     for path, use in (
-        (home(), "state and logs"),
+        (resolve_home(), "state and logs"),
         (Path("/tmp"), "temporary files"),  # noqa: S108 - where other programs write them
         (shm.SHM, "shared memory"),
     ):
@@ -533,52 +556,54 @@ def disks() -> Iterator[Disk]:
             if device not in seen:
                 seen.add(device)
                 usage = psutil.disk_usage(str(place))
-                yield Disk(str(place), use, usage.total, usage.free)
+                yield DiskSpace(str(place), use, usage.total, usage.free)
 
 
-def leftovers() -> Iterator[Leftover]:
+def list_shm_leftovers() -> Iterator[ShmLeftover]:
     """Segments of the kinds that vLLM makes and that no live process uses."""
-    unused = shm.unused()
+    unused = shm.find_unused_segments()
     for segment in unused.segments:
-        owner = user(segment.uid)
-        yield Leftover(segment.name, segment.bytes, segment.age_s, owner, unused.doubt)
+        owner = format_user(segment.uid)
+        yield ShmLeftover(segment.name, segment.bytes, segment.age_s, owner, unused.doubt)
 
 
-def orphans(table: processes.Table) -> Iterator[ProcessState]:
+def find_orphaned_processes(table: processes.Table) -> Iterator[ProcessState]:
     """Processes of dead servers: what has started those of a live one is there."""
-    for tree in membership.groups(table)[1]:
-        if titled(table[tree[0].pid].words) and processes.orphaned(tree[0].pid):
-            yield state(tree[0])
+    for tree in membership.group_server_trees(table)[1]:
+        if find_title_role(table[tree[0].pid].words) and processes.is_orphaned(tree[0].pid):
+            yield observe_process(tree[0])
 
 
-def guard(server: Server) -> Guard:
+def check_exposure(server: Server) -> Exposure:
     """Who can reach a server, and what protects it."""
     if server.fleet:
-        return Guard()
-    environment = proc.environment(server.pid) if server.pid else {}
-    addresses = tuple(listening(server))
-    exposed = any(not loopback(address) for address in addresses) if addresses else None
+        return Exposure()
+    environment = proc.read_environment(server.pid) if server.pid else {}
+    addresses = tuple(list_listening_addresses(server))
+    exposed = any(not is_loopback(address) for address in addresses) if addresses else None
     key = environment.get(KEY)
-    return Guard(
+    return Exposure(
         addresses=addresses,
         exposed=exposed,
-        open=http.code(f"{server.url}/v1/models") == 200 if exposed else None,
+        open=http.fetch_status_code(f"{server.url}/v1/models") == 200 if exposed else None,
         # A path that exists answers another method with 405.
-        dev_routes=http.code(f"{server.url}/reset_mm_cache", "OPTIONS") == 405 if exposed else None,
-        signing_key=None if not environment else "absent" if not key else strength(key),
+        dev_routes=http.fetch_status_code(f"{server.url}/reset_mm_cache", "OPTIONS") == 405
+        if exposed
+        else None,
+        signing_key=None if not environment else "absent" if not key else classify_signing_key(key),
         store=None if not environment else "memory" if environment.get(STORE) == "1" else "none",
     )
 
 
-def strength(key: str) -> str:
+def classify_signing_key(key: str) -> str:
     """Whether a signing key is strong: 32 bytes in hex, as vLLM's proposal demands."""
     is_hex = all(digit in "0123456789abcdefABCDEF" for digit in key)
     return "strong" if is_hex and len(key) >= KEY_DIGITS else "weak"
 
 
-def listening(server: Server) -> Iterator[str]:
+def list_listening_addresses(server: Server) -> Iterator[str]:
     """The addresses that a server listens on, with its port."""
-    for process in server.of(Role.API, Role.LAUNCHER):
+    for process in server.select_processes(Role.API, Role.LAUNCHER):
         with suppress(psutil.Error):
             for connection in psutil.Process(process.pid).net_connections("tcp"):
                 address = connection.laddr
@@ -587,12 +612,12 @@ def listening(server: Server) -> Iterator[str]:
             return
 
 
-def loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
     return address.startswith(("127.", "::1:"))
 
 
-def canary(server: Server) -> Canary:
+def send_canary(server: Server) -> Canary:
     """Send one request for one token."""
     if not server.url:
         return Canary("unable", 0.0, "the server's address is not known")
-    return http.one_token(server.url, CANARY_S)
+    return http.request_one_token(server.url, CANARY_S)

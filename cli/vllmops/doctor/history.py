@@ -11,20 +11,20 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ..errors import VllmopsError
-from ..files import read_private
-from ..home import home
-from ..host.processes import ROLES, Process, alive
+from ..files import read_private_file
+from ..home import resolve_home
+from ..host.processes import ROLES, Process, is_alive
 from ..host.roles import Role
-from ..instances.record import Record
-from ..instances.servers import Server, find, resolve
+from ..instances.record import InstanceRecord
+from ..instances.servers import Server, list_servers, resolve_server
 from ..protocol import steps
-from ..protocol.place import who
-from ..protocol.server import Unseen
+from ..protocol.place import format_process
+from ..protocol.server import Gap
 from ..protocol.socket import DIRECTORY
 from ..protocol.steps import StepsHead, StepsRecording
 from ..rpc import agent
 
-AWAY = Unseen(
+AWAY = Gap(
     "steps of engines that have ended",
     "remote",
     "the server is on another machine",
@@ -32,7 +32,7 @@ AWAY = Unseen(
 )
 
 
-class History(NamedTuple):
+class StepsHistory(NamedTuple):
     """The recordings of a server.
 
     Args:
@@ -43,26 +43,28 @@ class History(NamedTuple):
 
     server: str
     recordings: tuple[StepsRecording, ...]
-    unseen: tuple[Unseen, ...] = ()
+    unseen: tuple[Gap, ...] = ()
 
 
-def take(target: str | None) -> History:
+def load_history(target: str | None) -> StepsHistory:
     """The recordings of a server that runs or has ended.
 
     Args:
-        target: as `resolve` takes it; also the pid of a process that has ended.
+        target: as `resolve_server` takes it; also the pid of a process that has ended.
 
     Raises:
-        VllmopsError: as `resolve` does, or ``steps.none``.
+        VllmopsError: as `resolve_server` does, or ``steps.none``.
     """
     try:
-        history = of(resolve(target))
+        history = collect_history(resolve_server(target))
     except VllmopsError as error:
         wanted = target or os.environ.get("VLLMOPS_TARGET") or ""
         if error.code == "target.over":
-            history = of(next(server for server in find() if server.name == wanted))
-        elif error.code == "target.unknown" and (dead := by_pid(wanted)):
-            history = History(wanted, dead)
+            history = collect_history(
+                next(server for server in list_servers() if server.name == wanted)
+            )
+        elif error.code == "target.unknown" and (dead := find_recordings_by_pid(wanted)):
+            history = StepsHistory(wanted, dead)
         else:
             raise
     if not history.recordings:
@@ -75,92 +77,103 @@ def take(target: str | None) -> History:
     return history
 
 
-def of(server: Server) -> History:
+def collect_history(server: Server) -> StepsHistory:
     """The recordings of a server's engines, those included that have ended."""
     if server.fleet:
-        answers, silent = agent.side_by_side(
-            server.of(Role.ENGINE), lambda process: agent.reach(process).steps()
+        answers, silent = agent.collect_answers(
+            server.select_processes(Role.ENGINE),
+            lambda process: agent.open_agent(process).fetch_recording(),
         )
-        missed = (Unseen(f"steps of {who(one)}", one.code, one.why, one.hint) for one in silent)
+        missed = (
+            Gap(f"steps of {format_process(one)}", one.code, one.why, one.hint) for one in silent
+        )
         # Nobody there reads the files of dead processes for an operator on another machine.
-        return History(server.label, ordered(answers), (*missed, AWAY))
+        return StepsHistory(server.label, sort_recordings(answers), (*missed, AWAY))
     recordings: list[StepsRecording] = []
-    folders: dict[Path, int | None] = {home() / DIRECTORY: None}
+    folders: dict[Path, int | None] = {resolve_home() / DIRECTORY: None}
     ids: set[str] = set()
-    for process in server.of(*ROLES):
+    for process in server.select_processes(*ROLES):
         with suppress(VllmopsError, OSError):
-            if pulse := agent.beat(process):
+            if pulse := agent.read_heartbeat(process):
                 ids |= {*pulse.beat.standing.servers}
-            folders[agent.socket_path(process).parents[1]] = agent.owner(process)
-            recordings.append(own(process))
+            folders[agent.find_socket_path(process).parents[1]] = agent.read_process_uid(process)
+            recordings.append(read_live_recording(process))
     known = {recording.head.identity for recording in recordings if recording.head}
 
-    def belongs(head: StepsHead) -> bool:
-        mine = server.record is not None and of_run(server.record, head)
+    def belongs_to_server(head: StepsHead) -> bool:
+        mine = server.record is not None and is_from_last_run(server.record, head)
         return head.identity not in known and (mine or not ids.isdisjoint(head.standing.servers))
 
     for folder, uid in folders.items():
-        for recording in dead(folder, uid, belongs):
+        for recording in read_ended_recordings(folder, uid, belongs_to_server):
             assert recording.head
             known.add(recording.head.identity)
             recordings.append(recording)
-    return History(server.label, ordered(recordings))
+    return StepsHistory(server.label, sort_recordings(recordings))
 
 
-def own(process: Process) -> StepsRecording:
+def read_live_recording(process: Process) -> StepsRecording:
     """The recording of a live process, without a head if there is none.
 
     Raises:
         VllmopsError: ``agent.gone``.
         OSError: it can't be read.
     """
-    known = agent.own_identity(process)
-    path = agent.socket_path(process).parents[1] / steps.file_name(known)
-    recording = steps.recording(read(path, agent.owner(process)), process.pid, process.role)
+    known = agent.read_namespace_identity(process)
+    path = agent.find_socket_path(process).parents[1] / steps.make_recording_name(known)
+    recording = steps.parse_recording(
+        read_recording_file(path, agent.read_process_uid(process)), process.pid, process.role
+    )
     same = recording.head is None or recording.head.identity == known
-    return replace(recording, head=recording.head if same else None, **agent.shown(process))
+    return replace(
+        recording, head=recording.head if same else None, **agent.get_process_fields(process)
+    )
 
 
-def read(path: Path, uid: int | None) -> bytes:
-    return read_private(path, uid, steps.FILE_BYTES)
+def read_recording_file(path: Path, uid: int | None) -> bytes:
+    return read_private_file(path, uid, steps.FILE_BYTES)
 
 
-def ordered(recordings: Iterable[StepsRecording]) -> tuple[StepsRecording, ...]:
+def sort_recordings(recordings: Iterable[StepsRecording]) -> tuple[StepsRecording, ...]:
     """Those that are some, by rank."""
     recorded = (recording for recording in recordings if recording.head)
     return tuple(sorted(recorded, key=lambda one: (one.dp_rank or 0, one.read_at, one.pid)))
 
 
-def by_pid(target: str) -> tuple[StepsRecording, ...]:
+def find_recordings_by_pid(target: str) -> tuple[StepsRecording, ...]:
     """The recordings of the server that had this pid in one of its processes."""
     if not target.isdecimal():
         return ()
-    return ordered(dead(home() / DIRECTORY, None, lambda head: int(target) in head.family))
+    return sort_recordings(
+        read_ended_recordings(
+            resolve_home() / DIRECTORY, None, lambda head: int(target) in head.related_pids
+        )
+    )
 
 
-def of_run(record: Record, head: StepsHead) -> bool:
+def is_from_last_run(record: InstanceRecord, head: StepsHead) -> bool:
     """Whether a recording is of the last run of an instance."""
     began = record.started_at or record.created_at
     return head.session == record.session and head.started_at >= began
 
 
-def dead(
+def read_ended_recordings(
     folder: Path, uid: int | None, wanted: Callable[[StepsHead], bool]
 ) -> Iterator[StepsRecording]:
     """The wanted recordings of ended processes in a directory; only files of `uid` are read."""
     for path in folder.glob(f"*{steps.SUFFIX}"):
         with suppress(OSError):
-            content = read(path, uid)
-            head = steps.head(content)
-            if head is None or path.name != steps.file_name(head.identity):
+            content = read_recording_file(path, uid)
+            head = steps.parse_head(content)
+            if head is None or path.name != steps.make_recording_name(head.identity):
                 continue
-            if wanted(head) and not lives(head):
-                yield steps.recording(content, head.pid, Role.ENGINE, alive=False)
+            if wanted(head) and not is_process_alive(head):
+                yield steps.parse_recording(content, head.pid, Role.ENGINE, alive=False)
 
 
-def lives(head: StepsHead) -> bool:
+def is_process_alive(head: StepsHead) -> bool:
     """Whether the process still runs."""
     try:
-        return alive(Process(Role.ENGINE, head.pid, head.start_ticks, boot=head.boot))
+        return is_alive(Process(Role.ENGINE, head.pid, head.start_ticks, boot=head.boot))
     except OSError:
         return False

@@ -9,7 +9,7 @@ import msgspec
 from ..host.roles import Role
 from ..instances.servers import Server
 from ..protocol.heal import HealRequest
-from ..rpc.proofs import Case, ask, asked
+from ..rpc.proofs import HealCase, collect_cases, send_heal_request
 
 
 class Action:
@@ -33,28 +33,30 @@ class Action:
     asks = False
     unseen = False
 
-    def look(self, server: Server) -> list[Case]:
+    def find_cases(self, server: Server) -> list[HealCase]:
         """What a look shows; raises VllmopsError."""
         raise NotImplementedError
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:
         """Heal what is proven; why a subject was not healed, by subject. Raises VllmopsError."""
         raise NotImplementedError
 
 
-class InAgents(Action):
+class AgentAction(Action):
     """An action that the agents look for, and carry out in the processes where they found it."""
 
     roles: tuple[Role, ...] = (Role.ENGINE, Role.API)
 
-    def look(self, server: Server) -> list[Case]:
-        return asked(server.of(*self.roles), self.name)
+    def find_cases(self, server: Server) -> list[HealCase]:
+        return collect_cases(server.select_processes(*self.roles), self.name)
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:  # noqa: ARG002
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:  # noqa: ARG002
         left: dict[str, str] = {}
         for process in dict.fromkeys(case.process for case in cases):
             subjects = [case.proof.subject for case in cases if case.process == process]
-            left |= ask(process, HealRequest(action=self.name, subjects=subjects)).left
+            left |= send_heal_request(
+                process, HealRequest(action=self.name, subjects=subjects)
+            ).left
         return left
 
 

@@ -13,14 +13,14 @@ from ..doctor import examine
 from ..errors import VllmopsError
 from ..host import proc
 from ..instances.servers import Server
-from ..protocol.server import Observation
+from ..protocol.server import ServerSample
 from ..requests import listing
 from ..store.settings import STORE
 
 APART_S = 0.3
 
 
-class Beyond(msgspec.Struct, frozen=True, kw_only=True):
+class RemainingStall(msgspec.Struct, frozen=True, kw_only=True):
     """What stays stuck.
 
     Args:
@@ -36,9 +36,9 @@ class Beyond(msgspec.Struct, frozen=True, kw_only=True):
     restart: str
 
 
-def beyond(
+def find_remaining_stall(
     server: Server, show: Callable[[str], None] = lambda _: None, settle_s: float = 0.0
-) -> Beyond | None:
+) -> RemainingStall | None:
     """What is stuck now; None if everything gets on.
 
     Args:
@@ -48,34 +48,34 @@ def beyond(
             its time.
     """
     until = time.monotonic() + settle_s
-    while stalls := progress.stalls(looked(server)):
+    while stalls := progress.find_stalls(collect_samples(server)):
         if time.monotonic() >= until:
             break
     else:
         return None
-    diagnosis = doctor.examine(examine.take(server, show=show))
-    in_flight, background = lost(server)
-    return Beyond(
-        finding=doctor.cause(stalls, diagnosis),
+    diagnosis = doctor.diagnose_snapshot(examine.examine_server(server, show=show))
+    in_flight, background = count_in_flight(server)
+    return RemainingStall(
+        finding=doctor.find_cause(stalls, diagnosis),
         in_flight=in_flight,
         background=background,
-        restart=brought_back(server),
+        restart=describe_restart(server),
     )
 
 
-def looked(server: Server) -> list[Observation]:
+def collect_samples(server: Server) -> list[ServerSample]:
     """Looks that show a stall, if there is one."""
     began, looks = time.monotonic(), []
     for pause_s in (0.0, APART_S):
         time.sleep(pause_s)
-        looks.append(examine.look(server, began, web=False))
+        looks.append(examine.observe_server(server, began, web=False))
     return looks
 
 
-def lost(server: Server) -> tuple[int | None, int]:
+def count_in_flight(server: Server) -> tuple[int | None, int]:
     """The requests in flight, and how many of them are background responses."""
     try:
-        processes, _ = listing.look(server)
+        processes, _ = listing.collect_process_requests(server)
     except VllmopsError:
         return None, 0
     fronts = {request for process in processes for request in process.front or ()}
@@ -84,11 +84,11 @@ def lost(server: Server) -> tuple[int | None, int]:
     return len(fronts) + len(engines - known), sum(request.background for request in fronts)
 
 
-def brought_back(server: Server) -> str:
+def describe_restart(server: Server) -> str:
     """What a restart brings back, in words."""
     if server.name is None:
         return "vllmops did not start this server: restart it as you started it"
-    store = proc.environment(server.pid).get(STORE, "") if server.pid else ""
+    store = proc.read_environment(server.pid).get(STORE, "") if server.pid else ""
     kept = "lost"
     if store and not store.startswith("memory:"):
         kept = "kept, and with --rerun background responses run again"

@@ -9,39 +9,39 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from ..errors import VllmopsError
-from ..home import user
+from ..home import format_user
 from ..host.processes import ROLES, Process
 from ..instances.servers import Server
-from ..protocol.caches import Silent
-from ..protocol.heal import Healing, HealRequest
-from ..protocol.place import named
+from ..protocol.caches import ProcessGap
+from ..protocol.heal import HealAnswer, HealRequest
+from ..protocol.place import format_role_and_ranks
 from ..rpc import agent
-from ..rpc.proofs import Case, ask, awake, certain
+from ..rpc.proofs import HealCase, is_running_python, prove_cases, send_heal_request
 from .action import Action, Outcome
-from .actions.admission import Admission
-from .actions.broadcast import Broadcast
-from .actions.caches import Caches
-from .actions.encoder_cache import EncoderCache
-from .actions.event_loop import EventLoop
-from .actions.io_threads import IoThreads
-from .actions.paused import Paused
-from .actions.stopped import Stopped
-from .actions.transfers import Transfers
-from .actions.zombies import Zombies
+from .actions.admission import StuckAdmission
+from .actions.broadcast import LostBroadcast
+from .actions.caches import FaultyCaches
+from .actions.encoder_cache import HeldEncoderCache
+from .actions.event_loop import BlockedEventLoop
+from .actions.io_threads import DeadIoThreads
+from .actions.paused import PausedEngine
+from .actions.stopped import StoppedProcess
+from .actions.transfers import LostTransfers
+from .actions.zombies import ZombieRequests
 
 # In this order: a process that runs again may need the next ones, and what threads have lost is
 # ended last.
 ACTIONS: Final[tuple[Action, ...]] = (
-    Stopped(),
-    EventLoop(),
-    IoThreads(),
-    Broadcast(),
-    Caches(),
-    Paused(),
-    EncoderCache(),
-    Admission(),
-    Transfers(),
-    Zombies(),
+    StoppedProcess(),
+    BlockedEventLoop(),
+    DeadIoThreads(),
+    LostBroadcast(),
+    FaultyCaches(),
+    PausedEngine(),
+    HeldEncoderCache(),
+    StuckAdmission(),
+    LostTransfers(),
+    ZombieRequests(),
 )
 REACH_S = 2.0
 GONE_S, POLL_S = 3.0, 0.2
@@ -49,7 +49,7 @@ GONE_S, POLL_S = 3.0, 0.2
 ROUNDS = 20
 
 
-class Healed(NamedTuple):
+class HealResult(NamedTuple):
     """What was done.
 
     Args:
@@ -59,11 +59,11 @@ class Healed(NamedTuple):
     """
 
     outcomes: list[Outcome]
-    silent: list[Silent]
+    silent: list[ProcessGap]
     problems: list[str]
 
 
-def heal(
+def heal_server(
     server: Server,
     actions: Sequence[Action] = ACTIONS,
     *,
@@ -71,7 +71,7 @@ def heal(
     resume: bool = False,
     by: str = "vllmops heal",
     show: Callable[[str], None] = lambda _: None,
-) -> Healed:
+) -> HealResult:
     """Heal what is proven, and nothing else.
 
     Args:
@@ -85,58 +85,60 @@ def heal(
     Raises:
         VllmopsError: ``heal.no-agent``, if no agent answers and nothing else could be done.
     """
-    agents = server.of(*ROLES)
-    answers, silent = agent.side_by_side(agents, answer)
+    agents = server.select_processes(*ROLES)
+    answers, silent = agent.collect_answers(agents, ping_agent)
     outcomes: list[Outcome] = []
     problems: list[str] = []
     show(f"{server.label}: looking for what can be healed")
     for action in actions:
         for _ in range(1 if dry_run else ROUNDS):
             try:
-                cases = certain(partial(action.look, server))
+                cases = prove_cases(partial(action.find_cases, server))
                 if not cases:
                     break
                 if not dry_run:
                     show(f"{server.label}: healing {action.name}")
-                done = treated(server, action, cases, act=not dry_run, resume=resume)
+                done = run_action(server, action, cases, act=not dry_run, resume=resume)
             except VllmopsError as error:
                 problems.append(f"{action.name}: {error.message}")
                 break
             outcomes += done
             if not dry_run:
-                note(server, done, by)
+                log_outcomes(server, done, by)
             if not all(outcome.done for outcome in done):
                 break
     if silent and any(outcome.done for outcome in outcomes):  # what was healed may answer now
-        answers, silent = agent.side_by_side(agents, answer)
+        answers, silent = agent.collect_answers(agents, ping_agent)
     if agents and not answers and not outcomes:
-        raise agent.nobody("heal.no-agent", f"nothing of {server.label} can be healed", silent)
-    return Healed(outcomes, silent, problems)
+        raise agent.make_no_answer_error(
+            "heal.no-agent", f"nothing of {server.label} can be healed", silent
+        )
+    return HealResult(outcomes, silent, problems)
 
 
-def answer(process: Process) -> Healing:
+def ping_agent(process: Process) -> HealAnswer:
     """Whether an agent answers; one whose process runs no Python is not waited for.
 
     Raises:
         VllmopsError: it does not.
     """
-    if not awake(process):
-        raise agent.silent(process)
-    return ask(process, HealRequest(), REACH_S)
+    if not is_running_python(process):
+        raise agent.make_timeout_error(process)
+    return send_heal_request(process, HealRequest(), REACH_S)
 
 
-def treated(
-    server: Server, action: Action, cases: Sequence[Case], *, act: bool, resume: bool
+def run_action(
+    server: Server, action: Action, cases: Sequence[HealCase], *, act: bool, resume: bool
 ) -> list[Outcome]:
     """Act on proven cases, if that may be, and look again; raises VllmopsError."""
     if action.asks and not resume:
         left = dict.fromkeys((case.proof.subject for case in cases), "only with --resume")
         act = False
     elif act:
-        left = action.act(server, cases)
+        left = action.heal_or_explain(server, cases)
     else:
         left = {}
-    still = remaining(server, action, cases) if act else cases
+    still = wait_until_gone(server, action, cases) if act else cases
     outcomes = []
     for case in cases:
         subject = case.proof.subject
@@ -146,7 +148,8 @@ def treated(
         outcomes.append(
             Outcome(
                 action=action.name,
-                process=f"{named(case.process.role, case.process.place)} {case.process.pid}",
+                process=f"{format_role_and_ranks(case.process.role, case.process.place)}"
+                f" {case.process.pid}",
                 subject=subject,
                 seen=case.proof.what,
                 done=act and not why,
@@ -157,28 +160,28 @@ def treated(
     return outcomes
 
 
-def remaining(server: Server, action: Action, cases: Sequence[Case]) -> list[Case]:
+def wait_until_gone(server: Server, action: Action, cases: Sequence[HealCase]) -> list[HealCase]:
     """The cases that are still there after a while; raises VllmopsError."""
     until = time.monotonic() + GONE_S
     while True:
-        now = {case.key for case in action.look(server)}
-        still = [case for case in cases if case.key in now]
+        now = {case.comparison_key for case in action.find_cases(server)}
+        still = [case for case in cases if case.comparison_key in now]
         if not still or time.monotonic() > until:
             return still
         time.sleep(POLL_S)
 
 
-def note(server: Server, outcomes: Sequence[Outcome], by: str) -> None:
+def log_outcomes(server: Server, outcomes: Sequence[Outcome], by: str) -> None:
     """Write what was done into the log of the first process that takes it."""
     for outcome in outcomes:
         result = "healed" if outcome.done else f"not healed: {outcome.left}"
         line = (
-            f"{by} by {user(os.geteuid())}: {outcome.action}, {outcome.process}, "
+            f"{by} by {format_user(os.geteuid())}: {outcome.action}, {outcome.process}, "
             f"{outcome.subject}: {outcome.seen}; {outcome.did}; {result}"
         )
-        for process in server.of(*ROLES):
+        for process in server.select_processes(*ROLES):
             try:
-                ask(process, HealRequest(note=line))
+                send_heal_request(process, HealRequest(note=line))
                 break
             except VllmopsError:
                 continue

@@ -1,7 +1,8 @@
 """Asks CUDA's driver for a core dump of the GPU: it names the kernel that runs there.
 
-The driver of a process that was started with the variables of `armed` makes a FIFO with its first
-CUDA context, and dumps when somebody writes into it. The process goes on only with ``skip_abort``.
+The driver of a process that was started with the variables of `build_coredump_environment` makes a
+FIFO with its first CUDA context, and dumps when somebody writes into it. The process goes on only
+with ``skip_abort``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from ..errors import VllmopsError
-from ..files import unopened
-from ..protocol.stacks import Problem
+from ..files import open_path_handle
+from ..protocol.stacks import StacksGap
 from . import proc
 from .processes import Process
 
@@ -54,10 +55,10 @@ class CudaDump(msgspec.Struct, frozen=True, kw_only=True):
     file: str = ""
     bytes: int = 0
     seconds: float = 0.0
-    error: Problem | None = None
+    error: StacksGap | None = None
 
 
-def armed(folder: Path) -> dict[str, str]:
+def build_coredump_environment(folder: Path) -> dict[str, str]:
     """The environment of a server whose GPUs can be dumped into a folder."""
     return {
         ENABLED: "1",
@@ -67,7 +68,7 @@ def armed(folder: Path) -> dict[str, str]:
     }
 
 
-def capture(processes: Sequence[Process], *, timeout_s: float) -> tuple[CudaDump, ...]:
+def dump_gpus(processes: Sequence[Process], *, timeout_s: float) -> tuple[CudaDump, ...]:
     """Dump the GPU of every process that has one, all at the same time.
 
     Args:
@@ -78,7 +79,7 @@ def capture(processes: Sequence[Process], *, timeout_s: float) -> tuple[CudaDump
         VllmopsError: ``cuda.not-armed``, ``cuda.would-abort`` or ``cuda.no-gpu``.
     """
     deadline = time.monotonic() + timeout_s
-    variables = {process.pid: proc.environment(process.pid) for process in processes}
+    variables = {process.pid: proc.read_environment(process.pid) for process in processes}
     ready = [process for process in processes if variables[process.pid].get(ENABLED) == "1"]
     if not ready:
         raise VllmopsError(
@@ -92,7 +93,7 @@ def capture(processes: Sequence[Process], *, timeout_s: float) -> tuple[CudaDump
             f"a core dump would end this server: {FLAGS} lacks {GOES_ON}",
             "vllmops serve MODEL --cuda-coredump sets it",
         )
-    pipes = [(p, pipe) for p in ready for pipe in _matching(p, variables[p.pid], PIPE)]
+    pipes = [(p, pipe) for p in ready for pipe in _find_driver_files(p, variables[p.pid], PIPE)]
     if not pipes:
         raise VllmopsError(
             "cuda.no-gpu",
@@ -101,29 +102,31 @@ def capture(processes: Sequence[Process], *, timeout_s: float) -> tuple[CudaDump
         )
     with ThreadPoolExecutor(len(pipes)) as pool:
         dumps = [
-            pool.submit(_dump, process, pipe, variables[process.pid], deadline)
+            pool.submit(_dump_gpu, process, pipe, variables[process.pid], deadline)
             for process, pipe in pipes
         ]
         return tuple(dump.result() for dump in dumps)
 
 
-def _matching(process: Process, variables: dict[str, str], name: str) -> list[Path]:
+def _find_driver_files(process: Process, variables: dict[str, str], name: str) -> list[Path]:
     """The files that one of the driver's variables names; the host and the time are not known."""
     try:
-        path = proc.seen(process.pid, variables.get(name) or DEFAULTS[name])
-        pattern = glob.escape(str(path)).replace("%p", str(proc.own_pid(process.pid)))
+        path = proc.resolve_path(process.pid, variables.get(name) or DEFAULTS[name])
+        pattern = glob.escape(str(path)).replace("%p", str(proc.read_namespace_pid(process.pid)))
     except OSError:
         return []
     return [Path(found) for found in glob.glob(pattern.replace("%h", "*").replace("%t", "*"))]
 
 
-def _dump(process: Process, pipe: Path, variables: dict[str, str], deadline: float) -> CudaDump:
+def _dump_gpu(process: Process, pipe: Path, variables: dict[str, str], deadline: float) -> CudaDump:
     began = time.monotonic()
-    before = set(_matching(process, variables, FILE))
+    before = set(_find_driver_files(process, variables, FILE))
     try:
-        _request(process, pipe)
+        _trigger_dump(process, pipe)
         while True:
-            new = [path for path in _matching(process, variables, FILE) if path not in before]
+            new = [
+                path for path in _find_driver_files(process, variables, FILE) if path not in before
+            ]
             # A file that the process has open is not complete.
             if done := next((path for path in new if _is_complete(process.pid, path)), None):
                 break
@@ -131,7 +134,7 @@ def _dump(process: Process, pipe: Path, variables: dict[str, str], deadline: flo
                 raise TimeoutError(errno.ETIMEDOUT, "the driver has not finished it in time")
             time.sleep(LOOK_S)
     except OSError as error:
-        why = Problem("cuda.failed", f"no core dump of the GPU: {error.strerror}")
+        why = StacksGap("cuda.failed", f"no core dump of the GPU: {error.strerror}")
         return CudaDump(role=process.role, pid=process.pid, error=why)
     return CudaDump(
         role=process.role,
@@ -142,12 +145,12 @@ def _dump(process: Process, pipe: Path, variables: dict[str, str], deadline: flo
     )
 
 
-def _request(process: Process, pipe: Path) -> None:
+def _trigger_dump(process: Process, pipe: Path) -> None:
     """Write into a process's pipe; raises OSError."""
-    with unopened(pipe) as (place, seen):
+    with open_path_handle(pipe) as (place, seen):
         if not stat.S_ISFIFO(seen.st_mode):
             raise OSError(errno.EINVAL, f"{pipe} is not a FIFO")
-        if seen.st_uid != proc.effective_uid(process.pid):
+        if seen.st_uid != proc.read_effective_uid(process.pid):
             raise PermissionError(errno.EPERM, f"{pipe} belongs to another user")
         try:
             descriptor = os.open(place, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -164,10 +167,12 @@ def _request(process: Process, pipe: Path) -> None:
 def _is_complete(pid: int, path: Path) -> bool:
     """Whether a file has content, and a process has it not open."""
     seen = path.stat()
-    return bool(seen.st_size) and not any(os.path.samestat(seen, held) for held in _open_files(pid))
+    return bool(seen.st_size) and not any(
+        os.path.samestat(seen, held) for held in _stat_open_files(pid)
+    )
 
 
-def _open_files(pid: int) -> Iterable[os.stat_result]:
-    for descriptor in (proc.folder(pid) / "fd").iterdir():
+def _stat_open_files(pid: int) -> Iterable[os.stat_result]:
+    for descriptor in (proc.get_process_folder(pid) / "fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             yield descriptor.stat()

@@ -29,7 +29,7 @@ JOURNAL = (
 JOURNAL_S = 2.0
 
 
-def xids(since_s: float, log: Path = KMSG) -> tuple[Xid, ...]:
+def read_xids(since_s: float, log: Path = KMSG) -> tuple[Xid, ...]:
     """The GPU errors in the kernel's log; none if it can't be read.
 
     Args:
@@ -40,12 +40,12 @@ def xids(since_s: float, log: Path = KMSG) -> tuple[Xid, ...]:
     if os.access(log, os.R_OK):
         # Fields that follow a record stand on lines of their own.
         lines = [
-            (match, int(match["us"]) / 1e6) for match in map(LINE.match, records(log)) if match
+            (match, int(match["us"]) / 1e6) for match in map(LINE.match, read_records(log)) if match
         ]
     else:
         lines = [
             (match, int(match["s"]) + int(match["us"]) / 1e6)
-            for match in map(TOLD.match, journal())
+            for match in map(TOLD.match, read_journal())
             if match
         ]
     return tuple(
@@ -60,7 +60,7 @@ def xids(since_s: float, log: Path = KMSG) -> tuple[Xid, ...]:
     )
 
 
-def journal() -> list[str]:
+def read_journal() -> list[str]:
     """The lines of systemd's journal about GPU errors; none where there is no journal."""
     try:
         done = subprocess.run(
@@ -76,7 +76,7 @@ def journal() -> list[str]:
     return done.stdout.splitlines()
 
 
-def records(log: Path) -> Iterator[str]:
+def read_records(log: Path) -> Iterator[str]:
     """Every record of the log, oldest first; each read gives one."""
     try:
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -16,9 +16,9 @@ METADATA = re.compile(r"(?P<name>[\w.-]+?)-(?P<version>[^-]+?)(?:-py[\d.]+)?\.(?
 SCRIPT_BYTES = 1 << 16
 
 
-def warning() -> str:
+def describe_namesakes() -> str:
     """One line for a person; empty if this is the only one."""
-    others = sorted({*packages(), *scripts()})
+    others = sorted({*find_namesake_packages(), *find_namesake_scripts()})
     if not others:
         return ""
     return (
@@ -27,7 +27,7 @@ def warning() -> str:
     )
 
 
-def packages() -> Iterator[str]:
+def find_namesake_packages() -> Iterator[str]:
     """Other installed packages of that name, or with a command of that name.
 
     Not by importlib.metadata, which takes longer than all else that ``--version`` does.
@@ -41,20 +41,20 @@ def packages() -> Iterator[str]:
             match = METADATA.fullmatch(name)
             if not match or (own := re.sub(r"[-_.]+", "-", match["name"].lower())) == OURS:
                 continue
-            text = content(os.path.join(folder, name, "entry_points.txt"))
+            text = read_first_bytes(os.path.join(folder, name, "entry_points.txt"))
             if own == COMMAND or SCRIPT.search(text.decode(errors="replace")):
                 yield f"package {match['name']} {match['version']} in {folder}"
 
 
-def scripts() -> Iterator[str]:
+def find_namesake_scripts() -> Iterator[str]:
     """Programs of that name on the PATH that are not this one."""
     for folder in dict.fromkeys(os.environ.get("PATH", "").split(os.pathsep)):
         path = os.path.join(folder, COMMAND)
-        if folder and os.access(path, os.X_OK) and MARK not in content(path):
+        if folder and os.access(path, os.X_OK) and MARK not in read_first_bytes(path):
             yield path
 
 
-def content(path: str) -> bytes:
+def read_first_bytes(path: str) -> bytes:
     """The first bytes of a file; empty if there is none."""
     try:
         if os.path.isfile(path):

@@ -19,7 +19,7 @@ ESTABLISHED = "01"
 SENT_AGAIN = 4
 
 
-def connected(tree: Sequence[Process], port: int | None) -> set[str]:
+def find_node_addresses(tree: Sequence[Process], port: int | None) -> set[str]:
     """The addresses of other hosts that a server is connected with, clients and stores excepted.
 
     API servers connect to stores, and clients to them; other processes to other nodes.
@@ -40,8 +40,8 @@ def connected(tree: Sequence[Process], port: int | None) -> set[str]:
     return {a for a in addresses if a not in own and not a.startswith("127.")}
 
 
-def unanswered(tree: Sequence[Process], port: int | None) -> set[str]:
-    """The addresses among `connected` that the kernel sends something to again and again.
+def find_unresponsive_nodes(tree: Sequence[Process], port: int | None) -> set[str]:
+    """The addresses among `find_node_addresses` that the kernel sends something to again and again.
 
     It says nothing of a node that is sent nothing.
     """
@@ -51,11 +51,11 @@ def unanswered(tree: Sequence[Process], port: int | None) -> set[str]:
             for line in Path(f"/proc/{tree[0].pid}/net/{name}").read_text().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == ESTABLISHED and int(fields[6], 16) >= SENT_AGAIN:
-                    peers.add(address(fields[2].partition(":")[0]))
-    return peers & connected(tree, port) if peers else peers
+                    peers.add(parse_kernel_address(fields[2].partition(":")[0]))
+    return peers & find_node_addresses(tree, port) if peers else peers
 
 
-def address(words: str) -> str:
+def parse_kernel_address(words: str) -> str:
     """An address as the kernel's tables have it: words of four bytes, each in the CPU's order."""
     raw = b"".join(
         int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8)

@@ -11,25 +11,25 @@ from __future__ import annotations
 import os
 import socket
 
-from ..files import peer
-from ..home import user
+from ..files import read_peer_uid
+from ..home import format_user
 
 ASKING = 4096  # connections that ask for the owner of a claim; the kernel allows fewer
 
 
-def stranger(port: int) -> str:
+def find_other_claimant(port: int) -> str:
     """The other user who holds the name of a port that was just claimed; empty if none does."""
-    uid = holder(name_of(port))
+    uid = find_claimant_uid(get_claim_name(port))
     if uid == os.geteuid():
         return ""
-    return "another user" if uid is None else f"user {user(uid)}"
+    return "another user" if uid is None else f"user {format_user(uid)}"
 
 
-def name_of(port: int) -> str:
+def get_claim_name(port: int) -> str:
     return f"\0vllmops-port-{port}-of-{os.geteuid()}"
 
 
-def claim(port: int) -> int | None:
+def claim_port(port: int) -> int | None:
     """Claim a port.
 
     An abstract Unix socket is of the same network as the port, leaves no file, and goes with the
@@ -39,23 +39,23 @@ def claim(port: int) -> int | None:
     Returns:
         An open file that holds it; None if another instance of this user's does.
     """
-    name = name_of(port)
+    name = get_claim_name(port)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as held:
         try:
             held.bind(name)
             held.listen(ASKING)
         except OSError:
-            if holder(name) == os.geteuid():
+            if find_claimant_uid(name) == os.geteuid():
                 return None
         return held.detach()
 
 
-def holder(name: str) -> int | None:
+def find_claimant_uid(name: str) -> int | None:
     """The uid of the process that listens by a name; None if unknown."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.setblocking(False)  # whose queue is full would keep it waiting
         try:
             asking.connect(name)
-            return peer(asking)
+            return read_peer_uid(asking)
         except OSError:
             return None

@@ -13,18 +13,18 @@ from contextlib import suppress
 from errno import ELOOP
 from pathlib import Path, PurePath
 
-from ..protocol.identity import stat
+from ..protocol.identity import read_stat_fields
 
 ROOT = Path("/proc")
 LINKS = 40  # that Linux follows in one path
 
 
-def folder(pid: int | str) -> Path:
+def get_process_folder(pid: int | str) -> Path:
     """The folder of a process, or of a thread."""
     return ROOT / str(pid)
 
 
-def text(path: Path) -> str:
+def read_lossy_text(path: Path) -> str:
     """What a file of the kernel's says; raises OSError.
 
     In any locale, and with a process or a control group whose name is not UTF-8.
@@ -32,19 +32,19 @@ def text(path: Path) -> str:
     return path.read_text("utf-8", "replace")
 
 
-def status(pid: int | str) -> dict[str, str]:
+def read_status(pid: int | str) -> dict[str, str]:
     """The fields of ``status``; raises OSError."""
-    lines = text(folder(pid) / "status").splitlines()
+    lines = read_lossy_text(get_process_folder(pid) / "status").splitlines()
     pairs = (line.partition(":") for line in lines)
     return {name: value.strip() for name, _, value in pairs}
 
 
-def effective_uid(pid: int | str) -> int:
+def read_effective_uid(pid: int | str) -> int:
     """The uid whose rights a process has; raises OSError."""
-    return int(status(pid)["Uid"].split()[1])
+    return int(read_status(pid)["Uid"].split()[1])
 
 
-def other_than_root(pid: int) -> tuple[int, int] | None:
+def find_non_root_owner(pid: int) -> tuple[int, int] | None:
     """Uid and gid of a process that has any other than root's; None if all are root's.
 
     The owner of the process's folder does not show this: it is root where a user has started a
@@ -54,66 +54,66 @@ def other_than_root(pid: int) -> tuple[int, int] | None:
     Raises:
         OSError: it can't be read.
     """
-    fields = status(pid)
+    fields = read_status(pid)
     pairs = zip(fields["Uid"].split(), fields["Gid"].split(), strict=True)
     return next(((int(uid), int(gid)) for uid, gid in pairs if uid != "0"), None)
 
 
-def parent(pid: int) -> int:
+def read_parent_pid(pid: int) -> int:
     """The parent's pid, 0 if there is none."""
     try:
-        return int(stat(pid)[1])
+        return int(read_stat_fields(pid)[1])
     except OSError:
         return 0
 
 
-def command_line(pid: int) -> list[str]:
+def read_command_line(pid: int) -> list[str]:
     """The command line; empty if it can't be read, or where vLLM has put a title there."""
     try:
-        words = (folder(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        words = (get_process_folder(pid) / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
         return []
     return [] if words[0].startswith(b"VLLM::") else [os.fsdecode(word) for word in words]
 
 
-def environment(pid: int) -> dict[str, str]:
+def read_environment(pid: int) -> dict[str, str]:
     """The environment at the start of a process; empty if it can't be read."""
     try:
-        words = (folder(pid) / "environ").read_bytes().split(b"\0")
+        words = (get_process_folder(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return {}
     pairs = (os.fsdecode(word).partition("=") for word in words if b"=" in word)
     return {name: value for name, _, value in pairs}
 
 
-def executable(pid: int) -> str:
+def read_executable(pid: int) -> str:
     """The program that a process runs; raises OSError."""
-    return os.readlink(folder(pid) / "exe")
+    return os.readlink(get_process_folder(pid) / "exe")
 
 
-def directory(pid: int) -> str:
+def read_working_directory(pid: int) -> str:
     """The working directory of a process; raises OSError."""
-    return os.readlink(folder(pid) / "cwd")
+    return os.readlink(get_process_folder(pid) / "cwd")
 
 
-def own_pid(pid: int) -> int:
+def read_namespace_pid(pid: int) -> int:
     """The pid that a process has in its own pid namespace, such as its container's.
 
     Raises:
         OSError: it can't be read.
     """
-    return int(status(pid).get("NSpid", str(pid)).split()[-1])
+    return int(read_status(pid).get("NSpid", str(pid)).split()[-1])
 
 
-def elsewhere(pid: int) -> bool:
+def has_separate_filesystem(pid: int) -> bool:
     """Whether a process sees other files than we do, as in a container; raises OSError."""
-    mounts = [os.readlink(folder(of) / "ns/mnt") for of in (pid, "self")]
+    mounts = [os.readlink(get_process_folder(of) / "ns/mnt") for of in (pid, "self")]
     return mounts[0] != mounts[1] or not os.path.samestat(
-        os.stat(folder(pid) / "root"), os.stat("/")
+        os.stat(get_process_folder(pid) / "root"), os.stat("/")
     )
 
 
-def seen(pid: int, path: str) -> Path:
+def resolve_path(pid: int, path: str) -> Path:
     """Where a file of a process is for us; raises OSError.
 
     Args:
@@ -125,10 +125,10 @@ def seen(pid: int, path: str) -> Path:
         kernel does for the process: an absolute one begins at its root, not at ours.
     """
     if not os.path.isabs(path):
-        return folder(pid) / "cwd" / path
-    if not elsewhere(pid):
+        return get_process_folder(pid) / "cwd" / path
+    if not has_separate_filesystem(pid):
         return Path(path)
-    at = root = folder(pid) / "root"
+    at = root = get_process_folder(pid) / "root"
     left, links = list(reversed(PurePath(path).parts[1:])), 0
     while left:
         if (part := left.pop()) == "..":
@@ -146,36 +146,36 @@ def seen(pid: int, path: str) -> Path:
     return at
 
 
-def threads(pid: int) -> list[int]:
+def list_thread_ids(pid: int) -> list[int]:
     """The ids of the threads of a process, in order; raises OSError."""
-    return sorted(map(int, os.listdir(folder(pid) / "task")))
+    return sorted(map(int, os.listdir(get_process_folder(pid) / "task")))
 
 
-def children(pid: int) -> list[int]:
+def list_child_pids(pid: int) -> list[int]:
     """The pids of the children of a process; raises OSError."""
     pids = []
-    for thread in threads(pid):
+    for thread in list_thread_ids(pid):
         with suppress(OSError):  # the thread may have ended
-            pids += text(folder(pid) / f"task/{thread}/children").split()
+            pids += read_lossy_text(get_process_folder(pid) / f"task/{thread}/children").split()
     return list(map(int, pids))
 
 
-def name(pid: int) -> str:
+def read_process_name(pid: int) -> str:
     """The name that the kernel has for a process, 15 bytes at most; raises OSError."""
-    return text(folder(pid) / "comm").strip()
+    return read_lossy_text(get_process_folder(pid) / "comm").strip()
 
 
-def cgroup(pid: int) -> Path | None:
+def find_cgroup(pid: int) -> Path | None:
     """The folder of the control group (version 2) of a process; None without one."""
     try:
-        lines = text(folder(pid) / "cgroup").splitlines()
+        lines = read_lossy_text(get_process_folder(pid) / "cgroup").splitlines()
     except OSError:
         return None
     paths = (line.removeprefix("0::/") for line in lines if line.startswith("0::/"))
     return next((Path("/sys/fs/cgroup", path) for path in paths), None)
 
 
-def home_of(uid: int) -> str:
+def find_user_home(uid: int) -> str:
     """A user's home directory; raises KeyError where the user database has no such user."""
     import pwd  # noqa: PLC0415 - Windows has none
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import psutil
 
-from ..errors import needs_linux
+from ..errors import make_platform_error
 from ..protocol import identity
-from ..protocol.identity import Identity, age_s, boot_id
-from ..protocol.place import Place, of_title
+from ..protocol.identity import ProcessIdentity, compute_age_s, read_boot_id
+from ..protocol.place import Placement, parse_title
 from . import proc
-from .roles import Role, titled
-from .shape import shape
+from .roles import Role, find_title_role
+from .shape import parse_serving_mode
 
 # vLLM loads no plug-in into other processes; the launcher of several API servers has no caches.
 ROLES = (Role.API, Role.ENGINE, Role.WORKER)
@@ -27,7 +27,7 @@ ROLES = (Role.API, Role.ENGINE, Role.WORKER)
 VITAL = {Role.LAUNCHER, Role.API, Role.ENGINE, Role.WORKER, Role.COORDINATOR}
 # Programs that take over processes whose parents have died.
 REAPERS = ("systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "containerd-shim")
-SESSION = 3  # of the fields of `identity.stat`
+SESSION = 3  # of the fields of `identity.read_stat_fields`
 # What `python -m` starts a server with; newer code of vLLM is below `frontend`.
 ENTRIES = r"vllm\.(?:frontend\.)?entrypoints"
 API_SERVER = re.compile(rf"{ENTRIES}\.(?:openai\.api_server|launchers\.api_server\.entry)")
@@ -41,10 +41,10 @@ class Process:
     Args:
         role: what it does.
         pid: process id.
-        start_ticks: with the pid and the boot its `Identity`.
+        start_ticks: with the pid and the boot its `ProcessIdentity`.
         title: command line or title, for a person.
         rss_bytes: resident memory in bytes, None if it can't be read.
-        boot: as in `Identity`.
+        boot: as in `ProcessIdentity`.
         place: its node and its ranks, by its title and by its agent.
         home: the state directory of its agent; empty for the one that its environment names.
     """
@@ -54,13 +54,13 @@ class Process:
     start_ticks: int
     title: str = ""
     rss_bytes: int | None = None
-    boot: str = field(default_factory=boot_id)
-    place: Place = field(default_factory=Place)
+    boot: str = field(default_factory=read_boot_id)
+    place: Placement = field(default_factory=Placement)
     home: str = ""
 
     @property
-    def identity(self) -> Identity:
-        return Identity(self.pid, self.start_ticks, self.boot)
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity(self.pid, self.start_ticks, self.boot)
 
     @property
     def node(self) -> str:
@@ -69,11 +69,11 @@ class Process:
     @property
     def create_time(self) -> float:
         """Seconds since the epoch, by the clock as it is set now: to be shown, not compared."""
-        return time.time() - age_s(self.start_ticks)
+        return time.time() - compute_age_s(self.start_ticks)
 
 
 @dataclass(frozen=True)
-class Seen:
+class ProcessEntry:
     """One line of the process table."""
 
     pid: int
@@ -84,26 +84,26 @@ class Seen:
     zombie: bool
 
 
-Table = dict[int, Seen]
+Table = dict[int, ProcessEntry]
 
 
-def table() -> Table:
+def read_process_table() -> Table:
     """The process table, one pass over it.
 
     Raises:
         VllmopsError: ``platform.linux``.
     """
     if not Path("/proc/self/stat").exists():
-        raise needs_linux("to look into processes")
+        raise make_platform_error("to look into processes")
     processes = {}
     # Supervisors and watches do this all the time: one look at `stat` has all but the words.
     for process in psutil.process_iter(["cmdline"]):
         with suppress(ProcessLookupError):  # gone meanwhile
-            processes[process.pid] = seen(process.pid, process.info["cmdline"] or ())
+            processes[process.pid] = read_process_entry(process.pid, process.info["cmdline"] or ())
     return processes
 
 
-def seen(pid: int, words: Sequence[str] | None = None) -> Seen:
+def read_process_entry(pid: int, words: Sequence[str] | None = None) -> ProcessEntry:
     """One process.
 
     Args:
@@ -112,15 +112,15 @@ def seen(pid: int, words: Sequence[str] | None = None) -> Seen:
 
     Raises:
         ProcessLookupError: it is gone.
-        OSError: as `identity.of` does.
+        OSError: as `identity.read_identity` does.
     """
-    fields = identity.stat(pid)
+    fields = identity.read_stat_fields(pid)
     if words is None:
         try:
             words = psutil.Process(pid).cmdline()
         except psutil.Error:
             words = ()
-    return Seen(
+    return ProcessEntry(
         pid=pid,
         ppid=int(fields[1]),
         start_ticks=int(fields[19]),
@@ -130,21 +130,21 @@ def seen(pid: int, words: Sequence[str] | None = None) -> Seen:
     )
 
 
-def alive(process: Process) -> bool:
+def is_alive(process: Process) -> bool:
     """Whether this very process runs: same pid, same start, no zombie.
 
     Raises:
         OSError: it is unknown, for example because this process can open no file.
     """
     try:
-        fields = identity.stat(process.pid)
+        fields = identity.read_stat_fields(process.pid)
     except ProcessLookupError:
         return False
-    same = process.identity == Identity(process.pid, int(fields[19]), boot_id())
+    same = process.identity == ProcessIdentity(process.pid, int(fields[19]), read_boot_id())
     return same and fields[0] not in {"Z", "X"}
 
 
-def serve_arguments(words: Sequence[str]) -> Sequence[str] | None:
+def parse_serve_arguments(words: Sequence[str]) -> Sequence[str] | None:
     """What a vLLM server was given on its command line, None for any other process."""
     python = bool(words) and Path(words[0]).name.startswith("python")
     for index, word in enumerate(words[:6]):
@@ -160,33 +160,35 @@ def serve_arguments(words: Sequence[str]) -> Sequence[str] | None:
     return None
 
 
-def tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...]:
+def build_process_tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...]:
     """The processes below some roots, the roots first, each with its role; no zombies."""
-    children: dict[int, list[Seen]] = {}
+    children: dict[int, list[ProcessEntry]] = {}
     for seen in table.values():
         children.setdefault(seen.ppid, []).append(seen)
-    by_pid: dict[int, Seen] = {}
+    by_pid: dict[int, ProcessEntry] = {}
     queue = [table[pid] for pid in roots if pid in table]
     while queue:
         seen = queue.pop(0)
         if seen.pid not in by_pid and not seen.zombie:
             by_pid[seen.pid] = seen
             queue += sorted(children.get(seen.pid, []), key=lambda child: child.start_ticks)
-    many_api_servers = any(titled(seen.words) is Role.API for seen in by_pid.values())
+    many_api_servers = any(find_title_role(seen.words) is Role.API for seen in by_pid.values())
     return tuple(
         Process(
-            role=role(seen, by_pid.get(seen.ppid), many_api_servers=many_api_servers),
+            role=infer_role(seen, by_pid.get(seen.ppid), many_api_servers=many_api_servers),
             pid=seen.pid,
             start_ticks=seen.start_ticks,
             title=" ".join(seen.words).rstrip(),
             rss_bytes=seen.rss_bytes,
-            place=of_title(seen.words[0]) if titled(seen.words) else Place(),
+            place=parse_title(seen.words[0]) if find_title_role(seen.words) else Placement(),
         )
         for seen in by_pid.values()
     )
 
 
-def still_known(known: Iterable[Process], seen: Sequence[Process]) -> tuple[Process, ...]:
+def retain_vital_processes(
+    known: Iterable[Process], seen: Sequence[Process]
+) -> tuple[Process, ...]:
     """What was seen, with whatever is vital of what was known: until its death is noticed.
 
     A process that is being killed loses its command line, and so its role, before it is a zombie.
@@ -200,7 +202,7 @@ def still_known(known: Iterable[Process], seen: Sequence[Process]) -> tuple[Proc
     return (*now, *(process for pid, process in vital.items() if pid not in pids))
 
 
-def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
+def infer_role(seen: ProcessEntry, parent: ProcessEntry | None, *, many_api_servers: bool) -> Role:
     """What a process does, by its title or its command line.
 
     A fork looks like its parent until it executes something: it does not count as
@@ -208,52 +210,58 @@ def role(seen: Seen, parent: Seen | None, *, many_api_servers: bool) -> Role:
     """
     if parent is not None and seen.words == parent.words:
         return Role.OTHER
-    if by_title := titled(seen.words):
+    if by_title := find_title_role(seen.words):
         return by_title
-    if (arguments := serve_arguments(seen.words)) is not None:
-        return Role.LAUNCHER if many_api_servers or shape(arguments).headless else Role.API
+    if (arguments := parse_serve_arguments(seen.words)) is not None:
+        return (
+            Role.LAUNCHER
+            if many_api_servers or parse_serving_mode(arguments).headless
+            else Role.API
+        )
     return Role.OTHER
 
 
-def orphaned(pid: int) -> bool:
+def is_orphaned(pid: int) -> bool:
     """Whether the parent of a process with a title of vLLM's is gone, and a reaper has it now.
 
     vLLM's processes stay in their parent's session. The parent may have a title of its own, so its
     executable counts, too, where that can be read; and it may be a program that embeds Python.
     """
-    above = proc.parent(pid)
-    paths = proc.command_line(above)[:1]
+    above = proc.read_parent_pid(pid)
+    paths = proc.read_command_line(above)[:1]
     with suppress(OSError):
-        paths.append(proc.executable(above))
+        paths.append(proc.read_executable(above))
     names = [Path(path).name for path in paths]
     if any(name.startswith(("python", "raylet")) for name in names):
         return False
     try:
-        first = proc.own_pid(above) == 1
-        apart = identity.stat(above)[SESSION] != identity.stat(pid)[SESSION]
+        first = proc.read_namespace_pid(above) == 1
+        apart = identity.read_stat_fields(above)[SESSION] != identity.read_stat_fields(pid)[SESSION]
     except OSError:
         return True
     return first or apart or any(name.startswith(REAPERS) for name in names)
 
 
-def absolute(pid: int, path: str) -> str:
+def try_resolve_path(pid: int, path: str) -> str:
     """A path of a process as seen from here; as it is where the process can't be looked into."""
     try:
-        return str(proc.seen(pid, path))
+        return str(proc.resolve_path(pid, path))
     except OSError:
         return path
 
 
-def listens_on(pid: int, path: str) -> bool:
+def has_unix_socket(pid: int, path: str) -> bool:
     """Whether a process has a Unix socket of that path, False if it can't be looked into."""
     try:
         own = {str(s.laddr) for s in psutil.Process(pid).net_connections("unix") if s.laddr}
     except psutil.Error:
         return False
-    return os.path.realpath(path) in {os.path.realpath(absolute(pid, address)) for address in own}
+    return os.path.realpath(path) in {
+        os.path.realpath(try_resolve_path(pid, address)) for address in own
+    }
 
 
-def listening(pid: int) -> list[tuple[str, int]]:
+def list_listening_addresses(pid: int) -> list[tuple[str, int]]:
     """Where a process listens for TCP: address and port; nothing if it can't be looked into."""
     try:
         sockets = psutil.Process(pid).net_connections("tcp")
@@ -262,7 +270,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
     return [(s.laddr.ip, s.laddr.port) for s in sockets if s.status == psutil.CONN_LISTEN]
 
 
-def listeners(port: int) -> set[int | None]:
+def find_listener_pids(port: int) -> set[int | None]:
     """Who listens on a TCP port: pids, and None for one that can't be looked into."""
     try:
         sockets = psutil.net_connections("tcp")
@@ -271,6 +279,6 @@ def listeners(port: int) -> set[int | None]:
     return {s.pid for s in sockets if s.status == psutil.CONN_LISTEN and s.laddr[1:] == (port,)}
 
 
-def listening_ports(pid: int) -> list[int]:
+def list_listening_ports(pid: int) -> list[int]:
     """The TCP ports that a process listens on, none if it can't be looked into."""
-    return sorted(port for _, port in listening(pid))
+    return sorted(port for _, port in list_listening_addresses(pid))

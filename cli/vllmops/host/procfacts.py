@@ -15,30 +15,30 @@ SLOW = ("smaps_rollup",)
 THREADS = 512
 
 
-def sections(pid: int) -> Iterator[str]:
+def render_process_facts(pid: int) -> Iterator[str]:
     """The facts, one section after the other, those that may take long last."""
-    place = proc.folder(pid)
+    place = proc.get_process_folder(pid)
     for name in FILES:
-        yield section(name, read(place / name))
-    yield section("file descriptors", descriptors(place))
-    yield section("threads", "\n".join(threads(place)))
+        yield format_section(name, read_or_explain(place / name))
+    yield format_section("file descriptors", render_descriptors(place))
+    yield format_section("threads", "\n".join(render_threads(place)))
     for name in SLOW:
-        yield section(name, read(place / name))
+        yield format_section(name, read_or_explain(place / name))
 
 
-def section(title: str, text: str) -> str:
+def format_section(title: str, text: str) -> str:
     return f"== {title}\n{text.strip()}\n\n"
 
 
-def read(path: Path) -> str:
+def read_or_explain(path: Path) -> str:
     """A file of ``/proc``; in its place why it can't be read."""
     try:
-        return proc.text(path)
+        return proc.read_lossy_text(path)
     except OSError as error:
         return f"({error.strerror})"
 
 
-def descriptors(place: Path) -> str:
+def render_descriptors(place: Path) -> str:
     """How many files of each kind are open; their names could contain what users sent."""
     kinds: Counter[str] = Counter()
     try:
@@ -55,7 +55,7 @@ def descriptors(place: Path) -> str:
     return f"{len(names):6} open\n{lines}"
 
 
-def threads(place: Path) -> Iterator[str]:
+def render_threads(place: Path) -> Iterator[str]:
     """A line for each thread, below it the kernel's stack where that may be read."""
     try:
         tasks = sorted((place / "task").iterdir(), key=lambda task: int(task.name))
@@ -64,15 +64,15 @@ def threads(place: Path) -> Iterator[str]:
         return
     yield f"{'tid':>8} state {'user':>8} {'system':>8}  name, where it waits in the kernel"
     for task in tasks[:THREADS]:
-        name, _, rest = read(task / "stat").partition("(")[2].rpartition(")")
+        name, _, rest = read_or_explain(task / "stat").partition("(")[2].rpartition(")")
         fields = rest.split()
         if not fields:
             continue  # gone meanwhile
         yield (
             f"{task.name:>8} {fields[0]:5} {fields[11]:>8} {fields[12]:>8}  {name}, "
-            f"{read(task / 'wchan') or '-'}"
+            f"{read_or_explain(task / 'wchan') or '-'}"
         )
-        stack = read(task / "stack")
+        stack = read_or_explain(task / "stack")
         if not stack.startswith("("):
             yield from (f"{'':10}{line}" for line in stack.splitlines())
     if len(tasks) > THREADS:

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Literal
 
 from ..errors import VllmopsError
-from ..home import user
-from .proc import status, text
+from ..home import format_user
+from .proc import read_lossy_text, read_status
 
 CAP_SYS_PTRACE = 1 << 19
 
 
 @dataclass(frozen=True)
-class Rights:
+class PtraceRights:
     """What the kernel's decision depends on.
 
     Args:
@@ -39,18 +39,18 @@ class Rights:
     seccomp: bool = False
 
 
-def rights(pid: int) -> Rights:
+def read_rights(pid: int) -> PtraceRights:
     """The rights of this process over another; reading them needs none.
 
     Raises:
         OSError: the process is gone.
     """
-    ours, theirs = status("self"), status(str(pid))
+    ours, theirs = read_status("self"), read_status(str(pid))
     try:
-        scope = int(text(Path("/proc/sys/kernel/yama/ptrace_scope")))
+        scope = int(read_lossy_text(Path("/proc/sys/kernel/yama/ptrace_scope")))
     except OSError:
         scope = 0
-    return Rights(
+    return PtraceRights(
         uid=os.geteuid(),
         target_uid=int(theirs["Uid"].split()[1]),
         effective=int(ours["CapEff"], 16),
@@ -60,8 +60,10 @@ def rights(pid: int) -> Rights:
     )
 
 
-def refusal(
-    pid: int, rights: Rights, command: Literal["stacks dump", "attach", "status"] = "stacks dump"
+def make_refusal_error(
+    pid: int,
+    rights: PtraceRights,
+    command: Literal["stacks dump", "attach", "status"] = "stacks dump",
 ) -> VllmopsError:
     """The error for a process that the kernel does not allow reading.
 
@@ -103,7 +105,7 @@ def refusal(
             f"run it in the server's own container: docker exec CONTAINER {again}",
         )
     if rights.uid != rights.target_uid:
-        owner = user(rights.target_uid)
+        owner = format_user(rights.target_uid)
         if reachable:
             hint = as_root
         elif rights.uid == 0:
@@ -112,7 +114,8 @@ def refusal(
             hint = f"docker exec -u {rights.target_uid} CONTAINER {again}, or {grant}"
         return VllmopsError(
             "attach.other-user" if attach else "stacks.other-user",
-            f"pid {pid} belongs to {owner} and you are {user(rights.uid)}, without CAP_SYS_PTRACE",
+            f"pid {pid} belongs to {owner} and you are {format_user(rights.uid)}, without "
+            "CAP_SYS_PTRACE",
             hint,
         )
     if rights.ptrace_scope:

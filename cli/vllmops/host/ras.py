@@ -16,8 +16,8 @@ from contextlib import suppress
 
 from ..protocol.server import RasCapture
 from . import proc
-from .processes import Process, listeners
-from .processes import listening as ports
+from .processes import Process, find_listener_pids
+from .processes import list_listening_addresses as ports
 
 PORT = 28028
 ASKED_S = 2  # for the ranks of other nodes
@@ -26,7 +26,7 @@ ANSWER_BYTES = 8 << 20
 PID = re.compile(r'(?:"pid": ?|managed by process )(\d+)')
 
 
-def captures(own: Iterable[Process], began: float) -> Iterator[RasCapture]:
+def collect_captures(own: Iterable[Process], began: float) -> Iterator[RasCapture]:
     """What the RAS services of a server answer; nothing where NCCL has none.
 
     Args:
@@ -36,33 +36,33 @@ def captures(own: Iterable[Process], began: float) -> Iterator[RasCapture]:
     pids, asked = set[int](), dict[tuple[str, int], int]()
     for process in own:
         with suppress(OSError, ValueError):
-            pids |= {process.pid, proc.own_pid(process.pid)}
-            for address in listening(process.pid):
+            pids |= {process.pid, proc.read_namespace_pid(process.pid)}
+            for address in find_service_addresses(process.pid):
                 asked.setdefault(address, process.pid)
     until = time.monotonic() + ANSWER_S
     for address, pid in asked.items():
         with suppress(OSError, ValueError):
-            text, port = ask(address, until), address[1]
+            text, port = fetch_status(address, until), address[1]
             # Of ranks that are not behind, text names no process.
-            named = about(text)
-            if named & pids or (not named and listeners(port) <= pids):
+            named = parse_pids(text)
+            if named & pids or (not named and find_listener_pids(port) <= pids):
                 at_s = time.monotonic() - began
                 yield RasCapture(at_s=at_s, pid=pid, port=port, text=text)
 
 
-def about(text: str) -> set[int]:
+def parse_pids(text: str) -> set[int]:
     """The pids that an answer names, as their own nodes and containers have them."""
     return {int(pid) for pid in PID.findall(text)}
 
 
-def listening(pid: int) -> list[tuple[str, int]]:
+def find_service_addresses(pid: int) -> list[tuple[str, int]]:
     """Where a process's RAS service listens: at most one address."""
-    port = wanted(proc.environment(pid))
+    port = find_service_port(proc.read_environment(pid))
     addresses = ports(pid) if port else []
-    return [(local(address), port) for address, at in addresses if at == port][:1]
+    return [(get_client_address(address), port) for address, at in addresses if at == port][:1]
 
 
-def wanted(environment: dict[str, str]) -> int:
+def find_service_port(environment: dict[str, str]) -> int:
     """The port that NCCL's variables name; 0 if they turn the service off."""
     if environment.get("NCCL_RAS_ENABLE", "1").strip() != "1":
         return 0
@@ -70,12 +70,12 @@ def wanted(environment: dict[str, str]) -> int:
     return int(port) if port.isdecimal() and 0 < int(port) < 1 << 16 else PORT
 
 
-def local(address: str) -> str:
+def get_client_address(address: str) -> str:
     """An address to connect to, of one to listen on."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
-def ask(address: tuple[str, int], until: float) -> str:
+def fetch_status(address: tuple[str, int], until: float) -> str:
     """The status of all communicators: JSON, or text of an older NCCL.
 
     Args:
@@ -87,31 +87,31 @@ def ask(address: tuple[str, int], until: float) -> str:
         ValueError: it is another service.
     """
     with socket.create_connection(address, timeout=1.0) as peer:
-        line(peer, "CLIENT PROTOCOL 2", b"SERVER PROTOCOL", until)
-        line(peer, f"TIMEOUT {ASKED_S}", b"OK", until)
+        exchange_line(peer, "CLIENT PROTOCOL 2", b"SERVER PROTOCOL", until)
+        exchange_line(peer, f"TIMEOUT {ASKED_S}", b"OK", until)
         # Older ones refuse it, and go on in text.
         with suppress(ValueError):
-            line(peer, "SET FORMAT json", b"OK", until)
+            exchange_line(peer, "SET FORMAT json", b"OK", until)
         peer.sendall(b"VERBOSE STATUS\n")
         content = b""
-        while part := received(peer, until):
+        while part := receive_part(peer, until):
             content += part
             if len(content) > ANSWER_BYTES:
                 raise ValueError("the answer is too long")
     return content.decode("utf-8", "replace")
 
 
-def line(peer: socket.socket, words: str, answer: bytes, until: float) -> None:
+def exchange_line(peer: socket.socket, words: str, answer: bytes, until: float) -> None:
     """Send one line, and expect one.
 
     Raises:
-        OSError: as `ask` does.
+        OSError: as `fetch_status` does.
         ValueError: the answer begins otherwise.
     """
     peer.sendall(f"{words}\n".encode())
     content = b""
     while not content.endswith(b"\n") and len(content) < 1 << 10:
-        part = received(peer, until)
+        part = receive_part(peer, until)
         if not part:
             raise ConnectionError("the service hung up")
         content += part
@@ -119,7 +119,7 @@ def line(peer: socket.socket, words: str, answer: bytes, until: float) -> None:
         raise ValueError(f"it answered {content[:60]!r}")
 
 
-def received(peer: socket.socket, until: float) -> bytes:
+def receive_part(peer: socket.socket, until: float) -> bytes:
     """The next part of an answer; empty at its end."""
     left_s = until - time.monotonic()
     if left_s <= 0:

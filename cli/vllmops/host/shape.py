@@ -17,7 +17,7 @@ ONE_SECOND_S = 1.0
 
 
 @dataclass(frozen=True)
-class Shape:
+class ServingMode:
     """What a vLLM server listens on.
 
     Args:
@@ -29,16 +29,16 @@ class Shape:
     headless: bool = False
 
 
-def shape(arguments: Sequence[str]) -> Shape:
+def parse_serving_mode(arguments: Sequence[str]) -> ServingMode:
     """The shape of a server that gets these arguments; a relative path stays one."""
-    count = option(arguments, "--api-server-count", "-asc")
+    count = find_option(arguments, "--api-server-count", "-asc")
     none = count is not None and count.lstrip("+-0") == "" and count != ""
     flags = {word.replace("_", "-") for word in arguments if word.startswith("--")}
     headless = "--headless" in flags or none
-    return Shape(None if headless else option(arguments, "--uds") or None, headless)
+    return ServingMode(None if headless else find_option(arguments, "--uds") or None, headless)
 
 
-def option(arguments: Sequence[str], name: str, *others: str) -> str | None:
+def find_option(arguments: Sequence[str], name: str, *others: str) -> str | None:
     """The value of the last ``--name value`` or ``--name=value``; vLLM takes ``_`` for ``-``.
 
     Args:
@@ -54,7 +54,7 @@ def option(arguments: Sequence[str], name: str, *others: str) -> str | None:
     return value
 
 
-def unix_url(path: str) -> str:
+def make_unix_url(path: str) -> str:
     """The URL of a server behind a Unix socket.
 
     The socket is the URL's host, and URLs make a host's capitals small: they are written as %XX.
@@ -64,20 +64,20 @@ def unix_url(path: str) -> str:
     )
 
 
-def unix_path(url: str) -> str | None:
-    """The socket's path in a URL of `unix_url`'s, None for any other URL."""
+def parse_unix_url(url: str) -> str | None:
+    """The socket's path in a URL of `make_unix_url`'s, None for any other URL."""
     if not url.startswith(UNIX):
         return None
     return os.fsdecode(unquote_to_bytes(url.removeprefix(UNIX).partition("/")[0]))
 
 
-def shown(url: str) -> str:
+def format_url(url: str) -> str:
     """A URL for a person: of a Unix socket, its path as it is."""
-    path = unix_path(url)
+    path = parse_unix_url(url)
     return url if path is None else f"unix:{path}"
 
 
-def listens(path: str) -> bool:
+def has_listener(path: str) -> bool:
     """Whether somebody takes connections on a Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
         trial.settimeout(ONE_SECOND_S)
@@ -90,12 +90,12 @@ def listens(path: str) -> bool:
     return True
 
 
-def remove_dead(path: str) -> None:
+def remove_stale_socket(path: str) -> None:
     """Remove a Unix socket that a server left: vLLM does not start if it exists.
 
     Only this user's socket, and only if nobody listens on it.
     """
     with contextlib.suppress(OSError):
         at = os.lstat(path)
-        if stat.S_ISSOCK(at.st_mode) and at.st_uid == os.geteuid() and not listens(path):
+        if stat.S_ISSOCK(at.st_mode) and at.st_uid == os.geteuid() and not has_listener(path):
             os.unlink(path)

@@ -56,7 +56,7 @@ class Segment:
     age_s: float
 
 
-def segments() -> list[Segment]:
+def list_segments() -> list[Segment]:
     """The segments in ``/dev/shm``, by name."""
     segments_ = []
     now = time.time()
@@ -72,7 +72,7 @@ def segments() -> list[Segment]:
     return sorted(segments_, key=lambda segment: segment.name)
 
 
-def files_of(pid: int) -> set[File]:
+def find_used_files(pid: int) -> set[File]:
     """The files that a process maps or holds open in the file system of ``/dev/shm``.
 
     Raises:
@@ -80,16 +80,16 @@ def files_of(pid: int) -> set[File]:
     """
     device = SHM.stat().st_dev
     words = b"%02x" % os.major(device), b"%02x" % os.minor(device)
-    maps = (proc.folder(pid) / "maps").read_bytes()
+    maps = (proc.get_process_folder(pid) / "maps").read_bytes()
     used = {
         (device, int(inode))
         for major, minor, inode, _ in MAPPING.findall(maps)
         if (major, minor) == words
     }
     names = set(os.listdir(SHM))
-    for descriptor in os.listdir(proc.folder(pid) / "fd"):
+    for descriptor in os.listdir(proc.get_process_folder(pid) / "fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            link = proc.folder(pid) / "fd" / descriptor
+            link = proc.get_process_folder(pid) / "fd" / descriptor
             # In whichever place it is mounted there, it has its name. Others are not asked for
             # what they are: a file on a network that hangs would never answer.
             if os.path.basename(os.readlink(link)).removesuffix(" (deleted)") in names:
@@ -99,24 +99,24 @@ def files_of(pid: int) -> set[File]:
     return used
 
 
-def used_by(pid: int) -> set[str]:
+def find_used_segments(pid: int) -> set[str]:
     """Names of the segments that a process maps or holds open; none if it can't be looked into.
 
     One that was unlinked is among them under the name it had.
     """
     names: set[str] = set()
     with contextlib.suppress(OSError):
-        used = files_of(pid)
-        names |= {segment.name for segment in segments() if segment.file in used}
+        used = find_used_files(pid)
+        names |= {segment.name for segment in list_segments() if segment.file in used}
         place = os.fsencode(SHM) + b"/"
-        for *_, path in MAPPING.findall((proc.folder(pid) / "maps").read_bytes()):
+        for *_, path in MAPPING.findall((proc.get_process_folder(pid) / "maps").read_bytes()):
             if path.startswith(place) and path.endswith(DELETED):
                 name = os.fsdecode(path.removeprefix(place).removesuffix(DELETED))
                 names |= {name} if NAMES.fullmatch(name) else set()
     return names
 
 
-def sweep(names: Iterable[str]) -> list[str]:
+def remove_unused_segments(names: Iterable[str]) -> list[str]:
     """Remove those of the segments that no live process uses; returns what was removed.
 
     A segment with an owner other than us is left alone: its users may be invisible here.
@@ -126,24 +126,24 @@ def sweep(names: Iterable[str]) -> list[str]:
     """
     own = set(names)
     uid = os.geteuid()
-    left = {segment for segment in segments() if segment.name in own and segment.uid == uid}
+    left = {segment for segment in list_segments() if segment.name in own and segment.uid == uid}
     try:
-        used = in_use(left)
+        used = find_files_in_use(left)
     except OSError:  # for example, no file can be opened: then nothing is known
         return []
-    return remove(segment for segment in left if segment.file not in used)
+    return unlink_segments(segment for segment in left if segment.file not in used)
 
 
-def in_use(among: Iterable[Segment]) -> set[File]:
+def find_files_in_use(among: Iterable[Segment]) -> set[File]:
     """Which files live processes use, as far as they can be looked into; raises OSError."""
     used: set[File] = set()
     for pid in psutil.pids() if among else ():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
-            used |= files_of(pid)
+            used |= find_used_files(pid)
     return used
 
 
-def remove(doomed: Iterable[Segment]) -> list[str]:
+def unlink_segments(doomed: Iterable[Segment]) -> list[str]:
     """Unlink segments, each if its name is still that file's; returns the names of those."""
     removed = []
     for segment in sorted(doomed, key=lambda segment: segment.name):
@@ -156,7 +156,7 @@ def remove(doomed: Iterable[Segment]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Unused:
+class UnusedSegments:
     """Segments that nobody uses, as far as can be seen.
 
     Args:
@@ -169,21 +169,21 @@ class Unused:
     doubt: str = ""
 
 
-def unused(include: Callable[[Segment], bool] = lambda _: True) -> Unused:
+def find_unused_segments(include: Callable[[Segment], bool] = lambda _: True) -> UnusedSegments:
     """The segments that no live process uses: of this user, for root of anybody.
 
     Args:
         include: which of them.
     """
     uid = os.geteuid()
-    left = [segment for segment in segments() if uid in (0, segment.uid) and include(segment)]
+    left = [segment for segment in list_segments() if uid in (0, segment.uid) and include(segment)]
     if not left:
-        return Unused()
-    doubt = out_of_sight()
+        return UnusedSegments()
+    doubt = explain_hidden_processes()
     hidden = []
     for pid in psutil.pids():
         try:
-            used = files_of(pid)
+            used = find_used_files(pid)
         except (ProcessLookupError, FileNotFoundError):
             continue
         except OSError:
@@ -195,10 +195,10 @@ def unused(include: Callable[[Segment], bool] = lambda _: True) -> Unused:
     if hidden and not doubt:
         who = f"pid {hidden[0]}" + (f" and {len(hidden) - 1} more" if hidden[1:] else "")
         doubt = f"{who} can't be inspected and may use it: run as root"
-    return Unused(tuple(left), doubt)
+    return UnusedSegments(tuple(left), doubt)
 
 
-def out_of_sight() -> str:
+def explain_hidden_processes() -> str:
     """Why there may be processes that ``/proc`` does not show here; empty if it shows all."""
     try:
         if os.readlink("/proc/self/ns/pid") != INITIAL_PID_NAMESPACE:
@@ -209,19 +209,19 @@ def out_of_sight() -> str:
     return ""
 
 
-def clean() -> tuple[Unused, list[Segment]]:
+def remove_stale_segments() -> tuple[UnusedSegments, list[Segment]]:
     """Remove segments that are proven to be unused, and have been for a while.
 
     Returns:
         What is left, and what was removed.
     """
-    unused_ = unused()
+    unused_ = find_unused_segments()
     old = {segment.file for segment in unused_.segments if segment.age_s >= OLD_S}
     if unused_.doubt or not old:
         return unused_, []
     # Once more: somebody may have opened one since that process was looked into.
-    again = unused(lambda segment: segment.file in old and segment.age_s >= OLD_S)
-    names = [] if again.doubt else remove(again.segments)
+    again = find_unused_segments(lambda segment: segment.file in old and segment.age_s >= OLD_S)
+    names = [] if again.doubt else unlink_segments(again.segments)
     left = tuple(segment for segment in unused_.segments if segment.name not in names)
     removed = [segment for segment in unused_.segments if segment.name in names]
-    return Unused(left, again.doubt), removed
+    return UnusedSegments(left, again.doubt), removed

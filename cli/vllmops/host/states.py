@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from ..protocol import identity
-from ..protocol.server import ProcessState, Turns
+from ..protocol.server import ProcessState, ThreadTimeslices
 from . import proc
 from .processes import Process
 
@@ -21,7 +21,7 @@ COMPILERS = frozenset(
 )
 
 
-def state(process: Process) -> ProcessState:
+def observe_process(process: Process) -> ProcessState:
     """A process as the kernel sees it now."""
     title = process.title.split(" ")[0] if process.title.startswith("VLLM::") else ""
     known = ProcessState(
@@ -32,7 +32,7 @@ def state(process: Process) -> ProcessState:
         **msgspec.structs.asdict(process.place),
     )
     try:
-        fields = identity.stat(process.pid)
+        fields = identity.read_stat_fields(process.pid)
     except OSError:
         return known
     if int(fields[19]) != process.start_ticks:
@@ -41,29 +41,29 @@ def state(process: Process) -> ProcessState:
         known,
         state=fields[0],
         cpu_s=(int(fields[11]) + int(fields[12])) / identity.TICKS,
-        main=turns(process.pid),
+        main=read_timeslices(process.pid),
         threads=int(fields[17]),
         rss_bytes=int(fields[21]) * os.sysconf("SC_PAGESIZE"),
     )
 
 
-def turns(pid: int) -> Turns | None:
+def read_timeslices(pid: int) -> ThreadTimeslices | None:
     """The turns of a process's main thread; None if the kernel does not count them."""
     try:
         ran, waited, count = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
     except (OSError, ValueError):
         return None
-    return Turns(ran / NANO, waited / NANO, count)
+    return ThreadTimeslices(ran / NANO, waited / NANO, count)
 
 
-def compilers(processes: Iterable[Process]) -> Iterator[str]:
+def find_compilers(processes: Iterable[Process]) -> Iterator[str]:
     """The names of compilers that run below some processes."""
     queue = [process.pid for process in processes]
     for pid in queue:
         with suppress(OSError):
-            queue += [child for child in proc.children(pid) if child not in queue]
+            queue += [child for child in proc.list_child_pids(pid) if child not in queue]
     for pid in queue:
         with suppress(OSError):
-            name = proc.name(pid)
+            name = proc.read_process_name(pid)
             if name in COMPILERS:
                 yield name

@@ -10,24 +10,24 @@ MUCH = 8 << 20  # bytes in a second
 SHORT_S = 0.5
 
 
-class Swapping:
+class SwapMonitor:
     """How much the machine swaps between two looks."""
 
     def __init__(self) -> None:
         self.at = time.monotonic()
-        self.bytes = moved()
+        self.bytes = read_swapped_bytes()
         self.much = False
 
-    def now(self) -> bool:
+    def is_swapping(self) -> bool:
         """Whether it has swapped much since the last look."""
-        at, total = time.monotonic(), moved()
+        at, total = time.monotonic(), read_swapped_bytes()
         if at - self.at >= SHORT_S:
             self.much = (total - self.bytes) / (at - self.at) >= MUCH
             self.at, self.bytes = at, total
         return self.much
 
 
-def moved() -> int:
+def read_swapped_bytes() -> int:
     """Bytes that the machine has swapped in and out since it was booted."""
     swap = psutil.swap_memory()
     return int(swap.sin + swap.sout)

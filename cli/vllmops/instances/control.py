@@ -19,17 +19,17 @@ from collections.abc import Iterator
 import msgspec
 
 from ..errors import VllmopsError
-from ..files import peer
-from ..home import user
+from ..files import read_peer_uid
+from ..home import format_user
 from . import detached
-from .record import RECORDS, Folder, Record, State
+from .record import RECORDS, InstanceFolder, InstanceRecord, InstanceState
 
 STOP_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
 LET_GO = "pkill -9 -f 'vllmops.instances.supervisor {name} '"
 
 
-class Request(msgspec.Struct, frozen=True, omit_defaults=True):
+class ControlRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request to a supervisor.
 
     Args:
@@ -59,21 +59,21 @@ class Request(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise ValueError(f"{seconds} is not a number of seconds")
 
 
-NOTHING = Request()
+NOTHING = ControlRequest()
 
 
-class Control:
+class ControlConnection:
     """A connection to a supervisor."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
-    def send(self, request: Request) -> None:
+    def send_request(self, request: ControlRequest) -> None:
         # A supervisor that has gone is seen by who reads the records.
         with contextlib.suppress(OSError):
             self.connection.sendall(msgspec.json.encode(request) + b"\n")
 
-    def records(self, until: float | None = None) -> Iterator[Record]:
+    def follow_records(self, until: float | None = None) -> Iterator[InstanceRecord]:
         """Each state of the instance, until the supervisor ends.
 
         Args:
@@ -95,7 +95,7 @@ class Control:
         self.connection.close()
 
 
-class Session:
+class ControlSession:
     """Follows an instance to its end: if its supervisor dies, another one is started.
 
     Args:
@@ -104,17 +104,19 @@ class Session:
         request: what to say to each successor: whether the client holds it.
     """
 
-    def __init__(self, folder: Folder, control: Control, request: Request = NOTHING) -> None:
+    def __init__(
+        self, folder: InstanceFolder, control: ControlConnection, request: ControlRequest = NOTHING
+    ) -> None:
         self.folder = folder
         self.control = control
         self.request = request
         self.asked = NOTHING  # what the supervisor has not begun to do
 
-    def send(self, request: Request) -> None:
+    def send_request(self, request: ControlRequest) -> None:
         self.asked = request
-        self.control.send(request)
+        self.control.send_request(request)
 
-    def records(self, until: float | None = None) -> Iterator[Record]:
+    def follow_records(self, until: float | None = None) -> Iterator[InstanceRecord]:
         """Each state until it is over.
 
         Args:
@@ -127,7 +129,7 @@ class Session:
         while True:
             record = None
             try:
-                for record in self.control.records(until):
+                for record in self.control.follow_records(until):
                     begun = before not in {None, record.state}
                     if run := self.asked.run:  # others may ask for a hand-over, too
                         begun = record.hand_over_run == run
@@ -137,12 +139,12 @@ class Session:
                     yield record
             except TimeoutError:
                 self.control.close()
-                raise silent(self.folder) from None
+                raise make_silent_error(self.folder) from None
             self.control.close()
-            if record and record.state.over:
+            if record and record.state.is_over:
                 return
-            last = self.folder.read()
-            if last and last.state.over:
+            last = self.folder.load_record()
+            if last and last.state.is_over:
                 yield last
                 return
             if died_mute and record is None:
@@ -152,15 +154,17 @@ class Session:
                     f"{self.folder.supervisor_log} shows why",
                 )
             died_mute = record is None
-            self.control = connect(self.folder, self.request)
+            self.control = connect_supervisor(self.folder, self.request)
             if self.asked != NOTHING:
-                self.control.send(self.asked)
+                self.control.send_request(self.asked)
 
     def close(self) -> None:
         self.control.close()
 
 
-def told(folder: Folder, request: Request, seconds: float) -> None:
+def send_and_wait_until_begun(
+    folder: InstanceFolder, request: ControlRequest, seconds: float
+) -> None:
     """Tell the supervisor of a ready instance to end or to restart it, and wait until it begins.
 
     A Unix socket that is closed before all is read takes what it has sent with it.
@@ -173,16 +177,21 @@ def told(folder: Folder, request: Request, seconds: float) -> None:
     Raises:
         VllmopsError: ``supervisor.unreachable`` or ``supervisor.silent``.
     """
-    session = Session(folder, connect(folder))
-    session.send(request)
-    records = session.records(time.monotonic() + seconds)
-    next((record for record in records if record.state is not State.READY), None)
+    session = ControlSession(folder, connect_supervisor(folder))
+    session.send_request(request)
+    records = session.follow_records(time.monotonic() + seconds)
+    next((record for record in records if record.state is not InstanceState.READY), None)
     session.close()
 
 
 def start_supervisor(
-    folder: Folder, lock: int, request: Request, *, launch: bool, port: int | None = None
-) -> Control:
+    folder: InstanceFolder,
+    lock: int,
+    request: ControlRequest,
+    *,
+    launch: bool,
+    port: int | None = None,
+) -> ControlConnection:
     """Start a supervisor that owns ``lock``; returns the connection it serves from birth.
 
     Args:
@@ -204,19 +213,19 @@ def start_supervisor(
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)
     try:
-        detached.start("vllmops.instances.supervisor", words, keep, log)
+        detached.start_detached("vllmops.instances.supervisor", words, keep, log)
     finally:
         os.close(log)
         os.close(lock)
         if port is not None:
             os.close(port)
         theirs.close()
-    control = Control(ours)
-    control.send(request)
+    control = ControlConnection(ours)
+    control.send_request(request)
     return control
 
 
-def silent(folder: Folder) -> VllmopsError:
+def make_silent_error(folder: InstanceFolder) -> VllmopsError:
     """The error of a supervisor that runs but does nothing, for example because it is stopped."""
     return VllmopsError(
         "supervisor.silent",
@@ -226,7 +235,9 @@ def silent(folder: Folder) -> VllmopsError:
     )
 
 
-def connect(folder: Folder, request: Request = NOTHING) -> Control:
+def connect_supervisor(
+    folder: InstanceFolder, request: ControlRequest = NOTHING
+) -> ControlConnection:
     """A connection to the supervisor of an instance; starts one where it has died.
 
     Of an instance that is over and whose supervisor has gone, one that is at its end.
@@ -236,73 +247,75 @@ def connect(folder: Folder, request: Request = NOTHING) -> Control:
     """
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
-        if control := adopt(folder, request):
+        if control := restart_dead_supervisor(folder, request):
             return control
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.connect(str(folder.control))
-            if (uid := peer(connection)) != os.geteuid():
-                raise PermissionError(errno.EPERM, f"{user(uid)} answers at this address")
+            connection.connect(str(folder.control_socket))
+            if (uid := read_peer_uid(connection)) != os.geteuid():
+                raise PermissionError(errno.EPERM, f"{format_user(uid)} answers at this address")
         except OSError as error:
             connection.close()
-            if gone(folder):
-                return at_its_end()
+            if is_gone(folder):
+                return make_closed_connection()
             if time.monotonic() < deadline:
                 time.sleep(0.1)  # it may be about to listen, or to end
                 continue
             raise VllmopsError(
                 "supervisor.unreachable",
-                f"the supervisor of {folder.name!r} does not answer at {folder.control}:"
+                f"the supervisor of {folder.name!r} does not answer at {folder.control_socket}:"
                 f" {error.strerror}",
                 "kill the supervisor and try again; the server keeps running: "
                 f"{LET_GO.format(name=folder.name)}",
             ) from error
-        control = Control(connection)
-        control.send(request)
+        control = ControlConnection(connection)
+        control.send_request(request)
         return control
 
 
-def adopt(folder: Folder, request: Request = NOTHING) -> Control | None:
+def restart_dead_supervisor(
+    folder: InstanceFolder, request: ControlRequest = NOTHING
+) -> ControlConnection | None:
     """Start a supervisor for an instance whose supervisor has died; None if it lives."""
     try:
-        if over(folder) or (lock := folder.lock()) is None:
+        if is_over(folder) or (lock := folder.take_lock()) is None:
             return None
     except (VllmopsError, OSError):
         return None
     with contextlib.suppress(VllmopsError):
-        if not over(folder):  # it may have ended in order, in the meantime
+        if not is_over(folder):  # it may have ended in order, in the meantime
             return start_supervisor(folder, lock, request, launch=False)
     os.close(lock)
     return None
 
 
-def at_its_end() -> Control:
+def make_closed_connection() -> ControlConnection:
     """A connection whose other side is closed."""
     ours, theirs = socket.socketpair()
     theirs.close()
-    return Control(ours)
+    return ControlConnection(ours)
 
 
-def gone(folder: Folder) -> bool:
+def is_gone(folder: InstanceFolder) -> bool:
     """Whether an instance is over and nobody supervises it."""
     try:
-        return over(folder) and not folder.supervised()
+        return is_over(folder) and not folder.is_supervised()
     except VllmopsError:
         return False
 
 
-def over(folder: Folder) -> bool:
+def is_over(folder: InstanceFolder) -> bool:
     """Whether an instance is over, or there is none; raises as `Folder.read`."""
-    record = folder.read()
-    return record is None or record.state.over
+    record = folder.load_record()
+    return record is None or record.state.is_over
 
 
-def followed(folder: Folder) -> Record | None:
+def read_supervised_record(folder: InstanceFolder) -> InstanceRecord | None:
     """The record, for whoever reads it again and again; a supervisor that died gets a successor.
 
     Raises:
         VllmopsError: as `Folder.read`.
     """
-    if control := adopt(folder):
+    if control := restart_dead_supervisor(folder):
         control.close()
-    return folder.read()
+    return folder.load_record()

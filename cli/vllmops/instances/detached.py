@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 
-def start(
+def start_detached(
     module: str,
     words: Sequence[str],
     keep: Sequence[int],

@@ -26,26 +26,28 @@ def set_draining(server: Server, *, on: bool) -> list[Traffic]:
         VllmopsError: ``drain.no-api-server``, or ``drain.no-agent`` if one could not be told; the
             others were.
     """
-    apis = server.of(Role.API)
+    apis = server.select_processes(Role.API)
     if not apis:
         raise VllmopsError(
             "drain.no-api-server",
             f"{server.label} has no API server here that could be told",
             "drain the server whose API server takes its requests; vllmops ps shows it",
         )
-    told, silent = agent.side_by_side(apis, lambda process: agent.reach(process).drain(on))
+    told, silent = agent.collect_answers(
+        apis, lambda process: agent.open_agent(process).set_draining(on)
+    )
     if silent:
         what = f"{len(silent)} of {len(apis)} API servers of {server.label} could not be told"
-        raise agent.nobody("drain.no-agent", what, silent)
+        raise agent.make_no_answer_error("drain.no-agent", what, silent)
     return told
 
 
-def unready(server: Server) -> str:
+def explain_unreadiness(server: Server) -> str:
     """Why new requests had better go to another server, by its heartbeats; empty without reason."""
     reasons: dict[str, None] = {}
-    for process in server.of(*ROLES):
+    for process in server.select_processes(*ROLES):
         with suppress(VllmopsError):
-            pulse = agent.beat(process)
+            pulse = agent.read_heartbeat(process)
             if pulse and pulse.beat.unready:
                 reasons[pulse.beat.unready] = None
     return ", ".join(reasons)

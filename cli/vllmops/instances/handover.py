@@ -13,10 +13,10 @@ import psutil
 
 from ..errors import VllmopsError
 from ..host import memory
-from ..host.gpu import Gpus
-from ..host.processes import VITAL, Process, alive
+from ..host.gpu import NvidiaGpus
+from ..host.processes import VITAL, Process, is_alive
 from ..host.roles import Role
-from ..numbers import many
+from ..numbers import format_count
 from . import takedown
 
 PIDFD_GETFD = 438  # on x86-64 and aarch64
@@ -26,17 +26,17 @@ POLL_S = 0.2
 SPARE = 1.1
 
 
-def lacking(tree: Sequence[Process]) -> str:
+def explain_insufficient_memory(tree: Sequence[Process]) -> str:
     """Why a second server like this one does not fit beside it; empty if it does."""
     needed = 0
     for process in tree:
         with suppress(psutil.Error):
             # What processes share counts once.
             needed += psutil.Process(process.pid).memory_full_info().pss
-    _, available = memory.room(tree[0].pid if tree else None)
+    _, available = memory.read_available_memory(tree[0].pid if tree else None)
     if SPARE * needed > available:
-        return f"it takes {gb(needed)}, and {gb(available)} of memory are free"
-    gpus = Gpus()
+        return f"it takes {format_gb(needed)}, and {format_gb(available)} of memory are free"
+    gpus = NvidiaGpus()
     pids = {process.pid for process in tree}
     for index, handle in enumerate(gpus.handles):
         used: Counter[str] = Counter()
@@ -45,15 +45,18 @@ def lacking(tree: Sequence[Process]) -> str:
                 used["here"] += (process.usedGpuMemory or 0) if process.pid in pids else 0
             free = gpus.nvml.nvmlDeviceGetMemoryInfo(handle).free
             if used["here"] > free:
-                return f"it takes {gb(used['here'])} of GPU {index}, and {gb(free)} are free"
+                return (
+                    f"it takes {format_gb(used['here'])} of GPU {index}, and {format_gb(free)} are "
+                    "free"
+                )
     return ""
 
 
-def gb(count: int) -> str:
+def format_gb(count: int) -> str:
     return f"{count / 1e9:.1f} GB"
 
 
-def listener(tree: Sequence[Process], port: int) -> int:
+def copy_listening_socket(tree: Sequence[Process], port: int) -> int:
     """A copy of the socket on which a server listens: the number of an open file.
 
     Raises:
@@ -65,11 +68,11 @@ def listener(tree: Sequence[Process], port: int) -> int:
         with suppress(psutil.Error):
             for one in psutil.Process(process.pid).net_connections("tcp"):
                 if one.status == psutil.CONN_LISTEN and one.laddr and one.laddr.port == port:
-                    return copied(process.pid, one.fd)
+                    return copy_open_file(process.pid, one.fd)
     raise OSError(0, f"no process of it listens on port {port}")
 
 
-def copied(pid: int, number: int) -> int:
+def copy_open_file(pid: int, number: int) -> int:
     """A copy of another process's open file; raises OSError."""
     process = os.pidfd_open(pid)
     try:
@@ -83,20 +86,22 @@ def copied(pid: int, number: int) -> int:
     return copy
 
 
-def serves(tree: Sequence[Process]) -> bool:
+def is_accepting_connections(tree: Sequence[Process]) -> bool:
     """Whether all API servers of a tree take connections, as their agents say."""
-    apis = takedown.of(tree, Role.API)
-    answers = takedown.ask(apis, lambda api: api.traffic().serves)
+    apis = takedown.select_by_role(tree, Role.API)
+    answers = takedown.collect_agent_answers(apis, lambda api: api.fetch_traffic().serves)
     return bool(apis) and all(answers)
 
 
-def leave(tree: Sequence[Process]) -> bool:
+def stop_accepting(tree: Sequence[Process]) -> bool:
     """Have all API servers of a tree take no more connections; False if one can't be told."""
-    answers = takedown.ask(takedown.of(tree, Role.API), lambda api: api.drain(on=False, leave=True))
+    answers = takedown.collect_agent_answers(
+        takedown.select_by_role(tree, Role.API), lambda api: api.set_draining(on=False, leave=True)
+    )
     return all(traffic and not traffic.serves for traffic in answers)
 
 
-def emptied(
+def drain_first_server(
     tree: Sequence[Process],
     seconds: float,
     tell: Callable[[str], None],
@@ -120,29 +125,31 @@ def emptied(
     until, since, before = time.monotonic() + seconds + quiet_s, time.monotonic(), -1
     has_left = False
     tree = [process for process in tree if process.role in VITAL]
-    while time.monotonic() < until and not hurry() and (tree := list(filter(alive, tree))):
-        has_left = has_left or leave(tree)
-        left, now = takedown.in_flight(tree, None), started(tree)
+    while time.monotonic() < until and not hurry() and (tree := list(filter(is_alive, tree))):
+        has_left = has_left or stop_accepting(tree)
+        left, now = takedown.count_in_flight(tree, None), count_started_requests(tree)
         if not has_left or left != 0 or now != before:
             since, before = time.monotonic(), now
         elif time.monotonic() - since > quiet_s:
             return "no request was lost"
-        known = "an unknown number of requests" if left is None else many(left, "request")
+        known = "an unknown number of requests" if left is None else format_count(left, "request")
         still = "" if has_left else ", and still takes connections: an agent does not answer"
         tell(f"the first server finishes {known}{still}")
         time.sleep(POLL_S)
-    left = takedown.in_flight(tree, None)
-    takedown.close_gates(tree, cut=True)
+    left = takedown.count_in_flight(tree, None)
+    takedown.refuse_requests(tree, cut=True)
     return f"requests cut off: {'unknown' if left is None else left}" if left != 0 else ""
 
 
-def started(tree: Sequence[Process]) -> int:
+def count_started_requests(tree: Sequence[Process]) -> int:
     """How many requests its API servers have got so far."""
-    answers = takedown.ask(takedown.of(tree, Role.API), lambda api: api.traffic().started)
+    answers = takedown.collect_agent_answers(
+        takedown.select_by_role(tree, Role.API), lambda api: api.fetch_traffic().started
+    )
     return sum(count or 0 for count in answers)
 
 
-def refusal(name: str, why: str) -> VllmopsError:
+def make_hand_over_error(name: str, why: str) -> VllmopsError:
     return VllmopsError(
         "restart.no-hand-over",
         f"{name} was not handed over, and serves on: {why}",

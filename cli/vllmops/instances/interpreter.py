@@ -44,7 +44,7 @@ class Interpreter:
     owner: tuple[int, int] | None = None
 
 
-def of(server: Server) -> Interpreter:
+def find_interpreter(server: Server) -> Interpreter:
     """The interpreter of a server, or of one that is over.
 
     Raises:
@@ -62,8 +62,11 @@ def of(server: Server) -> Interpreter:
             record.directory,
         )
     try:
-        exe, directory = proc.executable(server.pid), proc.directory(server.pid)
-        owner, elsewhere = proc.other_than_root(server.pid), proc.elsewhere(server.pid)
+        exe, directory = proc.read_executable(server.pid), proc.read_working_directory(server.pid)
+        owner, elsewhere = (
+            proc.find_non_root_owner(server.pid),
+            proc.has_separate_filesystem(server.pid),
+        )
     except OSError as error:
         raise VllmopsError(
             "interpreter.unreadable",
@@ -77,12 +80,12 @@ def of(server: Server) -> Interpreter:
             " here",
             "run vllmops in that container",
         )
-    environment = proc.environment(server.pid)
+    environment = proc.read_environment(server.pid)
     if not environment:
         environment = {**os.environ, **(record.environment if record else {})}
-    name = next(iter(proc.command_line(server.pid)), exe)
+    name = next(iter(proc.read_command_line(server.pid)), exe)
     # By its entry in /proc: a package manager may have replaced the file.
-    program = str(proc.folder(server.pid) / "exe")
+    program = str(proc.get_process_folder(server.pid) / "exe")
     return Interpreter(
         program,
         name if "/" not in name else os.path.join(directory, name),
@@ -92,7 +95,7 @@ def of(server: Server) -> Interpreter:
     )
 
 
-class Run:
+class InterpreterRun:
     """Something that an interpreter runs, at the lowest priority.
 
     Args:
@@ -132,7 +135,7 @@ class Run:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self.popen.pid, NICENESS)
 
-    def wait(self, until: float) -> str:
+    def wait_for_output(self, until: float) -> str:
         """What it has printed once it is done.
 
         Args:
@@ -144,14 +147,14 @@ class Run:
         try:
             code = self.popen.wait(max(until - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
-            self.end()
+            self.kill_group()
             raise VllmopsError("interpreter.late", "not finished in time") from None
         if code:
-            lines = read(self.complaint).strip().splitlines() or [f"exit code {code}"]
+            lines = read_output(self.complaint).strip().splitlines() or [f"exit code {code}"]
             raise VllmopsError("interpreter.failed", lines[-1][:TOLD])
-        return read(self.out)
+        return read_output(self.out)
 
-    def end(self) -> None:
+    def kill_group(self) -> None:
         """End it, and all that it has started."""
         if self.popen.poll() is not None:
             return
@@ -161,7 +164,7 @@ class Run:
             self.popen.wait(KILL_WAIT_S)
 
 
-def read(file: IO[bytes]) -> str:
+def read_output(file: IO[bytes]) -> str:
     """What a run has written, as far as it is of a decent size: it may be another user's code."""
     file.seek(0)
     return file.read(OUTPUT_BYTES).decode(errors="replace")

@@ -15,12 +15,12 @@ from ..host.roles import Role
 from ..keys import file
 from ..keys.file import PLACE
 from ..keys.ring import CARRIER_TTL_S
-from ..protocol.caches import Silent
+from ..protocol.caches import ProcessGap
 from ..protocol.keys import ProcessKeys
-from ..protocol.place import who
+from ..protocol.place import format_process
 from ..rpc import agent
-from ..store.settings import carriers
-from .servers import Server, find
+from ..store.settings import parse_carrier_settings
+from .servers import Server, list_servers
 
 FEATURE = "keys"
 # Processes without keys, or of others: no agent, one older than keys, another user.
@@ -28,7 +28,7 @@ KEYLESS = frozenset({"agent.absent", "agent.gone", "agent.stale", "agent.other-u
 
 
 @dataclass(frozen=True)
-class Holding:
+class KeyringUser:
     """What one process holds.
 
     Args:
@@ -43,10 +43,10 @@ class Holding:
     inside: Path | None = None
 
     @property
-    def who(self) -> str:
-        return f"{self.server} {who(self.keys)}"
+    def display_name(self) -> str:
+        return f"{self.server} {format_process(self.keys)}"
 
-    def follows(self, path: Path, primary: str) -> bool:
+    def is_using_keyring(self, path: Path, primary: str) -> bool:
         """Whether it follows a ring.
 
         Args:
@@ -56,7 +56,7 @@ class Holding:
         if self.keys.keyring is None:
             return False
         if self.inside is None:
-            return same(Path(self.keys.keyring), path)
+            return is_same_path(Path(self.keys.keyring), path)
         with suppress(OSError):
             if os.path.samefile(self.inside, path):
                 return True
@@ -65,7 +65,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Holdings:
+class KeyringUsers:
     """What the processes that serve HTTP hold, and those that did not answer.
 
     Args:
@@ -73,22 +73,22 @@ class Holdings:
         silent: those that may hold some, and did not answer, each with its server's name.
     """
 
-    reported: list[Holding]
-    silent: list[tuple[str, Silent]]
+    reported: list[KeyringUser]
+    silent: list[tuple[str, ProcessGap]]
 
-    def of(self, path: Path) -> Holdings:
+    def select_by_keyring(self, path: Path) -> KeyringUsers:
         """Those that follow one ring, and those that may."""
         mark = ""
         with suppress(VllmopsError):
-            if primary := file.load(path).primary:
+            if primary := file.load_keyring(path).primary:
                 mark = primary.fingerprint
-        reported = [holding for holding in self.reported if holding.follows(path, mark)]
-        return Holdings(reported, self.silent)
+        reported = [holding for holding in self.reported if holding.is_using_keyring(path, mark)]
+        return KeyringUsers(reported, self.silent)
 
 
-def ask(
+def collect_keyring_users(
     servers: Sequence[Server] | None = None, *, ring: Path | None = None, reload: bool = False
-) -> Holdings:
+) -> KeyringUsers:
     """Ask servers.
 
     Args:
@@ -98,35 +98,35 @@ def ask(
     """
     asked: dict[Process, Server] = {
         process: server
-        for server in (find() if servers is None else servers)
-        for process in server.of(Role.API)
+        for server in (list_servers() if servers is None else servers)
+        for process in server.select_processes(Role.API)
     }
 
-    def ask_process(process: Process) -> Holding | None:
-        reached = agent.reach(process)
-        if FEATURE not in reached.hello().features:
+    def fetch_keyring_user(process: Process) -> KeyringUser | None:
+        reached = agent.open_agent(process)
+        if FEATURE not in reached.fetch_hello().features:
             return None
-        keys, inside = reached.keys(reload=reload), None
+        keys, inside = reached.fetch_keys(reload=reload), None
         with suppress(OSError):
-            if keys.keyring and proc.elsewhere(process.pid):
-                inside = proc.seen(process.pid, keys.keyring)
-        return Holding(asked[process].label, keys, inside)
+            if keys.keyring and proc.has_separate_filesystem(process.pid):
+                inside = proc.resolve_path(process.pid, keys.keyring)
+        return KeyringUser(asked[process].label, keys, inside)
 
-    answers, silent = agent.side_by_side(asked, ask_process)
+    answers, silent = agent.collect_answers(asked, fetch_keyring_user)
     by_pid = {process.pid: server for process, server in asked.items()}
-    return Holdings(
+    return KeyringUsers(
         [holding for holding in answers if holding and holding.keys.source != "none"],
         [
             (by_pid[process.pid].label, process)
             for process in silent
             if process.code not in KEYLESS
-            and may_follow(by_pid[process.pid], ring)
-            and may_read(process.pid, ring)
+            and can_use_keyring(by_pid[process.pid], ring)
+            and can_read_keyring(process.pid, ring)
         ],
     )
 
 
-def carriers_live(ring: Path) -> tuple[float, str]:
+def find_longest_carrier_ttl(ring: Path) -> tuple[float, str]:
     """For how long servers accept carriers that they seal with a ring.
 
     Servers that don't run count, too: clients still hold their carriers.
@@ -138,33 +138,33 @@ def carriers_live(ring: Path) -> tuple[float, str]:
         Seconds, the default at least, and the instance that wants so many; empty for the default.
     """
     longest, whose = float(CARRIER_TTL_S), ""
-    for server in find():
+    for server in list_servers():
         # A time that is none has kept its server from starting.
         with suppress(VllmopsError):
-            if server.record and may_follow(server, ring):
-                seconds = carriers(server.record.environment).ttl_s
+            if server.record and can_use_keyring(server, ring):
+                seconds = parse_carrier_settings(server.record.environment).ttl_s
                 if seconds > longest:
                     longest, whose = seconds, server.label
     return longest, whose
 
 
-def may_follow(server: Server, path: Path | None) -> bool:
+def can_use_keyring(server: Server, path: Path | None) -> bool:
     """Whether a server may follow a ring, as far as is known from its start."""
     started = server.record.environment.get(PLACE) if server.record else None
-    return started is None or path is None or same(Path(started), path)
+    return started is None or path is None or is_same_path(Path(started), path)
 
 
-def may_read(pid: int, path: Path | None) -> bool:
+def can_read_keyring(pid: int, path: Path | None) -> bool:
     """Whether a process has the rights to read a ring, as far as is known.
 
     A program of another user that looks like a server and never answers must not hold up anybody.
     """
     try:
-        at, uid = os.stat(path or ""), proc.effective_uid(pid)
+        at, uid = os.stat(path or ""), proc.read_effective_uid(pid)
     except OSError:
         return True
     return uid in {0, at.st_uid} or bool(at.st_mode & 0o044)
 
 
-def same(one: Path, other: Path) -> bool:
+def is_same_path(one: Path, other: Path) -> bool:
     return os.path.realpath(one) == os.path.realpath(other)

@@ -21,19 +21,26 @@ import msgspec
 import psutil
 
 from ..errors import VllmopsError
-from ..files import read, take
-from ..home import home
+from ..files import lock_file, read_input
+from ..home import resolve_home
 from ..host import ports, shm
-from ..host.processes import alive
-from ..host.shape import Shape, listens, option, shape
+from ..host.processes import is_alive
+from ..host.shape import ServingMode, find_option, has_listener, parse_serving_mode
 from ..protocol.socket import PATH_BYTES
 from ..store import urls
 from ..store.opening import CLASS
 from ..store.settings import STORE
 from ..targets import NAME
 from . import logs
-from .record import Folder, Record, State, create_root, folders, named
-from .servers import find
+from .record import (
+    InstanceFolder,
+    InstanceRecord,
+    InstanceState,
+    create_instances_root,
+    get_instance_folder,
+    list_instance_folders,
+)
+from .servers import list_servers
 
 FIRST_PORT, LAST_PORT = 8000, 8999
 PLUGIN = "vllmops"
@@ -43,7 +50,7 @@ YAML_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchOptions:
     """What ``serve`` was asked for.
 
     Args:
@@ -72,27 +79,27 @@ class Order:
         The file is read once, so that a check and the start see the same. One that can't be read
         is left to vLLM, which says what is wrong.
         """
-        path = option(self.arguments, "--config")
+        path = find_option(self.arguments, "--config")
         words = list[str]()
         if path:
             # PyYAML comes with vLLM; of what its constructors raise not all is a YAMLError.
             with contextlib.suppress(Exception):
                 import yaml  # noqa: PLC0415
 
-                table = yaml.safe_load(read(Path(path), YAML_BYTES))
+                table = yaml.safe_load(read_input(Path(path), YAML_BYTES))
                 for key, value in table.items():
                     if value is not False:
                         words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
         return (*words, *self.arguments)
 
     @cached_property
-    def shape(self) -> Shape:
+    def serving_mode(self) -> ServingMode:
         """How the server is to be reached."""
-        return shape(self.all_arguments)
+        return parse_serving_mode(self.all_arguments)
 
 
 @dataclass(frozen=True)
-class Reserved:
+class Reservation:
     """An instance whose name and port are reserved: its record is written, both are held.
 
     Args:
@@ -104,32 +111,32 @@ class Reserved:
             instance's own if it was asked for, or if there was no other.
     """
 
-    folder: Folder
-    record: Record
+    folder: InstanceFolder
+    record: InstanceRecord
     lock: int
     port: int | None
     strangers: Mapping[int, str]
 
 
-def check(order: Order) -> None:
+def validate_options(order: LaunchOptions) -> None:
     """Refuse what can't work before a minute of loading.
 
     Raises:
         VllmopsError: ``usage``, ``vllm.missing``, ``model.missing``, ``model.unreadable``,
             ``host.unknown`` or ``port.taken``.
     """
-    logs.limit()
-    check_installed()
-    check_model(order.model)
-    shape = order.shape
+    logs.read_size_limit()
+    require_vllm()
+    require_readable_model(order.model)
+    shape = order.serving_mode
     if shape.uds:
-        check_socket(shape.uds)
+        require_usable_socket(shape.uds)
     elif not shape.headless:
         # Any port shows whether the host is an address of this machine.
-        check_port(order.host, order.port or 0)
+        require_usable_port(order.host, order.port or 0)
 
 
-def check_socket(path: str) -> None:
+def require_usable_socket(path: str) -> None:
     """Raises ``uds.unusable`` if no server could listen on a Unix socket of that path."""
     place = Path(path).absolute()
     problem = ""
@@ -139,7 +146,7 @@ def check_socket(path: str) -> None:
         problem = f"{place.parent} is not a directory"
     elif not os.access(place.parent, os.W_OK | os.X_OK):
         problem = f"{place.parent} is not writable for this user"
-    elif listens(path):
+    elif has_listener(path):
         problem = "another server listens on it"
     elif place.exists() and not place.is_socket():
         problem = "it is not a socket"
@@ -151,7 +158,7 @@ def check_socket(path: str) -> None:
         )
 
 
-def check_installed() -> None:
+def require_vllm() -> None:
     """There must be a vLLM in this environment."""
     if find_spec("vllm") is None:
         raise VllmopsError(
@@ -161,7 +168,7 @@ def check_installed() -> None:
         )
 
 
-def check_model(model: str) -> None:
+def require_readable_model(model: str) -> None:
     """A model that is a path must be there and readable; a hub id is vLLM's business."""
     looks_like_path = model.startswith(("/", "./", "../", "~"))
     path = Path(os.path.expanduser(model))  # as it is where there is no such user
@@ -200,14 +207,14 @@ def check_model(model: str) -> None:
 NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EINVAL)
 
 
-def check_port(host: str, port: int) -> None:
+def require_usable_port(host: str, port: int) -> None:
     """Raises ``port.taken`` if the port can't be used; the message names its user."""
-    problem = bind(host, port)
+    problem = try_bind(host, port)
     if problem is None:
         # A server that loads its model is bound, and shares the port where it has several API
         # servers. What lingers of connections looks the same, but the kernel lists it.
-        problem = bind(host, port, strict=True)
-        if problem is None or lingering(port):
+        problem = try_bind(host, port, strict=True)
+        if problem is None or has_lingering_connections(port):
             return
     if isinstance(problem, socket.gaierror) or problem.errno in NO_ADDRESS:
         raise VllmopsError(
@@ -215,32 +222,32 @@ def check_port(host: str, port: int) -> None:
         )
     raise VllmopsError(
         "port.taken",
-        f"nothing can listen on {host}:{port}: {problem.strerror}{holder(port)}",
-        f"use a free port: --port {free_port(host, set())}, or omit --port",
+        f"nothing can listen on {host}:{port}: {problem.strerror}{describe_port_user(port)}",
+        f"use a free port: --port {find_free_port(host, set())}, or omit --port",
     )
 
 
-def claimed(host: str, port: int) -> int:
+def claim_requested_port(host: str, port: int) -> int:
     """Take a port that was asked for; returns an open file that holds it.
 
     Raises:
         VllmopsError: ``port.taken`` if it is another instance's of this user.
     """
-    held = ports.claim(port)
+    held = ports.claim_port(port)
     if held is None:
-        raise another(host, port, set())
+        raise make_port_claimed_error(host, port, set())
     return held
 
 
-def another(host: str, port: int, claimed: set[int]) -> VllmopsError:
+def make_port_claimed_error(host: str, port: int, claimed: set[int]) -> VllmopsError:
     return VllmopsError(
         "port.taken",
-        f"port {port} belongs to another instance, which is starting{holder(port)}",
-        f"use a free port: --port {free_port(host, claimed)}",
+        f"port {port} belongs to another instance, which is starting{describe_port_user(port)}",
+        f"use a free port: --port {find_free_port(host, claimed)}",
     )
 
 
-def bind(host: str, port: int, *, strict: bool = False) -> OSError | None:
+def try_bind(host: str, port: int, *, strict: bool = False) -> OSError | None:
     """Try to listen; returns the error, None if it works.
 
     Args:
@@ -262,7 +269,7 @@ def bind(host: str, port: int, *, strict: bool = False) -> OSError | None:
     return None
 
 
-def lingering(port: int) -> bool:
+def has_lingering_connections(port: int) -> bool:
     """Whether connections are known that have, or had, a port."""
     with contextlib.suppress(psutil.Error):
         addresses = (connection.laddr for connection in psutil.net_connections("tcp"))
@@ -270,7 +277,7 @@ def lingering(port: int) -> bool:
     return False
 
 
-def holder(port: int) -> str:
+def describe_port_user(port: int) -> str:
     """The process that uses a port, or will; empty if unknown."""
     with contextlib.suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
@@ -279,18 +286,18 @@ def holder(port: int) -> str:
                 if connection.pid is None:
                     break
                 return f" ({psutil.Process(connection.pid).name()}, pid {connection.pid}, uses it)"
-    pids = [server.pid for server in find() if server.processes and server.port == port]
+    pids = [server.pid for server in list_servers() if server.processes and server.port == port]
     return f" (a vLLM server, pid {pids[0]}, was started with it)" if pids else ""
 
 
-def free_port(host: str, claimed: set[int]) -> int:
-    """A port that is free now; raises as `take_port`."""
-    port, held, _ = take_port(host, claimed)
+def find_free_port(host: str, claimed: set[int]) -> int:
+    """A port that is free now; raises as `claim_free_port`."""
+    port, held, _ = claim_free_port(host, claimed)
     os.close(held)
     return port
 
 
-def take_port(host: str, claimed: set[int]) -> tuple[int, int, dict[int, str]]:
+def claim_free_port(host: str, claimed: set[int]) -> tuple[int, int, dict[int, str]]:
     """A free port, an open file that holds it, and the ports whose claim another user holds.
 
     Those are passed over. Where there are no others, the first of them is taken.
@@ -304,18 +311,18 @@ def take_port(host: str, claimed: set[int]) -> tuple[int, int, dict[int, str]]:
     """
     strangers: dict[int, str] = {}
     for port in range(FIRST_PORT, LAST_PORT + 1):
-        if port in claimed or bind(host, port, strict=True) is not None:
+        if port in claimed or try_bind(host, port, strict=True) is not None:
             continue
-        held = ports.claim(port)
+        held = ports.claim_port(port)
         if held is None:
             continue
-        if stranger := ports.stranger(port):
+        if stranger := ports.find_other_claimant(port):
             os.close(held)
             strangers[port] = stranger
             continue
         return port, held, strangers
     for port in strangers:
-        held = ports.claim(port)
+        held = ports.claim_port(port)
         if held is not None:
             return port, held, strangers
     raise VllmopsError(
@@ -323,7 +330,7 @@ def take_port(host: str, claimed: set[int]) -> tuple[int, int, dict[int, str]]:
     )
 
 
-def command(order: Order, port: int | None) -> tuple[str, ...]:
+def build_command(order: LaunchOptions, port: int | None) -> tuple[str, ...]:
     """The exact command; arguments after ``--`` come last, so that they win.
 
     vLLM takes no ``~``, which a shell leaves alone in quotes, and a file has as it is.
@@ -338,13 +345,15 @@ def command(order: Order, port: int | None) -> tuple[str, ...]:
     )
 
 
-def environment(order: Order, name: str) -> dict[str, str]:
+def build_environment(order: LaunchOptions, name: str) -> dict[str, str]:
     """What is added to the environment: the options of `serve`, the home, the plug-in, a store."""
-    added = {"VLLMOPS_HOME": str(home()), **order.environment}
+    added = {"VLLMOPS_HOME": str(resolve_home()), **order.environment}
     merged = {**os.environ, **added}
     if merged.get(STORE) or not merged.get(CLASS):
         # Written down, so that a restart from another shell finds the same.
-        added[STORE] = merged.get(STORE) or urls.of_file(named(name).path / "responses.db")
+        added[STORE] = merged.get(STORE) or urls.make_sqlite_url(
+            get_instance_folder(name).path / "responses.db"
+        )
     allowed = added.get("VLLM_PLUGINS", os.environ.get("VLLM_PLUGINS"))
     if allowed is not None:
         kept = [name for name in allowed.split(",") if name]
@@ -352,18 +361,18 @@ def environment(order: Order, name: str) -> dict[str, str]:
     return added
 
 
-def plan(order: Order, name: str, port: int | None) -> Record:
+def build_record(order: LaunchOptions, name: str, port: int | None) -> InstanceRecord:
     now = time.time()
-    shape = order.shape
-    return Record(
+    shape = order.serving_mode
+    return InstanceRecord(
         name=name,
         model=order.model,
-        command=command(order, port),
-        environment=environment(order, name),
+        command=build_command(order, port),
+        environment=build_environment(order, name),
         directory=str(Path.cwd()),
         host=order.host,
         port=port,
-        scheme="https" if option(order.all_arguments, "--ssl-certfile") else "http",
+        scheme="https" if find_option(order.all_arguments, "--ssl-certfile") else "http",
         detached=order.detached,
         watch=order.watch,
         created_at=now,
@@ -373,93 +382,93 @@ def plan(order: Order, name: str, port: int | None) -> Record:
     )
 
 
-def preview(order: Order) -> Record:
+def preview_record(order: LaunchOptions) -> InstanceRecord:
     """What would be started; nothing is written."""
-    claimed = {record.port for record in live_records() if record.port is not None}
+    claimed = {record.port for record in list_live_records() if record.port is not None}
     port: int | None = None
-    if order.shape == Shape():
-        port = order.port if order.port is not None else free_port(order.host, claimed)
-    return plan(order, order.name or suggestion(order), port)
+    if order.serving_mode == ServingMode():
+        port = order.port if order.port is not None else find_free_port(order.host, claimed)
+    return build_record(order, order.name or suggest_name(order), port)
 
 
-def ready_home() -> None:
+def prepare_home() -> None:
     """Make the state directory, where it is missing.
 
     Raises:
         VllmopsError: ``home.unusable``, ``home.full``.
     """
-    place = create_root()
+    place = create_instances_root()
     try:
         with tempfile.NamedTemporaryFile(dir=place) as trial:
             trial.write(b"x" * 4096)
             trial.flush()
     except OSError as error:
-        raise full(error) from error
+        raise make_home_full_error(error) from error
 
 
-def reserve(order: Order) -> Reserved:
+def reserve_instance(order: LaunchOptions) -> Reservation:
     """Take a name and a port, against everybody who does so at the same time.
 
     Raises:
         VllmopsError: ``name.taken``, ``name.invalid``, ``port.taken``, ``port.none``,
             ``home.unusable``, ``home.full``, ``home.path-too-long``.
     """
-    gate = take(create_root() / ".lock", wait=True)
+    gate = lock_file(create_instances_root() / ".lock", wait=True)
     assert gate is not None
     try:
-        ours = {record.port for record in live_records() if record.port is not None}
-        if listen := option(order.watch or (), "--listen"):
+        ours = {record.port for record in list_live_records() if record.port is not None}
+        if listen := find_option(order.watch or (), "--listen"):
             ours.add(int(listen.rpartition(":")[2]))
         port: int | None = None
         held: int | None = None
         strangers: dict[int, str] = {}
-        if order.shape != Shape():
+        if order.serving_mode != ServingMode():
             pass
         elif order.port is None:
-            port, held, strangers = take_port(order.host, ours)
+            port, held, strangers = claim_free_port(order.host, ours)
         elif order.port in ours:
-            raise another(order.host, order.port, ours)
+            raise make_port_claimed_error(order.host, order.port, ours)
         else:
-            port, held = order.port, claimed(order.host, order.port)
-            if stranger := ports.stranger(port):
+            port, held = order.port, claim_requested_port(order.host, order.port)
+            if stranger := ports.find_other_claimant(port):
                 strangers[port] = stranger
         try:
-            folder, lock = folder_for(order)
+            folder, lock = create_locked_folder(order)
         except VllmopsError:
             if held is not None:
                 os.close(held)
             raise
-        sweep(folder)
-        record = plan(order, folder.name, port)
+        remove_leftover_segments(folder)
+        record = build_record(order, folder.name, port)
         try:
-            folder.write(record)
+            folder.save_record(record)
         except OSError as error:
             os.close(lock)
             if held is not None:
                 os.close(held)
-            raise full(error) from error
-        return Reserved(folder, record, lock, held, strangers)
+            raise make_home_full_error(error) from error
+        return Reservation(folder, record, lock, held, strangers)
     finally:
         os.close(gate)
 
 
-def full(error: OSError) -> VllmopsError:
+def make_home_full_error(error: OSError) -> VllmopsError:
     return VllmopsError(
         "home.full",
-        f"the state directory {home()} can't be written: {error.strerror}",
+        f"the state directory {resolve_home()} can't be written: {error.strerror}",
         "free some space there, or set VLLMOPS_HOME to another directory",
     )
 
 
-def folder_for(order: Order) -> tuple[Folder, int]:
+def create_locked_folder(order: LaunchOptions) -> tuple[InstanceFolder, int]:
     """The instance's folder and its lock; a name that was not asked for gets a number."""
-    name = order.name or suggestion(order)
+    name = order.name or suggest_name(order)
     for number in range(1, 1000):
-        folder = named(name if number == 1 else f"{name[:58]}-{number}")
+        folder = get_instance_folder(name if number == 1 else f"{name[:58]}-{number}")
         folder.path.mkdir(mode=0o700, exist_ok=True)
-        lock = folder.lock()
+        lock = folder.take_lock()
         if lock is not None:
-            if not left_running(folder):
+            if not has_live_processes(folder):
                 return folder, lock
             os.close(lock)
         if order.name:
@@ -471,39 +480,43 @@ def folder_for(order: Order) -> tuple[Folder, int]:
     )
 
 
-def left_running(folder: Folder) -> bool:
+def has_live_processes(folder: InstanceFolder) -> bool:
     """Whether an instance without a supervisor still has processes."""
-    record = folder.read()
-    return record is not None and any(map(alive, record.processes))
+    record = folder.load_record()
+    return record is not None and any(map(is_alive, record.processes))
 
 
-def sweep(folder: Folder) -> None:
+def remove_leftover_segments(folder: InstanceFolder) -> None:
     """Remove the shared memory of an instance that was killed together with its supervisor.
 
     Only that: its pids may be those of other servers by now, as in a container that starts anew.
     """
-    record = folder.read()
-    if record is not None and not record.state.over:
-        shm.sweep(record.segments)
+    record = folder.load_record()
+    if record is not None and not record.state.is_over:
+        shm.remove_unused_segments(record.segments)
 
 
-def live_records() -> list[Record]:
+def list_live_records() -> list[InstanceRecord]:
     records = []
-    for folder in folders():
+    for folder in list_instance_folders():
         with contextlib.suppress(VllmopsError):
-            record = folder.read()
-            if record and not record.state.over and (folder.supervised() or left_running(folder)):
+            record = folder.load_record()
+            if (
+                record
+                and not record.state.is_over
+                and (folder.is_supervised() or has_live_processes(folder))
+            ):
                 records.append(record)
     return records
 
 
-def suggestion(order: Order) -> str:
+def suggest_name(order: LaunchOptions) -> str:
     word = order.default_name or Path(order.model.rstrip("/")).name
     name = re.sub(r"[^a-z0-9._-]+", "-", word.lower()).strip("-.")[:63]
     return name if NAME.fullmatch(name) else "vllm"
 
 
-def again(record: Record, *, rerun: bool = False) -> Record:
+def make_restart_record(record: InstanceRecord, *, rerun: bool = False) -> InstanceRecord:
     """The record of the same instance before a new start, detached from now on.
 
     Args:
@@ -515,7 +528,7 @@ def again(record: Record, *, rerun: bool = False) -> Record:
         record,
         detached=True,
         created_at=now,
-        state=State.STARTING,
+        state=InstanceState.STARTING,
         stage="launching",
         stage_at=now,
         session=None,

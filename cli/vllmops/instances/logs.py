@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import VllmopsError
-from ..files import ANYBODY, open_plain
+from ..files import ANYBODY, open_regular_file
 from ..host.roles import Role
-from ..numbers import whole
+from ..numbers import parse_whole_number
 from .record import Failure
 
 LIMIT = "VLLMOPS_LOG_MAX_BYTES"
@@ -103,7 +103,7 @@ HINTS = (
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """One line of the log, its prefix taken off.
 
     Args:
@@ -117,32 +117,32 @@ class Line:
     text: str
 
 
-def parse(raw: str) -> Line:
+def parse_line(raw: str) -> LogLine:
     raw = raw.rstrip("\r\n")  # vLLM ends all but the last line of a message with both
     match = LINE.match(raw)
     if not match:
-        return Line("", "", raw)
-    return Line(match["process"], match["level"] or "", raw[match.end() :])
+        return LogLine("", "", raw)
+    return LogLine(match["process"], match["level"] or "", raw[match.end() :])
 
 
-def role_of(raw: str) -> Role | None:
+def parse_line_role(raw: str) -> Role | None:
     """Whose line it is, None if the line does not say (a library's own print)."""
-    process = parse(raw).process
+    process = parse_line(raw).process
     for role, names in NAMES.items():
         if process.startswith(names):
             return role
     return Role.API if UVICORN.match(raw) else None
 
 
-def stage(raw: str) -> str | None:
+def parse_stage(raw: str) -> str | None:
     """The stage that a line of the log announces, None for most lines."""
-    line = parse(raw)
+    line = parse_line(raw)
     if line.level != "INFO":
         return None
     return next((name for name, sign in SIGNS.items() if sign.search(line.text)), None)
 
 
-def failure(raw_lines: Iterable[str], *, echoes: bool = False) -> Failure | None:
+def find_failure(raw_lines: Iterable[str], *, echoes: bool = False) -> Failure | None:
     """Why a server failed, by the log's last lines: the last error that does not repeat another.
 
     Args:
@@ -150,24 +150,24 @@ def failure(raw_lines: Iterable[str], *, echoes: bool = False) -> Failure | None
         echoes: whether what parents say of their children ("Engine core initialization failed. See
             root cause above") counts if there is no other error.
     """
-    causes = list(errors([parse(raw) for raw in raw_lines]))
+    causes = list(find_errors([parse_line(raw) for raw in raw_lines]))
     own = [cause for cause in causes if not ECHOES.search(cause.cause)]
     return next(reversed(own or (causes if echoes else [])), None)
 
 
-def lost_node(raw_lines: Iterable[str]) -> str | None:
+def find_lost_node(raw_lines: Iterable[str]) -> str | None:
     """The name of the node of Ray's cluster that is gone, None if there is none."""
     return next((match["name"] for raw in raw_lines if (match := NODE_LOST.search(raw))), None)
 
 
-def errors(lines: Sequence[Line]) -> Iterator[Failure]:
+def find_errors(lines: Sequence[LogLine]) -> Iterator[Failure]:
     """Every exception of a traceback, and every complaint of an argument parser, in order."""
     for index, line in enumerate(lines):
         if usage := USAGE_ERROR.match(line.text):
-            yield explained(usage["message"], line.process)
+            yield make_failure(usage["message"], line.process)
         if death := WORKER_DIED.search(line.text):
-            name = signal_name(int(death["signal"]))
-            yield explained(f"{death['name']} was killed by {name}", death["name"])
+            name = get_signal_name(int(death["signal"]))
+            yield make_failure(f"{death['name']} was killed by {name}", death["name"])
         if line.level == "WARNING" or "Traceback (most recent call last)" not in line.text:
             continue
         if index and NO_CAUSE.search(lines[index - 1].text):
@@ -178,11 +178,11 @@ def errors(lines: Sequence[Line]) -> Iterator[Failure]:
         for number, other in enumerate(same):
             if other.text[:1] not in {" ", "\t", ""}:
                 if RAISED.match(other.text):
-                    yield explained(message(other.text, same[number + 1 :]), line.process)
+                    yield make_failure(join_message(other.text, same[number + 1 :]), line.process)
                 break
 
 
-def signal_name(number: int) -> str:
+def get_signal_name(number: int) -> str:
     """The name of a signal; most of the real-time ones have none, nor what a client wrote."""
     try:
         return signal.Signals(number).name
@@ -190,7 +190,7 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def message(first: str, following: Sequence[Line]) -> str:
+def join_message(first: str, following: Sequence[LogLine]) -> str:
     """An exception's message with its further lines, as pydantic writes them."""
     text = [first]
     for line in following:
@@ -202,34 +202,34 @@ def message(first: str, following: Sequence[Line]) -> str:
     return PYDANTIC_TAIL.sub("", " ".join(text)).strip()
 
 
-def explained(cause: str, process: str) -> Failure:
+def make_failure(cause: str, process: str) -> Failure:
     hint = next((hint for sign, hint in HINTS if sign.search(cause)), "")
     return Failure(cause=cause, process=process, hint=hint)
 
 
-class Tail:
+class LogTail:
     """Reads what was added to a log since the last time, over rotations."""
 
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.path = path
         self.offset = offset
         self.rest = b""
-        self.aside = inode(aside(path, 1))
+        self.aside = read_inode(get_part_path(path, 1))
 
-    def lines(self, *, ended: bool = False) -> list[str]:
+    def read_new_lines(self, *, ended: bool = False) -> list[str]:
         """Complete lines since the last call; one of more than `CHUNK_BYTES` comes in parts.
 
         Args:
             ended: whether nobody writes any more: then the last line needs no newline.
         """
         added = b""
-        now = inode(aside(self.path, 1))
+        now = read_inode(get_part_path(self.path, 1))
         with contextlib.suppress(OSError):
             if now != self.aside and now is not None:  # rotated
-                with opened(aside(self.path, 1)) as file:
+                with open_log(get_part_path(self.path, 1)) as file:
                     file.seek(self.offset)
                     added = file.read()
-            with opened(self.path) as file:
+            with open_log(self.path) as file:
                 if now != self.aside or os.fstat(file.fileno()).st_size < self.offset:
                     self.offset = 0
                 self.aside = now
@@ -243,14 +243,14 @@ class Tail:
             self.rest = b""
         return [line.decode(errors="replace") for line in complete]
 
-    def before(self, *, ended: bool = False) -> Iterator[str]:
-        """Lines up to now, the last one first; `lines` gives those that follow.
+    def read_backwards(self, *, ended: bool = False) -> Iterator[str]:
+        """Lines up to now, the last one first; `read_new_lines` gives those that follow.
 
         Args:
-            ended: as for `lines`.
+            ended: as for `read_new_lines`.
         """
         unfinished, rest = True, b""
-        for block in self.blocks():
+        for block in self.read_blocks_backwards():
             rest, *lines = (block + rest).split(b"\n")
             if unfinished and lines:
                 unfinished, self.rest = False, lines.pop()
@@ -263,14 +263,14 @@ class Tail:
         else:
             self.rest = rest
 
-    def blocks(self) -> Iterator[bytes]:
+    def read_blocks_backwards(self) -> Iterator[bytes]:
         """The log up to now and its rotated parts, in blocks from the end."""
         with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
             parts: list[tuple[IO[bytes], int]] = []
             with contextlib.suppress(OSError):
                 while True:
-                    place = aside(self.path, len(parts)) if parts else self.path
-                    file = stack.enter_context(opened(place))
+                    place = get_part_path(self.path, len(parts)) if parts else self.path
+                    file = stack.enter_context(open_log(place))
                     parts.append((file, file.seek(0, os.SEEK_END)))
             self.offset = parts[0][1] if parts else 0
             for file, size in parts:
@@ -279,7 +279,7 @@ class Tail:
                     yield file.read(end - start)
 
 
-def opened(path: Path, of: int | None = None) -> IO[bytes]:
+def open_log(path: Path, of: int | None = None) -> IO[bytes]:
     """A log: this user's own, or what a process writes to, by the kernel's link in ``/proc``.
 
     Args:
@@ -288,22 +288,22 @@ def opened(path: Path, of: int | None = None) -> IO[bytes]:
             show what the process itself may not read.
 
     Raises:
-        OSError: as `open_plain` does.
+        OSError: as `open_regular_file` does.
     """
     if of is None:
-        return open(open_plain(path), "rb")
+        return open(open_regular_file(path), "rb")
     owner = ANYBODY if of == os.geteuid() else of
-    return open(open_plain(path, owner, follow=True), "rb")
+    return open(open_regular_file(path, owner, follow=True), "rb")
 
 
-def first(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[str]:
-    """The first lines of a log, from its oldest rotated part; arguments as for `last`."""
+def read_first_lines(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[str]:
+    """The first lines of a log, from its oldest part; arguments as for `read_last_lines`."""
     number = 1
-    while aside(path, number).exists():
+    while get_part_path(path, number).exists():
         number += 1
-    oldest = aside(path, number - 1) if number > 1 else path
+    oldest = get_part_path(path, number - 1) if number > 1 else path
     try:
-        with opened(oldest, of) as file:
+        with open_log(oldest, of) as file:
             content = file.read(limit)
     except OSError:
         return []
@@ -312,19 +312,19 @@ def first(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[
     return content.decode(errors="replace").splitlines()[:lines]
 
 
-def last(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[str]:
+def read_last_lines(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[str]:
     """The last lines of a log, its rotated parts included.
 
     Args:
         path: the log; one that is not there has no lines.
         lines: how many, at most.
         limit: bytes to read, at most; a line that is cut off by it is left out.
-        of: as for `opened`.
+        of: as for `open_log`.
     """
     content, number, place = b"", 0, path
     while len(content) < limit and content.count(b"\n") <= lines:
         try:
-            with opened(place, of) as file:
+            with open_log(place, of) as file:
                 size = file.seek(0, os.SEEK_END)
                 start = max(size - (limit - len(content)), 0)
                 file.seek(start)
@@ -335,20 +335,20 @@ def last(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[s
             content = content.partition(b"\n")[2]
             break
         number += 1
-        place = aside(path, number)
+        place = get_part_path(path, number)
     # Not all of it in lines: there may be a million.
     content = b"\n".join(content.rsplit(b"\n", lines + 1)[-lines - 1 :])
     return content.decode(errors="replace").splitlines()[-lines:]
 
 
-def inode(path: Path) -> int | None:
+def read_inode(path: Path) -> int | None:
     try:
         return path.stat().st_ino
     except OSError:
         return None
 
 
-def limit() -> int:
+def read_size_limit() -> int:
     """Bytes after which a log is rotated, by the environment.
 
     Raises:
@@ -356,12 +356,12 @@ def limit() -> int:
     """
     text = os.environ.get(LIMIT)
     try:
-        return whole(text, 1) if text else LIMIT_BYTES
+        return parse_whole_number(text, 1) if text else LIMIT_BYTES
     except ValueError as error:
         raise VllmopsError("usage", f"{LIMIT}: {error}", f"export {LIMIT}={LIMIT_BYTES}") from error
 
 
-class Rotation:
+class LogRotation:
     """Keeps a log in bounds; where it can't, on a full disk say, it tries again ever less often.
 
     Args:
@@ -376,15 +376,15 @@ class Rotation:
         self.keep = keep
         self.due = 0.0  # monotonic
         self.wait_s = FIRST_WAIT_S
-        repair(path, keep)
+        repair_rotation(path, keep)
 
-    def look(self) -> str:
+    def rotate_if_due(self) -> str:
         """Rotate if it is time to; returns a new problem as text, or an empty string."""
         now = time.monotonic()
         if now < self.due:
             return ""
         try:
-            rotate(self.path, limit=self.limit, keep=self.keep)
+            rotate_log(self.path, limit=self.limit, keep=self.keep)
         except OSError as error:
             first = self.wait_s == FIRST_WAIT_S
             self.due, self.wait_s = now + self.wait_s, min(2 * self.wait_s, LAST_WAIT_S)
@@ -393,7 +393,7 @@ class Rotation:
         return ""
 
 
-def rotate(path: Path, *, limit: int, keep: int) -> bool:
+def rotate_log(path: Path, *, limit: int, keep: int) -> bool:
     """Move a log over ``limit`` bytes aside, to ``.1`` … ``.keep``; returns whether it did.
 
     The server has the file open for appending, so it is copied and truncated, not renamed: a
@@ -407,7 +407,7 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
             return False
     except FileNotFoundError:
         return False
-    copy = copying(path)
+    copy = get_copy_path(path)
     with path.open("rb+") as log:  # what can't be truncated is not copied either
         size = os.fstat(log.fileno()).st_size
         if shutil.disk_usage(path.parent).free < size:
@@ -415,33 +415,38 @@ def rotate(path: Path, *, limit: int, keep: int) -> bool:
         try:
             with copy.open("wb") as file:
                 shutil.copyfileobj(log, file, CHUNK_BYTES)
-            shift(path, keep)
+            shift_parts(path, keep)
             with copy.open("ab") as file:  # what came meanwhile
                 shutil.copyfileobj(log, file, CHUNK_BYTES)
-            copy.replace(aside(path, 1))
+            copy.replace(get_part_path(path, 1))
             os.truncate(log.fileno(), 0)
         except OSError:
-            repair(path, keep)
+            repair_rotation(path, keep)
             raise
     return True
 
 
-def repair(path: Path, keep: int) -> None:
+def repair_rotation(path: Path, keep: int) -> None:
     """Clean up after an interrupted rotation: no part twice, no gap in the numbers."""
     with contextlib.suppress(OSError):
-        copying(path).unlink(missing_ok=True)
-        if begins_with(path, aside(path, 1)):
-            aside(path, 1).unlink()
-        parts = [part for number in range(1, keep + 1) if (part := aside(path, number)).exists()]
+        get_copy_path(path).unlink(missing_ok=True)
+        if starts_with_part(path, get_part_path(path, 1)):
+            get_part_path(path, 1).unlink()
+        parts = [
+            part for number in range(1, keep + 1) if (part := get_part_path(path, number)).exists()
+        ]
         for number, part in enumerate(parts, 1):
-            if part != aside(path, number):
-                part.replace(aside(path, number))
+            if part != get_part_path(path, number):
+                part.replace(get_part_path(path, number))
 
 
-def begins_with(path: Path, part: Path) -> bool:
+def starts_with_part(path: Path, part: Path) -> bool:
     """Whether a log still has all of what was copied from it."""
     try:
-        with open(open_plain(path), "rb") as log, open(open_plain(part), "rb") as copy:
+        with (
+            open(open_regular_file(path), "rb") as log,
+            open(open_regular_file(part), "rb") as copy,
+        ):
             if not 0 < os.fstat(copy.fileno()).st_size <= os.fstat(log.fileno()).st_size:
                 return False
             while chunk := copy.read(CHUNK_BYTES):
@@ -452,26 +457,26 @@ def begins_with(path: Path, part: Path) -> bool:
     return True
 
 
-def start_new(path: Path) -> None:
+def start_new_log(path: Path) -> None:
     """Put the log of an earlier run aside, as ``.previous``, before a new one starts."""
     number = 1
-    while aside(path, number).exists():
-        aside(path, number).unlink()
+    while get_part_path(path, number).exists():
+        get_part_path(path, number).unlink()
         number += 1
     with contextlib.suppress(OSError):
         path.replace(path.with_name(f"{path.name}.previous"))
 
 
-def shift(path: Path, keep: int) -> None:
-    aside(path, keep).unlink(missing_ok=True)
+def shift_parts(path: Path, keep: int) -> None:
+    get_part_path(path, keep).unlink(missing_ok=True)
     for number in range(keep - 1, 0, -1):
         with contextlib.suppress(FileNotFoundError):
-            aside(path, number).replace(aside(path, number + 1))
+            get_part_path(path, number).replace(get_part_path(path, number + 1))
 
 
-def copying(path: Path) -> Path:
+def get_copy_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.copy")
 
 
-def aside(path: Path, number: int) -> Path:
+def get_part_path(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number}")

@@ -8,13 +8,13 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 
-from ..quick_probe import verdict
-from .record import Folder, Record, State
+from ..quick_probe import read_verdict
+from .record import InstanceFolder, InstanceRecord, InstanceState
 
 SOCKET, PERIOD, FOR_PID = "NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"
 
 
-class Notifier:
+class SystemdNotifier:
     """What systemd is told of an instance; nothing where systemd did not start this process.
 
     Args:
@@ -22,7 +22,7 @@ class Notifier:
         environment: has what systemd wants.
     """
 
-    def __init__(self, folder: Folder, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, folder: InstanceFolder, environment: Mapping[str, str] = os.environ) -> None:
         self.folder = folder
         self.place = environment.get(SOCKET, "")
         period, pid = environment.get(PERIOD, ""), environment.get(FOR_PID, "")
@@ -30,9 +30,9 @@ class Notifier:
         self.over = threading.Event()
         if self.place and period.isdecimal() and pid in {"", str(os.getpid())}:
             wait_s = int(period) / 1e6 / 3
-            threading.Thread(target=self.feed, args=(wait_s,), daemon=True).start()
+            threading.Thread(target=self.feed_watchdog, args=(wait_s,), daemon=True).start()
 
-    def feed(self, wait_s: float) -> None:
+    def feed_watchdog(self, wait_s: float) -> None:
         """Feed systemd's watchdog while the server makes progress; the rest stops the service.
 
         Args:
@@ -42,43 +42,43 @@ class Notifier:
         while not self.over.wait(wait_s):
             found = None
             with suppress(Exception):  # what can't be read proves no stall
-                found = verdict(self.folder.path)
+                found = read_verdict(self.folder.path)
             if found and not found.live:
-                self.status(found.line("liveness"))
+                self.send_status(found.format_answer("liveness"))
                 stuck = True
                 continue
-            self.tell("WATCHDOG=1")
+            self.send_message("WATCHDOG=1")
             if stuck:
-                self.status(self.said[1])
+                self.send_status(self.said[1])
                 stuck = False
 
-    def follow(self, record: Record) -> None:
+    def send_progress(self, record: InstanceRecord) -> None:
         """Tell how far an instance is.
 
         Args:
             record: as it is now.
         """
-        ready, said = record.state is State.READY, record.note or record.stage
-        if record.state.over:  # it stands beside a service that failed, until that starts again
+        ready, said = record.state is InstanceState.READY, record.note or record.stage
+        if record.state.is_over:  # it stands beside a service that failed, until that starts again
             said = f"{record.state}: {record.failure.cause}" if record.failure else record.state
         if (ready, said) != self.said:
-            self.status(said, "READY=1\n" if ready else "")
+            self.send_status(said, "READY=1\n" if ready else "")
         self.said = (ready, said)
 
-    def status(self, text: str, before: str = "") -> None:
+    def send_status(self, text: str, before: str = "") -> None:
         """Tell one line, which `systemctl status` shows.
 
         Args:
             text: it may have several, say an error's; systemd would obey the others.
             before: what else is to be told, each with the end of its line.
         """
-        self.tell(f"{before}STATUS={' '.join(text.split())}")
+        self.send_message(f"{before}STATUS={' '.join(text.split())}")
 
-    def stopping(self) -> None:
+    def send_stopping(self) -> None:
         """Tell that the service ends because somebody wants that."""
-        self.tell("STOPPING=1")
+        self.send_message("STOPPING=1")
 
-    def tell(self, text: str) -> None:
+    def send_message(self, text: str) -> None:
         """Send one message; an error is ignored, for the server works all the same."""
         if not self.place:
             return

@@ -11,7 +11,7 @@ import errno
 import time
 from collections.abc import Sequence
 
-from ..host.nodes import connected
+from ..host.nodes import find_node_addresses
 from ..host.processes import Process
 
 PORT = 9  # "discard", which nobody serves any more
@@ -21,14 +21,14 @@ MISSED = 3  # answers in a row, and the node counts as lost
 LEARN_S = 30.0  # between two looks for addresses
 
 
-class Peers:
+class PeerNodes:
     """The other nodes, by their addresses, and how many answers in a row each has missed."""
 
     def __init__(self) -> None:
         self.missed: dict[str, int] = {}
         self.learnt = -LEARN_S
 
-    async def ask(self, tree: Sequence[Process], port: int | None) -> None:
+    async def check_nodes(self, tree: Sequence[Process], port: int | None) -> None:
         """Ask each node that the server is connected with.
 
         Args:
@@ -38,23 +38,25 @@ class Peers:
         asked = set(self.missed)
         if time.monotonic() - self.learnt >= LEARN_S:
             self.learnt = time.monotonic()
-            now = await asyncio.to_thread(connected, tree, port)
+            now = await asyncio.to_thread(find_node_addresses, tree, port)
             # A host without a connection is forgotten, unless it is missing: its connections end.
             self.missed = {a: missed for a, missed in self.missed.items() if missed or a in now}
             asked = now | self.missed.keys()
-        for address, there in zip(asked, await asyncio.gather(*map(answers, asked)), strict=True):
+        for address, there in zip(
+            asked, await asyncio.gather(*map(is_reachable, asked)), strict=True
+        ):
             if there:
                 self.missed[address] = 0
             elif there is False and address in self.missed:
                 self.missed[address] += 1
 
     @property
-    def lost(self) -> list[str]:
+    def lost_addresses(self) -> list[str]:
         """The addresses of the nodes that have ceased to answer."""
         return sorted(address for address, count in self.missed.items() if count >= MISSED)
 
 
-async def answers(address: str) -> bool | None:
+async def is_reachable(address: str) -> bool | None:
     """Whether a host takes a connection, or refuses it; None if this process can't ask it."""
     try:
         async with asyncio.timeout(TIMEOUT_S):

@@ -18,7 +18,7 @@ ENGINE_UP = re.compile(r"init engine \(")
 WORKER_UP = re.compile(r"Loading weights took|Model loading took|Warming up|Graph capturing")
 
 
-def serves(
+def is_serving(
     tree: Sequence[Process], url: str | None, *, port: int | None = None, uds: str | None = None
 ) -> bool:
     """Whether a server answers, and not another one that took its address first.
@@ -32,17 +32,17 @@ def serves(
     return (
         url is not None
         and any(
-            processes.listens_on(process.pid, uds)
+            processes.has_unix_socket(process.pid, uds)
             if uds
-            else port in processes.listening_ports(process.pid)
+            else port in processes.list_listening_ports(process.pid)
             for process in tree
             if process.role in {Role.API, Role.LAUNCHER}
         )
-        and client_http.healthy(url)
+        and client_http.is_healthy(url)
     )
 
 
-def engines_up(tree: Sequence[Process], up: Collection[int] = ()) -> bool:
+def are_engines_up(tree: Sequence[Process], up: Collection[int] = ()) -> bool:
     """Whether every engine of a headless server has what it needs to work.
 
     An engine begins to load after the handshake with its API server's node, so one that is up has
@@ -54,23 +54,23 @@ def engines_up(tree: Sequence[Process], up: Collection[int] = ()) -> bool:
     """
     engines = [process for process in tree if process.role is Role.ENGINE]
     if engines:
-        return all(process.pid in up or schedules(process) for process in engines)
+        return all(process.pid in up or has_scheduler(process) for process in engines)
     workers = [process for process in tree if process.role is Role.WORKER]
     return bool(workers) and all(process.pid in up for process in workers)
 
 
-def schedules(engine: Process) -> bool:
+def has_scheduler(engine: Process) -> bool:
     """Whether an engine has a scheduler, as its heartbeat says; False where there is none."""
     try:
-        pulse = agent.beat(engine)
+        pulse = agent.read_heartbeat(engine)
     except VllmopsError:
         return False
     return pulse is not None and pulse.beat.current_step is not None
 
 
-def says_up(raw: str) -> int | None:
+def parse_ready_pid(raw: str) -> int | None:
     """The pid of the process that a log line says is up, None for most lines."""
     match = logs.LINE.match(raw)
-    role = logs.role_of(raw) if match else None
+    role = logs.parse_line_role(raw) if match else None
     sign = {Role.ENGINE: ENGINE_UP, Role.WORKER: WORKER_UP}.get(role) if role else None
     return int(match["pid"]) if match and sign and sign.search(raw) else None

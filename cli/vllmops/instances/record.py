@@ -17,10 +17,22 @@ from pathlib import Path
 import msgspec
 
 from ..errors import VllmopsError
-from ..files import asked, open_plain, read_private, take, write_atomically
-from ..home import another, home, make, own, place
+from ..files import (
+    lock_file,
+    open_regular_file,
+    read_private_file,
+    run_lock_command,
+    write_atomically,
+)
+from ..home import (
+    create_folder,
+    locate_home,
+    require_safe_folder,
+    resolve_home,
+    suggest_home_assignment,
+)
 from ..host.processes import Process
-from ..host.shape import unix_url
+from ..host.shape import make_unix_url
 from ..protocol.socket import PATH_BYTES
 from ..targets import NAME
 
@@ -29,7 +41,7 @@ FAILED = "failed: "  # before why a hand-over did
 RECORD_BYTES = 16 << 20  # a server has some thousand processes at most
 
 
-class State(StrEnum):
+class InstanceState(StrEnum):
     """Where an instance is in its life."""
 
     STARTING = "starting"
@@ -39,8 +51,8 @@ class State(StrEnum):
     FAILED = "failed"
 
     @property
-    def over(self) -> bool:
-        return self in {State.STOPPED, State.FAILED}
+    def is_over(self) -> bool:
+        return self in {InstanceState.STOPPED, InstanceState.FAILED}
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -57,7 +69,7 @@ class Failure(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One instance, as its supervisor last saw it. Times are seconds since the epoch.
 
     Args:
@@ -95,7 +107,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     scheme: str = "http"
     detached: bool
     created_at: float
-    state: State = State.STARTING
+    state: InstanceState = InstanceState.STARTING
     stage: str = "launching"
     stage_at: float = 0.0
     note: str = ""
@@ -120,21 +132,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def url(self) -> str | None:
-        return address(self.scheme, self.host, self.port, self.uds)
+        return make_url(self.scheme, self.host, self.port, self.uds)
 
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
-RECORDS = msgspec.json.Decoder(Record)
+RECORDS = msgspec.json.Decoder(InstanceRecord)
 
 
-def address(scheme: str, host: str | None, port: int | None, uds: str | None) -> str | None:
+def make_url(scheme: str, host: str | None, port: int | None, uds: str | None) -> str | None:
     """A server's URL, None if it listens on nothing that is known."""
     if uds:
-        return unix_url(uds)
-    return f"{scheme}://{client_host(host or '')}:{port}" if port else None
+        return make_unix_url(uds)
+    return f"{scheme}://{get_client_host(host or '')}:{port}" if port else None
 
 
-def client_host(host: str) -> str:
+def get_client_host(host: str) -> str:
     """The address to connect to for a server that listens on ``host``."""
     if host in {"", "0.0.0.0"}:
         return "127.0.0.1"
@@ -143,23 +155,23 @@ def client_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-class Folder:
+class InstanceFolder:
     """The directory of one instance: record, lock, control socket and logs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.path = root() / name
+        self.path = get_instances_root() / name
 
     @property
     def record_file(self) -> Path:
         return self.path / "instance.json"
 
     @property
-    def control(self) -> Path:
+    def control_socket(self) -> Path:
         return self.path / "control.sock"
 
     @property
-    def log(self) -> Path:
+    def server_log(self) -> Path:
         return self.path / "server.log"
 
     @property
@@ -167,18 +179,18 @@ class Folder:
         return self.path / "supervisor.log"
 
     @property
-    def lock_file(self) -> Path:
+    def lock_path(self) -> Path:
         return self.path / "lock"
 
     @property
     def watch_lock(self) -> Path:
         return self.path / "watch.lock"
 
-    def watched(self) -> bool:
+    def has_watch(self) -> bool:
         """Whether `vllmops watch` runs beside it, as ``serve --watch`` has it."""
-        return held(self.watch_lock)
+        return is_lock_held(self.watch_lock)
 
-    def read(self) -> Record | None:
+    def load_record(self) -> InstanceRecord | None:
         """The record, None if there is none.
 
         Raises:
@@ -186,8 +198,10 @@ class Folder:
                 or ``home.unsafe`` (exit code 4) if it can't be read, or may belong to another user.
         """
         try:
-            content = read_private(own(self.path) / self.record_file.name, None, RECORD_BYTES)
-            record: Record = RECORDS.decode(content)
+            content = read_private_file(
+                require_safe_folder(self.path) / self.record_file.name, None, RECORD_BYTES
+            )
+            record: InstanceRecord = RECORDS.decode(content)
             return record
         except FileNotFoundError:
             return None
@@ -205,71 +219,71 @@ class Folder:
                 f"vllmops stop PID ends its server if one runs; then {away}",
             ) from error
 
-    def write(self, record: Record) -> None:
+    def save_record(self, record: InstanceRecord) -> None:
         """Replace the record; on an OSError, as with a full disk, the old one is intact."""
         write_atomically(self.record_file, msgspec.json.encode(record))
 
-    def lock(self) -> int | None:
+    def take_lock(self) -> int | None:
         """Take the lock; returns the open file that holds it, None if another has it."""
-        own(self.path)
-        return take(self.lock_file)
+        require_safe_folder(self.path)
+        return lock_file(self.lock_path)
 
-    def supervised(self) -> bool:
+    def is_supervised(self) -> bool:
         """Whether a supervisor (or a ``serve`` about to start one) is alive."""
-        return held(self.lock_file)
+        return is_lock_held(self.lock_path)
 
 
-def held(path: Path) -> bool:
+def is_lock_held(path: Path) -> bool:
     """Whether a process holds a lock."""
     import fcntl  # noqa: PLC0415 - Windows has none
 
     try:
-        with open(open_plain(path), "rb") as file:
-            return asked(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
+        with open(open_regular_file(path), "rb") as file:
+            return run_lock_command(file.fileno(), fcntl.F_OFD_GETLK) != fcntl.F_UNLCK
     except OSError:
         return False
 
 
-def root() -> Path:
-    """The directory of all instances; raises as `home.own` does."""
-    return own(home() / "instances")
+def get_instances_root() -> Path:
+    """The directory of all instances; raises as `home.require_safe_folder` does."""
+    return require_safe_folder(resolve_home() / "instances")
 
 
-def create_root() -> Path:
+def create_instances_root() -> Path:
     """Make the state directory, private to its owner.
 
     Raises:
         VllmopsError: ``home.unusable`` if it can't be written, ``home.unsafe`` (exit code 4).
     """
     try:
-        made = make(root())
+        made = create_folder(get_instances_root())
         tempfile.TemporaryFile(dir=made).close()
     except OSError as error:
         raise VllmopsError(
             "home.unusable",
-            f"the state directory {place()} can't be written: {error.strerror}",
-            f"set VLLMOPS_HOME to a directory of your own, for example {another()}",
+            f"the state directory {locate_home()} can't be written: {error.strerror}",
+            f"set VLLMOPS_HOME to a directory of your own, for example {suggest_home_assignment()}",
         ) from error
     return made
 
 
-def folders() -> Iterator[Folder]:
+def list_instance_folders() -> Iterator[InstanceFolder]:
     """Every instance that has a directory, by name."""
     try:
-        names = sorted(entry.name for entry in root().iterdir() if entry.is_dir())
+        names = sorted(entry.name for entry in get_instances_root().iterdir() if entry.is_dir())
     except FileNotFoundError:
         return
     except OSError as error:
         raise VllmopsError(
             "home.unusable",
-            f"the state directory {root()} can't be read: {error.strerror}",
-            f"set VLLMOPS_HOME to a directory of your own, for example {another()}",
+            f"the state directory {get_instances_root()} can't be read: {error.strerror}",
+            f"set VLLMOPS_HOME to a directory of your own, for example {suggest_home_assignment()}",
         ) from error
     for name in names:
-        yield Folder(name)
+        yield InstanceFolder(name)
 
 
-def named(name: str) -> Folder:
+def get_instance_folder(name: str) -> InstanceFolder:
     """The folder for a name that a person typed.
 
     Raises:
@@ -279,12 +293,13 @@ def named(name: str) -> Folder:
         raise VllmopsError(
             "name.invalid", f"{name!r} is not a name: letters, digits, '.', '_' and '-', 63 at most"
         )
-    folder = Folder(name)
-    spare = PATH_BYTES - len(os.fsencode(folder.control))
+    folder = InstanceFolder(name)
+    spare = PATH_BYTES - len(os.fsencode(folder.control_socket))
     if spare < 0:
         raise VllmopsError(
             "home.path-too-long",
-            f"{folder.control} is {-spare} bytes too long for a Unix socket (at most {PATH_BYTES})",
-            f"set VLLMOPS_HOME to a shorter path, for example {another('.vo')}",
+            f"{folder.control_socket} is {-spare} bytes too long for a Unix socket (at most "
+            f"{PATH_BYTES})",
+            f"set VLLMOPS_HOME to a shorter path, for example {suggest_home_assignment('.vo')}",
         )
     return folder

@@ -12,22 +12,22 @@ import psutil
 
 from ..errors import VllmopsError
 from ..host import processes
-from ..host.listeners import here
-from ..host.nodes import unanswered
+from ..host.listeners import is_this_machine
+from ..host.nodes import find_unresponsive_nodes
 from ..host.processes import Process
 from ..host.roles import Role
-from ..host.shape import option, shape, unix_path
-from ..numbers import whole
-from ..protocol.identity import Identity, boot_id
+from ..host.shape import find_option, parse_serving_mode, parse_unix_url
+from ..numbers import parse_whole_number
+from ..protocol.identity import ProcessIdentity, read_boot_id
 from ..rpc import membership
-from ..store.urls import shown
-from ..targets import Pod, Url, access, parsed
+from ..store.urls import redact_url
+from ..targets import Pod, ServerUrl, access, parse_target
 from ..vllm_api.endpoint import Endpoint
-from .control import adopt
-from .record import Folder, Record, State, address, folders
+from .control import restart_dead_supervisor
+from .record import InstanceFolder, InstanceRecord, InstanceState, list_instance_folders, make_url
 
 if TYPE_CHECKING:
-    from ..vllm_api.remote import Fleet
+    from ..vllm_api.remote import RemoteServer
 
 DEFAULT_PORT = 8000
 
@@ -55,11 +55,11 @@ class Server:
     port: int | None = None
     model: str | None = None
     scheme: str = "http"
-    record: Record | None = None
+    record: InstanceRecord | None = None
     supervised: bool | None = None
     uds: str | None = None
     headless: bool = False
-    fleet: Fleet | None = None
+    fleet: RemoteServer | None = None
 
     @property
     def pid(self) -> int | None:
@@ -69,7 +69,7 @@ class Server:
     def url(self) -> str | None:
         if self.fleet is not None:
             return self.fleet.admin.endpoint.url
-        return address(self.scheme, self.host, self.port, self.uds)
+        return make_url(self.scheme, self.host, self.port, self.uds)
 
     @property
     def label(self) -> str:
@@ -78,39 +78,39 @@ class Server:
             return self.fleet.admin.endpoint.name
         return self.name or str(self.pid)
 
-    def note(self) -> str:
+    def describe_silent_nodes(self) -> str:
         """Which of its nodes do not answer, as its supervisor has found or by what can be seen."""
         if self.fleet is not None:
             try:
-                return "; ".join(node.text for node in self.fleet.members().silent)
+                return "; ".join(node.text for node in self.fleet.fetch_snapshot().silent)
             except VllmopsError:
                 return ""
         if self.record:
             return self.record.note
-        silent = unanswered(self.processes, self.port) if self.processes else ()
+        silent = find_unresponsive_nodes(self.processes, self.port) if self.processes else ()
         return ", ".join(f"node {address} does not answer" for address in sorted(silent))
 
-    def of(self, *roles: Role) -> tuple[Process, ...]:
+    def select_processes(self, *roles: Role) -> tuple[Process, ...]:
         return tuple(process for process in self.processes if process.role in roles)
 
 
-def find() -> list[Server]:
+def list_servers() -> list[Server]:
     """Every vLLM server of this machine: instances first by name, then the others by age.
 
     An instance that is over is among them, without processes.
     """
-    table = processes.table()
+    table = processes.read_process_table()
     instances, trees = [], []
-    for folder in folders():
+    for folder in list_instance_folders():
         try:
-            record = folder.read()
+            record = folder.load_record()
         except VllmopsError:
             continue  # its processes are still found below, by the process table
         if record is not None:
             instances.append((folder, record))
-            known = [p.pid for p in record.processes if is_in(table, p)]
-            trees.append(processes.tree(table, known))
-    trees, strangers = membership.groups(table, trees)
+            known = [p.pid for p in record.processes if is_in_table(table, p)]
+            trees.append(processes.build_process_tree(table, known))
+    trees, strangers = membership.group_server_trees(table, trees)
     servers = [
         Server(
             name=record.name,
@@ -120,56 +120,56 @@ def find() -> list[Server]:
             model=record.model,
             scheme=record.scheme,
             record=record,
-            supervised=folder.supervised(),
+            supervised=folder.is_supervised(),
             uds=record.uds,
             headless=record.headless,
         )
         for (folder, record), tree in zip(instances, trees, strict=True)
     ]
-    return servers + [stranger(table, tree) for tree in strangers]
+    return servers + [build_unmanaged_server(table, tree) for tree in strangers]
 
 
-def is_in(table: processes.Table, process: Process) -> bool:
+def is_in_table(table: processes.Table, process: Process) -> bool:
     seen = table.get(process.pid)
     return (
         seen is not None
         and not seen.zombie
-        and process.identity == Identity(seen.pid, seen.start_ticks, boot_id())
+        and process.identity == ProcessIdentity(seen.pid, seen.start_ticks, read_boot_id())
     )
 
 
-def stranger(table: processes.Table, tree: membership.Tree) -> Server:
+def build_unmanaged_server(table: processes.Table, tree: membership.Tree) -> Server:
     """A server that vllmops did not start, by its command line and its sockets."""
     pid = tree[0].pid
-    arguments = processes.serve_arguments(table[pid].words)
+    arguments = processes.parse_serve_arguments(table[pid].words)
     if arguments is None:
         return Server(name=None, processes=tree)
-    port = option(arguments, "--port")
-    listening = processes.listening_ports(pid)
-    shape_ = shape(arguments)
+    port = find_option(arguments, "--port")
+    listening = processes.list_listening_ports(pid)
+    shape_ = parse_serving_mode(arguments)
     reached = not (shape_.headless or shape_.uds)
-    uds = shape_.uds and processes.absolute(pid, shape_.uds)
+    uds = shape_.uds and processes.try_resolve_path(pid, shape_.uds)
     known = listening[0] if listening else DEFAULT_PORT
     with suppress(ValueError):  # anybody may have such a command line
-        known = whole(port or "", 1, 65535)
+        known = parse_whole_number(port or "", 1, 65535)
     return Server(
         name=None,
         processes=tree,
-        host=option(arguments, "--host") or "",
+        host=find_option(arguments, "--host") or "",
         port=known if reached else None,
-        model=option(arguments, "--model") or positional(arguments),
-        scheme="https" if option(arguments, "--ssl-certfile") else "http",
+        model=find_option(arguments, "--model") or find_first_positional(arguments),
+        scheme="https" if find_option(arguments, "--ssl-certfile") else "http",
         uds=uds,
         headless=shape_.headless,
     )
 
 
-def positional(arguments: Sequence[str]) -> str | None:
+def find_first_positional(arguments: Sequence[str]) -> str | None:
     first = next(iter(arguments), None)
     return None if first is None or first.startswith("-") else first
 
 
-def resolve(target: str | None, *, strangers: bool = True) -> Server:
+def resolve_server(target: str | None, *, strangers: bool = True) -> Server:
     """The running server that a target names: an instance name, a pid of its tree, or a URL.
 
     With an admin token, a URL is asked over HTTP, on whatever machine it is.
@@ -181,67 +181,73 @@ def resolve(target: str | None, *, strangers: bool = True) -> Server:
 
     Raises:
         VllmopsError: ``target.unknown``, ``target.none``, ``target.over`` (exit code 5),
-            ``target.ambiguous``, ``target.remote`` or ``usage`` (2), or as `distant` does.
+            ``target.ambiguous``, ``target.remote`` or ``usage`` (2), or as `find_remote_server`
+            does.
     """
     if target is None:
         target = os.environ.get("VLLMOPS_TARGET") or None
-    asked = parsed(target) if target is not None else None
-    if isinstance(asked, Url | Pod) and (remote := distant(asked)):
+    asked = parse_target(target) if target is not None else None
+    if isinstance(asked, ServerUrl | Pod) and (remote := find_remote_server(asked)):
         return remote
     try:
-        every = find()
+        every = list_servers()
     except VllmopsError:  # there is no /proc
-        if target and away(asked):
-            raise unknown(target, asked, "") from None
+        if target and is_remote_target(asked):
+            raise make_unknown_target_error(target, asked, "") from None
         raise
-    reclaim(every)
-    servers = [server for server in every if server.processes or pending(server)]
+    restart_dead_supervisors(every)
+    servers = [server for server in every if server.processes or is_pending(server)]
     if target is None or asked is None:
         own = [server for server in servers if server.record]
-        return only(own or (servers if strangers else []), servers)
+        return require_single_server(own or (servers if strangers else []), servers)
     for server in servers:
-        if names(server, asked):
+        if matches_target(server, asked):
             return server
     for server in every:
         if server.name == target and server.record:
-            raise over(server.record)
-    raise unknown(target, asked, choices(servers))
+            raise make_over_error(server.record)
+    raise make_unknown_target_error(target, asked, format_choices(servers))
 
 
-def distant(asked: Url | Pod) -> Server | None:
+def find_remote_server(asked: ServerUrl | Pod) -> Server | None:
     """The server behind a URL or in a pod, by its admin routes; None without an admin token.
 
     Raises:
-        VllmopsError: as `admin_token.token`, `endpoint_of`, `Admin` and `Fleet.members` do.
+        VllmopsError: as `admin_token.read_admin_token`, `open_remote_endpoint`, `AdminClient` and
+            `RemoteServer.fetch_snapshot` do.
     """
     reach = access.get()
     if reach is None or reach.token is None:
         return None
     from ..keys import admin_token  # noqa: PLC0415
-    from ..vllm_api.admin import Admin  # noqa: PLC0415 - brings httpx, which most commands spare
-    from ..vllm_api.remote import Fleet  # noqa: PLC0415
+    from ..vllm_api.admin import AdminClient  # noqa: PLC0415 - brings httpx, which most commands spare
+    from ..vllm_api.remote import RemoteServer  # noqa: PLC0415
 
-    token = admin_token.token(reach.token)
-    fleet = Fleet(Admin(endpoint_of(asked), token))
-    model = fleet.members().model
-    return Server(None, fleet.processes(), port=asked.port, model=model, fleet=fleet)
+    token = admin_token.read_admin_token(reach.token)
+    fleet = RemoteServer(AdminClient(open_remote_endpoint(asked), token))
+    model = fleet.fetch_snapshot().model
+    return Server(None, fleet.list_processes(), port=asked.port, model=model, fleet=fleet)
 
 
-def endpoint_of(asked: Url | Pod) -> Endpoint:
+def open_remote_endpoint(asked: ServerUrl | Pod) -> Endpoint:
     """Where a server on another machine is reached; raises VllmopsError."""
-    if isinstance(asked, Url):
-        return Endpoint.of(asked)
+    if isinstance(asked, ServerUrl):
+        return Endpoint.from_url(asked)
     from ..vllm_api import forward  # noqa: PLC0415
 
-    return forward.endpoint(asked)
+    return forward.open_pod_endpoint(asked)
 
 
-def away(asked: str | Url | Pod | None) -> bool:
+def is_remote_target(asked: str | ServerUrl | Pod | None) -> bool:
     """Whether a target is on another machine, as far as its name shows."""
-    return isinstance(asked, Pod) or (isinstance(asked, Url) and not here(asked.host))
+    return isinstance(asked, Pod) or (
+        isinstance(asked, ServerUrl) and not is_this_machine(asked.host)
+    )
 
 
-def unknown(target: str, asked: str | Url | Pod | None, why: str) -> VllmopsError:
+def make_unknown_target_error(
+    target: str, asked: str | ServerUrl | Pod | None, why: str
+) -> VllmopsError:
     """The error for a target that names no server of this machine.
 
     Args:
@@ -249,8 +255,8 @@ def unknown(target: str, asked: str | Url | Pod | None, why: str) -> VllmopsErro
         asked: the same, parsed.
         why: what runs on this machine.
     """
-    label = shown(target) if "://" in target else target
-    if away(asked):
+    label = redact_url(target) if "://" in target else target
+    if is_remote_target(asked):
         there = f"{label} is on another machine"
         if access.get() is None:
             return VllmopsError(
@@ -272,30 +278,30 @@ def unknown(target: str, asked: str | Url | Pod | None, why: str) -> VllmopsErro
     )
 
 
-def reclaim(servers: Sequence[Server]) -> list[str]:
+def restart_dead_supervisors(servers: Sequence[Server]) -> list[str]:
     """Start new supervisors for instances whose supervisor has died; returns their names."""
     names = []
     for server in servers:
         if server.name and server.supervised is False:
-            control = adopt(Folder(server.name))
+            control = restart_dead_supervisor(InstanceFolder(server.name))
             if control:
                 control.close()
                 names.append(server.name)
     return names
 
 
-def pending(server: Server) -> bool:
+def is_pending(server: Server) -> bool:
     """Whether a server has no process yet but will have one soon."""
-    return bool(server.supervised and server.record and not server.record.state.over)
+    return bool(server.supervised and server.record and not server.record.state.is_over)
 
 
-def only(candidates: Sequence[Server], servers: Sequence[Server]) -> Server:
+def require_single_server(candidates: Sequence[Server], servers: Sequence[Server]) -> Server:
     if len(candidates) == 1:
         return candidates[0]
     if servers:
         raise VllmopsError(
             "target.ambiguous",
-            f"several servers run: name one; {choices(servers)}",
+            f"several servers run: name one; {format_choices(servers)}",
             f"for example --target {servers[0].label}",
         )
     raise VllmopsError(
@@ -305,22 +311,26 @@ def only(candidates: Sequence[Server], servers: Sequence[Server]) -> Server:
     )
 
 
-def choices(servers: Sequence[Server]) -> str:
+def format_choices(servers: Sequence[Server]) -> str:
     if not servers:
         return "no server runs on this machine"
     return "running: " + ", ".join(server.label for server in servers)
 
 
-def names(server: Server, target: str | Url | Pod) -> bool:
+def matches_target(server: Server, target: str | ServerUrl | Pod) -> bool:
     if isinstance(target, Pod):
         return False
-    if isinstance(target, Url):
+    if isinstance(target, ServerUrl):
         return target.port == server.port and is_local(target.host, server.host or "")
     if server.name == target:
         return True
     if target.isdigit():
         return int(target) in {process.pid for process in server.processes}
-    if path := target.removeprefix("unix:") if target.startswith("unix:") else unix_path(target):
+    if (
+        path := target.removeprefix("unix:")
+        if target.startswith("unix:")
+        else parse_unix_url(target)
+    ):
         return server.uds is not None and os.path.realpath(path) == os.path.realpath(server.uds)
     return False
 
@@ -334,10 +344,10 @@ def is_local(asked: str, listening: str) -> bool:
     return asked == listening or (asked in own and listening in {"", "0.0.0.0", "::"})
 
 
-def over(record: Record) -> VllmopsError:
-    if record.state is State.FAILED and record.failure:
+def make_over_error(record: InstanceRecord) -> VllmopsError:
+    if record.state is InstanceState.FAILED and record.failure:
         what = f"{record.name!r} is not running: it failed: {record.failure.cause}"
-    elif record.state.over:
+    elif record.state.is_over:
         what = f"{record.name!r} is not running: it is {record.state}"
     else:  # the disk was full, and so the end is not in the record
         what = f"{record.name!r} is not running: it ended while its record was still {record.state}"

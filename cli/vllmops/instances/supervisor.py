@@ -28,23 +28,30 @@ from uuid import uuid4
 import msgspec
 import psutil
 
-from ..background import ErrorReporter, attempt, repeat
+from ..background import ErrorReporter, repeat_forever, run_and_report
 from ..errors import VllmopsError
-from ..files import peer
-from ..home import home
+from ..files import read_peer_uid
+from ..home import resolve_home
 from ..host import ports, processes, shape, shm
-from ..host.processes import VITAL, Process, alive
+from ..host.processes import VITAL, Process, is_alive
 from ..host.roles import Role
 from ..protocol import identity
 from ..protocol.handover import LISTEN
-from ..protocol.identity import boot_id
-from ..protocol.place import named
+from ..protocol.identity import read_boot_id
+from ..protocol.place import format_role_and_ranks
 from ..rpc import membership
 from ..store.settings import RERUN, RUN
 from . import handover, logs, readiness, takedown, watcher
-from .control import Request, told
-from .peers import Peers
-from .record import FAILED, Failure, Folder, Record, State, folders
+from .control import ControlRequest, send_and_wait_until_begun
+from .peers import PeerNodes
+from .record import (
+    FAILED,
+    Failure,
+    InstanceFolder,
+    InstanceRecord,
+    InstanceState,
+    list_instance_folders,
+)
 
 TICK_S = 0.25
 SCAN_STARTING_S = 0.5
@@ -66,27 +73,27 @@ OWN = {RERUN, LISTEN}  # of one start
 PR_SET_CHILD_SUBREAPER = 36
 
 
-def log(text: str) -> None:
+def write_log(text: str) -> None:
     with contextlib.suppress(OSError):  # the log may be on the disk that is full
         print(text, file=sys.stderr, flush=True)
 
 
-def log_limit() -> int:
-    """Bytes that the server's log may have; of a wrong limit `serve` tells."""
+def read_log_limit() -> int:
+    """Bytes that the server's log may have; of a wrong limit `serve_client` tells."""
     try:
-        return logs.limit()
+        return logs.read_size_limit()
     except VllmopsError:
         return logs.LIMIT_BYTES
 
 
-def its_own(writer: asyncio.StreamWriter) -> bool:
+def is_trusted_client(writer: asyncio.StreamWriter) -> bool:
     """Whether the client belongs to this user or to root."""
     connection = writer.get_extra_info("socket")
-    return peer(connection) in {0, os.geteuid()}
+    return read_peer_uid(connection) in {0, os.geteuid()}
 
 
 @dataclass(frozen=True)
-class Ending:
+class TakedownPlan:
     """How the server is to be taken down."""
 
     drain_s: float = 0.0
@@ -104,7 +111,9 @@ class Supervisor:
         port: one that holds its port, None if another instance does.
     """
 
-    def __init__(self, folder: Folder, record: Record, lock: int, port: int | None) -> None:
+    def __init__(
+        self, folder: InstanceFolder, record: InstanceRecord, lock: int, port: int | None
+    ) -> None:
         self.lock = lock
         self.port = port
         self.folder = folder
@@ -113,39 +122,45 @@ class Supervisor:
         self.holders: set[asyncio.StreamWriter] = set()
         self.server: asyncio.Server | None = None
         self.serving: set[asyncio.Task[Any]] = set()
-        self.requests: asyncio.Queue[Ending] = asyncio.Queue()
+        self.requests: asyncio.Queue[TakedownPlan] = asyncio.Queue()
         self.hand_overs: dict[str, float] = {}  # by run, how long to drain
         self.child: subprocess.Popen[bytes] | None = None
         self.rotations = (
-            logs.Rotation(folder.log, limit=log_limit(), keep=LOGS_KEPT),
-            logs.Rotation(folder.supervisor_log, limit=OWN_LOG_LIMIT_BYTES, keep=1),
+            logs.LogRotation(folder.server_log, limit=read_log_limit(), keep=LOGS_KEPT),
+            logs.LogRotation(folder.supervisor_log, limit=OWN_LOG_LIMIT_BYTES, keep=1),
         )
-        self.tail = logs.Tail(folder.log)
+        self.tail = logs.LogTail(folder.server_log)
         self.recent: deque[tuple[float, str]] = deque(maxlen=RECENT_LINES)
         self.scanned = 0.0
         self.watch_due = 0.0
         self.unsaved = False
-        self.reporter = ErrorReporter("the supervisor continues after an unexpected error", log)
+        self.reporter = ErrorReporter(
+            "the supervisor continues after an unexpected error", write_log
+        )
         self.up: set[int] = set()
         self.raylets: dict[Process, str] = {}  # below which it has actors, with their nodes' names
-        self.peers = Peers()
+        self.peers = PeerNodes()
         self.socket: int | None = None  # the inode of the control socket
         self.housekept = 0.0
 
     # -- clients -----------------------------------------------------------------------------
 
-    async def listen(self) -> None:
+    async def open_control_socket(self) -> None:
         with contextlib.suppress(OSError):
-            self.folder.control.unlink()
+            self.folder.control_socket.unlink()
         try:
-            self.server = await asyncio.start_unix_server(self.serve, self.folder.control)
-            self.folder.control.chmod(0o600)
-            self.socket = self.folder.control.lstat().st_ino
+            self.server = await asyncio.start_unix_server(
+                self.serve_client, self.folder.control_socket
+            )
+            self.folder.control_socket.chmod(0o600)
+            self.socket = self.folder.control_socket.lstat().st_ino
         except OSError as error:  # a full disk: what was asked for at birth still works
-            log(f"the control socket can't be created: {error}")
+            write_log(f"the control socket can't be created: {error}")
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if not its_own(writer):
+    async def serve_client(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if not is_trusted_client(writer):
             writer.close()
             return
         task = asyncio.current_task()
@@ -157,8 +172,8 @@ class Supervisor:
         self.serving.add(task)
         self.clients[writer] = None
         try:
-            self.send(writer)
-            while await self.hear(reader, writer):
+            self.send_record(writer)
+            while await self.handle_request(reader, writer):
                 pass
         except (OSError, ValueError):  # it has gone, or speaks another language
             pass
@@ -168,81 +183,83 @@ class Supervisor:
             self.clients.pop(writer, None)
             if writer in self.holders:
                 self.holders.discard(writer)
-                self.requests.put_nowait(Ending())
+                self.requests.put_nowait(TakedownPlan())
             writer.close()
             self.serving.discard(task)
 
-    async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+    async def handle_request(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
         """Take in one request; False where the client has gone."""
         line = await reader.readline()
         if not line:
             return False
-        request = msgspec.json.decode(line, type=Request)
+        request = msgspec.json.decode(line, type=ControlRequest)
         if request.hold:
             self.holders.add(writer)
         if request.stop is not None:
-            self.requests.put_nowait(Ending(request.stop))
+            self.requests.put_nowait(TakedownPlan(request.stop))
         if request.restart is not None:
-            self.requests.put_nowait(Ending(request.restart, again=True, rerun=request.rerun))
+            self.requests.put_nowait(TakedownPlan(request.restart, again=True, rerun=request.rerun))
         if request.hand_over is not None and request.run != self.record.hand_over_run:
             self.hand_overs[request.run] = request.hand_over
         return True
 
-    def send(self, writer: asyncio.StreamWriter) -> None:
+    def send_record(self, writer: asyncio.StreamWriter) -> None:
         if writer.transport.get_write_buffer_size() > UNREAD_BYTES:
             writer.transport.abort()
         if not writer.is_closing():
             writer.write(msgspec.json.encode(self.record) + b"\n")
 
-    def publish(self, **changes: Any) -> None:
+    def update_record(self, **changes: Any) -> None:
         """Change the record, tell the clients, and save it; a full disk can't stop any of it."""
         changed = msgspec.structs.replace(self.record, **changes)
         if changed == self.record and not self.unsaved:
             return
         differs, self.record = changed != self.record, changed
         try:
-            self.folder.write(self.record)
+            self.folder.save_record(self.record)
             self.unsaved = False
         except OSError as error:
             if not self.unsaved:
-                log(f"the record is not saved, trying again: {error}")
+                write_log(f"the record is not saved, trying again: {error}")
             self.unsaved = True
         for writer in list(self.clients) if differs else ():
-            self.send(writer)
+            self.send_record(writer)
 
     # -- life --------------------------------------------------------------------------------
 
     async def run(self, *, launch: bool, client: socket.socket) -> None:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        await self.listen()
+        await self.open_control_socket()
         reader, writer = await asyncio.open_unix_connection(sock=client)
         # Whether it holds the instance; one that has gone meanwhile does not.
         with contextlib.suppress(OSError, ValueError):
-            await self.hear(reader, writer)
-        self.serving.add(asyncio.create_task(self.serve(reader, writer)))
+            await self.handle_request(reader, writer)
+        self.serving.add(asyncio.create_task(self.serve_client(reader, writer)))
         if not launch:
-            while not await attempt(self.take_over, self.reporter):  # noqa: ASYNC110 - nobody tells
+            while not await run_and_report(self.take_over, self.reporter):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(TICK_S)
         else:
-            self.launch()
+            self.launch_server()
         # While a hand-over or a drain takes its time, too.
         beside = [
-            asyncio.create_task(repeat(self.ask_peers, self.reporter, PEERS_S)),
-            asyncio.create_task(repeat(self.rotate, self.reporter, TICK_S)),
+            asyncio.create_task(repeat_forever(self.check_nodes, self.reporter, PEERS_S)),
+            asyncio.create_task(repeat_forever(self.rotate_logs, self.reporter, TICK_S)),
         ]
-        while not self.record.state.over:
+        while not self.record.state.is_over:
             # A server must not lose its supervisor because one check fails.
-            if not await attempt(self.tick, self.reporter):
+            if not await run_and_report(self.tick, self.reporter):
                 await asyncio.sleep(RETRY_S)
         for task in beside:
             task.cancel()
-        await self.goodbye()
+        await self.release_instance()
 
-    def launch(self) -> None:
+    def launch_server(self) -> None:
         """Start the server; where that fails, it is over, and nothing runs."""
         self.child = None
         try:
-            self.start()
+            self.start_server()
         except Exception as error:
             if self.child:
                 self.child.kill()  # it has no children yet
@@ -251,22 +268,24 @@ class Supervisor:
             if isinstance(error, OSError) and error.strerror:
                 why = f"{error.filename or 'vLLM'}: {error.strerror}"
             self.reporter.report(error)
-            self.end(State.FAILED, Failure(why))
+            self.record_end(InstanceState.FAILED, Failure(why))
 
-    def start(self) -> None:
+    def start_server(self) -> None:
         """Start the server; raises OSError, or ValueError for a NUL in an argument, say."""
         self.recent.clear()
         self.up.clear()
         self.raylets.clear()
-        self.peers = Peers()
+        self.peers = PeerNodes()
         run, rerun = uuid4().hex, self.record.rerun
         if self.record.uds:
-            shape.remove_dead(self.record.uds)
-        logs.start_new(self.folder.log)
-        self.tail = logs.Tail(self.folder.log)
-        self.child = self.spawn(self.folder.log, {RUN: run, **({RERUN: rerun} if rerun else {})})
-        self.publish(
-            state=State.STARTING,
+            shape.remove_stale_socket(self.record.uds)
+        logs.start_new_log(self.folder.server_log)
+        self.tail = logs.LogTail(self.folder.server_log)
+        self.child = self.spawn_server(
+            self.folder.server_log, {RUN: run, **({RERUN: rerun} if rerun else {})}
+        )
+        self.update_record(
+            state=InstanceState.STARTING,
             stage="launched",
             stage_at=time.time(),
             started_at=time.time(),
@@ -279,10 +298,12 @@ class Supervisor:
             run=run,
             rerun="",
             session=self.child.pid,
-            processes=processes.tree(processes.table(), [self.child.pid]),
+            processes=processes.build_process_tree(
+                processes.read_process_table(), [self.child.pid]
+            ),
         )
 
-    def spawn(
+    def spawn_server(
         self, path: Path, added: Mapping[str, str], files: Sequence[int] = ()
     ) -> subprocess.Popen[bytes]:
         """Run the recorded command; raises OSError or ValueError.
@@ -310,29 +331,31 @@ class Supervisor:
         """Continue where a supervisor died; take the server down if its holder is gone."""
         record = self.record
         if record.beside:
-            if reused(record.beside, record.beside_session):
-                self.publish(beside_session=None)
-            await self.end_beside()
+            if is_session_reused(record.beside, record.beside_session):
+                self.update_record(beside_session=None)
+            await self.take_down_other_server()
         if record.hand_over and not record.hand_over.startswith(FAILED):
             taken = record.run == record.hand_over_run
-            self.publish(hand_over="" if taken else f"{FAILED}its supervisor died")
-        for line in self.tail.lines():  # only for the processes that are up
-            self.note_up(line)
-        left = [process for process in self.record.processes if alive(process)]
-        log(f"taking over {self.record.name}: {len(left)} processes")
-        if reused(record.processes, record.session):
-            self.publish(session=None)
-        if self.record.state is State.STOPPING:
+            self.update_record(hand_over="" if taken else f"{FAILED}its supervisor died")
+        for line in self.tail.read_new_lines():  # only for the processes that are up
+            self.note_ready_process(line)
+        left = [process for process in self.record.processes if is_alive(process)]
+        write_log(f"taking over {self.record.name}: {len(left)} processes")
+        if is_session_reused(record.processes, record.session):
+            self.update_record(session=None)
+        if self.record.state is InstanceState.STOPPING:
             await self.take_down()
-            self.end(State.STOPPED)
+            self.record_end(InstanceState.STOPPED)
         elif not left:
             await self.take_down()
-            self.end(State.FAILED, Failure("the server died while it had no supervisor"))
-        elif not await self.held():
+            self.record_end(
+                InstanceState.FAILED, Failure("the server died while it had no supervisor")
+            )
+        elif not await self.wait_for_holder():
             await self.take_down()
-            self.end(State.FAILED, Failure("the foreground serve died"))
+            self.record_end(InstanceState.FAILED, Failure("the foreground serve died"))
 
-    async def held(self) -> bool:
+    async def wait_for_holder(self) -> bool:
         """Whether a client holds it; a foreground ``serve`` that lives connects again at once."""
         deadline = time.monotonic() + HOLDER_GRACE_S
         while not self.record.detached and not self.holders and time.monotonic() < deadline:  # noqa: ASYNC110
@@ -340,43 +363,45 @@ class Supervisor:
         return self.record.detached or bool(self.holders)
 
     async def tick(self) -> None:
-        self.look()
-        dead = [p for p in self.record.processes if p.role in VITAL and not alive(p)]
-        nodes_died = not all(map(alive, self.raylets))
+        self.refresh_record()
+        dead = [p for p in self.record.processes if p.role in VITAL and not is_alive(p)]
+        nodes_died = not all(map(is_alive, self.raylets))
         if dead or nodes_died or (self.child and self.child.poll() is not None):
-            await self.broken(dead)
+            await self.handle_process_death(dead)
             return
-        if self.record.state is State.STARTING and await asyncio.to_thread(self.healthy):
+        if self.record.state is InstanceState.STARTING and await asyncio.to_thread(self.is_ready):
             now = time.time()
-            self.scan()
+            self.scan_processes()
             took = min(self.record.processes, key=lambda process: process.start_ticks)
-            self.publish(
-                state=State.READY,
+            self.update_record(
+                state=InstanceState.READY,
                 stage="ready",
                 stage_at=now,
                 ready_at=now,
-                ready_s=identity.age_s(took.start_ticks),
+                ready_s=identity.compute_age_s(took.start_ticks),
             )
-        await self.keep_house()
+        await self.restore_files()
         if self.unsaved:
-            self.publish()
-        if self.record.state is State.READY or "--listen" in (self.record.watch or ()):
-            self.watch()
+            self.update_record()
+        if self.record.state is InstanceState.READY or "--listen" in (self.record.watch or ()):
+            self.ensure_watch()
         if self.hand_overs:
             run = next(iter(self.hand_overs))
-            await self.obey_hand_over(run, self.hand_overs.pop(run))
+            await self.run_hand_over(run, self.hand_overs.pop(run))
         with contextlib.suppress(TimeoutError):
-            await self.obey(await asyncio.wait_for(self.requests.get(), TICK_S))
+            await self.stop_or_restart(await asyncio.wait_for(self.requests.get(), TICK_S))
 
-    async def ask_peers(self) -> None:
+    async def check_nodes(self) -> None:
         """Ask the other nodes, and say which of them have ceased to answer."""
-        if self.record.state is State.READY:
-            await self.peers.ask(self.record.processes, self.record.port)
+        if self.record.state is InstanceState.READY:
+            await self.peers.check_nodes(self.record.processes, self.record.port)
         # Beside another server the note is about that one.
-        if self.record.state is State.READY and not self.record.beside:
-            self.publish(note=", ".join(f"node {name} does not answer" for name in self.peers.lost))
+        if self.record.state is InstanceState.READY and not self.record.beside:
+            self.update_record(
+                note=", ".join(f"node {name} does not answer" for name in self.peers.lost_addresses)
+            )
 
-    async def keep_house(self) -> None:
+    async def restore_files(self) -> None:
         """Create again what was deleted: the folder, record, lock and control socket."""
         now = time.monotonic()
         if now - self.housekept < HOUSE_S:
@@ -385,103 +410,108 @@ class Supervisor:
         folder = self.folder
         try:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if inode(folder.lock_file) != os.fstat(self.lock).st_ino:
-                lock = folder.lock()
+            if read_inode(folder.lock_path) != os.fstat(self.lock).st_ino:
+                lock = folder.take_lock()
                 if lock is None:
-                    log("another supervisor has taken over")
+                    write_log("another supervisor has taken over")
                     raise SystemExit(0)
                 os.close(self.lock)
                 self.lock = lock
             self.unsaved |= not folder.record_file.exists()
-            if self.socket is None or inode(folder.control) != self.socket:
+            if self.socket is None or read_inode(folder.control_socket) != self.socket:
                 if self.server:
                     self.server.close()
-                await self.listen()
+                await self.open_control_socket()
         except OSError as error:  # a full disk, no descriptor left: the next try may succeed
-            log(f"{error.filename or folder.path}: {error.strerror}")
+            write_log(f"{error.filename or folder.path}: {error.strerror}")
 
-    async def rotate(self) -> None:
+    async def rotate_logs(self) -> None:
         for rotation in self.rotations:
-            if hindrance := rotation.look():
-                log(hindrance)
+            if hindrance := rotation.rotate_if_due():
+                write_log(hindrance)
 
-    def watch(self) -> None:
+    def ensure_watch(self) -> None:
         """Start a watch if the record asks for one and none runs."""
         now = time.monotonic()
         if self.record.watch is None or now < self.watch_due:
             return
         self.watch_due = now + WATCH_S
-        self.reap()
+        self.reap_children()
         try:
-            watcher.start(self.folder, self.record.directory)
+            watcher.start_watch(self.folder, self.record.directory)
         except OSError as error:
-            log(f"the watch can't be started: {error}")
+            write_log(f"the watch can't be started: {error}")
 
-    def healthy(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the server is ready."""
         record = self.record
         if record.headless:
-            return readiness.engines_up(record.processes, self.up)
-        return readiness.serves(record.processes, record.url, port=record.port, uds=record.uds)
+            return readiness.are_engines_up(record.processes, self.up)
+        return readiness.is_serving(record.processes, record.url, port=record.port, uds=record.uds)
 
-    def look(self, *, ended: bool = False) -> None:
+    def refresh_record(self, *, ended: bool = False) -> None:
         """Bring the record up to date: processes, segments, stage.
 
         Args:
             ended: whether nothing more is written to the log.
         """
-        starting = self.record.state is State.STARTING
+        starting = self.record.state is InstanceState.STARTING
         now = time.monotonic()
         if now - self.scanned >= (SCAN_STARTING_S if starting else SCAN_READY_S):
             self.scanned = now
-            self.scan()
-        for line in self.tail.lines(ended=ended):
+            self.scan_processes()
+        for line in self.tail.read_new_lines(ended=ended):
             self.recent.append((now, line[:RECENT_LETTERS]))
-            self.note_up(line)
-            stage = logs.stage(line) if starting else None
+            self.note_ready_process(line)
+            stage = logs.parse_stage(line) if starting else None
             if stage and logs.STAGES.index(stage) > logs.STAGES.index(self.record.stage):
-                self.publish(stage=stage, stage_at=time.time())
+                self.update_record(stage=stage, stage_at=time.time())
 
-    def note_up(self, line: str) -> None:
-        if self.record.state is State.STARTING and (up := readiness.says_up(line)):
+    def note_ready_process(self, line: str) -> None:
+        if self.record.state is InstanceState.STARTING and (up := readiness.parse_ready_pid(line)):
             self.up.add(up)
 
-    def scan(self) -> tuple[Process, ...]:
+    def scan_processes(self) -> tuple[Process, ...]:
         """Take stock of the tree; a dead process stays listed until its death is handled."""
         known = self.record.processes
-        table = processes.table()
-        roots = [process.pid for process in known if alive(process)]
-        roots += takedown.members(table, self.record.session)
-        seen = membership.complete(table, processes.tree(table, dict.fromkeys(roots)))
+        table = processes.read_process_table()
+        roots = [process.pid for process in known if is_alive(process)]
+        roots += takedown.find_session_members(table, self.record.session)
+        seen = membership.complete_tree(
+            table, processes.build_process_tree(table, dict.fromkeys(roots))
+        )
         seen = tuple(dataclasses.replace(process, rss_bytes=None) for process in seen)
-        self.raylets |= membership.ray_nodes(table, seen)
+        self.raylets |= membership.find_raylets(table, seen)
         pids = {process.pid for process in seen}
-        segments = set(self.record.segments).union(*(shm.used_by(pid) for pid in pids))
-        self.publish(processes=processes.still_known(known, seen), segments=tuple(sorted(segments)))
+        segments = set(self.record.segments).union(*(shm.find_used_segments(pid) for pid in pids))
+        self.update_record(
+            processes=processes.retain_vital_processes(known, seen),
+            segments=tuple(sorted(segments)),
+        )
         return seen
 
     # -- endings -----------------------------------------------------------------------------
 
-    async def broken(self, dead: Sequence[Process]) -> None:
+    async def handle_process_death(self, dead: Sequence[Process]) -> None:
         """A process has died unasked: nothing of the server may be left behind."""
-        starting = self.record.state is State.STARTING
+        starting = self.record.state is InstanceState.STARTING
         since = 0.0 if starting else time.monotonic() - LAST_WORDS_S
         code = self.child.poll() if self.child else None  # before we signal it ourselves
         root = next((p for p in self.record.processes if p.pid == self.record.session), None)
-        self.look()
+        self.refresh_record()
         asked = any("API server: shutdown triggered" in line for _, line in self.recent)
-        self.publish(state=State.STOPPING, note="a process has died")
+        self.update_record(state=InstanceState.STOPPING, note="a process has died")
         await self.take_down()
-        self.look(ended=True)
+        self.refresh_record(ended=True)
         lines = [line for moment, line in self.recent if moment >= since]
         try:
-            failure = self.why(lines, dead, root, code, asked=asked)
+            failure = self.explain_failure(lines, dead, root, code, asked=asked)
         except Exception as error:  # to end comes first
             self.reporter.report(error)
             failure = Failure("a process has died; why is not known")
-        self.end(State.FAILED, failure)
+        self.record_end(InstanceState.FAILED, failure)
 
-    def why(
+    def explain_failure(
         self,
         lines: Sequence[str],
         dead: Sequence[Process],
@@ -492,78 +522,80 @@ class Supervisor:
     ) -> Failure:
         """The cause, by a node that is gone, the root's exit code, the log, the missing process."""
         for raylet, node in self.raylets.items():
-            if not alive(raylet):
+            if not is_alive(raylet):
                 why = f"node {node} is gone: its raylet (pid {raylet.pid}) died"
                 return Failure(why, "Ray")
-        lost = logs.lost_node(lines) if self.raylets else None
+        lost = logs.find_lost_node(lines) if self.raylets else None
         if lost:
             return Failure(f"node {lost} is gone: Ray has lost it", "Ray")
-        if self.peers.lost:
+        if self.peers.lost_addresses:
             return Failure(
-                f"node {', '.join(self.peers.lost)} is gone: it does not answer any more"
+                f"node {', '.join(self.peers.lost_addresses)} is gone: it does not answer any more"
             )
         if code is not None and code < 0:
-            name = logs.signal_name(-code)
-            victim = named(root.role, root.place) if root else Role.API
+            name = logs.get_signal_name(-code)
+            victim = format_role_and_ranks(root.role, root.place) if root else Role.API
             return Failure(f"{victim} (pid {self.record.session}) was killed by {name}")
         if asked and not any("EngineDeadError" in line for line in lines):
             return Failure("vLLM was stopped by a signal that vllmops did not send", "APIServer")
-        if failure := logs.failure(lines):
-            return ranked(failure, dead)
+        if failure := logs.find_failure(lines):
+            return add_worker_ranks(failure, dead)
         dead = [p for p in dead if code is None or p.pid != self.record.session]
         if dead:
-            names = ", ".join(f"{named(p.role, p.place)} (pid {p.pid})" for p in dead)
+            names = ", ".join(
+                f"{format_role_and_ranks(p.role, p.place)} (pid {p.pid})" for p in dead
+            )
             return Failure(f"{names} died without an error in the log: killed, or out of memory?")
-        if echo := logs.failure(lines, echoes=True):
+        if echo := logs.find_failure(lines, echoes=True):
             return echo
         last = next(
-            (logs.parse(line).text for line in reversed(lines) if line.strip()), "no output"
+            (logs.parse_line(line).text for line in reversed(lines) if line.strip()), "no output"
         )
         return Failure(f"vLLM exited with status {code}: {last}")
 
-    async def obey(self, ending: Ending) -> None:
+    async def stop_or_restart(self, ending: TakedownPlan) -> None:
         """Stop, or stop and start again; a further request in the meantime cuts the drain short."""
-        was_ready = self.record.state is State.READY
-        self.publish(state=State.STOPPING, note="stopping")
+        was_ready = self.record.state is InstanceState.READY
+        self.update_record(state=InstanceState.STOPPING, note="stopping")
         note = ""
         if was_ready:
             try:
-                note = await self.drain(ending.drain_s, rerun=ending.rerun)
+                note = await self.drain_server(ending.drain_s, rerun=ending.rerun)
             except Exception as error:  # to stop comes first
                 self.reporter.report(error)
                 note = "not drained"
-        self.publish(note="stopping")
+        self.update_record(note="stopping")
         await self.take_down(again=ending.again)
         if ending.again and (self.holders or self.record.detached):
-            self.publish(rerun=self.record.run if ending.rerun else "")
-            self.launch()
+            self.update_record(rerun=self.record.run if ending.rerun else "")
+            self.launch_server()
         else:
-            self.end(State.STOPPED, note=note)
+            self.record_end(InstanceState.STOPPED, note=note)
 
-    async def drain(self, seconds: float, *, rerun: bool) -> str:
+    async def drain_server(self, seconds: float, *, rerun: bool) -> str:
         loop = asyncio.get_running_loop()
 
-        def tell(note: str) -> None:
-            loop.call_soon_threadsafe(lambda: self.publish(note=note))
+        def update_note(note: str) -> None:
+            loop.call_soon_threadsafe(lambda: self.update_record(note=note))
 
         return await asyncio.to_thread(
-            takedown.drain,
+            takedown.drain_server,
             self.record.processes,
             self.record.url,
             seconds,
-            tell,
+            update_note,
             hurry=lambda: not self.requests.empty(),
             rerun=rerun,
         )
 
-    async def obey_hand_over(self, run: str, drain_s: float) -> None:
-        self.publish(hand_over="looking for memory", hand_over_run=run)
+    async def run_hand_over(self, run: str, drain_s: float) -> None:
+        self.update_record(hand_over="looking for memory", hand_over_run=run)
         try:
             why = await self.hand_over(run, drain_s)
         except Exception as error:  # who asked for it waits for an answer
             self.reporter.report(error)
             why = self.reporter.last
-        self.publish(hand_over=why and f"{FAILED}{why}")
+        self.update_record(hand_over=why and f"{FAILED}{why}")
 
     async def hand_over(self, run: str, drain_s: float) -> str:
         """Have a second server take over; returns why it did not, and then the first serves on.
@@ -573,45 +605,47 @@ class Supervisor:
             drain_s: how long the first one's requests have to finish.
         """
         first, next_log = self.record, self.folder.path / "next.log"
-        if first.state is not State.READY or first.port is None or self.raylets:
+        if first.state is not InstanceState.READY or first.port is None or self.raylets:
             return "it is not ready, or has no TCP port of its own, or runs on several nodes"
-        if why := await asyncio.to_thread(handover.lacking, first.processes):
+        if why := await asyncio.to_thread(handover.explain_insufficient_memory, first.processes):
             return why
-        if not await asyncio.to_thread(handover.serves, first.processes):
+        if not await asyncio.to_thread(handover.is_accepting_connections, first.processes):
             return "not all of its API servers have the agent: vllmops attach loads it"
         try:
-            listener = handover.listener(first.processes, first.port)
+            listener = handover.copy_listening_socket(first.processes, first.port)
         except OSError as error:
             return f"its listening socket can't be shared: {error.strerror}"
         try:
             added = {RUN: run, LISTEN: f"{listener} {first.port} {first.host}"}
             next_log.unlink(missing_ok=True)
-            second = self.spawn(next_log, added, (listener,))
+            second = self.spawn_server(next_log, added, (listener,))
         except (OSError, ValueError) as error:
             return f"the second server can't be started: {error}"
         finally:
             os.close(listener)
         started_at = time.time()
-        started = identity.of(second.pid).start_ticks
-        self.publish(
+        started = identity.read_identity(second.pid).start_ticks
+        self.update_record(
             hand_over="the second server starts",
             beside=(Process(Role.OTHER, second.pid, started),),
             beside_session=second.pid,
         )
         try:
-            while not await asyncio.to_thread(handover.serves, self.scan_beside()):
-                if why := self.hindered(second, next_log):
+            while not await asyncio.to_thread(
+                handover.is_accepting_connections, self.scan_both_servers()
+            ):
+                if why := self.explain_hand_over_failure(second, next_log):
                     return why
                 await asyncio.sleep(TICK_S)
             # Before the first one takes no more connections: if this process dies now, one does.
-            self.swap(second, next_log, run, started_at)
-            await attempt(lambda: self.retire(first, drain_s), self.reporter)
+            self.swap_servers(second, next_log, run, started_at)
+            await run_and_report(lambda: self.drain_first_server(first, drain_s), self.reporter)
         finally:  # the one that is not, or not any more, the instance's
-            while not await attempt(self.end_beside, self.reporter):  # noqa: ASYNC110 - nobody tells
+            while not await run_and_report(self.take_down_other_server, self.reporter):  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(RETRY_S)
         return ""
 
-    async def retire(self, first: Record, drain_s: float) -> None:
+    async def drain_first_server(self, first: InstanceRecord, drain_s: float) -> None:
         """Have the first server of a hand-over take no more connections, and finish its requests.
 
         Args:
@@ -620,50 +654,52 @@ class Supervisor:
         """
         loop = asyncio.get_running_loop()
 
-        def tell(text: str) -> None:
-            loop.call_soon_threadsafe(lambda: self.publish(hand_over=text))
+        def update_progress(text: str) -> None:
+            loop.call_soon_threadsafe(lambda: self.update_record(hand_over=text))
 
         note = await asyncio.to_thread(
-            handover.emptied,
+            handover.drain_first_server,
             first.processes,
             drain_s,
-            tell,
+            update_progress,
             lambda: not self.requests.empty(),
             {**os.environ, **first.environment},
         )
-        self.publish(note=note)
+        self.update_record(note=note)
 
-    def scan_beside(self) -> tuple[Process, ...]:
+    def scan_both_servers(self) -> tuple[Process, ...]:
         """Take stock of the other server of a hand-over; and of this one."""
-        self.look()
-        table = processes.table()
-        roots = takedown.members(table, self.record.beside_session)
-        self.publish(beside=processes.tree(table, roots))
+        self.refresh_record()
+        table = processes.read_process_table()
+        roots = takedown.find_session_members(table, self.record.beside_session)
+        self.update_record(beside=processes.build_process_tree(table, roots))
         return self.record.beside
 
-    def hindered(self, second: subprocess.Popen[bytes], log: Path) -> str:
+    def explain_hand_over_failure(self, second: subprocess.Popen[bytes], log: Path) -> str:
         """Why a hand-over does not go on; empty if it does."""
-        if not all(alive(p) for p in self.record.processes if p.role in VITAL):
+        if not all(is_alive(p) for p in self.record.processes if p.role in VITAL):
             return "the first server has died"
         if not self.requests.empty():
             return "another command for it came meanwhile"
         code = second.poll()
         if code is None:
             return ""
-        lines = logs.last(log, lines=RECENT_LINES, limit=RECENT_LINES * RECENT_LETTERS)
-        failure = logs.failure(lines) or logs.failure(lines, echoes=True)
+        lines = logs.read_last_lines(log, lines=RECENT_LINES, limit=RECENT_LINES * RECENT_LETTERS)
+        failure = logs.find_failure(lines) or logs.find_failure(lines, echoes=True)
         cause = failure.cause if failure else f"exit code {code}"
         return f"the second server failed: {cause}"
 
-    def swap(self, second: subprocess.Popen[bytes], log: Path, run: str, started_at: float) -> None:
+    def swap_servers(
+        self, second: subprocess.Popen[bytes], log: Path, run: str, started_at: float
+    ) -> None:
         """The second server becomes the instance's, the first one the other."""
         first, now = self.record, time.time()
-        logs.start_new(self.folder.log)
+        logs.start_new_log(self.folder.server_log)
         with contextlib.suppress(OSError):  # somebody deleted it
-            log.rename(self.folder.log)
-        self.tail, self.child = logs.Tail(self.folder.log), second
+            log.rename(self.folder.server_log)
+        self.tail, self.child = logs.LogTail(self.folder.server_log), second
         self.recent.clear()
-        self.publish(
+        self.update_record(
             run=run,
             rerun="",
             started_at=started_at,
@@ -678,7 +714,7 @@ class Supervisor:
         )
         self.scanned = 0.0
 
-    async def end_beside(self) -> None:
+    async def take_down_other_server(self) -> None:
         """Take the other server of a hand-over down."""
         record = self.record
         own = set(record.segments)
@@ -686,22 +722,22 @@ class Supervisor:
             takedown.take_down,
             record.beside,
             record.beside_session,
-            {name for p in record.beside for name in shm.used_by(p.pid)} - own,
+            {name for p in record.beside for name in shm.find_used_segments(p.pid)} - own,
         )
-        self.reap()
-        self.publish(beside=(), beside_session=None)
+        self.reap_children()
+        self.update_record(beside=(), beside_session=None)
 
-    def end_other_nodes(self, *, again: bool) -> None:
+    def stop_headless_nodes(self, *, again: bool) -> None:
         """Have the supervisors of its headless nodes on this machine end them, or restart them."""
         ours = {process.identity for process in self.record.processes}
-        for folder in folders():
+        for folder in list_instance_folders():
             try:
-                record = folder.read()
-                if record and record.headless and not record.state.over:
+                record = folder.load_record()
+                if record and record.headless and not record.state.is_over:
                     theirs = {process.identity for process in record.processes}
                     if folder.name != self.folder.name and ours & theirs:
-                        request = Request(restart=0.0) if again else Request(stop=0.0)
-                        told(folder, request, OTHERS_S)
+                        request = ControlRequest(restart=0.0) if again else ControlRequest(stop=0.0)
+                        send_and_wait_until_begun(folder, request, OTHERS_S)
             except Exception as error:  # to end comes first
                 self.reporter.report(error)
 
@@ -710,8 +746,8 @@ class Supervisor:
         while True:
             try:
                 with contextlib.suppress(VllmopsError):  # of the state directory: ours ends anyhow
-                    await asyncio.to_thread(self.end_other_nodes, again=again)
-                self.scan()
+                    await asyncio.to_thread(self.stop_headless_nodes, again=again)
+                self.scan_processes()
                 remains = await asyncio.to_thread(
                     takedown.take_down,
                     self.record.processes,
@@ -723,13 +759,13 @@ class Supervisor:
                 self.reporter.report(error)
                 await asyncio.sleep(RETRY_S)
         if self.record.uds:
-            shape.remove_dead(self.record.uds)
+            shape.remove_stale_socket(self.record.uds)
         if remains.removed:
-            log(f"removed from /dev/shm: {', '.join(remains.removed)}")
-        self.reap()
-        self.publish(processes=remains.unkillable, segments=(), note=str(remains))
+            write_log(f"removed from /dev/shm: {', '.join(remains.removed)}")
+        self.reap_children()
+        self.update_record(processes=remains.unkillable, segments=(), note=str(remains))
 
-    def reap(self) -> None:
+    def reap_children(self) -> None:
         """Collect dead children: ours, and the orphans that the subreaper was given."""
         if self.child:
             self.child.poll()
@@ -738,13 +774,17 @@ class Supervisor:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(orphan.pid, os.WNOHANG)
 
-    def end(self, state: State, failure: Failure | None = None, note: str = "") -> None:
+    def record_end(
+        self, state: InstanceState, failure: Failure | None = None, note: str = ""
+    ) -> None:
         """The last record, after everything has been taken down."""
         notes = ", ".join(filter(None, (note, self.record.note)))
         code = self.child.returncode if self.child else None
-        self.publish(state=state, ended_at=time.time(), failure=failure, exit_code=code, note=notes)
+        self.update_record(
+            state=state, ended_at=time.time(), failure=failure, exit_code=code, note=notes
+        )
 
-    async def goodbye(self) -> None:
+    async def release_instance(self) -> None:
         """Let the clients read the last record; when they see the end, name and port are free."""
         os.close(self.lock)
         if self.port is not None:
@@ -758,10 +798,10 @@ class Supervisor:
         # Who is still served when the loop ends is cancelled, and asyncio logs that as an error.
         if self.serving:
             await asyncio.wait(self.serving, timeout=GOODBYE_S)
-        self.folder.control.unlink(missing_ok=True)
+        self.folder.control_socket.unlink(missing_ok=True)
 
 
-def reused(tree: Sequence[Process], session: int | None) -> bool:
+def is_session_reused(tree: Sequence[Process], session: int | None) -> bool:
     """Whether a session's number may be another session's by now.
 
     The kernel does not give it away while the session has a process. So either its leader is
@@ -772,25 +812,25 @@ def reused(tree: Sequence[Process], session: int | None) -> bool:
         session: its number.
     """
     leader = next((process for process in tree if process.pid == session), None)
-    if leader is None or leader.boot != boot_id():
+    if leader is None or leader.boot != read_boot_id():
         return True
     try:
-        return identity.of(leader.pid) != leader.identity
+        return identity.read_identity(leader.pid) != leader.identity
     except ProcessLookupError:
         return False
 
 
-def ranked(failure: Failure, dead: Sequence[Process]) -> Failure:
+def add_worker_ranks(failure: Failure, dead: Sequence[Process]) -> Failure:
     """A failure with the ranks of the workers that died, where the log has a number of vLLM's."""
     if not failure.process.startswith("VllmWorker"):
         return failure
     workers = [p for p in dead if p.role is Role.WORKER and p.place.ranks]
-    names = ", ".join(f"{named(p.role, p.place)} (pid {p.pid})" for p in workers)
+    names = ", ".join(f"{format_role_and_ranks(p.role, p.place)} (pid {p.pid})" for p in workers)
     cause = f"{names}: {failure.cause}" if names else failure.cause
     return msgspec.structs.replace(failure, cause=cause)
 
 
-def inode(path: Path) -> int | None:
+def read_inode(path: Path) -> int | None:
     try:
         return path.lstat().st_ino
     except FileNotFoundError:
@@ -814,14 +854,14 @@ def main() -> None:
     # Sent to all at once, by systemd say, to end the server: who takes that down is needed yet.
     # No SIG_IGN, which the server would inherit.
     signal.signal(signal.SIGTERM, lambda *_: None)
-    os.environ["VLLMOPS_HOME"] = str(home())  # a watch runs in another directory
-    folder = Folder(given.name)
-    record = folder.read()
+    os.environ["VLLMOPS_HOME"] = str(resolve_home())  # a watch runs in another directory
+    folder = InstanceFolder(given.name)
+    record = folder.load_record()
     assert record is not None
     client = socket.socket(fileno=given.client)
     port = given.port
     if port is None and record.port is not None:
-        port = ports.claim(record.port)
+        port = ports.claim_port(record.port)
     supervisor = Supervisor(folder, record, given.lock, port)
     asyncio.run(supervisor.run(launch=given.launch, client=client))
 

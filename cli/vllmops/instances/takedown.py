@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..errors import VllmopsError
-from ..home import home
+from ..home import resolve_home
 from ..host import processes, shm
-from ..host.processes import VITAL, Process, alive
+from ..host.processes import VITAL, Process, is_alive
 from ..host.roles import Role
 from ..protocol.engine import Traffic
-from ..protocol.socket import sockets
+from ..protocol.socket import get_socket_directory
 from ..rpc import agent
 from ..vllm_api import http as client_http
 
@@ -31,7 +31,7 @@ END_S = EXIT_GRACE_S + KILL_TIMEOUT_S + 20.0
 T = TypeVar("T")
 
 
-def drain(
+def drain_server(
     tree: Sequence[Process],
     url: str | None,
     seconds: float,
@@ -52,21 +52,25 @@ def drain(
         hurry: whether to wait no longer.
         rerun: whether the next start runs again what now runs in the background.
     """
-    refusing = close_gates(tree, cut=not seconds, rerun=rerun)
+    refusing = refuse_requests(tree, cut=not seconds, rerun=rerun)
     if not seconds:
         return ""
     how = "draining" if refusing else "draining (no agent: new requests are still accepted)"
-    if not of(tree, Role.API):
+    if not select_by_role(tree, Role.API):
         how = "draining (no API server here: new requests still arrive)"
-    told = url or refusing or of(tree, Role.API)  # else nobody can: no agent, no API server
-    left = settled(tree, url, seconds if told else 0.0, lambda text: tell(f"{how}, {text}"), hurry)
+    told = (
+        url or refusing or select_by_role(tree, Role.API)
+    )  # else nobody can: no agent, no API server
+    left = wait_for_requests(
+        tree, url, seconds if told else 0.0, lambda text: tell(f"{how}, {text}"), hurry
+    )
     if left == 0:
         return "drained"
-    close_gates(tree, cut=True, rerun=rerun)
+    refuse_requests(tree, cut=True, rerun=rerun)
     return f"requests cut off: {'unknown' if left is None else left}"
 
 
-def settled(
+def wait_for_requests(
     tree: Sequence[Process],
     url: str | None,
     seconds: float,
@@ -75,52 +79,61 @@ def settled(
 ) -> int | None:
     """Wait for the requests in flight; returns how many are left, None if unknown.
 
-    Its parameters are those of `drain`.
+    Its parameters are those of `drain_server`.
     """
     deadline = time.monotonic() + seconds
-    left = in_flight(tree, url)
-    while left != 0 and time.monotonic() < deadline and not hurry() and not ended(tree):
+    left = count_in_flight(tree, url)
+    while (
+        left != 0 and time.monotonic() < deadline and not hurry() and not find_dead_processes(tree)
+    ):
         tell(f"requests in flight: {'unknown' if left is None else left}")
         time.sleep(POLL_S)
-        left = in_flight(tree, url)
+        left = count_in_flight(tree, url)
     return left
 
 
-def ended(tree: Sequence[Process]) -> list[Process]:
+def find_dead_processes(tree: Sequence[Process]) -> list[Process]:
     """The processes of a server that have ended, and without which it does not go on."""
-    here = [process for process in tree if not isinstance(process, agent.Distant)]
-    return [process for process in here if process.role in VITAL and not alive(process)]
+    here = [process for process in tree if not isinstance(process, agent.ProxiedProcess)]
+    return [process for process in here if process.role in VITAL and not is_alive(process)]
 
 
-def close_gates(tree: Sequence[Process], *, cut: bool = False, rerun: bool = False) -> bool:
+def refuse_requests(tree: Sequence[Process], *, cut: bool = False, rerun: bool = False) -> bool:
     """Make every API server refuse new requests with 503; False if one can't be reached.
 
     Args:
         tree: the server's processes.
         cut: whether those in flight get 503, too.
-        rerun: as in `drain`.
+        rerun: as in `drain_server`.
     """
-    gates = ask(of(tree, Role.API), lambda gate: gate.drain(on=True, cut=cut, rerun=rerun))
+    gates = collect_agent_answers(
+        select_by_role(tree, Role.API),
+        lambda gate: gate.set_draining(on=True, cut=cut, rerun=rerun),
+    )
     return bool(gates) and None not in gates
 
 
-def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
+def count_in_flight(tree: Sequence[Process], url: str | None) -> int | None:
     """Requests that have not finished, at least; None if unknown.
 
     HTTP requests count, streams included, and what an engine has without one, or will have: a
     background response, say. Where an agent does not answer, vLLM's own metrics are asked. They
     are of the engine's last output, so their zero says nothing of what another agent waits for.
     """
-    fronts = ask(of(tree, Role.API), lambda gate: gate.traffic())
-    engines = ask(of(tree, Role.ENGINE), lambda core: core.engine())
-    http = [of_front_end(traffic) if traffic else None for traffic in fronts]
+    fronts = collect_agent_answers(
+        select_by_role(tree, Role.API), lambda gate: gate.fetch_traffic()
+    )
+    engines = collect_agent_answers(
+        select_by_role(tree, Role.ENGINE), lambda core: core.fetch_engine_state()
+    )
+    http = [count_unfinished(traffic) if traffic else None for traffic in fronts]
     engine = [core.unfinished if core else None for core in engines]
     known = max(sum(count or 0 for count in http), sum(count or 0 for count in engine))
     # What an engine has is from API servers, where they are in this tree.
     told = bool(fronts) and all(traffic and traffic.handed is not None for traffic in fronts)
     if http + engine and None not in http and (told or None not in engine):
         return known
-    counted = client_http.metrics(url) if url else None
+    counted = client_http.fetch_metrics(url) if url else None
     if counted is None or counted.running is None:
         return known or None
     count = max(known, round(counted.running + (counted.waiting or 0)))
@@ -128,30 +141,32 @@ def in_flight(tree: Sequence[Process], url: str | None) -> int | None:
     return count or (None if any(silent) and not all(silent) else 0)
 
 
-def of_front_end(traffic: Traffic) -> int | None:
+def count_unfinished(traffic: Traffic) -> int | None:
     """Requests of an API server that have not finished; None if it can't tell."""
     return None if traffic.in_flight is None else max(traffic.in_flight, traffic.handed or 0)
 
 
-def of(tree: Sequence[Process], role: Role) -> list[Process]:
+def select_by_role(tree: Sequence[Process], role: Role) -> list[Process]:
     return [process for process in tree if process.role is role]
 
 
-def ask(processes: Sequence[Process], question: Callable[[agent.Agent], T]) -> list[T | None]:
+def collect_agent_answers(
+    processes: Sequence[Process], question: Callable[[agent.Agent], T]
+) -> list[T | None]:
     """What the agents answer, all asked at once, so that many that hang take no longer than one."""
 
-    def one(process: Process) -> T | None:
+    def ask_agent(process: Process) -> T | None:
         try:
-            return question(agent.reach(process))
+            return question(agent.open_agent(process))
         except VllmopsError:
             return None
 
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
-        return list(pool.map(one, processes))
+        return list(pool.map(ask_agent, processes))
 
 
 @dataclass(frozen=True)
-class Remains:
+class TakedownResult:
     """The result of taking a server down.
 
     Args:
@@ -171,7 +186,7 @@ class Remains:
 
 def take_down(
     tree: Sequence[Process], session: int | None = None, segments: Iterable[str] = ()
-) -> Remains:
+) -> TakedownResult:
     """End every process of a tree, with SIGTERM first, and remove its shared memory.
 
     Args:
@@ -181,48 +196,48 @@ def take_down(
     """
     shared = set(segments)
     # An API server that lives ends its engine and workers in order; orphans get their own signal.
-    first = [p for p in tree[:1] if p.role in {Role.API, Role.LAUNCHER} and alive(p)] or tree
-    look(survivors(tree, session), shared)
+    first = [p for p in tree[:1] if p.role in {Role.API, Role.LAUNCHER} and is_alive(p)] or tree
+    add_used_segments(find_survivors(tree, session), shared)
     deadline = time.monotonic() + EXIT_GRACE_S
     for wave in (first, tree):
         for process in wave:
-            kill(process, signal.SIGTERM)
-        while any(map(alive, wave)) and time.monotonic() < deadline:
+            send_signal(process, signal.SIGTERM)
+        while any(map(is_alive, wave)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-            look(survivors(tree, session), shared)
+            add_used_segments(find_survivors(tree, session), shared)
     deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (left := survivors(tree, session)) and time.monotonic() < deadline:
+    while (left := find_survivors(tree, session)) and time.monotonic() < deadline:
         # Stopped first: one that is starting may share something new after the check.
         for process in left:
-            kill(process, signal.SIGSTOP)
-        look(left, shared)
+            send_signal(process, signal.SIGSTOP)
+        add_used_segments(left, shared)
         for process in left:
-            kill(process, signal.SIGKILL)
+            send_signal(process, signal.SIGKILL)
         time.sleep(POLL_S)
     for process in tree:
         for suffix in (".sock", ".beat"):  # of an agent that had no time to remove them
             with contextlib.suppress(OSError, VllmopsError):
-                place = Path(process.home) if process.home else home()
-                (sockets(place) / f"{process.pid}{suffix}").unlink(missing_ok=True)
-    return Remains(tuple(shm.sweep(shared)), tuple(left))
+                place = Path(process.home) if process.home else resolve_home()
+                (get_socket_directory(place) / f"{process.pid}{suffix}").unlink(missing_ok=True)
+    return TakedownResult(tuple(shm.remove_unused_segments(shared)), tuple(left))
 
 
-def look(seen: Iterable[Process], shared: set[str]) -> None:
+def add_used_segments(seen: Iterable[Process], shared: set[str]) -> None:
     """Take note of the segments that processes use."""
     for process in seen:
-        shared |= shm.used_by(process.pid)
+        shared |= shm.find_used_segments(process.pid)
 
 
-def survivors(tree: Sequence[Process], session: int | None) -> list[Process]:
+def find_survivors(tree: Sequence[Process], session: int | None) -> list[Process]:
     """The live processes of a tree, by its members and by their session."""
-    table = processes.table()
-    by_pid = {process.pid: process for process in tree if alive(process)}
-    for pid in members(table, session):
+    table = processes.read_process_table()
+    by_pid = {process.pid: process for process in tree if is_alive(process)}
+    for pid in find_session_members(table, session):
         by_pid[pid] = Process(Role.OTHER, pid, table[pid].start_ticks)
     return list(by_pid.values())
 
 
-def members(table: processes.Table, session: int | None) -> list[int]:
+def find_session_members(table: processes.Table, session: int | None) -> list[int]:
     """The live processes of a session; its number is not reused while it has any."""
     pids = []
     for pid, seen in table.items():
@@ -232,8 +247,8 @@ def members(table: processes.Table, session: int | None) -> list[int]:
     return pids
 
 
-def kill(process: Process, number: int) -> None:
+def send_signal(process: Process, number: int) -> None:
     """Signal this very process; one that has gone is fine."""
     with contextlib.suppress(ProcessLookupError):
-        if alive(process):
+        if is_alive(process):
             os.kill(process.pid, number)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from ..files import take
+from ..files import lock_file
 from . import detached
-from .record import Folder
+from .record import InstanceFolder
 
 
-def start(folder: Folder, directory: str) -> None:
+def start_watch(folder: InstanceFolder, directory: str) -> None:
     """Start it, unless it runs; it writes to the instance's log, and ends with the instance.
 
     It holds a lock for as long as it lives, by which the next supervisor knows of it.
@@ -22,12 +22,12 @@ def start(folder: Folder, directory: str) -> None:
     Raises:
         OSError: it can't be started, or the lock's file not be made.
     """
-    lock = take(folder.watch_lock)
+    lock = lock_file(folder.watch_lock)
     if lock is None:
         return
     try:
         there = directory if os.path.isdir(directory) else None
         given = ("watch", "--supervised", folder.name)
-        detached.start("vllmops", given, [lock], directory=there)
+        detached.start_detached("vllmops", given, [lock], directory=there)
     finally:
         os.close(lock)

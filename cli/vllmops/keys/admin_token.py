@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import join
 
 from ..errors import VllmopsError
-from ..files import unreadable
+from ..files import make_unreadable_error
 
 PLACE = "VLLMOPS_ADMIN_TOKEN_FILE"
 ROUTES = "/v1/vllmops/"
@@ -20,19 +20,19 @@ KEYS = f"{ROUTES}keys"
 TOKEN = re.compile(r"[!-~]{32,1024}")
 
 
-def token(path: Path) -> str:
+def read_admin_token(path: Path) -> str:
     """The token that a file holds.
 
     Raises:
         VllmopsError: ``file.unreadable``, ``admin.bad-token``, ``keys.unreadable`` or
             ``keys.unsafe`` (4).
     """
-    from .file import private  # noqa: PLC0415 - slow, and every command knows the place
+    from .file import read_secret_file  # noqa: PLC0415 - slow, and every command knows the place
 
     try:
-        text = private(path).decode("ascii", "replace").strip()
+        text = read_secret_file(path).decode("ascii", "replace").strip()
     except FileNotFoundError as error:
-        failure = unreadable(path, error)
+        failure = make_unreadable_error(path, error)
         failure.hint = join(["vllmops", "keygen", "--out", str(path)])
         raise failure from error
     if not TOKEN.fullmatch(text):

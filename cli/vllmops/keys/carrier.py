@@ -1,8 +1,8 @@
 """The carrier: a conversation that the client keeps, sealed, in a field ``encrypted_content``.
 
-`seal` makes one, `unseal` takes one back; both need a `Ring`, no store and no vLLM. They take
-some 20 ms for 1 MB, of which zlib takes most without the GIL: `LARGE` ones belong beside the
-event loop.
+`seal_history` makes one, `unseal_carrier` takes one back; both need a `KeyRing`, no store and no
+vLLM. They take some 20 ms for 1 MB, of which zlib takes most without the GIL: `LARGE` ones belong
+beside the event loop.
 
 **Format 2**, which is written unless another is asked for::
 
@@ -59,7 +59,7 @@ another. To seal and to open 100 turns takes 15 ms instead of 7.
 
 It names no key, so each one is tried; it tells no time, no model and no owner, so none is checked.
 
-What does not begin with ``vllm:`` is somebody else's, OpenAI's say: `is_ours` tells.
+What does not begin with ``vllm:`` is somebody else's, OpenAI's say: `is_vllm_carrier` tells.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..codes import ErrorCode
 from ..errors import VllmopsError
-from .ring import CARRIER_TTL_S, KID, Key, Ring, Status, in_seconds
+from .ring import CARRIER_TTL_S, KID, Key, KeyRing, KeyStatus, validate_seconds
 
 OURS = "vllm:"
 SUITE = "a256gcm-zlib"
@@ -107,7 +107,7 @@ FORMAT_1 = re.compile(r"vllm:1:([A-Za-z0-9+/]*={0,2}):([0-9a-f]{64})")
 FORMAT_2 = re.compile(rf"(vllm:2:({KID.pattern}):([a-z0-9-]{{1,32}}):)([A-Za-z0-9_-]*)")
 
 
-class Case(StrEnum):
+class CarrierProblem(StrEnum):
     """What can be wrong with a carrier."""
 
     FOREIGN = "foreign"
@@ -121,16 +121,16 @@ class Case(StrEnum):
     TOO_LARGE = "too-large"
 
 
-CODES: dict[Case, ErrorCode] = {
-    Case.FOREIGN: "carrier.foreign",
-    Case.MALFORMED: "carrier.malformed",
-    Case.TAMPERED: "carrier.tampered",
-    Case.UNKNOWN_KEY: "carrier.unknown-key",
-    Case.REVOKED_KEY: "carrier.revoked-key",
-    Case.EXPIRED: "carrier.expired",
-    Case.OTHER_MODEL: "carrier.other-model",
-    Case.OTHER_OWNER: "carrier.other-owner",
-    Case.TOO_LARGE: "carrier.too-large",
+CODES: dict[CarrierProblem, ErrorCode] = {
+    CarrierProblem.FOREIGN: "carrier.foreign",
+    CarrierProblem.MALFORMED: "carrier.malformed",
+    CarrierProblem.TAMPERED: "carrier.tampered",
+    CarrierProblem.UNKNOWN_KEY: "carrier.unknown-key",
+    CarrierProblem.REVOKED_KEY: "carrier.revoked-key",
+    CarrierProblem.EXPIRED: "carrier.expired",
+    CarrierProblem.OTHER_MODEL: "carrier.other-model",
+    CarrierProblem.OTHER_OWNER: "carrier.other-owner",
+    CarrierProblem.TOO_LARGE: "carrier.too-large",
 }
 
 
@@ -143,7 +143,7 @@ class CarrierError(VllmopsError):
         carrier: its content, if it is genuine and was refused for another reason.
     """
 
-    def __init__(self, case: Case, message: str, carrier: Carrier | None = None) -> None:
+    def __init__(self, case: CarrierProblem, message: str, carrier: Carrier | None = None) -> None:
         super().__init__(CODES[case], message, "start a new conversation, without the carrier")
         self.case = case
         self.carrier = carrier
@@ -171,14 +171,14 @@ class Carrier(msgspec.Struct, frozen=True, kw_only=True):
     history: list[Any]
 
 
-def is_ours(text: str) -> bool:
+def is_vllm_carrier(text: str) -> bool:
     """Whether an ``encrypted_content`` has the form of a vLLM carrier, valid or not."""
     return text.startswith(OURS)
 
 
-def seal(
+def seal_history(
     history: list[Any],
-    ring: Ring,
+    ring: KeyRing,
     *,
     model: str,
     owner: str,
@@ -199,9 +199,9 @@ def seal(
         VllmopsError: ``keys.no-primary``, or ``usage`` if `ttl_s` is no number of seconds.
         CarrierError: ``too-large``, or ``malformed`` if JSON can't hold the history.
     """
-    key = ring.sealing()
+    key = ring.require_primary()
     now = time.time() if now is None else now
-    in_seconds("the lifetime of carriers", ttl_s)
+    validate_seconds("the lifetime of carriers", ttl_s)
     content = {
         "iat": int(now),
         "exp": int(now + ttl_s),
@@ -211,90 +211,96 @@ def seal(
     }
     head = f"{OURS}2:{key.kid}:{SUITE}:"
     salt = secrets.token_bytes(SALT_BYTES)
-    cipher, nonce = derived(key, salt)
-    sealed = cipher.encrypt(nonce, packed(to_json(content)), head.encode())
+    cipher, nonce = derive_cipher(key, salt)
+    sealed = cipher.encrypt(nonce, compress_and_pad(encode_json(content)), head.encode())
     text = head + base64.urlsafe_b64encode(salt + sealed).rstrip(b"=").decode()
-    if len(text) > longest():  # millions of tiny objects, which keeping them apart doubles
-        raise too_large()
+    if (
+        len(text) > compute_longest_carrier()
+    ):  # millions of tiny objects, which keeping them apart doubles
+        raise make_too_large_error()
     return text
 
 
-def seal_signed(history: list[Any], ring: Ring) -> str:
-    """A carrier of format 1, its history as messages; arguments and errors as of `seal`."""
-    payload = base64.b64encode(to_json(history))
-    return f"{OURS}1:{payload.decode()}:{signature(ring.sealing(), payload)}"
+def sign_history(history: list[Any], ring: KeyRing) -> str:
+    """A carrier of format 1, its history as messages; arguments and errors as of `seal_history`."""
+    payload = base64.b64encode(encode_json(history))
+    return f"{OURS}1:{payload.decode()}:{compute_signature(ring.require_primary(), payload)}"
 
 
-def check(history: list[Any]) -> int:
+def measure_history(history: list[Any]) -> int:
     """Check that a carrier can hold a history; returns its bytes as JSON.
 
     Raises:
         CarrierError: ``too-large``, or ``malformed`` if JSON can't hold it.
     """
-    return len(to_json(history))
+    return len(encode_json(history))
 
 
-def unseal(text: str, ring: Ring, *, model: str, owner: str, now: float | None = None) -> Carrier:
+def unseal_carrier(
+    text: str, ring: KeyRing, *, model: str, owner: str, now: float | None = None
+) -> Carrier:
     """The content of a carrier that is valid here.
 
     Args:
         text: the carrier.
         ring: the keys.
         model: what is served here.
-        owner: who presents it, as in `seal`.
+        owner: who presents it, as in `seal_history`.
         now: seconds since the epoch; the present.
 
     Raises:
         CarrierError: whatever is wrong with it.
     """
-    carrier = genuine(text, ring)
+    carrier = verify_carrier(text, ring)
     now = time.time() if now is None else now
-    if why := refusal(carrier, ring.get(carrier.kid), now, model, owner):
+    if why := find_refusal(carrier, ring.get(carrier.kid), now, model, owner):
         raise CarrierError(*why, carrier)
     return carrier
 
 
-def genuine(text: str, ring: Ring) -> Carrier:
+def verify_carrier(text: str, ring: KeyRing) -> Carrier:
     """The content of a carrier that a key of the ring has sealed, also a revoked or expired one.
 
     Raises:
         CarrierError: ``foreign``, ``malformed``, ``tampered``, ``unknown-key`` or ``too-large``.
     """
-    if not is_ours(text):
-        raise CarrierError(Case.FOREIGN, "this is not a vLLM carrier")
-    if len(text) > longest():
-        raise too_large()
+    if not is_vllm_carrier(text):
+        raise CarrierError(CarrierProblem.FOREIGN, "this is not a vLLM carrier")
+    if len(text) > compute_longest_carrier():
+        raise make_too_large_error()
     if match := FORMAT_2.fullmatch(text):
-        return from_format_2(ring, *match.groups())
+        return decrypt_format_2(ring, *match.groups())
     if match := FORMAT_1.fullmatch(text):
-        return from_format_1(ring, *match.groups())
+        return verify_format_1(ring, *match.groups())
     if re.match(r"vllm:[12]:", text):
-        raise malformed("it is incomplete or contains invalid characters")
-    raise malformed("its format is unknown: a newer version may have made it")
+        raise make_malformed_error("it is incomplete or contains invalid characters")
+    raise make_malformed_error("its format is unknown: a newer version may have made it")
 
 
-def from_format_2(ring: Ring, head: str, kid: str, suite: str, body: str) -> Carrier:
+def decrypt_format_2(ring: KeyRing, head: str, kid: str, suite: str, body: str) -> Carrier:
     if suite != SUITE:
-        raise malformed("its cipher is unknown: a newer version may have made it")
+        raise make_malformed_error("its cipher is unknown: a newer version may have made it")
     sealed = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)) if len(body) % 4 != 1 else b""
     if len(sealed) < SALT_BYTES + TAG_BYTES:
-        raise malformed("it is cut off")
+        raise make_malformed_error("it is cut off")
     # Where the last group is not full, its last character has bits that encode nothing.
     last = base64.urlsafe_b64encode(sealed[len(sealed) // 3 * 3 :]).rstrip(b"=").decode()
     if not body.endswith(last):
-        raise tampered("it was modified")
+        raise make_tampered_error("it was modified")
     key = ring.find(kid)
     if key is None:
-        raise CarrierError(Case.UNKNOWN_KEY, "the key that sealed it is unknown")
-    cipher, nonce = derived(key, sealed[:SALT_BYTES])
+        raise CarrierError(CarrierProblem.UNKNOWN_KEY, "the key that sealed it is unknown")
+    cipher, nonce = derive_cipher(key, sealed[:SALT_BYTES])
     try:
-        content = from_json(unpacked(cipher.decrypt(nonce, sealed[SALT_BYTES:], head.encode())))
+        content = decode_json(
+            decompress_content(cipher.decrypt(nonce, sealed[SALT_BYTES:], head.encode()))
+        )
     except InvalidTag:
-        raise tampered("it was modified") from None
+        raise make_tampered_error("it was modified") from None
     if not isinstance(content, dict) or any(
         type(content.get(name)) is not kind for name, kind in CONTENT.items()
     ):
-        raise malformed("its content is not a conversation")
+        raise make_malformed_error("its content is not a conversation")
     return Carrier(
         format=2,
         kid=kid,
@@ -306,24 +312,24 @@ def from_format_2(ring: Ring, head: str, kid: str, suite: str, body: str) -> Car
     )
 
 
-def from_format_1(ring: Ring, payload: str, signed: str) -> Carrier:
+def verify_format_1(ring: KeyRing, payload: str, signed: str) -> Carrier:
     for key in ring.keys:
-        if hmac.compare_digest(signature(key, payload.encode()), signed):
+        if hmac.compare_digest(compute_signature(key, payload.encode()), signed):
             break
     else:
-        raise tampered("it was modified, or signed by an unknown key")
+        raise make_tampered_error("it was modified, or signed by an unknown key")
     try:
-        history = from_json(base64.b64decode(payload, validate=True))
+        history = decode_json(base64.b64decode(payload, validate=True))
     except binascii.Error:
-        raise malformed("its base64 is damaged") from None
+        raise make_malformed_error("its base64 is damaged") from None
     if not isinstance(history, list):
-        raise malformed("its content is not a conversation")
+        raise make_malformed_error("its content is not a conversation")
     return Carrier(format=1, kid=key.kid, history=history)
 
 
-def refusal(
+def find_refusal(
     carrier: Carrier, key: Key, now: float, model: str | None = None, owner: str | None = None
-) -> tuple[Case, str] | None:
+) -> tuple[CarrierProblem, str] | None:
     """Why a genuine carrier is refused, None if it is accepted.
 
     Args:
@@ -333,27 +339,31 @@ def refusal(
         model: what is served here, None for any.
         owner: who presents it, None for anybody.
     """
-    if key.status is Status.REVOKED:
-        return Case.REVOKED_KEY, "the key that sealed it was revoked"
-    if key.over(now):
-        return Case.EXPIRED, "the key that sealed it has expired"
+    if key.status is KeyStatus.REVOKED:
+        return CarrierProblem.REVOKED_KEY, "the key that sealed it was revoked"
+    if key.is_expired(now):
+        return CarrierProblem.EXPIRED, "the key that sealed it has expired"
     if carrier.expires_at is not None and now >= carrier.expires_at:
-        return Case.EXPIRED, "it has expired"
+        return CarrierProblem.EXPIRED, "it has expired"
     if None not in (model, carrier.model) and model != carrier.model:
-        return Case.OTHER_MODEL, "it was made for another model"
-    if owner is not None and carrier.owner is not None and not same(owner, carrier.owner):
-        return Case.OTHER_OWNER, "it belongs to another API key"
+        return CarrierProblem.OTHER_MODEL, "it was made for another model"
+    if (
+        owner is not None
+        and carrier.owner is not None
+        and not is_equal_constant_time(owner, carrier.owner)
+    ):
+        return CarrierProblem.OTHER_OWNER, "it belongs to another API key"
     return None
 
 
-def same(one: str, other: str) -> bool:
+def is_equal_constant_time(one: str, other: str) -> bool:
     """Whether two texts are equal, in a time that does not depend on where they differ."""
     return hmac.compare_digest(
         one.encode(errors="surrogatepass"), other.encode(errors="surrogatepass")
     )
 
 
-def derived(key: Key, salt: bytes) -> tuple[AESGCM, bytes]:
+def derive_cipher(key: Key, salt: bytes) -> tuple[AESGCM, bytes]:
     """The cipher and the nonce of one carrier."""
     info = f"vllmops carrier 2 {SUITE}".encode()
     hkdf = HKDF(algorithm=SHA256(), length=KEY_BYTES + NONCE_BYTES, salt=salt, info=info)
@@ -361,11 +371,11 @@ def derived(key: Key, salt: bytes) -> tuple[AESGCM, bytes]:
     return AESGCM(made[:KEY_BYTES]), made[KEY_BYTES:]
 
 
-def signature(key: Key, payload: bytes) -> str:
+def compute_signature(key: Key, payload: bytes) -> str:
     return hmac.new(key.secret.reveal(), payload, hashlib.sha256).hexdigest()
 
 
-def to_json(content: Any) -> bytes:
+def encode_json(content: Any) -> bytes:
     try:
         text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         try:
@@ -373,25 +383,25 @@ def to_json(content: Any) -> bytes:
         except UnicodeEncodeError:  # half of a surrogate pair, which JSON can only hold escaped
             made = json.dumps(content, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError):
-        raise malformed("the conversation cannot be encoded as JSON") from None
+        raise make_malformed_error("the conversation cannot be encoded as JSON") from None
     if len(made) > MOST_BYTES:
-        raise too_large()
-    check_depth(made, content)
+        raise make_too_large_error()
+    validate_depth(made, content)
     return made
 
 
-def from_json(text: bytes) -> Any:
+def decode_json(text: bytes) -> Any:
     if len(text) > MOST_BYTES:
-        raise too_large()
+        raise make_too_large_error()
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        raise malformed("its content is not JSON") from None
-    check_depth(text, content)
+        raise make_malformed_error("its content is not JSON") from None
+    validate_depth(text, content)
     return content
 
 
-def check_depth(text: bytes, content: Any) -> None:
+def validate_depth(text: bytes, content: Any) -> None:
     """Refuse what is nested so deeply that whoever walks through it may fail.
 
     Args:
@@ -410,10 +420,10 @@ def check_depth(text: bytes, content: Any) -> None:
         ]
         if not level:
             return
-    raise malformed(f"it is nested more than {DEEPEST} deep")
+    raise make_malformed_error(f"it is nested more than {DEEPEST} deep")
 
 
-def packed(content: bytes) -> bytes:
+def compress_and_pad(content: bytes) -> bytes:
     """A zlib stream whose length reveals little of its content.
 
     Args:
@@ -427,47 +437,48 @@ def packed(content: bytes) -> bytes:
     end = stream.flush()
     length = SALT_BYTES + sum(map(len, made)) + len(end) + TAG_BYTES
     noise = secrets.randbelow(NOISE_BYTES) + secrets.randbelow(NOISE_BYTES)
-    padding = bucket(length + LEAST_PADDING + noise) - length
+    padding = round_to_bucket(length + LEAST_PADDING + noise) - length
     made += EMPTY_6 * (padding % 5), EMPTY_5 * ((padding - 6 * (padding % 5)) // 5)
     return b"".join((*made, end))
 
 
-def longest() -> int:
+def compute_longest_carrier() -> int:
     """Characters of a carrier: base64 makes it longer by a third, padding by a sixteenth."""
     return MOST_BYTES + MOST_BYTES // 2
 
 
-def bucket(length: int) -> int:
+def round_to_bucket(length: int) -> int:
     """The next of few lengths that is not shorter; a long one grows by a sixteenth at most."""
     triples = -(-length // 3)  # of bytes: base64 makes a whole number of characters of them
     step = max(LEAST_BUCKET // 3, (1 << triples.bit_length()) // (2 * BUCKETS))
     return -(-triples // step) * step * 3
 
 
-def unpacked(stream: bytes) -> bytes:
+def decompress_content(stream: bytes) -> bytes:
     """The content of a zlib stream, up to the limit."""
     inflate = zlib.decompressobj()
     try:
         content = inflate.decompress(stream, MOST_BYTES + 1)
     except zlib.error:
-        raise malformed("its content cannot be decompressed") from None
+        raise make_malformed_error("its content cannot be decompressed") from None
     if len(content) > MOST_BYTES:
-        raise too_large()
+        raise make_too_large_error()
     if not inflate.eof or inflate.unused_data:
-        raise malformed("its content cannot be decompressed")
+        raise make_malformed_error("its content cannot be decompressed")
     return content
 
 
-def malformed(why: str) -> CarrierError:
-    return CarrierError(Case.MALFORMED, f"the carrier cannot be read: {why}")
+def make_malformed_error(why: str) -> CarrierError:
+    return CarrierError(CarrierProblem.MALFORMED, f"the carrier cannot be read: {why}")
 
 
-def tampered(why: str) -> CarrierError:
-    return CarrierError(Case.TAMPERED, f"the carrier is not genuine: {why}")
+def make_tampered_error(why: str) -> CarrierError:
+    return CarrierError(CarrierProblem.TAMPERED, f"the carrier is not genuine: {why}")
 
 
-def too_large() -> CarrierError:
+def make_too_large_error() -> CarrierError:
     most = MOST_BYTES >> 20
     return CarrierError(
-        Case.TOO_LARGE, f"the conversation is larger than a carrier may hold: {most} MiB as JSON"
+        CarrierProblem.TOO_LARGE,
+        f"the conversation is larger than a carrier may hold: {most} MiB as JSON",
     )

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import VllmopsError
-from ..files import denied, not_written, take, write_atomically
-from ..home import home, make_missing, place
-from .ring import VERSION, Ring, Secret, from_hex, only
+from ..files import choose_file_exit_code, lock_file, make_not_written_error, write_atomically
+from ..home import create_missing_folders, locate_home, resolve_home
+from .ring import VERSION, KeyRing, Secret, make_single_key_ring, parse_hex_secret
 
 PLACE = "VLLMOPS_KEYRING"
 SIGNING_KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
@@ -31,17 +31,17 @@ LOCK_WAIT_S = 5.0
 LOCK_POLL_S = 0.02
 
 
-def secret_of(kind: type[Any], text: Any) -> Secret:
+def decode_secret(kind: type[Any], text: Any) -> Secret:
     """The secret that a ring's file spells in hex."""
     if kind is not Secret or not isinstance(text, str):
         raise ValueError("a secret must be hex characters")
     try:
-        return from_hex(text, "a secret")
+        return parse_hex_secret(text, "a secret")
     except VllmopsError as error:
         raise ValueError(error.message) from None
 
 
-def hex_of(secret: Any) -> str:
+def encode_secret(secret: Any) -> str:
     """A secret as a ring's file spells it."""
     assert isinstance(secret, Secret)
     return secret.reveal().hex()
@@ -54,11 +54,11 @@ class KeyringVersion(msgspec.Struct, frozen=True):
 
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
-RING = msgspec.json.Decoder(Ring, dec_hook=secret_of)
+RING = msgspec.json.Decoder(KeyRing, dec_hook=decode_secret)
 VERSION_OF = msgspec.json.Decoder(KeyringVersion)
 
 
-class Source(NamedTuple):
+class KeyringSource(NamedTuple):
     """Where a ring comes from: a file, a single key of the environment's, or nowhere.
 
     Args:
@@ -73,41 +73,47 @@ class Source(NamedTuple):
         return str(self.path or (SIGNING_KEY if self.text else OFF))
 
     @property
-    def off(self) -> bool:
+    def is_disabled(self) -> bool:
         """Whether no keys are wanted."""
         return self.path is None and not self.text
 
-    def load(self) -> Ring:
+    def load(self) -> KeyRing:
         """The ring.
 
         Raises:
-            VllmopsError: as `load` and `ring.from_hex` do.
+            VllmopsError: as `load_keyring` and `ring.parse_hex_secret` do.
         """
         if self.path is not None:
-            return load(self.path)
-        return only(from_hex(self.text, SIGNING_KEY)) if self.text else Ring()
+            return load_keyring(self.path)
+        return (
+            make_single_key_ring(parse_hex_secret(self.text, SIGNING_KEY))
+            if self.text
+            else KeyRing()
+        )
 
 
-def default_path() -> Path:
-    """The default place of the ring; `guard` checks whether it may be used."""
-    return place() / "keyring.json"
+def locate_default_keyring() -> Path:
+    """The default place of the ring; `require_safe_location` checks whether it may be used."""
+    return locate_home() / "keyring.json"
 
 
-def is_default(path: Path) -> bool:
+def is_default_keyring(path: Path) -> bool:
     """Whether a keyring is the state directory's own; a user without one names another file."""
     try:
-        return path == default_path()
+        return path == locate_default_keyring()
     except VllmopsError:
         return False
 
 
-def guard(path: Path) -> None:
+def require_safe_location(path: Path) -> None:
     """Check the state directory if the ring is there; raises ``home.unsafe`` (exit code 4)."""
-    if is_default(path):
-        home()
+    if is_default_keyring(path):
+        resolve_home()
 
 
-def source(environment: Mapping[str, str], chosen: Path | None = None) -> Source:
+def find_keyring_source(
+    environment: Mapping[str, str], chosen: Path | None = None
+) -> KeyringSource:
     """Where a process finds its ring: an explicit choice wins over a default.
 
     Args:
@@ -115,35 +121,35 @@ def source(environment: Mapping[str, str], chosen: Path | None = None) -> Source
         chosen: a file that was named on the command line; `OFF` for no keys, there as here.
     """
     if place := chosen or environment.get(PLACE):
-        return Source(None) if str(place) == OFF else Source(Path(place).absolute())
+        return KeyringSource(None) if str(place) == OFF else KeyringSource(Path(place).absolute())
     if text := environment.get(SIGNING_KEY):
-        return Source(None, text)
-    return Source(default_path())
+        return KeyringSource(None, text)
+    return KeyringSource(locate_default_keyring())
 
 
-def load(path: Path) -> Ring:
+def load_keyring(path: Path) -> KeyRing:
     """Read a ring.
 
     Raises:
         VllmopsError: ``keys.no-ring`` (exit code 5), ``keys.unreadable``, ``keys.unsafe`` (4),
             ``keys.newer`` or ``keys.broken``.
     """
-    return decode(read(path), path)
+    return decode_keyring(read_keyring(path), path)
 
 
-def read(path: Path) -> bytes:
+def read_keyring(path: Path) -> bytes:
     """The content of a ring's file."""
-    guard(path)
+    require_safe_location(path)
     try:
-        content = private(path)
+        content = read_secret_file(path)
     except FileNotFoundError as error:
-        raise missing(path) from error
+        raise make_missing_error(path) from error
     if len(content) > MOST_BYTES:
-        raise broken(path, f"it has more than {MOST_BYTES} bytes")
+        raise make_broken_error(path, f"it has more than {MOST_BYTES} bytes")
     return content
 
 
-def private(path: Path) -> bytes:
+def read_secret_file(path: Path) -> bytes:
     """What a file holds, or the first megabyte, if it is nobody else's to read or to change.
 
     Raises:
@@ -155,18 +161,18 @@ def private(path: Path) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     try:
-        safe(path, os.fstat(descriptor))
+        require_private_file(path, os.fstat(descriptor))
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     finally:
         os.close(descriptor)
 
 
-def decode(content: bytes, path: Path) -> Ring:
+def decode_keyring(content: bytes, path: Path) -> KeyRing:
     """The ring in a file's content; `path` is for messages."""
     try:
         version = VERSION_OF.decode(content).version
@@ -180,15 +186,17 @@ def decode(content: bytes, path: Path) -> Ring:
         return RING.decode(content)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         # Its text names a position in the file, never the content there.
-        raise broken(path, str(error)) from None
+        raise make_broken_error(path, str(error)) from None
 
 
-def encode(ring: Ring) -> bytes:
+def encode_keyring(ring: KeyRing) -> bytes:
     """A ring's file, secrets included."""
-    return msgspec.json.format(msgspec.json.encode(ring, enc_hook=hex_of), indent=2) + b"\n"
+    return msgspec.json.format(msgspec.json.encode(ring, enc_hook=encode_secret), indent=2) + b"\n"
 
 
-def change(path: Path, act: Callable[[Ring], Ring], *, create: bool = False) -> Ring:
+def change_keyring(
+    path: Path, act: Callable[[KeyRing], KeyRing], *, create: bool = False
+) -> KeyRing:
     """Change a ring's file, and nobody else at the same time.
 
     Args:
@@ -203,23 +211,27 @@ def change(path: Path, act: Callable[[Ring], Ring], *, create: bool = False) -> 
         VllmopsError: of `load` and of `act`, which leave all as it was; ``keys.locked`` (exit
             code 3), or ``keys.not-written``, which leaves the file as it was.
     """
-    guard(path)
-    if create and is_default(path):
+    require_safe_location(path)
+    if create and is_default_keyring(path):
         with contextlib.suppress(OSError):
-            make_missing(path.parent)
+            create_missing_folders(path.parent)
     path = Path(os.path.realpath(path))
     if path.exists() and not path.is_file():
-        load(path)  # refuses it, before there is a lock file beside a directory or a device
-    with locked(path):
-        before = Ring() if create and not path.exists() and not copy(path).exists() else load(path)
+        load_keyring(path)  # refuses it, before there is a lock file beside a directory or a device
+    with lock_keyring(path):
+        before = (
+            KeyRing()
+            if create and not path.exists() and not locate_copy(path).exists()
+            else load_keyring(path)
+        )
         after = act(before)
         if after != before:
-            write(path, after)
+            save_keyring(path, after)
     return after
 
 
-def write(path: Path, ring: Ring) -> None:
-    content = encode(ring)
+def save_keyring(path: Path, ring: KeyRing) -> None:
+    content = encode_keyring(ring)
     left = re.compile(rf"\.{re.escape(path.name)}(\.copy)?\.[a-z0-9_]{{8}}")
     try:
         for entry in path.parent.iterdir():
@@ -228,20 +240,20 @@ def write(path: Path, ring: Ring) -> None:
         at = path.stat() if path.exists() else None
         group = at.st_gid if at and at.st_mode & stat.S_IRGRP else None
         # The copy first: what it has beyond the file, after a crash, is what was asked for.
-        write_atomically(copy(path), content)
+        write_atomically(locate_copy(path), content)
         write_atomically(path, content, group=group)
     except OSError as error:
         hint = "free space or grant this user write access there, then try again"
-        raise not_written(path, error, "keys.not-written", hint) from error
+        raise make_not_written_error(path, error, "keys.not-written", hint) from error
 
 
-def copy(path: Path) -> Path:
+def locate_copy(path: Path) -> Path:
     """The last good content of a ring's file."""
     return path.with_name(f"{path.name}.copy")
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_keyring(path: Path) -> Iterator[None]:
     """Hold the lock for changing a ring.
 
     Raises:
@@ -250,14 +262,14 @@ def locked(path: Path) -> Iterator[None]:
     lock = path.with_name(f"{path.name}.lock")
     deadline = time.monotonic() + LOCK_WAIT_S
     try:
-        while (held := take(lock)) is None and time.monotonic() < deadline:
+        while (held := lock_file(lock)) is None and time.monotonic() < deadline:
             time.sleep(LOCK_POLL_S)
     except OSError as error:
         raise VllmopsError(
             "keys.not-written",
             f"{path} cannot be changed: {lock} cannot be opened: {error.strerror or error}",
             "run this as the keyring's owner, in a directory that they own",
-            exit_code=denied(error),
+            exit_code=choose_file_exit_code(error),
         ) from error
     if held is None:
         raise VllmopsError(
@@ -271,7 +283,7 @@ def locked(path: Path) -> Iterator[None]:
         os.close(held)
 
 
-def safe(path: Path, at: os.stat_result) -> None:
+def require_private_file(path: Path, at: os.stat_result) -> None:
     """Check that a file's content is its owner's own, and the owner this user or root.
 
     Root's may be read by a group: it is the only way for others to be given it.
@@ -290,12 +302,13 @@ def safe(path: Path, at: os.stat_result) -> None:
     raise VllmopsError("keys.unsafe", f"{path} {wrong}", hint)
 
 
-def missing(path: Path) -> VllmopsError:
-    if copy(path).exists():
+def make_missing_error(path: Path) -> VllmopsError:
+    if locate_copy(path).exists():
         return VllmopsError(
             "keys.no-ring",
-            f"{path} is missing, but its copy exists: {copy(path)}",
-            f"{join(['mv', str(copy(path)), str(path)])}, or move the copy away to start over",
+            f"{path} is missing, but its copy exists: {locate_copy(path)}",
+            f"{join(['mv', str(locate_copy(path)), str(path)])}, or move the copy away to start "
+            "over",
         )
     return VllmopsError(
         "keys.no-ring",
@@ -304,20 +317,21 @@ def missing(path: Path) -> VllmopsError:
     )
 
 
-def unreadable(path: Path, error: OSError) -> VllmopsError:
+def make_unreadable_error(path: Path, error: OSError) -> VllmopsError:
     return VllmopsError(
         "keys.unreadable",
         f"{path} cannot be read: {error.strerror or error}",
         "run this as the file's owner",
-        exit_code=denied(error),
+        exit_code=choose_file_exit_code(error),
     )
 
 
-def broken(path: Path, why: str) -> VllmopsError:
+def make_broken_error(path: Path, why: str) -> VllmopsError:
     return VllmopsError(
         "keys.broken",
         f"{path} is not a keyring, or is damaged: {why}",
-        f"its last good content is in its copy: {join(['cp', '-p', str(copy(path)), str(path)])}"
-        if copy(path).exists()
+        "its last good content is in its copy: "
+        f"{join(['cp', '-p', str(locate_copy(path)), str(path)])}"
+        if locate_copy(path).exists()
         else "restore it from a backup, or move it away and start over",
     )

@@ -25,7 +25,7 @@ FROM, UNTIL = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UT
 
 
 @lru_cache(maxsize=4)
-def context(token: str, *, server: bool) -> ssl.SSLContext:
+def make_tls_context(token: str, *, server: bool) -> ssl.SSLContext:
     """What one end of a connection between two nodes needs.
 
     Args:
@@ -35,7 +35,7 @@ def context(token: str, *, server: bool) -> ssl.SSLContext:
     Raises:
         ssl.SSLError: this OpenSSL does not have what is needed.
     """
-    key, certificate = identity(token)
+    key, certificate = derive_identity(token)
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False  # the key says who it is
@@ -51,7 +51,7 @@ def context(token: str, *, server: bool) -> ssl.SSLContext:
     return made
 
 
-def identity(token: str) -> tuple[bytes, bytes]:
+def derive_identity(token: str) -> tuple[bytes, bytes]:
     """The private key and the certificate that all nodes with a token have, as PEM."""
     seed = HKDF(SHA256(), 32, salt=None, info=INFO).derive(token.encode())
     key = Ed25519PrivateKey.from_private_bytes(seed)

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 import msgspec
 
-from ..errors import VllmopsError, usage
-from ..protocol.keys import HeldKey
+from ..errors import VllmopsError, make_usage_error
+from ..protocol.keys import KeyMetadata
 
 VERSION = 1
 SECRET_BYTES = 32  # at least
@@ -28,7 +28,7 @@ LONGEST_S = 36_500 * DAY_S  # limit for any duration
 LAST_S = 253_402_300_799  # the end of the year 9999: what comes later is no time
 
 
-class Status(StrEnum):
+class KeyStatus(StrEnum):
     """What a key is used for."""
 
     NEXT = "next"  # opens; seals once every server has it and it is promoted
@@ -38,7 +38,7 @@ class Status(StrEnum):
 
 
 # In the order of a key's life.
-AGE = {status: age for age, status in enumerate(Status)}
+AGE = {status: age for age, status in enumerate(KeyStatus)}
 
 
 class Secret:
@@ -60,18 +60,18 @@ class Secret:
         return isinstance(other, Secret) and hmac.compare_digest(self._bytes, other._bytes)
 
     def __hash__(self) -> int:
-        return hash(fingerprint(self))
+        return hash(compute_fingerprint(self))
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a secret is not to be pickled")
 
 
-def fresh() -> Secret:
+def generate_secret() -> Secret:
     """A new random secret."""
     return Secret(secrets.token_bytes(SECRET_BYTES))
 
 
-def fingerprint(secret: Secret) -> str:
+def compute_fingerprint(secret: Secret) -> str:
     """A public name of a secret: 32 hex characters, the same everywhere."""
     return hashlib.sha256(b"vllmops key fingerprint 1\0" + secret.reveal()).hexdigest()[:32]
 
@@ -92,7 +92,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """
 
     kid: str
-    status: Status
+    status: KeyStatus
     created_at: int | None = None
     not_after: int | None = None
     fingerprint: str
@@ -103,15 +103,15 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             raise ValueError("a kid has 1 to 64 letters, digits, dots, dashes or underscores")
         if len(self.secret.reveal()) < SECRET_BYTES:
             raise ValueError(f"the secret of {self.kid} is shorter than {SECRET_BYTES} bytes")
-        if self.fingerprint != fingerprint(self.secret):
+        if self.fingerprint != compute_fingerprint(self.secret):
             raise ValueError(f"the secret of {self.kid} does not match its fingerprint")
         if not all(0 <= (at or 0) <= LAST_S for at in (self.created_at, self.not_after)):
             raise ValueError(f"a time of {self.kid} is outside 1970 to 9999")
 
     @classmethod
-    def of(cls, secret: Secret, status: Status, created_at: float | None = None) -> Key:
+    def from_secret(cls, secret: Secret, status: KeyStatus, created_at: float | None = None) -> Key:
         """A key around a secret, named after it."""
-        mark = fingerprint(secret)
+        mark = compute_fingerprint(secret)
         return cls(
             kid=mark[:8],
             status=status,
@@ -120,9 +120,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             secret=secret,
         )
 
-    def public(self) -> HeldKey:
+    def without_secret(self) -> KeyMetadata:
         """The key without its secret."""
-        return HeldKey(
+        return KeyMetadata(
             kid=self.kid,
             status=self.status,
             created_at=self.created_at,
@@ -130,12 +130,12 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             fingerprint=self.fingerprint,
         )
 
-    def over(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         """Whether its time is over."""
         return self.not_after is not None and now > self.not_after
 
 
-class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KeyRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Some keys, at most one of them the primary.
 
     Args:
@@ -153,15 +153,15 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kids = [key.kid for key in self.keys]
         if len(set(kids)) < len(kids):
             raise ValueError("two keys have the same kid")
-        if sum(key.status is Status.PRIMARY for key in self.keys) > 1:
+        if sum(key.status is KeyStatus.PRIMARY for key in self.keys) > 1:
             raise ValueError("two keys are primary")
 
     @property
     def primary(self) -> Key | None:
         """The key that seals, None if there is none."""
-        return next(iter(self.those(Status.PRIMARY)), None)
+        return next(iter(self.select_keys(KeyStatus.PRIMARY)), None)
 
-    def sealing(self) -> Key:
+    def require_primary(self) -> Key:
         """The key that seals.
 
         Raises:
@@ -174,11 +174,11 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     @property
-    def next(self) -> Key | None:
+    def next_key(self) -> Key | None:
         """The key that is to be promoted, the oldest where there are several."""
-        return next(iter(self.those(Status.NEXT)), None)
+        return next(iter(self.select_keys(KeyStatus.NEXT)), None)
 
-    def those(self, *statuses: Status) -> tuple[Key, ...]:
+    def select_keys(self, *statuses: KeyStatus) -> tuple[Key, ...]:
         """The keys of some statuses."""
         return tuple(key for key in self.keys if key.status in statuses)
 
@@ -201,18 +201,18 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "vllmops keys list",
         )
 
-    def add(self, key: Key) -> Ring:
+    def add(self, key: Key) -> KeyRing:
         """The ring with another key; one that is there already changes nothing.
 
         Raises:
             VllmopsError: ``keys.same-kid``.
         """
         if known := self.find(key.kid):
-            check_same(known, key)
+            require_same_key(known, key)
             return self
-        return Ring(keys=(*self.keys, key))
+        return KeyRing(keys=(*self.keys, key))
 
-    def promote(self, kid: str, now: float, overlap_s: float) -> Ring:
+    def promote(self, kid: str, now: float, overlap_s: float) -> KeyRing:
         """The ring with another primary; the one so far opens for a while yet.
 
         Args:
@@ -225,25 +225,25 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 ``usage`` if the overlap is no number of seconds.
         """
         key = self.get(kid)
-        if key.status is Status.REVOKED or key.over(now):
-            what = "is revoked" if key.status is Status.REVOKED else "has expired"
+        if key.status is KeyStatus.REVOKED or key.is_expired(now):
+            what = "is revoked" if key.status is KeyStatus.REVOKED else "has expired"
             raise VllmopsError(
                 "keys.revoked",
                 f"{kid} {what}, and cannot become primary",
                 "vllmops keys rotate creates a new key",
             )
-        if key.status is Status.PRIMARY:
+        if key.status is KeyStatus.PRIMARY:
             return self
-        until = int(now + in_seconds("the overlap", overlap_s)) + LATE_S
-        return self.replaced(
+        until = int(now + validate_seconds("the overlap", overlap_s)) + LATE_S
+        return self.replace_keys(
             *(
-                msgspec.structs.replace(old, status=Status.VERIFY_ONLY, not_after=until)
-                for old in self.those(Status.PRIMARY)
+                msgspec.structs.replace(old, status=KeyStatus.VERIFY_ONLY, not_after=until)
+                for old in self.select_keys(KeyStatus.PRIMARY)
             ),
-            msgspec.structs.replace(key, status=Status.PRIMARY, not_after=None),
+            msgspec.structs.replace(key, status=KeyStatus.PRIMARY, not_after=None),
         )
 
-    def retire(self, kid: str, now: float, *, force: bool = False) -> Ring:
+    def retire(self, kid: str, now: float, *, force: bool = False) -> KeyRing:
         """The ring without a key that nobody needs any more.
 
         Args:
@@ -255,21 +255,21 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             VllmopsError: ``keys.unknown``, ``keys.primary`` or ``keys.in-use``.
         """
         key = self.get(kid)
-        if key.status is Status.PRIMARY:
+        if key.status is KeyStatus.PRIMARY:
             raise VllmopsError(
                 "keys.primary", f"{kid} is the primary key", "vllmops keys rotate, then wait"
             )
-        if key.status is Status.VERIFY_ONLY and not key.over(now) and not force:
+        if key.status is KeyStatus.VERIFY_ONLY and not key.is_expired(now) and not force:
             raise VllmopsError(
                 "keys.in-use",
                 f"conversations sealed with {kid} may continue "
-                + (f"for {days(key.not_after - now)}" if key.not_after else "for ever")
+                + (f"for {format_lifetime(key.not_after - now)}" if key.not_after else "for ever")
                 + "; without it they are refused",
                 "keep it in the keyring until then",
             )
-        return Ring(keys=tuple(key for key in self.keys if key.kid != kid))
+        return KeyRing(keys=tuple(key for key in self.keys if key.kid != kid))
 
-    def revoke(self, kid: str, spare: Key, now: float) -> Ring:
+    def revoke(self, kid: str, spare: Key, now: float) -> KeyRing:
         """The ring with a key that opens nothing any more.
 
         Args:
@@ -281,15 +281,15 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             VllmopsError: ``keys.unknown``.
         """
         key = self.get(kid)
-        ring = self.replaced(msgspec.structs.replace(key, status=Status.REVOKED))
-        if key.status is not Status.PRIMARY:
+        ring = self.replace_keys(msgspec.structs.replace(key, status=KeyStatus.REVOKED))
+        if key.status is not KeyStatus.PRIMARY:
             return ring
-        heir = ring.without_over(now).next or spare
-        return ring.add(heir).replaced(
-            msgspec.structs.replace(heir, status=Status.PRIMARY, not_after=None)
+        heir = ring.without_expired(now).next_key or spare
+        return ring.add(heir).replace_keys(
+            msgspec.structs.replace(heir, status=KeyStatus.PRIMARY, not_after=None)
         )
 
-    def merge(self, other: Ring) -> Ring:
+    def merge(self, other: KeyRing) -> KeyRing:
         """The ring with another one's keys, and the later state of each key that both have.
 
         Where both have a primary of their own, this one's stays, and the other's is next.
@@ -301,20 +301,20 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for key in other.keys:
             known = keys.get(key.kid)
             if known:
-                check_same(known, key)
+                require_same_key(known, key)
             if known is None or AGE[key.status] > AGE[known.status]:
                 keys[key.kid] = key
         if theirs := other.primary:
-            primaries = [key for key in keys.values() if key.status is Status.PRIMARY]
+            primaries = [key for key in keys.values() if key.status is KeyStatus.PRIMARY]
             if len(primaries) > 1:
-                keys[theirs.kid] = msgspec.structs.replace(theirs, status=Status.NEXT)
-            elif not primaries and keys[theirs.kid].status is not Status.REVOKED:
+                keys[theirs.kid] = msgspec.structs.replace(theirs, status=KeyStatus.NEXT)
+            elif not primaries and keys[theirs.kid].status is not KeyStatus.REVOKED:
                 keys[theirs.kid] = theirs  # they have gone back to it
-        elif (own := self.primary) and keys[own.kid].status is not Status.REVOKED:
+        elif (own := self.primary) and keys[own.kid].status is not KeyStatus.REVOKED:
             keys[own.kid] = own  # they know of none that would seal instead
-        return Ring(keys=tuple(keys.values()))
+        return KeyRing(keys=tuple(keys.values()))
 
-    def led(self, other: Ring, now: float, overlap_s: float) -> Ring:
+    def adopt_primary(self, other: KeyRing, now: float, overlap_s: float) -> KeyRing:
         """The ring merged with another one, and sealing as that one does.
 
         No key is lost but those that are over; a primary of its own goes on opening.
@@ -327,26 +327,28 @@ class Ring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises:
             VllmopsError: ``keys.same-kid``.
         """
-        ring = self.merge(other).without_over(now)
+        ring = self.merge(other).without_expired(now)
         lead = ring.find(other.primary.kid) if other.primary else None
-        if lead is None or lead.status is Status.REVOKED or lead.over(now):
+        if lead is None or lead.status is KeyStatus.REVOKED or lead.is_expired(now):
             return ring
         return ring.promote(lead.kid, now, overlap_s)
 
-    def without_over(self, now: float) -> Ring:
+    def without_expired(self, now: float) -> KeyRing:
         """The ring without the keys that open nothing any more and are not revoked."""
-        unused = {Status.NEXT, Status.VERIFY_ONLY}
-        return Ring(
-            keys=tuple(key for key in self.keys if key.status not in unused or not key.over(now))
+        unused = {KeyStatus.NEXT, KeyStatus.VERIFY_ONLY}
+        return KeyRing(
+            keys=tuple(
+                key for key in self.keys if key.status not in unused or not key.is_expired(now)
+            )
         )
 
-    def replaced(self, *changed: Key) -> Ring:
+    def replace_keys(self, *changed: Key) -> KeyRing:
         """The ring with some keys changed, each in its place."""
         by_kid = {key.kid: key for key in changed}
-        return Ring(keys=tuple(by_kid.get(key.kid, key) for key in self.keys))
+        return KeyRing(keys=tuple(by_kid.get(key.kid, key) for key in self.keys))
 
 
-def check_same(known: Key, other: Key) -> None:
+def require_same_key(known: Key, other: Key) -> None:
     """Check that two keys with one kid are one key.
 
     Raises:
@@ -361,12 +363,12 @@ def check_same(known: Key, other: Key) -> None:
         )
 
 
-def only(secret: Secret) -> Ring:
+def make_single_key_ring(secret: Secret) -> KeyRing:
     """A ring of one key."""
-    return Ring(keys=(Key.of(secret, Status.PRIMARY),))
+    return KeyRing(keys=(Key.from_secret(secret, KeyStatus.PRIMARY),))
 
 
-def from_hex(text: str, where: str) -> Secret:
+def parse_hex_secret(text: str, where: str) -> Secret:
     """A secret that somebody wrote down.
 
     Args:
@@ -395,7 +397,7 @@ def from_hex(text: str, where: str) -> Secret:
     return Secret(content)
 
 
-def in_seconds(what: str, given: float) -> float:
+def validate_seconds(what: str, given: float) -> float:
     """A time that somebody gave, in seconds.
 
     Args:
@@ -407,25 +409,25 @@ def in_seconds(what: str, given: float) -> float:
     """
     if 0 <= given <= LONGEST_S:
         return given
-    raise usage(
+    raise make_usage_error(
         f"{what} is {given:g} s, which is not between 0 and a century",
         "give a number of seconds, for example 30",
     )
 
 
-def days(seconds: float) -> str:
+def format_lifetime(seconds: float) -> str:
     """A duration, for a person."""
     if seconds >= 2 * DAY_S:
         return f"{seconds / DAY_S:.0f} days"
     return f"{seconds / 3600:.0f} hours" if seconds >= 2 * 3600 else f"{seconds:.0f} s"
 
 
-def kids(keys: Iterable[Key]) -> str:
+def format_kids(keys: Iterable[Key]) -> str:
     """Some keys, for a person."""
     return ", ".join(f"{key.kid} ({key.status})" for key in keys)
 
 
-def when(epoch: float | None) -> str:
+def format_utc_time(epoch: float | None) -> str:
     """A time in UTC, human-readable; a dash if there is none, or if it is outside the calendar."""
     if epoch is None or not 0 <= epoch <= LAST_S:
         return "-"

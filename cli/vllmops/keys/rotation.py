@@ -12,10 +12,10 @@ from enum import StrEnum
 
 from ..errors import VllmopsError
 from ..protocol.keys import ProcessKeys
-from .ring import Key, Ring, Status
+from .ring import Key, KeyRing, KeyStatus
 
 
-class Stage(StrEnum):
+class RotationStage(StrEnum):
     """The stage of a rotation."""
 
     EMPTY = "empty"  # no key seals
@@ -27,7 +27,7 @@ class Stage(StrEnum):
     STEADY = "steady"
 
 
-def stage(ring: Ring, held: Collection[ProcessKeys], now: float) -> Stage:
+def find_stage(ring: KeyRing, held: Collection[ProcessKeys], now: float) -> RotationStage:
     """The stage of a ring's rotation.
 
     Args:
@@ -35,49 +35,55 @@ def stage(ring: Ring, held: Collection[ProcessKeys], now: float) -> Stage:
         held: what each process that follows it holds.
         now: seconds since the epoch.
     """
-    live = ring.without_over(now)
-    if coming := live.next:
-        return Stage.SPREADING if lacking(coming.kid, held) else Stage.READY
+    live = ring.without_expired(now)
+    if coming := live.next_key:
+        return (
+            RotationStage.SPREADING
+            if find_processes_without_key(coming.kid, held)
+            else RotationStage.READY
+        )
     if not ring.primary:
-        return Stage.EMPTY
-    if any(not up_to_date(process, ring) for process in held):
-        return Stage.LAGGING
+        return RotationStage.EMPTY
+    if any(not is_up_to_date(process, ring) for process in held):
+        return RotationStage.LAGGING
     if live != ring:
-        return Stage.OVER
-    return Stage.OVERLAP if live.those(Status.VERIFY_ONLY) else Stage.STEADY
+        return RotationStage.OVER
+    return (
+        RotationStage.OVERLAP if live.select_keys(KeyStatus.VERIFY_ONLY) else RotationStage.STEADY
+    )
 
 
-def lacking(kid: str, held: Collection[ProcessKeys]) -> list[ProcessKeys]:
+def find_processes_without_key(kid: str, held: Collection[ProcessKeys]) -> list[ProcessKeys]:
     """The processes that could not open what that key seals."""
     return [
         process
         for process in held
-        if not any(key.kid == kid and key.status != Status.REVOKED for key in process.keys)
+        if not any(key.kid == kid and key.status != KeyStatus.REVOKED for key in process.keys)
     ]
 
 
-def up_to_date(held: ProcessKeys, ring: Ring) -> bool:
+def is_up_to_date(held: ProcessKeys, ring: KeyRing) -> bool:
     """Whether a process holds the keys of the ring."""
-    return list(held.keys) == [key.public() for key in ring.keys]
+    return list(held.keys) == [key.without_secret() for key in ring.keys]
 
 
-def begin(ring: Ring, fresh: Key, now: float) -> Ring:
+def begin_rotation(ring: KeyRing, fresh: Key, now: float) -> KeyRing:
     """The ring with a key that is next, a fresh one if needed, and without those that are over."""
-    ring = ring.without_over(now)
-    return ring if ring.next else ring.add(fresh)
+    ring = ring.without_expired(now)
+    return ring if ring.next_key else ring.add(fresh)
 
 
-def finish(ring: Ring, kid: str, now: float, overlap_s: float) -> Ring:
+def finish_rotation(ring: KeyRing, kid: str, now: float, overlap_s: float) -> KeyRing:
     """The ring with the key promoted; it may have been by somebody else, too.
 
     Raises:
         VllmopsError: ``keys.overtaken`` if it was taken out or revoked meanwhile.
     """
     key = ring.find(kid)
-    if key is None or key.status is Status.REVOKED:
+    if key is None or key.status is KeyStatus.REVOKED:
         raise VllmopsError(
             "keys.overtaken",
             f"{kid} was {'revoked' if key else 'removed'} while servers loaded it",
             "start again with vllmops keys rotate",
         )
-    return ring if key.status is not Status.NEXT else ring.promote(kid, now, overlap_s)
+    return ring if key.status is not KeyStatus.NEXT else ring.promote(kid, now, overlap_s)

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import httpx
 
-from ..demo.inputs import png, wav
+from ..demo.inputs import make_png, make_wav
 from ..errors import VllmopsError
 from ..instances.servers import Server
 from ..vllm_api import http
-from ..vllm_api.http import KEY, key_for
+from ..vllm_api.http import KEY, build_api_key_headers
 
 CONNECTIONS = 32
 TIMEOUT_S = 120.0
@@ -36,7 +36,7 @@ TOKENS = 16
 class Load(Protocol):
     """Work for a server."""
 
-    def run(self, number: int, stop: threading.Event) -> None:
+    def run_round(self, number: int, stop: threading.Event) -> None:
         """Run one round to its end, or until `stop` is set.
 
         Args:
@@ -49,7 +49,7 @@ class Load(Protocol):
 
 
 @dataclass(frozen=True)
-class Command:
+class CommandLoad:
     """A command of the user, run without a shell.
 
     Args:
@@ -60,7 +60,7 @@ class Command:
     words: list[str]
     environment: dict[str, str]
 
-    def run(self, number: int, stop: threading.Event) -> None:
+    def run_round(self, number: int, stop: threading.Event) -> None:
         environment = {**os.environ, **self.environment, "VLLMOPS_ROUND": str(number)}
         with tempfile.TemporaryFile() as output:
             try:
@@ -72,22 +72,22 @@ class Command:
                     stderr=output,
                 )
             except OSError as error:
-                raise failed(f"{self.words[0]} can't be run: {error.strerror}") from error
+                raise make_load_error(f"{self.words[0]} can't be run: {error.strerror}") from error
             try:
                 while process.poll() is None and not stop.wait(LOOK_S):
                     pass
             finally:
-                end(process)
+                stop_command(process)
             if process.returncode and not stop.is_set():
                 output.seek(0)
                 last = output.read().decode(errors="replace").strip().splitlines()[-1:]
-                raise failed(
+                raise make_load_error(
                     f"{shlex.join(self.words)} ended with exit code {process.returncode}"
                     + "".join(f": {line}" for line in last)
                 )
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def stop_command(process: subprocess.Popen[bytes]) -> None:
     """End a command if it still runs."""
     if process.poll() is None:
         process.terminate()
@@ -99,7 +99,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 @dataclass(frozen=True)
-class BuiltIn:
+class BuiltInLoad:
     """Requests that vllmops sends itself.
 
     Args:
@@ -109,7 +109,7 @@ class BuiltIn:
         requests: requests in each round.
         inputs: images in each request.
         seed: the number of the first input; every input has a number of its own.
-        headers: of each request, with the user's API key if `key_for` allows it.
+        headers: of each request, with the user's API key if `build_api_key_headers` allows it.
     """
 
     name: str
@@ -120,24 +120,24 @@ class BuiltIn:
     seed: int
     headers: dict[str, str] = field(repr=False)
 
-    def run(self, number: int, stop: threading.Event) -> None:
+    def run_round(self, number: int, stop: threading.Event) -> None:
         numbers = iter(range((number - 1) * self.requests, number * self.requests))
         taking = threading.Lock()
         errors: list[Exception] = []
 
-        def work() -> None:
+        def send_requests() -> None:
             while not stop.is_set() and not errors:
                 with taking:
                     request = next(numbers, None)
                 if request is None:
                     return
                 try:
-                    self.send(self.seed + request * self.inputs)
+                    self.send_request(self.seed + request * self.inputs)
                 except Exception as error:  # any error means that the load is not as asked
                     errors.append(error)
 
         # Daemon threads, so that Ctrl-C does not wait for responses.
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(CONNECTIONS)]
+        threads = [threading.Thread(target=send_requests, daemon=True) for _ in range(CONNECTIONS)]
         try:
             for thread in threads:
                 thread.start()
@@ -149,21 +149,26 @@ class BuiltIn:
         if errors:
             raise errors[0]
 
-    def send(self, first: int) -> None:
+    def send_request(self, first: int) -> None:
         """Send one request; ``first`` is the number of its first input."""
         path, content = KINDS[self.name](self.model, range(first, first + self.inputs))
         try:
-            response = http.ask(
+            response = http.send_request(
                 "POST", f"{self.url}{path}", TIMEOUT_S, headers=self.headers, **content
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise failed(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
-        check(response, f"--load {self.name}")
+            raise make_load_error(
+                f"{self.url}{path}: {str(error) or type(error).__name__}"
+            ) from error
+        require_success(response, f"--load {self.name}")
 
 
-def images(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
+def make_image_request(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
     """A chat request with images."""
-    urls = [f"data:image/png;base64,{coded(png(number, IMAGE_PIXELS))}" for number in numbers]
+    urls = [
+        f"data:image/png;base64,{encode_base64(make_png(number, IMAGE_PIXELS))}"
+        for number in numbers
+    ]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     message = {"role": "user", "content": [*parts, {"type": "text", "text": "What is this?"}]}
     return "/v1/chat/completions", {
@@ -171,30 +176,30 @@ def images(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
     }
 
 
-def audio(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
+def make_audio_request(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
     """A transcription request with one sound."""
     number = numbers[0]
-    # `wav` has 4,000 pitches; after those, each sound is a little longer.
-    sound = wav(number, 1.0 + number // 4000 % 4000 / 16_000)
+    # `make_wav` has 4,000 pitches; after those, each sound is a little longer.
+    sound = make_wav(number, 1.0 + number // 4000 % 4000 / 16_000)
     return "/v1/audio/transcriptions", {
         "data": {"model": model, "max_completion_tokens": TOKENS},
         "files": {"file": ("sound.wav", sound, "audio/wav")},
     }
 
 
-def text(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
+def make_text_request(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
     """A completion request."""
     return "/v1/completions", {
-        "json": {"model": model, "prompt": prose(numbers[0]), "max_tokens": TOKENS}
+        "json": {"model": model, "prompt": make_random_text(numbers[0]), "max_tokens": TOKENS}
     }
 
 
-def responses(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
+def make_response_request(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
     """A request for a response, which the server stores if it has a store."""
     return "/v1/responses", {
         "json": {
             "model": model,
-            "input": prose(numbers[0]),
+            "input": make_random_text(numbers[0]),
             "max_output_tokens": TOKENS,
             "store": True,
         }
@@ -202,24 +207,24 @@ def responses(model: str, numbers: range) -> tuple[str, dict[str, Any]]:
 
 
 KINDS: dict[str, Callable[[str, range], tuple[str, dict[str, Any]]]] = {
-    "images": images,
-    "audio": audio,
-    "text": text,
-    "responses": responses,
+    "images": make_image_request,
+    "audio": make_audio_request,
+    "text": make_text_request,
+    "responses": make_response_request,
 }
 
 
-def coded(content: bytes) -> str:
+def encode_base64(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-def prose(number: int) -> str:
+def make_random_text(number: int) -> str:
     """Letters and spaces, different for each number."""
     letters = random.Random(number).choices("abcdefghijklmnop    ", k=PROMPT_LETTERS)  # noqa: S311
     return "".join(letters)
 
 
-def prepare(request: str, server: Server, *, requests: int, inputs: int, seed: int) -> Load:
+def build_load(request: str, server: Server, *, requests: int, inputs: int, seed: int) -> Load:
     """The load that ``--load`` names.
 
     Args:
@@ -236,14 +241,16 @@ def prepare(request: str, server: Server, *, requests: int, inputs: int, seed: i
     if request not in KINDS:
         environment = {"VLLMOPS_URL": server.url or "", "VLLMOPS_MODEL": server.model or ""}
         with suppress(VllmopsError):
-            environment["VLLMOPS_MODEL"] = served(server)
-        return Command(words(request), environment)
-    model, url = served(server), str(server.url)
+            environment["VLLMOPS_MODEL"] = fetch_model_name(server)
+        return CommandLoad(split_command(request), environment)
+    model, url = fetch_model_name(server), str(server.url)
     # Whose port it is takes a look at all sockets: once, not for each request.
-    return BuiltIn(request, url, model, requests, inputs, seed, key_for(url).headers)
+    return BuiltInLoad(
+        request, url, model, requests, inputs, seed, build_api_key_headers(url).headers
+    )
 
 
-def words(request: str) -> list[str]:
+def split_command(request: str) -> list[str]:
     """Split a command into words.
 
     Raises:
@@ -252,13 +259,13 @@ def words(request: str) -> list[str]:
     try:
         command = shlex.split(request)
     except ValueError as error:
-        raise no_command(request, str(error).lower()) from error
+        raise make_no_command_error(request, str(error).lower()) from error
     if not command or not shutil.which(command[0]):
-        raise no_command(request, "no such program")
+        raise make_no_command_error(request, "no such program")
     return command
 
 
-def no_command(request: str, why: str) -> VllmopsError:
+def make_no_command_error(request: str, why: str) -> VllmopsError:
     return VllmopsError(
         "load.no-command",
         f"--load {request!r} can't be run: {why}",
@@ -266,7 +273,7 @@ def no_command(request: str, why: str) -> VllmopsError:
     )
 
 
-def served(server: Server) -> str:
+def fetch_model_name(server: Server) -> str:
     """The model's name on the server.
 
     Raises:
@@ -276,22 +283,24 @@ def served(server: Server) -> str:
         raise VllmopsError("load.no-url", f"{server.label} has no known address", "vllmops ps")
     url = f"{server.url}/v1/models"
     try:
-        response = http.ask("GET", url, MODELS_TIMEOUT_S, headers=key_for(url).headers)
+        response = http.send_request(
+            "GET", url, MODELS_TIMEOUT_S, headers=build_api_key_headers(url).headers
+        )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise failed(f"{url}: {str(error) or type(error).__name__}") from error
-    check(response, url)
+        raise make_load_error(f"{url}: {str(error) or type(error).__name__}") from error
+    require_success(response, url)
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise failed(f"{url} lists no model") from error
+        raise make_load_error(f"{url} lists no model") from error
 
 
-def check(response: httpx.Response, what: str) -> None:
+def require_success(response: httpx.Response, what: str) -> None:
     """Raise unless the response is a success."""
     if response.is_success:
         return
     if response.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
-        withheld = key_for(str(response.request.url)).withheld
+        withheld = build_api_key_headers(str(response.request.url)).withheld
         why, hint = f"API key missing or rejected ({KEY})", f"{KEY}=… vllmops memory record …"
         if withheld:
             why = f"the API key in {KEY} was not sent: {withheld}"
@@ -302,10 +311,10 @@ def check(response: httpx.Response, what: str) -> None:
         why = body.get("error", body).get("message") or response.text
     except (ValueError, AttributeError, TypeError, RecursionError):
         why = response.text
-    raise failed(f"{what}: the server answered {response.status_code}: {why[:SHOWN]}")
+    raise make_load_error(f"{what}: the server answered {response.status_code}: {why[:SHOWN]}")
 
 
-def failed(message: str) -> VllmopsError:
+def make_load_error(message: str) -> VllmopsError:
     return VllmopsError(
         "load.failed",
         message,

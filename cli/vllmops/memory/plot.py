@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from .. import files
 from ..diagnose.memory import TOTAL
 from ..errors import VllmopsError
-from ..output import size
-from ..protocol.memory import MemorySample, ProcessMemory, Recording, RecordingHead
-from ..protocol.place import who
+from ..output import format_bytes
+from ..protocol.memory import MemoryRecording, MemoryRecordingHead, MemorySample, ProcessMemory
+from ..protocol.place import format_process
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ MIB = 1 << 20
 MOST_MARKED = 50  # samples: with more, a marker at each would hide the line
 
 
-def check(path: Path) -> None:
+def require_writable_plot(path: Path) -> None:
     """Raise if a plot could not be written, before anything is recorded for it.
 
     Raises:
@@ -41,17 +41,17 @@ def check(path: Path) -> None:
             "pip install 'vllmops-cli[plot]'",
         )
     try:
-        files.check(path)
+        files.require_writable(path)
     except OSError as error:
-        raise not_written(path, error) from error
+        raise make_not_written_error(path, error) from error
 
 
-def not_written(path: Path, error: OSError) -> VllmopsError:
+def make_not_written_error(path: Path, error: OSError) -> VllmopsError:
     hint = "choose another file with --plot"
-    return files.not_written(path, error, "plot.not-written", hint)
+    return files.make_not_written_error(path, error, "plot.not-written", hint)
 
 
-def draw(recording: Recording, path: Path) -> None:
+def draw_plot(recording: MemoryRecording, path: Path) -> None:
     """Plot how RSS changes, and below it the finished requests still alive, if they are counted.
 
     Raises:
@@ -60,16 +60,18 @@ def draw(recording: Recording, path: Path) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415
 
     samples = [s for s in recording.samples if all(part.rss_bytes for part in s.processes)]
-    counted = any(alive(part) is not None for sample in samples for part in sample.processes)
+    counted = any(
+        count_finished_alive(part) is not None for sample in samples for part in sample.processes
+    )
     figure = Figure(figsize=(9, 6.5 if counted else 4.5), layout="constrained")
     heights = [3, 1] if counted else [1]
     panels = figure.subplots(len(heights), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    x = positions(recording.head, samples)
+    x = compute_x_positions(recording.head, samples)
     marker = "o" if len(samples) <= MOST_MARKED else ""
     draw_rss(panels[0], x, samples, marker)
-    panels[0].set_title(title(recording.head))
+    panels[0].set_title(format_plot_title(recording.head))
     if counted:
-        draw_finished(panels[1], x, samples, marker)
+        draw_finished_requests(panels[1], x, samples, marker)
     for panel in panels:
         panel.grid(alpha=0.3)
     if recording.head.rounds is None:
@@ -78,24 +80,24 @@ def draw(recording: Recording, path: Path) -> None:
         panels[-1].set_xlabel("rounds (0: idle, 1: warm-up)")
         panels[-1].xaxis.get_major_locator().set_params(integer=True)
     try:
-        with files.written(path) as file:
+        with files.open_atomically(path) as file:
             figure.savefig(file, dpi=120, format=path.suffix[1:].lower())
     except OSError as error:
-        raise not_written(path, error) from error
+        raise make_not_written_error(path, error) from error
 
 
-def title(head: RecordingHead) -> str:
+def format_plot_title(head: MemoryRecordingHead) -> str:
     return f"Memory of {head.server}" + (f", load: {head.load}" if head.load else "")
 
 
-def positions(head: RecordingHead, samples: Sequence[MemorySample]) -> list[float]:
+def compute_x_positions(head: MemoryRecordingHead, samples: Sequence[MemorySample]) -> list[float]:
     """Where samples stand on the x axis: at their round, or at minutes since the start."""
     if head.rounds is not None:
         return [float(sample.round or 0) for sample in samples]
     return [(sample.taken_at - head.started_at) / 60 for sample in samples]
 
 
-def alive(part: ProcessMemory) -> int | None:
+def count_finished_alive(part: ProcessMemory) -> int | None:
     """Finished requests of a process that are still alive; None if nobody counts them."""
     requests = part.agent.requests if part.agent else None
     return requests.finished_alive if requests else None
@@ -109,23 +111,25 @@ def draw_rss(axes: Axes, x: list[float], samples: Sequence[MemorySample], marker
     if not samples:
         return
     table = [[part.rss_bytes or 0 for part in sample.processes] for sample in samples]
-    names = [who(part) for part in samples[0].processes]
+    names = [format_process(part) for part in samples[0].processes]
     lines = [(TOTAL, [sum(row) for row in table], "black")]
     lines += [
         (name, [row[number] for row in table], f"C{number}") for number, name in enumerate(names)
     ]
     for name, sizes, color in lines:
         since = [(bytes_ - sizes[0]) / MIB for bytes_ in sizes]
-        label = f"{name}, {size(sizes[-1])} at last"
+        label = f"{name}, {format_bytes(sizes[-1])} at last"
         axes.plot(x, since, color=color, marker=marker, label=label)
     axes.set_ylabel("RSS since the first sample (MiB)")
     axes.legend()
 
 
-def draw_finished(axes: Axes, x: list[float], samples: Sequence[MemorySample], marker: str) -> None:
+def draw_finished_requests(
+    axes: Axes, x: list[float], samples: Sequence[MemorySample], marker: str
+) -> None:
     """A line for each process that counts finished requests which are still alive."""
     for number, column in enumerate(zip(*(sample.processes for sample in samples), strict=True)):
-        counts = [alive(part) for part in column]
+        counts = [count_finished_alive(part) for part in column]
         if any(count is not None for count in counts):
             known = [float("nan") if count is None else count for count in counts]
             axes.plot(x, known, color=f"C{number}", marker=marker)

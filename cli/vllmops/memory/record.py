@@ -15,25 +15,25 @@ import msgspec
 import psutil
 
 from ..errors import VllmopsError
-from ..files import not_written, read_private, take
-from ..files import read as read_bounded
-from ..home import home, make, own
-from ..host.gpu import Gpus
+from ..files import lock_file, make_not_written_error, read_private_file
+from ..files import read_input as read_bounded
+from ..home import create_folder, require_safe_folder, resolve_home
+from ..host.gpu import NvidiaGpus
 from ..host.processes import ROLES, VITAL, Process
-from ..instances.record import Folder
+from ..instances.record import InstanceFolder
 from ..instances.servers import Server
 from ..protocol import files
 from ..protocol.files import Journal
 from ..protocol.memory import (
     AgentMemory,
-    End,
+    MemoryRecording,
+    MemoryRecordingHead,
     MemorySample,
     ProcessMemory,
-    Recording,
-    RecordingHead,
+    RecordingEnd,
 )
-from ..protocol.place import key, who
-from ..protocol.remote import Members
+from ..protocol.place import format_process, make_process_key
+from ..protocol.remote import ServerProcesses
 from ..rpc import agent
 
 if TYPE_CHECKING:
@@ -51,47 +51,50 @@ SETTLE_S = 10.0
 SETTLED_S = 0.2  # for what the engine frees after its last response
 LOOK_S = 0.1
 RECORDING_BYTES = 1 << 30  # one sample a second for some months
-LINES = msgspec.json.Decoder(MemorySample | End)
+LINES = msgspec.json.Decoder(MemorySample | RecordingEnd)
 
 
-def kept(label: str) -> Path:
+def get_recording_path(label: str) -> Path:
     """The file with the newest recording of a server."""
-    return own(home() / "memory") / f"{quote(label, safe='')}.jsonl"
+    return require_safe_folder(resolve_home() / "memory") / f"{quote(label, safe='')}.jsonl"
 
 
-def keep(label: str, head: RecordingHead) -> Journal:
+def open_recording(label: str, head: MemoryRecordingHead) -> Journal:
     """Begin the newest recording of a server; it replaces an older one.
 
     Raises:
         VllmopsError: ``file.not-written``.
     """
-    path = kept(label)
+    path = get_recording_path(label)
     try:
-        make(path.parent)
+        create_folder(path.parent)
         # The lock keeps two recordings that begin at once from writing to one file.
-        gate = take(path.parent / ".lock", wait=True)
+        gate = lock_file(path.parent / ".lock", wait=True)
     except OSError as error:
-        raise not_written(path, error) from error
+        raise make_not_written_error(path, error) from error
     assert gate is not None  # because of wait=True
     try:
-        prune(path.parent)
+        delete_old_recordings(path.parent)
         return Journal(path, head)
     finally:
         os.close(gate)
 
 
-def prune(place: Path) -> None:
+def delete_old_recordings(place: Path) -> None:
     """Delete the recordings of ended processes, except the newest ones."""
     with suppress(OSError):  # a recording begins even if nothing can be deleted
-        over = sorted(filter(gone, place.glob("*.jsonl")), key=lambda path: path.stat().st_mtime)
+        over = sorted(
+            filter(is_obsolete_recording, place.glob("*.jsonl")),
+            key=lambda path: path.stat().st_mtime,
+        )
         for path in over[:-KEPT]:
             path.unlink()
 
 
-def gone(path: Path) -> bool:
+def is_obsolete_recording(path: Path) -> bool:
     """Whether a recording is of a process that has ended, and not of an instance."""
     label = path.stem
-    if not label.isdecimal() or Folder(label).path.exists():
+    if not label.isdecimal() or InstanceFolder(label).path.exists():
         return False
     try:
         return psutil.Process(int(label)).create_time() > path.stat().st_mtime + CLOCK_SLACK_S
@@ -99,7 +102,7 @@ def gone(path: Path) -> bool:
         return True
 
 
-def newest(label: str, since: float) -> Recording | None:
+def load_newest_recording(label: str, since: float) -> MemoryRecording | None:
     """The newest recording of a server, None if there is none.
 
     Args:
@@ -107,55 +110,61 @@ def newest(label: str, since: float) -> Recording | None:
         since: the server's start in seconds since the epoch; an older recording is not its own.
     """
     try:
-        path = kept(label)
-        recording = decode(path, read_private(path, None, RECORDING_BYTES))
+        path = get_recording_path(label)
+        recording = parse_recording(path, read_private_file(path, None, RECORDING_BYTES))
     except (OSError, VllmopsError):
         return None
     return recording if recording.head.started_at >= since - CLOCK_SLACK_S else None
 
 
-def read(path: Path) -> Recording:
+def read_recording(path: Path) -> MemoryRecording:
     """The recording in a file.
 
     Raises:
-        VllmopsError: as `files.read` and `decode` do.
+        VllmopsError: as `files.read_input` and `parse_recording` do.
     """
-    return decode(path, read_bounded(path, files.MOST_BYTES))
+    return parse_recording(path, read_bounded(path, files.MOST_BYTES))
 
 
-def decode(path: Path, content: bytes) -> Recording:
+def parse_recording(path: Path, content: bytes) -> MemoryRecording:
     """The recording in a file's content.
 
     Raises:
-        VllmopsError: as `files.decode` does, and ``memory.empty``.
+        VllmopsError: as `files.parse_snapshot` does, and ``memory.empty``.
     """
-    head, entries = files.decode_lines(path, content, RecordingHead, LINES)
+    head, entries = files.parse_journal(path, content, MemoryRecordingHead, LINES)
     samples = [entry for entry in entries if isinstance(entry, MemorySample)]
     if not samples:
         raise VllmopsError(
             "memory.empty", f"{path} contains no samples", "vllmops memory record --save …"
         )
-    # All have the processes of the start, see `Watch`; what judges them takes that for granted.
-    measured = {tuple((key(one), who(one)) for one in sample.processes) for sample in samples}
+    # All have the processes of the start, see `MemorySampler`; what judges them takes that for
+    # granted.
+    measured = {
+        tuple((make_process_key(one), format_process(one)) for one in sample.processes)
+        for sample in samples
+    }
     if len(measured) > 1 or () in measured:
-        raise files.damaged(path, ValueError("its samples are not all of the same processes"))
-    end = next((entry for entry in entries if isinstance(entry, End)), None)
-    return Recording(head=head, samples=samples, end=end)
+        raise files.make_damaged_error(
+            path, ValueError("its samples are not all of the same processes")
+        )
+    end = next((entry for entry in entries if isinstance(entry, RecordingEnd)), None)
+    return MemoryRecording(head=head, samples=samples, end=end)
 
 
-class Watch:
+class MemorySampler:
     """The processes that a server has at the start; the agent of each is located once."""
 
     def __init__(self, server: Server) -> None:
         self.fleet = server.fleet
-        self.processes = server.of(*VITAL)
+        self.processes = server.select_processes(*VITAL)
         if not self.processes:
             raise VllmopsError(
                 "memory.no-process",
                 f"{server.label} has no process yet",
                 f"vllmops wait {server.label} --for ready",
             )
-        self.gpus = Gpus()
+        self.gpus = NvidiaGpus()
         self.handles: dict[Process, psutil.Process] = {}
         for process in () if self.fleet else self.processes:
             with suppress(psutil.NoSuchProcess):
@@ -163,7 +172,7 @@ class Watch:
         self.reached: dict[Process, agent.Agent] = {}
         self.silent: dict[tuple[str, int], tuple[float, str]] = {}
 
-    def sample(
+    def take_sample(
         self, round_: int | None = None, *, ask: bool = True, full: bool = True
     ) -> MemorySample:
         """A sample of all processes.
@@ -173,65 +182,66 @@ class Watch:
             ask: whether to ask the agents.
             full: whether to measure PSS and USS too.
         """
-        answers = self.answers() if ask else {}
+        answers = self.fetch_reports() if ask else {}
         if self.fleet:
-            return self.remote(self.fleet.members(), answers, round_)
-        gpus, by_pid = self.gpus.used()
+            return self.take_remote_sample(self.fleet.fetch_snapshot(), answers, round_)
+        gpus, by_pid = self.gpus.read_used_memory()
         return MemorySample(
             taken_at=time.time(),
             round=round_,
             processes=[
-                self.measured(process, answers.get(process), by_pid.get(process.pid), full)
+                self.measure_process(process, answers.get(process), by_pid.get(process.pid), full)
                 for process in self.processes
             ],
-            quiet=quiet(answers) if answers else None,
+            quiet=is_quiet(answers) if answers else None,
             gpus_bytes=gpus,
         )
 
-    def remote(
-        self, now: Members, answers: dict[Process, AgentMemory], round_: int | None
+    def take_remote_sample(
+        self, now: ServerProcesses, answers: dict[Process, AgentMemory], round_: int | None
     ) -> MemorySample:
         """A sample of a server on another machine: what its kernel and its agents tell."""
-        rss = {key(process): process.rss_bytes for process in now.processes}
+        rss = {make_process_key(process): process.rss_bytes for process in now.processes}
         return MemorySample(
             taken_at=time.time(),
             round=round_,
             processes=[
                 ProcessMemory(
-                    **agent.shown(process),
+                    **agent.get_process_fields(process),
                     pid=process.pid,
-                    rss_bytes=rss.get(key(process)),
+                    rss_bytes=rss.get(make_process_key(process)),
                     agent=answers.get(process),
-                    silent=self.silent.get(key(process), (0.0, ""))[1],
+                    silent=self.silent.get(make_process_key(process), (0.0, ""))[1],
                 )
                 for process in self.processes
             ],
-            quiet=quiet(answers) if answers else None,
+            quiet=is_quiet(answers) if answers else None,
         )
 
-    def answers(self) -> dict[Process, AgentMemory]:
+    def fetch_reports(self) -> dict[Process, AgentMemory]:
         """The agents' answers, except from agents that were silent a moment ago."""
         now = time.monotonic()
         asked = [
             process
             for process in self.processes
-            if process.role in ROLES and now >= self.silent.get(key(process), (0.0, ""))[0]
+            if process.role in ROLES
+            and now >= self.silent.get(make_process_key(process), (0.0, ""))[0]
         ]
-        answers, silent = agent.side_by_side(asked, self.ask)
+        answers, silent = agent.collect_answers(asked, self.fetch_report)
         for process, _ in answers:
-            self.silent.pop(key(process), None)
+            self.silent.pop(make_process_key(process), None)
         for process_ in silent:
-            self.silent[key(process_)] = (time.monotonic() + SILENCE_S, process_.why)
+            self.silent[make_process_key(process_)] = (time.monotonic() + SILENCE_S, process_.why)
         return dict(answers)
 
-    def ask(self, process: Process) -> tuple[Process, AgentMemory]:
+    def fetch_report(self, process: Process) -> tuple[Process, AgentMemory]:
         # An agent that does not answer is not kept: the next sample locates it again.
-        reached = self.reached.pop(process, None) or agent.reach(process)
-        answer = reached.memory()
+        reached = self.reached.pop(process, None) or agent.open_agent(process)
+        answer = reached.fetch_memory()
         self.reached[process] = reached
         return process, answer
 
-    def measured(
+    def measure_process(
         self, process: Process, answer: AgentMemory | None, gpu: int | None, full: bool
     ) -> ProcessMemory:
         rss = pss = uss = None
@@ -243,31 +253,31 @@ class Watch:
                 info = handle.memory_full_info()
                 rss, pss, uss = info.rss, info.pss, info.uss
         return ProcessMemory(
-            **agent.shown(process),
+            **agent.get_process_fields(process),
             pid=process.pid,
             rss_bytes=rss,
             pss_bytes=pss,
             uss_bytes=uss,
             gpu_bytes=gpu,
             agent=answer,
-            silent=self.silent.get(key(process), (0.0, ""))[1],
+            silent=self.silent.get(make_process_key(process), (0.0, ""))[1],
         )
 
-    def settled(self, round_: int) -> MemorySample:
+    def take_settled_sample(self, round_: int) -> MemorySample:
         """A full sample once nothing is in flight, or after `SETTLE_S` in any case."""
         end = time.monotonic() + SETTLE_S
-        while not quiet(self.answers()) and time.monotonic() < end:
+        while not is_quiet(self.fetch_reports()) and time.monotonic() < end:
             time.sleep(LOOK_S)
         time.sleep(SETTLED_S)
-        return self.sample(round_)
+        return self.take_sample(round_)
 
 
-def quiet(answers: dict[Process, AgentMemory]) -> bool:
+def is_quiet(answers: dict[Process, AgentMemory]) -> bool:
     """Whether nothing was in flight, as far as the agents know."""
     return not any(answer.unfinished or answer.in_flight for answer in answers.values())
 
 
-class Recorder:
+class MemoryRecorder:
     """Takes one recording, and keeps its samples whatever happens.
 
     Args:
@@ -280,14 +290,14 @@ class Recorder:
 
     def __init__(
         self,
-        watch: Watch,
-        head: RecordingHead,
+        watch: MemorySampler,
+        head: MemoryRecordingHead,
         load: Load | None,
         journal: Journal | None,
         tell: Callable[[str, MemorySample], None],
     ) -> None:
         self.watch = watch
-        self.recording = Recording(head=head)
+        self.recording = MemoryRecording(head=head)
         self.load = load
         self.journal = journal
         self.tell = tell
@@ -297,31 +307,31 @@ class Recorder:
         failure: VllmopsError | None = None
         try:
             if self.recording.head.rounds:
-                self.by_rounds(self.recording.head.rounds)
+                self.record_rounds(self.recording.head.rounds)
             else:
-                self.by_time()
+                self.record_over_time()
         except KeyboardInterrupt:
             failure = VllmopsError("interrupted", "interrupted")
         except VllmopsError as error:
             failure = error
-        self.recording.end = End(at=time.time(), why=failure.message if failure else "")
+        self.recording.end = RecordingEnd(at=time.time(), why=failure.message if failure else "")
         if self.journal:
-            self.journal.add(self.recording.end)
+            self.journal.append(self.recording.end)
             failure = failure or self.journal.failure
         return failure
 
-    def by_rounds(self, rounds: int) -> None:
-        self.keep(self.watch.sample(0), f"round 1 of {rounds}")
+    def record_rounds(self, rounds: int) -> None:
+        self.add_sample(self.watch.take_sample(0), f"round 1 of {rounds}")
         for number in range(1, rounds + 1):
             if self.load:
-                self.load.run(number, threading.Event())
+                self.load.run_round(number, threading.Event())
             done = f"round {number + 1} of {rounds}" if number < rounds else "done"
-            self.keep(self.watch.settled(number), done)
+            self.add_sample(self.watch.take_settled_sample(number), done)
 
-    def by_time(self) -> None:
+    def record_over_time(self) -> None:
         head = self.recording.head
         interval, duration = head.interval_s or 0.0, head.duration_s or 0.0
-        background = Background(self.load) if self.load else None
+        background = BackgroundLoad(self.load) if self.load else None
         began = full_at = time.monotonic()
         try:
             while True:
@@ -330,8 +340,8 @@ class Recorder:
                 full = last or now >= full_at
                 full_at = now + min(FULL_S, duration / FULL_TIMES) if full else full_at
                 tenths = min(int(10 * (now - began) / duration), 10)
-                self.keep(
-                    self.watch.sample(ask=full, full=full),
+                self.add_sample(
+                    self.watch.take_sample(ask=full, full=full),
                     f"{tenths * duration / 10:g} of {duration:g} s",
                 )
                 if background and background.error:
@@ -346,7 +356,7 @@ class Recorder:
                 background.stop.set()
                 background.thread.join(SETTLE_S)
 
-    def keep(self, sample: MemorySample, what: str) -> None:
+    def add_sample(self, sample: MemorySample, what: str) -> None:
         """Keep a sample.
 
         Raises:
@@ -354,8 +364,8 @@ class Recorder:
         """
         self.recording.samples.append(sample)
         if self.journal:
-            self.journal.add(sample)
-        gone = [who(part) for part in sample.processes if part.rss_bytes is None]
+            self.journal.append(sample)
+        gone = [format_process(part) for part in sample.processes if part.rss_bytes is None]
         if gone:
             raise VllmopsError(
                 "memory.process-gone",
@@ -365,21 +375,21 @@ class Recorder:
         self.tell(what, sample)
 
 
-class Background:
+class BackgroundLoad:
     """A load that runs again and again until it is stopped."""
 
     def __init__(self, load: Load) -> None:
         self.stop = threading.Event()
         self.error: VllmopsError | None = None
-        self.thread = threading.Thread(target=self.run, args=(load,), daemon=True)
+        self.thread = threading.Thread(target=self.run_rounds, args=(load,), daemon=True)
         self.thread.start()
 
-    def run(self, load: Load) -> None:
+    def run_rounds(self, load: Load) -> None:
         number = 0
         while not self.stop.is_set() and not self.error:
             number += 1
             try:
-                load.run(number, self.stop)
+                load.run_round(number, self.stop)
             except VllmopsError as error:
                 self.error = error
             except Exception as error:

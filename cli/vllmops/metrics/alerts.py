@@ -15,15 +15,15 @@ spec:
 """
 
 
-class Form(StrEnum):
+class AlertFormat(StrEnum):
     PROMETHEUS = "prometheus"
     KUBERNETES = "kubernetes"
 
 
-def rules(form: Form) -> str:
+def render_alert_rules(form: AlertFormat) -> str:
     """The alert rules, as a file of Prometheus or as an object of its operator."""
     text = files("vllmops.metrics").joinpath("alerts.yml").read_text("utf-8")
-    if form is Form.PROMETHEUS:
+    if form is AlertFormat.PROMETHEUS:
         return text
     return OBJECT + "".join(
         f"  {line}" if line.strip() else line for line in text.splitlines(keepends=True)

@@ -25,12 +25,12 @@ class Panel(NamedTuple):
     queries: tuple[tuple[str, str], ...]
 
 
-def place(name: str) -> str:
+def make_process_legend(name: str) -> str:
     """The legend of what is of one process."""
     return f"{name}{{{{role}}}} {{{{dp_rank}}}} {{{{tp_rank}}}} {{{{node}}}}"
 
 
-def cache(metric: str) -> str:
+def make_cache_query(metric: str) -> str:
     return f"vllmops:mm_cache_{metric}{{{OF}}}"
 
 
@@ -45,7 +45,7 @@ STALLED: Final = Panel(
 PROGRESS: Final = Panel(
     "Seconds without progress, requests pending",
     "s",
-    ((f"vllmops:no_progress_seconds{{{OF}}}", place("")),),
+    ((f"vllmops:no_progress_seconds{{{OF}}}", make_process_legend("")),),
 )
 BOARDS: Final[dict[str, Sequence[Panel]]] = {
     "overview": (
@@ -65,15 +65,20 @@ BOARDS: Final[dict[str, Sequence[Panel]]] = {
         Panel(
             "Multimodal caches: share in use",
             "percentunit",
-            ((f"{cache('bytes')} / {cache('capacity_bytes')}", "{{side}} {{kind}}"),),
+            (
+                (
+                    f"{make_cache_query('bytes')} / {make_cache_query('capacity_bytes')}",
+                    "{{side}} {{kind}}",
+                ),
+            ),
         ),
         Panel(
             "Multimodal caches: share of queries that hit",
             "percentunit",
             (
                 (
-                    f"rate({cache('hits_total')}{RATE}) / "
-                    f"clamp_min(rate({cache('queries_total')}{RATE}), 1e-9)",
+                    f"rate({make_cache_query('hits_total')}{RATE}) / "
+                    f"clamp_min(rate({make_cache_query('queries_total')}{RATE}), 1e-9)",
                     "{{side}} {{kind}}",
                 ),
             ),
@@ -81,7 +86,7 @@ BOARDS: Final[dict[str, Sequence[Panel]]] = {
         Panel(
             "Memory of processes",
             "bytes",
-            ((f"vllmops:process_resident_memory_bytes{{{OF}}}", place("")),),
+            ((f"vllmops:process_resident_memory_bytes{{{OF}}}", make_process_legend("")),),
         ),
         Panel(
             "Stored responses",
@@ -112,7 +117,11 @@ BOARDS: Final[dict[str, Sequence[Panel]]] = {
                 (f"vllmops:rendering_seconds{{{OF}}}", "rendering {{node}}"),
             ),
         ),
-        Panel("Age of heartbeats", "s", ((f"vllmops:heartbeat_age_seconds{{{OF}}}", place("")),)),
+        Panel(
+            "Age of heartbeats",
+            "s",
+            ((f"vllmops:heartbeat_age_seconds{{{OF}}}", make_process_legend("")),),
+        ),
         Panel(
             "Processes, and those whose agent is silent",
             "short",
@@ -128,9 +137,12 @@ BOARDS: Final[dict[str, Sequence[Panel]]] = {
             "Faults of multimodal caches",
             "short",
             (
-                (cache("ghost_keys"), "ghost keys {{side}}"),
-                (cache("inconsistent_keys"), "inconsistent {{side}}"),
-                (f"sum by (side) ({cache('one_sided_keys')}) or vector(0)", "one-sided {{side}}"),
+                (make_cache_query("ghost_keys"), "ghost keys {{side}}"),
+                (make_cache_query("inconsistent_keys"), "inconsistent {{side}}"),
+                (
+                    f"sum by (side) ({make_cache_query('one_sided_keys')}) or vector(0)",
+                    "one-sided {{side}}",
+                ),
             ),
         ),
         Panel(
@@ -145,7 +157,7 @@ BOARDS: Final[dict[str, Sequence[Panel]]] = {
         Panel(
             "CPU of processes",
             "short",
-            ((f"rate(vllmops:process_cpu_seconds_total{{{OF}}}{RATE})", place("")),),
+            ((f"rate(vllmops:process_cpu_seconds_total{{{OF}}}{RATE})", make_process_legend("")),),
         ),
         Panel(
             "Failures of the store, refused carriers, repairs",
@@ -167,13 +179,13 @@ BOARDS: Final[dict[str, Sequence[Panel]]] = {
         Panel(
             "CPU of the agents' threads",
             "percentunit",
-            ((f"rate(vllmops:agent_cpu_seconds_total{{{OF}}}{RATE})", place("")),),
+            ((f"rate(vllmops:agent_cpu_seconds_total{{{OF}}}{RATE})", make_process_legend("")),),
         ),
     ),
 }
 
 
-def board(name: str) -> dict[str, Any]:
+def build_dashboard(name: str) -> dict[str, Any]:
     """A dashboard as Grafana imports it.
 
     Args:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ..background import ErrorReporter
-from ..files import read_private, write_atomically
-from ..protocol.view import View
+from ..files import read_private_file, write_atomically
+from ..protocol.view import MetricsSnapshot
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -33,14 +33,14 @@ MISSED = 1.5  # so many pauses after the last look another API server takes it o
 MOST_BYTES = 16 << 20
 
 
-class Told(msgspec.Struct, frozen=True):
+class SharedSamples(msgspec.Struct, frozen=True):
     """What is in the shared file.
 
     Args:
         pid: of the process that gathered it.
         at: when, by the monotonic clock, which is that of all processes of a machine.
         pause_s: seconds until it gathers again.
-        samples: each as `families.Sample`.
+        samples: each as `families.MetricSample`.
     """
 
     pid: int
@@ -50,10 +50,10 @@ class Told(msgspec.Struct, frozen=True):
 
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
-TOLD = msgspec.json.Decoder(Told)
+TOLD = msgspec.json.Decoder(SharedSamples)
 
 
-class Gathering:
+class BackgroundCollector:
     """A collector of prometheus_client: shows what its thread gathered last; never raises.
 
     Args:
@@ -65,7 +65,7 @@ class Gathering:
 
     def __init__(
         self,
-        gather: Callable[[], tuple[View, int]],
+        gather: Callable[[], tuple[MetricsSnapshot, int]],
         say: Callable[[str], object],
         wait: Callable[[float], object] = time.sleep,
         shared: Callable[[], Path | None] = lambda: None,
@@ -92,10 +92,10 @@ class Gathering:
             self.scraped = now = time.monotonic()
             if self.lock.acquire(blocking=False):
                 try:
-                    self.read()
+                    self.load_shared_samples()
                     if self.pid != os.getpid():  # a forked process has no thread
                         work = threading.Thread(
-                            target=self.run, name="vllmops-metrics", daemon=True
+                            target=self.run_while_scraped, name="vllmops-metrics", daemon=True
                         )
                         work.start()
                         self.pid = os.getpid()
@@ -106,40 +106,40 @@ class Gathering:
             self.reporter.report(error)
             return []
 
-    def run(self) -> None:
+    def run_while_scraped(self) -> None:
         """Gather until nobody scrapes any more."""
         while time.monotonic() - self.scraped < IDLE_S:
             try:
                 with self.lock:
-                    others = self.read()
+                    others = self.load_shared_samples()
                 if not others:
-                    self.look()
+                    self.collect_samples()
             except Exception as error:
                 self.reporter.report(error)
             if self.wait(self.pause_s):
                 break
         self.pid = 0
 
-    def look(self) -> None:
+    def collect_samples(self) -> None:
         """Gather once, for this process and those that share its file."""
         # Not before vLLM has imported prometheus_client, which reads the environment then.
         from . import families, state  # noqa: PLC0415
 
         began = time.thread_time()
         view, servers = self.gather()
-        samples = list(state.samples(view))
-        shown = families.metrics(samples)
+        samples = list(state.make_samples(view))
+        shown = families.build_metrics(samples)
         spent_s = time.thread_time() - began
         self.pause_s = max(LOOK_S * max(servers, 1), spent_s / SHARE)
         at = time.monotonic()
         try:
             if place := self.shared():
-                told = Told(os.getpid(), at, self.pause_s, samples)
+                told = SharedSamples(os.getpid(), at, self.pause_s, samples)
                 write_atomically(place, msgspec.json.encode(told), durable=False)
         finally:
             self.shown, self.gathered = shown, at
 
-    def read(self) -> bool:
+    def load_shared_samples(self) -> bool:
         """Take what is in the shared file; whether another process has just gathered it."""
         if (place := self.shared()) is None:
             return False
@@ -149,10 +149,12 @@ class Gathering:
             if self.told != (mark := (found.st_ino, found.st_mtime_ns)):
                 from . import families  # noqa: PLC0415 - as above
 
-                told = TOLD.decode(read_private(place, None, MOST_BYTES))
+                told = TOLD.decode(read_private_file(place, None, MOST_BYTES))
                 self.told, self.by = mark, told.pid
                 if self.gathered < told.at <= now:
-                    self.shown = families.metrics(families.Sample(*one) for one in told.samples)
+                    self.shown = families.build_metrics(
+                        families.MetricSample(*one) for one in told.samples
+                    )
                     self.gathered, self.pause_s = told.at, told.pause_s
         except FileNotFoundError:
             return False

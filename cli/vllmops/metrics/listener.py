@@ -7,10 +7,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from ..connections import SILENT_S, Bounded
+from ..connections import SILENT_S, BoundedServerMixin
 
 
-def listener(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
+def make_metrics_server(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
     """A server of metrics, which listens already; raises OSError.
 
     Args:
@@ -20,13 +20,13 @@ def listener(host: str, port: int, registry: CollectorRegistry) -> WSGIServer:
     """
     family, *_, place = socket.getaddrinfo(host, port, flags=socket.AI_PASSIVE)[0]
 
-    class Server(Bounded, WSGIServer):
+    class MetricsServer(BoundedServerMixin, WSGIServer):
         address_family = family
 
-    return make_server(str(place[0]), port, make_wsgi_app(registry), Server, Handler)
+    return make_server(str(place[0]), port, make_wsgi_app(registry), MetricsServer, ScrapeHandler)
 
 
-class Handler(WSGIRequestHandler):
+class ScrapeHandler(WSGIRequestHandler):
     """Answers one scrape."""
 
     timeout = SILENT_S

@@ -9,7 +9,7 @@ import msgspec
 SCHEMA = 1
 
 
-class Part(msgspec.Struct, frozen=True):
+class BundlePart(msgspec.Struct, frozen=True):
     """A file in a bundle.
 
     Args:
@@ -27,7 +27,7 @@ class Part(msgspec.Struct, frozen=True):
     process: str = ""
 
 
-class Missing(msgspec.Struct, frozen=True):
+class BundleGap(msgspec.Struct, frozen=True):
     """Something that could not be captured, or only in part.
 
     Args:
@@ -39,7 +39,7 @@ class Missing(msgspec.Struct, frozen=True):
     why: str
 
 
-class Index(msgspec.Struct, frozen=True, kw_only=True):
+class BundleIndex(msgspec.Struct, frozen=True, kw_only=True):
     """The table of contents.
 
     Args:
@@ -64,7 +64,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     server: str
     redacted: bool
     interrupted: bool = False
-    parts: tuple[Part, ...] = ()
-    missing: tuple[Missing, ...] = ()
+    parts: tuple[BundlePart, ...] = ()
+    missing: tuple[BundleGap, ...] = ()
     redactions: dict[str, int] = {}
     note: str = ""

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from .engine import SCHEMA, Answer
-from .place import Place
+from .engine import SCHEMA, AgentAnswer
+from .place import Placement
 
 
 class LruCache(msgspec.Struct, frozen=True, kw_only=True, tag="lru"):
@@ -166,7 +166,7 @@ class WorkerEncoderCache(msgspec.Struct, frozen=True, kw_only=True, tag="worker-
 Cache = LruCache | ShmCache | EncoderCache | EncoderDecoderCache | WorkerEncoderCache
 
 
-class Setup(msgspec.Struct, frozen=True, kw_only=True):
+class CacheSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What decides which caches a server has; None if unknown.
 
     Args:
@@ -196,7 +196,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     spread: bool | None = None
 
 
-class ProcessCaches(Answer, frozen=True, kw_only=True):
+class ProcessCaches(AgentAnswer, frozen=True, kw_only=True):
     """One process's caches.
 
     Args:
@@ -216,7 +216,7 @@ class ProcessCaches(Answer, frozen=True, kw_only=True):
     parent: int
     role: str
     caches: list[Cache] = msgspec.field(default_factory=list)
-    setup: Setup | None = None
+    setup: CacheSetup | None = None
     unfinished: int | None = None
     step: int | None = None
     in_flight: int | None = None
@@ -224,7 +224,7 @@ class ProcessCaches(Answer, frozen=True, kw_only=True):
     problems: list[str] = msgspec.field(default_factory=list)
 
 
-class Silent(Place, frozen=True, kw_only=True):
+class ProcessGap(Placement, frozen=True, kw_only=True):
     """A process that did not answer.
 
     Args:
@@ -246,7 +246,7 @@ class Silent(Place, frozen=True, kw_only=True):
     beat_age_s: float | None = None
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
+class CacheSample(msgspec.Struct, frozen=True, kw_only=True):
     """All processes of a server at about the same time.
 
     Args:
@@ -259,7 +259,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     taken_at: float
     processes: list[ProcessCaches]
-    silent: list[Silent] = []
+    silent: list[ProcessGap] = []
     quiet: bool = False
 
 
@@ -267,7 +267,7 @@ class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Samples of one server, enough to find again what was found; the content of a saved file.
 
     Args:
-        schema: as in `Answer`.
+        schema: as in `AgentAnswer`.
         server: the server's name, or the pid of its first process.
         samples: oldest first; more than one where the first gave findings.
     """
@@ -275,4 +275,4 @@ class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["caches"] = "caches"
     schema: int = SCHEMA
     server: str
-    samples: Annotated[list[Sample], msgspec.Meta(min_length=1)]
+    samples: Annotated[list[CacheSample], msgspec.Meta(min_length=1)]

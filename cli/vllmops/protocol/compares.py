@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .caches import ProcessCaches
-from .engine import Answer, Seconds
+from .engine import AgentAnswer, Seconds
 
 
 class CompareRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,7 +20,7 @@ class CompareRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Seconds
 
 
-class CacheReading(msgspec.Struct, frozen=True, kw_only=True):
+class ComparisonSample(msgspec.Struct, frozen=True, kw_only=True):
     """One read: the front end first, then each engine and its workers at the same step.
 
     Args:
@@ -38,7 +38,7 @@ class CacheReading(msgspec.Struct, frozen=True, kw_only=True):
     problems: list[str] = []
 
 
-class Comparison(Answer, frozen=True, kw_only=True):
+class CacheComparison(AgentAnswer, frozen=True, kw_only=True):
     """Two reads, by one API server.
 
     Args:
@@ -51,7 +51,7 @@ class Comparison(Answer, frozen=True, kw_only=True):
         waited_s: seconds between the reads.
     """
 
-    looks: list[CacheReading]
+    looks: list[ComparisonSample]
     after: ProcessCaches | None = None
     end: ProcessCaches | None = None
     settled: bool = False

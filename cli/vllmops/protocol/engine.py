@@ -6,8 +6,8 @@ from typing import Annotated, Final
 
 import msgspec
 
-from .identity import Identity
-from .place import Place, Standing
+from .identity import ProcessIdentity
+from .place import Placement, ServerMembership
 
 # Raised when an answer changes so that an older reader would misread it.
 SCHEMA = 3
@@ -25,19 +25,19 @@ Count = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Whole = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Answer(Place, frozen=True, kw_only=True):
+class AgentAnswer(Placement, frozen=True, kw_only=True):
     """What every answer of an agent begins with; its place where it is about the process."""
 
     schema: int = SCHEMA
 
 
-class Hello(Answer, frozen=True, kw_only=True):
+class Hello(AgentAnswer, frozen=True, kw_only=True):
     """The process that answers.
 
     Args:
         agent: version of vllmops that runs in the process.
         pid: process id.
-        start_ticks, boot: with the pid its `Identity`.
+        start_ticks, boot: with the pid its `ProcessIdentity`.
         role: the process's own guess; the process tree knows better.
         standing: whose it is, its node and its ranks.
         vllm_version: None if unknown.
@@ -51,30 +51,30 @@ class Hello(Answer, frozen=True, kw_only=True):
     start_ticks: int = 0
     boot: str = ""
     role: str
-    standing: Standing = Standing()
+    standing: ServerMembership = ServerMembership()
     vllm_version: str | None = None
     python: str = ""
     features: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
-    def identity(self) -> Identity:
-        return Identity(self.pid, self.start_ticks, self.boot)
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity(self.pid, self.start_ticks, self.boot)
 
 
 # Why new requests that must be stored had better go to another server.
 STORE_AWAY: Final = "its store is unavailable"
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     """A process's last heartbeat, and the state of its engine then.
 
     Args:
-        schema: as in `Answer`.
+        schema: as in `AgentAnswer`.
         monotonic: CLOCK_MONOTONIC in seconds; every process of a machine shares that clock.
         sequence: beats so far.
         pid: process id.
-        start_ticks, boot: with the pid its `Identity`.
+        start_ticks, boot: with the pid its `ProcessIdentity`.
         role, standing: as in `Hello`.
         current_step: calls of ``schedule()`` so far; None if the process has no scheduler.
         running: requests running.
@@ -100,7 +100,7 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     start_ticks: int = 0
     boot: str = ""
     role: str
-    standing: Standing = Standing()
+    standing: ServerMembership = ServerMembership()
     current_step: int | None = None
     running: int | None = None
     waiting: int | None = None
@@ -113,11 +113,11 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True):
     unready: str = ""
 
     @property
-    def identity(self) -> Identity:
-        return Identity(self.pid, self.start_ticks, self.boot)
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity(self.pid, self.start_ticks, self.boot)
 
 
-class EngineState(Answer, frozen=True, kw_only=True):
+class EngineState(AgentAnswer, frozen=True, kw_only=True):
     """How an engine is doing; every field is None if the process has no scheduler.
 
     Args:
@@ -145,7 +145,7 @@ class EngineState(Answer, frozen=True, kw_only=True):
     max_running: int | None = None
 
 
-class Traffic(Answer, frozen=True, kw_only=True):
+class Traffic(AgentAnswer, frozen=True, kw_only=True):
     """An API server's requests; health checks and scrapes not counted.
 
     Args:

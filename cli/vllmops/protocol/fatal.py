@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from .engine import Answer
+from .engine import AgentAnswer
 
 
-class Frame(msgspec.Struct, frozen=True, kw_only=True):
+class MessageFrame(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a message.
 
     Args:
@@ -35,10 +35,10 @@ class FatalMessage(msgspec.Struct, frozen=True, kw_only=True):
     at: float
     error: str
     requests: tuple[str, ...]
-    frames: tuple[Frame, ...]
+    frames: tuple[MessageFrame, ...]
 
 
-class FatalMessages(Answer, frozen=True, kw_only=True):
+class FatalMessages(AgentAnswer, frozen=True, kw_only=True):
     """The last messages that ended a thread of this process.
 
     Args:

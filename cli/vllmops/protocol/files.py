@@ -1,6 +1,7 @@
 """Snapshots in files: JSON with a ``kind`` and a ``schema``.
 
-One that grows is a file of lines: what `load` reads from the first, then `Journal.add`'s.
+One that grows is a file of lines: what `load_snapshot` reads from the first, then
+`Journal.append`'s.
 """
 
 from __future__ import annotations
@@ -13,8 +14,14 @@ from typing import TypeVar
 import msgspec
 
 from ..errors import VllmopsError
-from ..files import followed, not_written, read, through, write_atomically
-from .text import encoded
+from ..files import (
+    make_not_written_error,
+    open_special_file,
+    read_input,
+    resolve_links,
+    write_atomically,
+)
+from .text import encode_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 E = TypeVar("E")
@@ -31,16 +38,16 @@ class SnapshotHead(msgspec.Struct, frozen=True):
     schema: int
 
 
-def save(path: Path, snapshot: msgspec.Struct) -> None:
+def save_snapshot(path: Path, snapshot: msgspec.Struct) -> None:
     """Write a snapshot, readable by its owner alone: keys and frames may reveal what users sent.
 
     Raises:
         VllmopsError: ``file.not-written``; an older file of that name is left as it was.
     """
     try:
-        write_atomically(path, encoded(snapshot))
+        write_atomically(path, encode_json(snapshot))
     except OSError as error:
-        raise not_written(path, error) from error
+        raise make_not_written_error(path, error) from error
 
 
 class Journal:
@@ -59,22 +66,22 @@ class Journal:
         self.pending = b""
         self.failure: VllmopsError | None = None
         try:
-            place = followed(path)
-            special = through(place)
+            place = resolve_links(path)
+            special = open_special_file(place)
             self.regular = special is None
             if special is None:
-                write_atomically(place, encoded(head) + b"\n")
+                write_atomically(place, encode_json(head) + b"\n")
                 self.file = place.open("r+b", buffering=0)
             else:
                 self.file = os.fdopen(special, "wb", 0)
-                self.file.write(encoded(head) + b"\n")
+                self.file.write(encode_json(head) + b"\n")
         except OSError as error:
-            raise not_written(path, error) from error
+            raise make_not_written_error(path, error) from error
         self.size = self.file.seek(0, os.SEEK_END) if self.regular else 0
 
-    def add(self, entry: msgspec.Struct) -> None:
+    def append(self, entry: msgspec.Struct) -> None:
         """Add a line; `failure` is set if this or an older line is not in the file."""
-        self.pending += encoded(entry) + b"\n"
+        self.pending += encode_json(entry) + b"\n"
         try:
             if self.regular:
                 self.file.seek(self.size)
@@ -86,35 +93,35 @@ class Journal:
                 os.fdatasync(self.file.fileno())
             self.failure = None
         except OSError as error:
-            self.failure = not_written(self.path, error)
+            self.failure = make_not_written_error(self.path, error)
 
 
-def load(path: Path, kind: type[T]) -> T:
+def load_snapshot(path: Path, kind: type[T]) -> T:
     """Read a snapshot of one kind.
 
     Raises:
-        VllmopsError: as `read` and `decode` do.
+        VllmopsError: as `read_input` and `parse_snapshot` do.
     """
-    return decode(path, read(path, MOST_BYTES), kind)
+    return parse_snapshot(path, read_input(path, MOST_BYTES), kind)
 
 
-def decode_lines(
+def parse_journal(
     path: Path, content: bytes, head: type[T], entry: msgspec.json.Decoder[E]
 ) -> tuple[T, list[E]]:
     """What a `Journal` wrote; a last line that was cut off is left out.
 
     Raises:
-        VllmopsError: as `decode` does.
+        VllmopsError: as `parse_snapshot` does.
     """
     first, *rest = content.split(b"\n")
-    first_ = decode(path, first, head)
+    first_ = parse_snapshot(path, first, head)
     try:
         return first_, [entry.decode(line) for line in rest[:-1]]
     except DAMAGE as error:
-        raise damaged(path, error) from error
+        raise make_damaged_error(path, error) from error
 
 
-def decode(path: Path, content: bytes, kind: type[T]) -> T:
+def parse_snapshot(path: Path, content: bytes, kind: type[T]) -> T:
     """The snapshot in a file's content.
 
     Raises:
@@ -142,13 +149,13 @@ def decode(path: Path, content: bytes, kind: type[T]) -> T:
                 f"this one reads up to {own.schema})",
                 "install the newest vllmops",
             )
-        check_numbers(content)
+        validate_numbers(content)
         return msgspec.json.decode(content, type=kind)
     except DAMAGE as error:
-        raise damaged(path, error) from error
+        raise make_damaged_error(path, error) from error
 
 
-def check_numbers(content: bytes) -> None:
+def validate_numbers(content: bytes) -> None:
     """Check that all numbers of a stranger's JSON can be reckoned with.
 
     Raises:
@@ -167,7 +174,7 @@ def check_numbers(content: bytes) -> None:
             left += value
 
 
-def damaged(path: Path, error: Exception) -> VllmopsError:
+def make_damaged_error(path: Path, error: Exception) -> VllmopsError:
     return VllmopsError(
         "file.not-a-snapshot",
         f"{path} is not a snapshot, or it is damaged: {error}",

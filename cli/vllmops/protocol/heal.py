@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from .engine import Answer
+from .engine import AgentAnswer
 
 
-class Proof(msgspec.Struct, frozen=True, kw_only=True):
+class HealProof(msgspec.Struct, frozen=True, kw_only=True):
     """One look at something that can be healed; one look alone proves nothing.
 
     Args:
@@ -43,7 +43,7 @@ class HealRequest(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Healing(Answer, frozen=True, kw_only=True):
+class HealAnswer(AgentAnswer, frozen=True, kw_only=True):
     """What was found, or done.
 
     Args:
@@ -55,5 +55,5 @@ class Healing(Answer, frozen=True, kw_only=True):
 
     pid: int
     role: str
-    proofs: tuple[Proof, ...] = ()
+    proofs: tuple[HealProof, ...] = ()
     left: dict[str, str] = msgspec.field(default_factory=dict)

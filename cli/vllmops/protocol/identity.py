@@ -15,7 +15,7 @@ from typing import NamedTuple
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Identity(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """One process, also after its pid is used again.
 
     Args:
@@ -29,18 +29,18 @@ class Identity(NamedTuple):
     boot: str
 
 
-def of(pid: int) -> Identity:
+def read_identity(pid: int) -> ProcessIdentity:
     """The process that has a pid now.
 
     Raises:
         ProcessLookupError: there is none, or it is hidden (proc's ``hidepid``).
         OSError: it can't be read, for example because no file can be opened.
     """
-    return Identity(pid, int(stat(pid)[19]), boot_id())
+    return ProcessIdentity(pid, int(read_stat_fields(pid)[19]), read_boot_id())
 
 
-def stat(pid: int | str) -> list[str]:
-    """Fields 3 and on of ``/proc/PID/stat``, also of a thread, ``PID/task/TID``; raises as `of`."""
+def read_stat_fields(pid: int | str) -> list[str]:
+    """Fields 3 and on of ``/proc/PID/stat`` or ``PID/task/TID``; raises as `read_identity`."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()
@@ -49,7 +49,7 @@ def stat(pid: int | str) -> list[str]:
 
 
 @cache
-def boot_id() -> str:
+def read_boot_id() -> str:
     """The kernel's id of this boot of the machine, empty if it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8", "replace").strip()
@@ -57,6 +57,6 @@ def boot_id() -> str:
         return ""
 
 
-def age_s(start_ticks: int) -> float:
+def compute_age_s(start_ticks: int) -> float:
     """The age of a process of this boot in seconds, by a clock that nobody sets."""
     return max(time.clock_gettime(time.CLOCK_BOOTTIME) - start_ticks / TICKS, 0.0)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from .engine import Answer
+from .engine import AgentAnswer
 
 
-class HeldKey(msgspec.Struct, frozen=True, kw_only=True):
+class KeyMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """A key without its secret. Times are seconds since the epoch.
 
     Args:
@@ -25,7 +25,7 @@ class HeldKey(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
 
 
-class ProcessKeys(Answer, frozen=True, kw_only=True):
+class ProcessKeys(AgentAnswer, frozen=True, kw_only=True):
     """The keys that a process works with.
 
     Args:
@@ -42,6 +42,6 @@ class ProcessKeys(Answer, frozen=True, kw_only=True):
     role: str
     keyring: str | None = None
     source: str = "none"
-    keys: tuple[HeldKey, ...] = ()
+    keys: tuple[KeyMetadata, ...] = ()
     loaded_at: float | None = None
     problem: str = ""

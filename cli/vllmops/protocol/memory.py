@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import msgspec
 
-from .engine import SCHEMA, Answer, Count, Moment
-from .place import Place
+from .engine import SCHEMA, AgentAnswer, Count, Moment
+from .place import Placement
 
 
-class Requests(msgspec.Struct, frozen=True, kw_only=True):
+class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     """The ``Request`` objects of an engine.
 
     Args:
@@ -29,7 +29,7 @@ class Requests(msgspec.Struct, frozen=True, kw_only=True):
     late_s: float
 
 
-class Held(msgspec.Struct, frozen=True, kw_only=True):
+class CacheUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What a cache holds.
 
     Args:
@@ -51,7 +51,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     slots: Count | None = None
 
 
-class Generation(msgspec.Struct, frozen=True, kw_only=True):
+class GcGeneration(msgspec.Struct, frozen=True, kw_only=True):
     """One generation of Python's garbage collector.
 
     Args:
@@ -65,7 +65,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     collected: Count
 
 
-class Store(msgspec.Struct, frozen=True, kw_only=True):
+class StoreCounts(msgspec.Struct, frozen=True, kw_only=True):
     """An API server's store of Responses, in entries: counting its bytes would cost too much."""
 
     responses: Count
@@ -73,7 +73,7 @@ class Store(msgspec.Struct, frozen=True, kw_only=True):
     events: Count
 
 
-class AgentMemory(Answer, frozen=True, kw_only=True):
+class AgentMemory(AgentAnswer, frozen=True, kw_only=True):
     """What an agent says about its process's memory.
 
     Args:
@@ -86,16 +86,16 @@ class AgentMemory(Answer, frozen=True, kw_only=True):
         problems: what is unknown, and why, in words.
     """
 
-    requests: Requests | None = None
-    caches: tuple[Held, ...] = ()
-    gc: tuple[Generation, ...] = ()
-    store: Store | None = None
+    requests: RequestCounts | None = None
+    caches: tuple[CacheUsage, ...] = ()
+    gc: tuple[GcGeneration, ...] = ()
+    store: StoreCounts | None = None
     unfinished: Count | None = None
     in_flight: Count | None = None
     problems: tuple[str, ...] = ()
 
 
-class ProcessMemory(Place, frozen=True, kw_only=True, omit_defaults=True):
+class ProcessMemory(Placement, frozen=True, kw_only=True, omit_defaults=True):
     """One process in one sample.
 
     Args:
@@ -137,7 +137,7 @@ class MemorySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     gpus_bytes: list[Count] = []
 
 
-class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
+class RecordingEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """How a recording ended.
 
     Args:
@@ -149,7 +149,7 @@ class End(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     why: str = ""
 
 
-class RecordingHead(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryRecordingHead(msgspec.Struct, frozen=True, kw_only=True):
     """What a recording's file begins with.
 
     Args:
@@ -181,7 +181,7 @@ class RecordingHead(msgspec.Struct, frozen=True, kw_only=True):
     tolerance_bytes: Count | None = None
 
 
-class Recording(msgspec.Struct, kw_only=True):
+class MemoryRecording(msgspec.Struct, kw_only=True):
     """A recording so far.
 
     Args:
@@ -190,6 +190,6 @@ class Recording(msgspec.Struct, kw_only=True):
         end: None while it runs, or if it was killed.
     """
 
-    head: RecordingHead
+    head: MemoryRecordingHead
     samples: list[MemorySample] = []
-    end: End | None = None
+    end: RecordingEnd | None = None

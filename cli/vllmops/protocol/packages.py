@@ -8,7 +8,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from .engine import Answer
+from .engine import AgentAnswer
 
 # By their distributions; vLLM's CPU builds have another name. The local part of torch's version
 # names the platform it is made for, as in ``2.11.0+rocm7.2``.
@@ -19,7 +19,7 @@ LIBRARIES = re.compile(r"/lib(rccl|rocprofiler-sdk)\.so\.([\d.]+)$", re.MULTILIN
 MACHINE = "machine"  # the name under which the processor stands among the versions
 
 
-class Packages(Answer, frozen=True, kw_only=True):
+class InstalledPackages(AgentAnswer, frozen=True, kw_only=True):
     """What is installed beside a process.
 
     Args:
@@ -31,7 +31,7 @@ class Packages(Answer, frozen=True, kw_only=True):
 
 
 @cache
-def distributions() -> dict[str, str]:
+def read_package_versions() -> dict[str, str]:
     """The versions of Python packages in this environment."""
     from importlib import metadata  # noqa: PLC0415 - slow, and only the agent and `serve` need it
 
@@ -42,9 +42,9 @@ def distributions() -> dict[str, str]:
     return versions
 
 
-def of_this_process() -> Packages:
+def collect_own_packages() -> InstalledPackages:
     """What this process runs with."""
-    versions = dict(distributions())
+    versions = dict(read_package_versions())
     with suppress(OSError):
         versions |= LIBRARIES.findall(Path("/proc/self/maps").read_text("utf-8", "replace"))
-    return Packages(versions=versions)
+    return InstalledPackages(versions=versions)

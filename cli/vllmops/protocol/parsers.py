@@ -6,7 +6,7 @@ FUNCTIONS = ("extract_tool_calls", "extract_reasoning")
 FOLDERS = ("/vllm/tool_parsers/", "/vllm/reasoning/", "/openai/tool_parsers/")
 
 
-def parses(function: str, file: str) -> bool:
+def is_parser_call(function: str, file: str) -> bool:
     """Whether a call is one of a parser.
 
     Args:

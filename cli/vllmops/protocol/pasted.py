@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Crash:
+class CrashTraceback:
     """A traceback: where an exception came from, or a fatal error of the interpreter.
 
     Args:
@@ -27,7 +27,7 @@ class Crash:
 
 
 @dataclass(frozen=True)
-class Pasted:
+class PastedStacks:
     """Stacks, crashes, and the text around them.
 
     Args:
@@ -41,8 +41,8 @@ class Pasted:
     """
 
     samples: tuple[StacksSnapshot, ...]
-    crashes: tuple[Crash, ...] = ()
+    crashes: tuple[CrashTraceback, ...] = ()
     text: str = ""
     complete: bool = False
-    sections: tuple[Pasted, ...] = ()
+    sections: tuple[PastedStacks, ...] = ()
     ras: tuple[RasCapture, ...] = ()

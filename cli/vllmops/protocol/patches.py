@@ -6,10 +6,10 @@ from enum import StrEnum
 
 import msgspec
 
-from .engine import Answer
+from .engine import AgentAnswer
 
 
-class State(StrEnum):
+class PatchState(StrEnum):
     """The state of a patch in one process."""
 
     FIXED = "fixed upstream"
@@ -18,7 +18,7 @@ class State(StrEnum):
     OFF = "off"
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class PatchReport(msgspec.Struct, frozen=True, kw_only=True):
     """One patch in one process.
 
     Args:
@@ -29,12 +29,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     id: str
-    state: State
+    state: PatchState
     reason: str | None = None
     present: bool | None = None
 
 
-class ProcessPatches(Answer, frozen=True, kw_only=True):
+class ProcessPatches(AgentAnswer, frozen=True, kw_only=True):
     """All patches of one process, except those whose modules it has not imported.
 
     Args:
@@ -51,7 +51,7 @@ class ProcessPatches(Answer, frozen=True, kw_only=True):
     pid: int
     role: str
     vllm_version: str | None
-    patches: list[Verdict]
+    patches: list[PatchReport]
     seconds: float
     problems: tuple[str, ...] = ()
     cpu_s: float = 0.0

@@ -19,7 +19,7 @@ MOST_WRITTEN = 64
 DIMENSIONS = ("DP", "TP", "PP")
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class Placement(msgspec.Struct, frozen=True, kw_only=True):
     """The node and the ranks of one process.
 
     Args:
@@ -35,19 +35,19 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     pp_rank: int | None = None
     ranks: str = ""
 
-    def numbers(self) -> dict[str, int]:
+    def ranks_by_dimension(self) -> dict[str, int]:
         """The ranks that are known, by the names in `DIMENSIONS`."""
         ranks = (self.dp_rank, self.tp_rank, self.pp_rank)
         return {
             name: rank for name, rank in zip(DIMENSIONS, ranks, strict=True) if rank is not None
         }
 
-    def where(self) -> dict[str, Any]:
+    def placement_fields(self) -> dict[str, Any]:
         """The node and the ranks, as fields of another struct that has them."""
-        return {name: getattr(self, name) for name in Place.__struct_fields__}
+        return {name: getattr(self, name) for name in Placement.__struct_fields__}
 
 
-class Standing(Place, frozen=True, kw_only=True):
+class ServerMembership(Placement, frozen=True, kw_only=True):
     """What an agent says of its process's place; the command line adds the names.
 
     Args:
@@ -60,9 +60,9 @@ class Standing(Place, frozen=True, kw_only=True):
     sizes: dict[str, int] = {}
 
 
-def place(node: str, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> Place:
+def make_placement(node: str, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> Placement:
     """A place, from ranks and sizes by the names in `DIMENSIONS`."""
-    return Place(
+    return Placement(
         node=node,
         dp_rank=ranks.get("DP"),
         tp_rank=ranks.get("TP"),
@@ -75,13 +75,13 @@ def place(node: str, ranks: Mapping[str, int], sizes: Mapping[str, int]) -> Plac
     )
 
 
-def of_title(title: str) -> Place:
+def parse_title(title: str) -> Placement:
     """What the title of a vLLM process says: no rank of a dimension of size 1."""
     ranks = {name: int(rank) for name, rank in IN_TITLE.findall(title)}
-    return place("", ranks, dict.fromkeys(ranks, 2))
+    return make_placement("", ranks, dict.fromkeys(ranks, 2))
 
 
-def numbers(text: str) -> Iterator[int]:
+def parse_ranks(text: str) -> Iterator[int]:
     """The ranks that a text with the form of `NUMBERS` means."""
     for part in re.split(r", ?(?:and )?| and | & |/", text):
         first, _, last = re.sub(r"\u2013| to ", "-", part).partition("-")
@@ -89,18 +89,22 @@ def numbers(text: str) -> Iterator[int]:
         yield from range(low, min(high, low + MOST_WRITTEN) + 1)
 
 
-def named(role: str, where: Place) -> str:
+def format_role_and_ranks(role: str, where: Placement) -> str:
     """How a person reads a process: ``worker DP0 TP1``."""
     return f"{role} {where.ranks}".rstrip()
 
 
-def headed(title: str, role: str, where: Place) -> str:
+def choose_process_title(title: str, role: str, where: Placement) -> str:
     """A process for a person: by its own title, or by its role if the title lacks ranks."""
     title = title.removeprefix("VLLM::").removeprefix("sglang::")
-    return title if title and where.ranks in {"", of_title(title).ranks} else named(role, where)
+    return (
+        title
+        if title and where.ranks in {"", parse_title(title).ranks}
+        else format_role_and_ranks(role, where)
+    )
 
 
-class Ranked(Protocol):
+class RankedProcess(Protocol):
     """How messages name a process: its role, its pid and its place."""
 
     @property
@@ -119,7 +123,7 @@ class Ranked(Protocol):
     def ranks(self) -> str: ...
 
 
-class Placed(Protocol):
+class NodeProcess(Protocol):
     """A process of some node."""
 
     @property
@@ -128,17 +132,17 @@ class Placed(Protocol):
     def pid(self) -> int: ...
 
 
-def key(process: Placed) -> tuple[str, int]:
+def make_process_key(process: NodeProcess) -> tuple[str, int]:
     """Which process of a server it is: other nodes have the same pids."""
     return process.node, process.pid
 
 
-def who(process: Ranked) -> str:
+def format_process(process: RankedProcess) -> str:
     """How messages name a process: ``worker DP0 TP1 4711``."""
     return " ".join(filter(None, (process.role, process.ranks, str(process.pid))))
 
 
-def row(process: Ranked) -> dict[str, Any]:
+def make_process_fields(process: RankedProcess) -> dict[str, Any]:
     """Which process it is, as fields for ``--json``."""
     names = ("role", "pid", "node", "dp_rank", "tp_rank", "pp_rank", "ranks")
     return {name: getattr(process, name) for name in names}

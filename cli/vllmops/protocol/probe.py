@@ -18,7 +18,7 @@ OVER = {"stopped", "failed"}
 WORDS = {"liveness": "live", "readiness": "ready", "startup": "started"}
 
 
-class Verdict(NamedTuple):
+class ProbeResult(NamedTuple):
     """What is known of a server.
 
     Args:
@@ -35,17 +35,17 @@ class Verdict(NamedTuple):
     reason: str = ""
     evidence: str = ""
 
-    def line(self, kind: str) -> str:
+    def format_answer(self, kind: str) -> str:
         """One line.
 
         Args:
             kind: one of `WORDS`.
         """
         word = WORDS[kind]
-        said = word if self.says(kind) else f"not {word}"
+        said = word if self.has_passed(kind) else f"not {word}"
         return f"{said}: {self.reason}" if self.reason else said
 
-    def says(self, kind: str) -> bool:
+    def has_passed(self, kind: str) -> bool:
         """The answer to one question.
 
         Args:
@@ -54,7 +54,7 @@ class Verdict(NamedTuple):
         return bool(getattr(self, WORDS[kind]))
 
 
-def judge(
+def judge_state(
     state: str,
     stage: str = "",
     *,
@@ -62,7 +62,7 @@ def judge(
     stall: str = "",
     sure: bool = False,
     evidence: str = "",
-) -> Verdict:
+) -> ProbeResult:
     """The verdict on a server, over all its ranks and nodes.
 
     Args:
@@ -71,15 +71,17 @@ def judge(
         unready: why its processes are no place for new requests.
         stall: what makes no progress, or who does not answer, in words; empty without.
         sure: whether that is a stall for sure.
-        evidence: as in `Verdict`.
+        evidence: as in `ProbeResult`.
     """
     if state in OVER:
-        return Verdict(live=False, ready=False, started=False, reason=f"it has {state}")
+        return ProbeResult(live=False, ready=False, started=False, reason=f"it has {state}")
     if state == "starting":
-        return Verdict(live=True, ready=False, started=False, reason=f"it is starting: {stage}")
+        return ProbeResult(live=True, ready=False, started=False, reason=f"it is starting: {stage}")
     if state == "stopping":
-        return Verdict(live=True, ready=False, started=True, reason="it is stopping")
+        return ProbeResult(live=True, ready=False, started=True, reason="it is stopping")
     wanted = WANTED.intersection(unready)
     dead = bool(stall and sure and evidence and not wanted)
     reason = "; ".join(filter(None, (*unready, stall)))
-    return Verdict(live=not dead, ready=not reason, started=True, reason=reason, evidence=evidence)
+    return ProbeResult(
+        live=not dead, ready=not reason, started=True, reason=reason, evidence=evidence
+    )

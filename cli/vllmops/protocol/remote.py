@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from .engine import Answer
-from .server import ProcessState, Pulse
+from .engine import AgentAnswer
+from .server import ProcessHeartbeat, ProcessState
 
 # And below it "/PID/ROUTE": a route of that process's agent; "/PID@ADDRESS/ROUTE" on another node.
 PROCESSES = "/v1/vllmops/processes"
@@ -24,11 +24,11 @@ GETS = frozenset(
 POSTS = frozenset({"abort", "compare", "drain", "heal", "repair", "reset"})
 
 
-class Member(ProcessState, frozen=True, kw_only=True):
+class ServerProcess(ProcessState, frozen=True, kw_only=True):
     """A process of the server, as the kernel sees it.
 
     Args:
-        start_ticks, boot: with the pid its `Identity`.
+        start_ticks, boot: with the pid its `ProcessIdentity`.
         at: the address of its node; empty for the node of the API server that answers.
     """
 
@@ -37,12 +37,12 @@ class Member(ProcessState, frozen=True, kw_only=True):
     at: str = ""
 
     @property
-    def path(self) -> str:
+    def route_prefix(self) -> str:
         """Of its agent's routes."""
         return f"{PROCESSES}/{self.pid}{self.at and '@'}{self.at}"
 
 
-class Silence(msgspec.Struct, frozen=True):
+class NodeGap(msgspec.Struct, frozen=True):
     """A node that does not answer.
 
     Args:
@@ -61,7 +61,7 @@ class Silence(msgspec.Struct, frozen=True):
         return f"node {name} does not answer: {self.why}"
 
 
-class Members(Answer, frozen=True, kw_only=True):
+class ServerProcesses(AgentAnswer, frozen=True, kw_only=True):
     """The processes of the server, on all nodes that the API server reaches.
 
     Args:
@@ -71,15 +71,15 @@ class Members(Answer, frozen=True, kw_only=True):
         processes: root first; of a node that has ceased to answer, what it had.
         pulses: the heartbeats of those that have one.
         silent: the nodes that do not answer.
-        compilers: as in `Observation`.
+        compilers: as in `ServerSample`.
     """
 
     vllmops: str
     node: str
     model: str | None = None
-    processes: tuple[Member, ...]
-    pulses: tuple[Pulse, ...] = ()
-    silent: tuple[Silence, ...] = ()
+    processes: tuple[ServerProcess, ...]
+    pulses: tuple[ProcessHeartbeat, ...] = ()
+    silent: tuple[NodeGap, ...] = ()
     compilers: tuple[str, ...] = ()
 
 
@@ -92,7 +92,7 @@ class Refusal(msgspec.Struct, frozen=True):
     exit_code: int = 1
 
 
-class Refused(msgspec.Struct, frozen=True):
+class RefusalBody(msgspec.Struct, frozen=True):
     """The body of a refusal."""
 
     error: Refusal

@@ -6,10 +6,10 @@ from enum import StrEnum
 
 import msgspec
 
-from .engine import Answer
+from .engine import AgentAnswer
 
 
-class Fault(StrEnum):
+class CacheDefect(StrEnum):
     """What can be repaired in an LRU cache."""
 
     GHOST_KEYS = "ghost keys"  # in the order, without data
@@ -21,7 +21,7 @@ class Fault(StrEnum):
     FRONT_ONLY = "entries that the engine does not have"
 
 
-class Change(msgspec.Struct, frozen=True, kw_only=True):
+class CacheChange(msgspec.Struct, frozen=True, kw_only=True):
     """One fault of one cache.
 
     Args:
@@ -30,7 +30,7 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
         keys: the first few of them.
     """
 
-    fault: Fault
+    fault: CacheDefect
     count: float
     keys: list[str] = []
 
@@ -47,11 +47,11 @@ class CacheRepair(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     side: str
-    changes: list[Change]
+    changes: list[CacheChange]
     left: str | None = None
 
 
-class ProcessRepair(Answer, frozen=True, kw_only=True):
+class ProcessRepair(AgentAnswer, frozen=True, kw_only=True):
     """The repair of one process's caches; those without a fault are left out.
 
     Args:

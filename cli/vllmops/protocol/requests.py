@@ -6,10 +6,10 @@ from enum import StrEnum
 
 import msgspec
 
-from .engine import Answer
+from .engine import AgentAnswer
 
 
-class State(StrEnum):
+class RequestState(StrEnum):
     """How far a request is."""
 
     RENDERING = "rendering"  # in an API server; the engine does not have it yet
@@ -24,7 +24,7 @@ class State(StrEnum):
     FINISHED = "finished, not freed"
 
 
-class Cause(StrEnum):
+class WaitCause(StrEnum):
     """What a scheduler's queue waits for."""
 
     PAUSED = "paused"
@@ -63,9 +63,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         id: vLLM's own.
-        state: one of `State`.
+        state: one of `RequestState`.
         reason: why it waits; empty if it does not, or if nothing is known.
-        cause: the same as one of `Cause`, or empty.
+        cause: the same as one of `WaitCause`, or empty.
         age_s: seconds since it arrived at the API server, by the clock of that machine.
         still_s: seconds since it last got a token or had one computed; None if unknown.
         prompt_tokens, output_tokens: so far.
@@ -91,7 +91,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     lora: str | None = None
 
 
-class ProcessRequests(Answer, frozen=True, kw_only=True):
+class ProcessRequests(AgentAnswer, frozen=True, kw_only=True):
     """The requests of one process.
 
     Args:
@@ -117,7 +117,7 @@ class ProcessRequests(Answer, frozen=True, kw_only=True):
     problems: tuple[str, ...] = ()
 
 
-class Abort(msgspec.Struct, frozen=True, kw_only=True):
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The request to end requests, to an API server's agent or an engine's.
 
     Args:
@@ -131,7 +131,7 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 1.0
 
 
-class Aborted(Answer, frozen=True, kw_only=True):
+class AbortAnswer(AgentAnswer, frozen=True, kw_only=True):
     """What was done.
 
     Args:
@@ -145,7 +145,7 @@ class Aborted(Answer, frozen=True, kw_only=True):
     pending: bool = False
 
 
-class Reveal(msgspec.Struct, frozen=True, kw_only=True):
+class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The request for the prompt of a request.
 
     Args:
@@ -155,7 +155,7 @@ class Reveal(msgspec.Struct, frozen=True, kw_only=True):
     id: str
 
 
-class Prompt(Answer, frozen=True, kw_only=True):
+class PromptAnswer(AgentAnswer, frozen=True, kw_only=True):
     """The prompt of a request.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .engine import Answer, Seconds
+from .engine import AgentAnswer, Seconds
 
 
 class ResetRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +18,7 @@ class ResetRequest(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: Seconds
 
 
-class ResetDone(Answer, frozen=True, kw_only=True):
+class ResetAnswer(AgentAnswer, frozen=True, kw_only=True):
     """The result of a reset.
 
     Args:

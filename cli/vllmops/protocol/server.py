@@ -12,18 +12,18 @@ from typing import Literal
 import msgspec
 
 from .caches import CacheSnapshot
-from .compares import Comparison
-from .engine import SCHEMA, Beat, Count, EngineState, Hello, Traffic
-from .heal import Proof
-from .memory import Recording
+from .compares import CacheComparison
+from .engine import SCHEMA, Count, EngineState, Heartbeat, Hello, Traffic
+from .heal import HealProof
+from .memory import MemoryRecording
 from .metrics import Metrics
 from .patches import ProcessPatches
-from .place import Place
+from .place import Placement
 from .stacks import StacksSnapshot
 from .steps import StepsRecording
 
 
-class Unseen(msgspec.Struct, frozen=True):
+class Gap(msgspec.Struct, frozen=True):
     """Something that could not be examined.
 
     Args:
@@ -39,7 +39,7 @@ class Unseen(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-class Turns(msgspec.Struct, frozen=True):
+class ThreadTimeslices(msgspec.Struct, frozen=True):
     """A thread's turns on a processor so far, as in the kernel's ``schedstat``.
 
     Args:
@@ -53,7 +53,7 @@ class Turns(msgspec.Struct, frozen=True):
     count: int
 
 
-class ProcessState(Place, frozen=True, kw_only=True):
+class ProcessState(Placement, frozen=True, kw_only=True):
     """A process as the kernel sees it.
 
     Args:
@@ -75,12 +75,12 @@ class ProcessState(Place, frozen=True, kw_only=True):
     title: str = ""
     state: str = ""
     cpu_s: float = 0.0
-    main: Turns | None = None
+    main: ThreadTimeslices | None = None
     rss_bytes: int | None = None
     threads: int | None = None
 
 
-class AgentReport(Place, frozen=True, kw_only=True):
+class AgentReport(Placement, frozen=True, kw_only=True):
     """An agent's report about its process, without caches and patches.
 
     Args:
@@ -95,7 +95,7 @@ class AgentReport(Place, frozen=True, kw_only=True):
     packages: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class Pulse(Place, frozen=True, kw_only=True):
+class ProcessHeartbeat(Placement, frozen=True, kw_only=True):
     """A heartbeat as read from outside.
 
     Args:
@@ -107,10 +107,10 @@ class Pulse(Place, frozen=True, kw_only=True):
     role: str
     pid: int
     age_s: float
-    beat: Beat
+    beat: Heartbeat
 
 
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
+class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     """The state at one moment.
 
     Args:
@@ -124,7 +124,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     at_s: float
-    pulses: tuple[Pulse, ...] = ()
+    pulses: tuple[ProcessHeartbeat, ...] = ()
     metrics: Metrics | None = None
     health: int | None = None
     processes: tuple[ProcessState, ...] = ()
@@ -149,7 +149,7 @@ class Canary(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Guard(msgspec.Struct, frozen=True, kw_only=True):
+class Exposure(msgspec.Struct, frozen=True, kw_only=True):
     """Who can reach the server, and what protects it; None if unknown.
 
     Args:
@@ -169,7 +169,7 @@ class Guard(msgspec.Struct, frozen=True, kw_only=True):
     store: str | None = None
 
 
-class Disk(msgspec.Struct, frozen=True):
+class DiskSpace(msgspec.Struct, frozen=True):
     """A file system; bytes.
 
     Args:
@@ -183,7 +183,7 @@ class Disk(msgspec.Struct, frozen=True):
     free: Count
 
 
-class Leftover(msgspec.Struct, frozen=True):
+class ShmLeftover(msgspec.Struct, frozen=True):
     """A segment of ``/dev/shm`` that no live process uses.
 
     Args:
@@ -275,8 +275,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
     memory_total: Count
     memory_available: Count
-    disks: tuple[Disk, ...] = ()
-    leftovers: tuple[Leftover, ...] = ()
+    disks: tuple[DiskSpace, ...] = ()
+    leftovers: tuple[ShmLeftover, ...] = ()
     orphans: tuple[ProcessState, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     xids: tuple[Xid, ...] = ()
@@ -341,17 +341,17 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
     uptime_s: float | None = None
     vllm_version: str | None = None
-    looks: tuple[Observation, ...] = ()
+    looks: tuple[ServerSample, ...] = ()
     reports: tuple[AgentReport, ...] = ()
     caches: CacheSnapshot | None = None
-    comparisons: tuple[Comparison, ...] = ()
+    comparisons: tuple[CacheComparison, ...] = ()
     patches: tuple[ProcessPatches, ...] = ()
     stacks: tuple[StacksSnapshot, ...] = ()
     ras: tuple[RasCapture, ...] = ()
-    memory: Recording | None = None
+    memory: MemoryRecording | None = None
     recordings: tuple[StepsRecording, ...] = ()
-    lost_loads: tuple[Proof, ...] = ()
-    guard: Guard = Guard()
+    lost_loads: tuple[HealProof, ...] = ()
+    guard: Exposure = Exposure()
     machine: Machine
     canary: Canary | None = None
-    unseen: tuple[Unseen, ...] = ()
+    unseen: tuple[Gap, ...] = ()

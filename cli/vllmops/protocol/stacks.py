@@ -7,13 +7,13 @@ from typing import Literal
 
 import msgspec
 
-from .engine import Answer
-from .place import Place
+from .engine import AgentAnswer
+from .place import Placement
 
 SCHEMA = 1
 
 
-class Local(msgspec.Struct, frozen=True):
+class LocalVariable(msgspec.Struct, frozen=True):
     """A local variable, as py-spy prints it (cut to some 100 characters).
 
     Args:
@@ -42,10 +42,10 @@ class Frame(msgspec.Struct, frozen=True):
     file: str
     short_file: str
     line: int | None = None
-    locals: tuple[Local, ...] | None = None
+    locals: tuple[LocalVariable, ...] | None = None
 
 
-class Thread(msgspec.Struct, frozen=True):
+class ThreadStack(msgspec.Struct, frozen=True):
     """One Python thread.
 
     Args:
@@ -63,7 +63,7 @@ class Thread(msgspec.Struct, frozen=True):
     frames: tuple[Frame, ...]
 
 
-class Problem(msgspec.Struct, frozen=True):
+class StacksGap(msgspec.Struct, frozen=True):
     """Why a process has no stacks: a stable code, what is wrong, and a hint."""
 
     code: str
@@ -71,7 +71,7 @@ class Problem(msgspec.Struct, frozen=True):
     hint: str = ""
 
 
-class ProcessStacks(Place, frozen=True, kw_only=True, dict=True):
+class ProcessStacks(Placement, frozen=True, kw_only=True, dict=True):
     """The threads of one process, or why they could not be read.
 
     Args:
@@ -98,24 +98,24 @@ class ProcessStacks(Place, frozen=True, kw_only=True, dict=True):
     seconds: float = 0.0
     note: str = ""
     source: Literal["py-spy", "agent", "pystack"] = "py-spy"
-    instead: Problem | None = None
-    threads: tuple[Thread, ...] = ()
+    instead: StacksGap | None = None
+    threads: tuple[ThreadStack, ...] = ()
     stopped: bool = False
-    error: Problem | None = None
+    error: StacksGap | None = None
 
     @cached_property
-    def names_main(self) -> bool:
+    def has_main_thread(self) -> bool:
         """Whether a thread has the name of Python's main one."""
         return any(thread.name == "MainThread" for thread in self.threads)
 
 
-class AgentStacks(Answer, frozen=True, kw_only=True):
+class AgentStacks(AgentAnswer, frozen=True, kw_only=True):
     """An agent's own view of its process."""
 
     stacks: ProcessStacks
 
 
-class Options(msgspec.Struct, frozen=True):
+class DumpOptions(msgspec.Struct, frozen=True):
     """How to dump.
 
     Args:
@@ -144,5 +144,5 @@ class StacksSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     captured_at: float
     seconds: float
     server: str | None = None
-    options: Options
+    options: DumpOptions
     processes: tuple[ProcessStacks, ...]

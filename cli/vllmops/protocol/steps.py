@@ -15,9 +15,9 @@ from zlib import crc32
 
 import msgspec
 
-from .engine import LAST_AT, SCHEMA, Answer, Moment, Seconds, Whole
-from .identity import Identity
-from .place import Place, Standing
+from .engine import LAST_AT, SCHEMA, AgentAnswer, Moment, Seconds, Whole
+from .identity import ProcessIdentity
+from .place import Placement, ServerMembership
 
 FORMAT: Final = 1
 SUFFIX: Final = ".steps"
@@ -80,7 +80,7 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
         return self.began_at + self.seconds
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether all of them ended."""
         return self.ended >= self.steps
 
@@ -91,7 +91,7 @@ class StepsHead(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         format: of the file.
         pid: process id.
-        start_ticks, boot: with the pid its `Identity`.
+        start_ticks, boot: with the pid its `ProcessIdentity`.
         parent, session: the process that started it, and its session; a dead server is known by
             them.
         started_at: when the recording began, in seconds since the epoch.
@@ -105,19 +105,19 @@ class StepsHead(msgspec.Struct, frozen=True, kw_only=True):
     parent: int = 0
     session: int = 0
     started_at: Moment = 0.0
-    standing: Standing = Standing()
+    standing: ServerMembership = ServerMembership()
 
     @property
-    def identity(self) -> Identity:
-        return Identity(self.pid, self.start_ticks, self.boot)
+    def identity(self) -> ProcessIdentity:
+        return ProcessIdentity(self.pid, self.start_ticks, self.boot)
 
     @property
-    def family(self) -> tuple[int, ...]:
+    def related_pids(self) -> tuple[int, ...]:
         """The pids by which its server may be named."""
         return self.pid, self.parent, self.session
 
 
-class StepsFile(Answer, frozen=True, kw_only=True):
+class StepsFile(AgentAnswer, frozen=True, kw_only=True):
     """A recording as an agent gives it: to read it here would cost the engine milliseconds.
 
     Args:
@@ -130,7 +130,7 @@ class StepsFile(Answer, frozen=True, kw_only=True):
     content: bytes
 
 
-class StepsRecording(Answer, frozen=True, kw_only=True):
+class StepsRecording(AgentAnswer, frozen=True, kw_only=True):
     """What a recording holds.
 
     Args:
@@ -151,17 +151,17 @@ class StepsRecording(Answer, frozen=True, kw_only=True):
     steps: tuple[Step, ...] = ()
 
     @property
-    def open(self) -> Step | None:
+    def open_step(self) -> Step | None:
         """The oldest steps that did not end, None if all did."""
         # Steps overlap where vLLM schedules ahead; long ago, one without an end was given up.
-        return next((step for step in self.steps[-OVERLAP:] if not step.whole), None)
+        return next((step for step in self.steps[-OVERLAP:] if not step.is_complete), None)
 
 
 HEADS = msgspec.json.Decoder(StepsHead)
 
 
 @dataclass(slots=True)
-class Run:
+class StepAccumulator:
     """The steps of one record while they are counted, with the fields of `Step`.
 
     Args:
@@ -188,10 +188,10 @@ class Run:
     offset: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.offset = offset(self.sequence)
+        self.offset = compute_record_offset(self.sequence)
 
 
-def packed(run: Run) -> bytes:
+def pack_record(run: StepAccumulator) -> bytes:
     """A record; numbers beyond its fields become the largest that fit."""
     usage = run.kv_cache_usage
     kv = UNKNOWN if usage is None else int(usage * KV_PARTS)
@@ -220,17 +220,17 @@ def packed(run: Run) -> bytes:
     return content + checksum(crc32(content))
 
 
-def file_name(identity: Identity) -> str:
+def make_recording_name(identity: ProcessIdentity) -> str:
     """A recording's name; the pid alone may soon be another process's, above all in a container."""
     return f"{identity.pid}-{identity.start_ticks}{SUFFIX}"
 
 
-def offset(sequence: int) -> int:
+def compute_record_offset(sequence: int) -> int:
     """Where in the file a record is."""
     return HEAD_BYTES + sequence % SLOTS * RECORD.size
 
 
-def head(content: bytes) -> StepsHead | None:
+def parse_head(content: bytes) -> StepsHead | None:
     """The head of a file; None if it is none of this format."""
     try:
         head_ = HEADS.decode(content[:HEAD_BYTES])
@@ -239,28 +239,28 @@ def head(content: bytes) -> StepsHead | None:
     return head_ if head_.format == FORMAT else None
 
 
-def recording(content: bytes, pid: int, role: str, *, alive: bool = True) -> StepsRecording:
+def parse_recording(content: bytes, pid: int, role: str, *, alive: bool = True) -> StepsRecording:
     """What the content of a file says; of one that is none, nothing."""
-    head_ = head(content)
+    head_ = parse_head(content)
     return StepsRecording(
-        **(head_.standing if head_ else Place()).where(),
+        **(head_.standing if head_ else Placement()).placement_fields(),
         role=role,
         pid=pid,
         head=head_,
         alive=alive,
         read_at=time.time(),
-        steps=steps(content) if head_ else (),
+        steps=parse_steps(content) if head_ else (),
     )
 
 
-def steps(content: bytes) -> tuple[Step, ...]:
+def parse_steps(content: bytes) -> tuple[Step, ...]:
     """The whole records of a file, oldest first; whatever else is in it is dropped."""
-    numbered = sorted(records(content), key=lambda record: record[0])
+    numbered = sorted(parse_records(content), key=lambda record: record[0])
     newest = numbered[-1][0] if numbered else 0
     return tuple(step for sequence, step in numbered if sequence > newest - SLOTS)
 
 
-def records(content: bytes) -> Iterator[tuple[int, Step]]:
+def parse_records(content: bytes) -> Iterator[tuple[int, Step]]:
     view = memoryview(content)[HEAD_BYTES:FILE_BYTES]
     view = view[: len(view) - len(view) % RECORD.size]
     for slot, fields in enumerate(RECORD.iter_unpack(view)):

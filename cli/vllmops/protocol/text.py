@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-def encoded(content: object) -> bytes:
+def encode_json(content: object) -> bytes:
     """JSON; what UTF-8 can't hold is shown as an escape.
 
     A file's name and a process's title may have any bytes, and a client's request any string that
@@ -16,14 +16,14 @@ def encoded(content: object) -> bytes:
     try:
         return msgspec.json.encode(content)
     except UnicodeEncodeError:
-        return msgspec.json.encode(_text_alone(msgspec.to_builtins(content)))
+        return msgspec.json.encode(_escape_unencodable(msgspec.to_builtins(content)))
 
 
-def _text_alone(value: Any) -> Any:
+def _escape_unencodable(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, dict):
-        return {_text_alone(key): _text_alone(item) for key, item in value.items()}
+        return {_escape_unencodable(key): _escape_unencodable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_text_alone(item) for item in value]
+        return [_escape_unencodable(item) for item in value]
     return value

@@ -10,19 +10,19 @@ from .caches import ProcessCaches
 from .keys import ProcessKeys
 from .patches import ProcessPatches
 from .requests import ProcessRequests
-from .server import Gpu, ProcessState, Pulse
+from .server import Gpu, ProcessHeartbeat, ProcessState
 
 Certainty = Literal["", "likely", "sure"]
 
 
-class KnownBad(msgspec.Struct, frozen=True):
+class KnownBadVersion(msgspec.Struct, frozen=True):
     """An installed version that is known to hang."""
 
     package: str
     version: str
 
 
-class StoreUse(msgspec.Struct, frozen=True, kw_only=True):
+class StoreUsage(msgspec.Struct, frozen=True, kw_only=True):
     """What is in the store of an API server.
 
     Args:
@@ -40,7 +40,7 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True):
     capacity: int
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class MetricsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A server at about one moment.
 
     Args:
@@ -54,12 +54,12 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     processes: tuple[ProcessState, ...] = ()
-    pulses: tuple[Pulse, ...] = ()
+    pulses: tuple[ProcessHeartbeat, ...] = ()
     caches: tuple[ProcessCaches, ...] = ()
     requests: tuple[ProcessRequests, ...] = ()
     patches: tuple[ProcessPatches, ...] = ()
     keys: tuple[ProcessKeys, ...] = ()
     stall: Certainty = ""
-    store: StoreUse | None = None
-    known_bad: tuple[KnownBad, ...] = ()
+    store: StoreUsage | None = None
+    known_bad: tuple[KnownBadVersion, ...] = ()
     gpus: dict[str, tuple[Gpu, ...]] = {}

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
+class WatchEvent(msgspec.Struct, frozen=True, kw_only=True):
     """Something that happened to a server.
 
     Args:

@@ -10,21 +10,21 @@ import msgspec
 from ..host.processes import Process
 from ..host.roles import Role
 from ..instances.servers import Server
-from ..protocol.place import key
-from ..protocol.requests import Abort, Aborted, ProcessRequests, State
+from ..protocol.place import make_process_key
+from ..protocol.requests import AbortAnswer, AbortRequest, ProcessRequests, RequestState
 from ..rpc import agent
-from .listing import Row, look
+from .listing import InFlightRequest, collect_process_requests
 
 LOOP_S = 1.0  # for an API server's event loop
 GONE_S, POLL_S = 2.0, 0.1
 SLACK_S = 4.0
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True):
+class AbortOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of a request.
 
     Args:
-        id, http_id: as in `Row`.
+        id, http_id: as in `InFlightRequest`.
         done: whether no process knows it any more.
         left: who still does, and why; empty if nobody does.
     """
@@ -35,7 +35,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     left: str = ""
 
 
-def end(server: Server, rows: Sequence[Row], why: str) -> list[Ended]:
+def abort_requests(server: Server, rows: Sequence[InFlightRequest], why: str) -> list[AbortOutcome]:
     """End requests; each client gets an error.
 
     The front end is asked first, as its abort reaches the engine, too. The engines are asked for
@@ -51,35 +51,41 @@ def end(server: Server, rows: Sequence[Row], why: str) -> list[Ended]:
         VllmopsError: ``requests.no-agent``, if no process answers.
     """
     ids = [row.id for row in rows if row.id]
-    late = ask(server, Abort(ids=ids, why=why, timeout_s=LOOP_S), Role.API) if ids else {}
-    left, silent = remaining(server, ids)
+    late = (
+        send_abort(server, AbortRequest(ids=ids, why=why, timeout_s=LOOP_S), Role.API)
+        if ids
+        else {}
+    )
+    left, silent = wait_until_gone(server, ids)
     if in_engines := [name for name, where in left.items() if Role.ENGINE in where]:
-        ask(server, Abort(ids=in_engines), Role.ENGINE)
-        left, silent = remaining(server, ids)
+        send_abort(server, AbortRequest(ids=in_engines), Role.ENGINE)
+        left, silent = wait_until_gone(server, ids)
     return [
-        Ended(
+        AbortOutcome(
             id=row.id,
             http_id=row.http_id,
             done=not why_left,
             left=why_left,
         )
         for row in rows
-        for why_left in (remark(row, left.get(row.id, {}), silent, late),)
+        for why_left in (explain_remaining_request(row, left.get(row.id, {}), silent, late),)
     ]
 
 
-def ask(server: Server, request: Abort, role: Role) -> dict[int, str]:
+def send_abort(server: Server, request: AbortRequest, role: Role) -> dict[int, str]:
     """Ask every process of a role to end requests; by pid why some do so only later, if at all."""
 
-    def one(process: Process) -> Aborted:
-        return agent.reach(process, timeout_s=request.timeout_s + SLACK_S).abort(request)
+    def abort_in_process(process: Process) -> AbortAnswer:
+        return agent.open_agent(process, timeout_s=request.timeout_s + SLACK_S).abort_requests(
+            request
+        )
 
-    answers, silent = agent.side_by_side(server.of(role), one)
+    answers, silent = agent.collect_answers(server.select_processes(role), abort_in_process)
     late = {process.pid: "does not answer" for process in silent}
     return late | {answer.pid: "has a blocked event loop" for answer in answers if answer.pending}
 
 
-def remaining(
+def wait_until_gone(
     server: Server, ids: Sequence[str]
 ) -> tuple[dict[str, dict[str, int]], list[tuple[str, int]]]:
     """Who still knows a request after a while, and who may: engines that do not answer.
@@ -89,15 +95,17 @@ def remaining(
     """
     until = time.monotonic() + GONE_S
     while True:
-        processes, silent = look(server)
-        left = knowing(processes, set(ids))
-        mute = [key(process) for process in silent if process.role == Role.ENGINE]
+        processes, silent = collect_process_requests(server)
+        left = find_holder_pids(processes, set(ids))
+        mute = [make_process_key(process) for process in silent if process.role == Role.ENGINE]
         if not (left or mute) or time.monotonic() >= until:
             return left, mute
         time.sleep(POLL_S)
 
 
-def knowing(processes: Sequence[ProcessRequests], ids: set[str]) -> dict[str, dict[str, int]]:
+def find_holder_pids(
+    processes: Sequence[ProcessRequests], ids: set[str]
+) -> dict[str, dict[str, int]]:
     """Which of some requests are still known: by id the pids, by role.
 
     A worker forgets a request with the next step of its engine, which may be far away: it does not
@@ -106,14 +114,17 @@ def knowing(processes: Sequence[ProcessRequests], ids: set[str]) -> dict[str, di
     by_request: dict[str, dict[str, int]] = {}
     for process in processes:
         known = {request.id for request in process.front or ()}
-        known |= {one.id for one in process.engine or () if one.state != State.FINISHED}
+        known |= {one.id for one in process.engine or () if one.state != RequestState.FINISHED}
         for name in known & ids:
             by_request.setdefault(name, {})[process.role] = process.pid
     return by_request
 
 
-def remark(
-    row: Row, where: dict[str, int], silent: Sequence[tuple[str, int]], late: dict[int, str]
+def explain_remaining_request(
+    row: InFlightRequest,
+    where: dict[str, int],
+    silent: Sequence[tuple[str, int]],
+    late: dict[int, str],
 ) -> str:
     """Why a request is not gone; empty if it is.
 

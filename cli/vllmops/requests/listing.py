@@ -10,18 +10,18 @@ from typing import NamedTuple
 import msgspec
 
 from ..diagnose.findings import Finding
-from ..diagnose.requests import lost_loads, zombies
+from ..diagnose.requests import check_zombie_requests, make_lost_load_findings
 from ..errors import VllmopsError
 from ..host.processes import Process
 from ..host.roles import Role
 from ..instances.servers import Server
-from ..protocol.caches import Silent
-from ..protocol.place import key, named
-from ..protocol.requests import EngineRequest, FrontRequest, ProcessRequests, State
+from ..protocol.caches import ProcessGap
+from ..protocol.place import format_role_and_ranks, make_process_key
+from ..protocol.requests import EngineRequest, FrontRequest, ProcessRequests, RequestState
 from ..rpc import agent
-from ..rpc.proofs import awake
+from ..rpc.proofs import is_running_python
 from . import loads
-from .lost import lost
+from .lost import find_one_sided_requests
 
 LOOKS, APART_S = 3, 0.4
 TIMEOUT_S = 5.0
@@ -31,13 +31,13 @@ WITH_REQUESTS = (Role.API, Role.ENGINE, Role.WORKER)
 NUMBERED = "(?:classify|cmpl|decision|embd|generative-scoring|pool|pooling|rerank|score)-"
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class InFlightRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request in flight.
 
     Args:
         id: vLLM's own; empty before the engine has it.
         http_id: the one that the client sees; empty if no API server knows the request.
-        state: one of `State`.
+        state: one of `RequestState`.
         waiting_reason: why it waits; empty if it does not, or if nothing is known.
         age_s: seconds since it arrived.
         still_s: seconds since the engine last computed a token of it; None if unknown.
@@ -74,7 +74,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     stuck: str = ""
 
 
-class Listing(NamedTuple):
+class RequestListing(NamedTuple):
     """All requests of a server at one moment.
 
     Args:
@@ -84,13 +84,13 @@ class Listing(NamedTuple):
         problems: what could not be read.
     """
 
-    rows: list[Row]
+    rows: list[InFlightRequest]
     findings: list[Finding]
-    silent: list[Silent]
+    silent: list[ProcessGap]
     problems: list[str]
 
 
-def take(server: Server, stuck_s: float) -> Listing:
+def list_requests(server: Server, stuck_s: float) -> RequestListing:
     """The requests of a server; looks again where one side alone seems to know one.
 
     Args:
@@ -102,29 +102,37 @@ def take(server: Server, stuck_s: float) -> Listing:
     """
     seen: list[dict[str, str]] = []
     while True:
-        processes, silent = look(server)
-        seen.append(lost(server, processes, silent))
+        processes, silent = collect_process_requests(server)
+        seen.append(find_one_sided_requests(server, processes, silent))
         if not seen[-1] or len(seen) == LOOKS:
             break
         time.sleep(APART_S)
-    found = zombies(seen)
-    if any(one.state == State.WAITING_FOR_KV for each in processes for one in each.engine or ()):
-        found += lost_loads(loads.lost(server))
-    return Listing(
-        rows=joined(processes, stuck_s, {finding.subject: finding.evidence for finding in found}),
+    found = check_zombie_requests(seen)
+    if any(
+        one.state == RequestState.WAITING_FOR_KV for each in processes for one in each.engine or ()
+    ):
+        found += make_lost_load_findings(loads.prove_lost_loads(server))
+    return RequestListing(
+        rows=merge_requests(
+            processes, stuck_s, {finding.subject: finding.evidence for finding in found}
+        ),
         findings=found,
         silent=silent,
-        problems=[f"{named(p.role, p)} {p.pid}: {why}" for p in processes for why in p.problems],
+        problems=[
+            f"{format_role_and_ranks(p.role, p)} {p.pid}: {why}"
+            for p in processes
+            for why in p.problems
+        ],
     )
 
 
-def look(server: Server) -> tuple[list[ProcessRequests], list[Silent]]:
+def collect_process_requests(server: Server) -> tuple[list[ProcessRequests], list[ProcessGap]]:
     """What each process knows now.
 
     Raises:
         VllmopsError: ``requests.no-agent``, ``requests.no-process``.
     """
-    asked = server.of(*WITH_REQUESTS)
+    asked = server.select_processes(*WITH_REQUESTS)
     if not asked:
         raise VllmopsError(
             "requests.no-process",
@@ -132,54 +140,62 @@ def look(server: Server) -> tuple[list[ProcessRequests], list[Silent]]:
             f"vllmops wait {server.label} --for ready",
         )
 
-    def one(process: Process) -> ProcessRequests:
-        timeout_s = TIMEOUT_S if awake(process) else HARDLY_S
-        return agent.reach(process, timeout_s=timeout_s).requests()
+    def fetch_requests(process: Process) -> ProcessRequests:
+        timeout_s = TIMEOUT_S if is_running_python(process) else HARDLY_S
+        return agent.open_agent(process, timeout_s=timeout_s).fetch_requests()
 
-    processes, silent = agent.side_by_side(asked, one)
+    processes, silent = agent.collect_answers(asked, fetch_requests)
     if not processes:
-        raise agent.nobody(
+        raise agent.make_no_answer_error(
             "requests.no-agent", f"no process of {server.label} reported its requests", silent
         )
     return processes, silent
 
 
-def joined(processes: Sequence[ProcessRequests], stuck_s: float, lost: dict[str, str]) -> list[Row]:
+def merge_requests(
+    processes: Sequence[ProcessRequests], stuck_s: float, lost: dict[str, str]
+) -> list[InFlightRequest]:
     """A row for each request, the oldest first.
 
     Args:
         processes: of one server.
-        stuck_s: as in `take`.
+        stuck_s: as in `list_requests`.
         lost: evidence by the id of each request that one side alone knows, or that waits in vain.
     """
     fronts: dict[str, tuple[ProcessRequests, FrontRequest]] = {}
     engines: dict[str, tuple[ProcessRequests, EngineRequest]] = {}
-    rows: list[Row] = []
+    rows: list[InFlightRequest] = []
     for process in processes:
         for front in process.front or ():
             if front.id:
                 fronts[front.id] = process, front
             else:
-                rows.append(of_front(process, front, State.RENDERING))
+                rows.append(from_front_request(process, front, RequestState.RENDERING))
         engines |= {request.id: (process, request) for request in process.engine or ()}
     for name, (process, front) in fronts.items():
-        row = of_front(process, front, State.SENT)
-        rows.append(with_engine(row, *engines[name]) if name in engines else row)
+        row = from_front_request(process, front, RequestState.SENT)
+        rows.append(add_engine_state(row, *engines[name]) if name in engines else row)
     rows += [
-        with_engine(Row(id=name, state=""), *known)
+        add_engine_state(InFlightRequest(id=name, state=""), *known)
         for name, known in engines.items()
         if name not in fronts
     ]
-    still = {key(process): process for process in processes if process.engine is not None}
+    still = {
+        make_process_key(process): process for process in processes if process.engine is not None
+    }
     rows = [
-        msgspec.structs.replace(row, stuck=lost.get(row.id) or stuck(row, still, stuck_s))
+        msgspec.structs.replace(
+            row, stuck=lost.get(row.id) or explain_stuck_request(row, still, stuck_s)
+        )
         for row in rows
     ]
     return sorted(rows, key=lambda row: -(row.age_s or 0.0))
 
 
-def of_front(process: ProcessRequests, request: FrontRequest, state: State) -> Row:
-    return Row(
+def from_front_request(
+    process: ProcessRequests, request: FrontRequest, state: RequestState
+) -> InFlightRequest:
+    return InFlightRequest(
         id=request.id,
         http_id=request.http_id,
         state=state,
@@ -193,7 +209,9 @@ def of_front(process: ProcessRequests, request: FrontRequest, state: State) -> R
     )
 
 
-def with_engine(row: Row, process: ProcessRequests, request: EngineRequest) -> Row:
+def add_engine_state(
+    row: InFlightRequest, process: ProcessRequests, request: EngineRequest
+) -> InFlightRequest:
     """A row with what the scheduler knows: it is nearer to the truth than the front end."""
     return msgspec.structs.replace(
         row,
@@ -214,7 +232,9 @@ def with_engine(row: Row, process: ProcessRequests, request: EngineRequest) -> R
     )
 
 
-def stuck(row: Row, engines: dict[tuple[str, int], ProcessRequests], stuck_s: float) -> str:
+def explain_stuck_request(
+    row: InFlightRequest, engines: dict[tuple[str, int], ProcessRequests], stuck_s: float
+) -> str:
     """Why a request counts as stuck; empty if it does not.
 
     A request that waits while others get tokens is not stuck: the server is full.
@@ -224,12 +244,12 @@ def stuck(row: Row, engines: dict[tuple[str, int], ProcessRequests], stuck_s: fl
         return ""
     if row.still_s is not None and row.still_s >= stuck_s:
         return f"no token computed for {row.still_s:.0f} s"
-    if (engine.still_s or 0.0) >= stuck_s and row.state != State.FINISHED:
+    if (engine.still_s or 0.0) >= stuck_s and row.state != RequestState.FINISHED:
         return f"its engine makes no progress for {engine.still_s:.0f} s"
     return ""
 
 
-def matching(rows: Sequence[Row], word: str) -> list[Row]:
+def select_by_id(rows: Sequence[InFlightRequest], word: str) -> list[InFlightRequest]:
     """The requests that an id means: vLLM's own, the client's, or its ``X-Request-Id``.
 
     vLLM puts ``chatcmpl-`` and the like before that, and after it, on some routes, the number of a

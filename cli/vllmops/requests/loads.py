@@ -10,46 +10,46 @@ from ..errors import VllmopsError
 from ..host.processes import Process
 from ..host.roles import Role
 from ..instances.servers import Server
-from ..protocol.heal import HealRequest, Proof
+from ..protocol.heal import HealProof, HealRequest
 from ..rpc import agent
-from ..rpc.proofs import Case, ask, asked, certain
+from ..rpc.proofs import HealCase, collect_cases, prove_cases, send_heal_request
 
 ACTION = "transfers"  # of the agents, and of ``vllmops heal``
 HOLDERS = (Role.WORKER, Role.ENGINE)  # an engine without workers has the connector itself
 
 
-def look(server: Server) -> list[Case]:
+def find_lost_loads(server: Server) -> list[HealCase]:
     """What a look shows: loads that no engine and no worker knows, or whose sender is gone."""
-    cases = asked(server.of(Role.ENGINE), ACTION)
+    cases = collect_cases(server.select_processes(Role.ENGINE), ACTION)
     names = [case.proof.subject for case in cases if not case.proof.why]
-    kept = known(server, names) if names else set()
+    kept = find_known_loads(server, names) if names else set()
     return [case for case in cases if case.proof.why or case.proof.subject not in kept]
 
 
-def lost(server: Server) -> list[Proof]:
+def prove_lost_loads(server: Server) -> list[HealProof]:
     """What is proven; nothing of a server whose processes end meanwhile."""
     try:
-        return [case.proof for case in certain(partial(look, server))]
+        return [case.proof for case in prove_cases(partial(find_lost_loads, server))]
     except VllmopsError:
         return []
 
 
-def known(server: Server, names: Sequence[str]) -> set[str]:
+def find_known_loads(server: Server, names: Sequence[str]) -> set[str]:
     """The requests whose load a worker may still know: all, where not every worker says so."""
 
-    def one(process: Process) -> tuple[Proof, ...]:
-        return ask(process, HealRequest(action=ACTION, among=list(names))).proofs
+    def fetch_proofs(process: Process) -> tuple[HealProof, ...]:
+        return send_heal_request(process, HealRequest(action=ACTION, among=list(names))).proofs
 
-    asked = server.of(*HOLDERS)
-    answers, silent = agent.side_by_side(asked, one)
+    asked = server.select_processes(*HOLDERS)
+    answers, silent = agent.collect_answers(asked, fetch_proofs)
     connectors = [proof for proofs in answers for proof in proofs]
-    if silent or len(connectors) < workers(server):
+    if silent or len(connectors) < count_workers(server):
         return set(names)
     return {name for proof in connectors for name in proof.requests}
 
 
-def workers(server: Server) -> int:
+def count_workers(server: Server) -> int:
     """How many workers a server has on all its nodes, as far as its heartbeats tell."""
-    pulses = [agent.beat(process) for process in server.of(*HOLDERS)]
+    pulses = [agent.read_heartbeat(process) for process in server.select_processes(*HOLDERS)]
     sizes = [pulse.beat.standing.sizes for pulse in pulses if pulse]
     return max((math.prod(size.values()) for size in sizes), default=1)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..diagnose.requests import one_sided
+from ..diagnose.requests import compare_request_sides
 from ..host.processes import Process
 from ..host.roles import Role
 from ..instances.servers import Server
-from ..protocol.caches import Silent
+from ..protocol.caches import ProcessGap
 from ..protocol.heal import HealRequest
 from ..protocol.requests import ProcessRequests
 from ..rpc import agent
@@ -17,8 +17,8 @@ TIMEOUT_S = 5.0
 ENDS = (Role.API, Role.ENGINE)
 
 
-def lost(
-    server: Server, processes: Sequence[ProcessRequests], silent: Sequence[Silent]
+def find_one_sided_requests(
+    server: Server, processes: Sequence[ProcessRequests], silent: Sequence[ProcessGap]
 ) -> dict[str, str]:
     """The ids that one side alone knows, and who it is; none while one may be on its way.
 
@@ -27,30 +27,32 @@ def lost(
 
     Args:
         server: that was looked at.
-        processes: what each knows, as `listing.look` gives it.
+        processes: what each knows, as `listing.collect_process_requests` gives it.
         silent: the processes that did not answer.
     """
-    lone = one_sided(processes, silent)
-    if not lone or len(server.of(Role.ENGINE)) < engines(server):
+    lone = compare_request_sides(processes, silent)
+    if not lone or len(server.select_processes(Role.ENGINE)) < count_engines(server):
         return {}  # an engine on another node may have it
-    rested, _ = agent.side_by_side(server.of(*ENDS), at_rest)
-    return lone if all(rested) and len(rested) == len(server.of(*ENDS)) else {}
+    rested, _ = agent.collect_answers(server.select_processes(*ENDS), is_at_rest)
+    return lone if all(rested) and len(rested) == len(server.select_processes(*ENDS)) else {}
 
 
-def at_rest(process: Process) -> bool:
+def is_at_rest(process: Process) -> bool:
     """Whether nothing is on its way to or from a process; raises VllmopsError.
 
     One whose heartbeat is late would not answer, as it runs no Python.
     """
-    pulse = agent.beat(process)
+    pulse = agent.read_heartbeat(process)
     if pulse is not None and pulse.age_s >= agent.BEAT_LATE_S:
         return False
     return bool(
-        agent.reach(process, timeout_s=TIMEOUT_S).heal(HealRequest(action="transit")).proofs
+        agent.open_agent(process, timeout_s=TIMEOUT_S)
+        .send_heal_request(HealRequest(action="transit"))
+        .proofs
     )
 
 
-def engines(server: Server) -> int:
+def count_engines(server: Server) -> int:
     """How many engines a server has on all its nodes, as far as its heartbeats tell."""
-    pulses = [agent.beat(process) for process in server.of(*ENDS)]
+    pulses = [agent.read_heartbeat(process) for process in server.select_processes(*ENDS)]
     return max((pulse.beat.standing.sizes.get("DP", 1) for pulse in pulses if pulse), default=1)

@@ -1,6 +1,6 @@
 """Asks the agents inside a server's processes, over their Unix sockets.
 
-A process that is asked in another way is a `Distant` one.
+A process that is asked in another way is a `ProxiedProcess` one.
 """
 
 from __future__ import annotations
@@ -21,30 +21,44 @@ from typing import Any, TypeVar
 import msgspec
 
 from ..codes import ErrorCode
-from ..errors import Exit, VllmopsError
-from ..files import peer, read_private
-from ..home import home, user
+from ..errors import ExitCode, VllmopsError
+from ..files import read_peer_uid, read_private_file
+from ..home import format_user, resolve_home
 from ..host import proc, ptrace
 from ..host.processes import Process
-from ..protocol.caches import ProcessCaches, Silent
-from ..protocol.compares import CompareRequest, Comparison
-from ..protocol.engine import BEAT_BYTES, SCHEMA, Answer, Beat, EngineState, Hello, Traffic
+from ..protocol.caches import ProcessCaches, ProcessGap
+from ..protocol.compares import CacheComparison, CompareRequest
+from ..protocol.engine import (
+    BEAT_BYTES,
+    SCHEMA,
+    AgentAnswer,
+    EngineState,
+    Heartbeat,
+    Hello,
+    Traffic,
+)
 from ..protocol.fatal import FatalMessages
 from ..protocol.files import DAMAGE
-from ..protocol.heal import Healing, HealRequest
-from ..protocol.identity import Identity
+from ..protocol.heal import HealAnswer, HealRequest
+from ..protocol.identity import ProcessIdentity
 from ..protocol.keys import ProcessKeys
 from ..protocol.memory import AgentMemory
-from ..protocol.packages import Packages
+from ..protocol.packages import InstalledPackages
 from ..protocol.patches import ProcessPatches
-from ..protocol.place import named
-from ..protocol.remote import Members
+from ..protocol.place import format_role_and_ranks
+from ..protocol.remote import ServerProcesses
 from ..protocol.repairs import ProcessRepair, RepairRequest
-from ..protocol.requests import Abort, Aborted, ProcessRequests, Prompt, Reveal
-from ..protocol.resets import ResetDone, ResetRequest
-from ..protocol.socket import PATH_BYTES, sockets
+from ..protocol.requests import (
+    AbortAnswer,
+    AbortRequest,
+    ProcessRequests,
+    PromptAnswer,
+    PromptRequest,
+)
+from ..protocol.resets import ResetAnswer, ResetRequest
+from ..protocol.socket import PATH_BYTES, get_socket_directory
 from ..protocol.stacks import AgentStacks, ProcessStacks
-from ..protocol.steps import StepsFile, StepsRecording, recording
+from ..protocol.steps import StepsFile, StepsRecording, parse_recording
 
 TIMEOUT_S = 2.0
 # Beats come every second; this many seconds without one mean that Python no longer runs.
@@ -53,22 +67,38 @@ ANCESTORS = 4
 ANSWER_BYTES = 256 << 20  # the keys of some million cache entries
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
-DECODERS: dict[type[Answer], msgspec.json.Decoder[Any]] = {
+DECODERS: dict[type[AgentAnswer], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(kind)
     for kind in (
-        *(Aborted, AgentMemory, AgentStacks, Answer, Hello, EngineState, ProcessCaches),
-        *(Comparison, FatalMessages, Healing, Members, Packages, ProcessKeys, ProcessPatches),
-        *(ProcessRepair, ProcessRequests, Prompt, ResetDone, StepsFile, StepsRecording, Traffic),
+        *(AbortAnswer, AgentMemory, AgentStacks, AgentAnswer, Hello, EngineState, ProcessCaches),
+        *(
+            CacheComparison,
+            FatalMessages,
+            HealAnswer,
+            ServerProcesses,
+            InstalledPackages,
+            ProcessKeys,
+            ProcessPatches,
+        ),
+        *(
+            ProcessRepair,
+            ProcessRequests,
+            PromptAnswer,
+            ResetAnswer,
+            StepsFile,
+            StepsRecording,
+            Traffic,
+        ),
     )
 }
-BEATS = msgspec.json.Decoder(Beat)
+BEATS = msgspec.json.Decoder(Heartbeat)
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=AgentAnswer)
 P = TypeVar("P")
 
 
 class Agent:
-    """The agent of one process, verified by `reach`, which makes it.
+    """The agent of one process, verified by `open_agent`, which makes it.
 
     Every method raises VllmopsError: ``agent.timeout``, ``agent.stale``, ``agent.broken``,
     ``agent.older`` or ``agent.newer``.
@@ -86,82 +116,88 @@ class Agent:
         self.process = process
         self.path = path
         self.timeout_s = timeout_s
-        self.uid = owner(process) if uid is None else uid
-        self.kept: Connection | None = None
+        self.uid = read_process_uid(process) if uid is None else uid
+        self.kept: AgentConnection | None = None
 
-    def hello(self) -> Hello:
+    def fetch_hello(self) -> Hello:
         """Who it is, as it knows itself."""
-        return self.ask("GET", "/hello", Hello)
+        return self.fetch_answer("GET", "/hello", Hello)
 
-    def engine(self) -> EngineState:
+    def fetch_engine_state(self) -> EngineState:
         """How its engine is doing, with the place from the process tree."""
-        answer = self.ask("GET", "/engine", EngineState)
+        answer = self.fetch_answer("GET", "/engine", EngineState)
         return msgspec.structs.replace(answer, **msgspec.structs.asdict(self.process.place))
 
-    def caches(self, *, keys: bool = False) -> ProcessCaches:
+    def fetch_caches(self, *, keys: bool = False) -> ProcessCaches:
         """Its caches.
 
         Args:
             keys: whether to list every key of LRU caches too.
         """
-        return self.ask("GET", "/caches?keys=1" if keys else "/caches", ProcessCaches)
+        return self.fetch_answer("GET", "/caches?keys=1" if keys else "/caches", ProcessCaches)
 
-    def patches(self, *, verify: bool = False) -> ProcessPatches:
+    def fetch_patches(self, *, verify: bool = False) -> ProcessPatches:
         """Its patches.
 
         Args:
             verify: whether to probe again.
         """
-        return self.ask("GET", "/patches?verify=1" if verify else "/patches", ProcessPatches)
+        return self.fetch_answer(
+            "GET", "/patches?verify=1" if verify else "/patches", ProcessPatches
+        )
 
-    def packages(self) -> Packages:
+    def fetch_packages(self) -> InstalledPackages:
         """What is installed beside it."""
-        return self.ask("GET", "/packages", Packages)
+        return self.fetch_answer("GET", "/packages", InstalledPackages)
 
-    def memory(self) -> AgentMemory:
+    def fetch_memory(self) -> AgentMemory:
         """What only the process itself knows of its memory."""
-        return self.ask("GET", "/memory", AgentMemory)
+        return self.fetch_answer("GET", "/memory", AgentMemory)
 
-    def messages(self) -> FatalMessages:
+    def fetch_fatal_messages(self) -> FatalMessages:
         """The messages that ended a thread of it."""
-        return self.ask("GET", "/messages", FatalMessages)
+        return self.fetch_answer("GET", "/messages", FatalMessages)
 
-    def keys(self, *, reload: bool = False) -> ProcessKeys:
+    def fetch_keys(self, *, reload: bool = False) -> ProcessKeys:
         """Its keys, without their secrets.
 
         Args:
             reload: whether it is to read their file first.
         """
-        return self.ask("GET", "/keys?reload=1" if reload else "/keys", ProcessKeys)
+        return self.fetch_answer("GET", "/keys?reload=1" if reload else "/keys", ProcessKeys)
 
-    def stacks(self) -> ProcessStacks:
+    def fetch_stacks(self) -> ProcessStacks:
         """Its own view of its threads."""
-        stacks = self.ask("GET", "/stacks", AgentStacks).stacks
-        return msgspec.structs.replace(stacks, **shown(self.process), pid=self.process.pid)
+        stacks = self.fetch_answer("GET", "/stacks", AgentStacks).stacks
+        return msgspec.structs.replace(
+            stacks, **get_process_fields(self.process), pid=self.process.pid
+        )
 
-    def steps(self) -> StepsRecording:
+    def fetch_recording(self) -> StepsRecording:
         """The last steps of its engine."""
-        answer = self.ask("GET", "/steps", StepsFile)
-        recording_ = recording(answer.content, self.process.pid, self.process.role)
-        return msgspec.structs.replace(recording_, **shown(self.process))
+        answer = self.fetch_answer("GET", "/steps", StepsFile)
+        recording_ = parse_recording(answer.content, self.process.pid, self.process.role)
+        return msgspec.structs.replace(recording_, **get_process_fields(self.process))
 
-    def traffic(self) -> Traffic:
+    def fetch_traffic(self) -> Traffic:
         """How many HTTP requests it has."""
-        return self.ask("GET", "/traffic", Traffic)
+        return self.fetch_answer("GET", "/traffic", Traffic)
 
-    def requests(self) -> ProcessRequests:
+    def fetch_requests(self) -> ProcessRequests:
         """The requests that it knows."""
-        return self.ask("GET", "/requests", ProcessRequests)
+        return self.fetch_answer("GET", "/requests", ProcessRequests)
 
-    def prompt(self, request_id: str) -> Prompt:
+    def fetch_prompt(self, request_id: str) -> PromptAnswer:
         """The prompt of a request that it knows."""
-        return self.ask("POST", "/prompt", Prompt, msgspec.json.encode(Reveal(id=request_id)))
+        return self.fetch_answer(
+            "POST", "/prompt", PromptAnswer, msgspec.json.encode(PromptRequest(id=request_id))
+        )
 
-    def abort(self, request: Abort) -> Aborted:
+    def abort_requests(self, request: AbortRequest) -> AbortAnswer:
         """End requests."""
-        return self.ask("POST", "/abort", Aborted, msgspec.json.encode(request))
+        return self.fetch_answer("POST", "/abort", AbortAnswer, msgspec.json.encode(request))
 
-    def drain(
+    def set_draining(
         self, on: bool = True, *, cut: bool = False, rerun: bool = False, leave: bool = False
     ) -> Traffic:
         """Refuse new HTTP requests from now on, or take them again.
@@ -173,50 +209,52 @@ class Agent:
             leave: whether to take no more connections.
         """
         body = msgspec.json.encode({"on": on, "cut": cut, "rerun": rerun, "leave": leave})
-        return self.ask("POST", "/drain", Traffic, body)
+        return self.fetch_answer("POST", "/drain", Traffic, body)
 
-    def repair(self, request: RepairRequest) -> ProcessRepair:
+    def repair_caches(self, request: RepairRequest) -> ProcessRepair:
         """Repair its caches."""
-        return self.ask("POST", "/repair", ProcessRepair, msgspec.json.encode(request))
+        return self.fetch_answer("POST", "/repair", ProcessRepair, msgspec.json.encode(request))
 
-    def heal(self, request: HealRequest) -> Healing:
+    def send_heal_request(self, request: HealRequest) -> HealAnswer:
         """Look for a state that can be healed, or heal it."""
-        return self.ask("POST", "/heal", Healing, msgspec.json.encode(request))
+        return self.fetch_answer("POST", "/heal", HealAnswer, msgspec.json.encode(request))
 
-    def reset(self, request: ResetRequest) -> ResetDone:
+    def reset_caches(self, request: ResetRequest) -> ResetAnswer:
         """Empty the multimodal caches of an API server and its engine."""
-        return self.ask("POST", "/reset", ResetDone, msgspec.json.encode(request))
+        return self.fetch_answer("POST", "/reset", ResetAnswer, msgspec.json.encode(request))
 
-    def compare(self, request: CompareRequest) -> Comparison:
+    def compare_caches(self, request: CompareRequest) -> CacheComparison:
         """Both sides of the caches of an API server and its engines, while they work."""
-        return self.ask("POST", "/compare", Comparison, msgspec.json.encode(request))
+        return self.fetch_answer("POST", "/compare", CacheComparison, msgspec.json.encode(request))
 
-    def ask(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
+    def fetch_answer(self, method: str, path: str, kind: type[A], body: bytes | None = None) -> A:
         """Ask one question and decode the answer."""
-        status, content = self.exchange(method, path, body)
+        status, content = self.send_request(method, path, body)
         if status != http.client.OK:
-            raise broken(self.process, f"it answered {status} to {path}: {content[:200]!r}")
-        answer = decode(f"the agent of {name(self.process)}", content, kind)
+            raise make_broken_agent_error(
+                self.process, f"it answered {status} to {path}: {content[:200]!r}"
+            )
+        answer = decode_answer(f"the agent of {format_process_name(self.process)}", content, kind)
         # The process tree knows its role better, and in a container it has another pid for itself.
-        known = {**shown(self.process), "pid": self.process.pid}
+        known = {**get_process_fields(self.process), "pid": self.process.pid}
         own = () if kind is Hello else known.keys() & kind.__struct_fields__
         return msgspec.structs.replace(answer, **{field: known[field] for field in own})
 
-    def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    def send_request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         """Ask one question; the status and the content of the answer."""
-        connection = Connection(self.path, self.timeout_s, self.uid)
+        connection = AgentConnection(self.path, self.timeout_s, self.uid)
         if method == "GET":
             # A connection costs the process a thread, so questions share one; what changes
             # something has its own, as it must not be sent twice.
             self.kept, connection = None, self.kept or connection
         try:
-            status, content = connection.exchange(method, path, body)
+            status, content = connection.send_request(method, path, body)
         except (TimeoutError, BlockingIOError) as error:
             connection.close()
-            raise silent(self.process, self.timeout_s) from error
+            raise make_timeout_error(self.process, self.timeout_s) from error
         except (http.client.HTTPException, OSError) as error:
             connection.close()
-            raise unreachable(self.process, self.path, error) from error
+            raise make_unreachable_error(self.process, self.path, error) from error
         if method == "GET":
             self.kept = connection
         else:
@@ -224,23 +262,23 @@ class Agent:
         return status, content
 
 
-class Timely(socket.socket):
+class DeadlineSocket(socket.socket):
     """A socket whose answers end by a deadline, however slowly they arrive."""
 
     deadline = 0.0
 
     def recv_into(self, *args: Any, **options: Any) -> int:
-        self.settimeout(self.left())
+        self.settimeout(self.remaining_s())
         return super().recv_into(*args, **options)
 
-    def left(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds until the deadline; raises TimeoutError after it."""
         if (left := self.deadline - time.monotonic()) > 0:
             return left
         raise TimeoutError
 
 
-class Connection(http.client.HTTPConnection):
+class AgentConnection(http.client.HTTPConnection):
     """HTTP over a Unix socket; the standard library's, because httpx takes 0.1 s to import.
 
     Args:
@@ -255,7 +293,7 @@ class Connection(http.client.HTTPConnection):
         self.timeout_s = timeout_s
         self.uid = uid
 
-    def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    def send_request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         """Send a request and read the answer: its status, its content.
 
         Raises:
@@ -264,7 +302,7 @@ class Connection(http.client.HTTPConnection):
             http.client.HTTPException: no proper answer, or one that is too long.
         """
         used = self.sock is not None
-        if isinstance(self.sock, Timely):
+        if isinstance(self.sock, DeadlineSocket):
             self.sock.deadline = time.monotonic() + self.timeout_s
         try:
             self.request(method, path, body)
@@ -282,20 +320,20 @@ class Connection(http.client.HTTPConnection):
         return response.status, content
 
     def connect(self) -> None:
-        self.sock = made = Timely(socket.AF_UNIX)
+        self.sock = made = DeadlineSocket(socket.AF_UNIX)
         made.settimeout(self.timeout_s)
         made.deadline = time.monotonic() + self.timeout_s
         # By its folder: a path through another process's root may be too long for a socket.
         folder = os.open(self.path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self.knock(made, f"/proc/self/fd/{folder}/{self.path.name}")
+            self.connect_with_retry(made, f"/proc/self/fd/{folder}/{self.path.name}")
         finally:
             os.close(folder)
         # Since the check of the path, another user may have put another socket there.
-        if (uid := peer(made)) != self.uid:
-            raise PermissionError(errno.EPERM, f"is answered by {user(uid)}")
+        if (uid := read_peer_uid(made)) != self.uid:
+            raise PermissionError(errno.EPERM, f"is answered by {format_user(uid)}")
 
-    def knock(self, made: Timely, path: str) -> None:
+    def connect_with_retry(self, made: DeadlineSocket, path: str) -> None:
         while True:
             try:
                 made.connect(path)
@@ -307,10 +345,10 @@ class Connection(http.client.HTTPConnection):
                 time.sleep(0.01)
 
 
-class Distant(Process):
+class ProxiedProcess(Process):
     """A process whose agent this machine can't ask over its Unix socket."""
 
-    def agent(self, timeout_s: float) -> Agent:
+    def open_agent(self, timeout_s: float) -> Agent:
         """What asks its agent.
 
         Args:
@@ -318,12 +356,12 @@ class Distant(Process):
         """
         raise NotImplementedError
 
-    def pulse(self) -> Pulse | None:
+    def fetch_heartbeat(self) -> TimedHeartbeat | None:
         """Its last heartbeat; raises VllmopsError."""
         raise NotImplementedError
 
 
-def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
+def open_agent(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
     """The agent of a process, after checking that it is this process's own.
 
     Args:
@@ -335,64 +373,65 @@ def reach(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
             ``agent.stale``, ``agent.path-too-long``, ``agent.mismatch``, ``agent.timeout``,
             ``agent.broken``, ``agent.older`` or ``agent.newer``.
     """
-    if isinstance(process, Distant):
-        distant = process.agent(timeout_s)
-        distant.hello()  # the server has made sure that it is the process's own
+    if isinstance(process, ProxiedProcess):
+        distant = process.open_agent(timeout_s)
+        distant.fetch_hello()  # the server has made sure that it is the process's own
         return distant
-    uid = owner(process)
+    uid = read_process_uid(process)
     if os.geteuid() not in (0, uid):
         raise VllmopsError(
             "agent.other-user",
-            f"{name(process)} belongs to {user(uid)}; its agent answers only {user(uid)} and root",
-            f"sudo -u {user(uid)} vllmops …, or sudo vllmops …",
+            f"{format_process_name(process)} belongs to {format_user(uid)}; its agent answers only "
+            f"{format_user(uid)} and root",
+            f"sudo -u {format_user(uid)} vllmops …, or sudo vllmops …",
         )
-    path = socket_path(process)
+    path = find_socket_path(process)
     for part in (path.parent, path):
-        safe(process, part, uid)
+        require_private_path(process, part, uid)
     agent = Agent(process, path, timeout_s, uid)
-    hello = agent.hello()
-    if hello.identity != own_identity(process):
+    hello = agent.fetch_hello()
+    if hello.identity != read_namespace_identity(process):
         raise VllmopsError(
             "agent.mismatch",
             f"{path} answers for pid {hello.pid} that started {hello.start_ticks} ticks after boot,"
-            f" not for {name(process)} that started after {process.start_ticks}",
+            f" not for {format_process_name(process)} that started after {process.start_ticks}",
             "vllmops ps",
         )
     return agent
 
 
-def side_by_side(
+def collect_answers(
     processes: Iterable[Process], ask: Callable[[Process], P]
-) -> tuple[list[P], list[Silent]]:
+) -> tuple[list[P], list[ProcessGap]]:
     """Ask about every process at the same time.
 
     Returns:
-        The answers, and the processes for which `ask` raised VllmopsError; each in the order
-        of `processes`.
+        The answers, and the processes for which `fetch_answer` raised VllmopsError; each in the
+        order of `processes`.
     """
 
-    def one(process: Process) -> tuple[list[P], list[Silent]]:
+    def answer_or_gap(process: Process) -> tuple[list[P], list[ProcessGap]]:
         try:
             return [ask(process)], []
         except VllmopsError as error:
-            return [], [untold(process, error)]
+            return [], [make_gap(process, error)]
 
     processes = list(processes)
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
-        answers = list(pool.map(one, processes))
+        answers = list(pool.map(answer_or_gap, processes))
     return [answer for parts, _ in answers for answer in parts], [
         process for _, silent in answers for process in silent
     ]
 
 
-def untold(process: Process, error: VllmopsError) -> Silent:
+def make_gap(process: Process, error: VllmopsError) -> ProcessGap:
     """A process that did not answer, with the age of its heartbeat."""
     try:
-        pulse = beat(process)
+        pulse = read_heartbeat(process)
     except VllmopsError:
         pulse = None
-    return Silent(
-        **shown(process),
+    return ProcessGap(
+        **get_process_fields(process),
         pid=process.pid,
         code=error.code,
         why=error.message,
@@ -402,7 +441,7 @@ def untold(process: Process, error: VllmopsError) -> Silent:
     )
 
 
-def nobody(code: ErrorCode, what: str, silent: Sequence[Silent]) -> VllmopsError:
+def make_no_answer_error(code: ErrorCode, what: str, silent: Sequence[ProcessGap]) -> VllmopsError:
     """One error for all processes that did not answer, if none did.
 
     Args:
@@ -414,13 +453,13 @@ def nobody(code: ErrorCode, what: str, silent: Sequence[Silent]) -> VllmopsError
         code,
         f"{what}: {'; '.join(dict.fromkeys(process.why for process in silent))}",
         silent[0].hint,
-        exit_code=Exit(silent[0].exit_code),
+        exit_code=ExitCode(silent[0].exit_code),
         data={"silent": msgspec.to_builtins(silent)},
     )
 
 
 @dataclass(frozen=True)
-class Pulse:
+class TimedHeartbeat:
     """A heartbeat as read from outside.
 
     Args:
@@ -428,65 +467,68 @@ class Pulse:
         age_s: seconds since it was written.
     """
 
-    beat: Beat
+    beat: Heartbeat
     age_s: float
 
     @property
-    def late(self) -> bool:
+    def is_late(self) -> bool:
         """Whether the process seems to run no Python any more."""
         return self.age_s > BEAT_LATE_S
 
 
-def beat(process: Process) -> Pulse | None:
+def read_heartbeat(process: Process) -> TimedHeartbeat | None:
     """The last heartbeat of a process, read from its file without asking the process.
 
     Returns:
         None if there is none that is readable, of this process, and of a known schema.
     """
-    if isinstance(process, Distant):
-        return process.pulse()
-    path, uid = socket_path(process).with_suffix(".beat"), owner(process)
+    if isinstance(process, ProxiedProcess):
+        return process.fetch_heartbeat()
+    path, uid = find_socket_path(process).with_suffix(".beat"), read_process_uid(process)
     for _ in range(3):
         try:
-            beat_ = BEATS.decode(read_private(path, uid, BEAT_BYTES))
+            beat_ = BEATS.decode(read_private_file(path, uid, BEAT_BYTES))
         except OSError:
             return None
         except DAMAGE:
             time.sleep(0.005)  # caught in the middle of a write
             continue
-        own = beat_.schema == SCHEMA and beat_.identity == own_identity(process)
-        return Pulse(beat_, max(time.monotonic() - beat_.monotonic, 0.0)) if own else None
+        own = beat_.schema == SCHEMA and beat_.identity == read_namespace_identity(process)
+        return TimedHeartbeat(beat_, max(time.monotonic() - beat_.monotonic, 0.0)) if own else None
     return None
 
 
-def own_identity(process: Process) -> Identity:
+def read_namespace_identity(process: Process) -> ProcessIdentity:
     """The identity of a process as it knows itself; raises ``agent.gone``."""
     try:
-        return process.identity._replace(pid=proc.own_pid(process.pid))
+        return process.identity._replace(pid=proc.read_namespace_pid(process.pid))
     except OSError as error:
-        raise gone(process) from error
+        raise make_gone_error(process) from error
 
 
-def listed(place: Path) -> set[int]:
+def list_agent_pids(place: Path) -> set[int]:
     """The pids of the processes whose agents are, or were, in a state directory."""
     try:
-        names = os.listdir(sockets(place))
+        names = os.listdir(get_socket_directory(place))
     except OSError:
         return set()
     stems = (name.removesuffix(".beat") for name in names if name.endswith(".beat"))
     return {int(stem) for stem in stems if stem.isdecimal()}
 
 
-def socket_path(process: Process) -> Path:
+def find_socket_path(process: Process) -> Path:
     """Where the process's agent listens, by the process's own environment, as seen from here."""
-    path = sockets(state_home(process)) / f"{own_identity(process).pid}.sock"
+    path = (
+        get_socket_directory(find_state_home(process))
+        / f"{read_namespace_identity(process).pid}.sock"
+    )
     try:
-        return proc.seen(process.pid, str(path))
+        return proc.resolve_path(process.pid, str(path))
     except OSError:
         return path
 
 
-def state_home(process: Process) -> Path:
+def find_state_home(process: Process) -> Path:
     """The state directory that the process's agent uses, by the process's own environment.
 
     Raises:
@@ -494,40 +536,44 @@ def state_home(process: Process) -> Path:
     """
     if process.home:
         return Path(process.home)
-    uid, pid = owner(process), process.pid
+    uid, pid = read_process_uid(process), process.pid
     for _ in range(ANCESTORS):
-        environment = proc.environment(pid)
+        environment = proc.read_environment(pid)
         if environment.keys() & {"VLLMOPS_HOME", "HOME", "PATH"}:
             break
         # setproctitle writes over the environment that the kernel shows: ask the parent, whose
         # environment vLLM handed down.
-        pid = proc.parent(pid)
+        pid = proc.read_parent_pid(pid)
     else:
-        return home()
+        return resolve_home()
     if chosen := environment.get("VLLMOPS_HOME"):
         # What may be read of a process need not include where it is.
-        return Path(chosen if os.path.isabs(chosen) else os.path.join(proc.directory(pid), chosen))
+        return Path(
+            chosen
+            if os.path.isabs(chosen)
+            else os.path.join(proc.read_working_directory(pid), chosen)
+        )
     state = environment.get("XDG_STATE_HOME")
     return (
-        Path(state or Path(environment.get("HOME") or proc.home_of(uid)) / ".local/state")
+        Path(state or Path(environment.get("HOME") or proc.find_user_home(uid)) / ".local/state")
         / "vllmops"
     )
 
 
-def owner(process: Process) -> int:
+def read_process_uid(process: Process) -> int:
     """The uid that the process runs as."""
     try:
         # The effective one, as the agent has it.
-        return proc.effective_uid(process.pid)
+        return proc.read_effective_uid(process.pid)
     except OSError as error:
-        raise gone(process) from error
+        raise make_gone_error(process) from error
 
 
-def gone(process: Process) -> VllmopsError:
-    return VllmopsError("agent.gone", f"{name(process)} is gone", "vllmops ps")
+def make_gone_error(process: Process) -> VllmopsError:
+    return VllmopsError("agent.gone", f"{format_process_name(process)} is gone", "vllmops ps")
 
 
-def safe(process: Process, path: Path, uid: int) -> None:
+def require_private_path(process: Process, path: Path, uid: int) -> None:
     """Check that only the process's user can use a socket or its directory.
 
     Raises:
@@ -536,33 +582,34 @@ def safe(process: Process, path: Path, uid: int) -> None:
     try:
         at = path.lstat()
     except OSError as error:
-        raise absent(process, path) from error
+        raise make_absent_error(process, path) from error
     wanted = stat.S_ISSOCK if path.suffix == ".sock" else stat.S_ISDIR
     wrong, hint = None, "restart the server with a VLLMOPS_HOME that belongs to the server's user"
     if not wanted(at.st_mode):
         wrong = f"is not a {'socket' if path.suffix == '.sock' else 'directory'}"
     elif at.st_uid != uid:
-        wrong = f"belongs to {user(at.st_uid)}, not to {user(uid)}"
+        wrong = f"belongs to {format_user(at.st_uid)}, not to {format_user(uid)}"
     elif stat.S_IMODE(at.st_mode) & 0o077:
         wrong = f"is open to others (mode {stat.S_IMODE(at.st_mode):o})"
         directory = stat.S_ISDIR(at.st_mode)
         hint = f"chmod {'700' if directory else '600'} {shlex.quote(str(path))}; if the server"
         hint += " then still has no agent, restart it"
     if wrong:
-        raise unsafe(process, path, wrong, hint)
+        raise make_unsafe_error(process, path, wrong, hint)
 
 
-def unsafe(
+def make_unsafe_error(
     process: Process, path: Path, wrong: str, hint: str = "vllmops ps shows what runs"
 ) -> VllmopsError:
     return VllmopsError(
         "agent.unsafe",
-        f"{path} {wrong}: another program may answer there in place of {name(process)}",
+        f"{path} {wrong}: another program may answer there in place of "
+        f"{format_process_name(process)}",
         hint,
     )
 
 
-def decode(who: str, content: bytes, kind: type[A]) -> A:
+def decode_answer(who: str, content: bytes, kind: type[A]) -> A:
     """Decode an answer, telling an older or newer agent apart from a broken one.
 
     Args:
@@ -574,12 +621,12 @@ def decode(who: str, content: bytes, kind: type[A]) -> A:
         VllmopsError: ``agent.broken``, ``agent.older`` or ``agent.newer``.
     """
     try:
-        schema = DECODERS[Answer].decode(content).schema
+        schema = DECODERS[AgentAnswer].decode(content).schema
         if schema == SCHEMA:
             answer: A = DECODERS[kind].decode(content)
             return answer
     except DAMAGE as error:
-        raise invalid(who, f"its answer can't be read: {error}") from error
+        raise make_invalid_answer_error(who, f"its answer can't be read: {error}") from error
     schemas = f"(its schema is {schema}, this one's is {SCHEMA})"
     if schema < SCHEMA:
         raise VllmopsError(
@@ -594,19 +641,19 @@ def decode(who: str, content: bytes, kind: type[A]) -> A:
     )
 
 
-def silent(process: Process, timeout_s: float | None = None) -> VllmopsError:
+def make_timeout_error(process: Process, timeout_s: float | None = None) -> VllmopsError:
     """No answer in time: the heartbeat shows whether the process still runs Python.
 
     Args:
         process: whose agent.
         timeout_s: for how many seconds it was waited for; None where it was not asked.
     """
-    pulse = beat(process)
+    pulse = read_heartbeat(process)
     did = "can't answer" if timeout_s is None else f"did not answer within {timeout_s:g} s"
-    what = f"the agent of {name(process)} {did}"
+    what = f"the agent of {format_process_name(process)} {did}"
     if pulse is None:
         what += ", and it has no heartbeat"
-    elif pulse.late:
+    elif pulse.is_late:
         what += f"; its last heartbeat is {pulse.age_s:.0f} s old: stopped, or stuck in native code"
     else:
         what += f"; its last heartbeat is {pulse.age_s:.0f} s old"
@@ -618,54 +665,56 @@ def silent(process: Process, timeout_s: float | None = None) -> VllmopsError:
     )
 
 
-def unreachable(process: Process, path: Path, error: Exception) -> VllmopsError:
+def make_unreachable_error(process: Process, path: Path, error: Exception) -> VllmopsError:
     """Nobody listens, or the connection broke."""
     if isinstance(error, PermissionError) and error.errno == errno.EPERM:
-        return unsafe(process, path, error.strerror or str(error))
+        return make_unsafe_error(process, path, error.strerror or str(error))
     if isinstance(error, FileNotFoundError):
-        return absent(process, path)
+        return make_absent_error(process, path)
     if isinstance(error, ConnectionRefusedError):
         return VllmopsError(
             "agent.stale",
-            f"no process listens on {path}: the file is a leftover, {name(process)} has no agent",
+            f"no process listens on {path}: the file is a leftover, {format_process_name(process)} "
+            "has no agent",
             f"vllmops attach -t {process.pid}",
         )
-    return broken(process, f"{type(error).__name__}: {error}")
+    return make_broken_agent_error(process, f"{type(error).__name__}: {error}")
 
 
-def absent(process: Process, path: Path) -> VllmopsError:
+def make_absent_error(process: Process, path: Path) -> VllmopsError:
     try:
-        proc.elsewhere(process.pid)
+        proc.has_separate_filesystem(process.pid)
     except PermissionError:
-        why = ptrace.refusal(process.pid, ptrace.rights(process.pid), "status")
+        why = ptrace.make_refusal_error(process.pid, ptrace.read_rights(process.pid), "status")
         return VllmopsError(
             "agent.unreadable",
-            f"the agent of {name(process)} can't be found: {why.message}",
+            f"the agent of {format_process_name(process)} can't be found: {why.message}",
             why.hint,
         )
     except OSError:
-        return gone(process)
-    own = sockets(state_home(process)) / path.name
+        return make_gone_error(process)
+    own = get_socket_directory(find_state_home(process)) / path.name
     if len(os.fsencode(own)) > PATH_BYTES:
         return VllmopsError(
             "agent.path-too-long",
-            f"the agent of {name(process)} is off: the path of a Unix socket has at most "
+            f"the agent of {format_process_name(process)} is off: the path of a Unix socket has at "
+            "most "
             f"{PATH_BYTES} bytes, and {own} has {len(os.fsencode(own))}",
             "start the server with a shorter VLLMOPS_HOME",
         )
     return VllmopsError(
         "agent.absent",
-        f"{name(process)} has no agent (there is no {path})",
+        f"{format_process_name(process)} has no agent (there is no {path})",
         f"vllmops attach -t {process.pid} loads it now; a server has it from its start where "
         "vllmops-cli is installed beside vLLM, unless VLLMOPS_DISABLE or VLLM_PLUGINS turn it off",
     )
 
 
-def broken(process: Process, why: str) -> VllmopsError:
-    return invalid(f"the agent of {name(process)}", why)
+def make_broken_agent_error(process: Process, why: str) -> VllmopsError:
+    return make_invalid_answer_error(f"the agent of {format_process_name(process)}", why)
 
 
-def invalid(who: str, why: str) -> VllmopsError:
+def make_invalid_answer_error(who: str, why: str) -> VllmopsError:
     return VllmopsError(
         "agent.broken",
         f"{who} gave an invalid answer: {why}",
@@ -673,11 +722,11 @@ def invalid(who: str, why: str) -> VllmopsError:
     )
 
 
-def shown(process: Process) -> dict[str, Any]:
+def get_process_fields(process: Process) -> dict[str, Any]:
     """Role and place of a process, as fields of a row about it."""
     return {"role": process.role.value, **msgspec.structs.asdict(process.place)}
 
 
-def name(process: Process) -> str:
+def format_process_name(process: Process) -> str:
     """How messages name a process."""
-    return f"{named(process.role, process.place)} {process.pid}"
+    return f"{format_role_and_ranks(process.role, process.place)} {process.pid}"

@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import VllmopsError
-from ..home import home
+from ..home import resolve_home
 from ..host import processes
 from ..host.processes import Process, Table
-from ..host.roles import Role, titled
-from ..host.shape import option
-from ..protocol.place import Standing, place
+from ..host.roles import Role, find_title_role
+from ..host.shape import find_option
+from ..protocol.place import ServerMembership, make_placement
 from . import agent
 
 Tree = tuple[Process, ...]
@@ -28,13 +28,13 @@ NODE = os.uname().nodename
 WITH_AGENT = {*processes.ROLES, Role.LAUNCHER}
 
 
-def roots(table: Table) -> set[int]:
+def find_root_pids(table: Table) -> set[int]:
     """The topmost vLLM processes: servers, Ray's actors, and what dead servers left behind."""
     vllm = {
         pid
         for pid, seen in table.items()
         if not seen.zombie
-        and (processes.serve_arguments(seen.words) is not None or titled(seen.words))
+        and (processes.parse_serve_arguments(seen.words) is not None or find_title_role(seen.words))
     }
     pids = set()
     for pid in vllm:
@@ -47,7 +47,7 @@ def roots(table: Table) -> set[int]:
     return pids
 
 
-def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[Tree]]:
+def group_server_trees(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[Tree]]:
     """Every server of a process table.
 
     A tree without an API server, such as an actor of Ray's, is added to the one with an API server
@@ -61,10 +61,10 @@ def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[T
     Returns:
         The known trees, completed, and the other ones, the oldest first.
     """
-    trees, voices, hidden = look(table, known)
-    ids = [ids_of(tree, voices) for tree in trees]
-    joined = [labelled(tree, voices) for tree in put_together(trees, ids)]
-    joined = [ordered(table, tree) for tree in joined]
+    trees, voices, hidden = collect_trees(table, known)
+    ids = [collect_server_ids(tree, voices) for tree in trees]
+    joined = [fill_places(tree, voices) for tree in merge_trees(trees, ids)]
+    joined = [sort_tree(table, tree) for tree in joined]
     count = len(known)
     often = Counter(process.pid for tree in joined for process in tree)
     # A program of somebody's own that has an agent, and no server, is none either.
@@ -73,27 +73,39 @@ def groups(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[T
     return joined[:count], sorted(alone, key=lambda tree: tree[0].start_ticks)
 
 
-def look(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], dict[int, Voice], int]:
+def collect_trees(
+    table: Table, known: Sequence[Tree] = ()
+) -> tuple[list[Tree], dict[int, AgentClaim], int]:
     """The trees of a process table, what their agents say, and how many trees have no title.
 
     Args:
         table: the process table.
         known: the first trees.
     """
-    trees = [*known, *(processes.tree(table, [pid]) for pid in sorted(roots(table) - pids(known)))]
-    voices = heard(table, [process for tree in trees for process in tree])
+    trees = [
+        *known,
+        *(
+            processes.build_process_tree(table, [pid])
+            for pid in sorted(find_root_pids(table) - collect_pids(known))
+        ),
+    ]
+    voices = read_agent_claims(table, [process for tree in trees for process in tree])
     # Some have no title that shows them, as an actor of somebody's own class.
-    hidden = sorted(voices.keys() - pids(trees))
-    trees = [*trees, *(processes.tree(table, [pid]) for pid in hidden)]
-    return [tuple(described(p, voices) for p in tree) for tree in trees], voices, len(hidden)
+    hidden = sorted(voices.keys() - collect_pids(trees))
+    trees = [*trees, *(processes.build_process_tree(table, [pid]) for pid in hidden)]
+    return (
+        [tuple(fill_role_and_home(p, voices) for p in tree) for tree in trees],
+        voices,
+        len(hidden),
+    )
 
 
-def ids_of(tree: Tree, voices: Mapping[int, Voice]) -> set[str]:
+def collect_server_ids(tree: Tree, voices: Mapping[int, AgentClaim]) -> set[str]:
     """The ids of the servers that the processes of a tree are of."""
-    return set().union(*(voices[pid].servers for pid in pids([tree]) & voices.keys()))
+    return set().union(*(voices[pid].server_ids for pid in collect_pids([tree]) & voices.keys()))
 
 
-def share(table: Table, ids: Iterable[str], uid: int) -> Tree:
+def collect_server_processes(table: Table, ids: Iterable[str], uid: int) -> Tree:
     """What a server has on a machine that has none of its API servers.
 
     Args:
@@ -101,20 +113,20 @@ def share(table: Table, ids: Iterable[str], uid: int) -> Tree:
         ids: of the server.
         uid: the user whose processes count.
     """
-    trees, voices, _ = look(table)
+    trees, voices, _ = collect_trees(table)
     known, joined = set(ids), list[Tree]()
-    left = [tree for tree in trees if user(tree) == uid]
-    while more := [tree for tree in left if ids_of(tree, voices) & known]:
+    left = [tree for tree in trees if find_tree_uid(tree) == uid]
+    while more := [tree for tree in left if collect_server_ids(tree, voices) & known]:
         joined += more
         left = [tree for tree in left if tree not in more]
-        known.update(*(ids_of(tree, voices) for tree in more))
+        known.update(*(collect_server_ids(tree, voices) for tree in more))
     once = {process.pid: process for tree in joined for process in tree}
-    return labelled(tuple(once.values()), voices)
+    return fill_places(tuple(once.values()), voices)
 
 
-def put_together(trees: Sequence[Tree], ids: Sequence[set[str]]) -> list[Tree]:
+def merge_trees(trees: Sequence[Tree], ids: Sequence[set[str]]) -> list[Tree]:
     """The trees, those with an API server with all trees of theirs that have none."""
-    users = [user(tree) for tree in trees]
+    users = [find_tree_uid(tree) for tree in trees]
     joined = list(trees)
     fronts = [index for index, tree in enumerate(trees) if any(p.role is Role.API for p in tree)]
     lost = [index for index in range(len(trees)) if index not in fronts]
@@ -131,105 +143,111 @@ def put_together(trees: Sequence[Tree], ids: Sequence[set[str]]) -> list[Tree]:
         )
         if not shared:
             return joined
-        have = pids([joined[front]])
+        have = collect_pids([joined[front]])
         joined[front] += tuple(process for process in trees[index] if process.pid not in have)
         ids[front].update(ids[index])
         lost.remove(index)
 
 
-def complete(table: Table, tree: Tree) -> Tree:
+def complete_tree(table: Table, tree: Tree) -> Tree:
     """A server's tree, with what else on this machine is of that server."""
-    return groups(table, [tree])[0][0]
+    return group_server_trees(table, [tree])[0][0]
 
 
-def ray_nodes(table: Table, tree: Tree) -> dict[Process, str]:
+def find_raylets(table: Table, tree: Tree) -> dict[Process, str]:
     """The raylets that a server's actors hang below, each with the name of its node."""
     names = {}
     for process in tree:
         above = table.get(table[process.pid].ppid) if process.pid in table else None
         if above and os.path.basename(above.words[0] if above.words else "") == "raylet":
-            name = option(above.words, "--node-name") or option(above.words, "--node-ip-address")
+            name = find_option(above.words, "--node-name") or find_option(
+                above.words, "--node-ip-address"
+            )
             raylet = Process(Role.OTHER, above.pid, above.start_ticks, "raylet")
             names[raylet] = name or "of raylet"
     return names
 
 
-def ordered(table: Table, tree: Tree) -> Tree:
+def sort_tree(table: Table, tree: Tree) -> Tree:
     """What is below the first process in the order of its start, then all else by rank.
 
     An instance's record has what was added in the order in which it appeared.
     """
-    below = pids([processes.tree(table, [process.pid for process in tree[:1]])])
+    below = collect_pids(
+        [processes.build_process_tree(table, [process.pid for process in tree[:1]])]
+    )
     first = [process for process in tree if process.pid in below]
-    return (*first, *sorted((p for p in tree if p.pid not in below), key=by_rank))
+    return (*first, *sorted((p for p in tree if p.pid not in below), key=make_rank_key))
 
 
-def by_rank(process: Process) -> tuple[int, bool, int, int]:
+def make_rank_key(process: Process) -> tuple[int, bool, int, int]:
     """The order of the processes that are added: each engine before its workers."""
     place = process.place
     engine = process.role is Role.ENGINE
     return (place.dp_rank or 0, not engine, place.pp_rank or 0, place.tp_rank or 0)
 
 
-def pids(trees: Iterable[Tree]) -> set[int]:
+def collect_pids(trees: Iterable[Tree]) -> set[int]:
     return {process.pid for tree in trees for process in tree}
 
 
 @dataclasses.dataclass(frozen=True)
-class Voice:
+class AgentClaim:
     """What the agent of a process says of it, and the state directory where it says so."""
 
     role: str
-    standing: Standing
+    standing: ServerMembership
     home: str
 
     @property
-    def servers(self) -> tuple[str, ...]:
+    def server_ids(self) -> tuple[str, ...]:
         return self.standing.servers
 
 
-def heard(table: Table, known: Iterable[Process]) -> dict[int, Voice]:
+def read_agent_claims(table: Table, known: Iterable[Process]) -> dict[int, AgentClaim]:
     """What the agents of this machine say, by pid; from their heartbeats, so of stuck ones, too.
 
     A process's environment does not always show where its agent is: an actor of Ray's gets its
     environment only once it runs. So all agents in the state directories of the known processes
     are heard.
     """
-    voices: dict[int, Voice] = {}
+    voices: dict[int, AgentClaim] = {}
     homes: set[Path] = set()
 
-    def hear(place: Path) -> None:
+    def read_claims_in(place: Path) -> None:
         if place in homes:
             return
         homes.add(place)
-        for pid in agent.listed(place) - voices.keys():
+        for pid in agent.list_agent_pids(place) - voices.keys():
             if (seen := table.get(pid)) and not seen.zombie:
                 process = Process(Role.OTHER, pid, seen.start_ticks, home=str(place))
                 with suppress(VllmopsError):
-                    if pulse := agent.beat(process):
-                        voices[pid] = Voice(pulse.beat.role, pulse.beat.standing, process.home)
+                    if pulse := agent.read_heartbeat(process):
+                        voices[pid] = AgentClaim(pulse.beat.role, pulse.beat.standing, process.home)
 
     with suppress(VllmopsError):
-        hear(home())
+        read_claims_in(resolve_home())
     for process in known:
         if process.role in WITH_AGENT and process.pid not in voices:
             with suppress(VllmopsError, OSError):
-                place = agent.state_home(process)
-                hear(place)
+                place = agent.find_state_home(process)
+                read_claims_in(place)
                 # In a container it has another pid for itself, and the place is below its root.
-                if process.pid not in voices and (pulse := agent.beat(process)):
-                    voices[process.pid] = Voice(pulse.beat.role, pulse.beat.standing, str(place))
+                if process.pid not in voices and (pulse := agent.read_heartbeat(process)):
+                    voices[process.pid] = AgentClaim(
+                        pulse.beat.role, pulse.beat.standing, str(place)
+                    )
     return voices
 
 
-def user(tree: Tree) -> int | None:
+def find_tree_uid(tree: Tree) -> int | None:
     """The uid of a tree's root, None if there is none any more."""
     with suppress(VllmopsError):
-        return agent.owner(tree[0]) if tree else None
+        return agent.read_process_uid(tree[0]) if tree else None
     return None
 
 
-def described(process: Process, voices: Mapping[int, Voice]) -> Process:
+def fill_role_and_home(process: Process, voices: Mapping[int, AgentClaim]) -> Process:
     """A process with its agent's state directory, and its role where no title shows that."""
     if process.pid not in voices:
         return process
@@ -239,21 +257,23 @@ def described(process: Process, voices: Mapping[int, Voice]) -> Process:
     return dataclasses.replace(process, role=role, home=voice.home)
 
 
-def labelled(tree: Tree, voices: Mapping[int, Voice]) -> Tree:
+def fill_places(tree: Tree, voices: Mapping[int, AgentClaim]) -> Tree:
     """A server's processes, each with its place.
 
     A dimension has as many ranks as any process of the server shows: data parallel engines of a
     model without experts know of themselves alone.
     """
-    says = {p.pid: voices[p.pid].standing if p.pid in voices else Standing() for p in tree}
-    ranks = {p.pid: p.place.numbers() | says[p.pid].numbers() for p in tree}
+    says = {p.pid: voices[p.pid].standing if p.pid in voices else ServerMembership() for p in tree}
+    ranks = {p.pid: p.place.ranks_by_dimension() | says[p.pid].ranks_by_dimension() for p in tree}
     sizes: dict[str, int] = {}
     for process in tree:
-        shown = dict.fromkeys(process.place.numbers(), 2)  # in a title, so there are several
+        shown = dict.fromkeys(
+            process.place.ranks_by_dimension(), 2
+        )  # in a title, so there are several
         counted = {name: rank + 1 for name, rank in ranks[process.pid].items()}
         for known in (shown, counted, says[process.pid].sizes):
             sizes |= {name: max(size, sizes.get(name, 1)) for name, size in known.items()}
     return tuple(
-        dataclasses.replace(p, place=place(says[p.pid].node or NODE, ranks[p.pid], sizes))
+        dataclasses.replace(p, place=make_placement(says[p.pid].node or NODE, ranks[p.pid], sizes))
         for p in tree
     )

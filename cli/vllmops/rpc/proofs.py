@@ -9,8 +9,8 @@ from itertools import pairwise
 
 from ..errors import VllmopsError
 from ..host.processes import Process
-from ..host.states import state
-from ..protocol.heal import Healing, HealRequest, Proof
+from ..host.states import observe_process
+from ..protocol.heal import HealAnswer, HealProof, HealRequest
 from . import agent
 
 LOOKS, APART_S = 3, 0.3
@@ -21,70 +21,74 @@ LEAST_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Case:
+class HealCase:
     """Something that one look shows, and the process it is in."""
 
     process: Process
-    proof: Proof
+    proof: HealProof
 
     @property
-    def key(self) -> tuple[int, str, str]:
+    def comparison_key(self) -> tuple[int, str, str]:
         """What must be the same in each look."""
         return self.process.pid, self.proof.subject, self.proof.same
 
 
-def asked(processes: Sequence[Process], action: str) -> list[Case]:
+def collect_cases(processes: Sequence[Process], action: str) -> list[HealCase]:
     """What the agents of processes see of an action's state; one that does not answer sees none."""
 
-    def one(process: Process) -> list[Case]:
-        proofs = ask(process, HealRequest(action=action)).proofs
-        return [Case(process, proof) for proof in proofs]
+    def fetch_cases(process: Process) -> list[HealCase]:
+        proofs = send_heal_request(process, HealRequest(action=action)).proofs
+        return [HealCase(process, proof) for proof in proofs]
 
-    answers, _ = agent.side_by_side(filter(awake, processes), one)
+    answers, _ = agent.collect_answers(filter(is_running_python, processes), fetch_cases)
     return [case for cases in answers for case in cases]
 
 
-def awake(process: Process) -> bool:
+def is_running_python(process: Process) -> bool:
     """Whether a process runs Python, as far as the kernel and its heartbeat tell.
 
     Others do not answer before the time limit.
     """
     try:
-        if not isinstance(process, agent.Distant) and state(process).state == "T":
+        if not isinstance(process, agent.ProxiedProcess) and observe_process(process).state == "T":
             return False
-        pulse = agent.beat(process)
+        pulse = agent.read_heartbeat(process)
     except VllmopsError:
         return False
     return pulse is None or pulse.age_s < agent.BEAT_LATE_S
 
 
-def ask(process: Process, request: HealRequest, timeout_s: float = TIMEOUT_S) -> Healing:
+def send_heal_request(
+    process: Process, request: HealRequest, timeout_s: float = TIMEOUT_S
+) -> HealAnswer:
     """Ask one agent; raises VllmopsError."""
-    return agent.reach(process, timeout_s=timeout_s).heal(request)
+    return agent.open_agent(process, timeout_s=timeout_s).send_heal_request(request)
 
 
-def proven(looks: Sequence[Sequence[Case]]) -> list[Case]:
+def select_proven_cases(looks: Sequence[Sequence[HealCase]]) -> list[HealCase]:
     """What every look shows, unchanged, while the engine took steps in vain.
 
     Args:
         looks: some hundred milliseconds apart.
     """
 
-    def steps(case: Case) -> float:
+    def get_step_count(case: HealCase) -> float:
         return float("nan") if case.proof.rises is None else case.proof.rises
 
-    seen = [{case.key: case for case in look} for look in looks]
+    seen = [{case.comparison_key: case for case in look} for look in looks]
     cases = []
     for name, case in seen[-1].items() if seen else ():
         row = [look[name] for look in seen if name in look]
-        tries = [steps(later) - steps(earlier) for earlier, later in pairwise(row)]
+        tries = [
+            get_step_count(later) - get_step_count(earlier) for earlier, later in pairwise(row)
+        ]
         # Of what needs no steps, each difference is NaN, which is not less than anything.
         if len(row) == len(seen) and not any(grown < LEAST_STEPS for grown in tries):
             cases.append(case)
     return cases
 
 
-def certain(look: Callable[[], list[Case]]) -> list[Case]:
+def prove_cases(look: Callable[[], list[HealCase]]) -> list[HealCase]:
     """What is proven of a state: looks as often as that takes, once where there is none.
 
     Args:
@@ -94,4 +98,4 @@ def certain(look: Callable[[], list[Case]]) -> list[Case]:
     while looks[-1] and len(looks) < LOOKS:
         time.sleep(APART_S)
         looks.append(look())
-    return proven(looks) if len(looks) == LOOKS else []
+    return select_proven_cases(looks) if len(looks) == LOOKS else []

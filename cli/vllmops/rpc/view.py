@@ -11,19 +11,19 @@ from ..diagnose import packages, progress
 from ..errors import VllmopsError
 from ..host.processes import ROLES
 from ..protocol.caches import ProcessCaches
-from ..protocol.engine import Answer, Hello
+from ..protocol.engine import AgentAnswer, Hello
 from ..protocol.keys import ProcessKeys
-from ..protocol.packages import Packages
+from ..protocol.packages import InstalledPackages
 from ..protocol.patches import ProcessPatches
-from ..protocol.place import key, who
+from ..protocol.place import format_process, make_process_key
 from ..protocol.requests import ProcessRequests
-from ..protocol.server import Observation, ProcessState
-from ..protocol.view import KnownBad, View
+from ..protocol.server import ProcessState, ServerSample
+from ..protocol.view import KnownBadVersion, MetricsSnapshot
 
-A = TypeVar("A", bound=Answer)
+A = TypeVar("A", bound=AgentAnswer)
 
 HISTORY_S = 120.0  # of samples that show whether the server has stalled
-ROUTES: dict[str, type[Answer]] = {
+ROUTES: dict[str, type[AgentAnswer]] = {
     "caches": ProcessCaches,
     "requests": ProcessRequests,
     "patches": ProcessPatches,
@@ -31,13 +31,13 @@ ROUTES: dict[str, type[Answer]] = {
 }
 
 
-class Asks(Protocol):
+class AgentClient(Protocol):
     """The agent of a process, as `rpc.agent.Agent`."""
 
-    def ask(self, method: str, path: str, kind: type[A]) -> A: ...
+    def fetch_answer(self, method: str, path: str, kind: type[A]) -> A: ...
 
 
-class Viewer:
+class MetricsCollector:
     """One server.
 
     Args:
@@ -47,15 +47,15 @@ class Viewer:
 
     def __init__(
         self,
-        reach: Callable[[Any], Asks],
+        reach: Callable[[Any], AgentClient],
         differ: Callable[[list[ProcessCaches]], bool],
     ) -> None:
         self.reach = reach
         self.differ = differ
-        self.looks: list[Observation] = []
+        self.looks: list[ServerSample] = []
         self.versions: dict[tuple[str, int], dict[str, str]] = {}
 
-    def view(self, look: Observation) -> View:
+    def collect_snapshot(self, look: ServerSample) -> MetricsSnapshot:
         """Ask all agents whose heartbeat is fresh, one after the other.
 
         Args:
@@ -64,63 +64,71 @@ class Viewer:
         self.looks.append(look)
         while look.at_s - self.looks[0].at_s > HISTORY_S:
             del self.looks[0]
-        fresh = {key(pulse) for pulse in look.pulses if pulse.age_s < progress.LATE_S}
-        asked = [p for p in look.processes if p.role in ROLES and key(p) in fresh]
+        fresh = {make_process_key(pulse) for pulse in look.pulses if pulse.age_s < progress.LATE_S}
+        asked = [p for p in look.processes if p.role in ROLES and make_process_key(p) in fresh]
         answers: dict[str, list[Any]] = {route: [] for route in ROUTES}
-        reached: list[tuple[ProcessState, Asks]] = []
+        reached: list[tuple[ProcessState, AgentClient]] = []
         for process in asked:
             try:
                 agent = self.reach(process)
                 for route, kind in ROUTES.items():
-                    answers[route].append(placed(agent.ask("GET", f"/{route}", kind), process))
-                if key(process) not in self.versions:
-                    self.versions[key(process)] = agent.ask("GET", "/packages", Packages).versions
+                    answers[route].append(
+                        fill_place(agent.fetch_answer("GET", f"/{route}", kind), process)
+                    )
+                if make_process_key(process) not in self.versions:
+                    self.versions[make_process_key(process)] = agent.fetch_answer(
+                        "GET", "/packages", InstalledPackages
+                    ).versions
                 reached.append((process, agent))
             except VllmopsError:
                 continue
         if self.differ(answers["caches"]):
-            answers["caches"] = list(with_keys(reached))
+            answers["caches"] = list(fetch_caches_with_keys(reached))
         self.versions = {name: self.versions[name] for name in self.versions if name in fresh}
         nodes = len({process.node for process in look.processes})
         bad = {
-            KnownBad(row.package, versions[row.package])
+            KnownBadVersion(row.package, versions[row.package])
             for versions in map(
                 dict, {tuple(installed.items()) for installed in self.versions.values()}
             )
-            for row in packages.bad(versions, nodes=nodes)
+            for row in packages.find_bad_versions(versions, nodes=nodes)
         }
-        return View(
+        return MetricsSnapshot(
             processes=look.processes,
             pulses=look.pulses,
             caches=tuple(answers["caches"]),
             requests=tuple(answers["requests"]),
             patches=tuple(answers["patches"]),
             keys=tuple(answers["keys"]),
-            stall=progress.certainty(self.looks, self.answers),
+            stall=progress.classify_certainty(self.looks, self.is_answering),
             known_bad=tuple(bad),
         )
 
-    def answers(self, name: str) -> bool:
+    def is_answering(self, name: str) -> bool:
         """Whether the agent of a process answers, although its heartbeat is late."""
-        process = next((p for p in self.looks[-1].processes if who(p) == name), None)
+        process = next((p for p in self.looks[-1].processes if format_process(p) == name), None)
         try:
-            return process is not None and bool(self.reach(process).ask("GET", "/hello", Hello))
+            return process is not None and bool(
+                self.reach(process).fetch_answer("GET", "/hello", Hello)
+            )
         except VllmopsError:
             return False
 
 
-def with_keys(reached: Iterable[tuple[ProcessState, Asks]]) -> Iterable[ProcessCaches]:
+def fetch_caches_with_keys(
+    reached: Iterable[tuple[ProcessState, AgentClient]],
+) -> Iterable[ProcessCaches]:
     """The caches again, with the keys that they hold."""
     for process, agent in reached:
         try:
-            yield placed(agent.ask("GET", "/caches?keys=1", ProcessCaches), process)
+            yield fill_place(agent.fetch_answer("GET", "/caches?keys=1", ProcessCaches), process)
         except VllmopsError:
             continue
 
 
-def placed(answer: A, process: ProcessState) -> A:
+def fill_place(answer: A, process: ProcessState) -> A:
     """An answer with the place that the other ones about its process have."""
-    own = {"role": process.role, "pid": process.pid, **process.where()}
+    own = {"role": process.role, "pid": process.pid, **process.placement_fields()}
     fields = type(answer).__struct_fields__
     return msgspec.structs.replace(
         answer, **{name: value for name, value in own.items() if name in fields}

@@ -9,18 +9,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
-from ..patterns import pattern
-from .lines import CACHED, FRAME_END, HEADS, LOCAL, PROCESS, complete
+from ..patterns import compile_lazily
+from .lines import CACHED, FRAME_END, HEADS, LOCAL, PROCESS, is_complete_line
 
-ESCAPES = pattern(
+ESCAPES = compile_lazily(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufeff\u200b]"
     r"(?:(?<=\x1b)(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_]))?"
 )
 # As programs print the escape character that they do not send, and where it was lost.
-SPELT = pattern(r"\[\d{1,2}(?:;\d{1,3})*m")
-SPELT_ESCAPE = pattern(r"(?:\^\[\[|ESC\[|\\x1b\[|\\u001b\[|\\033\[|␛\[|\[)\d{1,2}(?:;\d{1,3})*m")
+SPELT = compile_lazily(r"\[\d{1,2}(?:;\d{1,3})*m")
+SPELT_ESCAPE = compile_lazily(
+    r"(?:\^\[\[|ESC\[|\\x1b\[|\\u001b\[|\\033\[|␛\[|\[)\d{1,2}(?:;\d{1,3})*m"
+)
 # Any number of log prefixes; the last one of vLLM names the process.
-PREFIX = pattern(
+PREFIX = compile_lazily(
     r"(?:\s*(?:"
     r"(?:>\s?)+"
     r"|\((?P<title>[A-Za-z]\w*) pid=(?P<pid>\d+)(?:, ip=[^)\s]*)?\)(?=\s|$)"
@@ -38,17 +40,17 @@ PREFIX = pattern(
     r"))+"
 )
 # A chain of calls that goes on in the next line of a paragraph.
-CHAINED = pattern(r"([←→])[ \t]*\n[ \t>]*(?=`)")
-CHAINS = pattern(r"\n[ \t>]*(?=\(`|[←→] ?`)")
-FENCE = pattern(r"\s*(?:`{3,}|~{3,})[\w-]*\s*$")
+CHAINED = compile_lazily(r"([←→])[ \t]*\n[ \t>]*(?=`)")
+CHAINS = compile_lazily(r"\n[ \t>]*(?=\(`|[←→] ?`)")
+FENCE = compile_lazily(r"\s*(?:`{3,}|~{3,})[\w-]*\s*$")
 
 # Where lines were run together, each of these begins a line.
-BEGINS = pattern(
+BEGINS = compile_lazily(
     r"\s*(?=(?:Thread (?:0x[0-9a-fA-F]+|\d+) \(|Current thread 0x|(?<!\w)Process \d+: "
     r"|Traceback \(most|(?<!Binary )File \"[^\"]+\", line|#\d+ +(?:0x|Frame |\w+ \()"
     r"|\([A-Za-z]\w* pid=\d+\)|Python v\d|Fatal Python error:|Call stack dump #))"
 )
-ENDS = pattern(
+ENDS = compile_lazily(
     r"(Thread (?:0x[0-9a-fA-F]+ |\d+ )?\((?:idle|active)(?:\+gil)?\)(?:: \"[^\"]*\")?"
     r"|most recent call first\):|\([^()\s]*(?::\d+|\.so[\d.]*)\)"
     r"|, holds the GIL|\bpid \d+(?= \S+: (?:idle|active)))\s*(?![\w\"]*\"|[:,])"
@@ -57,19 +59,19 @@ RUN_TOGETHER = 160
 LONGEST = 4096  # letters of a line; the time that some patterns take grows by their square
 NARROWEST = 19  # columns: no terminal that wraps lines is narrower
 JOINED = 14  # lines at most: a C++ name may take so many in a narrow terminal
-BEGUN = pattern(
+BEGUN = compile_lazily(
     r"==> |File \"|Thread |Current thread|Process \d|#\d+ |Traceback |Call "
     r"|(?P<call>\S.* ?\([^()]*$)"
 )
-STARTS = pattern(r"File \"|#\d+ |Traceback ")
+STARTS = compile_lazily(r"File \"|#\d+ |Traceback ")
 # What can be the first part of a line that a terminal cut; most lines of a log cannot.
-PLAUSIBLE = pattern(
+PLAUSIBLE = compile_lazily(
     r"Thread |Current |Process |File |Traceback |Fatal |Call |#\d"
     r"|[\w.<>-]+(?:, [\w.<>-]+)*,?(?: ?\([^()]*\)?:?)?(?: \w*)?$|[^:]*::|[A-Za-z]\w* pid"
 )
 
 
-def streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
+def group_lines_by_process(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
     """The lines without log prefixes and fences, by the process that the prefix names.
 
     Args:
@@ -86,7 +88,7 @@ def streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
         text = text.replace("\\r", "").replace("\\n", "\n").replace('\\"', '"').replace("\\t", " ")
     streams: dict[tuple[str, int], list[str]] = {}
     for line in text.splitlines():
-        key, rest = _unprefixed(line)
+        key, rest = _strip_prefix(line)
         if rest is not None:
             streams.setdefault(key, []).append(rest)
             cleaned.append(rest)
@@ -94,7 +96,7 @@ def streams(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
 
 
 @functools.lru_cache(CACHED)
-def _unprefixed(line: str) -> tuple[tuple[str, int], str | None]:
+def _strip_prefix(line: str) -> tuple[tuple[str, int], str | None]:
     """The process that a line's prefix names, and the rest; None for a fence of Markdown."""
     key = ("", 0)
     if prefix := PREFIX.match(line):
@@ -108,7 +110,7 @@ def _unprefixed(line: str) -> tuple[tuple[str, int], str | None]:
     return key, line.rstrip()
 
 
-def joined(lines: list[str]) -> Iterator[str]:
+def restore_lines(lines: list[str]) -> Iterator[str]:
     """The lines as they were before a terminal wrapped them, or something ran them together."""
     parts: list[str] = []
     for line in lines:
@@ -126,15 +128,17 @@ def joined(lines: list[str]) -> Iterator[str]:
             taken -= 1
             continue
         line = raw.strip()
-        if (len(raw) == width or not complete(line)) and _may_be_cut(line, _is_full(raw, width)):
-            taken, line = _join(raw, parts[at : at + JOINED], width)
+        if (len(raw) == width or not is_complete_line(line)) and _can_be_wrapped(
+            line, _is_full_width(raw, width)
+        ):
+            taken, line = _join_wrapped_line(raw, parts[at : at + JOINED], width)
         yield line
 
 
-REST = pattern(r"\w+>?")
+REST = compile_lazily(r"\w+>?")
 
 
-def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
+def _join_wrapped_line(raw: str, following: list[str], width: int) -> tuple[int, str]:
     """Join a line with those that a terminal has cut off from it.
 
     Args:
@@ -146,24 +150,24 @@ def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
         How many of the following lines belong to the line, 0 if none does, and the joined line.
     """
     line = raw.strip()
-    full = _is_full(raw, width)
-    alone = complete(line)  # it makes sense without the following lines
+    full = _is_full_width(raw, width)
+    alone = is_complete_line(line)  # it makes sense without the following lines
     begun = BEGUN.match(line)
     open_call = begun is not None and begun["call"] is not None
     glued = spaced = raw
     for count, more in enumerate(following, 1):
         part = more.strip()
         indented = more.startswith("  ")
-        if not part or _begins_anew(part) or (alone and _indent(more) > _indent(raw)):
+        if not part or _is_line_start(part) or (alone and _count_indent(more) > _count_indent(raw)):
             break
         # The end of a cut function name looks complete, too: it is a name.
-        if complete(part) and (alone or not full or indented):
+        if is_complete_line(part) and (alone or not full or indented):
             break
         glued += part if indented else more
         spaced += f" {part}"
         if open_call and not part.endswith(")"):
             continue
-        joined = _completed(glued.strip(), spaced.strip(), alone)
+        joined = _find_complete_join(glued.strip(), spaced.strip(), alone)
         if joined is None and alone:
             break
         if joined is None:
@@ -175,16 +179,16 @@ def _join(raw: str, following: list[str], width: int) -> tuple[int, str]:
     return 0, line
 
 
-def _indent(line: str) -> int:
+def _count_indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _is_full(raw: str, width: int) -> bool:
+def _is_full_width(raw: str, width: int) -> bool:
     return len(raw) >= width - 1 >= NARROWEST
 
 
 @functools.lru_cache(CACHED)
-def _may_be_cut(line: str, full: bool) -> bool:
+def _can_be_wrapped(line: str, full: bool) -> bool:
     """Whether a line can be the first part of one that a terminal has cut.
 
     Args:
@@ -196,16 +200,16 @@ def _may_be_cut(line: str, full: bool) -> bool:
     return bool(BEGUN.match(line) or (full and PLAUSIBLE.match(line)))
 
 
-def _begins_anew(line: str) -> bool:
+def _is_line_start(line: str) -> bool:
     """Whether a line can't be the rest of another one."""
     return bool(STARTS.match(line)) or any(head.match(line) for head in HEADS)
 
 
-def _completed(glued: str, spaced: str, alone: bool) -> str | None:
+def _find_complete_join(glued: str, spaced: str, alone: bool) -> str | None:
     """Which way of joining makes a complete line: without or with a blank; None if neither.
 
     A line that is complete alone is only ever continued without a blank.
     """
-    if complete(glued) and not (alone and glued == spaced):
+    if is_complete_line(glued) and not (alone and glued == spaced):
         return glued
-    return spaced if not alone and complete(spaced) else None
+    return spaced if not alone and is_complete_line(spaced) else None

@@ -12,14 +12,14 @@ from pathlib import Path
 import msgspec
 
 from ..errors import VllmopsError
-from ..files import unreadable
-from ..protocol.stacks import Options, ProcessStacks, StacksSnapshot
+from ..files import make_unreadable_error
+from ..protocol.stacks import DumpOptions, ProcessStacks, StacksSnapshot
 
 MOST_BYTES = sys.maxsize  # if the table of what follows is missing, too
 HINT = "coredumpctl dump PID --output FILE, or gcore PID, writes a core file"
 
 
-def capture(path: Path, options: Options, *, timeout_s: float) -> StacksSnapshot:
+def read_core_stacks(path: Path, options: DumpOptions, *, timeout_s: float) -> StacksSnapshot:
     """The stacks of the process that left a core file.
 
     Args:
@@ -37,10 +37,10 @@ def capture(path: Path, options: Options, *, timeout_s: float) -> StacksSnapshot
             "pip install 'vllmops-cli[core]'",
         )
     try:
-        _check(path)
+        _require_core_file(path)
         captured_at = path.stat().st_mtime
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise make_unreadable_error(path, error) from error
     command = (sys.executable, "-m", f"{__package__}.coreprocess", path.absolute())
     try:
         ran = subprocess.run(
@@ -59,7 +59,7 @@ def capture(path: Path, options: Options, *, timeout_s: float) -> StacksSnapshot
     except msgspec.DecodeError as error:
         why = ran.stderr.decode(errors="replace").strip().splitlines()[-1:]
         why = why or [f"it ended with {ran.returncode} and without a message"]
-        raise _unreadable(path, why[0]) from error
+        raise _make_unreadable_error(path, why[0]) from error
     match process.error:
         case None:
             pass
@@ -76,13 +76,13 @@ def capture(path: Path, options: Options, *, timeout_s: float) -> StacksSnapshot
                 f"for native stacks: gdb -c {path} -batch -ex 'thread apply all bt'",
             )
         case problem:
-            raise _unreadable(path, problem.message)
+            raise _make_unreadable_error(path, problem.message)
     return StacksSnapshot(
         captured_at=captured_at, seconds=0.0, options=options, processes=(process,)
     )
 
 
-def _unreadable(path: Path, why: str) -> VllmopsError:
+def _make_unreadable_error(path: Path, why: str) -> VllmopsError:
     return VllmopsError(
         "core.unreadable",
         f"pystack found no stacks in {path}: {why}",
@@ -90,7 +90,7 @@ def _unreadable(path: Path, why: str) -> VllmopsError:
     )
 
 
-def _check(path: Path) -> None:
+def _require_core_file(path: Path) -> None:
     """Refuse what is no core file, or only the beginning of one.
 
     Raises:

@@ -6,22 +6,22 @@ import json
 import re
 from collections.abc import Iterator
 
-from ..patterns import pattern
+from ..patterns import compile_lazily
 
 # As `gh issue view --comments` prints it, and as a page that was copied shows it.
-AUTHOR = pattern(
+AUTHOR = compile_lazily(
     r"\n(?:author:\t.*\n(?:[a-z ]+:\t.*\n){0,20}--(?=\n)"
     r"|#{0,4} ?\**@?[\w-]{1,39}\** (?:\([^)\n]*\) )?(?:opened|commented)\b[^\n]{0,60}$)",
     re.MULTILINE,
 )
 
 
-def sections(text: str) -> list[str]:
+def split_issue_text(text: str) -> list[str]:
     """The texts of an issue and its comments, in their order; the whole text if it is no issue."""
     start = text.lstrip("\ufeff \r\n\t")
     if start[:1] in {"{", "["}:
         try:
-            bodies = [part for part in _bodies(json.loads(start)) if part.strip()]
+            bodies = [part for part in _list_bodies(json.loads(start)) if part.strip()]
         except (ValueError, RecursionError):
             bodies = []
         return bodies or [text]
@@ -29,11 +29,11 @@ def sections(text: str) -> list[str]:
     return parts if len(parts) > 1 else [text]
 
 
-def _bodies(document: object) -> Iterator[str]:
+def _list_bodies(document: object) -> Iterator[str]:
     """The texts in GitHub's JSON: an issue with its comments, or a list of comments."""
     if isinstance(document, list):
         for each in document:
-            yield from _bodies(each)
+            yield from _list_bodies(each)
     elif isinstance(document, dict):
         body = document.get("body")
         if isinstance(body, str):
@@ -41,4 +41,4 @@ def _bodies(document: object) -> Iterator[str]:
             yield f"{title}\n\n{body}" if isinstance(title, str) else body
         for key in ("comments", "nodes", "issue", "data", "repository", "items"):
             if isinstance(document.get(key), (dict, list)):
-                yield from _bodies(document[key])
+                yield from _list_bodies(document[key])

@@ -6,102 +6,102 @@ import functools
 import re
 from collections.abc import Iterator
 
-from ..patterns import DECIMAL, pattern
+from ..patterns import DECIMAL, compile_lazily
 from ..protocol.place import NUMBERS
 from ..protocol.stacks import Frame
 
 CACHED = 1 << 14  # lines: dumps repeat themselves
 
-THREAD = pattern(
+THREAD = compile_lazily(
     r"Thread(?: (?:(?P<tid>0x[0-9a-fA-F]+|\d+)|None|<\w+>|[A-Z]\w*)(?:/0x[0-9a-fA-F]+)?)? "
     r"\((?P<state>idle|active)(?P<gil>\+gil)?\)(?::? ?\"(?P<name>.*)\"|:)?$"
 )
-OURS = pattern(
+OURS = compile_lazily(
     r"(?P<name>\S.*): (?P<state>idle|active)(?P<gil>, holds the GIL)?(?:, \d+ threads alike)?$"
 )
-FAULT = pattern(
+FAULT = compile_lazily(
     r"(?:Current thread|Thread) (?P<tid>0x[0-9a-fA-F]+)(?: \[(?P<name>[^\]]*)\])? "
     r"\(most recent call first\):?$"
 )
-GDB_THREAD = pattern(
+GDB_THREAD = compile_lazily(
     r"Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<tid>\d+)\)?(?: \"(?P<name>[^\"]*)\")?.*\):?$"
 )
-PROCESS = pattern(r"Process (?:(?P<pid>\d+)|<\w+>)(?:: (?P<title>.*)|:)?$")
-OUR_PROCESS = pattern(r"(?P<title>[A-Z][\w ]*?) pid (?P<pid>\d+)$")
-LABEL = pattern(
+PROCESS = compile_lazily(r"Process (?:(?P<pid>\d+)|<\w+>)(?:: (?P<title>.*)|:)?$")
+OUR_PROCESS = compile_lazily(r"(?P<title>[A-Z][\w ]*?) pid (?P<pid>\d+)$")
+LABEL = compile_lazily(
     r"[#*=\-_` ]*(?P<title>(?:VLLM::)?(?:EngineCore|Worker|APIServer|DPCoordinator)[\w-]*)"
     r"[*`]*(?:[ ,:(\[]*(?:pid|PID)[ =:]*(?P<pid>\d+)[)\]]*)?"
     r"(?:[*`: ]*(?:(?:call )?stack(?: trace)?s?)?|,? [\w -]{1,40}:)[#*=\-_`: ]*$"
 )
 # A process's name at the end of a line above its stack: "py-spy of Worker_TP2:".
-NAMED = pattern(
+NAMED = compile_lazily(
     r"[^()`:]{0,60}\b(?:of|for|from|on)(?: the)? `?(?P<title>(?:VLLM::)?"
     r"(?:EngineCore|Worker|APIServer|DPCoordinator)\w*)`?(?: process)?"
     r"(?:[ ,(]*(?:pid|PID)[ =:]*(?P<pid>\d+)\)?)?:[*_ ]*$"
 )
 # A rank's name above its stack.
-RANK = pattern(
+RANK = compile_lazily(
     r"[#*=\-_`>( ]*(?P<title>(?:[Rr]ank|RANK|TP|PP|DP|[Ww]orker|[Nn]ode|GPU)[ _#-]?\d+)(?P<pid>)"
     r"[*`:) ]*(?:[^.:()\w][^.()]{0,40})?$"
 )
 # A sentence above a stack that says whose it is.
-SAID = pattern(
+SAID = compile_lazily(
     r"(?=.*:\W*$)[^()`]{0,120}?\b(?:(?i:all|both)(?: of)?(?: the)?(?: (?P<count>\d+))?"
     r" (?:ranks|workers|GPUs|processes)"
     rf"|(?P<kind>[Rr]ank|[Ww]orker|TP|PP|DP|GPU)s?[ _#-]?(?P<numbers>{NUMBERS}))\b"
     r"[^()`]{0,80}:\W*$"
 )
-STACK_OF = pattern(r"[~+ ]*Stack of (?P<name>\S.*?) \((?P<tid>\d+)\)[~+ ]*$")
-COMMAND = pattern(
+STACK_OF = compile_lazily(r"[~+ ]*Stack of (?P<name>\S.*?) \((?P<tid>\d+)\)[~+ ]*$")
+COMMAND = compile_lazily(
     r"(?:.*\s)?(?:py-spy dump|(?:cuda-|roc)?gdb)\b.*?(?:--pid|-p)[ =]?(?P<pid>\d+)"
     r"|Attaching to .*process (?P<gdb>\d+)$"
 )
-FILE = pattern(r".*VLLM_STACK_DUMP_for_(?P<title>\w+?)_(?P<pid>\d+)\.log")
-AGAIN = pattern(r"Call stack dump #\d+ at |Timeout \(\d+:\d\d:\d\d.*\)!$")
-FATAL = pattern(r"Fatal Python error: .+$")
-LAST = pattern(r"Traceback \(most recent call last\):?$")
-FIRST = pattern(r"Traceback \(most recent call first\):?$")
-ERROR = pattern(
+FILE = compile_lazily(r".*VLLM_STACK_DUMP_for_(?P<title>\w+?)_(?P<pid>\d+)\.log")
+AGAIN = compile_lazily(r"Call stack dump #\d+ at |Timeout \(\d+:\d\d:\d\d.*\)!$")
+FATAL = compile_lazily(r"Fatal Python error: .+$")
+LAST = compile_lazily(r"Traceback \(most recent call last\):?$")
+FIRST = compile_lazily(r"Traceback \(most recent call first\):?$")
+ERROR = compile_lazily(
     r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Timeout|Warning|Dead)\b(?:: .*)?$"
 )
 
-NATIVE = pattern(
+NATIVE = compile_lazily(
     r"\.so(?:\.[\d.]+)?$|\.(?:pyx|pxd|cpp|cu|cc|c|h|hpp|dylib|dll|cubin)$"
     r"|^\[\w+\]$|(?:^|/)python[\d.]*$|^ld-linux"
 )
-QUOTED = pattern(
+QUOTED = compile_lazily(
     r"File \"(?P<file>[^\"]*)\", line (?P<line>\d+|\?+)(?P<comma>,?) ?in ?(?P<function>\S+)"
 )
-GDB_PYTHON = pattern(
+GDB_PYTHON = compile_lazily(
     r"#\d+ .*?Frame 0x[0-9a-f]+, for file (?P<file>.+?), line (?P<line>\d+), ?in ?(?P<function>\S+)"
 )
-GDB_FRAME = pattern(
+GDB_FRAME = compile_lazily(
     r"#\d+\s+(?:0x[0-9a-f]+ in )?(?P<function>\S.*?) ?\(.*?\)?"
     r"(?: (?:at (?P<file>[^\s:]+):(?P<line>\d+)|from (?P<library>\S+)))?$"
 )
 # vLLM's own trace of calls (VLLM_TRACE_FUNCTION).
-TRACED = pattern(
+TRACED = compile_lazily(
     r"(?:[\d :.-]+ )?(?P<way>Call to|Return from) (?P<function>\S+) in (?P<file>\S+):(?P<line>\d+) "
     r"(?:from|to) (?P<caller>\S+) in (?P<caller_file>\S+):(?P<caller_line>\d+)$"
 )
 # gdb's extension for Python prints the interpreter's frames among the native ones.
-GDB_MIXED = pattern(r"(?:#\d+ +)?\(?py(?:thon)?\)?:? +(?=File \")")
+GDB_MIXED = compile_lazily(r"(?:#\d+ +)?\(?py(?:thon)?\)?:? +(?=File \")")
 # A chain of calls by their names alone, among other words.
-NAMES = pattern(
+NAMES = compile_lazily(
     r"\b[A-Za-z_][\w.]*(?:\(\))?(?:\s*(?:←|<-+|<|-+>|→|=>)\s*[A-Za-z_][\w.]*(?:\(\))?){2,}"
 )
 # From a call to its caller, or back, as people type it; and a frame among other words.
 # From a function to the one that it calls: the outermost stands first.
-CALLS = pattern(r"[\w)`] *(?:→|⟶|⇒|-+>|=>) *[\w(`]")
-ARROWS = pattern(r"\s*(?:←|<-+|-+>|→|⟵|⟶|⇐|⇒|=>|<(?=\s))\s*")
-PIECE = pattern(
+CALLS = compile_lazily(r"[\w)`] *(?:→|⟶|⇒|-+>|=>) *[\w(`]")
+ARROWS = compile_lazily(r"\s*(?:←|<-+|-+>|→|⟵|⟶|⇐|⇒|=>|<(?=\s))\s*")
+PIECE = compile_lazily(
     r"(?<![\w.])`?(?P<function>(?:[A-Za-z_]|<(?=\w+>))[\w.<>:]*)`?\s*\(`?(?:"
     r"(?P<file>(?:<[\w .]+>|[^()`\s:,]*\.(?:py|pyx|cu|cpp|so[\d.]*)))"
     r"(?:(?:[:#, ]+(?:L|line )?)(?P<line>\d+))?"
     r"|(?P<number>\d+))`?\)"
 )
 # The same with the file first, as tools for tracebacks print it; of lldb; of the kernel.
-OTHERWISE = pattern(
+OTHERWISE = compile_lazily(
     r"(?:^|.*\s)`?(?P<file>[\w./~+-]+\.(?:py|pyx|cu|cpp)):(?P<line>\d+),? in "
     r"`?(?P<function>[\w.<>]+)(?:\(\))?`?$"
     r"|(?:#\d+ )?(?P<function2>[\w.<>]+)(?:\(\))? (?:from|at|@) "
@@ -111,17 +111,17 @@ OTHERWISE = pattern(
     r"|.*\bframe #\d+: 0x[0-9a-f]+ (?P<file3>\S+?)`(?P<function3>.+?)(?: \+ \d+)?(?: at .*)?$"
     r"|\[<[0-9a-fx]+>\] (?P<function4>\w+)\+0x\S+(?: \[\w+\])?$"
 )
-WORD = pattern(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
+WORD = compile_lazily(r"(?P<tick>`?)(?P<function>[A-Za-z_][\w.]*)(?:\(\))?`?$")
 # A table of py-spy top: shares and times before the function.
-TOP = pattern(r"[\d.]+%\s+[\d.]+%\s+[\d.]+s\s+[\d.]+s\s+(?=\S)")
-TOTAL = pattern(rf"\s*[\d.]+%\s+(?P<percent>{DECIMAL})%\s+[\d.]+s\s")
+TOP = compile_lazily(r"[\d.]+%\s+[\d.]+%\s+[\d.]+s\s+[\d.]+s\s+(?=\S)")
+TOTAL = compile_lazily(rf"\s*[\d.]+%\s+(?P<percent>{DECIMAL})%\s+[\d.]+s\s")
 # A row of a profile: what runs, not what waits, unless it is nearly all.
-COUNTED = pattern(r"\s*\d[\d/]*(?:\s+\d+\.\d+){4}\s")  # of cProfile
-SHARE = pattern(r"(?:^|[|\s(])(?P<percent>\d{1,3}(?:\.\d+)?) ?%")
+COUNTED = compile_lazily(r"\s*\d[\d/]*(?:\s+\d+\.\d+){4}\s")  # of cProfile
+SHARE = compile_lazily(r"(?:^|[|\s(])(?P<percent>\d{1,3}(?:\.\d+)?) ?%")
 MOST_OF_TIME = 90.0
-LOCAL = pattern(r"\w+: |(?:Arguments|Locals):$")
+LOCAL = compile_lazily(r"\w+: |(?:Arguments|Locals):$")
 HEADS = (THREAD, FAULT, GDB_THREAD, PROCESS, STACK_OF)
-FRAME_END = pattern(r":\d+\)|\.so[\d.]*\)|, line \d+")
+FRAME_END = compile_lazily(r":\d+\)|\.so[\d.]*\)|, line \d+")
 UNITS = (
     THREAD,
     FAULT,
@@ -138,7 +138,7 @@ UNITS = (
 )
 
 
-def is_profile(line: str) -> bool:
+def is_profile_row(line: str) -> bool:
     """Whether a line is a row of a profile that tells nothing of a wait."""
     if COUNTED.match(line):
         return True
@@ -149,18 +149,18 @@ def is_profile(line: str) -> bool:
 
 
 @functools.lru_cache(CACHED)
-def complete(line: str) -> bool:
+def is_complete_line(line: str) -> bool:
     if line.endswith(")"):
         if line[0] == "#":
             return line.count("(") <= line.count(")")
-        return frame_in(line) is not None
+        return parse_frame(line) is not None
     if line[:1] == "#":
         return GDB_FRAME.match(line) is not None and line.count("(") <= line.count(")")
     return any(unit.match(line) for unit in UNITS)
 
 
 @functools.lru_cache(CACHED)
-def frame_in(line: str) -> Frame | None:
+def parse_frame(line: str) -> Frame | None:
     """The frame in a line of py-spy or of `stacks dump`; None if the line has none."""
     if line[-1:] != ")" or line.startswith(("Python v", "Process ")):
         return None
@@ -188,14 +188,14 @@ def frame_in(line: str) -> Frame | None:
 
 
 @functools.lru_cache(CACHED)
-def frames_in(line: str) -> tuple[Frame, ...]:
+def parse_inline_frames(line: str) -> tuple[Frame, ...]:
     """The frames among other words: marked, with arrows between them, with remarks behind them."""
-    return tuple(_among_words(line))
+    return tuple(_find_inline_frames(line))
 
 
-def _among_words(line: str) -> Iterator[Frame]:
+def _find_inline_frames(line: str) -> Iterator[Frame]:
     if match := OTHERWISE.match(line):
-        function, file, at = _otherwise(match)
+        function, file, at = _unpack_frame_match(match)
         yield Frame(function, file, file, at)
         return
     if "%" in line:
@@ -221,7 +221,7 @@ def _among_words(line: str) -> Iterator[Frame]:
             yield Frame(word["function"], "", "")
 
 
-def _otherwise(match: re.Match[str]) -> tuple[str, str, int | None]:
+def _unpack_frame_match(match: re.Match[str]) -> tuple[str, str, int | None]:
     """Function, file and line of whichever form matches."""
     for suffix in ("", "2", "5", "3"):
         if name := match[f"function{suffix}"]:

@@ -17,15 +17,15 @@ from typing import Any, Literal
 import msgspec
 
 from ..errors import VllmopsError
-from ..host.roles import Role, titled
-from ..patterns import pattern
-from ..protocol.pasted import Crash, Pasted
-from ..protocol.place import MOST_WRITTEN, numbers
-from ..protocol.stacks import Frame, Options, ProcessStacks, StacksSnapshot, Thread
+from ..host.roles import Role, find_title_role
+from ..patterns import compile_lazily
+from ..protocol.pasted import CrashTraceback, PastedStacks
+from ..protocol.place import MOST_WRITTEN, parse_ranks
+from ..protocol.stacks import DumpOptions, Frame, ProcessStacks, StacksSnapshot, ThreadStack
 from . import pyspyjson
-from .cleaning import joined, streams
-from .headings import Heading, heading, owned, same
-from .issues import sections
+from .cleaning import group_lines_by_process, restore_lines
+from .headings import Heading, parse_heading, parse_inline_heading, parse_same_stack
+from .issues import split_issue_text
 from .lines import (
     AGAIN,
     CACHED,
@@ -52,9 +52,9 @@ from .lines import (
     STACK_OF,
     THREAD,
     TRACED,
-    frame_in,
-    frames_in,
-    is_profile,
+    is_profile_row,
+    parse_frame,
+    parse_inline_frames,
 )
 
 GUESSED = "thread states are guessed: this dump format does not show them"
@@ -64,7 +64,7 @@ WAITS = {
     "accept", "sleep", "acquire", "_worker", "_recv", "_recv_bytes", "recv_bytes", "join",
     "readline", "read", "_run_event_loop",
 }  # fmt: skip
-NATIVE_WAITS = pattern(
+NATIVE_WAITS = compile_lazily(
     r"futex|epoll_wait|poll$|sem_wait|sem_timedwait|cond_(?:timed)?wait|select|nanosleep|accept"
     r"|recv|__read|syscall$"
 )
@@ -105,12 +105,12 @@ SGLANG = {
 }
 
 # The command line of a server; its engine has a title of its own.
-SERVES = pattern(
+SERVES = compile_lazily(
     r"(?:^|[/ ])vllm serve\b|vllm\.entrypoints\.[\w.]*api_server\b|sglang\.launch_server\b"
 )
 
 # What every frame among words has one of: a file, or an arrow.
-MARKS = pattern(r"\.(?:py|pyx|cu|cpp|so)\b|\(<|frame #|\[<|[←→⟵⟶⇐⇒]|<-|->|=>| < ")
+MARKS = compile_lazily(r"\.(?:py|pyx|cu|cpp|so)\b|\(<|frame #|\[<|[←→⟵⟶⇐⇒]|<-|->|=>| < ")
 # How far inside some functions are, to see which end of a stack stands first in a text.
 LEVELS = {
     name: level
@@ -136,11 +136,11 @@ LEVELS = {
 
 # Python neither reads nor writes a number of thousands of digits, and nothing has one.
 LONGEST = 128
-ENDLESS = pattern(rf"(?<![\da-fA-F])[\da-fA-F]{{{LONGEST},}}")
+ENDLESS = compile_lazily(rf"(?<![\da-fA-F])[\da-fA-F]{{{LONGEST},}}")
 
 
 @dataclass
-class _Thread:
+class _ThreadDraft:
     name: str = ""
     tid: int | None = None
     state: str = ""
@@ -151,22 +151,22 @@ class _Thread:
 
 
 @dataclass
-class _Process:
+class _ProcessDraft:
     pid: int = 0
     title: str = ""
-    threads: list[_Thread] = field(default_factory=list)
-    parsed: tuple[Thread, ...] = ()
+    threads: list[_ThreadDraft] = field(default_factory=list)
+    parsed: tuple[ThreadStack, ...] = ()
     alike: list[str] = field(default_factory=list)  # titles of others with the same stacks
 
 
 @dataclass
-class _Crash:
+class _CrashDraft:
     process: str
     error: str = ""
     frames: list[Frame] = field(default_factory=list)
 
 
-def read(text: str, name: str = "") -> Pasted:
+def parse_stacks(text: str, name: str = "") -> PastedStacks:
     """Find the stacks in a text.
 
     Args:
@@ -179,12 +179,12 @@ def read(text: str, name: str = "") -> Pasted:
     text = ENDLESS.sub(lambda match: match[0][:LONGEST], text)
     # JSON can have any shape and any depth.
     with contextlib.suppress(ValueError, TypeError, OverflowError, RecursionError):
-        if pasted := _json(text):
+        if pasted := _parse_json(text):
             return pasted
-    parts = [_read(part, name) for part in sections(text)]
+    parts = [_parse_section(part, name) for part in split_issue_text(text)]
     if len(parts) == 1:
         return parts[0]
-    return Pasted(
+    return PastedStacks(
         samples=tuple(sample for part in parts for sample in part.samples),
         crashes=tuple(crash for part in parts for crash in part.crashes),
         text="\n".join(part.text for part in parts),
@@ -192,41 +192,42 @@ def read(text: str, name: str = "") -> Pasted:
     )
 
 
-def _read(text: str, name: str) -> Pasted:
+def _parse_section(text: str, name: str) -> PastedStacks:
     """Find the stacks in what one person wrote."""
     cleaned: list[str] = []
-    unmixed = streams(text, cleaned)
-    reader = _Reader()
+    unmixed = group_lines_by_process(text, cleaned)
+    reader = _StackParser()
     for (title, pid), lines in unmixed.items():
-        reader.stream(title, pid)
+        reader.begin_stream(title, pid)
         if not title and (dump := FILE.match(name)):
-            reader.process(int(dump["pid"]), dump["title"])
-        for line in joined(lines):
-            reader.line(line)
+            reader.begin_process(int(dump["pid"]), dump["title"])
+        for line in restore_lines(lines):
+            reader.parse_line(line)
     crashes = [crash for crash in reader.crashes if crash.frames or crash.error]
-    for crash in [crash for crash in crashes if _is_stack(crash)]:
+    for crash in [crash for crash in crashes if _is_live_stack(crash)]:
         crashes.remove(crash)
-        reader.processes.append(_Process(threads=[_Thread(frames=crash.frames[::-1])]))
-    _name(reader.processes, cleaned)
+        reader.processes.append(_ProcessDraft(threads=[_ThreadDraft(frames=crash.frames[::-1])]))
+    _assign_titles(reader.processes, cleaned)
     processes = [
-        _Process(process.pid if not number else 0, title, process.threads)
+        _ProcessDraft(process.pid if not number else 0, title, process.threads)
         for process in reader.processes
         for number, title in enumerate((process.title, *process.alike))
     ]
-    return Pasted(
-        samples=_samples(processes),
+    return PastedStacks(
+        samples=_group_into_samples(processes),
         crashes=tuple(
-            Crash(crash.process, crash.error, tuple(reversed(crash.frames))) for crash in crashes
+            CrashTraceback(crash.process, crash.error, tuple(reversed(crash.frames)))
+            for crash in crashes
         ),
         text="\n".join(cleaned),
     )
 
 
 # A row of ps or top.
-ROW = pattern(r"[^()\"]{0,40}?\b(?P<pid>\d+)\b[^()\"]*\b(?P<title>(?:VLLM|sglang)::\w+)")
+ROW = compile_lazily(r"[^()\"]{0,40}?\b(?P<pid>\d+)\b[^()\"]*\b(?P<title>(?:VLLM|sglang)::\w+)")
 
 
-def _name(processes: Sequence[_Process], lines: Sequence[str]) -> None:
+def _assign_titles(processes: Sequence[_ProcessDraft], lines: Sequence[str]) -> None:
     """Give the processes without a title the one that another dump or a table of processes has.
 
     A main thread has its process's id: it tells one process from another, too.
@@ -240,24 +241,24 @@ def _name(processes: Sequence[_Process], lines: Sequence[str]) -> None:
         process.title = process.title or titles.get(process.pid, "")
 
 
-def _is_stack(crash: _Crash) -> bool:
+def _is_live_stack(crash: _CrashDraft) -> bool:
     """Whether a traceback is one of a live thread.
 
     It has no exception and ends in a wait; or somebody pressed Ctrl-C because nothing moved.
     """
     if crash.error.startswith("KeyboardInterrupt"):
         return bool(crash.frames)
-    return not crash.error and waits(crash.frames[::-1][:1])
+    return not crash.error and is_waiting(crash.frames[::-1][:1])
 
 
-def _json(text: str) -> Pasted | None:
+def _parse_json(text: str) -> PastedStacks | None:
     """The stacks in our own snapshot or in py-spy's JSON, one or more documents in a row."""
-    processes: list[_Process] = []
+    processes: list[_ProcessDraft] = []
     snapshots: list[StacksSnapshot] = []
     start = text.lstrip("\ufeff \r\n\t`")
     if start[:1] not in {"[", "{"}:
         return None
-    for document in list(_documents(start.rstrip("` \r\n\t"))):
+    for document in list(_parse_json_documents(start.rstrip("` \r\n\t"))):
         if isinstance(document, dict) and isinstance(document.get("data"), dict):
             document = document["data"]  # noqa: PLW2901 - the envelope of `stacks dump --json`
         if isinstance(document, dict) and "processes" in document:
@@ -268,18 +269,18 @@ def _json(text: str) -> Pasted | None:
                 by_pid.setdefault(int(thread.get("pid") or 0), []).append(thread)
         for pid, threads in by_pid.items():
             try:
-                parsed = pyspyjson.parse(msgspec.json.encode(threads))
+                parsed = pyspyjson.parse_dump(msgspec.json.encode(threads))
             except VllmopsError:
                 continue
             info = next((t["process_info"] for t in threads if t.get("process_info")), None)
             title = str(info.get("command_line", "")) if isinstance(info, dict) else ""
-            processes.append(_Process(pid, title, parsed=parsed))
+            processes.append(_ProcessDraft(pid, title, parsed=parsed))
     if snapshots:
-        return Pasted(tuple(snapshots), complete=True)
-    return Pasted(_samples(processes)) if processes else None
+        return PastedStacks(tuple(snapshots), complete=True)
+    return PastedStacks(_group_into_samples(processes)) if processes else None
 
 
-def _documents(content: str) -> Iterator[Any]:
+def _parse_json_documents(content: str) -> Iterator[Any]:
     import json  # noqa: PLC0415 - msgspec can't read one document after the other
 
     decoder, at = json.JSONDecoder(), 0
@@ -290,233 +291,237 @@ def _documents(content: str) -> Iterator[Any]:
             at += 1
 
 
-class _Reader:
+class _StackParser:
     """Reads line by line; keeps the process, the thread and the crash that a line belongs to."""
 
     def __init__(self) -> None:
-        self.processes: list[_Process] = []
-        self.crashes: list[_Crash] = []
+        self.processes: list[_ProcessDraft] = []
+        self.crashes: list[_CrashDraft] = []
         self.owner = ""
-        self.crash: _Crash | None = None
+        self.crash: _CrashDraft | None = None
         self.open = False  # whether the last process may get more threads
         self.calls: list[Frame] = []  # of a trace of calls, innermost first
         self.first = False  # whether quoted frames are innermost first, as gdb's py-bt has them
         self.above: Heading | None = None  # what the last line says of the stack that may follow
 
-    def stream(self, title: str, pid: int) -> None:
+    def begin_stream(self, title: str, pid: int) -> None:
         """The next lines are of this process, unless a header among them names another one."""
         self.crash = None
         self.open = False
         self.owner = f"{title} pid {pid}" if title else ""
         if title:
-            self.process(pid, title)
+            self.begin_process(pid, title)
 
-    def process(self, pid: int, title: str) -> None:
+    def begin_process(self, pid: int, title: str) -> None:
         self.crash = self.above = None
         last = self.processes[-1] if self.processes else None
         if last and self.open and not last.threads and (not last.pid or last.pid == pid or not pid):
             last.pid, last.title, last.alike = pid or last.pid, title or last.title, []
             return
-        self.processes.append(_Process(pid, title))
+        self.processes.append(_ProcessDraft(pid, title))
         self.open = True
 
-    def again(self) -> None:
+    def begin_next_dump(self) -> None:
         """Another dump of the same process begins."""
         if self.processes and self.processes[-1].threads:
             last = self.processes[-1]
-            self.process(last.pid, last.title)
+            self.begin_process(last.pid, last.title)
 
-    def headed(self, found: Heading) -> None:
+    def begin_stack(self, found: Heading) -> None:
         """A stack of these processes begins."""
-        self.process(found.pid, found.titles[0])
+        self.begin_process(found.pid, found.titles[0])
         self.processes[-1].alike = list(found.titles[1:])
 
-    def alike(self, found: Heading) -> None:
+    def share_stack(self, found: Heading) -> None:
         """These processes have the stack of another one."""
         named = [process for process in self.processes if found.like in {"", process.title}]
         if named:
             named[-1].alike += found.titles
 
-    def thread(self, made: _Thread) -> None:
+    def add_thread(self, made: _ThreadDraft) -> None:
         self.crash = None
         if self.above:
-            self.headed(self.above)
+            self.begin_stack(self.above)
         if not self.processes or not self.open:
-            self.process(0, "")
+            self.begin_process(0, "")
         threads = self.processes[-1].threads
         second = made.name == "MainThread" and any(t.name == "MainThread" for t in threads)
-        if second or (made.fault and threads and threads[-1].fault and _is_main(threads[-1])):
-            self.process(0, "")
+        if second or (
+            made.fault and threads and threads[-1].fault and _is_main_thread(threads[-1])
+        ):
+            self.begin_process(0, "")
             threads = self.processes[-1].threads
         threads.append(made)
 
-    def frame(self, frame: Frame) -> None:
+    def add_frame(self, frame: Frame) -> None:
         if self.crash:
             self.crash.frames.append(frame)
             return
         opens = self.above is not None and self.above.opens
         if opens or not self.processes or not self.open or not self.processes[-1].threads:
-            self.thread(_Thread())
+            self.add_thread(_ThreadDraft())
         self.above = None
         self.processes[-1].threads[-1].frames.append(frame)
 
-    def line(self, line: str) -> None:
-        if not line or (("%" in line or line[0].isdigit()) and is_profile(line)):
+    def parse_line(self, line: str) -> None:
+        if not line or (("%" in line or line[0].isdigit()) and is_profile_row(line)):
             return
-        if line[-1] == ")" and line[0] != "#" and (frame := frame_in(line)):
+        if line[-1] == ")" and line[0] != "#" and (frame := parse_frame(line)):
             self.crash = None
-            self.frame(frame)
+            self.add_frame(frame)
             return
-        if self._header(line):
+        if self._handle_header(line):
             return
         if line[0] == "#" and (match := GDB_PYTHON.match(line)):
             self.crash = None
-            self._python(match)
+            self._add_python_frame(match)
         elif line[0] == "#" and (match := GDB_FRAME.match(line)):
             file = match["library"] or match["file"] or ""
             number = match["line"]
             self.crash = None
-            self.frame(Frame(match["function"], file, file, int(number) if number else None))
+            self.add_frame(Frame(match["function"], file, file, int(number) if number else None))
         elif 'File "' in line and (match := QUOTED.match(line)):
             if match["comma"] and not self.crash and not self.first:
                 # The first line of the traceback was not pasted.
-                self._crash("")
-            self._python(match)
+                self._begin_crash("")
+            self._add_python_frame(match)
             if self.crash and (error := ERROR.search(line[match.end() :])):
                 self.crash.error = error[0]
         elif self.crash and self.crash.frames and ERROR.match(line):
             self.crash.error = line
             self.crash = None
         elif not self.crash and MARKS.search(line):
-            self._words(line)
-        elif self.processes and (found := same(line)):
-            self.alike(found)
+            self._handle_inline_frames(line)
+        elif self.processes and (found := parse_same_stack(line)):
+            self.share_stack(found)
         else:
-            self.above = heading(line)
+            self.above = parse_heading(line)
 
-    def _words(self, line: str) -> None:
+    def _handle_inline_frames(self, line: str) -> None:
         """Take the frames among other words, and the rank before them."""
-        if known := owned(line):
+        if known := parse_inline_heading(line):
             found, line = known
-            self.headed(found)
-        if frames := frames_in(line):
+            self.begin_stack(found)
+        if frames := parse_inline_frames(line):
             for frame in frames:
-                self.frame(frame)
+                self.add_frame(frame)
             self.processes[-1].threads[-1].outermost |= CALLS.search(line) is not None
 
-    def _mixed(self, match: re.Match[str]) -> None:
+    def _handle_mixed_frame(self, match: re.Match[str]) -> None:
         """Take a Python frame among the native ones of gdb."""
         if quoted := QUOTED.match(match.string, match.end()):
             self.crash = None
-            self._python(quoted)
+            self._add_python_frame(quoted)
 
-    def _said(self, match: re.Match[str]) -> None:
+    def _handle_rank_sentence(self, match: re.Match[str]) -> None:
         """The next stack is that of several ranks."""
         if match["numbers"]:
-            titles = [f"{match['kind']} {number}" for number in numbers(match["numbers"])]
+            titles = [f"{match['kind']} {number}" for number in parse_ranks(match["numbers"])]
         else:
             count = min(int(match["count"] or 2), MOST_WRITTEN)
             titles = [f"Rank {number}" for number in range(count)]
-        self.headed(Heading(tuple(titles)))
+        self.begin_stack(Heading(tuple(titles)))
 
-    def _traced(self, match: re.Match[str]) -> None:
+    def _handle_call_trace(self, match: re.Match[str]) -> None:
         """Follow a trace of calls: at its end, the calls without a return are the stack."""
-        called = _frame(match["function"], match["file"], match["line"])
-        caller = _frame(match["caller"], match["caller_file"], match["caller_line"])
+        called = _make_frame(match["function"], match["file"], match["line"])
+        caller = _make_frame(match["caller"], match["caller_file"], match["caller_line"])
         if not self.calls:
-            self.thread(_Thread("traced"))
+            self.add_thread(_ThreadDraft("traced"))
             self.calls = self.processes[-1].threads[-1].frames
-        while self.calls and not _same(self.calls[0], caller):
+        while self.calls and not _is_same_call(self.calls[0], caller):
             self.calls.pop(0)
         if not self.calls:
             self.calls.append(caller)
         if match["way"] == "Call to":
             self.calls.insert(0, called)
 
-    def _header(self, line: str) -> bool:
+    def _handle_header(self, line: str) -> bool:
         """Take a line that begins a process, a thread or a traceback; False if it is none."""
-        if heading := _heading(line):
+        if heading := _match_header(line):
             take, match = heading
             take(self, match)
         return heading is not None
 
-    def _faulthandler_thread(self, match: re.Match[str]) -> None:
-        self.thread(_Thread(match["name"] or "", int(match["tid"], 16), fault=True))
+    def _handle_faulthandler_thread(self, match: re.Match[str]) -> None:
+        self.add_thread(_ThreadDraft(match["name"] or "", int(match["tid"], 16), fault=True))
 
-    def _gdb_thread(self, match: re.Match[str]) -> None:
-        self.thread(_Thread(match["name"] or "", int(match["tid"])))
+    def _handle_gdb_thread(self, match: re.Match[str]) -> None:
+        self.add_thread(_ThreadDraft(match["name"] or "", int(match["tid"])))
 
-    def _state_thread(self, match: re.Match[str]) -> None:
-        self.thread(_thread(match))
+    def _handle_state_thread(self, match: re.Match[str]) -> None:
+        self.add_thread(_make_thread_draft(match))
 
-    def _process(self, match: re.Match[str]) -> None:
-        self.process(int(match["pid"] or 0), (match["title"] or "").strip())
+    def _handle_process(self, match: re.Match[str]) -> None:
+        self.begin_process(int(match["pid"] or 0), (match["title"] or "").strip())
 
-    def _command(self, match: re.Match[str]) -> None:
-        self.process(int(match["pid"] or match["gdb"]), "")
+    def _handle_command(self, match: re.Match[str]) -> None:
+        self.begin_process(int(match["pid"] or match["gdb"]), "")
 
-    def _outermost_first(self, _found: re.Match[str]) -> None:
+    def _handle_outermost_first(self, _found: re.Match[str]) -> None:
         self.first = False
-        self._crash("")
+        self._begin_crash("")
 
-    def _stack(self, match: re.Match[str]) -> None:
+    def _handle_named_stack(self, match: re.Match[str]) -> None:
         self.first = True
-        self.thread(_Thread(match["name"]))
+        self.add_thread(_ThreadDraft(match["name"]))
 
-    def _innermost_first(self, _found: re.Match[str]) -> None:
+    def _handle_innermost_first(self, _found: re.Match[str]) -> None:
         self.crash, self.first = None, True
 
-    def _fatal(self, match: re.Match[str]) -> None:
-        self.process(0, "")
-        self.crashes.append(_Crash(self.owner, match.string))
+    def _handle_fatal_error(self, match: re.Match[str]) -> None:
+        self.begin_process(0, "")
+        self.crashes.append(_CrashDraft(self.owner, match.string))
 
-    def _again(self, _found: re.Match[str]) -> None:
-        self.again()
+    def _handle_next_dump(self, _found: re.Match[str]) -> None:
+        self.begin_next_dump()
 
-    def _crash(self, error: str) -> None:
-        self.crash = _Crash(self.owner, error)
+    def _begin_crash(self, error: str) -> None:
+        self.crash = _CrashDraft(self.owner, error)
         self.crashes.append(self.crash)
 
-    def _python(self, match: re.Match[str]) -> None:
-        self.frame(_frame(match["function"], match["file"], match["line"]))
+    def _add_python_frame(self, match: re.Match[str]) -> None:
+        self.add_frame(_make_frame(match["function"], match["file"], match["line"]))
 
 
 # What begins a process, a thread or a traceback: the pattern that matches first counts, and it is
 # tried where the words before it are in the line.
-HEADERS: tuple[tuple[str, re.Pattern[str], Callable[[_Reader, re.Match[str]], None]], ...] = (
-    ("Thread", THREAD, _Reader._state_thread),
-    ("hread 0x", FAULT, _Reader._faulthandler_thread),
-    ("Thread", GDB_THREAD, _Reader._gdb_thread),
-    ("Process", PROCESS, _Reader._process),
-    ("Traceback", LAST, _Reader._outermost_first),
-    ("Traceback", FIRST, _Reader._innermost_first),
-    ("Fatal", FATAL, _Reader._fatal),
-    ("stack dump", AGAIN, _Reader._again),
-    ("Timeout", AGAIN, _Reader._again),
-    (" pid ", OUR_PROCESS, _Reader._process),
-    ("VLLM_STACK", FILE, _Reader._process),
-    ("py-spy", COMMAND, _Reader._command),
-    ("gdb", COMMAND, _Reader._command),
-    ("Attaching", COMMAND, _Reader._command),
-    ("Worker", LABEL, _Reader._process),
-    ("EngineCore", LABEL, _Reader._process),
-    ("APIServer", LABEL, _Reader._process),
-    ("DPCoordinator", LABEL, _Reader._process),
-    ("Worker", NAMED, _Reader._process),
-    ("EngineCore", NAMED, _Reader._process),
-    ("APIServer", NAMED, _Reader._process),
-    ("DPCoordinator", NAMED, _Reader._process),
-    ("", RANK, _Reader._process),
-    ("Stack of", STACK_OF, _Reader._stack),
-    (": ", OURS, _Reader._state_thread),
-    ("File", GDB_MIXED, _Reader._mixed),
-    (" in ", TRACED, _Reader._traced),
-    (":", SAID, _Reader._said),
+HEADERS: tuple[tuple[str, re.Pattern[str], Callable[[_StackParser, re.Match[str]], None]], ...] = (
+    ("Thread", THREAD, _StackParser._handle_state_thread),
+    ("hread 0x", FAULT, _StackParser._handle_faulthandler_thread),
+    ("Thread", GDB_THREAD, _StackParser._handle_gdb_thread),
+    ("Process", PROCESS, _StackParser._handle_process),
+    ("Traceback", LAST, _StackParser._handle_outermost_first),
+    ("Traceback", FIRST, _StackParser._handle_innermost_first),
+    ("Fatal", FATAL, _StackParser._handle_fatal_error),
+    ("stack dump", AGAIN, _StackParser._handle_next_dump),
+    ("Timeout", AGAIN, _StackParser._handle_next_dump),
+    (" pid ", OUR_PROCESS, _StackParser._handle_process),
+    ("VLLM_STACK", FILE, _StackParser._handle_process),
+    ("py-spy", COMMAND, _StackParser._handle_command),
+    ("gdb", COMMAND, _StackParser._handle_command),
+    ("Attaching", COMMAND, _StackParser._handle_command),
+    ("Worker", LABEL, _StackParser._handle_process),
+    ("EngineCore", LABEL, _StackParser._handle_process),
+    ("APIServer", LABEL, _StackParser._handle_process),
+    ("DPCoordinator", LABEL, _StackParser._handle_process),
+    ("Worker", NAMED, _StackParser._handle_process),
+    ("EngineCore", NAMED, _StackParser._handle_process),
+    ("APIServer", NAMED, _StackParser._handle_process),
+    ("DPCoordinator", NAMED, _StackParser._handle_process),
+    ("", RANK, _StackParser._handle_process),
+    ("Stack of", STACK_OF, _StackParser._handle_named_stack),
+    (": ", OURS, _StackParser._handle_state_thread),
+    ("File", GDB_MIXED, _StackParser._handle_mixed_frame),
+    (" in ", TRACED, _StackParser._handle_call_trace),
+    (":", SAID, _StackParser._handle_rank_sentence),
 )
 
 
 @lru_cache(CACHED)
-def _heading(line: str) -> tuple[Callable[[_Reader, re.Match[str]], None], re.Match[str]] | None:
+def _match_header(
+    line: str,
+) -> tuple[Callable[[_StackParser, re.Match[str]], None], re.Match[str]] | None:
     """What takes a line that begins something, and its match."""
     for words, known, take in HEADERS:
         if words in line and (match := known.match(line)):
@@ -524,22 +529,22 @@ def _heading(line: str) -> tuple[Callable[[_Reader, re.Match[str]], None], re.Ma
     return None
 
 
-def _frame(function: str, file: str, line: str) -> Frame:
-    return Frame(function, file, shortened(file), int(line) if line.isdigit() else None)
+def _make_frame(function: str, file: str, line: str) -> Frame:
+    return Frame(function, file, shorten_path(file), int(line) if line.isdigit() else None)
 
 
-def _same(one: Frame, other: Frame) -> bool:
+def _is_same_call(one: Frame, other: Frame) -> bool:
     """Whether two frames of a trace are one call; its line moves on."""
     return (one.function, one.file) == (other.function, other.file)
 
 
-def _thread(match: re.Match[str]) -> _Thread:
+def _make_thread_draft(match: re.Match[str]) -> _ThreadDraft:
     number = match.groupdict().get("tid")
     tid = None if number in {None, "None"} else int(str(number), 0)
-    return _Thread(match["name"] or "", tid, match["state"], bool(match["gil"]))
+    return _ThreadDraft(match["name"] or "", tid, match["state"], bool(match["gil"]))
 
 
-def shortened(file: str) -> str:
+def shorten_path(file: str) -> str:
     """A path from the package down, as py-spy shortens it."""
     for folder in ("site-packages/", "dist-packages/"):
         if folder in file:
@@ -550,20 +555,20 @@ def shortened(file: str) -> str:
     return file[at + 1 :] if at >= 0 else file
 
 
-def _is_main(thread: _Thread) -> bool:
+def _is_main_thread(thread: _ThreadDraft) -> bool:
     outermost = thread.frames[-1].function if thread.frames else ""
     return outermost in {"<module>", "_run_module_as_main", "_main", "spawn_main"}
 
 
-def _samples(processes: list[_Process]) -> tuple[StacksSnapshot, ...]:
+def _group_into_samples(processes: list[_ProcessDraft]) -> tuple[StacksSnapshot, ...]:
     """Samples of the processes: a process that occurs again belongs to the next sample."""
     samples: list[list[ProcessStacks]] = []
     seen: dict[object, int] = {}
     for process in processes:
-        threads = process.parsed or tuple(_finished(thread) for thread in process.threads)
+        threads = process.parsed or tuple(_build_thread(thread) for thread in process.threads)
         if not threads:
             continue
-        role = str(role_of(process.title, threads))
+        role = str(find_process_role(process.title, threads))
         # Containers have the same pids.
         key = (process.pid, process.title or role) if process.pid or process.title else object()
         index = seen.get(key, 0)
@@ -576,19 +581,19 @@ def _samples(processes: list[_Process]) -> tuple[StacksSnapshot, ...]:
                 role=role,
                 pid=process.pid,
                 create_time=0.0,
-                title=title_of(process.title),
+                title=parse_process_title(process.title),
                 note="" if known else GUESSED,
                 threads=threads,
             )
         )
-    _drop_cut(samples)
+    _drop_truncated_sample(samples)
     return tuple(
-        StacksSnapshot(captured_at=0.0, seconds=0.0, options=Options(), processes=tuple(sample))
+        StacksSnapshot(captured_at=0.0, seconds=0.0, options=DumpOptions(), processes=tuple(sample))
         for sample in samples
     )
 
 
-def _drop_cut(samples: list[list[ProcessStacks]]) -> None:
+def _drop_truncated_sample(samples: list[list[ProcessStacks]]) -> None:
     """Remove the last sample if its stacks break off: it shows less than the others."""
     if len(samples) < 2:
         return
@@ -598,15 +603,15 @@ def _drop_cut(samples: list[list[ProcessStacks]]) -> None:
         samples.pop()
 
 
-def _finished(thread: _Thread) -> Thread:
-    state: Literal["active", "idle"] = "idle" if waits(thread.frames) else "active"
+def _build_thread(thread: _ThreadDraft) -> ThreadStack:
+    state: Literal["active", "idle"] = "idle" if is_waiting(thread.frames) else "active"
     if thread.state:
         state = "active" if thread.state == "active" else "idle"
     name = thread.name or (f"thread {thread.tid}" if thread.tid is not None else "thread")
-    return Thread(name, state, thread.gil, thread.tid, tuple(_innermost_first(thread)))
+    return ThreadStack(name, state, thread.gil, thread.tid, tuple(_sort_innermost_first(thread)))
 
 
-def _innermost_first(thread: _Thread) -> list[Frame]:
+def _sort_innermost_first(thread: _ThreadDraft) -> list[Frame]:
     """The frames, reversed if known functions, or else arrows, show that the outermost is first."""
     frames = thread.frames
     known = [LEVELS[name] for f in frames if (name := f.function.rpartition(".")[2]) in LEVELS]
@@ -614,7 +619,7 @@ def _innermost_first(thread: _Thread) -> list[Frame]:
     return frames[::-1] if outermost else frames
 
 
-def waits(frames: Sequence[Frame]) -> bool:
+def is_waiting(frames: Sequence[Frame]) -> bool:
     """Whether the innermost frames are those of a thread that waits."""
     if not frames:
         return True
@@ -625,7 +630,7 @@ def waits(frames: Sequence[Frame]) -> bool:
     return NATIVE_WAITS.search(bare) is not None
 
 
-def title_of(title: str) -> str:
+def parse_process_title(title: str) -> str:
     """The title that vLLM gives the process; empty if it can't be known."""
     named = ("VLLM::", *SGLANG)
     word = next((word for word in title.split() if word.startswith(named)), "")
@@ -633,13 +638,13 @@ def title_of(title: str) -> str:
         return match["title"]
     if word or " " in title or "/" in title:
         return word
-    return f"VLLM::{title}" if titled([f"VLLM::{title}"]) else ""
+    return f"VLLM::{title}" if find_title_role([f"VLLM::{title}"]) else ""
 
 
-def role_of(title: str, threads: tuple[Thread, ...]) -> Role:
+def find_process_role(title: str, threads: tuple[ThreadStack, ...]) -> Role:
     """What a process does in a server, by its title or else by the functions of its threads."""
     for words in (title.split(), [f"VLLM::{title}"]):
-        if role := titled(words):
+        if role := find_title_role(words):
             return role
     if found := next((role for name, role in SGLANG.items() if title.startswith(name)), None):
         return found

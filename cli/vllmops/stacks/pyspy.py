@@ -28,9 +28,9 @@ import psutil
 from ..errors import VllmopsError
 from ..host import proc
 from ..host.processes import ROLES, Process
-from ..host.ptrace import refusal, rights
+from ..host.ptrace import make_refusal_error, read_rights
 from ..protocol import identity
-from ..protocol.stacks import Options, Problem, ProcessStacks, StacksSnapshot, Thread
+from ..protocol.stacks import DumpOptions, ProcessStacks, StacksGap, StacksSnapshot, ThreadStack
 from ..rpc import agent
 from . import pyspyjson
 
@@ -50,11 +50,11 @@ UNSTOPPED = "read without stopping it"
 REFUSED = ("Permission denied", "Permission Denied", "EPERM", "Operation not permitted")
 
 
-class _LateError(VllmopsError):
+class _PyspyTimeoutError(VllmopsError):
     """py-spy was killed at its time limit."""
 
 
-def find() -> str:
+def find_pyspy() -> str:
     """The py-spy program: beside this Python, on the path, or where pip put it.
 
     Raises:
@@ -81,9 +81,9 @@ def find() -> str:
     )
 
 
-def capture(
+def dump_stacks(
     processes: Sequence[Process],
-    options: Options | None = None,
+    options: DumpOptions | None = None,
     *,
     timeout_s: float = 20.0,
     server: str | None = None,
@@ -99,16 +99,16 @@ def capture(
     Raises:
         VllmopsError: ``pyspy.missing``, if no agent stands in for it either.
     """
-    options = options or Options()
+    options = options or DumpOptions()
     # From elsewhere only agents answer, and in other processes there is none.
-    processes = [p for p in processes if p.role in ROLES or not isinstance(p, agent.Distant)]
+    processes = [p for p in processes if p.role in ROLES or not isinstance(p, agent.ProxiedProcess)]
     captured_at, began = time.time(), time.monotonic()
     deadline = began + timeout_s
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
-        dumps = [pool.submit(_dump, process, options, deadline) for process in processes]
+        dumps = [pool.submit(_dump_process, process, options, deadline) for process in processes]
         done = tuple(dump.result() for dump in dumps)
     if all(process.error and process.error.code == "pyspy.missing" for process in done):
-        find()
+        find_pyspy()
     return StacksSnapshot(
         captured_at=captured_at,
         seconds=round(time.monotonic() - began, 3),
@@ -118,51 +118,53 @@ def capture(
     )
 
 
-def _dump(process: Process, options: Options, deadline: float) -> ProcessStacks:
+def _dump_process(process: Process, options: DumpOptions, deadline: float) -> ProcessStacks:
     began = time.monotonic()
     try:
-        if isinstance(process, agent.Distant):
-            return _own_view(process, options)
-        _confirm(process)
+        if isinstance(process, agent.ProxiedProcess):
+            return _fetch_agent_stacks(process, options)
+        _require_alive(process)
         try:
-            stacks = _from_outside(process, options, deadline)
+            stacks = _dump_local_process(process, options, deadline)
         finally:
             # A process that ended meanwhile is reported as gone, whatever py-spy printed; and if
             # another process has its pid now, these may be the wrong stacks.
-            _confirm(process)
+            _require_alive(process)
     except VllmopsError as error:
-        stacks = _stacks(process, error=Problem(error.code, error.message, error.hint))
+        stacks = _make_process_stacks(
+            process, error=StacksGap(error.code, error.message, error.hint)
+        )
     return msgspec.structs.replace(stacks, seconds=round(time.monotonic() - began, 3))
 
 
-def _from_outside(process: Process, options: Options, deadline: float) -> ProcessStacks:
+def _dump_local_process(process: Process, options: DumpOptions, deadline: float) -> ProcessStacks:
     """The stacks by py-spy, or by the agent if py-spy fails.
 
     Raises:
         VllmopsError: why py-spy failed, if there is no agent that answers.
     """
     try:
-        threads, note = _attempts(find(), process, options, deadline)
+        threads, note = _try_dump_modes(find_pyspy(), process, options, deadline)
     except VllmopsError as error:
         try:
-            stacks = _own_view(process, options)
+            stacks = _fetch_agent_stacks(process, options)
         except VllmopsError:
             raise error from None
         notes = filter(None, (f"listed by its agent, because {error.message}", stacks.note))
-        instead = Problem(error.code, error.message, error.hint)
+        instead = StacksGap(error.code, error.message, error.hint)
         return msgspec.structs.replace(stacks, note="; ".join(notes), instead=instead)
-    return _stacks(process, threads=threads, note=note, stopped=STOPPED in note)
+    return _make_process_stacks(process, threads=threads, note=note, stopped=STOPPED in note)
 
 
-def _own_view(process: Process, options: Options) -> ProcessStacks:
-    """The stacks that the agent of a process lists; raises as `agent.reach` does."""
-    stacks = agent.reach(process, timeout_s=AGENT_S).stacks()
+def _fetch_agent_stacks(process: Process, options: DumpOptions) -> ProcessStacks:
+    """The stacks that the agent of a process lists; raises as `agent.open_agent` does."""
+    stacks = agent.open_agent(process, timeout_s=AGENT_S).fetch_stacks()
     asked = ("local variables", options.locals), ("native frames", options.native)
     lacking = " and ".join(what for what, wanted in asked if wanted)
     return msgspec.structs.replace(stacks, note=f"without {lacking}") if lacking else stacks
 
 
-def _stacks(process: Process, **fields: Any) -> ProcessStacks:
+def _make_process_stacks(process: Process, **fields: Any) -> ProcessStacks:
     return ProcessStacks(
         role=str(process.role),
         pid=process.pid,
@@ -173,11 +175,11 @@ def _stacks(process: Process, **fields: Any) -> ProcessStacks:
     )
 
 
-def _confirm(process: Process) -> None:
+def _require_alive(process: Process) -> None:
     """Raise unless this same process is alive."""
     try:
         process_ = psutil.Process(process.pid)
-        reused = identity.of(process.pid) != process.identity
+        reused = identity.read_identity(process.pid) != process.identity
         zombie = not reused and process_.status() == psutil.STATUS_ZOMBIE
         parent = process_.ppid() if zombie else 0
     except (psutil.NoSuchProcess, ProcessLookupError):
@@ -199,9 +201,9 @@ def _confirm(process: Process) -> None:
         )
 
 
-def _attempts(
-    program: str, process: Process, options: Options, deadline: float
-) -> tuple[tuple[Thread, ...], str]:
+def _try_dump_modes(
+    program: str, process: Process, options: DumpOptions, deadline: float
+) -> tuple[tuple[ThreadStack, ...], str]:
     """The stacks, taken as asked or in a simpler way, and a note if it was a simpler way.
 
     A process that can't be stopped (in a driver call, or held by a debugger) can still be read, and
@@ -210,7 +212,7 @@ def _attempts(
     that is left: half, or more if it will hardly fail.
     """
     ways: list[tuple[str, ...]] = [("--nonblocking",)]
-    halted = "" if options.nonblocking else _held(process.pid, "tT")
+    halted = "" if options.nonblocking else _explain_unstoppable(process.pid, "tT")
     if not (options.nonblocking or halted):
         ways.insert(0, ())
         if options.native:
@@ -220,23 +222,24 @@ def _attempts(
     first: VllmopsError | None = None
     for way in ways:
         left_s = max(deadline - time.monotonic(), 0.0)
-        sure = "--native" not in way and not _held(process.pid)
+        sure = "--native" not in way and not _explain_unstoppable(process.pid)
         limit_s = left_s * (1.0 if way is ways[-1] else SURE_SHARE if sure else 0.5)
         command = (program, "dump", "--json", "--pid", str(process.pid), *way, *locals_)
         try:
-            threads = pyspyjson.parse(
-                _run(command, process, limit_s, halted=bool(halted)), with_locals=options.locals
+            threads = pyspyjson.parse_dump(
+                _run_pyspy(command, process, limit_s, halted=bool(halted)),
+                with_locals=options.locals,
             )
         except VllmopsError as error:
             first = first or error
-            if isinstance(error, _LateError) and not halted:
-                _resume(process.pid)
+            if isinstance(error, _PyspyTimeoutError) and not halted:
+                _resume_process(process.pid)
             continue
         note = f"{UNSTOPPED}: {halted}" if halted else ""
-        return threads, _note(process, way, first) if first else note
+        return threads, _explain_dump_mode(process, way, first) if first else note
     assert first is not None
-    if isinstance(first, _LateError):
-        held = _held(process.pid)
+    if isinstance(first, _PyspyTimeoutError):
+        held = _explain_unstoppable(process.pid)
         raise VllmopsError(
             "stacks.timeout",
             f"py-spy did not finish with pid {process.pid} within {round(budget_s, 1):g} s"
@@ -246,16 +249,16 @@ def _attempts(
     raise first
 
 
-def _note(process: Process, way: Iterable[str], error: VllmopsError) -> str:
+def _explain_dump_mode(process: Process, way: Iterable[str], error: VllmopsError) -> str:
     """Why a dump was not taken as asked."""
     if "--nonblocking" not in way:
         return f"without native frames: {error.message}"
-    if held := _held(process.pid):
+    if held := _explain_unstoppable(process.pid):
         return f"{UNSTOPPED}: {held}"
     return f"{UNSTOPPED}, so frames may be inconsistent: {error.message}"
 
 
-def _held(pid: int, states: str = "tTD") -> str:
+def _explain_unstoppable(pid: int, states: str = "tTD") -> str:
     """Why py-spy can't stop a process at the moment; empty if no reason is visible.
 
     Args:
@@ -263,11 +266,11 @@ def _held(pid: int, states: str = "tTD") -> str:
         states: the kernel's letters for the thread states that count.
     """
     try:
-        for task in proc.threads(pid):
-            letter = identity.stat(f"{pid}/task/{task}")[0]
+        for task in proc.list_thread_ids(pid):
+            letter = identity.read_stat_fields(f"{pid}/task/{task}")[0]
             match letter if letter in states else "":
                 case "t":
-                    tracer = proc.status(f"{pid}/task/{task}")["TracerPid"]
+                    tracer = proc.read_status(f"{pid}/task/{task}")["TracerPid"]
                     return f"it is being debugged by pid {tracer}"
                 case "T":
                     return f"{STOPPED}; kill -CONT {pid} resumes it"
@@ -278,7 +281,7 @@ def _held(pid: int, states: str = "tTD") -> str:
     return ""
 
 
-def _run(command: Sequence[str], process: Process, limit_s: float, *, halted: bool) -> bytes:
+def _run_pyspy(command: Sequence[str], process: Process, limit_s: float, *, halted: bool) -> bytes:
     """Run py-spy; returns its output.
 
     Args:
@@ -289,7 +292,7 @@ def _run(command: Sequence[str], process: Process, limit_s: float, *, halted: bo
             held it for `HELD_S`.
 
     Raises:
-        VllmopsError: ``pyspy.unusable``, one of `_failure`, or `_LateError`.
+        VllmopsError: ``pyspy.unusable``, one of `_parse_pyspy_error`, or `_PyspyTimeoutError`.
     """
     try:
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -307,18 +310,18 @@ def _run(command: Sequence[str], process: Process, limit_s: float, *, halted: bo
             break
         except subprocess.TimeoutExpired:
             now = time.monotonic()
-        held_since = (held_since or now) if not halted and _traced(process.pid) else None
+        held_since = (held_since or now) if not halted and _is_traced(process.pid) else None
         if now >= end or (held_since and now - held_since >= HELD_S):
-            _kill(running)
+            _kill_pyspy(running)
             late = f"did not finish within {limit_s:.3g} s"
             held = f"held it for {HELD_S:g} s"
-            raise _LateError("stacks.timeout", f"py-spy {late if now >= end else held}")
+            raise _PyspyTimeoutError("stacks.timeout", f"py-spy {late if now >= end else held}")
     if running.returncode:
-        raise _failure(process, complaint.decode(errors="replace"))
+        raise _parse_pyspy_error(process, complaint.decode(errors="replace"))
     return output
 
 
-def _kill(running: subprocess.Popen[bytes]) -> None:
+def _kill_pyspy(running: subprocess.Popen[bytes]) -> None:
     """Kill py-spy, and what it has started: it may be a script around the one that traces."""
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(running.pid).children(recursive=True):
@@ -329,14 +332,14 @@ def _kill(running: subprocess.Popen[bytes]) -> None:
         running.communicate(timeout=KILL_WAIT_S)
 
 
-def _traced(pid: int) -> bool:
+def _is_traced(pid: int) -> bool:
     """Whether a tracer holds the main thread of a process, and so all of them."""
     with contextlib.suppress(OSError):
-        return identity.stat(pid)[0] == "t"
+        return identity.read_stat_fields(pid)[0] == "t"
     return False
 
 
-def _resume(pid: int) -> None:
+def _resume_process(pid: int) -> None:
     """See to it that a process runs on after a py-spy that was killed.
 
     The kernel lets it go; but where the tracer attached by a signal, the process may stop by that
@@ -345,12 +348,12 @@ def _resume(pid: int) -> None:
     end = time.monotonic() + KILL_WAIT_S
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGCONT)
-        while _held(pid, "tT") and time.monotonic() < end:
+        while _explain_unstoppable(pid, "tT") and time.monotonic() < end:
             time.sleep(0.01)
             os.kill(pid, signal.SIGCONT)
 
 
-def _failure(process: Process, complaint: str) -> VllmopsError:
+def _parse_pyspy_error(process: Process, complaint: str) -> VllmopsError:
     """The error for what py-spy printed on stderr: a message and its causes."""
     message = complaint.partition("Stack backtrace:")[0]
     if any(words in message for words in NOT_PYTHON):
@@ -362,7 +365,7 @@ def _failure(process: Process, complaint: str) -> VllmopsError:
     if any(words in message for words in REFUSED):
         # Not Linux, or the process is gone: py-spy's own message is used.
         with contextlib.suppress(OSError):
-            return refusal(process.pid, rights(process.pid))
+            return make_refusal_error(process.pid, read_rights(process.pid))
     lines = [
         line.strip() for line in message.splitlines() if line.strip() not in {"", "Caused by:"}
     ]

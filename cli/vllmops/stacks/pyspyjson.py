@@ -8,25 +8,25 @@ import msgspec
 
 from ..errors import VllmopsError
 from ..protocol.files import DAMAGE
-from ..protocol.stacks import Frame, Local, Thread
+from ..protocol.stacks import Frame, LocalVariable, ThreadStack
 
 
-class _Local(msgspec.Struct):
+class _PyspyLocal(msgspec.Struct):
     name: str
     arg: bool = False
     repr: str | None = None
 
 
-class _Frame(msgspec.Struct):
+class _PyspyFrame(msgspec.Struct):
     name: str
     filename: str
     short_filename: str | None = None
     line: int = 0
-    locals: list[_Local] | None = None
+    locals: list[_PyspyLocal] | None = None
 
 
-class _Thread(msgspec.Struct):
-    frames: list[_Frame]
+class _PyspyThread(msgspec.Struct):
+    frames: list[_PyspyFrame]
     active: bool
     owns_gil: bool
     thread_name: str | None = None
@@ -34,10 +34,10 @@ class _Thread(msgspec.Struct):
 
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
-THREADS = msgspec.json.Decoder(list[_Thread])
+THREADS = msgspec.json.Decoder(list[_PyspyThread])
 
 
-def parse(output: bytes, *, with_locals: bool = False) -> tuple[Thread, ...]:
+def parse_dump(output: bytes, *, with_locals: bool = False) -> tuple[ThreadStack, ...]:
     """The threads in the output of ``py-spy dump --json``: holder of the GIL, active, idle.
 
     Raises:
@@ -53,19 +53,19 @@ def parse(output: bytes, *, with_locals: bool = False) -> tuple[Thread, ...]:
         ) from error
     threads.sort(key=lambda t: (not t.owns_gil, not t.active, t.os_thread_id or 0))
     return tuple(
-        Thread(
+        ThreadStack(
             name=thread.thread_name or f"thread {thread.os_thread_id}",
             state="active" if thread.active else "idle",
             owns_gil=thread.owns_gil,
             tid=thread.os_thread_id,
-            frames=tuple(_frame(frame, with_locals=with_locals) for frame in thread.frames),
+            frames=tuple(_make_frame(frame, with_locals=with_locals) for frame in thread.frames),
         )
         for thread in threads
     )
 
 
-def _frame(frame: _Frame, *, with_locals: bool) -> Frame:
-    locals_ = (Local(local.name, local.repr, local.arg) for local in frame.locals or ())
+def _make_frame(frame: _PyspyFrame, *, with_locals: bool) -> Frame:
+    locals_ = (LocalVariable(local.name, local.repr, local.arg) for local in frame.locals or ())
     return Frame(
         function=frame.name,
         file=frame.filename,

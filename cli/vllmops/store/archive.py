@@ -14,7 +14,7 @@ import msgspec
 
 from . import shape
 from .backend import BROKEN, FINISHED, RUNNING, Response
-from .store import Events
+from .store import EventBatch
 
 FORMAT = 1
 # The field that a line has of each kind of archive, and the command for it.
@@ -26,23 +26,23 @@ READ_BY = {
 OWNER = re.compile("|[0-9a-f]{64}")
 
 
-class Versioned(Protocol):
+class VersionedLine(Protocol):
     """A line that says which format it has."""
 
     vllmops: int
 
 
-T = TypeVar("T", bound=Versioned)
+T = TypeVar("T", bound=VersionedLine)
 
 
-class Logged(msgspec.Struct):
+class ArchivedEvents(msgspec.Struct):
     """Consecutive events, and the sequence number of the first."""
 
     first: shape.Count
     events: list[msgspec.Raw]
 
 
-class Line(shape.Row, kw_only=True):
+class ResponseLine(shape.ResponseHeader, kw_only=True):
     """What a line says.
 
     Args:
@@ -55,16 +55,16 @@ class Line(shape.Row, kw_only=True):
     vllmops: int = FORMAT
     response: msgspec.Raw
     input: msgspec.Raw
-    events: list[Logged] = msgspec.field(default_factory=list)
+    events: list[ArchivedEvents] = msgspec.field(default_factory=list)
 
 
-LINE = msgspec.json.Decoder(Line)
+LINE = msgspec.json.Decoder(ResponseLine)
 
 
-def encode(response: Response, events: list[Events]) -> bytes:
+def encode_line(response: Response, events: list[EventBatch]) -> bytes:
     """A response as one line, without its end."""
     return msgspec.json.encode(
-        Line(
+        ResponseLine(
             id=response.id,
             owner=response.owner,
             model=response.model,
@@ -72,21 +72,24 @@ def encode(response: Response, events: list[Events]) -> bytes:
             created_at=response.created_at,
             previous_response_id=response.previous_id,
             error=response.error,
-            response=one_line(response.body),
-            input=one_line(response.input),
-            events=[Logged(part.first, list(map(one_line, part.events))) for part in events],
+            response=remove_line_breaks(response.body),
+            input=remove_line_breaks(response.input),
+            events=[
+                ArchivedEvents(part.first, list(map(remove_line_breaks, part.events)))
+                for part in events
+            ],
         )
     )
 
 
-def one_line(document: bytes) -> msgspec.Raw:
+def remove_line_breaks(document: bytes) -> msgspec.Raw:
     """JSON as it is, where it has no line breaks; those stand between its parts only."""
     return msgspec.Raw(
         document if b"\n" not in document else msgspec.json.format(document, indent=-1)
     )
 
 
-def read(decoder: msgspec.json.Decoder[T], line: bytes, format_: int) -> T:
+def parse_line(decoder: msgspec.json.Decoder[T], line: bytes, format_: int) -> T:
     """A line of an archive.
 
     Args:
@@ -100,13 +103,13 @@ def read(decoder: msgspec.json.Decoder[T], line: bytes, format_: int) -> T:
     try:
         found = decoder.decode(line)
     except BROKEN as error:
-        raise ValueError(of_other(line, decoder.type) or f"{error}") from error
+        raise ValueError(describe_wrong_archive(line, decoder.type) or f"{error}") from error
     if found.vllmops != format_:
         raise ValueError(f"the line has format {found.vllmops}; this vllmops reads {format_}")
     return found
 
 
-def of_other(line: bytes, kind: Any) -> str:
+def describe_wrong_archive(line: bytes, kind: Any) -> str:
     """Says of a line that belongs into an archive of another kind; empty where it does not."""
     with suppress(*BROKEN):
         found = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
@@ -116,7 +119,7 @@ def of_other(line: bytes, kind: Any) -> str:
     return ""
 
 
-def check_owner(owner: str) -> None:
+def validate_owner(owner: str) -> None:
     """Check that an owner is one that a key can be.
 
     Raises:
@@ -126,23 +129,23 @@ def check_owner(owner: str) -> None:
         raise ValueError(f"{owner[:300]!r} is not an owner")
 
 
-def decode(line: bytes) -> tuple[Response, list[Events]]:
+def decode_line(line: bytes) -> tuple[Response, list[EventBatch]]:
     """A response and its events from a line.
 
     Raises:
         ValueError: what is wrong with the line, in words.
     """
-    found = read(LINE, line, FORMAT)
-    if why := shape.refused(found):
+    found = parse_line(LINE, line, FORMAT)
+    if why := shape.explain_invalid_header(found):
         raise ValueError(why)
-    body = shape.whole(bytes(found.response), shape.Archived)
+    body = shape.decode_json(bytes(found.response), shape.ArchivedResponse)
     if body.id not in {"", found.id}:
         raise ValueError(f"the response object of {found.id} has the id {body.id[:300]!r}")
-    shape.whole(bytes(found.input), list[shape.Item])
+    shape.decode_json(bytes(found.input), list[shape.ResponseItem])
     for part in found.events:
         for event in part.events:
-            shape.whole(bytes(event), shape.Event)
-    check_owner(found.owner)
+            shape.decode_json(bytes(event), shape.StreamEvent)
+    validate_owner(found.owner)
     if found.status in RUNNING:
         raise ValueError(f"{found.id} is {found.status}, but no server runs it")
     if found.status not in FINISHED:
@@ -158,5 +161,5 @@ def decode(line: bytes) -> tuple[Response, list[Events]]:
         body=bytes(found.response),
         input=bytes(found.input),
     )
-    events = [Events(part.first, list(map(bytes, part.events))) for part in found.events]
+    events = [EventBatch(part.first, list(map(bytes, part.events))) for part in found.events]
     return response, events

@@ -17,9 +17,9 @@ from typing import ClassVar
 import msgspec
 
 from ..errors import VllmopsError
-from .conversations import Conversations
+from .conversations import ConversationBackend
 from .response import FINISHED, RUNNING, STATUSES, Response
-from .urls import shown, without
+from .urls import redact_url, remove_url_secrets
 
 __all__ = ["FINISHED", "RUNNING", "STATUSES", "Response"]
 
@@ -38,7 +38,7 @@ GRAIN_S = 10.0
 EVERYBODY = "*"
 
 
-def owner_of(key: str) -> str:
+def derive_owner(key: str) -> str:
     """As whose responses are kept that come with an API key: a hash of it."""
     return hashlib.sha256(key.encode()).hexdigest()
 
@@ -69,12 +69,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     events_kept_s: float = 600
 
     @property
-    def share(self) -> int:
+    def owner_limit(self) -> int:
         """Responses that one owner may have."""
         return self.max_size if self.max_per_key is None else min(self.max_per_key, self.max_size)
 
 
-class Swap(msgspec.Struct, frozen=True):
+class StatusChange(msgspec.Struct, frozen=True):
     """What became of a change of status.
 
     Args:
@@ -86,7 +86,7 @@ class Swap(msgspec.Struct, frozen=True):
     now: Response | None
 
 
-class Query(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseQuery(msgspec.Struct, frozen=True, kw_only=True):
     """What to list.
 
     Args:
@@ -106,12 +106,12 @@ class Query(msgspec.Struct, frozen=True, kw_only=True):
     status: str | None = None
 
     @property
-    def backwards(self) -> bool:
+    def is_backward(self) -> bool:
         """Whether the page is found by going from its end to its beginning."""
         return self.before is not None and self.after is None
 
 
-class Page(msgspec.Struct, frozen=True):
+class ResponsePage(msgspec.Struct, frozen=True):
     """Part of a list.
 
     Args:
@@ -123,7 +123,7 @@ class Page(msgspec.Struct, frozen=True):
     more: bool
 
 
-class Chunk(msgspec.Struct, frozen=True):
+class EventChunk(msgspec.Struct, frozen=True):
     """Consecutive events of a stream.
 
     Args:
@@ -137,7 +137,7 @@ class Chunk(msgspec.Struct, frozen=True):
     events: bytes
 
 
-class Log(msgspec.Struct, frozen=True):
+class EventLog(msgspec.Struct, frozen=True):
     """What is left of a stream from some sequence number on.
 
     Args:
@@ -145,11 +145,11 @@ class Log(msgspec.Struct, frozen=True):
         running: whether the response ran when they were read.
     """
 
-    chunks: list[Chunk]
+    chunks: list[EventChunk]
     running: bool
 
 
-class Swept(msgspec.Struct, frozen=True):
+class SweepResult(msgspec.Struct, frozen=True):
     """What tidying up has done, in responses."""
 
     expired: int = 0
@@ -157,7 +157,7 @@ class Swept(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
-class Stats(msgspec.Struct, frozen=True, kw_only=True):
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """What is in the store.
 
     Args:
@@ -179,7 +179,7 @@ class Stats(msgspec.Struct, frozen=True, kw_only=True):
     owners: dict[str, int] = {}
 
     @property
-    def count(self) -> int:
+    def response_count(self) -> int:
         return sum(self.statuses.values())
 
 
@@ -217,14 +217,15 @@ class ConversationBroken(VllmopsError):  # noqa: N818
         self.missing = missing
 
 
-class Backend(Conversations, ABC):
+class Backend(ConversationBackend, ABC):
     """Keeps responses; a subclass may be a user's own.
 
     Each method is atomic. ``owner`` scopes it: another owner's response is as none at all, save
     that its id is taken; `EVERYBODY` sees all. A response that runs has a lease: `create`, `put`
-    with a status that runs, and `running` with ``renew`` extend it to ``limits.lease_s`` from now.
-    Once it has lapsed, whoever reads the response first makes it ``failed`` with `GONE`. That is a
-    conclusion, not an outcome: a run that only could not reach the store still puts its own.
+    with a status that runs, and `select_running` with ``renew`` extend it to ``limits.lease_s``
+    from now. Once it has lapsed, whoever reads the response first makes it ``failed`` with `GONE`.
+    That is a conclusion, not an outcome: a run that only could not reach the store still puts its
+    own.
 
     Args:
         url: as the user gave it.
@@ -240,15 +241,15 @@ class Backend(Conversations, ABC):
         self.url = url
         self.limits = limits
 
-    def why(self, error: BaseException) -> str:
+    def describe_error(self, error: BaseException) -> str:
         """What the driver says of a failure, without the password that it may repeat."""
-        return without(str(error) or type(error).__name__, self.url)
+        return remove_url_secrets(str(error) or type(error).__name__, self.url)
 
-    def answers(self, error: BaseException) -> bool:  # noqa: ARG002
+    def is_call_error(self, error: BaseException) -> bool:  # noqa: ARG002
         """Whether a failure is the server's answer to one call, and others may well succeed."""
         return False
 
-    async def there(self) -> bool:
+    async def exists(self) -> bool:
         """Whether a store exists there, as far as can be seen; asking makes none."""
         return True
 
@@ -265,7 +266,7 @@ class Backend(Conversations, ABC):
         """Let go of everything; also where `open` has failed."""
 
     @abstractmethod
-    async def drop(self) -> None:
+    async def delete_store(self) -> None:
         """Delete all that is kept, schema included."""
 
     @abstractmethod
@@ -273,7 +274,7 @@ class Backend(Conversations, ABC):
         """Store a response that was not there; False where the id is taken, by whomever.
 
         Evicts others where that makes too many, of all or of its owner, as `Limits` has it;
-        `targets` says of whom.
+        `plan_evictions` says of whom.
         """
 
     @abstractmethod
@@ -293,7 +294,7 @@ class Backend(Conversations, ABC):
         *,
         allowed: Collection[str] = RUNNING,
         error: str = "",
-    ) -> Swap:
+    ) -> StatusChange:
         """Change the status alone, where it is one of `allowed`."""
 
     @abstractmethod
@@ -305,7 +306,7 @@ class Backend(Conversations, ABC):
         """Delete a response with its events; False where there is none."""
 
     @abstractmethod
-    async def page(self, owner: str, query: Query) -> Page:
+    async def list_responses(self, owner: str, query: ResponseQuery) -> ResponsePage:
         """Part of the owner's responses, by creation.
 
         Raises:
@@ -313,7 +314,7 @@ class Backend(Conversations, ABC):
         """
 
     @abstractmethod
-    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+    async def list_turns(self, owner: str, response_id: str) -> list[Response]:
         """A response after those that it follows, the oldest first; counts as use of each.
 
         It begins with the first that is there, and has each turn once. Empty where there is no such
@@ -325,44 +326,44 @@ class Backend(Conversations, ABC):
         """Count as use of these responses."""
 
     @abstractmethod
-    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+    async def select_running(self, ids: Collection[str], *, renew: bool) -> set[str]:
         """Those of the ids that run or have lapsed; the rest were cancelled, deleted or evicted.
 
         What has lapsed is not renewed: it stays ``failed`` until its outcome comes.
         """
 
     @abstractmethod
-    async def append(self, response: Response, chunk: Chunk) -> bool:
+    async def append_events(self, response: Response, chunk: EventChunk) -> bool:
         """Add to the log of a run; False where that run is gone.
 
         A chunk whose ``first`` is there already is left out: a writer may try again.
         """
 
     @abstractmethod
-    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
+    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
         """The chunks with events behind a sequence number; None where there is no response."""
 
     @abstractmethod
-    async def sweep(self) -> Swept:
+    async def sweep(self) -> SweepResult:
         """Expire, evict, fail what has lapsed, forget old logs; called now and then."""
 
     @abstractmethod
-    async def stats(self, owner: str) -> Stats:
+    async def collect_stats(self, owner: str) -> StoreStats:
         """What there is; may take its time."""
 
-    async def caveats(self) -> list[str]:
+    async def list_caveats(self) -> list[str]:
         """How this server is set up so that it could lose what it has acknowledged, in words."""
         return []
 
 
-def targets(owners: Mapping[str, int], limits: Limits) -> dict[str, int]:
+def plan_evictions(owners: Mapping[str, int], limits: Limits) -> dict[str, int]:
     """How many responses may be left of those owners who have to give some up.
 
     Args:
         owners: how many each has; of two who have as many, the earlier gives one up first.
         limits: what is kept.
     """
-    left = {owner: min(held, limits.share) for owner, held in owners.items()}
+    left = {owner: min(held, limits.owner_limit) for owner, held in owners.items()}
     surplus = sum(left.values()) - limits.max_size
     if surplus > 0:
         # The fullest are brought down to one level: the lowest of those that are low enough.
@@ -378,12 +379,12 @@ def targets(owners: Mapping[str, int], limits: Limits) -> dict[str, int]:
     return {owner: target for owner, target in left.items() if target < owners[owner]}
 
 
-def words(statuses: Collection[str]) -> str:
+def join_statuses(statuses: Collection[str]) -> str:
     """A set of statuses as one text, in which each stands between spaces."""
     return f" {' '.join(statuses)} "
 
 
-class Uses:
+class LastUseBuffer:
     """When responses were used last, noted until it is written down, all at once.
 
     A use that is not written is lost with the process, which harms nothing.
@@ -397,13 +398,13 @@ class Uses:
         self.noted: dict[str, float] = {}
         self.known, self.since = set[str](), 0.0
 
-    async def note(self, ids: Collection[str]) -> None:
+    async def mark_used(self, ids: Collection[str]) -> None:
         """Count as use, which is written down later."""
         self.noted.update(dict.fromkeys(ids, time.time()))
         if len(self.noted) >= NOTED:
             await self.flush()
 
-    async def note_turns(self, ids: Sequence[str]) -> None:
+    async def mark_turns_used(self, ids: Sequence[str]) -> None:
         """Count as use of a turn, the last one, and of all before it: of these once in `GRAIN_S`.
 
         Each turn uses all before it, and writing that down takes longer than to store the turn.
@@ -413,9 +414,9 @@ class Uses:
             self.known, self.since = set(), now
         before = set(ids[:-1]) - self.known
         self.known |= before
-        await self.note([*before, *ids[-1:]])
+        await self.mark_used([*before, *ids[-1:]])
 
-    def take(self) -> list[tuple[str, float]]:
+    def take_pending(self) -> list[tuple[str, float]]:
         """What is noted, for whoever writes it down."""
         noted, self.noted = self.noted, {}
         # In one order everywhere, or two processes could wait for each other.
@@ -423,14 +424,15 @@ class Uses:
 
     async def flush(self) -> None:
         """Write down what was used."""
-        if noted := self.take():
+        if noted := self.take_pending():
             await self.write(noted)
 
 
-def too_new(url: str, found: int, known: int) -> VllmopsError:
+def make_schema_error(url: str, found: int, known: int) -> VllmopsError:
     """The refusal of a store that a newer vllmops has made."""
     return VllmopsError(
         "store.schema",
-        f"the store at {shown(url)} has schema {found}, but this vllmops supports up to {known}",
+        f"the store at {redact_url(url)} has schema {found}, but this vllmops supports up to "
+        f"{known}",
         "install the newest vllmops",
     )

@@ -16,11 +16,11 @@ ANN, BOB, CID = "a" * 64, "b" * 64, "c" * 64
 SHORT_S = 0.6
 
 
-class Failed(Exception):  # noqa: N818
+class CheckFailed(Exception):  # noqa: N818
     """A promise that was not kept, in words."""
 
 
-class Bench:
+class StoreBench:
     """Opens stores on one backend, several at once as several servers do.
 
     Args:
@@ -31,10 +31,10 @@ class Bench:
         self.url = url
         self.stores: list[ResponseStore] = []
 
-    async def open(self, **limits: float) -> ResponseStore:
+    async def open_store(self, **limits: float) -> ResponseStore:
         """A store on the backend; all of one process's memory share theirs."""
         given = msgspec.convert(limits, Limits)
-        store = ResponseStore(opening.backend(self.url, given), deadline_s=10)
+        store = ResponseStore(opening.make_backend(self.url, given), deadline_s=10)
         if self.stores and self.url.startswith("memory:"):
             store.backend = self.stores[0].backend
         self.stores.append(store)
@@ -44,26 +44,26 @@ class Bench:
     async def close(self) -> None:
         """Delete everything and close all, also where Ctrl-C comes in between."""
         try:
-            await self.end()
+            await self.delete_and_close()
         except asyncio.CancelledError:
-            await self.end()
+            await self.delete_and_close()
             raise
 
-    async def end(self) -> None:
+    async def delete_and_close(self) -> None:
         for number, store in enumerate(self.stores):
             if number == 0:
-                async with store.bounded():
-                    await store.backend.drop()
+                async with store.backend_call():
+                    await store.backend.delete_store()
             await store.close()
         self.stores.clear()
 
 
-Check = Callable[[Bench], Awaitable[None]]
+Check = Callable[[StoreBench], Awaitable[None]]
 CHECKS: dict[str, Check] = {}
 OF_CONVERSATIONS: set[str] = set()
 
 
-def check(name: str, *, conversations: bool = False) -> Callable[[Check], Check]:
+def register_check(name: str, *, conversations: bool = False) -> Callable[[Check], Check]:
     """Add a check.
 
     Args:
@@ -71,21 +71,21 @@ def check(name: str, *, conversations: bool = False) -> Callable[[Check], Check]
         conversations: whether a backend without conversations is spared it.
     """
 
-    def add(function: Check) -> Check:
+    def register(function: Check) -> Check:
         CHECKS[name] = function
         if conversations:
             OF_CONVERSATIONS.add(name)
         return function
 
-    return add
+    return register
 
 
-def same(found: object, wanted: object, what: str) -> None:
+def expect_equal(found: object, wanted: object, what: str) -> None:
     if found != wanted:
-        raise Failed(f"{what}: {found!r}, not {wanted!r}"[:500])
+        raise CheckFailed(f"{what}: {found!r}, not {wanted!r}"[:500])
 
 
-def response(
+def make_response(
     name: str = "", *, owner: str = ANN, status: str = "completed", **rest: object
 ) -> Response:
     """A response as a server makes them."""

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from . import shape
-from .archive import check_owner, one_line, read
-from .conversations import Conversation, Entry
+from .archive import parse_line, remove_line_breaks, validate_owner
+from .conversations import Conversation, ConversationItem
 
 FORMAT = 1
 
 
-class Heading(msgspec.Struct, kw_only=True):
+class ConversationHeader(msgspec.Struct, kw_only=True):
     """A conversation without its items."""
 
     id: str
@@ -22,7 +22,7 @@ class Heading(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
 
 
-class Item(msgspec.Struct, kw_only=True):
+class ArchivedItem(msgspec.Struct, kw_only=True):
     """An item, as it was added; `answer` says whether the model made it."""
 
     id: str
@@ -30,7 +30,7 @@ class Item(msgspec.Struct, kw_only=True):
     item: msgspec.Raw
 
 
-class Line(msgspec.Struct, kw_only=True):
+class ConversationLine(msgspec.Struct, kw_only=True):
     """What a line says.
 
     Args:
@@ -40,50 +40,53 @@ class Line(msgspec.Struct, kw_only=True):
     """
 
     vllmops: int = FORMAT
-    conversation: Heading
-    items: list[Item]
+    conversation: ConversationHeader
+    items: list[ArchivedItem]
 
 
-LINE = msgspec.json.Decoder(Line)
+LINE = msgspec.json.Decoder(ConversationLine)
 METADATA = msgspec.json.Decoder(dict[str, str])
 
 
-def encode(conversation: Conversation, entries: Sequence[Entry]) -> bytes:
+def encode_line(conversation: Conversation, entries: Sequence[ConversationItem]) -> bytes:
     """A conversation as one line, without its end.
 
     Raises:
         ValueError: its metadata are damaged.
     """
     return msgspec.json.encode(
-        Line(
-            conversation=Heading(
+        ConversationLine(
+            conversation=ConversationHeader(
                 id=conversation.id,
                 owner=conversation.owner,
                 created_at=conversation.created_at,
                 metadata=METADATA.decode(conversation.metadata),
             ),
-            items=[Item(id=one.id, answer=one.answer, item=one_line(one.body)) for one in entries],
+            items=[
+                ArchivedItem(id=one.id, answer=one.answer, item=remove_line_breaks(one.body))
+                for one in entries
+            ],
         )
     )
 
 
-def decode(line: bytes) -> tuple[Conversation, list[Entry]]:
+def decode_line(line: bytes) -> tuple[Conversation, list[ConversationItem]]:
     """A conversation and its items from a line.
 
     Raises:
         ValueError: what is wrong with the line, in words.
     """
-    found = read(LINE, line, FORMAT)
+    found = parse_line(LINE, line, FORMAT)
     head = found.conversation
     ids = [head.id, *(one.id for one in found.items)]
     for name in ids:
-        if not shape.named(name):
+        if not shape.is_safe_id(name):
             raise ValueError(f"{name[:300]!r} is not an id")
     if len(set(ids)) < len(ids):
         raise ValueError(f"two items of {head.id} have the same id")
-    check_owner(head.owner)
+    validate_owner(head.owner)
     for one in found.items:
-        shape.whole(bytes(one.item), shape.Item)
+        shape.decode_json(bytes(one.item), shape.ResponseItem)
     conversation = Conversation(
         id=head.id,
         owner=head.owner,
@@ -91,4 +94,6 @@ def decode(line: bytes) -> tuple[Conversation, list[Entry]]:
         metadata=msgspec.json.encode(head.metadata),
         size=len(found.items),
     )
-    return conversation, [Entry(one.id, bytes(one.item), one.answer) for one in found.items]
+    return conversation, [
+        ConversationItem(one.id, bytes(one.item), one.answer) for one in found.items
+    ]

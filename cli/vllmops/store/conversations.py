@@ -36,7 +36,7 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     size: int = 0
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ConversationItem(msgspec.Struct, frozen=True):
     """An item of a conversation.
 
     Args:
@@ -50,7 +50,7 @@ class Entry(msgspec.Struct, frozen=True):
     answer: bool = False
 
 
-class Entries(msgspec.Struct, frozen=True):
+class ItemPage(msgspec.Struct, frozen=True):
     """Part of a conversation's items.
 
     Args:
@@ -58,11 +58,11 @@ class Entries(msgspec.Struct, frozen=True):
         more: whether there are others in that direction.
     """
 
-    entries: list[Entry]
+    entries: list[ConversationItem]
     more: bool
 
 
-class Addition(msgspec.Struct, frozen=True, kw_only=True):
+class ItemAddition(msgspec.Struct, frozen=True, kw_only=True):
     """Items to add to the end of a conversation.
 
     Args:
@@ -74,11 +74,11 @@ class Addition(msgspec.Struct, frozen=True, kw_only=True):
 
     conversation_id: str
     owner: str
-    entries: Sequence[Entry]
+    entries: Sequence[ConversationItem]
     holder: str = ""
 
 
-class Outcome(Enum):
+class ConversationResult(Enum):
     """What became of a change of a conversation; nothing was changed unless it is `DONE`."""
 
     DONE = "done"
@@ -89,15 +89,15 @@ class Outcome(Enum):
     REFUSED = "refused"  # the response was not stored, for what `create` or `put` say False
 
 
-class Conversations:
+class ConversationBackend:
     """What a backend does with conversations; one that does not override these keeps none.
 
     Each method is atomic. ``owner`` scopes it, as it does responses.
     """
 
     async def create_conversation(
-        self, conversation: Conversation, entries: Sequence[Entry]
-    ) -> Outcome:
+        self, conversation: Conversation, entries: Sequence[ConversationItem]
+    ) -> ConversationResult:
         """Store a conversation that was not there; `TAKEN` where an id is.
 
         Evicts others where that makes too many, of all or of its owner, as `Limits` has it for
@@ -129,9 +129,9 @@ class Conversations:
         """
         raise NotImplementedError
 
-    async def hold(
+    async def hold_conversation(
         self, owner: str, conversation_id: str, holder: str
-    ) -> tuple[Outcome, list[Entry]]:
+    ) -> tuple[ConversationResult, list[ConversationItem]]:
         """Hold a conversation, and read its items in order; counts as use.
 
         `LOCKED` where another one holds it, and that hold has not lapsed.
@@ -146,13 +146,13 @@ class Conversations:
         """
         raise NotImplementedError
 
-    async def release(self, conversation_id: str, holder: str) -> None:
+    async def release_conversation(self, conversation_id: str, holder: str) -> None:
         """Let go of a conversation, where it is held by that one."""
         raise NotImplementedError
 
-    async def page_entries(
+    async def list_items(
         self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
-    ) -> Entries | None:
+    ) -> ItemPage | None:
         """Part of a conversation's items; None where there is no such conversation.
 
         Raises:
@@ -160,17 +160,21 @@ class Conversations:
         """
         raise NotImplementedError
 
-    async def get_entry(self, owner: str, conversation_id: str, entry_id: str) -> Entry | None:
+    async def get_item(
+        self, owner: str, conversation_id: str, entry_id: str
+    ) -> ConversationItem | None:
         """An item of a conversation, or None."""
         raise NotImplementedError
 
-    async def delete_entry(self, owner: str, conversation_id: str, entry_id: str) -> Outcome:
+    async def remove_item(
+        self, owner: str, conversation_id: str, entry_id: str
+    ) -> ConversationResult:
         """Take an item out of a conversation that nobody holds."""
         raise NotImplementedError
 
-    async def add_entries(
-        self, addition: Addition, response: Response | None = None, *, new: bool = False
-    ) -> Outcome:
+    async def add_items(
+        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+    ) -> ConversationResult:
         """Add items to a conversation; and store a response, both or neither.
 
         Args:
@@ -181,16 +185,16 @@ class Conversations:
         raise NotImplementedError
 
 
-def supported(backend: Conversations) -> None:
+def require_conversations(backend: ConversationBackend) -> None:
     """Check that a backend keeps conversations: a user's own class may not.
 
     Raises:
         VllmopsError: ``store.no-conversations``.
     """
-    if type(backend).hold is Conversations.hold:
+    if type(backend).hold_conversation is ConversationBackend.hold_conversation:
         raise VllmopsError(
             "store.no-conversations",
             f"the store {type(backend).__name__} keeps no conversations",
-            "implement the methods of vllmops.store.conversations.Conversations in it, "
+            "implement the methods of vllmops.store.conversations.ConversationBackend in it, "
             "or use another --store",
         )

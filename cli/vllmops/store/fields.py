@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
 NULL = msgspec.Raw(b"null")
 
 
-def completed(found: dict[str, Any]) -> dict[str, Any]:
+def fill_defaults(found: dict[str, Any]) -> dict[str, Any]:
     """A stored response object with the defaults where a field is missing or null.
 
     For a body from before vllmops filled in its fields, or one that is damaged.

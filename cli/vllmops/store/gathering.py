@@ -14,7 +14,7 @@ Got = TypeVar("Got")
 MOST, ROOM = 64, 1 << 20
 
 
-class Gathered(Generic[Given, Got]):
+class CallBatcher(Generic[Given, Got]):
     """Calls of one turn of the event loop, and those that come meanwhile, are made as one.
 
     A step of the engine ends several answers, so their calls come together. Each that goes alone
@@ -50,7 +50,7 @@ class Gathered(Generic[Given, Got]):
                     return (await self.run([given]))[0]
                 self.waiting.appendleft((given, future))
             finally:
-                self.begin()
+                self.start_batch()
         try:
             return await future
         finally:
@@ -58,14 +58,14 @@ class Gathered(Generic[Given, Got]):
             if left and self.task and all(task.done() for task in self.together):
                 self.task.cancel()  # nobody waits for it any more
 
-    def begin(self) -> None:
+    def start_batch(self) -> None:
         self.together = []
-        self.task = asyncio.create_task(self.work()) if self.waiting else None
+        self.task = asyncio.create_task(self.run_batch()) if self.waiting else None
         self.busy = self.task is not None
         if self.task:
-            self.task.add_done_callback(self.settle)
+            self.task.add_done_callback(self.deliver_results)
 
-    async def work(self) -> Sequence[Got]:
+    async def run_batch(self) -> Sequence[Got]:
         """Make the calls that have come until now."""
         given, weight = list[Given](), 0
         while self.waiting and len(given) < MOST and weight < ROOM:
@@ -76,7 +76,7 @@ class Gathered(Generic[Given, Got]):
                 weight += self.weigh(item)
         return await self.run(given) if given else ()
 
-    def settle(self, task: asyncio.Task[Sequence[Got]]) -> None:
+    def deliver_results(self, task: asyncio.Task[Sequence[Got]]) -> None:
         """Tell each caller what has come of its call."""
         error = None if task.cancelled() else task.exception()
         if error is None and not task.cancelled() and len(task.result()) != len(self.together):
@@ -90,4 +90,4 @@ class Gathered(Generic[Given, Got]):
                 future.set_exception(error)
             else:
                 future.set_result(task.result()[index])
-        self.begin()
+        self.start_batch()

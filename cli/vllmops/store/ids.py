@@ -5,12 +5,12 @@ from __future__ import annotations
 LONGEST_ID = 256
 
 
-def valid(given: str) -> bool:
+def is_valid_id(given: str) -> bool:
     """Whether it can be an id: not empty, not endless, and text that every backend takes."""
-    return 0 < len(given) <= LONGEST_ID and storable(given)
+    return 0 < len(given) <= LONGEST_ID and is_storable(given)
 
 
-def storable(text: str) -> bool:
+def is_storable(text: str) -> bool:
     """Whether every backend takes a text."""
     try:
         return b"\0" not in text.encode()

@@ -15,16 +15,16 @@ from .backend import (
     FINISHED,
     GONE,
     RUNNING,
-    Chunk,
     CursorUnknown,
+    EventChunk,
+    EventLog,
     Limits,
-    Log,
-    Page,
-    Query,
     Response,
-    Stats,
-    Swap,
-    Swept,
+    ResponsePage,
+    ResponseQuery,
+    StatusChange,
+    StoreStats,
+    SweepResult,
 )
 from .memory_conversations import MemoryConversations
 
@@ -32,7 +32,7 @@ from .memory_conversations import MemoryConversations
 LOGS_BYTES = 64 << 20
 
 
-class Share:
+class OwnerResponses:
     """The ids of one owner's responses, the least recently used first."""
 
     __slots__ = ("finished", "under_way")
@@ -44,7 +44,7 @@ class Share:
     def __len__(self) -> int:
         return len(self.finished) + len(self.under_way)
 
-    def drop(self, response_id: str) -> None:
+    def remove_id(self, response_id: str) -> None:
         self.finished.pop(response_id, None)
         self.under_way.pop(response_id, None)
 
@@ -58,7 +58,7 @@ class Memory(MemoryConversations):
 
     def clear(self) -> None:
         self.responses: dict[str, Response] = {}
-        self.shares: dict[str, Share] = {}
+        self.shares: dict[str, OwnerResponses] = {}
         # Owners by how many they have; of as many the one first who has had so many for longest.
         self.levels: defaultdict[int, OrderedDict[str, None]] = defaultdict(OrderedDict)
         self.fullest = 0
@@ -66,7 +66,7 @@ class Memory(MemoryConversations):
         self.leases: dict[str, float] = {}
         # By creation. What was deleted stays in it until there is too much of that.
         self.order: list[tuple[float, str]] = []
-        self.logs: OrderedDict[str, list[Chunk]] = OrderedDict()
+        self.logs: OrderedDict[str, list[EventChunk]] = OrderedDict()
         self.written: dict[str, float] = {}
         self.log_bytes = 0
         self.evictions = 0
@@ -78,31 +78,33 @@ class Memory(MemoryConversations):
     async def close(self) -> None:
         pass
 
-    async def drop(self) -> None:
+    async def delete_store(self) -> None:
         self.clear()
 
     def __len__(self) -> int:
         return len(self.responses)
 
     async def create(self, response: Response) -> bool:
-        if self.peek(response.id) is not None:
+        if self.peek_response(response.id) is not None:
             return False
         key = response.created_at, response.id
         at = bisect_left(self.order, key)
         if self.order[at : at + 1] != [key]:  # which a deleted one may have left
             self.order.insert(at, key)
-        self.keep(response)
-        while len(self.shares[response.owner]) > self.limits.share:
-            self.evict(response.owner, response.id)
+        self.store_response(response)
+        while len(self.shares[response.owner]) > self.limits.owner_limit:
+            self.evict_lru(response.owner, response.id)
         while len(self) > self.limits.max_size:
-            self.evict(self.first_to_give(response), response.id)
+            self.evict_lru(self.find_largest_owner(response), response.id)
         return True
 
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
-        now = self.run(response)
-        if now is None or (now.status in unless_status and not lapsed(now)):
+        now = self.find_run(response)
+        if now is None or (now.status in unless_status and not has_lapsed(now)):
             return False
-        self.keep(replace(now, body=response.body, status=response.status, error=response.error))
+        self.store_response(
+            replace(now, body=response.body, status=response.status, error=response.error)
+        )
         return True
 
     async def set_status(
@@ -113,36 +115,39 @@ class Memory(MemoryConversations):
         *,
         allowed: Collection[str] = RUNNING,
         error: str = "",
-    ) -> Swap:
-        now = self.find(owner, response_id)
+    ) -> StatusChange:
+        now = self.find_response(owner, response_id)
         if now is None or now.status not in allowed:
-            return Swap(False, now)
+            return StatusChange(False, now)
         changed = replace(now, status=status, error=error)
-        self.keep(changed)
-        return Swap(True, changed)
+        self.store_response(changed)
+        return StatusChange(True, changed)
 
     async def get(self, owner: str, response_id: str) -> Response | None:
-        if found := self.find(owner, response_id):
-            self.use(found)
+        if found := self.find_response(owner, response_id):
+            self.mark_used(found)
         return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        if self.find(owner, response_id) is None:
+        if self.find_response(owner, response_id) is None:
             return False
-        self.forget(response_id)
+        self.remove_response(response_id)
         return True
 
-    async def page(self, owner: str, query: Query) -> Page:
-        lowest, highest = self.cursor(owner, query.after), self.cursor(owner, query.before)
+    async def list_responses(self, owner: str, query: ResponseQuery) -> ResponsePage:
+        lowest, highest = (
+            self.find_cursor(owner, query.after),
+            self.find_cursor(owner, query.before),
+        )
         if query.descending:
             lowest, highest = highest, lowest
         low = bisect_right(self.order, lowest) if lowest else 0
         high = bisect_left(self.order, highest) if highest else len(self.order)
-        upwards = query.descending == query.backwards
+        upwards = query.descending == query.is_backward
         found: list[Response] = []
         for at in range(low, high) if upwards else range(high - 1, low - 1, -1):
             created_at, response_id = self.order[at]
-            response = self.find(owner, response_id)
+            response = self.find_response(owner, response_id)
             if (
                 response is not None
                 and response.created_at == created_at
@@ -153,35 +158,35 @@ class Memory(MemoryConversations):
                 if len(found) > query.limit:
                     break
         page = found[: query.limit]
-        return Page(page[::-1] if query.backwards else page, len(found) > query.limit)
+        return ResponsePage(page[::-1] if query.is_backward else page, len(found) > query.limit)
 
-    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+    async def list_turns(self, owner: str, response_id: str) -> list[Response]:
         found: list[Response] = []
         seen: set[str] = set()
         at: str | None = response_id
-        while at is not None and at not in seen and (turn := self.find(owner, at)):
+        while at is not None and at not in seen and (turn := self.find_response(owner, at)):
             found.append(turn)
             seen.add(at)
             at = turn.previous_id
         for turn in reversed(found):
-            self.use(turn)
+            self.mark_used(turn)
         return found[::-1]
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         for response_id in ids:
-            if found := self.find(owner, response_id):
-                self.use(found)
+            if found := self.find_response(owner, response_id):
+                self.mark_used(found)
 
-    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
-        found = [response for name in ids if (response := self.find(EVERYBODY, name))]
+    async def select_running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+        found = [response for name in ids if (response := self.find_response(EVERYBODY, name))]
         if renew:
             for response in found:
-                if response.running:
-                    self.lease(response.id)
-        return {response.id for response in found if response.running or lapsed(response)}
+                if response.is_running:
+                    self.renew_lease(response.id)
+        return {response.id for response in found if response.is_running or has_lapsed(response)}
 
-    async def append(self, response: Response, chunk: Chunk) -> bool:
-        if self.run(response) is None:
+    async def append_events(self, response: Response, chunk: EventChunk) -> bool:
+        if self.find_run(response) is None:
             return False
         chunks = self.logs.setdefault(response.id, [])
         if all(stored.first != chunk.first for stored in reversed(chunks)):
@@ -192,19 +197,21 @@ class Memory(MemoryConversations):
         while chunks[0].last <= chunk.last - self.limits.max_events:
             self.log_bytes -= len(chunks.pop(0).events)
         while self.log_bytes > LOGS_BYTES and len(self.logs) > 1:
-            self.forget_log(next(iter(self.logs)))
+            self.remove_event_log(next(iter(self.logs)))
         return True
 
-    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
-        found = self.find(owner, response_id)
+    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
+        found = self.find_response(owner, response_id)
         if found is None:
             return None
         chunks = self.logs.get(response_id, [])
-        return Log([chunk for chunk in chunks if chunk.last > after], found.running)
+        return EventLog([chunk for chunk in chunks if chunk.last > after], found.is_running)
 
-    async def sweep(self) -> Swept:
+    async def sweep(self) -> SweepResult:
         before = self.evictions
-        failed = [response_id for response_id in list(self.leases) if self.lapse(response_id)]
+        failed = [
+            response_id for response_id in list(self.leases) if self.expire_lease(response_id)
+        ]
         self.expire_conversations()
         oldest = time.time() - self.limits.ttl_s
         expired = [
@@ -215,20 +222,20 @@ class Memory(MemoryConversations):
             )
         ]
         for response_id in expired:
-            self.forget(response_id)
+            self.remove_response(response_id)
         written = time.monotonic() - self.limits.events_kept_s
         for response_id in [
-            i for i, at in self.written.items() if at < written and not self.responses[i].running
+            i for i, at in self.written.items() if at < written and not self.responses[i].is_running
         ]:
-            self.forget_log(response_id)
-        return Swept(len(expired), self.evictions - before, len(failed))
+            self.remove_event_log(response_id)
+        return SweepResult(len(expired), self.evictions - before, len(failed))
 
-    async def stats(self, owner: str) -> Stats:
+    async def collect_stats(self, owner: str) -> StoreStats:
         await self.sweep()
         found = [
             response for response in self.responses.values() if owner in {EVERYBODY, response.owner}
         ]
-        return Stats(
+        return StoreStats(
             statuses=dict(Counter(response.status for response in found)),
             models=dict(Counter(response.model for response in found)),
             bytes=sum(len(response.body) + len(response.input) for response in found),
@@ -238,39 +245,39 @@ class Memory(MemoryConversations):
             owners=dict(Counter(response.owner for response in found).most_common()),
         )
 
-    async def caveats(self) -> list[str]:
+    async def list_caveats(self) -> list[str]:
         return ["everything is gone with the process"]
 
-    def peek(self, response_id: str) -> Response | None:
+    def peek_response(self, response_id: str) -> Response | None:
         return self.responses.get(response_id)
 
-    def find(self, owner: str, response_id: str) -> Response | None:
+    def find_response(self, owner: str, response_id: str) -> Response | None:
         """What the owner sees, its lease looked at."""
-        found = self.peek(response_id)
+        found = self.peek_response(response_id)
         if found is None or owner not in {EVERYBODY, found.owner}:
             return None
-        return self.peek(response_id) if self.lapse(response_id) else found
+        return self.peek_response(response_id) if self.expire_lease(response_id) else found
 
-    def run(self, response: Response) -> Response | None:
+    def find_run(self, response: Response) -> Response | None:
         """What there is of the very run that a response belongs to."""
-        found = self.find(response.owner, response.id)
+        found = self.find_response(response.owner, response.id)
         return found if found and found.created_at == response.created_at else None
 
-    def keep(self, response: Response) -> None:
+    def store_response(self, response: Response) -> None:
         """Put it where it belongs by its status, as the last used."""
-        share = self.shares.setdefault(response.owner, Share())
+        share = self.shares.setdefault(response.owner, OwnerResponses())
         before = len(share)
-        share.drop(response.id)
-        (share.under_way if response.running else share.finished)[response.id] = None
+        share.remove_id(response.id)
+        (share.under_way if response.is_running else share.finished)[response.id] = None
         self.responses[response.id] = response
-        self.move(response.owner, before, len(share))
-        if response.running:
-            self.lease(response.id)
+        self.update_owner_count(response.owner, before, len(share))
+        if response.is_running:
+            self.renew_lease(response.id)
         else:
             self.leases.pop(response.id, None)
         self.used[response.id] = time.time()
 
-    def move(self, owner: str, before: int, now: int) -> None:
+    def update_owner_count(self, owner: str, before: int, now: int) -> None:
         """Note how many an owner has."""
         if before == now:
             return
@@ -286,64 +293,64 @@ class Memory(MemoryConversations):
         if self.fullest not in self.levels:
             self.fullest -= 1
 
-    def use(self, response: Response) -> None:
+    def mark_used(self, response: Response) -> None:
         share = self.shares[response.owner]
-        (share.under_way if response.running else share.finished).move_to_end(response.id)
+        (share.under_way if response.is_running else share.finished).move_to_end(response.id)
         self.used[response.id] = time.time()
 
-    def lease(self, response_id: str) -> None:
+    def renew_lease(self, response_id: str) -> None:
         self.leases[response_id] = time.monotonic() + self.limits.lease_s
 
-    def lapse(self, response_id: str) -> bool:
+    def expire_lease(self, response_id: str) -> bool:
         """Fail a run whose lease is over; whether it was."""
         until = self.leases.get(response_id)
         if until is None or until > time.monotonic():
             return False
-        self.keep(replace(self.responses[response_id], status="failed", error=GONE))
+        self.store_response(replace(self.responses[response_id], status="failed", error=GONE))
         return True
 
-    def first_to_give(self, spared: Response) -> str:
+    def find_largest_owner(self, spared: Response) -> str:
         """Who has most, but for one response that is to stay."""
         first = next(iter(self.levels[self.fullest]))
         if self.fullest > 1 or first != spared.owner:
             return first
         return next(owner for owner in self.levels[1] if owner != first)
 
-    def evict(self, owner: str, spared: str) -> None:
+    def evict_lru(self, owner: str, spared: str) -> None:
         """Drop what an owner used longest ago, and something that runs only in need."""
         share = self.shares[owner]
-        self.forget(
+        self.remove_response(
             next(i for group in (share.finished, share.under_way) for i in group if i != spared)
         )
         self.evictions += 1
 
-    def forget(self, response_id: str) -> None:
+    def remove_response(self, response_id: str) -> None:
         owner = self.responses.pop(response_id).owner
         share = self.shares[owner]
         before = len(share)
-        share.drop(response_id)
-        self.move(owner, before, len(share))
+        share.remove_id(response_id)
+        self.update_owner_count(owner, before, len(share))
         self.leases.pop(response_id, None)
         del self.used[response_id]
-        self.forget_log(response_id)
+        self.remove_event_log(response_id)
         if len(self.order) > 2 * len(self) + 64:
             self.order = sorted(
                 (response.created_at, response.id) for response in self.responses.values()
             )
 
-    def forget_log(self, response_id: str) -> None:
+    def remove_event_log(self, response_id: str) -> None:
         self.log_bytes -= sum(len(chunk.events) for chunk in self.logs.pop(response_id, ()))
         self.written.pop(response_id, None)
 
-    def cursor(self, owner: str, response_id: str | None) -> tuple[float, str] | None:
+    def find_cursor(self, owner: str, response_id: str | None) -> tuple[float, str] | None:
         if response_id is None:
             return None
-        found = self.find(owner, response_id)
+        found = self.find_response(owner, response_id)
         if found is None:
             raise CursorUnknown(response_id)
         return found.created_at, found.id
 
 
-def lapsed(response: Response) -> bool:
+def has_lapsed(response: Response) -> bool:
     """Whether it was taken for lost, and its outcome may yet come."""
     return response.status == "failed" and response.error == GONE

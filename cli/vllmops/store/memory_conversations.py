@@ -8,16 +8,22 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from .backend import EVERYBODY, Backend, CursorUnknown, Response, targets
-from .conversations import Addition, Conversation, Entries, Entry, Outcome
+from .backend import EVERYBODY, Backend, CursorUnknown, Response, plan_evictions
+from .conversations import (
+    Conversation,
+    ConversationItem,
+    ConversationResult,
+    ItemAddition,
+    ItemPage,
+)
 
 
-class Kept:
+class StoredConversation:
     """A conversation, its items in order, and who holds it."""
 
     __slots__ = ("conversation", "entries", "holder", "until", "used")
 
-    def __init__(self, conversation: Conversation, entries: Sequence[Entry]) -> None:
+    def __init__(self, conversation: Conversation, entries: Sequence[ConversationItem]) -> None:
         self.conversation = conversation
         self.entries = {entry.id: entry for entry in entries}
         self.holder = ""
@@ -25,47 +31,47 @@ class Kept:
         self.used = time.time()
 
     @property
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         return bool(self.holder) and self.until > time.monotonic()
 
-    def changeable(self, holder: str) -> bool:
+    def can_change(self, holder: str) -> bool:
         """Whether somebody may change the items: the holder, or anybody where nobody holds it."""
-        return self.holder == holder if holder else not self.held
+        return self.holder == holder if holder else not self.is_held
 
-    def now(self) -> Conversation:
+    def to_conversation(self) -> Conversation:
         return replace(self.conversation, size=len(self.entries))
 
 
 class MemoryConversations(Backend):
     """The part of `memory.Memory` that keeps conversations, the least recently used first."""
 
-    kept: OrderedDict[str, Kept]
+    kept: OrderedDict[str, StoredConversation]
 
     async def create_conversation(
-        self, conversation: Conversation, entries: Sequence[Entry]
-    ) -> Outcome:
-        made = Kept(conversation, entries)
+        self, conversation: Conversation, entries: Sequence[ConversationItem]
+    ) -> ConversationResult:
+        made = StoredConversation(conversation, entries)
         if conversation.id in self.kept or len(made.entries) < len(entries):
-            return Outcome.TAKEN
+            return ConversationResult.TAKEN
         self.kept[conversation.id] = made
         self.evict_conversations(conversation.id)
-        return Outcome.DONE
+        return ConversationResult.DONE
 
     async def get_conversation(self, owner: str, conversation_id: str) -> Conversation | None:
-        found = self.seen(owner, conversation_id)
-        return found.now() if found else None
+        found = self.find_conversation(owner, conversation_id)
+        return found.to_conversation() if found else None
 
     async def set_metadata(
         self, owner: str, conversation_id: str, metadata: bytes
     ) -> Conversation | None:
-        found = self.seen(owner, conversation_id)
+        found = self.find_conversation(owner, conversation_id)
         if found is None:
             return None
         found.conversation = replace(found.conversation, metadata=metadata)
-        return found.now()
+        return found.to_conversation()
 
     async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
-        found = self.seen(owner, conversation_id)
+        found = self.find_conversation(owner, conversation_id)
         return found is not None and self.kept.pop(conversation_id) is found
 
     async def list_conversations(
@@ -73,82 +79,86 @@ class MemoryConversations(Backend):
     ) -> list[Conversation]:
         found = sorted(
             (
-                one.now()
+                one.to_conversation()
                 for one in self.kept.values()
                 if owner in {EVERYBODY, one.conversation.owner}
             ),
             key=lambda one: (one.created_at, one.id),
             reverse=True,
         )
-        first = start(after, [one.id for one in found], "conversation")
+        first = find_page_start(after, [one.id for one in found], "conversation")
         return found[first : first + limit]
 
-    async def hold(
+    async def hold_conversation(
         self, owner: str, conversation_id: str, holder: str
-    ) -> tuple[Outcome, list[Entry]]:
-        found = self.seen(owner, conversation_id)
+    ) -> tuple[ConversationResult, list[ConversationItem]]:
+        found = self.find_conversation(owner, conversation_id)
         if found is None:
-            return Outcome.GONE, []
-        if found.held and found.holder != holder:
-            return Outcome.LOCKED, []
+            return ConversationResult.GONE, []
+        if found.is_held and found.holder != holder:
+            return ConversationResult.LOCKED, []
         found.holder, found.until = holder, time.monotonic() + self.limits.lease_s
-        return Outcome.DONE, list(found.entries.values())
+        return ConversationResult.DONE, list(found.entries.values())
 
     async def renew_holds(self, holders: Mapping[str, str]) -> None:
         for conversation_id, holder in holders.items():
             if (found := self.kept.get(conversation_id)) and found.holder == holder:
                 found.until = time.monotonic() + self.limits.lease_s
 
-    async def release(self, conversation_id: str, holder: str) -> None:
+    async def release_conversation(self, conversation_id: str, holder: str) -> None:
         if (found := self.kept.get(conversation_id)) and found.holder == holder:
             found.holder = ""
 
-    async def page_entries(
+    async def list_items(
         self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
-    ) -> Entries | None:
-        found = self.seen(owner, conversation_id)
+    ) -> ItemPage | None:
+        found = self.find_conversation(owner, conversation_id)
         if found is None:
             return None
         entries = list(found.entries.values())
         if descending:
             entries.reverse()
-        first = start(after, [entry.id for entry in entries], "item")
-        return Entries(entries[first : first + limit], len(entries) > first + limit)
+        first = find_page_start(after, [entry.id for entry in entries], "item")
+        return ItemPage(entries[first : first + limit], len(entries) > first + limit)
 
-    async def get_entry(self, owner: str, conversation_id: str, entry_id: str) -> Entry | None:
-        found = self.seen(owner, conversation_id)
+    async def get_item(
+        self, owner: str, conversation_id: str, entry_id: str
+    ) -> ConversationItem | None:
+        found = self.find_conversation(owner, conversation_id)
         return found.entries.get(entry_id) if found else None
 
-    async def delete_entry(self, owner: str, conversation_id: str, entry_id: str) -> Outcome:
-        found = self.seen(owner, conversation_id)
+    async def remove_item(
+        self, owner: str, conversation_id: str, entry_id: str
+    ) -> ConversationResult:
+        found = self.find_conversation(owner, conversation_id)
         if found is None or entry_id not in found.entries:
-            return Outcome.GONE
-        if not found.changeable(""):
-            return Outcome.LOCKED
+            return ConversationResult.GONE
+        if not found.can_change(""):
+            return ConversationResult.LOCKED
         del found.entries[entry_id]
         found.holder = ""
-        return Outcome.DONE
+        return ConversationResult.DONE
 
-    async def add_entries(
-        self, addition: Addition, response: Response | None = None, *, new: bool = False
-    ) -> Outcome:
-        found = self.seen(addition.owner, addition.conversation_id)
+    async def add_items(
+        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+    ) -> ConversationResult:
+        found = self.find_conversation(addition.owner, addition.conversation_id)
         if found is None:
-            return Outcome.GONE
-        if not found.changeable(addition.holder):
-            return Outcome.LOCKED
+            return ConversationResult.GONE
+        if not found.can_change(addition.holder):
+            return ConversationResult.LOCKED
         added = {entry.id: entry for entry in addition.entries}
         if len(added) < len(addition.entries) or added.keys() & found.entries.keys():
-            return Outcome.TAKEN
+            return ConversationResult.TAKEN
         if not addition.holder and len(found.entries) + len(added) > self.limits.max_items:
-            return Outcome.FULL
+            return ConversationResult.FULL
         if response and not await (self.create(response) if new else self.put(response)):
-            return Outcome.REFUSED
+            return ConversationResult.REFUSED
         found.entries |= added
         found.holder = ""
-        return Outcome.DONE
+        return ConversationResult.DONE
 
-    def seen(self, owner: str, conversation_id: str) -> Kept | None:
+    def find_conversation(self, owner: str, conversation_id: str) -> StoredConversation | None:
         """What the owner sees; counts as use."""
         found = self.kept.get(conversation_id)
         if found is None or owner not in {EVERYBODY, found.conversation.owner}:
@@ -163,17 +173,17 @@ class MemoryConversations(Backend):
         for conversation_id, one in list(self.kept.items()):
             if one.used >= oldest:
                 break
-            if not one.held:
+            if not one.is_held:
                 del self.kept[conversation_id]
 
     def evict_conversations(self, spared: str) -> None:
         """Drop what was used longest ago until nobody, and all together, have more than may be."""
-        if len(self.kept) <= min(self.limits.max_size, self.limits.share):
+        if len(self.kept) <= min(self.limits.max_size, self.limits.owner_limit):
             return
         counts = Counter(one.conversation.owner for one in self.kept.values())
-        for owner, target in targets(counts, self.limits).items():
+        for owner, target in plan_evictions(counts, self.limits).items():
             theirs = [
-                (one.held, at, conversation_id)
+                (one.is_held, at, conversation_id)
                 for at, (conversation_id, one) in enumerate(self.kept.items())
                 if one.conversation.owner == owner and conversation_id != spared
             ]
@@ -181,7 +191,7 @@ class MemoryConversations(Backend):
                 del self.kept[conversation_id]
 
 
-def start(after: str | None, ids: list[str], what: str) -> int:
+def find_page_start(after: str | None, ids: list[str], what: str) -> int:
     """Where a page of a list begins.
 
     Raises:

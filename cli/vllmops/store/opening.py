@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-from ..errors import VllmopsError, usage
+from ..errors import VllmopsError, make_usage_error
 from . import urls
 from .backend import Backend, Limits
 
@@ -13,7 +13,7 @@ CLASS = "VLLM_RESPONSES_STORE_BACKEND"
 EXTRA = "pip install 'vllmops-cli[store]'"
 
 
-def backend(url: str, limits: Limits | None = None) -> Backend:
+def make_backend(url: str, limits: Limits | None = None) -> Backend:
     """The backend for a URL; not opened yet.
 
     ``?namespace=word`` keeps several stores apart in one database. Where
@@ -24,15 +24,15 @@ def backend(url: str, limits: Limits | None = None) -> Backend:
         VllmopsError: ``usage``, or ``store.driver`` where a package is missing.
     """
     limits = limits or Limits()
-    if limits.share < 1:
-        raise usage(
-            f"a store for {limits.share} responses would keep none", "--store-max-size 10000"
+    if limits.owner_limit < 1:
+        raise make_usage_error(
+            f"a store for {limits.owner_limit} responses would keep none", "--store-max-size 10000"
         )
     if named := os.environ.get(CLASS):
-        return users_own(named)(url, limits)
-    found = urls.parsed(url)
+        return load_backend_class(named)(url, limits)
+    found = urls.parse_store_url(url)
     scheme, rest = found.scheme, url.partition("://")[2]
-    url, _ = namespace(f"{scheme}{found.way}://{rest}")
+    url, _ = split_namespace(f"{scheme}{found.way}://{rest}")
     name = found.query.get(urls.NAMESPACE, "vllmops")
     try:
         if scheme == "memory":
@@ -56,7 +56,7 @@ def backend(url: str, limits: Limits | None = None) -> Backend:
         ) from error
 
 
-def users_own(named: str) -> type[Backend]:
+def load_backend_class(named: str) -> type[Backend]:
     """The class that ``VLLM_RESPONSES_STORE_BACKEND`` names.
 
     Raises:
@@ -67,13 +67,15 @@ def users_own(named: str) -> type[Backend]:
     try:
         found = getattr(import_module(module), name) if module else None
     except (ImportError, AttributeError) as error:
-        raise usage(f"{CLASS} is {named}: {error}", hint) from error
+        raise make_usage_error(f"{CLASS} is {named}: {error}", hint) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise usage(f"{CLASS} is {named}, which is not a vllmops.store.backend.Backend", hint)
+        raise make_usage_error(
+            f"{CLASS} is {named}, which is not a vllmops.store.backend.Backend", hint
+        )
     return found
 
 
-def namespace(url: str) -> tuple[str, str]:
+def split_namespace(url: str) -> tuple[str, str]:
     """A URL without its ``namespace``, and that; ``vllmops`` where it has none."""
     start, _, query = url.partition("?")
     given = query.split("&") if query else []

@@ -106,11 +106,11 @@ def inflate(data: bytes) -> bytes:
     return found
 
 
-async def pack(data: bytes) -> bytes:
+async def deflate_async(data: bytes) -> bytes:
     """`deflate` without holding the event loop up."""
     return deflate(data) if len(data) < LARGE else await asyncio.to_thread(deflate, data)
 
 
-async def unpack(data: bytes) -> bytes:
+async def inflate_async(data: bytes) -> bytes:
     """`inflate` without holding the event loop up."""
     return inflate(data) if len(data) < SOON_UNPACKED else await asyncio.to_thread(inflate, data)

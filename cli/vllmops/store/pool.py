@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from ..background import started
+from ..background import start_task
 from .backend import SILENT_S
 
 Connection = TypeVar("Connection")
@@ -19,7 +19,7 @@ IDLE_S = 300.0
 LATE_S = 2.0
 
 
-class Pool(Generic[Connection]):
+class ConnectionPool(Generic[Connection]):
     """Lends connections, the one that was used last first.
 
     The drivers' own pools take as long as a short call: 0.2 ms after the process has waited for
@@ -54,21 +54,21 @@ class Pool(Generic[Connection]):
         """A connection, which is not used again after trouble; after a long one none is."""
         async with self.room:
             emptied = self.emptied
-            connection = await self.rested() or await self.connected()
+            connection = await self.take_idle_connection() or await self.open_connection()
             began = time.monotonic()
             try:
                 yield connection
             except BaseException:
                 await self.end(connection)
                 if time.monotonic() - began > SILENT_S:
-                    await self.empty()
+                    await self.close_all()
                 raise
             if emptied == self.emptied:
                 self.resting.append((connection, time.monotonic()))
             else:
                 await self.end(connection)
 
-    async def connected(self) -> Connection:
+    async def open_connection(self) -> Connection:
         """A new connection; one that nobody waits for any more when it is made is let go of.
 
         The drivers can't be stopped while they connect: their own tasks would tell of errors.
@@ -77,17 +77,17 @@ class Pool(Generic[Connection]):
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            started(self.let_go(making), self.late)
+            start_task(self.close_late_connection(making), self.late)
             raise
 
-    async def let_go(self, making: asyncio.Future[Connection]) -> None:
+    async def close_late_connection(self, making: asyncio.Future[Connection]) -> None:
         done, _ = await asyncio.wait({making}, timeout=LATE_S)
         if not done:
             making.cancel()
         elif not (making.cancelled() or making.exception()):
             await self.end(making.result())
 
-    async def rested(self) -> Connection | None:
+    async def take_idle_connection(self) -> Connection | None:
         """One that rests; None where none does that can be used."""
         late = time.monotonic() - IDLE_S
         while self.resting and self.resting[0][1] < late:
@@ -99,7 +99,7 @@ class Pool(Generic[Connection]):
             await self.end(connection)
         return None
 
-    async def empty(self) -> None:
+    async def close_all(self) -> None:
         """Let go of all connections, of one that is lent when it comes back."""
         self.emptied += 1
         while self.resting:

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import asyncpg
 
-from ..background import started
-from .backend import EVERYBODY, FINISHED, Chunk, Limits, Response
-from .conversations import Addition, Outcome
-from .gathering import Gathered
-from .pool import Pool
-from .sql import Sql
-from .sql_conversations import Rows, Steps, Undo
-from .urls import FORMS, parsed, refuse, shown
+from ..background import start_task
+from .backend import EVERYBODY, FINISHED, EventChunk, Limits, Response
+from .conversations import ConversationResult, ItemAddition
+from .gathering import CallBatcher
+from .pool import ConnectionPool
+from .sql import SqlBackend
+from .sql_conversations import Rollback, Rows, Steps
+from .urls import FORMS, parse_store_url, redact_url, reject_url
 
 T = TypeVar("T")
 Connection: TypeAlias = asyncpg.Connection
@@ -42,16 +42,16 @@ ELSEWHERE = (
 )
 
 
-async def usable(connection: Connection) -> bool:
+async def is_usable(connection: Connection) -> bool:
     return not connection.is_closed()
 
 
-async def close(connection: Connection) -> None:
+async def close_connection(connection: Connection) -> None:
     with suppress(*TROUBLE):
         await connection.close(timeout=HOST_S)
 
 
-class Postgresql(Sql):
+class Postgresql(SqlBackend):
     """A database for all; it comes back by itself when the server does."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = TROUBLE
@@ -60,18 +60,18 @@ class Postgresql(Sql):
         super().__init__(url, limits, name, "postgresql.sql")
         self.name = name
         self.closing: set[asyncio.Task[None]] = set()
-        self.pool = Pool(self.connect, usable, self.end, CONNECTIONS)
-        parts = parsed(url)
+        self.pool = ConnectionPool(self.connect, is_usable, self.close_in_background, CONNECTIONS)
+        parts = parse_store_url(url)
         self.hosts = [(host, port or PORT) for host, port in parts.hosts]
         given = "target_session_attrs" in parts.query or "PGTARGETSESSIONATTRS" in os.environ
         # Of several hosts only one takes writes.
         self.wanted = None if given or len(self.hosts) < 2 else "read-write"
-        self.finding = Gathered(self.find_all, lambda _: 0)
+        self.finding = CallBatcher(self.find_responses, lambda _: 0)
 
-    def answers(self, error: BaseException) -> bool:
+    def is_call_error(self, error: BaseException) -> bool:
         return isinstance(error, asyncpg.DataError)  # the values of a statement
 
-    async def there(self) -> bool:
+    async def exists(self) -> bool:
         connection = await self.connect()
         try:
             return bool(await connection.fetchval("SELECT to_regclass($1)", f"{self.name}_meta"))
@@ -81,18 +81,18 @@ class Postgresql(Sql):
     async def connect(self) -> Connection:
         """A new connection: to a host that takes writes, of several."""
         if len(self.hosts) < 2:
-            return await self.connect_to()
+            return await self.connect_to_host()
         error: Exception = OSError("no host")
         for host, port in list(self.hosts):
             try:
-                return await self.connect_to(host=host, port=port, timeout=HOST_S)
+                return await self.connect_to_host(host=host, port=port, timeout=HOST_S)
             except TROUBLE as found:
                 error = found
             # The next call begins with one that may be better.
             self.hosts.append(self.hosts.pop(0))
         raise error
 
-    async def connect_to(self, **given: Any) -> Connection:
+    async def connect_to_host(self, **given: Any) -> Connection:
         """A connection, where a host has what is asked for.
 
         Raises:
@@ -106,41 +106,43 @@ class Postgresql(Sql):
                 **given,
             )
         except (ValueError, asyncpg.ClientConfigurationError):
-            refuse(f"{shown(self.url)!r} has an invalid parameter", FORMS["postgresql"])
+            reject_url(f"{redact_url(self.url)!r} has an invalid parameter", FORMS["postgresql"])
 
     async def open(self) -> None:
-        await self.pool.empty()
+        await self.pool.close_all()
         async with self.pool.lend() as connection, connection.transaction():
-            await self.upgrade(connection)
+            await self.upgrade_schema(connection)
 
-    async def upgrade(self, connection: Connection) -> None:
+    async def upgrade_schema(self, connection: Connection) -> None:
         await connection.execute(self.text["alone"])
         await connection.execute(self.text["meta"])
         version = await connection.fetchval(self.text["meta get"], "schema") or 0
-        for statement in self.steps(version):
+        for statement in self.list_migrations(version):
             await connection.execute(statement)
 
     async def close(self) -> None:
         try:
             await super().close()
         finally:
-            await self.pool.empty()
+            await self.pool.close_all()
             if self.closing:
                 await asyncio.wait(self.closing)
 
-    async def end(self, connection: Connection) -> None:
+    async def close_in_background(self, connection: Connection) -> None:
         """Let go of one, and wait for nobody: the server may be silent, or still end a call."""
-        started(close(connection), self.closing)
+        start_task(close_connection(connection), self.closing)
 
-    async def find(self, owner: str, response_id: str) -> Response | None:
+    async def find_response(self, owner: str, response_id: str) -> Response | None:
         return await self.finding((owner, response_id))
 
-    async def find_all(self, wanted: list[tuple[str, str]]) -> list[Response | None]:
-        """As `find`, for several owners and ids."""
+    async def find_responses(self, wanted: list[tuple[str, str]]) -> list[Response | None]:
+        """As `find_response`, for several owners and ids."""
         if len(wanted) == 1:
-            return [await super().find(*wanted[0])]
+            return [await super().find_response(*wanted[0])]
         ids = {response_id for _, response_id in wanted}
-        found = {response.id: response for response in await self.alive("get many", list(ids))}
+        found = {
+            response.id: response for response in await self.select_responses("get many", list(ids))
+        }
         return [
             response
             if (response := found.get(response_id)) and owner in {EVERYBODY, response.owner}
@@ -148,38 +150,44 @@ class Postgresql(Sql):
             for owner, response_id in wanted
         ]
 
-    async def add_all(self, responses: list[Response]) -> list[bool]:
+    async def insert_responses(self, responses: list[Response]) -> list[bool]:
         # In one order everywhere, or two processes could wait for each other.
-        rows = sorted((self.row(response) for response in responses), key=itemgetter(0))
+        rows = sorted(
+            (self.build_create_args(response) for response in responses), key=itemgetter(0)
+        )
         columns = [list(column) for column in zip(*rows, strict=True)]
-        added = {row[0] for row in await self.fetch("create", *columns)}
+        added = {row[0] for row in await self.execute_named("create", *columns)}
         done = []
         for response in responses:
             done.append(response.id in added)
             added.discard(response.id)
         return done
 
-    async def append(self, response: Response, chunk: Chunk) -> bool:
+    async def append_events(self, response: Response, chunk: EventChunk) -> bool:
         try:
-            return await super().append(response, chunk)
+            return await super().append_events(response, chunk)
         except asyncpg.ForeignKeyViolationError:  # deleted while the statement ran
             return False
 
-    async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
-        return await self.writable(lambda connection: connection.fetch(statement, *values))
+    async def execute(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
+        return await self.run_on_primary(lambda connection: connection.fetch(statement, *values))
 
-    async def held(self, *given: Any) -> Rows | None:
-        rows = await self.fetch("hold", *given)
+    async def take_hold(self, *given: Any) -> Rows | None:
+        rows = await self.execute_named("hold", *given)
         if rows and not rows[0][-1]:
-            return await self.fetch("entries", given[0])
+            return await self.execute_named("entries", given[0])
         return [row for row in rows if row[0] is not None] if rows else None
 
-    async def added(self, addition: Addition, response: Response | None, *, new: bool) -> Outcome:
+    async def insert_items(
+        self, addition: ItemAddition, response: Response | None, *, new: bool
+    ) -> ConversationResult:
         """In one round trip; what hinders that is found out in several."""
         entries, storing, row = addition.entries, "nothing", tuple[Any, ...]()
         if response:
             storing = "create" if new else "put"
-            row = self.row(response) if new else self.putting(response, FINISHED)
+            row = (
+                self.build_create_args(response) if new else self.build_put_args(response, FINISHED)
+            )
         text = "".join(self.text[name] for name in ("add", f"and {storing}", "added"))
         given = (
             addition.conversation_id,
@@ -193,26 +201,26 @@ class Postgresql(Sql):
             *row,
         )
 
-        async def run(connection: Connection) -> Rows:
+        async def run_insert(connection: Connection) -> Rows:
             with suppress(asyncpg.UniqueViolationError, asyncpg.DivisionByZeroError):
                 return await connection.fetch(text, *given)  # type: ignore[no-any-return]
             return ()
 
-        if await self.writable(run):
-            return Outcome.DONE
-        return await super().added(addition, response, new=new)
+        if await self.run_on_primary(run_insert):
+            return ConversationResult.DONE
+        return await super().insert_items(addition, response, new=new)
 
-    async def transact(self, steps: Callable[[], Steps]) -> Outcome:
-        async def run(connection: Connection) -> Outcome:
+    async def run_transaction(self, steps: Callable[[], Steps]) -> ConversationResult:
+        async def run_on_connection(connection: Connection) -> ConversationResult:
             try:
                 async with connection.transaction():
-                    return await self.walked(connection, steps())
-            except Undo as undone:
+                    return await self.run_steps(connection, steps())
+            except Rollback as undone:
                 return undone.outcome
 
-        return await self.writable(run)
+        return await self.run_on_primary(run_on_connection)
 
-    async def walked(self, connection: Connection, steps: Steps) -> Outcome:
+    async def run_steps(self, connection: Connection, steps: Steps) -> ConversationResult:
         """Run steps; what came of them."""
         try:
             step = next(steps)
@@ -225,42 +233,42 @@ class Postgresql(Sql):
                 )
                 step = steps.send(await connection.fetch(self.text[step.name], *values))
         except StopIteration as done:
-            outcome: Outcome = done.value
+            outcome: ConversationResult = done.value
             return outcome
 
-    async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
+    async def execute_batch(self, name: str, values: list[tuple[Any, ...]]) -> None:
         text = self.text[name]
-        await self.writable(lambda connection: connection.executemany(text, values))
+        await self.run_on_primary(lambda connection: connection.executemany(text, values))
 
-    async def writable(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
+    async def run_on_primary(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
         """Run something on a server that takes writes.
 
         A connection to one that takes none is not used again. If it has done nothing yet, the next
         server is asked.
         """
         try:
-            return await self.on_one(run)
+            return await self.run_on_connection(run)
         except asyncpg.ReadOnlySQLTransactionError:
-            return await self.on_one(run)
+            return await self.run_on_connection(run)
         except asyncpg.UndefinedTableError:  # dropped, or another database is in its place
             await self.open()
-            return await self.on_one(run)
+            return await self.run_on_connection(run)
 
-    async def on_one(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
+    async def run_on_connection(self, run: Callable[[Connection], Coroutine[Any, Any, T]]) -> T:
         """Run something on a connection."""
         try:
             async with self.pool.lend() as connection:
                 return await run(connection)
         except ELSEWHERE:
-            await self.pool.empty()
+            await self.pool.close_all()
             raise
 
-    async def caveats(self) -> list[str]:
-        rows = await self.fetch("caveats")
+    async def list_caveats(self) -> list[str]:
+        rows = await self.execute_named("caveats")
         caveats = [
             f"{name} = {setting}: a crash may lose the last responses" for name, setting in rows
         ]
-        names = await self.fetch("standbys")
+        names = await self.execute_named("standbys")
         if len(self.hosts) > 1 and not names[0][0]:
             caveats.append(
                 "synchronous_standby_names is empty: when a standby takes over, the last responses "

@@ -19,53 +19,53 @@ SECRET = re.compile(
 SCHEMAS = frozenset({"parameters", "input_schema", "output_schema", "schema", "format"})
 
 
-class Tools(msgspec.Struct):
+class ToolsField(msgspec.Struct):
     """The one part of a response that credentials come in."""
 
     tools: msgspec.Raw = msgspec.Raw(b"")
 
 
-class Event(msgspec.Struct):
+class EventWithTools(msgspec.Struct):
     """Events that tell the whole response hold its tools, too."""
 
-    response: Tools | None = None
+    response: ToolsField | None = None
 
 
-BODIES, EVENTS = msgspec.json.Decoder(Tools), msgspec.json.Decoder(Event)
+BODIES, EVENTS = msgspec.json.Decoder(ToolsField), msgspec.json.Decoder(EventWithTools)
 
 
-def body(document: bytes) -> bytes:
+def redact_body(document: bytes) -> bytes:
     """A response object as JSON, without credentials.
 
     Raises:
         msgspec.DecodeError: it is no JSON object.
     """
-    if harmless(BODIES.decode(document)):
+    if has_no_tools(BODIES.decode(document)):
         return document
     found = msgspec.json.decode(document)
-    found["tools"] = clean(found["tools"])
+    found["tools"] = redact_value(found["tools"])
     return msgspec.json.encode(found)
 
 
-def event(document: bytes) -> bytes:
+def redact_event(document: bytes) -> bytes:
     """A stream's event as JSON, without credentials.
 
     Raises:
         msgspec.DecodeError: it is no JSON object.
     """
     response = EVENTS.decode(document).response
-    if response is None or harmless(response):
+    if response is None or has_no_tools(response):
         return document
     found = msgspec.json.decode(document)
-    found["response"]["tools"] = clean(found["response"]["tools"])
+    found["response"]["tools"] = redact_value(found["response"]["tools"])
     return msgspec.json.encode(found)
 
 
-def harmless(found: Tools) -> bool:
+def has_no_tools(found: ToolsField) -> bool:
     return bytes(found.tools) in {b"", b"[]", b"null"}
 
 
-def clean(value: Any, name: str = "", *, secret: bool = False) -> Any:
+def redact_value(value: Any, name: str = "", *, secret: bool = False) -> Any:
     """A tool definition whose secrets read ``[redacted]``; types stay as they are.
 
     Args:
@@ -77,20 +77,20 @@ def clean(value: Any, name: str = "", *, secret: bool = False) -> Any:
         return {
             key: item
             if key in SCHEMAS
-            else clean(item, key, secret=secret or bool(SECRET.fullmatch(key)))
+            else redact_value(item, key, secret=secret or bool(SECRET.fullmatch(key)))
             for key, item in value.items()
         }
     if isinstance(value, list):
-        return [clean(item, name, secret=secret) for item in value]
+        return [redact_value(item, name, secret=secret) for item in value]
     if isinstance(value, str) and value:
         if secret:
             return REDACTED
         if name.endswith(("url", "uri")):
-            return bare(value)
+            return strip_url_secrets(value)
     return value
 
 
-def bare(url: str) -> str:
+def strip_url_secrets(url: str) -> str:
     """A URL without user, password, query and fragment, where a token may stand."""
     try:
         parts = urlsplit(url)

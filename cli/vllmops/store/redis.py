@@ -23,24 +23,24 @@ from .backend import (
     FINISHED,
     GONE,
     RUNNING,
-    Chunk,
     CursorUnknown,
+    EventChunk,
+    EventLog,
+    LastUseBuffer,
     Limits,
-    Log,
-    Page,
-    Query,
     Response,
-    Stats,
-    Swap,
-    Swept,
-    Uses,
-    too_new,
-    words,
+    ResponsePage,
+    ResponseQuery,
+    StatusChange,
+    StoreStats,
+    SweepResult,
+    join_statuses,
+    make_schema_error,
 )
-from .gathering import Gathered
+from .gathering import CallBatcher
 from .redis_conversations import RedisConversations
-from .redis_source import TROUBLE, source, waited_for
-from .urls import parsed
+from .redis_source import TROUBLE, make_connection_source, parse_wait_replicas
+from .urls import parse_store_url
 
 if TYPE_CHECKING:
     from .redis_source import Connection
@@ -85,58 +85,60 @@ class Redis(RedisConversations):
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         super().__init__(url, limits)
         self.root = f"{{{name}}}:"
-        parts = parsed(url)
-        self.source = source(url, parts, self.root)
+        parts = parse_store_url(url)
+        self.source = make_connection_source(url, parts, self.root)
         self.client = self.source.client
         self.script = self.client.register_script(
             files(__package__).joinpath("redis.lua").read_text("utf-8")
         )
-        self.calling = Gathered(self.call_all, lambda words: sum(map(weight, words)))
-        self.uses = Uses(self.used)
-        self.replicas, self.strict = waited_for(parts)
+        self.calling = CallBatcher(
+            self.send_with_retries, lambda words: sum(map(estimate_size, words))
+        )
+        self.uses = LastUseBuffer(self.write_uses)
+        self.replicas, self.strict = parse_wait_replicas(parts)
 
-    async def call(self, operation: str, *values: Any) -> Any:
+    async def run_operation(self, operation: str, *values: Any) -> Any:
         """Run an operation of the script."""
-        return answered(await self.calling(self.command(operation, values)))
+        return unwrap_answer(await self.calling(self.build_command(operation, values)))
 
-    async def apart(self, operation: str, *values: Any) -> Any:
-        """As `call`, for what may take long: nobody waits for it who does not call it."""
-        (found,) = await self.call_all([self.command(operation, values)])
-        return answered(found)
+    async def run_slow_operation(self, operation: str, *values: Any) -> Any:
+        """As `run_operation`, for what may take long: nobody waits for it who does not call it."""
+        (found,) = await self.send_with_retries([self.build_command(operation, values)])
+        return unwrap_answer(found)
 
-    def command(self, operation: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    def build_command(self, operation: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         return ("EVALSHA", self.script.sha, 1, self.root, operation, repr(time.time()), *values)
 
-    async def call_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+    async def send_with_retries(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         """What the server answers to each, be it an error."""
-        found = await self.try_all(calls)
+        found = await self.send_once(calls)
         for pause_s in PAUSES_S:
-            refused = [i for i, answer in enumerate(found) if elsewhere(answer)]
+            refused = [i for i, answer in enumerate(found) if is_retryable(answer)]
             if not refused:
                 break
             await asyncio.sleep(pause_s)
-            again = await self.try_all([calls[i] for i in refused])
+            again = await self.send_once([calls[i] for i in refused])
             for i, answer in zip(refused, again, strict=True):
                 found[i] = answer
         return found
 
-    async def try_all(self, calls: list[tuple[Any, ...]]) -> list[Any]:
-        """As `call_all`, and another server is looked for where this one refuses a call."""
+    async def send_once(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        """As `send_with_retries`; another server is looked for where this one refuses a call."""
         writes = [i for i, call in enumerate(calls) if call[4] in WRITES] if self.replicas else []
         async with self.source.lend() as connection:
             wait_ms = GLANCE_MS if self.source.alone and not self.strict else WAIT_MS
             wait = [("WAIT", self.replicas, wait_ms)] if writes else []
-            found = await asked(connection, [*calls, *wait])
+            found = await send_commands(connection, [*calls, *wait])
             unknown = [i for i, answer in enumerate(found) if isinstance(answer, NoScriptError)]
             if unknown:
                 load = ("SCRIPT LOAD", self.script.script)
-                again = await asked(connection, [load, *(calls[i] for i in unknown), *wait])
+                again = await send_commands(connection, [load, *(calls[i] for i in unknown), *wait])
                 for i, answer in zip(unknown, again[1:], strict=False):
                     found[i] = answer
                 found[len(calls) :] = again[len(again) - len(wait) :]
-            refused = any(elsewhere(answer) for answer in found)
-            if refused or (writes and not await self.confirmed(connection, found[-1])):
-                await self.source.leave()
+            refused = any(is_retryable(answer) for answer in found)
+            if refused or (writes and not await self.is_confirmed(connection, found[-1])):
+                await self.source.abandon_server()
                 # Some of them may have been done before the others were refused.
                 for i in writes:
                     if not isinstance(found[i], RedisError):
@@ -145,7 +147,7 @@ class Redis(RedisConversations):
                         )
         return found[: len(calls)]
 
-    async def confirmed(self, connection: Connection, count: Any) -> bool:
+    async def is_confirmed(self, connection: Connection, count: Any) -> bool:
         """Whether a write has reached enough replicas, or there is none.
 
         Args:
@@ -153,33 +155,33 @@ class Redis(RedisConversations):
             count: how many have confirmed it.
         """
         glanced = self.source.alone
-        self.source.alone = answered(count) < self.replicas
+        self.source.alone = unwrap_answer(count) < self.replicas
         if self.source.alone and not self.strict:
-            (role,) = await asked(connection, [("ROLE",)])
-            if answered(role)[0] != b"master":
+            (role,) = await send_commands(connection, [("ROLE",)])
+            if unwrap_answer(role)[0] != b"master":
                 return False
             if not role[2]:
                 # None is connected: it may be dead, or take writes itself by now.
-                return await self.source.confirms(connection)
+                return await self.source.is_still_primary(connection)
             if glanced:
-                (count,) = await asked(connection, [("WAIT", self.replicas, WAIT_MS)])
-            self.source.alone = answered(count) < self.replicas
+                (count,) = await send_commands(connection, [("WAIT", self.replicas, WAIT_MS)])
+            self.source.alone = unwrap_answer(count) < self.replicas
         return not self.source.alone
 
-    async def used(self, uses: list[tuple[str, float]]) -> None:
+    async def write_uses(self, uses: list[tuple[str, float]]) -> None:
         """Write down when responses were used, where none is created with which that goes."""
-        await self.apart("note", packed(uses))
+        await self.run_slow_operation("note", encode_uses(uses))
 
-    async def there(self) -> bool:
+    async def exists(self) -> bool:
         # A store that somebody has emptied has no schema until it is opened again.
         keys = (f"{self.root}{name}" for name in ("schema", "all", "conversations"))
         return bool(await self.client.exists(*keys))
 
     async def open(self) -> None:
-        found, version = await self.call("open", SCHEMA)
+        found, version = await self.run_operation("open", SCHEMA)
         if found > SCHEMA:
-            raise too_new(self.url, found, SCHEMA)
-        while found < SCHEMA and await self.apart("build", SCHEMA, BATCH) == BATCH:
+            raise make_schema_error(self.url, found, SCHEMA)
+        while found < SCHEMA and await self.run_slow_operation("build", SCHEMA, BATCH) == BATCH:
             pass
         # What tells none is somebody's that speaks as Redis does.
         if version and tuple(map(int, version.split(b"."))) < LEAST_VERSION:
@@ -196,19 +198,19 @@ class Redis(RedisConversations):
         finally:
             await self.source.close()
 
-    async def drop(self) -> None:
+    async def delete_store(self) -> None:
         async for key in self.client.scan_iter(match=f"{self.root}*", count=BATCH):
             await self.client.delete(key)
 
     @property
-    def judged(self) -> tuple[Any, ...]:
+    def failure_args(self) -> tuple[Any, ...]:
         """What failing a run takes."""
         return (self.limits.lease_s, self.limits.events_kept_s, GONE)
 
     async def create(self, response: Response) -> bool:
-        return bool(await self.call("create", *self.creating(response)))
+        return bool(await self.run_operation("create", *self.build_create_args(response)))
 
-    def creating(self, response: Response) -> tuple[Any, ...]:
+    def build_create_args(self, response: Response) -> tuple[Any, ...]:
         return (
             response.id,
             response.owner,
@@ -221,14 +223,18 @@ class Redis(RedisConversations):
             response.input,
             self.limits.lease_s,
             self.limits.max_size,
-            self.limits.share,
-            packed(self.uses.take()),
+            self.limits.owner_limit,
+            encode_uses(self.uses.take_pending()),
         )
 
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
-        return bool(await self.call("put", *self.putting(response, words(unless_status))))
+        return bool(
+            await self.run_operation(
+                "put", *self.build_put_args(response, join_statuses(unless_status))
+            )
+        )
 
-    def putting(self, response: Response, unless_status: str) -> tuple[Any, ...]:
+    def build_put_args(self, response: Response, unless_status: str) -> tuple[Any, ...]:
         return (
             response.id,
             response.owner,
@@ -237,7 +243,7 @@ class Redis(RedisConversations):
             response.status,
             response.error,
             response.body,
-            *self.judged,
+            *self.failure_args,
         )
 
     async def set_status(
@@ -248,40 +254,44 @@ class Redis(RedisConversations):
         *,
         allowed: Collection[str] = RUNNING,
         error: str = "",
-    ) -> Swap:
-        found = await self.call(
+    ) -> StatusChange:
+        found = await self.run_operation(
             "set_status",
             response_id,
             owner,
-            words(allowed),
+            join_statuses(allowed),
             status,
             error,
             self.limits.lease_s,
             self.limits.events_kept_s,
         )
-        return Swap(bool(found[0]), made(found[1])) if found else Swap(False, None)
+        return (
+            StatusChange(bool(found[0]), response_from_fields(found[1]))
+            if found
+            else StatusChange(False, None)
+        )
 
     async def get(self, owner: str, response_id: str) -> Response | None:
-        found = await self.call("get", response_id, owner, *self.judged)
+        found = await self.run_operation("get", response_id, owner, *self.failure_args)
         if not found:
             return None
-        await self.uses.note([response_id])
-        return made(found)
+        await self.uses.mark_used([response_id])
+        return response_from_fields(found)
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        return bool(await self.call("delete", response_id, owner))
+        return bool(await self.run_operation("delete", response_id, owner))
 
-    async def page(self, owner: str, query: Query) -> Page:
-        await self.call("fail", *self.judged)
-        upwards = query.descending == query.backwards
+    async def list_responses(self, owner: str, query: ResponseQuery) -> ResponsePage:
+        await self.run_operation("fail", *self.failure_args)
+        upwards = query.descending == query.is_backward
         after, before = [
-            (await self.cursor(owner, cursor), cursor) if cursor else ("", "")
+            (await self.find_cursor(owner, cursor), cursor) if cursor else ("", "")
             for cursor in (query.after, query.before)
         ]
-        start, end = (before, after) if query.backwards else (after, before)
+        start, end = (before, after) if query.is_backward else (after, before)
         found: list[Response] = []
         while True:
-            part = await self.call(
+            part = await self.run_operation(
                 "page",
                 owner,
                 ANY if query.model is None else query.model,
@@ -292,37 +302,39 @@ class Redis(RedisConversations):
                 query.limit + 1 - len(found),
                 LOOKED_AT,
             )
-            found += [made(response) for response in part[0]]
+            found += [response_from_fields(response) for response in part[0]]
             if len(part) == 1:
                 break
             start = part[1], part[2]
         shown = found[: query.limit]
-        return Page(shown[::-1] if query.backwards else shown, len(found) > query.limit)
+        return ResponsePage(shown[::-1] if query.is_backward else shown, len(found) > query.limit)
 
-    async def cursor(self, owner: str, response_id: str) -> str:
+    async def find_cursor(self, owner: str, response_id: str) -> str:
         """When a response was made, as the server has it."""
-        found = await self.call("cursor", response_id, owner)
+        found = await self.run_operation("cursor", response_id, owner)
         if found is None:
             raise CursorUnknown(response_id)
         return str(found, "ascii")
 
-    async def conversation(self, owner: str, response_id: str) -> list[Response]:
-        found = await self.call("conversation", response_id, owner, *self.judged)
-        turns = [made(response) for response in reversed(found)]
-        await self.uses.note_turns([response.id for response in turns])
+    async def list_turns(self, owner: str, response_id: str) -> list[Response]:
+        found = await self.run_operation("conversation", response_id, owner, *self.failure_args)
+        turns = [response_from_fields(response) for response in reversed(found)]
+        await self.uses.mark_turns_used([response.id for response in turns])
         return turns
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         given = list(ids)
         for start in range(0, len(given), BATCH):
-            await self.call("touch", owner, *given[start : start + BATCH])
+            await self.run_operation("touch", owner, *given[start : start + BATCH])
 
-    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
-        found = await self.call("running", self.limits.lease_s if renew else "", GONE, *ids)
+    async def select_running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+        found = await self.run_operation(
+            "running", self.limits.lease_s if renew else "", GONE, *ids
+        )
         return {name.decode() for name in found}
 
-    async def append(self, response: Response, chunk: Chunk) -> bool:
-        done = await self.call(
+    async def append_events(self, response: Response, chunk: EventChunk) -> bool:
+        done = await self.run_operation(
             "append",
             response.id,
             response.owner,
@@ -335,36 +347,40 @@ class Redis(RedisConversations):
         )
         return bool(done)
 
-    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
-        found = await self.call("log", response_id, owner, after, *self.judged)
+    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
+        found = await self.run_operation("log", response_id, owner, after, *self.failure_args)
         if not found:
             return None
         chunks = []
         for member in found[1]:
             first, last, events = member.split(b":", 2)
-            chunks.append(Chunk(int(first), int(last), events))
-        return Log(chunks, found[0].decode() in RUNNING)
+            chunks.append(EventChunk(int(first), int(last), events))
+        return EventLog(chunks, found[0].decode() in RUNNING)
 
-    async def sweep(self) -> Swept:
+    async def sweep(self) -> SweepResult:
         await self.uses.flush()
-        failed = await self.apart("fail", *self.judged)
+        failed = await self.run_slow_operation("fail", *self.failure_args)
         expired, done = 0, BATCH
         while done == BATCH:
-            done = await self.apart("expire", repr(time.time() - self.limits.ttl_s), BATCH)
+            done = await self.run_slow_operation(
+                "expire", repr(time.time() - self.limits.ttl_s), BATCH
+            )
             expired += done
         await self.sweep_conversations()
-        return Swept(expired, await self.evicted(), failed)
+        return SweepResult(expired, await self.evict_lru(), failed)
 
-    async def evicted(self) -> int:
-        return int(await self.apart("evict", self.limits.max_size, self.limits.share))
+    async def evict_lru(self) -> int:
+        return int(
+            await self.run_slow_operation("evict", self.limits.max_size, self.limits.owner_limit)
+        )
 
-    async def stats(self, owner: str) -> Stats:
-        await self.apart("fail", *self.judged)
+    async def collect_stats(self, owner: str) -> StoreStats:
+        await self.run_slow_operation("fail", *self.failure_args)
         statuses, models, owners = Counter[str](), Counter[str](), Counter[str]()
         size, event_bytes, rank, done = 0, 0, 0, BATCH
         oldest, evictions = b"", 0
         while done == BATCH:
-            part = await self.apart("stats", owner, rank, BATCH)
+            part = await self.run_slow_operation("stats", owner, rank, BATCH)
             done, by_status, by_model, here, logs, oldest, evictions, by_owner = part
             rank += done
             size += here
@@ -372,7 +388,7 @@ class Redis(RedisConversations):
             statuses.update(msgspec.json.decode(by_status, type=dict[str, int]))
             models.update(msgspec.json.decode(by_model, type=dict[str, int]))
             owners.update(msgspec.json.decode(by_owner, type=dict[str, int]))
-        return Stats(
+        return StoreStats(
             statuses=dict(statuses),
             models=dict(models),
             bytes=size,
@@ -382,7 +398,7 @@ class Redis(RedisConversations):
             owners=dict(owners.most_common()),
         )
 
-    async def caveats(self) -> list[str]:
+    async def list_caveats(self) -> list[str]:
         try:
             found = await self.client.config_get("appendonly", "appendfsync", "maxmemory-policy")
         except RedisError:  # somebody else's, who says nothing of it
@@ -416,7 +432,7 @@ class Redis(RedisConversations):
         return caveats
 
 
-async def asked(connection: Connection, calls: Collection[tuple[Any, ...]]) -> list[Any]:
+async def send_commands(connection: Connection, calls: Collection[tuple[Any, ...]]) -> list[Any]:
     """What the server answers to some commands, which are sent at once.
 
     A pipeline of redis-py's would give the connection back, and replicas confirm what came on one
@@ -432,7 +448,7 @@ async def asked(connection: Connection, calls: Collection[tuple[Any, ...]]) -> l
     return found
 
 
-def answered(found: Any) -> Any:
+def unwrap_answer(found: Any) -> Any:
     """What a call gives.
 
     Raises:
@@ -443,24 +459,24 @@ def answered(found: Any) -> Any:
     return found
 
 
-def elsewhere(found: Any) -> bool:
+def is_retryable(found: Any) -> bool:
     """Whether an answer refuses a call that another server, or this one soon, would take."""
     if not isinstance(found, RedisError):
         return False
     return (found.status_code or f"{found}".partition(" ")[0]) in ELSEWHERE
 
 
-def weight(value: Any) -> int:
+def estimate_size(value: Any) -> int:
     """The bytes of a large value; nothing for others."""
     return len(value) if isinstance(value, bytes) else 0
 
 
-def packed(uses: Collection[tuple[str, float]]) -> bytes:
+def encode_uses(uses: Collection[tuple[str, float]]) -> bytes:
     """Uses as the script takes them, each time before its id."""
     return msgspec.json.encode([value for use in uses for value in reversed(use)])
 
 
-def made(fields: list[bytes]) -> Response:
+def response_from_fields(fields: list[bytes]) -> Response:
     """A response from its id and its fields."""
     names = [field.decode() for field in fields[:7]]
     return Response(

@@ -7,8 +7,22 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .backend import FINISHED, Backend, CursorUnknown, Limits, Response, Uses, words
-from .conversations import Addition, Conversation, Entries, Entry, Outcome
+from .backend import (
+    FINISHED,
+    Backend,
+    CursorUnknown,
+    LastUseBuffer,
+    Limits,
+    Response,
+    join_statuses,
+)
+from .conversations import (
+    Conversation,
+    ConversationItem,
+    ConversationResult,
+    ItemAddition,
+    ItemPage,
+)
 
 # Conversations that one call drops: each may have many items.
 BATCH = 100
@@ -19,92 +33,100 @@ class RedisConversations(Backend):
 
     def __init__(self, url: str, limits: Limits) -> None:
         super().__init__(url, limits)
-        self.conversation_uses = Uses(self.conversations_used)
+        self.conversation_uses = LastUseBuffer(self.write_conversation_uses)
 
     @abstractmethod
-    async def call(self, operation: str, *values: Any) -> Any:
+    async def run_operation(self, operation: str, *values: Any) -> Any:
         """Run an operation of the script."""
 
     @abstractmethod
-    async def apart(self, operation: str, *values: Any) -> Any:
-        """As `call`, for what may take long."""
+    async def run_slow_operation(self, operation: str, *values: Any) -> Any:
+        """As `run_operation`, for what may take long."""
 
     async def create_conversation(
-        self, conversation: Conversation, entries: Sequence[Entry]
-    ) -> Outcome:
+        self, conversation: Conversation, entries: Sequence[ConversationItem]
+    ) -> ConversationResult:
         given = conversation.id, conversation.owner, repr(conversation.created_at)
         await self.conversation_uses.flush()
-        bounds = self.limits.max_size, self.limits.share
-        found = await self.call(
-            "create_conversation", *given, conversation.metadata, *bounds, *flat(entries)
+        bounds = self.limits.max_size, self.limits.owner_limit
+        found = await self.run_operation(
+            "create_conversation", *given, conversation.metadata, *bounds, *flatten_items(entries)
         )
-        return Outcome(found.decode())
+        return ConversationResult(found.decode())
 
     async def get_conversation(self, owner: str, conversation_id: str) -> Conversation | None:
-        found = await self.call("get_conversation", conversation_id, owner)
+        found = await self.run_operation("get_conversation", conversation_id, owner)
         if found:
-            await self.conversation_uses.note([conversation_id])
-        return shown(found) if found else None
+            await self.conversation_uses.mark_used([conversation_id])
+        return conversation_from_fields(found) if found else None
 
     async def set_metadata(
         self, owner: str, conversation_id: str, metadata: bytes
     ) -> Conversation | None:
-        found = await self.call("set_metadata", conversation_id, owner, metadata)
-        return shown(found) if found else None
+        found = await self.run_operation("set_metadata", conversation_id, owner, metadata)
+        return conversation_from_fields(found) if found else None
 
     async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
-        return bool(await self.call("delete_conversation", conversation_id, owner))
+        return bool(await self.run_operation("delete_conversation", conversation_id, owner))
 
     async def list_conversations(
         self, owner: str, after: str | None, limit: int
     ) -> list[Conversation]:
-        found = await self.call("list_conversations", owner, after or "", limit)
+        found = await self.run_operation("list_conversations", owner, after or "", limit)
         if found is None:
             raise CursorUnknown(after or "", "conversation")
-        return list(map(shown, found))
+        return list(map(conversation_from_fields, found))
 
-    async def hold(
+    async def hold_conversation(
         self, owner: str, conversation_id: str, holder: str
-    ) -> tuple[Outcome, list[Entry]]:
+    ) -> tuple[ConversationResult, list[ConversationItem]]:
         given = conversation_id, owner, holder, self.limits.lease_s
-        outcome, *fields = await self.call("hold", *given)
-        return Outcome(outcome.decode()), entries_of(fields)
+        outcome, *fields = await self.run_operation("hold", *given)
+        return ConversationResult(outcome.decode()), items_from_fields(fields)
 
     async def renew_holds(self, holders: Mapping[str, str]) -> None:
         pairs = [word for held in holders.items() for word in held]
-        await self.call("renew_holds", self.limits.lease_s, *pairs)
+        await self.run_operation("renew_holds", self.limits.lease_s, *pairs)
 
-    async def release(self, conversation_id: str, holder: str) -> None:
-        await self.call("release", conversation_id, holder)
+    async def release_conversation(self, conversation_id: str, holder: str) -> None:
+        await self.run_operation("release", conversation_id, holder)
 
-    async def page_entries(
+    async def list_items(
         self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
-    ) -> Entries | None:
+    ) -> ItemPage | None:
         given = conversation_id, owner, after or "", limit + 1, int(descending)
-        outcome, *fields = await self.call("page_entries", *given)
+        outcome, *fields = await self.run_operation("page_entries", *given)
         if outcome == b"gone":
             return None
         if outcome == b"unknown":
             raise CursorUnknown(after or "", "item")
-        await self.conversation_uses.note([conversation_id])
-        found = entries_of(fields)
-        return Entries(found[:limit], len(found) > limit)
+        await self.conversation_uses.mark_used([conversation_id])
+        found = items_from_fields(fields)
+        return ItemPage(found[:limit], len(found) > limit)
 
-    async def get_entry(self, owner: str, conversation_id: str, entry_id: str) -> Entry | None:
-        found = await self.call("get_entry", conversation_id, owner, entry_id)
-        return entries_of(found)[0] if found else None
+    async def get_item(
+        self, owner: str, conversation_id: str, entry_id: str
+    ) -> ConversationItem | None:
+        found = await self.run_operation("get_entry", conversation_id, owner, entry_id)
+        return items_from_fields(found)[0] if found else None
 
-    async def delete_entry(self, owner: str, conversation_id: str, entry_id: str) -> Outcome:
-        found = await self.call("delete_entry", conversation_id, owner, entry_id)
-        return Outcome(found.decode())
+    async def remove_item(
+        self, owner: str, conversation_id: str, entry_id: str
+    ) -> ConversationResult:
+        found = await self.run_operation("delete_entry", conversation_id, owner, entry_id)
+        return ConversationResult(found.decode())
 
-    async def add_entries(
-        self, addition: Addition, response: Response | None = None, *, new: bool = False
-    ) -> Outcome:
+    async def add_items(
+        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+    ) -> ConversationResult:
         storing: tuple[Any, ...] = ()
         if response is not None:
-            storing = self.creating(response) if new else self.putting(response, words(FINISHED))
-        found = await self.call(
+            storing = (
+                self.build_create_args(response)
+                if new
+                else self.build_put_args(response, join_statuses(FINISHED))
+            )
+        found = await self.run_operation(
             "add_entries",
             addition.conversation_id,
             addition.owner,
@@ -113,16 +135,16 @@ class RedisConversations(Backend):
             "" if response is None else "create" if new else "put",
             len(storing),
             *storing,
-            *flat(addition.entries),
+            *flatten_items(addition.entries),
         )
-        return Outcome(found.decode())
+        return ConversationResult(found.decode())
 
     @abstractmethod
-    def creating(self, response: Response) -> tuple[Any, ...]:
+    def build_create_args(self, response: Response) -> tuple[Any, ...]:
         """What the script's ``create`` takes for a response."""
 
     @abstractmethod
-    def putting(self, response: Response, unless_status: str) -> tuple[Any, ...]:
+    def build_put_args(self, response: Response, unless_status: str) -> tuple[Any, ...]:
         """What the script's ``put`` takes for a response."""
 
     async def sweep_conversations(self) -> None:
@@ -130,30 +152,32 @@ class RedisConversations(Backend):
         await self.conversation_uses.flush()
         oldest, done = repr(time.time() - self.limits.ttl_s), BATCH
         while done == BATCH:
-            done = await self.apart("expire_conversations", oldest, BATCH)
-        await self.apart("evict_conversations", self.limits.max_size, self.limits.share)
+            done = await self.run_slow_operation("expire_conversations", oldest, BATCH)
+        await self.run_slow_operation(
+            "evict_conversations", self.limits.max_size, self.limits.owner_limit
+        )
 
-    async def conversations_used(self, uses: list[tuple[str, float]]) -> None:
+    async def write_conversation_uses(self, uses: list[tuple[str, float]]) -> None:
         """Write down when conversations were used."""
         for start in range(0, len(uses), BATCH):
             given = [word for name, at in uses[start : start + BATCH] for word in (name, repr(at))]
-            await self.apart("use_conversations", *given)
+            await self.run_slow_operation("use_conversations", *given)
 
 
-def flat(entries: Sequence[Entry]) -> list[Any]:
+def flatten_items(entries: Sequence[ConversationItem]) -> list[Any]:
     """Items as the script takes them: id, 1 for an answer, and body, of each."""
     return [word for one in entries for word in (one.id, int(one.answer), one.body)]
 
 
-def entries_of(fields: Sequence[bytes]) -> list[Entry]:
+def items_from_fields(fields: Sequence[bytes]) -> list[ConversationItem]:
     """Items from ids and values, whose first byte tells who made them."""
     return [
-        Entry(name.decode(), value[1:], value[:1] == b"1")
+        ConversationItem(name.decode(), value[1:], value[:1] == b"1")
         for name, value in zip(fields[::2], fields[1::2], strict=True)
     ]
 
 
-def shown(fields: Sequence[bytes]) -> Conversation:
+def conversation_from_fields(fields: Sequence[bytes]) -> Conversation:
     """A conversation from its fields."""
     return Conversation(
         id=fields[0].decode(),

@@ -21,8 +21,8 @@ from redis.asyncio.sentinel import MasterNotFoundError, Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError
 
-from .pool import Pool
-from .urls import CLUSTER, FORMS, SENTINEL, WAIT_REPLICAS, StoreUrl, refuse, shown
+from .pool import ConnectionPool
+from .urls import CLUSTER, FORMS, SENTINEL, WAIT_REPLICAS, StoreUrl, redact_url, reject_url
 
 if TYPE_CHECKING:
     Connection: TypeAlias = driver.Connection
@@ -43,7 +43,7 @@ NOT_OF_CONNECTIONS = ("max_connections", "timeout", "retry_on_timeout", "socket_
 TROUBLE = (OSError, RedisError, RedisClusterException)
 
 
-class Found:
+class DiscoveringConnection:
     """A connection that looks for its server each time it connects.
 
     Args:
@@ -51,7 +51,7 @@ class Found:
         options: as redis-py has them.
     """
 
-    def __init__(self, source: Source, **options: Any) -> None:
+    def __init__(self, source: ConnectionSource, **options: Any) -> None:
         super().__init__(**options)
         self.source = source
 
@@ -60,10 +60,10 @@ class Found:
         if not here.is_connected:
             self.source.alone = True
             try:
-                here.host, here.port = await self.source.address()
+                here.host, here.port = await self.source.find_address()
                 await super().connect()  # type: ignore[misc]
             except TROUBLE:
-                self.source.forget()
+                self.source.invalidate_address()
                 raise
 
     async def disconnect(self, *_: Any, **given: Any) -> None:
@@ -71,15 +71,15 @@ class Found:
         await super().disconnect(**{**given, "nowait": True})  # type: ignore[misc]
 
 
-class Plain(Found, driver.Connection):
+class PlainConnection(DiscoveringConnection, driver.Connection):
     pass
 
 
-class Encrypted(Found, SSLConnection):
+class TlsConnection(DiscoveringConnection, SSLConnection):
     pass
 
 
-class Source(ABC):
+class ConnectionSource(ABC):
     """Where connections come from: redis-py's pool of those to the server that takes writes.
 
     Args:
@@ -93,9 +93,13 @@ class Source(ABC):
         # as is how long it may take.
         given = {**options, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
         kind: Any = driver.ConnectionPool
-        self.made = kind(connection_class=Encrypted if self.tls else Plain, source=self, **given)
+        self.made = kind(
+            connection_class=TlsConnection if self.tls else PlainConnection, source=self, **given
+        )
         self.made.make_connection()  # so that what it does not take is refused now
-        self.pool = Pool(self.connect, usable, driver.Connection.disconnect, CONNECTIONS)
+        self.pool = ConnectionPool(
+            self.connect, is_usable, driver.Connection.disconnect, CONNECTIONS
+        )
         # For what is seldom asked.
         self.client = driver.Redis.from_pool(self.made)
         # Whether the server is taken to have no replica: who waits for one looks first.
@@ -104,8 +108,8 @@ class Source(ABC):
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[Connection]:
         """A connection, which is not used again after any trouble."""
-        if await self.moved():
-            await self.empty()
+        if await self.has_moved():
+            await self.close_all()
         async with self.pool.lend() as connection:
             yield connection
 
@@ -114,48 +118,48 @@ class Source(ABC):
         await connection.connect()
         return connection  # type: ignore[no-any-return]
 
-    async def empty(self) -> None:
+    async def close_all(self) -> None:
         """Let go of all connections; of one that is in use when that is over."""
-        await self.pool.empty()
+        await self.pool.close_all()
         await self.made.disconnect(inuse_connections=False)
 
-    async def leave(self) -> None:
+    async def abandon_server(self) -> None:
         """Use none of these any more, the one that is in use included: look for the server anew."""
-        self.forget()
-        await self.empty()
+        self.invalidate_address()
+        await self.close_all()
 
     @abstractmethod
-    async def address(self) -> Address:
+    async def find_address(self) -> Address:
         """Of the server that takes writes now, as far as is known."""
 
-    async def moved(self) -> bool:
+    async def has_moved(self) -> bool:
         """Whether it became another one, asked now and then."""
         return False
 
-    def forget(self) -> None:  # noqa: B027 - most look each time
+    def invalidate_address(self) -> None:  # noqa: B027 - most look each time
         """Look anew for the server: that one does not take writes."""
 
-    async def confirms(self, _: Connection) -> bool:
+    async def is_still_primary(self, _: Connection) -> bool:
         """Whether the server of a connection certainly is still the one that takes writes."""
         return False
 
     async def close(self) -> None:
-        await self.pool.empty()
+        await self.pool.close_all()
         await self.client.aclose(close_connection_pool=True)
 
 
-class Standalone(Source):
+class StandaloneSource(ConnectionSource):
     """One server, or whatever stands at its address."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.place = options.pop("host", "localhost"), options.pop("port", PORT)
         super().__init__(options)
 
-    async def address(self) -> Address:
+    async def find_address(self) -> Address:
         return self.place
 
 
-class Sentinels(Source):
+class SentinelSource(ConnectionSource):
     """A primary and its replicas, among which Sentinels choose."""
 
     def __init__(self, options: dict[str, Any], hosts: list[Address], service: str) -> None:
@@ -171,13 +175,13 @@ class Sentinels(Source):
         self.known: Address | None = None
         self.looked = 0.0
 
-    async def address(self) -> Address:
+    async def find_address(self) -> Address:
         self.looked = time.monotonic()
         try:
             host, port = await self.sentinel.discover_master(self.service)
         except MasterNotFoundError:
             # It shows every setting of its clients, and not what they met.
-            states = await self.states()
+            states = await self.fetch_states()
             trouble = [state for state in states if isinstance(state, TROUBLE)]
             if len(trouble) == len(states):
                 raise trouble[0] from None
@@ -185,23 +189,23 @@ class Sentinels(Source):
         self.known = host, port
         return host, port
 
-    async def moved(self) -> bool:
+    async def has_moved(self) -> bool:
         if time.monotonic() - self.looked < LOOK_S:
             return False
         before = self.known
         try:
-            return await self.address() != before
+            return await self.find_address() != before
         except TROUBLE:  # no Sentinel answers, which harms none of the servers
             return False
 
-    async def states(self) -> list[Any]:
+    async def fetch_states(self) -> list[Any]:
         """What each Sentinel says of the service, or the error that it met."""
         asked = (sentinel.sentinel_master(self.service) for sentinel in self.sentinel.sentinels)
         return [*await asyncio.gather(*asked, return_exceptions=True)]
 
-    async def confirms(self, connection: Connection) -> bool:
+    async def is_still_primary(self, connection: Connection) -> bool:
         """By most of the Sentinels, of which none says otherwise or is about to."""
-        answers = await self.states()
+        answers = await self.fetch_states()
         states = [state for state in answers if isinstance(state, dict)]
         here = str(connection.host), int(connection.port)
         return 2 * len(states) > len(answers) and all(
@@ -214,7 +218,7 @@ class Sentinels(Source):
         await self.sentinel.aclose()
 
 
-class Cluster(Source):
+class ClusterSource(ConnectionSource):
     """The server of a cluster that has the slot of a store, whose keys are all in one."""
 
     def __init__(self, options: dict[str, Any], hosts: list[Address], key: str) -> None:
@@ -228,7 +232,7 @@ class Cluster(Source):
         )
         self.stale = False
 
-    async def address(self) -> Address:
+    async def find_address(self) -> Address:
         await self.cluster.initialize()
         if self.stale:
             await self.cluster.nodes_manager.initialize()
@@ -236,20 +240,20 @@ class Cluster(Source):
         node: Any = self.cluster.get_node_from_key(self.key)
         return node.host, int(node.port)
 
-    def forget(self) -> None:
+    def invalidate_address(self) -> None:
         self.stale = True
 
-    async def confirms(self, connection: Connection) -> bool:
+    async def is_still_primary(self, connection: Connection) -> bool:
         # A server of a cluster refuses calls for a slot that it has lost, as soon as it knows.
-        self.forget()
-        return await self.address() == (connection.host, connection.port)
+        self.invalidate_address()
+        return await self.find_address() == (connection.host, connection.port)
 
     async def close(self) -> None:
         await super().close()
         await self.cluster.aclose()
 
 
-async def usable(connection: Connection) -> bool:
+async def is_usable(connection: Connection) -> bool:
     """Whether a connection is open, and the answer to each call that came on it is read."""
     try:
         return not await connection.can_read()
@@ -257,7 +261,7 @@ async def usable(connection: Connection) -> bool:
         return False
 
 
-def source(url: str, parts: StoreUrl, key: str) -> Source:
+def make_connection_source(url: str, parts: StoreUrl, key: str) -> ConnectionSource:
     """Where the connections for a URL come from.
 
     Args:
@@ -269,22 +273,22 @@ def source(url: str, parts: StoreUrl, key: str) -> Source:
         VllmopsError: ``usage``, where the driver can't read a parameter.
     """
     try:
-        options: dict[str, Any] = dict(parse_url(plain(url, parts)))
+        options: dict[str, Any] = dict(parse_url(make_single_host_url(url, parts)))
         for name in (*NOT_OF_CONNECTIONS, WAIT_REPLICAS):
             options.pop(name, None)
         if not parts.way:
-            return Standalone(options)
+            return StandaloneSource(options)
         del options["host"]
         if parts.way == CLUSTER:
             options.pop("db", None)
-            return Cluster(options, [(host, port or PORT) for host, port in parts.hosts], key)
+            return ClusterSource(options, [(host, port or PORT) for host, port in parts.hosts], key)
         hosts = [(host, port or SENTINEL_PORT) for host, port in parts.hosts]
-        return Sentinels(options, hosts, parts.path.split("/")[1])
+        return SentinelSource(options, hosts, parts.path.split("/")[1])
     except (ValueError, TypeError, RedisError):
-        refuse(f"{shown(url)!r} has an invalid parameter", FORMS[parts.way or "redis"])
+        reject_url(f"{redact_url(url)!r} has an invalid parameter", FORMS[parts.way or "redis"])
 
 
-def plain(url: str, parts: StoreUrl) -> str:
+def make_single_host_url(url: str, parts: StoreUrl) -> str:
     """A URL as if it were of one server, for redis-py to read all but the hosts."""
     if not parts.way:
         return url
@@ -293,7 +297,7 @@ def plain(url: str, parts: StoreUrl) -> str:
     return f"{parts.scheme}://{user}h{path}?{url.partition('?')[2]}"
 
 
-def waited_for(parts: StoreUrl) -> tuple[int, bool]:
+def parse_wait_replicas(parts: StoreUrl) -> tuple[int, bool]:
     """How many replicas have to have a write, and whether also where that many are not there."""
     if (given := parts.query.get(WAIT_REPLICAS)) is not None:
         return int(given), True

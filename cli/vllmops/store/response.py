@@ -38,5 +38,5 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     input: bytes = b"[]"
 
     @property
-    def running(self) -> bool:
+    def is_running(self) -> bool:
         return self.status in RUNNING

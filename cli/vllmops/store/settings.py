@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import NamedTuple
 
-from ..errors import usage
-from ..keys.ring import CARRIER_TTL_S, in_seconds
-from ..numbers import CENTURY_S, MOST, number
+from ..errors import make_usage_error
+from ..keys.ring import CARRIER_TTL_S, validate_seconds
+from ..numbers import CENTURY_S, MOST, parse_number
 from . import opening, urls
 from .backend import Backend, Limits
 
@@ -35,14 +35,14 @@ LEAST_S = 0.001
 LARGEST_MESSAGE = 16 << 20
 
 
-class Format(StrEnum):
+class CarrierFormat(StrEnum):
     """How a carrier is written."""
 
     V2 = "v2"  # encrypted, and padded
     SIGNED_V1 = "signed-v1"  # as #35903 has it, for all to read
 
 
-class Carriers(NamedTuple):
+class CarrierSettings(NamedTuple):
     """How a server writes carriers.
 
     Args:
@@ -50,11 +50,11 @@ class Carriers(NamedTuple):
         ttl_s: for how long one is taken back; format 1 does not tell.
     """
 
-    format: Format = Format.V2
+    format: CarrierFormat = CarrierFormat.V2
     ttl_s: float = CARRIER_TTL_S
 
 
-class Sockets(NamedTuple):
+class WebSocketLimits(NamedTuple):
     """Limits of the Responses API on WebSockets.
 
     Args:
@@ -70,89 +70,89 @@ class Sockets(NamedTuple):
     connections: int = 2000
 
 
-def wanted(environment: Mapping[str, str] = os.environ) -> bool:
+def is_store_configured(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether there is to be a store: a URL, or a class of the user's own, names one."""
     url = environment.get(STORE, "")
     return url != OFF and bool(url or environment.get(opening.CLASS))
 
 
-def backend(environment: Mapping[str, str] = os.environ) -> Backend:
+def make_backend_from_env(environment: Mapping[str, str] = os.environ) -> Backend:
     """The backend that the environment asks for; not opened yet.
 
     Raises:
-        VllmopsError: as `opening.backend`, or ``usage`` where a number is none.
+        VllmopsError: as `opening.make_backend`, or ``usage`` where a number is none.
     """
-    limits = kept(environment)
+    limits = parse_limits(environment)
     url = environment.get(STORE, "")
     if named := environment.get(opening.CLASS):
-        return opening.users_own(named)(url, limits)
-    return opening.backend(url, limits)
+        return opening.load_backend_class(named)(url, limits)
+    return opening.make_backend(url, limits)
 
 
-def check(environment: Mapping[str, str]) -> None:
+def validate_settings(environment: Mapping[str, str]) -> None:
     """Refuse what can't be; whether anything is at the store's URL is not looked at.
 
     Raises:
         VllmopsError: ``usage``.
     """
-    carriers(environment)
-    sockets(environment)
-    if wanted(environment):
-        kept(environment)
+    parse_carrier_settings(environment)
+    parse_websocket_limits(environment)
+    if is_store_configured(environment):
+        parse_limits(environment)
         if not environment.get(opening.CLASS):
-            urls.parsed(environment[STORE])
+            urls.parse_store_url(environment[STORE])
 
 
-def kept(environment: Mapping[str, str]) -> Limits:
+def parse_limits(environment: Mapping[str, str]) -> Limits:
     """How much is kept, and for how long."""
     known = Limits()
     return Limits(
-        max_size=int(given(environment, MAX_SIZE, known.max_size, least=1)),
-        max_per_key=int(given(environment, MAX_PER_KEY, 1000, least=1))
+        max_size=int(parse_setting(environment, MAX_SIZE, known.max_size, least=1)),
+        max_per_key=int(parse_setting(environment, MAX_PER_KEY, 1000, least=1))
         if environment.get(MAX_PER_KEY)
         else None,
-        ttl_s=given(environment, TTL, known.ttl_s),
+        ttl_s=parse_setting(environment, TTL, known.ttl_s),
     )
 
 
-def shown(environment: Mapping[str, str]) -> dict[str, str]:
+def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without the password of the store."""
     safe = dict(environment)
     if STORE in safe:
-        safe[STORE] = urls.shown(safe[STORE])
+        safe[STORE] = urls.redact_url(safe[STORE])
     return safe
 
 
-def carriers(environment: Mapping[str, str] = os.environ) -> Carriers:
+def parse_carrier_settings(environment: Mapping[str, str] = os.environ) -> CarrierSettings:
     """How carriers are to be written.
 
     Raises:
         VllmopsError: ``usage`` where there is no such format, or a number is none.
     """
-    name = environment.get(CARRIER) or Format.V2
-    if name not in set(Format):
-        raise usage(f"{CARRIER} is {name!r}", f"{CARRIER}={' or '.join(Format)}")
-    ttl_s = in_seconds(CARRIER_TTL, given(environment, CARRIER_TTL, CARRIER_TTL_S))
-    return Carriers(Format(name), ttl_s)
+    name = environment.get(CARRIER) or CarrierFormat.V2
+    if name not in set(CarrierFormat):
+        raise make_usage_error(f"{CARRIER} is {name!r}", f"{CARRIER}={' or '.join(CarrierFormat)}")
+    ttl_s = validate_seconds(CARRIER_TTL, parse_setting(environment, CARRIER_TTL, CARRIER_TTL_S))
+    return CarrierSettings(CarrierFormat(name), ttl_s)
 
 
-def sockets(environment: Mapping[str, str] = os.environ) -> Sockets:
+def parse_websocket_limits(environment: Mapping[str, str] = os.environ) -> WebSocketLimits:
     """The limits of WebSockets.
 
     Raises:
         VllmopsError: ``usage`` where a number is none, or out of range.
     """
-    known = Sockets()
+    known = WebSocketLimits()
     most = LARGEST_MESSAGE
-    return Sockets(
-        int(given(environment, SOCKET_MESSAGE, known.message, least=1, most=most)),
-        given(environment, SOCKET_IDLE, known.idle_s, most=CENTURY_S),
-        int(given(environment, SOCKET_REQUESTS, known.requests, least=1)),
-        int(given(environment, SOCKET_CONNECTIONS, known.connections, least=1)),
+    return WebSocketLimits(
+        int(parse_setting(environment, SOCKET_MESSAGE, known.message, least=1, most=most)),
+        parse_setting(environment, SOCKET_IDLE, known.idle_s, most=CENTURY_S),
+        int(parse_setting(environment, SOCKET_REQUESTS, known.requests, least=1)),
+        int(parse_setting(environment, SOCKET_CONNECTIONS, known.connections, least=1)),
     )
 
 
-def given(
+def parse_setting(
     environment: Mapping[str, str],
     name: str,
     default: float,
@@ -162,6 +162,6 @@ def given(
 ) -> float:
     text = environment.get(name, "")
     try:
-        return number(text, least, most) if text else default
+        return parse_number(text, least, most) if text else default
     except ValueError as error:
-        raise usage(f"{name}: {error}", f"{name}={default:.10g}") from error
+        raise make_usage_error(f"{name}: {error}", f"{name}={default:.10g}") from error

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from .backend import BROKEN, Response
-from .ids import storable, valid
+from .ids import is_storable, is_valid_id
 
 # Levels of arrays and objects: whoever reads it later may have less of a stack left than now.
 DEEPEST = 200
@@ -27,7 +27,7 @@ LATEST = 253_402_300_800.0
 Moment = Annotated[float, msgspec.Meta(ge=0, lt=LATEST)]
 
 
-class Row(msgspec.Struct, kw_only=True):
+class ResponseHeader(msgspec.Struct, kw_only=True):
     """What is kept beside the response object.
 
     Args:
@@ -56,7 +56,7 @@ class TokenDetails(msgspec.Struct):
     tool_output_tokens_per_turn: list[Count] | None = None
 
 
-class Usage(msgspec.Struct):
+class TokenUsage(msgspec.Struct):
     """Tokens."""
 
     input_tokens: Count = 0
@@ -66,13 +66,13 @@ class Usage(msgspec.Struct):
     output_tokens_details: TokenDetails | None = None
 
 
-class Failure(msgspec.Struct):
+class FailureReason(msgspec.Struct):
     """Why a response failed."""
 
     message: str | None = None
 
 
-class Item(msgspec.Struct):
+class ResponseItem(msgspec.Struct):
     """As much of an item as is shown of it; parts of what it says may be of any type."""
 
     id: str | None = None
@@ -88,7 +88,7 @@ class Item(msgspec.Struct):
     input: Any = None
 
 
-class Document(msgspec.Struct):
+class ResponseObject(msgspec.Struct):
     """As much of a response object as is shown, or relied on."""
 
     id: str = ""
@@ -97,22 +97,22 @@ class Document(msgspec.Struct):
     created_at: Moment = 0
     previous_response_id: str | None = None
     background: bool | None = None
-    usage: Usage | None = None
-    error: Failure | None = None
-    output: list[Item] = []
+    usage: TokenUsage | None = None
+    error: FailureReason | None = None
+    output: list[ResponseItem] = []
 
 
-class Incomplete(msgspec.Struct):
+class IncompleteDetails(msgspec.Struct):
     """Why a response ended early."""
 
     reason: str | None = None
 
 
-class Archived(Document):
+class ArchivedResponse(ResponseObject):
     """All fields of a response object whose type is known: a client reads them as they come in."""
 
     object: str | None = None
-    incomplete_details: Incomplete | None = None
+    incomplete_details: IncompleteDetails | None = None
     instructions: str | list[Any] | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -133,32 +133,32 @@ class Archived(Document):
     frequency_penalty: float | None = None
 
 
-class Event(msgspec.Struct):
+class StreamEvent(msgspec.Struct):
     """As much of an event as a server relies on."""
 
     type: str
     sequence_number: Count | None = None
 
 
-DOCUMENT = msgspec.json.Decoder(Document)
-ITEMS = msgspec.json.Decoder(list[Item])
+DOCUMENT = msgspec.json.Decoder(ResponseObject)
+ITEMS = msgspec.json.Decoder(list[ResponseItem])
 ANY = msgspec.json.Decoder()
 
 
-def whole(data: bytes, kind: type[Struct]) -> Struct:
+def decode_json(data: bytes, kind: type[Struct]) -> Struct:
     """JSON of a type, every part of which can be read, those included that the type leaves out.
 
     Raises:
         ValueError: it is not, in words.
     """
     try:
-        shallow(data)
+        validate_depth(data)
         return msgspec.convert(ANY.decode(data), kind)
     except BROKEN as error:
         raise ValueError(f"{error}") from error
 
 
-def shallow(data: bytes) -> None:
+def validate_depth(data: bytes) -> None:
     """See that JSON is not nested too deeply.
 
     Raises:
@@ -173,24 +173,26 @@ def shallow(data: bytes) -> None:
             raise ValueError(f"it is nested in more than {DEEPEST} levels")
 
 
-def named(response_id: str) -> bool:
+def is_safe_id(response_id: str) -> bool:
     """Whether an id can be shown, and leads nowhere where it is taken for a part of a path."""
     parts = response_id.replace("\\", "//").split("/")
-    return valid(response_id) and response_id.isprintable() and not {"", ".", ".."} & set(parts)
+    return (
+        is_valid_id(response_id) and response_id.isprintable() and not {"", ".", ".."} & set(parts)
+    )
 
 
-def refused(row: Row) -> str:
+def explain_invalid_header(row: ResponseHeader) -> str:
     """Why what is kept beside a response object can't be, in words; empty where it can."""
-    if not named(row.id):
+    if not is_safe_id(row.id):
         return f"{row.id[:300]!r} is not an id"
-    if row.previous_response_id is not None and not named(row.previous_response_id):
+    if row.previous_response_id is not None and not is_safe_id(row.previous_response_id):
         return f"{row.previous_response_id[:300]!r} is not the id of an earlier turn"
-    if not (storable(row.model) and storable(row.error)):
+    if not (is_storable(row.model) and is_storable(row.error)):
         return "its model or error contains a character that cannot be stored"
     return ""
 
 
-def read(response: Response) -> Document:
+def parse_response(response: Response) -> ResponseObject:
     """A response's object as a source gives it, once all beside it is in order, too.
 
     Raises:
@@ -210,7 +212,7 @@ def read(response: Response) -> Document:
     if not response.body:
         raise ValueError("the stored response cannot be read")
     try:
-        msgspec.convert(beside, Row)
+        msgspec.convert(beside, ResponseHeader)
         return DOCUMENT.decode(response.body)
     except BROKEN as error:
         raise ValueError(f"{error}") from error

@@ -7,9 +7,9 @@ from typing import Literal, Protocol, Self
 import msgspec
 
 from ..codes import ErrorCode
-from ..errors import Exit, VllmopsError
-from .backend import Page, Query, Response
-from .store import Events
+from ..errors import ExitCode, VllmopsError
+from .backend import Response, ResponsePage, ResponseQuery
+from .store import EventBatch
 
 
 class ChangeResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,10 +27,10 @@ class ChangeResult(msgspec.Struct, frozen=True, kw_only=True):
     done: bool
     result: str
     code: ErrorCode | Literal[""] = ""
-    exit_code: int = Exit.OK
+    exit_code: int = ExitCode.OK
 
 
-class Source(Protocol):
+class ResponseSource(Protocol):
     """Where stored responses are: a server, or the store itself.
 
     Each method raises VllmopsError where it can't, and StoreUnavailable where trying again may
@@ -45,7 +45,7 @@ class Source(Protocol):
 
     async def __aexit__(self, *_: object) -> None: ...
 
-    async def page(self, query: Query) -> Page:
+    async def list_responses(self, query: ResponseQuery) -> ResponsePage:
         """Part of the responses; without their input, and their status in their body, over HTTP.
 
         Raises:
@@ -59,10 +59,10 @@ class Source(Protocol):
             VllmopsError: ``responses.unknown``.
         """
 
-    async def items(self, response: Response) -> bytes:
+    async def list_input_items(self, response: Response) -> bytes:
         """What its turn added to the conversation, a JSON array."""
 
-    async def events(self, response: Response) -> list[Events]:
+    async def read_events(self, response: Response) -> list[EventBatch]:
         """What is kept of its stream, but for the event that tells its end."""
 
     async def cancel(self, response_id: str) -> ChangeResult:
@@ -72,7 +72,7 @@ class Source(Protocol):
         """Delete a response, and stop it where it runs."""
 
 
-def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
+def make_unknown_error(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
     route = "" if sure else ", or no route that retrieves one"
     return VllmopsError(
         "responses.unknown",
@@ -81,7 +81,7 @@ def unknown(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
     )
 
 
-def failed(response_id: str, error: VllmopsError) -> ChangeResult:
+def make_failed_result(response_id: str, error: VllmopsError) -> ChangeResult:
     """The outcome of what could not be done."""
     return ChangeResult(
         id=response_id,
@@ -92,7 +92,7 @@ def failed(response_id: str, error: VllmopsError) -> ChangeResult:
     )
 
 
-def refused(response_id: str, why: str) -> ChangeResult:
+def make_refused_result(response_id: str, why: str) -> ChangeResult:
     return ChangeResult(
-        id=response_id, done=False, result=why, code="responses.refused", exit_code=Exit.FAILED
+        id=response_id, done=False, result=why, code="responses.refused", exit_code=ExitCode.FAILED
     )

@@ -21,31 +21,31 @@ from .backend import (
     FINISHED,
     GONE,
     RUNNING,
-    Chunk,
     CursorUnknown,
+    EventChunk,
+    EventLog,
+    LastUseBuffer,
     Limits,
-    Log,
-    Page,
-    Query,
     Response,
-    Stats,
-    Swap,
-    Swept,
-    Uses,
-    targets,
-    too_new,
-    words,
+    ResponsePage,
+    ResponseQuery,
+    StatusChange,
+    StoreStats,
+    SweepResult,
+    join_statuses,
+    make_schema_error,
+    plan_evictions,
 )
-from .conversations import Addition, Outcome
-from .gathering import Gathered
-from .sql_conversations import SqlConversations, Step
+from .conversations import ConversationResult, ItemAddition
+from .gathering import CallBatcher
+from .sql_conversations import SqlConversations, TransactionStep
 
 SCHEMA = 4
 # Rows that one statement deletes.
 BATCH = 1000
 
 
-class Sql(SqlConversations):
+class SqlBackend(SqlConversations):
     """A backend by statements; a subclass brings the driver.
 
     Args:
@@ -57,59 +57,62 @@ class Sql(SqlConversations):
 
     def __init__(self, url: str, limits: Limits, name: str, own: str) -> None:
         super().__init__(url, limits)
-        texts = {**statements("statements.sql"), **statements(own)}
+        texts = {**load_statements("statements.sql"), **load_statements(own)}
         self.text = {each: text.replace("{name}", name) for each, text in texts.items()}
-        self.uses = Uses(self.used)
+        self.uses = LastUseBuffer(self.write_uses)
         # Counting is slow, so it is done once in a while: of all, and of an owner.
-        self.every, self.every_one = max(1, limits.max_size // 100), max(1, limits.share // 100)
+        self.every, self.every_one = (
+            max(1, limits.max_size // 100),
+            max(1, limits.owner_limit // 100),
+        )
         self.created = Counter[str]()
-        self.adding = Gathered(self.add_all, weight)
+        self.adding = CallBatcher(self.insert_responses, estimate_size)
 
     @abstractmethod
-    async def run(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
+    async def execute(self, statement: str, *values: Any) -> Sequence[Sequence[Any]]:
         """Run one statement, and have what it gives."""
 
     @abstractmethod
-    async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
+    async def execute_batch(self, name: str, values: list[tuple[Any, ...]]) -> None:
         """Run a statement of that name for each set of values."""
 
-    async def fetch(self, name: str, *values: Any) -> Sequence[Sequence[Any]]:
-        """As `run`, for the statement of that name."""
-        return await self.run(self.text[name], *values)
+    async def execute_named(self, name: str, *values: Any) -> Sequence[Sequence[Any]]:
+        """As `execute`, for the statement of that name."""
+        return await self.execute(self.text[name], *values)
 
-    def steps(self, found: int) -> list[str]:
+    def list_migrations(self, found: int) -> list[str]:
         """The statements that lead from a schema's version to the newest; none from that.
 
         Raises:
             VllmopsError: ``store.schema``.
         """
         if found > SCHEMA:
-            raise too_new(self.url, found, SCHEMA)
+            raise make_schema_error(self.url, found, SCHEMA)
         steps = [self.text[f"schema {version}"] for version in range(found + 1, SCHEMA + 1)]
         return [statement for step in steps for statement in step.split(";")]
 
-    def lease(self, status: str) -> float | None:
+    def get_lease_s(self, status: str) -> float | None:
         return self.limits.lease_s if status in RUNNING else None
 
     async def close(self) -> None:
         await self.uses.flush()
         await self.conversation_uses.flush()
 
-    async def drop(self) -> None:
+    async def delete_store(self) -> None:
         for statement in self.text["drop"].split(";"):
-            await self.run(statement)
+            await self.execute(statement)
 
     async def create(self, response: Response) -> bool:
-        done = await self.add(response)
+        done = await self.insert_response(response)
         if done:
             await self.make_room(response)
         return done
 
-    async def add_entries(
-        self, addition: Addition, response: Response | None = None, *, new: bool = False
-    ) -> Outcome:
-        outcome = await super().add_entries(addition, response, new=new)
-        if new and response and outcome is Outcome.DONE:
+    async def add_items(
+        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+    ) -> ConversationResult:
+        outcome = await super().add_items(addition, response, new=new)
+        if new and response and outcome is ConversationResult.DONE:
             await self.make_room(response)
         return outcome
 
@@ -118,22 +121,22 @@ class Sql(SqlConversations):
         self.created[response.owner] += 1
         if self.created.total() >= self.every:
             self.created.clear()
-            await self.evict(response.id)
+            await self.evict_lru(response.id)
         elif self.limits.max_per_key and self.created[response.owner] >= self.every_one:
             del self.created[response.owner]
             await self.uses.flush()
-            given = (response.owner, self.limits.share, response.id)
-            await self.evicted(len(await self.fetch("evict", *given)))
+            given = (response.owner, self.limits.owner_limit, response.id)
+            await self.count_evictions(len(await self.execute_named("evict", *given)))
 
-    async def add(self, response: Response) -> bool:
+    async def insert_response(self, response: Response) -> bool:
         """As `create`, and none is evicted."""
         return await self.adding(response)
 
     @abstractmethod
-    async def add_all(self, responses: list[Response]) -> list[bool]:
-        """As `add`, for several; of two with one id the first has it."""
+    async def insert_responses(self, responses: list[Response]) -> list[bool]:
+        """As `insert_response`, for several; of two with one id the first has it."""
 
-    def row(self, response: Response) -> tuple[Any, ...]:
+    def build_create_args(self, response: Response) -> tuple[Any, ...]:
         """What ``create`` takes for a response."""
         return (
             response.id,
@@ -146,13 +149,13 @@ class Sql(SqlConversations):
             response.body,
             response.input,
             time.time(),
-            self.lease(response.status),
+            self.get_lease_s(response.status),
         )
 
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
-        return bool(await self.fetch("put", *self.putting(response, unless_status)))
+        return bool(await self.execute_named("put", *self.build_put_args(response, unless_status)))
 
-    def putting(self, response: Response, unless_status: Collection[str]) -> tuple[Any, ...]:
+    def build_put_args(self, response: Response, unless_status: Collection[str]) -> tuple[Any, ...]:
         """What ``put`` takes for a response."""
         return (
             response.id,
@@ -162,15 +165,15 @@ class Sql(SqlConversations):
             response.error,
             response.body,
             time.time(),
-            self.lease(response.status),
+            self.get_lease_s(response.status),
             GONE,
-            words(unless_status),
+            join_statuses(unless_status),
         )
 
-    def storing(self, response: Response, *, new: bool) -> Step:
+    def make_store_step(self, response: Response, *, new: bool) -> TransactionStep:
         if new:
-            return Step("create", [self.row(response)], many=True)
-        return Step("put", self.putting(response, FINISHED))
+            return TransactionStep("create", [self.build_create_args(response)], many=True)
+        return TransactionStep("put", self.build_put_args(response, FINISHED))
 
     async def set_status(
         self,
@@ -180,32 +183,32 @@ class Sql(SqlConversations):
         *,
         allowed: Collection[str] = RUNNING,
         error: str = "",
-    ) -> Swap:
-        done = await self.fetch(
+    ) -> StatusChange:
+        done = await self.execute_named(
             "set status",
             response_id,
             owner,
             status,
             error,
-            self.lease(status),
-            words(allowed),
+            self.get_lease_s(status),
+            join_statuses(allowed),
         )
         if done:
-            return Swap(True, made(done[0]))
-        return Swap(False, await self.find(owner, response_id))
+            return StatusChange(True, response_from_row(done[0]))
+        return StatusChange(False, await self.find_response(owner, response_id))
 
     async def get(self, owner: str, response_id: str) -> Response | None:
-        found = await self.find(owner, response_id)
+        found = await self.find_response(owner, response_id)
         if found is not None:
-            await self.uses.note([response_id])
+            await self.uses.mark_used([response_id])
         return found
 
     async def delete(self, owner: str, response_id: str) -> bool:
-        return bool(await self.fetch("delete", response_id, owner))
+        return bool(await self.execute_named("delete", response_id, owner))
 
-    async def page(self, owner: str, query: Query) -> Page:
-        await self.fetch("fail", GONE, self.limits.lease_s)
-        cursors = [await self.cursor(owner, each) for each in (query.after, query.before)]
+    async def list_responses(self, owner: str, query: ResponseQuery) -> ResponsePage:
+        await self.execute_named("fail", GONE, self.limits.lease_s)
+        cursors = [await self.find_cursor(owner, each) for each in (query.after, query.before)]
         older, newer = cursors if not query.descending else cursors[::-1]
         status = "completed" if query.status == "completed" else "status"
         parts = (
@@ -215,46 +218,50 @@ class Sql(SqlConversations):
             "of any status" if query.status is None else f"of {status}",
             "from" if older[1] else "from any",
             "to" if newer[1] else "to any",
-            "upwards" if query.descending == query.backwards else "downwards",
+            "upwards" if query.descending == query.is_backward else "downwards",
         )
-        rows = await self.run(
+        rows = await self.execute(
             " ".join(self.text[part] for part in parts),
             *(owner, query.model, query.status, *older, *newer, query.limit + 1),
         )
-        found = [made(row) for row in rows]
+        found = [response_from_row(row) for row in rows]
         shown = found[: query.limit]
-        return Page(shown[::-1] if query.backwards else shown, len(found) > query.limit)
+        return ResponsePage(shown[::-1] if query.is_backward else shown, len(found) > query.limit)
 
-    async def cursor(self, owner: str, response_id: str | None) -> tuple[float | None, str | None]:
+    async def find_cursor(
+        self, owner: str, response_id: str | None
+    ) -> tuple[float | None, str | None]:
         """Where a response is in a list; nowhere where none is asked for."""
         if response_id is None:
             return None, None
-        if rows := await self.fetch("cursor", response_id, owner):
+        if rows := await self.execute_named("cursor", response_id, owner):
             return rows[0][0], response_id
         raise CursorUnknown(response_id)
 
-    async def conversation(self, owner: str, response_id: str) -> list[Response]:
-        found = await self.turns(owner, response_id)
-        await self.uses.note_turns([response.id for response in found])
+    async def list_turns(self, owner: str, response_id: str) -> list[Response]:
+        found = await self.find_turns(owner, response_id)
+        await self.uses.mark_turns_used([response.id for response in found])
         return found
 
-    async def turns(self, owner: str, response_id: str) -> list[Response]:
-        """As `conversation`, and no use of it."""
-        return await self.alive("conversation", response_id, owner)
+    async def find_turns(self, owner: str, response_id: str) -> list[Response]:
+        """As `list_turns`, and no use of it."""
+        return await self.select_responses("conversation", response_id, owner)
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         now = time.time()
-        await self.many("touch", [(response_id, owner, now) for response_id in sorted(ids)])
+        await self.execute_batch(
+            "touch", [(response_id, owner, now) for response_id in sorted(ids)]
+        )
 
-    async def running(self, ids: Collection[str], *, renew: bool) -> set[str]:
+    async def select_running(self, ids: Collection[str], *, renew: bool) -> set[str]:
         if renew:
-            rows = await self.fetch("renew", list(ids), GONE, self.limits.lease_s)
+            rows = await self.execute_named("renew", list(ids), GONE, self.limits.lease_s)
         else:
-            rows = await self.fetch("running", list(ids), GONE)
+            rows = await self.execute_named("running", list(ids), GONE)
         return {row[0] for row in rows}
 
-    async def append(self, response: Response, chunk: Chunk) -> bool:
-        done = await self.fetch(
+    async def append_events(self, response: Response, chunk: EventChunk) -> bool:
+        done = await self.execute_named(
             "append",
             response.id,
             response.owner,
@@ -264,85 +271,87 @@ class Sql(SqlConversations):
             chunk.events,
         )
         if (surplus := chunk.last - self.limits.max_events) >= 0:
-            await self.fetch("trim", response.id, surplus)
+            await self.execute_named("trim", response.id, surplus)
         return bool(done)
 
-    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
-        found = await self.find(owner, response_id)
+    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
+        found = await self.find_response(owner, response_id)
         if found is None:
             return None
-        rows = await self.fetch("log", response_id, after)
-        return Log([Chunk(row[0], row[1], row[2]) for row in rows], found.running)
+        rows = await self.execute_named("log", response_id, after)
+        return EventLog([EventChunk(row[0], row[1], row[2]) for row in rows], found.is_running)
 
-    async def sweep(self) -> Swept:
+    async def sweep(self) -> SweepResult:
         await self.uses.flush()
-        failed = await self.fetch("fail", GONE, self.limits.lease_s)
+        failed = await self.execute_named("fail", GONE, self.limits.lease_s)
         expired, done = 0, BATCH
         while done == BATCH:
             oldest = time.time() - self.limits.ttl_s
-            done = len(await self.fetch("expire", oldest, BATCH))
+            done = len(await self.execute_named("expire", oldest, BATCH))
             expired += done
-        await self.fetch("forget", self.limits.events_kept_s)
+        await self.execute_named("forget", self.limits.events_kept_s)
         await self.sweep_conversations()
-        return Swept(expired, await self.evict(""), len(failed))
+        return SweepResult(expired, await self.evict_lru(""), len(failed))
 
-    async def stats(self, owner: str) -> Stats:
-        await self.fetch("fail", GONE, self.limits.lease_s)
+    async def collect_stats(self, owner: str) -> StoreStats:
+        await self.execute_named("fail", GONE, self.limits.lease_s)
         statuses, models = Counter[str](), Counter[str]()
-        rows = await self.fetch("stats", owner)
+        rows = await self.execute_named("stats", owner)
         for status, model, count, *_ in rows:
             statuses[status] += count
             models[model] += count
-        logs = await self.fetch("event bytes") if owner == EVERYBODY else None
-        evictions = await self.fetch("meta get", "evictions")
-        return Stats(
+        logs = await self.execute_named("event bytes") if owner == EVERYBODY else None
+        evictions = await self.execute_named("meta get", "evictions")
+        return StoreStats(
             statuses=dict(statuses),
             models=dict(models),
             bytes=sum(int(row[3]) for row in rows),
             event_bytes=int(logs[0][0] or 0) if logs else None,
             oldest=min((row[4] for row in rows), default=None),
             evictions=evictions[0][0] if evictions else 0,
-            owners=dict(await self.shares(owner)),
+            owners=dict(await self.count_by_owner(owner)),
         )
 
-    async def find(self, owner: str, response_id: str) -> Response | None:
+    async def find_response(self, owner: str, response_id: str) -> Response | None:
         """As `get`, and no use of it."""
-        found = await self.alive("get", response_id, owner)
+        found = await self.select_responses("get", response_id, owner)
         return found[0] if found else None
 
-    async def alive(self, name: str, *values: Any) -> list[Response]:
+    async def select_responses(self, name: str, *values: Any) -> list[Response]:
         """What a statement finds that tells of each row, last, whether its lease has lapsed."""
-        rows = await self.fetch(name, *values)
+        rows = await self.execute_named(name, *values)
         if any(row[-1] for row in rows):
-            await self.fetch("fail", GONE, self.limits.lease_s)
-            rows = await self.fetch(name, *values)
-        return [made(row) for row in rows]
+            await self.execute_named("fail", GONE, self.limits.lease_s)
+            rows = await self.execute_named(name, *values)
+        return [response_from_row(row) for row in rows]
 
-    async def used(self, uses: list[tuple[str, float]]) -> None:
+    async def write_uses(self, uses: list[tuple[str, float]]) -> None:
         """Write down when responses were used."""
-        await self.many("touch", [(response_id, EVERYBODY, at) for response_id, at in uses])
+        await self.execute_batch(
+            "touch", [(response_id, EVERYBODY, at) for response_id, at in uses]
+        )
 
-    async def evict(self, spared: str) -> int:
+    async def evict_lru(self, spared: str) -> int:
         """Drop what was used longest ago until nobody, and all together, have more than may be."""
         await self.uses.flush()
-        shares = dict(await self.shares(EVERYBODY))
+        shares = dict(await self.count_by_owner(EVERYBODY))
         gone = 0
-        for owner, target in targets(shares, self.limits).items():
-            gone += len(await self.fetch("evict", owner, target, spared))
-        return await self.evicted(gone)
+        for owner, target in plan_evictions(shares, self.limits).items():
+            gone += len(await self.execute_named("evict", owner, target, spared))
+        return await self.count_evictions(gone)
 
-    async def evicted(self, count: int) -> int:
+    async def count_evictions(self, count: int) -> int:
         """Count what had to make room."""
         if count:
-            await self.fetch("meta add", "evictions", count)
+            await self.execute_named("meta add", "evictions", count)
         return count
 
-    async def shares(self, owner: str) -> list[tuple[str, int]]:
+    async def count_by_owner(self, owner: str) -> list[tuple[str, int]]:
         """How many responses each owner has, the fullest first."""
-        return [(row[0], row[1]) for row in await self.fetch("shares", owner)]
+        return [(row[0], row[1]) for row in await self.execute_named("shares", owner)]
 
 
-def made(row: Sequence[Any]) -> Response:
+def response_from_row(row: Sequence[Any]) -> Response:
     """A response from its columns."""
     return Response(
         id=row[0],
@@ -358,7 +367,7 @@ def made(row: Sequence[Any]) -> Response:
 
 
 @cache
-def statements(file: str) -> dict[str, str]:
+def load_statements(file: str) -> dict[str, str]:
     """The statements of a file by name, without comments."""
     text = files(__package__).joinpath(file).read_text("utf-8")
     found = {}
@@ -368,6 +377,6 @@ def statements(file: str) -> dict[str, str]:
     return found
 
 
-def weight(response: Response) -> int:
+def estimate_size(response: Response) -> int:
     """About how many bytes a new response takes."""
     return len(response.body) + len(response.input)

@@ -25,12 +25,12 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from ..errors import VllmopsError, usage
+from ..errors import VllmopsError, make_usage_error
 from .backend import GONE, Limits, Response
-from .conversations import Outcome
-from .sql import Sql
-from .sql_conversations import Rows, Step, Steps, Undo
-from .urls import shown
+from .conversations import ConversationResult
+from .sql import SqlBackend
+from .sql_conversations import Rollback, Rows, Steps, TransactionStep
+from .urls import redact_url
 
 T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], Any]
@@ -50,7 +50,7 @@ SPARING = (
 HEADER = 48
 
 
-class Worker:
+class ConnectionThread:
     """A thread with a connection of its own, which runs one job after the other.
 
     A whole statement, fetching included, is one job: one way there and back for each.
@@ -66,10 +66,10 @@ class Worker:
         # Results not yet handed over: while the event loop is busy, one call is enough for many.
         self.done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
         self.telling = False
-        self.thread = threading.Thread(target=self.work, name=name, daemon=True)
+        self.thread = threading.Thread(target=self.process_jobs, name=name, daemon=True)
         self.thread.start()
 
-    async def run(self, job: Callable[[sqlite3.Connection], T]) -> T:
+    async def run_job(self, job: Callable[[sqlite3.Connection], T]) -> T:
         """Have a job done; one that nobody waits for any more is left out."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.jobs.put((job, future))
@@ -79,7 +79,7 @@ class Worker:
         """End the thread once it has done what it was given."""
         self.jobs.put(None)
 
-    def work(self) -> None:
+    def process_jobs(self) -> None:
         connection: sqlite3.Connection | None = None
         while item := self.jobs.get():
             job, future = item
@@ -87,28 +87,28 @@ class Worker:
                 continue
             result, error = None, None
             try:
-                connection = connection or patiently(self.connect)
-                result = patiently(partial(job, connection), unless=future.cancelled)
+                connection = connection or retry_while_busy(self.connect)
+                result = retry_while_busy(partial(job, connection), unless=future.cancelled)
             except BaseException as caught:
                 error = caught
             self.done.append((future, result, error))
             if not self.telling:
                 self.telling = True
                 try:
-                    future.get_loop().call_soon_threadsafe(self.tell)
+                    future.get_loop().call_soon_threadsafe(self.deliver_results)
                 except RuntimeError:  # that loop is closed
                     self.telling = False
         if connection:
             connection.close()
 
-    def tell(self) -> None:
+    def deliver_results(self) -> None:
         """Give what is done to whoever waits for it, on the event loop."""
         self.telling = False  # before the look: what comes after it needs another call
         while self.done:
-            settle(*self.done.popleft())
+            resolve_future(*self.done.popleft())
 
 
-def patiently(job: Callable[[], T], unless: Callable[[], bool] = lambda: False) -> T:
+def retry_while_busy(job: Callable[[], T], unless: Callable[[], bool] = lambda: False) -> T:
     """Do a job once nobody else holds the file.
 
     Args:
@@ -126,7 +126,7 @@ def patiently(job: Callable[[], T], unless: Callable[[], bool] = lambda: False) 
         time.sleep(NAP_S)
 
 
-def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def resolve_future(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.done() or future.get_loop().is_closed():
         return
     if error is not None:
@@ -135,7 +135,7 @@ def settle(future: asyncio.Future[Any], result: Any, error: BaseException | None
         future.set_result(result)
 
 
-class Recent:
+class RecentResponses:
     """Responses that were read or stored lately, which the event loop may tell again.
 
     It asks no connection, because any statement may wait for the disk. What is kept is as it was
@@ -151,66 +151,66 @@ class Recent:
         self.version = b""
         self.kept: dict[tuple[str, str], Response] = {}
 
-    def look(self) -> bytes:
+    def read_version(self) -> bytes:
         """The version of the file."""
         return self.header[:]
 
-    def find(self, owner: str, response_id: str) -> Response | None:
+    def find_response(self, owner: str, response_id: str) -> Response | None:
         """A response as it is now; None where that is not to be told here.
 
         Args:
             owner: who asks.
             response_id: of the response.
         """
-        if self.version != self.look():
+        if self.version != self.read_version():
             return None
         known = self.kept.pop((owner, response_id), None)
         if known is not None:
             self.kept[owner, response_id] = known
         return known
 
-    def chain(self, owner: str, response_id: str) -> list[Response] | None:
+    def find_turns(self, owner: str, response_id: str) -> list[Response] | None:
         """A turn after all before it, the oldest first; None where one of them is not kept."""
         turns, turn = list[Response](), response_id
-        while (known := self.find(owner, turn)) and len(turns) < KEPT:
+        while (known := self.find_response(owner, turn)) and len(turns) < KEPT:
             turns.append(known)
             if known.previous_id is None:
                 return turns[::-1]
             turn = known.previous_id
         return None
 
-    def keep(self, owner: str, response: Response, version: bytes) -> None:
+    def add_if_current(self, owner: str, response: Response, version: bytes) -> None:
         """Keep a response that was read when the file had that version, or a later one."""
-        if version != self.look():
+        if version != self.read_version():
             return
         if version != self.version:
             self.kept.clear()
             self.version = version
-        self.add(owner, response)
+        self.add_response(owner, response)
 
-    def add(self, owner: str, response: Response) -> None:
+    def add_response(self, owner: str, response: Response) -> None:
         """Keep a response as it is in the file at this version."""
-        if not fits(response):
+        if not is_cacheable(response):
             return
         self.kept.pop((owner, response.id), None)
         self.kept[owner, response.id] = response
         if len(self.kept) > KEPT:
             del self.kept[next(iter(self.kept))]
 
-    def committed(self, before: bytes, after: bytes) -> bool:
+    def accept_commit(self, before: bytes, after: bytes) -> bool:
         """Count a commit that has changed nothing that is kept; False where that is not certain.
 
         Args:
             before: the version before it.
             after: the version after it; of others' commits between these nothing is known.
         """
-        known = before == self.version and commits(after) - commits(before) == 1
+        known = before == self.version and count_commits(after) - count_commits(before) == 1
         if known:
             self.version = after
         return known
 
 
-def commits(version: bytes) -> int:
+def count_commits(version: bytes) -> int:
     """How many commits a version counts."""
     return int.from_bytes(version[8:12], sys.byteorder)
 
@@ -219,7 +219,7 @@ def commits(version: bytes) -> int:
 CHANGES: dict[tuple[int, int], mmap] = {}
 
 
-def changes(connection: sqlite3.Connection) -> mmap | None:
+def map_wal_header(connection: sqlite3.Connection) -> mmap | None:
     """The header of what the connections to a file share in memory; each commit counts in it.
 
     Returns:
@@ -237,15 +237,15 @@ def changes(connection: sqlite3.Connection) -> mmap | None:
     return CHANGES[name]
 
 
-def fits(response: Response) -> bool:
+def is_cacheable(response: Response) -> bool:
     """Whether a response has ended and is small; a damaged file may have values of any type."""
     parts = (response.body, response.input)
-    ended = not response.running and response.error != GONE
+    ended = not response.is_running and response.error != GONE
     sound = ended and all(isinstance(part, bytes) for part in parts)
     return sound and sum(map(len, parts)) <= KEPT_BYTES
 
 
-class Sqlite(Sql):
+class Sqlite(SqlBackend):
     """A file; one thread writes, another reads."""
 
     unavailable: ClassVar[tuple[type[Exception], ...]] = (OSError, sqlite3.Error)
@@ -255,21 +255,21 @@ class Sqlite(Sql):
 
     def __init__(self, url: str, limits: Limits, name: str) -> None:
         super().__init__(url, limits, name, "sqlite.sql")
-        self.path = path(url)
+        self.path = parse_file_path(url)
         self.meta = f"{name}_meta"
         with suppress(OSError):  # not there yet, or not to be looked at: opening it tells
             if not stat.S_ISREG(self.path.stat().st_mode):
                 # SQLite would write its journal beside a device.
-                raise usage(
+                raise make_usage_error(
                     f"{self.path} is not a regular file",
                     "for example sqlite:////var/lib/vllmops/responses.db",
                 )
-        self.reader: Worker | None = None
-        self.writer: Worker | None = None
-        self.recent: Recent | None = None
+        self.reader: ConnectionThread | None = None
+        self.writer: ConnectionThread | None = None
+        self.recent: RecentResponses | None = None
         self.sparing = {self.text[name] for name in SPARING}
 
-    async def there(self) -> bool:
+    async def exists(self) -> bool:
         return self.path.exists() and await asyncio.to_thread(self.has_tables)
 
     def has_tables(self) -> bool:
@@ -293,11 +293,11 @@ class Sqlite(Sql):
                 f"SQLite is {sqlite3.sqlite_version}; the store needs 3.35",
                 "install a newer Python or SQLite, or use another --store",
             )
-        self.writer = self.writer or Worker(self.connect, "responses-writer")
-        self.reader = self.reader or Worker(self.connect, "responses-reader")
-        await self.writer.run(self.upgrade)
-        if header := await self.reader.run(changes):
-            self.recent = Recent(header)
+        self.writer = self.writer or ConnectionThread(self.connect, "responses-writer")
+        self.reader = self.reader or ConnectionThread(self.connect, "responses-reader")
+        await self.writer.run_job(self.upgrade_schema)
+        if header := await self.reader.run_job(map_wal_header):
+            self.recent = RecentResponses(header)
 
     async def close(self) -> None:
         try:
@@ -323,75 +323,78 @@ class Sqlite(Sql):
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA busy_timeout = 0")  # `patiently` waits instead
+        connection.execute("PRAGMA busy_timeout = 0")  # `retry_while_busy` waits instead
         # As PostgreSQL tells the time, in seconds since the epoch.
         connection.create_function("statement_timestamp", 0, time.time)
         connection.create_function("date_part", 2, lambda _, at: at)
         return connection
 
-    def upgrade(self, connection: sqlite3.Connection) -> None:
+    def upgrade_schema(self, connection: sqlite3.Connection) -> None:
         with transaction(connection):
             connection.execute(self.text["meta"])
-            row = connection.execute(self.text["meta get"], numbered(("schema",))).fetchone()
-            for statement in self.steps(row[0] if row else 0):
+            row = connection.execute(self.text["meta get"], bind_values(("schema",))).fetchone()
+            for statement in self.list_migrations(row[0] if row else 0):
                 connection.execute(statement)
 
-    async def find(self, owner: str, response_id: str) -> Response | None:
+    async def find_response(self, owner: str, response_id: str) -> Response | None:
         recent = self.recent
         if recent is None:
-            return await super().find(owner, response_id)
-        if known := recent.find(owner, response_id):
+            return await super().find_response(owner, response_id)
+        if known := recent.find_response(owner, response_id):
             return known
-        version = recent.look()
-        if found := await super().find(owner, response_id):
-            recent.keep(owner, found, version)
+        version = recent.read_version()
+        if found := await super().find_response(owner, response_id):
+            recent.add_if_current(owner, found, version)
         return found
 
-    async def turns(self, owner: str, response_id: str) -> list[Response]:
+    async def find_turns(self, owner: str, response_id: str) -> list[Response]:
         recent = self.recent
         if recent is None:
-            return await super().turns(owner, response_id)
-        if known := recent.chain(owner, response_id):
+            return await super().find_turns(owner, response_id)
+        if known := recent.find_turns(owner, response_id):
             return known
-        version = recent.look()
-        found = await super().turns(owner, response_id)
+        version = recent.read_version()
+        found = await super().find_turns(owner, response_id)
         for turn in found:
-            recent.keep(owner, turn, version)
+            recent.add_if_current(owner, turn, version)
         return found
 
-    async def run(self, statement: str, *values: Any) -> Rows:
-        given = numbered(values)
+    async def execute(self, statement: str, *values: Any) -> Rows:
+        given = bind_values(values)
 
-        def run(connection: sqlite3.Connection) -> Rows:
+        def execute_job(connection: sqlite3.Connection) -> Rows:
             return connection.execute(statement, given).fetchall()
 
         if statement.startswith(("SELECT", "WITH RECURSIVE")):
             assert self.reader
-            return await self.reader.run(run)
-        return await self.write(run, spares=statement in self.sparing)
+            return await self.reader.run_job(execute_job)
+        return await self.run_on_writer(execute_job, spares=statement in self.sparing)
 
-    async def add_all(self, responses: list[Response]) -> list[bool]:
-        text, rows = self.text["create"], [numbered(self.row(one)) for one in responses]
+    async def insert_responses(self, responses: list[Response]) -> list[bool]:
+        text, rows = (
+            self.text["create"],
+            [bind_values(self.build_create_args(one)) for one in responses],
+        )
 
-        def run(connection: sqlite3.Connection) -> list[bool]:
+        def insert_job(connection: sqlite3.Connection) -> list[bool]:
             if len(rows) == 1:
                 return [bool(connection.execute(text, rows[0]).fetchall())]
             with transaction(connection):
                 return [bool(connection.execute(text, row).fetchall()) for row in rows]
 
-        def keep(recent: Recent, added: list[bool]) -> None:
+        def cache_added(recent: RecentResponses, added: list[bool]) -> None:
             for one, new in zip(responses, added, strict=True):
                 if new:
-                    recent.add(one.owner, one)
+                    recent.add_response(one.owner, one)
 
-        return await self.write(run, spares=True, keep=keep)
+        return await self.run_on_writer(insert_job, spares=True, keep=cache_added)
 
-    async def write(
+    async def run_on_writer(
         self,
         job: Callable[[sqlite3.Connection], T],
         *,
         spares: bool,
-        keep: Callable[[Recent, T], None] | None = None,
+        keep: Callable[[RecentResponses, T], None] | None = None,
     ) -> T:
         """Have the writer do something.
 
@@ -403,64 +406,70 @@ class Sqlite(Sql):
         assert self.writer
         recent = self.recent
         if not spares or recent is None:
-            return await self.writer.run(job)
+            return await self.writer.run_job(job)
 
-        def run(connection: sqlite3.Connection) -> tuple[T, bytes, bytes]:
-            count, before = connection.total_changes, recent.look()
+        def run_versioned(connection: sqlite3.Connection) -> tuple[T, bytes, bytes]:
+            count, before = connection.total_changes, recent.read_version()
             done = job(connection)
             # It may have found nothing to change.
-            return done, before, recent.look() if connection.total_changes > count else before
+            return (
+                done,
+                before,
+                recent.read_version() if connection.total_changes > count else before,
+            )
 
-        done, before, after = await self.writer.run(run)
-        if recent.committed(before, after) and keep:
+        done, before, after = await self.writer.run_job(run_versioned)
+        if recent.accept_commit(before, after) and keep:
             keep(recent, done)
         return done
 
-    async def many(self, name: str, values: list[tuple[Any, ...]]) -> None:
-        def run(connection: sqlite3.Connection) -> None:
+    async def execute_batch(self, name: str, values: list[tuple[Any, ...]]) -> None:
+        def batch_job(connection: sqlite3.Connection) -> None:
             with transaction(connection):
-                connection.executemany(self.text[name], map(numbered, values))
+                connection.executemany(self.text[name], map(bind_values, values))
 
-        await self.write(run, spares=name in SPARING)
+        await self.run_on_writer(batch_job, spares=name in SPARING)
 
-    async def held(self, *given: Any) -> Rows | None:
-        def run(connection: sqlite3.Connection) -> Rows | None:
-            if not self.taken(connection, Step("hold", given)):
+    async def take_hold(self, *given: Any) -> Rows | None:
+        def hold_job(connection: sqlite3.Connection) -> Rows | None:
+            if not self.run_step(connection, TransactionStep("hold", given)):
                 return None
-            return self.taken(connection, Step("entries", given[:1]))
+            return self.run_step(connection, TransactionStep("entries", given[:1]))
 
-        return await self.write(run, spares=True)
+        return await self.run_on_writer(hold_job, spares=True)
 
-    async def transact(self, steps: Callable[[], Steps]) -> Outcome:
-        def run(connection: sqlite3.Connection) -> Outcome:
+    async def run_transaction(self, steps: Callable[[], Steps]) -> ConversationResult:
+        def run_in_transaction(connection: sqlite3.Connection) -> ConversationResult:
             with transaction(connection):
-                return self.walked(connection, steps())
+                return self.run_steps(connection, steps())
 
         try:
-            return await self.write(run, spares=True)  # a run at most, which ends
-        except Undo as undone:
+            return await self.run_on_writer(
+                run_in_transaction, spares=True
+            )  # a run at most, which ends
+        except Rollback as undone:
             return undone.outcome
 
-    def walked(self, connection: sqlite3.Connection, steps: Steps) -> Outcome:
+    def run_steps(self, connection: sqlite3.Connection, steps: Steps) -> ConversationResult:
         """Run steps; what came of them."""
         rows: Rows = ()
         try:
             step = next(steps)
             while True:
-                rows = self.taken(connection, step)
+                rows = self.run_step(connection, step)
                 step = steps.send(rows)
         except StopIteration as done:
-            outcome: Outcome = done.value
+            outcome: ConversationResult = done.value
             return outcome
 
-    def taken(self, connection: sqlite3.Connection, step: Step) -> Rows:
+    def run_step(self, connection: sqlite3.Connection, step: TransactionStep) -> Rows:
         """Run a step; its rows."""
         text = self.text[step.name]
-        given = map(numbered, step.values if step.many else [step.values])
+        given = map(bind_values, step.values if step.many else [step.values])
         return [row for one in given for row in connection.execute(text, one).fetchall()]
 
 
-def numbered(values: Sequence[Any]) -> dict[str, Any]:
+def bind_values(values: Sequence[Any]) -> dict[str, Any]:
     """Values of ``$1`` and so on, which are names in SQLite; a list becomes JSON."""
     return {
         str(number): msgspec.json.encode(value).decode() if isinstance(value, list) else value
@@ -480,7 +489,7 @@ def transaction(connection: sqlite3.Connection) -> Iterator[None]:
         raise
 
 
-def path(url: str) -> Path:
+def parse_file_path(url: str) -> Path:
     """The file of a URL: ``sqlite:///relative``, ``sqlite:////absolute``, ``sqlite:///~/home``.
 
     Raises:
@@ -489,10 +498,10 @@ def path(url: str) -> Path:
     hint = "for example sqlite:////var/lib/vllmops/responses.db"
     found = unquote(url.removeprefix("sqlite://"), errors="surrogateescape")
     if not found.startswith("/") or found == "/" or "\0" in found:
-        raise usage(f"{shown(url)} does not name a file", hint)
+        raise make_usage_error(f"{redact_url(url)} does not name a file", hint)
     try:
         return Path(found[1:]).expanduser().absolute()
     except RuntimeError as error:
-        raise usage(
-            f"{shown(url)} is in the home directory of a user who has none", hint
+        raise make_usage_error(
+            f"{redact_url(url)} is in the home directory of a user who has none", hint
         ) from error

@@ -1,14 +1,14 @@
 """Stored responses, for whoever serves them: what the API server builds on.
 
-**Take** ``store = ResponseStore(opening.backend(url, limits))``, ``await store.open()`` once, and
-``await store.close()`` at the end. A backend that is down does not keep a server from starting:
+**Take** ``store = ResponseStore(opening.make_backend(url, limits))``, ``await store.open()`` once,
+and ``await store.close()`` at the end. A backend that is down does not keep a server from starting:
 each call tries to open it again, and `open` raises only what time does not heal (a newer schema).
 Nothing here imports vllm, and nothing blocks the event loop.
 
 **Bodies** are JSON bytes. ``body`` is the response object with its ``output``, ``input`` an array
-of the items that this turn added, not those before it: so each item is stored once. `document` is
-the object to answer with, its status and error as of now. Tools lose their credentials on the way
-in.
+of the items that this turn added, not those before it: so each item is stored once.
+`encode_response` is the object to answer with, its status and error as of now. Tools lose their
+credentials on the way in.
 
 **Owners.** Each call takes the hash of the caller's API key, ``""`` without keys. Somebody else's
 response is None, 404, and not in a list, but its id is taken: `create` says False, which is a 409
@@ -38,11 +38,11 @@ so long, until it puts how it ended.
 query, packed as they are kept. ConversationBroken where an earlier one is gone (404), an empty list
 where the turn itself is.
 
-**A background stream** is written by `append` in batches (some 50 ms of events each: a round trip
-costs more than an event), each event as JSON with consecutive sequence numbers, and read by
-`follow` from any replica, from any number on. A log is bounded, so `follow` may begin later than
-asked, and it ends with the run, whether or not its last event tells so: whoever serves it then
-sends the terminal event that `get` implies.
+**A background stream** is written by `append_events` in batches (some 50 ms of events each: a round
+trip costs more than an event), each event as JSON with consecutive sequence numbers, and read by
+`follow_events` from any replica, from any number on. A log is bounded, so `follow_events` may begin
+later than asked, and it ends with the run, whether or not its last event tells so: whoever serves
+it then sends the terminal event that `get` implies.
 
 **An outage** raises one StoreUnavailable within `DEADLINE_S`, with ``retry_after_s``: 503. A write
 that ended so may have been done or not. It is acknowledged only after it was done.
@@ -63,7 +63,7 @@ from weakref import WeakValueDictionary
 import msgspec
 from msgspec.structs import replace
 
-from ..background import ErrorReporter, repeat
+from ..background import ErrorReporter, repeat_forever
 from ..errors import VllmopsError
 from . import redaction
 from .backend import (
@@ -72,22 +72,22 @@ from .backend import (
     RUNNING,
     STATUSES,
     Backend,
-    Chunk,
     ConversationBroken,
     CursorUnknown,
-    Log,
-    Page,
-    Query,
+    EventChunk,
+    EventLog,
     Response,
-    Stats,
+    ResponsePage,
+    ResponseQuery,
+    StatusChange,
+    StoreStats,
     StoreUnavailable,
-    Swap,
-    Swept,
+    SweepResult,
 )
 from .conversation_store import ConversationStore
-from .fields import completed
-from .ids import storable, valid
-from .packing import SOON_UNPACKED, inflate, pack, unpack
+from .fields import fill_defaults
+from .ids import is_storable, is_valid_id
+from .packing import SOON_UNPACKED, deflate_async, inflate, inflate_async
 
 DEADLINE_S = 2.0
 # Sweeping and counting go through many rows.
@@ -107,7 +107,7 @@ FOLLOW_S = 0.2
 log = logging.getLogger("vllm.vllmops")
 
 
-class Events(msgspec.Struct, frozen=True):
+class EventBatch(msgspec.Struct, frozen=True):
     """Part of a stream.
 
     Args:
@@ -171,17 +171,19 @@ class ResponseStore:
         """
         for work, pause_s, hindered in (
             (
-                self.beat,
+                self.maintain_leases,
                 BEAT_S,
                 "the leases of background runs can't be renewed: after a lease expires, its run "
                 "is reported as failed until it ends",
             ),
-            (self.tidy, SWEEP_S, "the store is not swept, and may grow"),
+            (self.try_sweep, SWEEP_S, "the store is not swept, and may grow"),
         ):
-            doing = repeat(work, ErrorReporter(hindered, log.error), pause_s, after_s=AFTER_S)
+            doing = repeat_forever(
+                work, ErrorReporter(hindered, log.error), pause_s, after_s=AFTER_S
+            )
             self.background.append(asyncio.create_task(doing, name="responses-store"))
         try:
-            async with self.bounded():
+            async with self.backend_call():
                 pass
         except StoreUnavailable:
             pass
@@ -208,19 +210,19 @@ class ResponseStore:
         Raises:
             VllmopsError: ``store.id``, the id can't be one.
         """
-        if not valid(response.id):
+        if not is_valid_id(response.id):
             raise VllmopsError("store.id", f"{response.id!r} is not a valid response id")
-        packed = await self.packed(response)
-        async with self.bounded():
+        packed = await self.pack_response(response)
+        async with self.backend_call():
             return await self.backend.create(packed)
 
     async def put(self, response: Response, *, unless_status: Collection[str] = FINISHED) -> bool:
         """Replace a run's body, status and error; False where it is gone or has such a status."""
-        packed = await self.packed(response)
-        async with self.bounded():
+        packed = await self.pack_response(response)
+        async with self.backend_call():
             done = await self.backend.put(packed, unless_status=unless_status)
-        if not response.running:
-            self.tell(response.id)
+        if not response.is_running:
+            self.wake_followers(response.id)
         return done
 
     async def set_status(
@@ -231,70 +233,72 @@ class ResponseStore:
         *,
         allowed: Collection[str] = RUNNING,
         error: str = "",
-    ) -> Swap:
+    ) -> StatusChange:
         """Change the status alone, where it is one of `allowed`, and only then."""
-        if not valid(response_id):
-            return Swap(False, None)
-        async with self.bounded():
+        if not is_valid_id(response_id):
+            return StatusChange(False, None)
+        async with self.backend_call():
             swap = await self.backend.set_status(
-                owner, response_id, status, allowed=allowed, error=plain(error)
+                owner, response_id, status, allowed=allowed, error=sanitize_text(error)
             )
-        return Swap(swap.changed, swap.now and await legible(swap.now))
+        return StatusChange(swap.changed, swap.now and await try_unpack_response(swap.now))
 
     async def get(self, owner: str, response_id: str) -> Response | None:
         """A response, or None; counts as use."""
-        if not valid(response_id):
+        if not is_valid_id(response_id):
             return None
-        async with self.bounded(reads=True):
+        async with self.backend_call(reads=True):
             found = await self.backend.get(owner, response_id)
-        return found and await legible(found)
+        return found and await try_unpack_response(found)
 
     async def delete(self, owner: str, response_id: str) -> bool:
         """Delete a response with its events; False where there is none."""
-        if not valid(response_id):
+        if not is_valid_id(response_id):
             return False
-        async with self.bounded():
+        async with self.backend_call():
             return await self.backend.delete(owner, response_id)
 
-    async def page(self, owner: str, query: Query) -> Page:
+    async def list_responses(self, owner: str, query: ResponseQuery) -> ResponsePage:
         """Part of the owner's responses, by creation.
 
         Raises:
             CursorUnknown: ``after`` or ``before`` is no response of this owner's.
         """
         for cursor in (query.after, query.before):
-            if cursor is not None and not valid(cursor):
+            if cursor is not None and not is_valid_id(cursor):
                 raise CursorUnknown(cursor)
-        if (query.status not in {None, *STATUSES}) or not storable(query.model or ""):
-            return Page([], False)
-        async with self.bounded(reads=True):
-            page = await self.backend.page(owner, query)
-        return Page([await legible(response) for response in page.responses], page.more)
+        if (query.status not in {None, *STATUSES}) or not is_storable(query.model or ""):
+            return ResponsePage([], False)
+        async with self.backend_call(reads=True):
+            page = await self.backend.list_responses(owner, query)
+        return ResponsePage(
+            [await try_unpack_response(response) for response in page.responses], page.more
+        )
 
-    async def conversation(self, owner: str, response_id: str) -> list[Response]:
+    async def list_turns(self, owner: str, response_id: str) -> list[Response]:
         """A turn after all before it, the oldest first; empty where there is no such turn.
 
-        They are as the store keeps them, for `unpacked` to read: most were read a turn ago.
+        They are as the store keeps them, for `unpack_response` to read: most were read a turn ago.
 
         Raises:
             ConversationBroken: one of the turns before is gone.
         """
-        if not valid(response_id):
+        if not is_valid_id(response_id):
             return []
-        async with self.bounded(reads=True):
-            turns = await self.backend.conversation(owner, response_id)
+        async with self.backend_call(reads=True):
+            turns = await self.backend.list_turns(owner, response_id)
         if turns and turns[0].previous_id is not None:
             raise ConversationBroken(turns[0].previous_id)
         return turns
 
     async def touch(self, owner: str, ids: Collection[str]) -> None:
         """Count as use of these responses."""
-        async with self.bounded():
+        async with self.backend_call():
             await self.backend.touch(
-                owner, [response_id for response_id in ids if valid(response_id)]
+                owner, [response_id for response_id in ids if is_valid_id(response_id)]
             )
 
-    async def append(self, response: Response, first: int, events: Sequence[bytes]) -> bool:
+    async def append_events(self, response: Response, first: int, events: Sequence[bytes]) -> bool:
         """Add to the log of a run; False where that run is gone.
 
         Args:
@@ -304,27 +308,29 @@ class ResponseStore:
         """
         if not events:
             return True
-        joined = b"[" + b",".join(redaction.event(event) for event in events) + b"]"
-        chunk = Chunk(first, first + len(events) - 1, await pack(joined))
-        async with self.bounded():
-            done = await self.backend.append(response, chunk)
-        self.tell(response.id)
+        joined = b"[" + b",".join(redaction.redact_event(event) for event in events) + b"]"
+        chunk = EventChunk(first, first + len(events) - 1, await deflate_async(joined))
+        async with self.backend_call():
+            done = await self.backend.append_events(response, chunk)
+        self.wake_followers(response.id)
         return done
 
-    async def follow(self, owner: str, response_id: str, after: int = -1) -> AsyncIterator[Events]:
+    async def follow_events(
+        self, owner: str, response_id: str, after: int = -1
+    ) -> AsyncIterator[EventBatch]:
         """The events behind a sequence number as they come, until the run is over.
 
         Ends at once where there is no such response, or once it was deleted. Once it has begun, it
         waits for a backend that goes down.
         """
         news = self.news.setdefault(response_id, asyncio.Event())
-        log = await self.log(owner, response_id, after)
+        log = await self.read_events(owner, response_id, after)
         while log is not None:
             for chunk in log.chunks:
-                fresh = (await logged(chunk)).events[max(0, after + 1 - chunk.first) :]
+                fresh = (await unpack_events(chunk)).events[max(0, after + 1 - chunk.first) :]
                 first, after = chunk.last + 1 - len(fresh), chunk.last
                 if fresh:
-                    yield Events(first, fresh)
+                    yield EventBatch(first, fresh)
             if not log.chunks:
                 if not log.running:
                     return
@@ -332,37 +338,37 @@ class ResponseStore:
                     await asyncio.wait_for(news.wait(), FOLLOW_S)
             news.clear()
             try:
-                log = await self.log(owner, response_id, after)
+                log = await self.read_events(owner, response_id, after)
             except StoreUnavailable as error:
                 await asyncio.sleep(error.retry_after_s)
-                log = Log([], True)
+                log = EventLog([], True)
 
-    async def log(self, owner: str, response_id: str, after: int) -> Log | None:
-        if not valid(response_id):
+    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
+        if not is_valid_id(response_id):
             return None
-        async with self.bounded(reads=True):
-            return await self.backend.log(owner, response_id, after)
+        async with self.backend_call(reads=True):
+            return await self.backend.read_events(owner, response_id, after)
 
-    def attend(self, response: Response, stop: Callable[[], object]) -> None:
+    def track_run(self, response: Response, stop: Callable[[], object]) -> None:
         """Keep a run's lease, and call `stop`, once, when it was cancelled, deleted or evicted."""
         self.attended[response.id] = response, stop
 
-    def leave(self, response: Response) -> None:
+    def untrack_run(self, response: Response) -> None:
         """Attend a run no more."""
         if (held := self.attended.get(response.id)) and held[0].created_at == response.created_at:
             del self.attended[response.id]
 
-    async def sweep(self) -> Swept:
+    async def sweep(self) -> SweepResult:
         """Tidy up; done every `SWEEP_S` by itself."""
-        async with self.bounded(SLOW_DEADLINE_S):
+        async with self.backend_call(SLOW_DEADLINE_S):
             return await self.backend.sweep()
 
-    async def stats(self, owner: str) -> Stats:
+    async def collect_stats(self, owner: str) -> StoreStats:
         """What there is; may take some seconds where there is much."""
-        async with self.bounded(SLOW_DEADLINE_S, reads=True):
-            return await self.backend.stats(owner)
+        async with self.backend_call(SLOW_DEADLINE_S, reads=True):
+            return await self.backend.collect_stats(owner)
 
-    async def beat(self) -> None:
+    async def maintain_leases(self) -> None:
         """Look after what runs and what is held here; done every `BEAT_S` by itself."""
         if not (self.attended or self.conversations.holds):
             return
@@ -370,48 +376,48 @@ class ResponseStore:
         renew = now - self.renewed >= min(self.backend.limits.lease_s / 3, SWEEP_S)
         with contextlib.suppress(StoreUnavailable):
             if self.attended:
-                await self.look_after(renew=renew)
+                await self.check_tracked_runs(renew=renew)
             if renew:
-                await self.conversations.renew()
+                await self.conversations.renew_holds()
                 self.renewed = now
 
-    async def tidy(self) -> None:
+    async def try_sweep(self) -> None:
         """Sweep, unless the store is unavailable, which the caller gets as an error."""
         with contextlib.suppress(StoreUnavailable):
             await self.sweep()
 
-    async def look_after(self, *, renew: bool) -> None:
+    async def check_tracked_runs(self, *, renew: bool) -> None:
         held = dict(self.attended)
-        async with self.bounded():
-            running = await self.backend.running(held.keys(), renew=renew)
+        async with self.backend_call():
+            running = await self.backend.select_running(held.keys(), renew=renew)
         for response_id in held.keys() - running:
             response, stop = held[response_id]
-            self.leave(response)
-            self.tell(response_id)
+            self.untrack_run(response)
+            self.wake_followers(response_id)
             try:
                 stop()
             except Exception as error:
                 self.stopping.report(error)
 
-    def tell(self, response_id: str) -> None:
+    def wake_followers(self, response_id: str) -> None:
         """Wake whoever follows a response here."""
         if news := self.news.get(response_id):
             news.set()
 
-    async def packed(self, response: Response) -> Response:
+    async def pack_response(self, response: Response) -> Response:
         return replace(
             response,
-            error=plain(response.error),
-            body=await pack(redaction.body(response.body)),
-            input=await pack(response.input),
+            error=sanitize_text(response.error),
+            body=await deflate_async(redaction.redact_body(response.body)),
+            input=await deflate_async(response.input),
         )
 
-    def bounded(self, deadline_s: float | None = None, *, reads: bool = False) -> Bounded:
+    def backend_call(self, deadline_s: float | None = None, *, reads: bool = False) -> BackendCall:
         """What a call to the backend stands in."""
-        return Bounded(self, deadline_s or self.deadline_s, reads=reads)
+        return BackendCall(self, deadline_s or self.deadline_s, reads=reads)
 
 
-class Bounded:
+class BackendCall:
     """Bounds a call's time, opens the backend where it is not, and reports problems in one way.
 
     Args:
@@ -432,7 +438,7 @@ class Bounded:
         if wait > 0:
             raise StoreUnavailable(self.store.problem, wait, self.store.backend.hint)
         await self.timeout.__aenter__()
-        self.watch()
+        self.start_timer()
         if not self.store.opened:
             try:
                 async with self.store.opening:
@@ -456,30 +462,32 @@ class Bounded:
         except TimeoutError as late:
             # While others are answered, that call alone is stuck: on a row, or on a connection.
             alone = self.store.answered[self.reads] > self.began
-            raise self.unavailable("it took too long", pauses=not alone) from late
+            raise self.build_unavailable_error("it took too long", pauses=not alone) from late
         if isinstance(error, self.store.backend.unavailable):
-            pauses = not self.store.backend.answers(error)
-            raise self.unavailable(self.store.backend.why(error), pauses=pauses) from error
+            pauses = not self.store.backend.is_call_error(error)
+            raise self.build_unavailable_error(
+                self.store.backend.describe_error(error), pauses=pauses
+            ) from error
         if error is None:
             self.store.answered[self.reads] = time.monotonic()
             if self.store.refuses:
                 self.store.refuses = False
                 self.store.outages("vllmops: the store is available again")
 
-    def watch(self) -> None:
+    def start_timer(self) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time() + self.deadline_s
-        self.timer = loop.call_at(due, self.over, due)
+        self.timer = loop.call_at(due, self.handle_deadline, due)
 
-    def over(self, due: float) -> None:
+    def handle_deadline(self, due: float) -> None:
         """End the call, unless the event loop was blocked: then the answer is there, and unread."""
         now = asyncio.get_running_loop().time()
         if now - due > BLOCKED_S:
-            self.watch()
+            self.start_timer()
         else:
             self.timeout.reschedule(now)
 
-    def unavailable(self, why: str, *, pauses: bool = True) -> StoreUnavailable:
+    def build_unavailable_error(self, why: str, *, pauses: bool = True) -> StoreUnavailable:
         problem = f"the store is unavailable: {why}"
         if pauses:
             if not self.store.refuses:
@@ -490,7 +498,7 @@ class Bounded:
         return StoreUnavailable(problem, PAUSE_S, self.store.backend.hint)
 
 
-class Asked(msgspec.Struct):
+class BackgroundRequest(msgspec.Struct):
     """The request of a background run, without its input, and the start of a server that runs it.
 
     It stands in the body of what runs, and no client sees it.
@@ -508,12 +516,12 @@ class BodyStatus(msgspec.Struct):
     completed_at: float | msgspec.UnsetType | None = msgspec.UNSET
 
 
-ASKED = "vllmops"  # the field of a body that is an `Asked`
+ASKED = "vllmops"  # the field of a body that is an `BackgroundRequest`
 STATUS = msgspec.json.Decoder(BodyStatus)
 PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def document(response: Response) -> bytes:
+def encode_response(response: Response) -> bytes:
     """The response object as JSON, its status and error as of now, with every field.
 
     Where its body is no object there is one in its place that says so.
@@ -540,27 +548,29 @@ def document(response: Response) -> bytes:
     found["status"] = response.status
     if response.error:
         found["error"] = {"code": "server_error", "message": response.error}
-    return msgspec.json.encode(completed(found))
+    return msgspec.json.encode(fill_defaults(found))
 
 
-async def logged(chunk: Chunk) -> Events:
+async def unpack_events(chunk: EventChunk) -> EventBatch:
     """The events of a chunk."""
-    found = msgspec.json.decode(await unpack(chunk.events), type=list[msgspec.Raw])
-    return Events(chunk.first, [bytes(event) for event in found])
+    found = msgspec.json.decode(await inflate_async(chunk.events), type=list[msgspec.Raw])
+    return EventBatch(chunk.first, [bytes(event) for event in found])
 
 
-async def unpacked(response: Response) -> Response:
+async def unpack_response(response: Response) -> Response:
     """A response that is as a backend keeps it, its body and input as JSON."""
     if len(response.body) + len(response.input) < SOON_UNPACKED:
         return replace(response, body=inflate(response.body), input=inflate(response.input))
-    return replace(response, body=await unpack(response.body), input=await unpack(response.input))
+    return replace(
+        response, body=await inflate_async(response.body), input=await inflate_async(response.input)
+    )
 
 
-async def legible(response: Response) -> Response:
-    """As `unpacked`; the body of what is damaged is empty, so that it hides no other."""
+async def try_unpack_response(response: Response) -> Response:
+    """As `unpack_response`; the body of what is damaged is empty, so that it hides no other."""
     try:
-        if (found := sound(response)) is response:
-            return await unpacked(response)
+        if (found := fix_field_types(response)) is response:
+            return await unpack_response(response)
     except ValueError:
         found = response
     return replace(found, body=b"", input=b"")
@@ -569,7 +579,7 @@ async def legible(response: Response) -> Response:
 TEXTS = ("id", "owner", "model", "status", "error")
 
 
-def sound(response: Response) -> Response:
+def fix_field_types(response: Response) -> Response:
     """A response with no value of another type in it: SQLite keeps any in any column."""
     wrong: dict[str, Any] = {
         name: "" for name in TEXTS if not isinstance(getattr(response, name), str)
@@ -583,6 +593,6 @@ def sound(response: Response) -> Response:
     return replace(response, **wrong) if wrong else response
 
 
-def plain(text: str) -> str:
+def sanitize_text(text: str) -> str:
     """A text as every backend takes it."""
     return text.encode(errors="replace").decode().replace("\0", "")

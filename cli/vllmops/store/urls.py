@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 from urllib.parse import parse_qsl, quote, unquote, unquote_plus
 
-from ..errors import usage
+from ..errors import make_usage_error
 
 MARK = "…"
 NAMESPACE = "namespace"
@@ -110,7 +110,7 @@ class StoreUrl(NamedTuple):
     query: dict[str, str]
 
 
-def of_file(path: Path) -> str:
+def make_sqlite_url(path: Path) -> str:
     """The URL of a store in a file.
 
     Args:
@@ -119,7 +119,7 @@ def of_file(path: Path) -> str:
     return f"sqlite:///{quote(os.fsencode(path))}"
 
 
-def seen_from(folder: Path, url: str) -> str:
+def resolve_store_url(folder: Path, url: str) -> str:
     """The URL, valid everywhere, of a store as a process names it whose current directory that is.
 
     Args:
@@ -130,10 +130,10 @@ def seen_from(folder: Path, url: str) -> str:
     scheme, _, name = start.partition(":///")
     if scheme.lower() != "sqlite" or not name or name.startswith(("/", "~")):
         return url
-    return f"{of_file(folder)}/{name}{mark}{query}"
+    return f"{make_sqlite_url(folder)}/{name}{mark}{query}"
 
 
-def parsed(url: str) -> StoreUrl:
+def parse_store_url(url: str) -> StoreUrl:
     """A store's URL, taken apart and checked; nobody is asked whether anything is there.
 
     Raises:
@@ -141,48 +141,48 @@ def parsed(url: str) -> StoreUrl:
     """
     found = URL.fullmatch(url)
     if found is None:
-        hint = f"sqlite:///{url}" if is_file(url) else EVERY_FORM
-        refuse(f"{shown(url)!r} is not a store URL", hint)
+        hint = f"sqlite:///{url}" if can_be_file_path(url) else EVERY_FORM
+        reject_url(f"{redact_url(url)!r} is not a store URL", hint)
     written, _, way = found["scheme"].lower().partition("+")
     scheme, way = ALIASES.get(written, written), f"+{way}" if way else ""
     kind = "redis" if scheme in REDIS else scheme
     if kind not in FORMS or (way and (kind != "redis" or way not in {SENTINEL, CLUSTER})):
-        refuse(f"{shown(url)!r} is not a store URL", EVERY_FORM)
-    form, who = FORMS[way or kind], shown(url)
+        reject_url(f"{redact_url(url)!r} is not a store URL", EVERY_FORM)
+    form, who = FORMS[way or kind], redact_url(url)
     if any(ord(letter) < 32 or ord(letter) == 127 for letter in url):
-        refuse(f"{who!r} contains a control character", form)
+        reject_url(f"{who!r} contains a control character", form)
     start, _, asked = found["rest"].partition("?")
     if kind in {"memory", "sqlite"}:
-        query = queried(asked, frozenset(), who, form)
+        query = parse_query(asked, frozenset(), who, form)
         if kind == "memory" and start:
-            refuse(f"{who!r} must be memory:// alone: each process has its own", form)
+            reject_url(f"{who!r} must be memory:// alone: each process has its own", form)
         if kind == "sqlite" and (not start.startswith("/") or start.endswith(("/", "/:memory:"))):
-            refuse(f"{who!r} does not name a file", form)
+            reject_url(f"{who!r} does not name a file", form)
         return StoreUrl(scheme, way, "", (), start, query)
     parts = REST.fullmatch(found["rest"])
     if parts is None or parts["fragment"] or (parts["path"] or "").count("//"):
-        refuse(f"{who!r} is not a valid URL", form)
-    hosts = tuple(host(part, who, form) for part in parts["hosts"].split(","))
-    query = queried(asked, KNOWN.get(way, KNOWN[kind]), who, form)
+        reject_url(f"{who!r} is not a valid URL", form)
+    hosts = tuple(parse_host(part, who, form) for part in parts["hosts"].split(","))
+    query = parse_query(asked, KNOWN.get(way, KNOWN[kind]), who, form)
     path = parts["path"] or ""
     if kind == "redis":
-        check_redis(way, path, query, who, form)
+        validate_redis_url(way, path, query, who, form)
         if scheme == "redis" and (tls := [name for name in query if name.startswith("ssl_")]):
-            refuse(f"{who!r}: {tls[0]} is for TLS, which needs rediss{way}://", form)
+            reject_url(f"{who!r}: {tls[0]} is for TLS, which needs rediss{way}://", form)
     several = len(hosts) > 1
     if several and kind == "redis" and not way:
-        refuse(f"{who!r} names several hosts", f"{FORMS[SENTINEL]}; or {FORMS[CLUSTER]}")
+        reject_url(f"{who!r} names several hosts", f"{FORMS[SENTINEL]}; or {FORMS[CLUSTER]}")
     if (several or way) and not all(name for name, _ in hosts):
-        refuse(f"{who!r} has no host", form)
+        reject_url(f"{who!r} has no host", form)
     return StoreUrl(scheme, way, parts["userinfo"] or "", hosts, path, query)
 
 
-def is_file(text: str) -> bool:
+def can_be_file_path(text: str) -> bool:
     """Whether somebody may have meant a file."""
     return bool(text) and bool(PLAIN.fullmatch(text)) and ("/" in text or text.endswith(".db"))
 
 
-def queried(text: str, names: frozenset[str], who: str, form: str) -> dict[str, str]:
+def parse_query(text: str, names: frozenset[str], who: str, form: str) -> dict[str, str]:
     """The parameters of a URL.
 
     Raises:
@@ -191,7 +191,7 @@ def queried(text: str, names: frozenset[str], who: str, form: str) -> dict[str, 
     try:
         pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text))
     except ValueError:
-        refuse(f"{who!r} has a parameter that is not NAME=VALUE", form)
+        reject_url(f"{who!r} has a parameter that is not NAME=VALUE", form)
     known = names | {NAMESPACE}
     for index, (name, value) in enumerate(pairs):
         if name not in known:
@@ -199,18 +199,18 @@ def queried(text: str, names: frozenset[str], who: str, form: str) -> dict[str, 
             harmless = "@" not in text and all(before in HARMLESS for before, _ in pairs[:index])
             called = repr(name) if harmless and NAME.fullmatch(name) else "a parameter"
             listed = ", ".join(sorted(known))
-            refuse(
+            reject_url(
                 f"{who!r}: unknown parameter for this kind of store: {called}", f"one of {listed}"
             )
         if name in HARMLESS and not re.fullmatch(HARMLESS[name][0], value):
-            refuse(f"{who!r}: invalid value of {name}", f"?{name}={HARMLESS[name][1]}")
+            reject_url(f"{who!r}: invalid value of {name}", f"?{name}={HARMLESS[name][1]}")
     query = dict(pairs)
     if len(query) < len(pairs):
-        refuse(f"{who!r} has a parameter twice", form)
+        reject_url(f"{who!r} has a parameter twice", form)
     return query
 
 
-def check_redis(way: str, path: str, query: dict[str, str], who: str, form: str) -> None:
+def validate_redis_url(way: str, path: str, query: dict[str, str], who: str, form: str) -> None:
     """Refuse a path, or a count of replicas, that can't be.
 
     Raises:
@@ -220,14 +220,14 @@ def check_redis(way: str, path: str, query: dict[str, str], who: str, form: str)
     wanted = {SENTINEL: f"/[A-Za-z0-9_.-]+{database}", CLUSTER: "/?0?"}.get(way, f"{database}/?")
     if not re.fullmatch(wanted, path):
         what = {SENTINEL: "a service's name", CLUSTER: "no database but 0"}
-        refuse(
+        reject_url(
             f"{who!r}: after the hosts, expected {what.get(way, 'the number of a database')}", form
         )
     if way == CLUSTER and query.get("db", "0") != "0":
-        refuse(f"{who!r}: a cluster has no database but 0", form)
+        reject_url(f"{who!r}: a cluster has no database but 0", form)
 
 
-def host(text: str, who: str, form: str) -> tuple[str, int | None]:
+def parse_host(text: str, who: str, form: str) -> tuple[str, int | None]:
     """A host and its port.
 
     Raises:
@@ -235,16 +235,16 @@ def host(text: str, who: str, form: str) -> tuple[str, int | None]:
     """
     found = HOST.fullmatch(text)
     if found is None or (found[2] and not 0 < int(found[2]) < 1 << 16):
-        refuse(f"{who!r}: invalid host or port; a port is a number from 1 to 65535", form)
+        reject_url(f"{who!r}: invalid host or port; a port is a number from 1 to 65535", form)
     return unquote(found[1].strip("[]")), int(found[2]) if found[2] else None
 
 
-def refuse(message: str, hint: str) -> NoReturn:
+def reject_url(message: str, hint: str) -> NoReturn:
     # Not the driver's own message: it may contain the password.
-    raise usage(message, hint) from None
+    raise make_usage_error(message, hint) from None
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """A URL without anything that is secret in it, or could be."""
     found = URL.fullmatch(url)
     if found is None:
@@ -255,23 +255,24 @@ def shown(url: str) -> str:
     if "#" in rest:
         return f"{scheme}://{MARK}"
     if scheme == "sqlite" and "@" not in rest:
-        return f"{scheme}://{start}{mark}{shown_query(query) if query else ''}"
+        return f"{scheme}://{start}{mark}{redact_query(query) if query else ''}"
     parts = REST.fullmatch(rest)
     if parts is None and not re.search("[?=&]", rest):
         # An @ that is not written as %40: what is behind the last one is no password.
         before, _, after = rest.rpartition("@")
-        return f"{scheme}://{shown_user(before, scheme)}{shown_place(after)}"
+        return f"{scheme}://{redact_user(before, scheme)}{redact_location(after)}"
     if parts is None or any(
-        "@" in parameter and "pass" not in name_of(parameter) for parameter in query.split("&")
+        "@" in parameter and "pass" not in get_known_name(parameter)
+        for parameter in query.split("&")
     ):
         return f"{scheme}://{MARK}"
-    text = "" if parts["userinfo"] is None else shown_user(parts["userinfo"], scheme)
-    return f"{scheme}://{text}{shown_place(parts['hosts'] + (parts['path'] or ''))}" + (
-        f"?{shown_query(query)}" if query else ""
+    text = "" if parts["userinfo"] is None else redact_user(parts["userinfo"], scheme)
+    return f"{scheme}://{text}{redact_location(parts['hosts'] + (parts['path'] or ''))}" + (
+        f"?{redact_query(query)}" if query else ""
     )
 
 
-def shown_user(userinfo: str, scheme: str) -> str:
+def redact_user(userinfo: str, scheme: str) -> str:
     user, colon, password = userinfo.partition(":")
     # A token often stands where the user should.
     lone = bool(user) and not password
@@ -280,7 +281,7 @@ def shown_user(userinfo: str, scheme: str) -> str:
     return f"{user}:{MARK}@" if colon else f"{user}@"
 
 
-def shown_place(place: str) -> str:
+def redact_location(place: str) -> str:
     """Hosts and path."""
     hosts, slash, path = place.partition("/")
     # Where no host is before a port, or the port is none, somebody left the host out.
@@ -294,26 +295,26 @@ def shown_place(place: str) -> str:
     return f"{hosts}{slash}{path if PLAIN.fullmatch(path) else MARK}"
 
 
-def shown_query(query: str) -> str:
-    return "&".join(shown_parameter(parameter) for parameter in query.split("&"))
+def redact_query(query: str) -> str:
+    return "&".join(redact_parameter(parameter) for parameter in query.split("&"))
 
 
-def shown_parameter(text: str) -> str:
+def redact_parameter(text: str) -> str:
     name, _, value = text.partition("=")
     if name in HARMLESS and re.fullmatch(HARMLESS[name][0], value):
         return text
-    return f"{name}={MARK}" if name_of(text) else MARK
+    return f"{name}={MARK}" if get_known_name(text) else MARK
 
 
-def name_of(parameter: str) -> str:
+def get_known_name(parameter: str) -> str:
     """Its name, where it is one that is known; else it may be a part of a password."""
     name, mark, _ = parameter.partition("=")
     return name if mark and name in NAMES else ""
 
 
-def without(text: str, url: str) -> str:
+def remove_url_secrets(text: str, url: str) -> str:
     """A text, a driver's message say, in which nothing is left that is secret in a URL."""
-    for secret in sorted(secrets(url), key=len, reverse=True):
+    for secret in sorted(find_url_secrets(url), key=len, reverse=True):
         if len(secret) >= SHORT:
             text = text.replace(secret, MARK)
         else:
@@ -321,15 +322,15 @@ def without(text: str, url: str) -> str:
     return text
 
 
-def secrets(url: str) -> set[str]:
+def find_url_secrets(url: str) -> set[str]:
     """What must not be shown of a URL, in each form that a message may have it."""
-    safe = shown(url)
+    safe = redact_url(url)
     if safe == url:
         return set()
     # Whoever takes it apart in another way may tell any part of it.
     pieces = {url}
     for cut in ("://", "@", ":", "?", "#", "&", "=", "/", None):
-        pieces |= {half for piece in pieces for half in halves(piece, cut)}
+        pieces |= {half for piece in pieces for half in list_pieces(piece, cut)}
     seen = set(re.split(r"[@:/?#&=,]", safe))
     forms = {form for piece in pieces for form in (piece, unquote(piece), unquote_plus(piece))}
     forms |= {form for piece in forms for form in (repr(piece)[1:-1], json.dumps(piece)[1:-1])}
@@ -338,7 +339,7 @@ def secrets(url: str) -> set[str]:
     }
 
 
-def halves(text: str, cut: str | None) -> Iterator[str]:
+def list_pieces(text: str, cut: str | None) -> Iterator[str]:
     """A text, what is before and behind the first and the last cut, and each part."""
     yield text
     if cut is None or cut in text:

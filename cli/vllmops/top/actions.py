@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..home import home, make_missing, own
+from ..home import create_missing_folders, require_safe_folder, resolve_home
 from ..targets import access
 
 MOST_BYTES = 4 << 20  # of output that is shown
 
 
 @dataclass(frozen=True)
-class Action:
+class VllmopsCommand:
     """A command to run.
 
     Args:
@@ -30,56 +30,62 @@ class Action:
     words: tuple[str, ...]
 
     @property
-    def line(self) -> str:
+    def command_line(self) -> str:
         """The command line as a person types it."""
         return shlex.join(("vllmops", *self.words))
 
 
-def doctor(target: str) -> Action:
-    return Action("Show what is wrong, in one to twenty seconds", ("doctor", *reach(target)))
+def make_doctor_command(target: str) -> VllmopsCommand:
+    return VllmopsCommand(
+        "Show what is wrong, in one to twenty seconds", ("doctor", *make_target_options(target))
+    )
 
 
-def heal(target: str) -> Action:
-    return Action("Heal what is proven to be stuck", ("heal", *reach(target)))
+def make_heal_command(target: str) -> VllmopsCommand:
+    return VllmopsCommand("Heal what is proven to be stuck", ("heal", *make_target_options(target)))
 
 
-def drain(target: str) -> Action:
-    return Action("Refuse new requests; those in flight finish", ("drain", *reach(target)))
+def make_drain_command(target: str) -> VllmopsCommand:
+    return VllmopsCommand(
+        "Refuse new requests; those in flight finish", ("drain", *make_target_options(target))
+    )
 
 
-def resume(target: str) -> Action:
-    return Action("Take requests again", ("resume", *reach(target)))
+def make_resume_command(target: str) -> VllmopsCommand:
+    return VllmopsCommand("Take requests again", ("resume", *make_target_options(target)))
 
 
-def bundle(target: str) -> Action:
+def make_bundle_command(target: str) -> VllmopsCommand:
     """Raises VllmopsError ``home.unsafe``, and OSError where the folder can't be made."""
-    folder = own(home() / "bundles")
-    make_missing(folder)
-    return Action("Write evidence to a file", ("bundle", *reach(target), "-o", f"{folder}/"))
+    folder = require_safe_folder(resolve_home() / "bundles")
+    create_missing_folders(folder)
+    return VllmopsCommand(
+        "Write evidence to a file", ("bundle", *make_target_options(target), "-o", f"{folder}/")
+    )
 
 
-def abort(target: str, request_id: str) -> Action:
-    words = ("requests", "abort", *reach(target), "--yes", "--", request_id)
-    return Action("End this request; its client gets an error", words)
+def make_abort_command(target: str, request_id: str) -> VllmopsCommand:
+    words = ("requests", "abort", *make_target_options(target), "--yes", "--", request_id)
+    return VllmopsCommand("End this request; its client gets an error", words)
 
 
-def stacks(target: str) -> Action:
-    words = ("stacks", "dump", *reach(target), "--json")
-    return Action("Show what every thread executes", words)
+def make_stacks_command(target: str) -> VllmopsCommand:
+    words = ("stacks", "dump", *make_target_options(target), "--json")
+    return VllmopsCommand("Show what every thread executes", words)
 
 
-def reach(target: str) -> tuple[str, ...]:
+def make_target_options(target: str) -> tuple[str, ...]:
     """The options that name a server, as this command was given them."""
     may = access.get()
     token = ("--admin-token", str(may.token)) if may and may.token else ()
     return "-t", target, *token
 
 
-def run(words: tuple[str, ...], columns: int) -> tuple[int, str]:
+def run_command(words: tuple[str, ...], columns: int) -> tuple[int, str]:
     """Run a command to its end, whatever happens to this process meanwhile.
 
     Args:
-        words: as of `Action`.
+        words: as of `VllmopsCommand`.
         columns: width of its output.
 
     Returns:
@@ -102,7 +108,7 @@ def run(words: tuple[str, ...], columns: int) -> tuple[int, str]:
     return process.returncode, text
 
 
-def frames(text: str, pid: int | None) -> Iterator[str]:
+def render_stacks(text: str, pid: int | None) -> Iterator[str]:
     """The lines of stacks for a person.
 
     Args:
@@ -119,10 +125,10 @@ def frames(text: str, pid: int | None) -> Iterator[str]:
         yield f"  hint: {error['hint']}"
     for process in (found["data"] or {}).get("processes", ()):
         if pid is None or process["pid"] == pid:
-            yield from lines(process)
+            yield from render_process_stacks(process)
 
 
-def lines(process: dict[str, Any]) -> Iterator[str]:
+def render_process_stacks(process: dict[str, Any]) -> Iterator[str]:
     """The stacks of one process."""
     yield f"{process['role']} {process.get('ranks') or ''}".rstrip() + f" {process['pid']}"
     if problem := process.get("error"):

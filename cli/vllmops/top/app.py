@@ -1,8 +1,8 @@
 """The full screen of ``vllmops top``.
 
-All looks are taken in threads of `Board`; this shows what they have kept, once a second. Whatever
-comes from a server is shown by `plain`, so that no text of it is taken for markup or obeyed by the
-terminal.
+All looks are taken in threads of `FollowedServers`; this shows what they have kept, once a second.
+Whatever comes from a server is shown by `make_plain_text`, so that no text of it is taken for
+markup or obeyed by the terminal.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from textual.widgets import (
 from textual.widgets.tree import TreeNode
 
 from ..errors import VllmopsError
-from ..numbers import many
-from ..output import Line
-from ..protocol.place import named
-from ..streams import plain_log, printable
+from ..numbers import format_count
+from ..output import IndentedLine
+from ..protocol.place import format_role_and_ranks
+from ..streams import clean_log_text, make_printable
 from . import actions, events, rows, screen
-from .actions import Action
-from .events import Event
-from .look import Board, Follower
+from .actions import VllmopsCommand
+from .events import FindingEvent
+from .look import FollowedServers, ServerFollower
 from .rows import ProcessRow, ServerRow
 
 REFRESH_S = 1.0
@@ -55,16 +55,16 @@ Key = tuple[str, str, int]
 W = TypeVar("W", bound=Widget)
 
 
-def plain(text: str, style: str = "") -> Text:
+def make_plain_text(text: str, style: str = "") -> Text:
     """Text of a server, on one line."""
-    return Text(printable(text, lines=False), style, no_wrap=True, overflow="ellipsis")
+    return Text(make_printable(text, lines=False), style, no_wrap=True, overflow="ellipsis")
 
 
-def wrapped(lines: Iterable[Line]) -> Text:
+def make_wrapped_text(lines: Iterable[IndentedLine]) -> Text:
     """Lines of text of a server, as long as they are."""
     made = Text()
     for line in lines:
-        made.append(f"{' ' * line.indent}{printable(line.text, lines=False)}\n", line.style)
+        made.append(f"{' ' * line.indent}{make_printable(line.text, lines=False)}\n", line.style)
     return made
 
 
@@ -76,19 +76,19 @@ class Confirm(ModalScreen[bool]):
         Binding("n,escape,q", "dismiss(False)", "Do not"),
     ]
 
-    def __init__(self, action: Action) -> None:
+    def __init__(self, action: VllmopsCommand) -> None:
         super().__init__()
         self.command = action
 
     def compose(self) -> ComposeResult:
         lines = (
-            Line(0, f"{self.command.does}?", "bold"),
-            Line(0, ""),
-            Line(0, f"$ {self.command.line}"),
-            Line(0, ""),
-            Line(0, "y runs it, n does not"),
+            IndentedLine(0, f"{self.command.does}?", "bold"),
+            IndentedLine(0, ""),
+            IndentedLine(0, f"$ {self.command.command_line}"),
+            IndentedLine(0, ""),
+            IndentedLine(0, "y runs it, n does not"),
         )
-        yield Static(wrapped(lines), classes="box", markup=False)
+        yield Static(make_wrapped_text(lines), classes="box", markup=False)
 
 
 class Output(ModalScreen[None]):
@@ -96,23 +96,26 @@ class Output(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "dismiss(None)", "Close")]
 
-    def __init__(self, action: Action) -> None:
+    def __init__(self, action: VllmopsCommand) -> None:
         super().__init__()
         self.command = action
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="box"):
-            yield Static(wrapped([Line(0, f"$ {self.command.line}", "bold")]), markup=False)
+            yield Static(
+                make_wrapped_text([IndentedLine(0, f"$ {self.command.command_line}", "bold")]),
+                markup=False,
+            )
             yield Static("it runs; q closes this window, and does not end it", id="state")
             yield Static(id="printed", markup=False)
 
-    def told(self, code: int, text: str) -> None:
+    def show_output(self, code: int, text: str) -> None:
         """Show what the command printed."""
         self.query_one("#state", Static).update(f"exit code {code}; q closes this window")
-        self.query_one("#printed", Static).update(Text(plain_log(text)))
+        self.query_one("#printed", Static).update(Text(clean_log_text(text)))
 
 
-class Top(App[None]):
+class TopApp(App[None]):
     """The application.
 
     Args:
@@ -159,7 +162,7 @@ class Top(App[None]):
 
     def __init__(
         self,
-        board: Board,
+        board: FollowedServers,
         *,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -170,7 +173,7 @@ class Top(App[None]):
         self.clock = clock
         self.monotonic = monotonic
         self.servers: list[ServerRow] = []
-        self.events: tuple[Event, ...] = ()
+        self.events: tuple[FindingEvent, ...] = ()
         self.keys: list[Key] = []
         self.moving_to: Key | None = None  # the cursor is not there yet
         self.nodes: dict[Key, TreeNode[Key]] = {}
@@ -207,18 +210,18 @@ class Top(App[None]):
         yield Footer(show_command_palette=False, compact=True)
 
     def on_mount(self) -> None:
-        self.part("#in-flight", DataTable).add_columns(*COLUMNS)
-        self.part("#servers").focus()
-        self.board.begin()
+        self.get_main_widget("#in-flight", DataTable).add_columns(*COLUMNS)
+        self.get_main_widget("#servers").focus()
+        self.board.start_following()
         self.set_interval(REFRESH_S, self.refresh_rows)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self.refresh_rows)  # once all have their places
 
     def on_unmount(self) -> None:
-        self.board.end()
+        self.board.stop_following()
 
-    def part(self, which: str | type[W], kind: type[W] = Widget) -> W:  # type: ignore[assignment]
+    def get_main_widget(self, which: str | type[W], kind: type[W] = Widget) -> W:  # type: ignore[assignment]
         """A part of the full screen, also while a window is in front of it."""
         main = self.screen_stack[0]
         return main.query_one(which, kind) if isinstance(which, str) else main.query_one(which)
@@ -229,35 +232,37 @@ class Top(App[None]):
         """Show what the looks have kept."""
         now_s = self.monotonic()
         followers = list(self.board.followers.items())
-        self.servers = [rows.server(name, each.looks, now_s) for name, each in followers]
-        self.events = events.follow(self.events, self.servers, self.clock())
+        self.servers = [rows.make_server_row(name, each.looks, now_s) for name, each in followers]
+        self.events = events.update_events(self.events, self.servers, self.clock())
         with suppress(NoMatches):  # as the screen is taken down, timers and events still come
             self.show_title()
             self.show_tree()
-            self.show_chosen()
+            self.show_selected()
 
-    def say(self, where: str, text: Text) -> None:
+    def update_text(self, where: str, text: Text) -> None:
         """Change a text of the screen, if it is another one."""
         if self.said.get(where) != text:
             self.said[where] = text
-            self.part(where, Static).update(text)
+            self.get_main_widget(where, Static).update(text)
 
     def show_title(self) -> None:
         bad = sum(row.severity == "error" for row in self.servers)
-        parts = [many(len(self.servers), "server")]
+        parts = [format_count(len(self.servers), "server")]
         parts += [f"{bad} in trouble"] if bad else []
         parts += [f"trouble: {text}" for text in self.board.failures]
         now = time.strftime("%H:%M:%S", time.localtime(self.clock()))
-        self.say("#title", plain(f"vllmops top  {now}  {', '.join(parts)}", "bold"))
+        self.update_text(
+            "#title", make_plain_text(f"vllmops top  {now}  {', '.join(parts)}", "bold")
+        )
 
     def show_tree(self) -> None:
         """Show servers, nodes and processes; what is chosen stays chosen."""
-        labels = dict(branches(self.servers))
-        tree: Tree[Key] = self.part("#servers", Tree)
+        labels = dict(make_tree_rows(self.servers))
+        tree: Tree[Key] = self.get_main_widget("#servers", Tree)
         if not (width := tree.scrollable_content_region.width):
             return  # it has no place yet
         if [*labels] != self.keys:
-            chosen = self.key
+            chosen = self.selected_key
             tree.clear()
             self.nodes, self.keys = {}, [*labels]
             for key, label in labels.items():
@@ -272,7 +277,9 @@ class Top(App[None]):
                 self.call_after_refresh(self.move_cursor)
         for key, label in labels.items():
             row = self.nodes[key]
-            label.truncate(width - tree.guide_depth * depth(row), overflow="ellipsis")
+            label.truncate(
+                width - tree.guide_depth * compute_label_indent(row), overflow="ellipsis"
+            )
             if self.labels.get(key) != label:
                 row.set_label(label)
         self.labels = labels
@@ -280,113 +287,122 @@ class Top(App[None]):
     def move_cursor(self) -> None:
         """Move the cursor of a tree that was filled anew to what is chosen."""
         if node := self.nodes.get(self.moving_to) if self.moving_to else None:
-            self.part("#servers", Tree).move_cursor(node)
+            self.get_main_widget("#servers", Tree).move_cursor(node)
         self.moving_to = None
 
     @property
-    def key(self) -> Key | None:
+    def selected_key(self) -> Key | None:
         """What is chosen in the tree; the first server if nothing is."""
         if self.moving_to:
             return self.moving_to
-        node = self.part("#servers", Tree).cursor_node
+        node = self.get_main_widget("#servers", Tree).cursor_node
         if node is not None and node.data is not None:
             found: Key = node.data
             return found
         return self.keys[0] if self.keys else None
 
     @property
-    def chosen(self) -> tuple[ServerRow, Follower] | None:
+    def selected_server(self) -> tuple[ServerRow, ServerFollower] | None:
         """The chosen server; None where there is none."""
-        key = self.key
+        key = self.selected_key
         row = next((row for row in self.servers if key and row.target == key[0]), None)
         follower = self.board.followers.get(row.target) if row else None
         return (row, follower) if row and follower else None
 
     def on_tree_node_highlighted(self) -> None:
         with suppress(NoMatches):
-            self.show_chosen()
+            self.show_selected()
 
-    def show_chosen(self) -> None:
+    def show_selected(self) -> None:
         """Show what is known of the chosen server."""
-        found = self.chosen
+        found = self.selected_server
         if found is None:
             text = Text("no vLLM server runs here" if not self.board.targets else "looking")
-            self.say("#told", text)
+            self.update_text("#told", text)
             return
         row, follower = found
         self.show_figures(row, follower)
         self.show_findings(row)
         self.show_requests(row)
-        active = self.part(TabbedContent).active
+        active = self.get_main_widget(TabbedContent).active
         for each in self.board.followers.values():
             each.reads_log = each is follower and active == "log"
         if active == "log":
             self.show_log(follower)
 
-    def show_figures(self, row: ServerRow, follower: Follower) -> None:
-        values = rows.series(follower.looks)
+    def show_figures(self, row: ServerRow, follower: ServerFollower) -> None:
+        values = rows.make_sparkline_series(follower.looks)
         figures = row.figures
         shown = {
-            "tokens_per_s": number(figures.tokens_per_s),
-            "running": number(figures.running),
-            "waiting": number(figures.waiting),
-            "kv": screen.percent(figures.kv),
+            "tokens_per_s": format_number(figures.tokens_per_s),
+            "running": format_number(figures.running),
+            "waiting": format_number(figures.waiting),
+            "kv": screen.format_percent(figures.kv),
         }
         for name, label in FIGURES.items():
-            self.say(f"#{name}-now", plain(f"{label} {shown[name]}"))
-            line = self.part(f"#{name}", Sparkline)
-            if line.data != (last := scaled(values[name])):
+            self.update_text(f"#{name}-now", make_plain_text(f"{label} {shown[name]}"))
+            line = self.get_main_widget(f"#{name}", Sparkline)
+            if line.data != (last := make_sparkline_data(values[name])):
                 line.data = last
         shares = (("prefix hits", figures.prefix_hits), ("multimodal hits", figures.mm_hits))
-        lines = [Line(0, f"{name} {value:.0%}") for name, value in shares if value is not None]
-        lines += [Line(0, screen.cache(each)) for each in row.caches]
-        self.say("#caches", wrapped(lines))
+        lines = [
+            IndentedLine(0, f"{name} {value:.0%}") for name, value in shares if value is not None
+        ]
+        lines += [IndentedLine(0, screen.format_cache(each)) for each in row.caches]
+        self.update_text("#caches", make_wrapped_text(lines))
 
     def show_findings(self, row: ServerRow) -> None:
         """All servers' findings, and what could not be seen of the chosen one."""
-        lines = [line for event in self.events for line in told(event)]
+        lines = [line for event in self.events for line in render_event(event)]
         if not self.events:
-            lines.append(Line(0, "no findings so far; d runs doctor, which looks closer"))
+            lines.append(IndentedLine(0, "no findings so far; d runs doctor, which looks closer"))
         for part in row.unseen:
             names = dict.fromkeys((row.target, part.part))  # of the server itself, one
-            lines.append(Line(0, ": ".join((*names, part.why)), "yellow"))
-            lines += [Line(2, f"hint: {part.hint}")] if part.hint else []
-        self.say("#told", wrapped(lines))
+            lines.append(IndentedLine(0, ": ".join((*names, part.why)), "yellow"))
+            lines += [IndentedLine(2, f"hint: {part.hint}")] if part.hint else []
+        self.update_text("#told", make_wrapped_text(lines))
 
     def show_requests(self, row: ServerRow) -> None:
         hidden = [each.why for each in row.unseen if each.part.startswith(("requests", row.target))]
         none = f"not seen: {hidden[0]}" if hidden else "none in flight"
-        listed = (row.target, none, *((each.id, *screen.request(each)) for each in row.requests))
+        listed = (
+            row.target,
+            none,
+            *((each.id, *screen.make_request_cells(each)) for each in row.requests),
+        )
         if listed == self.listed:
             return
         self.listed = listed
-        table: DataTable[Text] = self.part("#in-flight", DataTable)
+        table: DataTable[Text] = self.get_main_widget("#in-flight", DataTable)
         at = table.cursor_row
-        chosen = self.request_id
+        chosen = self.selected_request_id
         table.clear()
         for index, each in enumerate(row.requests[:MOST_REQUESTS]):
             style = "bold red" if each.stuck else ""
-            table.add_row(*(plain(cell, style) for cell in screen.request(each)), key=str(index))
+            table.add_row(
+                *(make_plain_text(cell, style) for cell in screen.make_request_cells(each)),
+                key=str(index),
+            )
             if each.id and each.id == chosen:
                 at = index
         self.request_ids = [each.id for each in row.requests[:MOST_REQUESTS]]
         if not row.requests:
-            table.add_row(plain(none, "dim"))
+            table.add_row(make_plain_text(none, "dim"))
         if table.row_count:
             table.move_cursor(row=min(at, table.row_count - 1))
 
     request_ids: Sequence[str] = ()
 
     @property
-    def request_id(self) -> str:
+    def selected_request_id(self) -> str:
         """The id of the chosen request by vLLM; empty without one."""
-        at = self.part("#in-flight", DataTable).cursor_row
+        at = self.get_main_widget("#in-flight", DataTable).cursor_row
         return self.request_ids[at] if 0 <= at < len(self.request_ids) else ""
 
-    def show_log(self, follower: Follower) -> None:
+    def show_log(self, follower: ServerFollower) -> None:
         """Show the lines of the log that hold the filter's text."""
-        view = self.part("#lines", RichLog)
-        wanted = self.part("#filter", Input).value.casefold()
+        view = self.get_main_widget("#lines", RichLog)
+        wanted = self.get_main_widget("#filter", Input).value.casefold()
         log, count = follower.log, follower.lines_read
         if self.logged[::2] != (follower.target, wanted):
             view.clear()
@@ -399,95 +415,97 @@ class Top(App[None]):
         self.logged = follower.target, count, wanted
         for line in added:
             if wanted in line.casefold():
-                view.write(Text(plain_log(line)))
+                view.write(Text(clean_log_text(line)))
 
     # -- keys --------------------------------------------------------------------------------
 
     def action_tab(self, name: str) -> None:
-        self.part(TabbedContent).active = name
+        self.get_main_widget(TabbedContent).active = name
         within = {"requests": "#in-flight", "log": "#lines"}
-        self.part(within.get(name, "#servers")).focus()
-        self.show_chosen()
+        self.get_main_widget(within.get(name, "#servers")).focus()
+        self.show_selected()
 
     def action_filter(self) -> None:
         self.action_tab("log")
-        self.part("#filter").focus()
+        self.get_main_widget("#filter").focus()
 
     def on_input_changed(self) -> None:
-        self.show_chosen()
+        self.show_selected()
 
     def on_input_submitted(self) -> None:
-        self.part("#lines").focus()
+        self.get_main_widget("#lines").focus()
 
     def action_doctor(self) -> None:
-        self.offer(actions.doctor)
+        self.offer_command(actions.make_doctor_command)
 
     def action_heal(self) -> None:
-        self.offer(actions.heal)
+        self.offer_command(actions.make_heal_command)
 
     def action_bundle(self) -> None:
-        self.offer(actions.bundle)
+        self.offer_command(actions.make_bundle_command)
 
     def action_drain(self) -> None:
-        self.offer(actions.drain)
+        self.offer_command(actions.make_drain_command)
 
     def action_resume(self) -> None:
-        self.offer(actions.resume)
+        self.offer_command(actions.make_resume_command)
 
     def action_abort(self) -> None:
-        if not (chosen := self.request_id):
-            self.warn("there is no request to end")
+        if not (chosen := self.selected_request_id):
+            self.show_warning("there is no request to end")
             return
         self.action_tab("requests")
-        self.offer(lambda target: actions.abort(target, chosen))
+        self.offer_command(lambda target: actions.make_abort_command(target, chosen))
 
-    def offer(self, make: Callable[[str], Action]) -> None:
+    def offer_command(self, make: Callable[[str], VllmopsCommand]) -> None:
         """Ask whether to run a command for the chosen server, and run it."""
-        if self.key is None:
-            self.warn("there is no server")
+        if self.selected_key is None:
+            self.show_warning("there is no server")
             return
         try:
-            action = make(self.key[0])
+            action = make(self.selected_key[0])
         except (VllmopsError, OSError) as error:
-            self.warn(str(error))
+            self.show_warning(str(error))
             return
 
-        def decided(yes: bool | None) -> None:
+        def run_if_confirmed(yes: bool | None) -> None:
             if yes:
                 shown = Output(action)
                 self.push_screen(shown)
-                self.behind(action, shown.told)
+                self.run_in_background(action, shown.show_output)
 
-        self.push_screen(Confirm(action), decided)
+        self.push_screen(Confirm(action), run_if_confirmed)
 
     def action_stacks(self) -> None:
         """Take the stacks of the chosen process, or of the whole server."""
         self.action_tab("stacks")
-        if self.key is None:
+        if self.selected_key is None:
             return
-        target, _, pid = self.key
-        self.say("#frames", Text("reading the stacks"))
+        target, _, pid = self.selected_key
+        self.update_text("#frames", Text("reading the stacks"))
 
-        def told(_: int, text: str) -> None:
-            self.say("#frames", Text(plain_log("\n".join(actions.frames(text, pid or None)))))
+        def show_stacks(_: int, text: str) -> None:
+            self.update_text(
+                "#frames", Text(clean_log_text("\n".join(actions.render_stacks(text, pid or None))))
+            )
 
-        self.behind(actions.stacks(target), told)
+        self.run_in_background(actions.make_stacks_command(target), show_stacks)
 
-    def behind(self, action: Action, told: Callable[[int, str], None]) -> None:
+    def run_in_background(self, action: VllmopsCommand, told: Callable[[int, str], None]) -> None:
         """Run a command in a thread, and tell what it printed; quitting does not wait for it."""
 
-        def work() -> None:
-            code, text = actions.run(action.words, 70)
+        def run_and_show() -> None:
+            code, text = actions.run_command(action.words, 70)
             with suppress(Exception):  # the window, or the application, may be closed
                 self.call_from_thread(told, code, text)
 
-        threading.Thread(target=copy_context().run, args=(work,), daemon=True).start()
+        threading.Thread(target=copy_context().run, args=(run_and_show,), daemon=True).start()
 
-    def warn(self, text: str) -> None:
-        self.notify(printable(text, lines=False), severity="warning", markup=False)
+    def show_warning(self, text: str) -> None:
+        self.notify(make_printable(text, lines=False), severity="warning", markup=False)
 
 
-def depth(node: TreeNode[Key]) -> int:
+def compute_label_indent(node: TreeNode[Key]) -> int:
     """How many signs are before a row's label: one for each row above, one if it can be closed."""
     found = int(node.allow_expand)
     while node.parent and not node.parent.is_root:
@@ -495,45 +513,50 @@ def depth(node: TreeNode[Key]) -> int:
     return found
 
 
-def branches(servers: Iterable[ServerRow]) -> Iterable[tuple[Key, Text]]:
+def make_tree_rows(servers: Iterable[ServerRow]) -> Iterable[tuple[Key, Text]]:
     """The tree: each row's key and label, those above first."""
     for row in servers:
-        label = plain(f"{row.target}  ", "bold")
-        label.append(printable(screen.state(row), lines=False), screen.STYLES[row.severity])
+        label = make_plain_text(f"{row.target}  ", "bold")
+        label.append(
+            make_printable(screen.format_state(row), lines=False), screen.STYLES[row.severity]
+        )
         yield (row.target, "", 0), label
         several = len(row.nodes) > 1
         for node in row.nodes:
             if several and node.name:
-                yield (row.target, node.name, 0), plain(node.name, "underline")
+                yield (row.target, node.name, 0), make_plain_text(node.name, "underline")
             for process in node.processes:
-                yield (row.target, node.name, process.pid), leaf(process)
+                yield (row.target, node.name, process.pid), make_process_label(process)
 
 
-def leaf(process: ProcessRow) -> Text:
+def make_process_label(process: ProcessRow) -> Text:
     """A process: which one, its processor time, and what it does."""
-    label = plain(f"{named(process.role, process)} {process.pid} {screen.percent(process.cpu)} ")
+    label = make_plain_text(
+        f"{format_role_and_ranks(process.role, process)} {process.pid} "
+        f"{screen.format_percent(process.cpu)} "
+    )
     style = screen.STYLES[process.severity] if process.severity else ""
-    label.append(printable(screen.doing(process), lines=False), style)
+    label.append(make_printable(screen.describe_activity(process), lines=False), style)
     return label
 
 
-def told(event: Event) -> Iterable[Line]:
+def render_event(event: FindingEvent) -> Iterable[IndentedLine]:
     """A finding with its time; one that is over is one line."""
     began = time.strftime("%H:%M:%S", time.localtime(event.began))
-    title, *rest = screen.finding(event.finding)
+    title, *rest = screen.render_finding(event.finding)
     if event.ended is not None:
         ended = time.strftime("%H:%M:%S", time.localtime(event.ended))
-        yield Line(0, f"{began} to {ended} {event.target}: {title.text.strip()}", "dim")
+        yield IndentedLine(0, f"{began} to {ended} {event.target}: {title.text.strip()}", "dim")
         return
-    yield Line(0, f"{began} {event.target}: {title.text.strip()}", title.style)
+    yield IndentedLine(0, f"{began} {event.target}: {title.text.strip()}", title.style)
     for line in rest:
-        yield Line(2, line.text, line.style)
+        yield IndentedLine(2, line.text, line.style)
 
 
-def scaled(values: Sequence[float]) -> list[float]:
+def make_sparkline_data(values: Sequence[float]) -> list[float]:
     """The last values, the newest on the right; a sparkline begins at its least: zero."""
     return [0.0, *([0.0] * SPARKS + list(values))[1 - SPARKS :]]
 
 
-def number(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"

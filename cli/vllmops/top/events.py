@@ -12,7 +12,7 @@ from .rows import ServerRow
 KEPT = 50  # events that are over
 
 
-class Event(msgspec.Struct, frozen=True):
+class FindingEvent(msgspec.Struct, frozen=True):
     """A finding over time.
 
     Args:
@@ -28,12 +28,14 @@ class Event(msgspec.Struct, frozen=True):
     ended: float | None = None
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def finding_key(self) -> tuple[str, str, str]:
         """What stays the same while a finding is the same one."""
         return self.target, self.finding.code, self.finding.subject
 
 
-def follow(events: Sequence[Event], rows: Sequence[ServerRow], now: float) -> tuple[Event, ...]:
+def update_events(
+    events: Sequence[FindingEvent], rows: Sequence[ServerRow], now: float
+) -> tuple[FindingEvent, ...]:
     """The events after one more look.
 
     Args:
@@ -44,19 +46,19 @@ def follow(events: Sequence[Event], rows: Sequence[ServerRow], now: float) -> tu
     Returns:
         Those that last, worst first, then those that are over, the last one first.
     """
-    lasting = {event.key: event for event in events if event.ended is None}
-    present = [Event(row.target, found, now) for row in rows for found in row.findings]
+    lasting = {event.finding_key: event for event in events if event.ended is None}
+    present = [FindingEvent(row.target, found, now) for row in rows for found in row.findings]
     present = [
-        msgspec.structs.replace(event, began=lasting[event.key].began)
-        if event.key in lasting
+        msgspec.structs.replace(event, began=lasting[event.finding_key].began)
+        if event.finding_key in lasting
         else event
         for event in present
     ]
-    keys = {event.key for event in present}
+    keys = {event.finding_key for event in present}
     over = [
         msgspec.structs.replace(event, ended=now)
         for event in lasting.values()
-        if event.key not in keys
+        if event.finding_key not in keys
     ]
     over += [event for event in events if event.ended is not None]
     return (*sorted(present, key=lambda event: -event.finding.severity.rank), *over[:KEPT])

@@ -16,22 +16,22 @@ from itertools import chain, repeat
 
 import msgspec
 
-from ..background import ErrorReporter, thread
+from ..background import ErrorReporter, start_repeating_thread
 from ..diagnose.findings import Finding
 from ..diagnose.progress import DEAD, Stall
-from ..diagnose.vigil import Vigil
+from ..diagnose.vigil import StallDetector
 from ..errors import VllmopsError
 from ..host.roles import Role
-from ..instances.logs import Tail
-from ..instances.record import Folder
-from ..instances.servers import Server, find, pending, resolve
+from ..instances.logs import LogTail
+from ..instances.record import InstanceFolder
+from ..instances.servers import Server, is_pending, list_servers, resolve_server
 from ..protocol.caches import ProcessCaches
-from ..protocol.server import Observation, Unseen
+from ..protocol.server import Gap, ServerSample
 from ..requests import listing
-from ..requests.listing import Row
+from ..requests.listing import InFlightRequest
 from ..rpc import agent
 from ..watch.watch import SLIP_S
-from ..watch.watched import Phase, Watched
+from ..watch.watched import ServerPhase, WatchedServer
 
 LOOK_S = 1.0
 METRICS_S = 5.0
@@ -43,7 +43,7 @@ KEPT = 120  # looks
 LOG_BYTES, LOG_LINES = 64 << 10, 1000
 
 
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
+class ServerDetails(msgspec.Struct, frozen=True, kw_only=True):
     """What the processes of a server told when they were last asked.
 
     Args:
@@ -54,14 +54,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
         note: which nodes of the server do not answer; empty if all do.
     """
 
-    requests: tuple[Row, ...] = ()
+    requests: tuple[InFlightRequest, ...] = ()
     findings: tuple[Finding, ...] = ()
     caches: tuple[ProcessCaches, ...] = ()
-    unseen: tuple[Unseen, ...] = ()
+    unseen: tuple[Gap, ...] = ()
     note: str = ""
 
 
-class Look(msgspec.Struct, frozen=True, kw_only=True):
+class TargetSample(msgspec.Struct, frozen=True, kw_only=True):
     """One server at one moment.
 
     Args:
@@ -85,13 +85,13 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     url: str | None = None
     model: str | None = None
     why: str = ""
-    seen: Observation | None = None
+    seen: ServerSample | None = None
     stalls: tuple[Stall, ...] = ()
-    asked: Asked = Asked()
-    problem: Unseen | None = None
+    asked: ServerDetails = ServerDetails()
+    problem: Gap | None = None
 
 
-class Follower:
+class ServerFollower:
     """Follows one server, over restarts.
 
     Args:
@@ -108,80 +108,80 @@ class Follower:
     def __init__(self, target: str, server: Server | None = None) -> None:
         self.target = target
         self.server = server
-        self.watched: Watched | None = None
-        self.vigil = Vigil(LOOK_S)
+        self.watched: WatchedServer | None = None
+        self.vigil = StallDetector(LOOK_S)
         self.stalls: tuple[Stall, ...] = ()
-        self.phase: Phase | None = None
-        self.looks: tuple[Look, ...] = ()
+        self.phase: ServerPhase | None = None
+        self.looks: tuple[TargetSample, ...] = ()
         self.failure: VllmopsError | None = None
-        self.asked = Asked()
+        self.asked = ServerDetails()
         self.asked_s = self.resolved_s = self.cached_s = float("-inf")
         self.reads_log = False
         self.log: tuple[str, ...] = ()
         self.lines_read = 0
-        self.tail: tuple[str, Tail] | None = None
+        self.tail: tuple[str, LogTail] | None = None
 
     @property
-    def last(self) -> Look | None:
+    def last_sample(self) -> TargetSample | None:
         """The last look; None before the first."""
         return self.looks[-1] if self.looks else None
 
-    def keep(self, look: Look) -> None:
+    def add_sample(self, look: TargetSample) -> None:
         self.looks = (*self.looks[1 - KEPT :], look)
 
     # -- looking -----------------------------------------------------------------------------
 
-    def look(self) -> None:
+    def take_sample(self) -> None:
         """Take a look, and keep it."""
         now = time.monotonic()
         if self.watched is None:
             if now - self.resolved_s < RETRY_S:
                 return
             try:
-                self.watched = Watched(self.server or resolve(self.target))
+                self.watched = WatchedServer(self.server or resolve_server(self.target))
             except VllmopsError as error:
-                why = Unseen(self.target, error.code, error.message, error.hint)
-                self.keep(Look(target=self.target, at_s=now, problem=why))
+                why = Gap(self.target, error.code, error.message, error.hint)
+                self.add_sample(TargetSample(target=self.target, at_s=now, problem=why))
                 self.failure = error
                 return
             finally:
                 self.resolved_s = time.monotonic()
         self.failure = None
-        self.keep(self.seen(self.watched, now))
+        self.add_sample(self.observe_server(self.watched, now))
         if self.reads_log:
             self.read_log(self.watched.server)
 
-    def seen(self, watched: Watched, now: float) -> Look:
-        before, self.phase = self.phase, watched.phase()
+    def observe_server(self, watched: WatchedServer, now: float) -> TargetSample:
+        before, self.phase = self.phase, watched.read_phase()
         late = bool(self.looks) and now - self.looks[-1].at_s > LOOK_S + SLIP_S
         if self.phase is not before or late:
-            self.vigil.begin()
+            self.vigil.reset()
             self.stalls = ()
         seen = None
-        if self.phase is not Phase.OVER and watched.server.processes:
-            asks = self.phase is Phase.UP and self.due(now)
-            seen = watched.look(ask=asks)
+        if self.phase is not ServerPhase.OVER and watched.server.processes:
+            asks = self.phase is ServerPhase.UP and self.should_fetch_metrics(now)
+            seen = watched.take_sample(ask=asks)
             # Without heartbeats only metrics and health show a stall: other looks are no sign.
-            if self.phase is Phase.UP and (asks or has_heartbeat(seen)):
-                self.stalls = tuple(self.vigil.see(seen))
+            if self.phase is ServerPhase.UP and (asks or has_heartbeat(seen)):
+                self.stalls = tuple(self.vigil.add_sample(seen))
         server, record = watched.server, watched.server.record
-        return Look(
+        return TargetSample(
             target=self.target,
             at_s=now,
             state=record.state if record else "",
             stage=record.stage if record else "",
             url=server.url,
             model=server.model,
-            why="" if self.phase is Phase.UP else watched.why,
+            why="" if self.phase is ServerPhase.UP else watched.down_reason,
             seen=seen,
             stalls=self.stalls,
-            asked=self.asked if self.phase is Phase.UP else Asked(),
+            asked=self.asked if self.phase is ServerPhase.UP else ServerDetails(),
         )
 
-    def due(self, now: float) -> bool:
+    def should_fetch_metrics(self, now: float) -> bool:
         """Whether to ask for metrics and health now: sooner if something has stopped."""
         last = self.vigil.looks[-1] if self.vigil.looks else None
-        soon = last is None or (has_heartbeat(last) and self.vigil.step().ask)
+        soon = last is None or (has_heartbeat(last) and self.vigil.plan_next_sample().ask)
         if soon or now - self.asked_s >= METRICS_S:
             self.asked_s = now
             return True
@@ -189,25 +189,30 @@ class Follower:
 
     # -- asking ------------------------------------------------------------------------------
 
-    def ask(self) -> None:
+    def fetch_details(self) -> None:
         """Ask the server's processes for what heartbeats do not have."""
-        look = self.last
-        if self.watched is None or self.phase is not Phase.UP or look is None or not look.seen:
-            self.asked = Asked()
+        look = self.last_sample
+        if (
+            self.watched is None
+            or self.phase is not ServerPhase.UP
+            or look is None
+            or not look.seen
+        ):
+            self.asked = ServerDetails()
             return
         server = self.watched.server
         if not look.seen.pulses:
             if all(process.state in DEAD for process in look.seen.processes):
-                self.asked = Asked(note=self.asked.note)
+                self.asked = ServerDetails(note=self.asked.note)
                 return
             hint = f"vllmops attach -t {self.target}"
-            why = Unseen("requests and caches", "agent.absent", "no agent answers", hint)
-            self.asked = Asked(unseen=(why,), note=self.asked.note)
+            why = Gap("requests and caches", "agent.absent", "no agent answers", hint)
+            self.asked = ServerDetails(unseen=(why,), note=self.asked.note)
             return
-        found = requests(server) if busy(look.seen) else Asked()
+        found = collect_requests(server) if has_requests(look.seen) else ServerDetails()
         caches, note = self.asked.caches, self.asked.note
         if time.monotonic() - self.cached_s >= CACHES_S:
-            caches, note = cached(server), server.note()
+            caches, note = fetch_caches(server), server.describe_silent_nodes()
             self.cached_s = time.monotonic()
         self.asked = msgspec.structs.replace(found, caches=caches, note=note)
 
@@ -215,51 +220,53 @@ class Follower:
         """Read what was added to the log of an instance."""
         if server.name is None:
             return
-        path = Folder(server.name).log
+        path = InstanceFolder(server.name).server_log
         if self.tail is None or self.tail[0] != server.name:
             offset = 0
             with suppress(OSError):
                 offset = max(path.stat().st_size - LOG_BYTES, 0)
-            self.tail = server.name, Tail(path, offset=offset)
-        added = self.tail[1].lines()
+            self.tail = server.name, LogTail(path, offset=offset)
+        added = self.tail[1].read_new_lines()
         self.log = (*self.log, *added)[-LOG_LINES:]
         self.lines_read += len(added)
 
 
-def has_heartbeat(seen: Observation) -> bool:
+def has_heartbeat(seen: ServerSample) -> bool:
     """Whether heartbeats show if an engine makes progress."""
     return any(pulse.beat.still_s is not None for pulse in seen.pulses)
 
 
-def busy(seen: Observation) -> bool:
+def has_requests(seen: ServerSample) -> bool:
     """Whether some process reports a request."""
     beats = [pulse.beat for pulse in seen.pulses]
     return any(b.running or b.waiting or b.handed or b.rendering_s for b in beats)
 
 
-def requests(server: Server) -> Asked:
+def collect_requests(server: Server) -> ServerDetails:
     """The requests of a server."""
     try:
-        found = listing.take(server, STUCK_S)
+        found = listing.list_requests(server, STUCK_S)
     except VllmopsError as error:
-        return Asked(unseen=(Unseen("requests", error.code, error.message, error.hint),))
-    return Asked(
+        return ServerDetails(unseen=(Gap("requests", error.code, error.message, error.hint),))
+    return ServerDetails(
         requests=tuple(found.rows),
         findings=tuple(found.findings),
         unseen=tuple(
-            Unseen(f"requests of {one.role} {one.pid}", one.code, one.why, one.hint)
+            Gap(f"requests of {one.role} {one.pid}", one.code, one.why, one.hint)
             for one in found.silent
         ),
     )
 
 
-def cached(server: Server) -> tuple[ProcessCaches, ...]:
+def fetch_caches(server: Server) -> tuple[ProcessCaches, ...]:
     """The caches of the processes that answer."""
-    asked = server.of(Role.API, Role.ENGINE)
-    return tuple(agent.side_by_side(asked, lambda process: agent.reach(process).caches())[0])
+    asked = server.select_processes(Role.API, Role.ENGINE)
+    return tuple(
+        agent.collect_answers(asked, lambda process: agent.open_agent(process).fetch_caches())[0]
+    )
 
 
-class Board:
+class FollowedServers:
     """All servers that are shown.
 
     Args:
@@ -271,44 +278,44 @@ class Board:
     def __init__(
         self,
         targets: Sequence[str],
-        make: Callable[[str, Server | None], Follower] = Follower,
+        make: Callable[[str, Server | None], ServerFollower] = ServerFollower,
     ) -> None:
         self.make = make
         self.discovers = not targets
-        self.followers: dict[str, Follower] = {}
+        self.followers: dict[str, ServerFollower] = {}
         self.failures: deque[str] = deque(maxlen=1)
         self.stop = threading.Event()
         self.targets = tuple(targets)
 
-    def begin(self) -> None:
-        """Start to look, in threads that end with `end`."""
+    def start_following(self) -> None:
+        """Start to look, in threads that end with `stop_following`."""
         for target in self.targets:
-            self.follow(target, None)
+            self.follow_server(target, None)
         if self.discovers:
-            self.repeat("discover", self.discover, DISCOVER_S)
+            self.start_repeating("discover", self.discover_servers, DISCOVER_S)
 
-    def end(self) -> None:
+    def stop_following(self) -> None:
         """Look no more; a thread that waits for a server is not waited for."""
         self.stop.set()
 
-    def discover(self) -> None:
+    def discover_servers(self) -> None:
         """Follow the servers of this machine that are not followed yet."""
-        for server in find():
+        for server in list_servers():
             label = server.label
-            if label not in self.followers and (server.processes or pending(server)):
-                self.follow(label, server)
+            if label not in self.followers and (server.processes or is_pending(server)):
+                self.follow_server(label, server)
         for label, follower in list(self.followers.items()):
-            ended = follower.phase is Phase.OVER and follower.watched
+            ended = follower.phase is ServerPhase.OVER and follower.watched
             if ended and not ended.folder:
                 del self.followers[label]
 
-    def follow(self, target: str, server: Server | None) -> None:
+    def follow_server(self, target: str, server: Server | None) -> None:
         follower = self.followers[target] = self.make(target, server)
         gone = lambda: self.followers.get(target) is not follower  # noqa: E731
-        self.repeat(f"look at {target}", follower.look, LOOK_S, gone)
-        self.repeat(f"ask {target}", follower.ask, REQUESTS_S, gone)
+        self.start_repeating(f"look at {target}", follower.take_sample, LOOK_S, gone)
+        self.start_repeating(f"ask {target}", follower.fetch_details, REQUESTS_S, gone)
 
-    def repeat(
+    def start_repeating(
         self,
         name: str,
         work: Callable[[], object],
@@ -318,7 +325,7 @@ class Board:
         """Do something at once, and again and again, with what this thread may use."""
         context = copy_context()
         pauses = chain([0.0], repeat(pause_s))
-        thread(
+        start_repeating_thread(
             f"top: {name}",
             lambda: context.run(work),
             ErrorReporter(f"top can't {name}", self.failures.append),
@@ -326,7 +333,7 @@ class Board:
         )
 
 
-def once(followers: Sequence[Follower], timeout_s: float) -> None:
+def take_two_samples(followers: Sequence[ServerFollower], timeout_s: float) -> None:
     """Two looks at each server, `LOOK_S` apart; one that takes longer has fewer.
 
     Args:
@@ -334,16 +341,16 @@ def once(followers: Sequence[Follower], timeout_s: float) -> None:
         timeout_s: seconds for all of them together.
     """
 
-    def work(follower: Follower) -> None:
-        follower.look()
-        follower.ask()
+    def sample_follower(follower: ServerFollower) -> None:
+        follower.take_sample()
+        follower.fetch_details()
         time.sleep(LOOK_S)
         follower.asked_s = float("-inf")
-        follower.look()
+        follower.take_sample()
 
     threads = [
         # Daemons: the process does not wait for a server that does not answer.
-        threading.Thread(target=copy_context().run, args=(work, each), daemon=True)
+        threading.Thread(target=copy_context().run, args=(sample_follower, each), daemon=True)
         for each in followers
     ]
     until = time.monotonic() + timeout_s

@@ -19,10 +19,10 @@ from ..protocol.caches import (
     WorkerEncoderCache,
 )
 from ..protocol.metrics import Metrics
-from ..protocol.place import Place, key, named
-from ..protocol.server import ProcessState, Pulse, Unseen
-from ..requests.listing import Row
-from .look import Look
+from ..protocol.place import Placement, format_role_and_ranks, make_process_key
+from ..protocol.server import Gap, ProcessHeartbeat, ProcessState
+from ..requests.listing import InFlightRequest
+from .look import TargetSample
 
 FRESH = 30  # looks, after which metrics are old
 STILL_S = 2.0  # a step of a healthy engine is shorter, as a rule
@@ -30,7 +30,7 @@ KERNEL = {"T": "stopped by a signal", "t": "stopped by a debugger", "?": "not kn
 RULE = {rule.code: rule for rule in RULES}
 
 
-class ProcessRow(Place, frozen=True, kw_only=True):
+class ProcessRow(Placement, frozen=True, kw_only=True):
     """A process.
 
     Args:
@@ -83,7 +83,7 @@ class CacheRow(msgspec.Struct, frozen=True):
     queries: int | None = None
 
 
-class Figures(msgspec.Struct, frozen=True):
+class ServerFigures(msgspec.Struct, frozen=True):
     """A server's figures at one moment; None if unknown.
 
     Args:
@@ -128,14 +128,14 @@ class ServerRow(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     age_s: float | None = None
     nodes: tuple[NodeRow, ...] = ()
-    figures: Figures = Figures()
+    figures: ServerFigures = ServerFigures()
     caches: tuple[CacheRow, ...] = ()
-    requests: tuple[Row, ...] = ()
+    requests: tuple[InFlightRequest, ...] = ()
     findings: tuple[Finding, ...] = ()
-    unseen: tuple[Unseen, ...] = ()
+    unseen: tuple[Gap, ...] = ()
 
 
-def server(target: str, looks: Sequence[Look], now_s: float) -> ServerRow:
+def make_server_row(target: str, looks: Sequence[TargetSample], now_s: float) -> ServerRow:
     """The row of a server.
 
     Args:
@@ -146,7 +146,7 @@ def server(target: str, looks: Sequence[Look], now_s: float) -> ServerRow:
     if not looks:
         return ServerRow(target=target, state="not seen yet", severity=Severity.WARNING)
     look = looks[-1]
-    state, severity = condition(look)
+    state, severity = describe_condition(look)
     return ServerRow(
         target=target,
         state=state,
@@ -155,16 +155,16 @@ def server(target: str, looks: Sequence[Look], now_s: float) -> ServerRow:
         url=look.url,
         model=look.model,
         age_s=max(now_s - look.at_s, 0.0),
-        nodes=tuple(nodes(looks)),
-        figures=figures(looks),
-        caches=tuple(row for told in look.asked.caches for row in caches(told)),
+        nodes=tuple(make_node_rows(looks)),
+        figures=compute_figures(looks),
+        caches=tuple(row for told in look.asked.caches for row in make_cache_rows(told)),
         requests=look.asked.requests,
-        findings=tuple(findings(look)),
-        unseen=tuple(unseen(look)),
+        findings=tuple(list_findings(look)),
+        unseen=tuple(list_gaps(look)),
     )
 
 
-def condition(look: Look) -> tuple[str, Severity | None]:
+def describe_condition(look: TargetSample) -> tuple[str, Severity | None]:
     """A server's state in words, and how bad it is."""
     if look.problem:
         return "not seen", Severity.ERROR
@@ -187,58 +187,62 @@ def condition(look: Look) -> tuple[str, Severity | None]:
     return ", ".join((look.state or "up", *unready)), Severity.WARNING if unready else None
 
 
-def findings(look: Look) -> Iterator[Finding]:
+def list_findings(look: TargetSample) -> Iterator[Finding]:
     """What is wrong, the worst first, as far as looks show it."""
-    found = [*map(stalled, look.stalls), *look.asked.findings]
+    found = [*map(make_stall_finding, look.stalls), *look.asked.findings]
     yield from sorted(found, key=lambda finding: -finding.severity.rank)
 
 
-def stalled(stall: Stall) -> Finding:
+def make_stall_finding(stall: Stall) -> Finding:
     """The finding that a stall is; what only stacks can decide is a warning."""
-    found = RULE[stall.code].at(stall.subject, stall.evidence)
+    found = RULE[stall.code].make_finding(stall.subject, stall.evidence)
     if not stall.doubt:
         return found
     evidence = f"{stall.evidence}; only the stacks can tell whether it is stuck"
     return msgspec.structs.replace(found, severity=Severity.WARNING, evidence=evidence)
 
 
-def unseen(look: Look) -> Iterator[Unseen]:
+def list_gaps(look: TargetSample) -> Iterator[Gap]:
     """What could not be seen, and why."""
     if look.problem:
         yield look.problem
     elif look.why and look.state != "starting":
         hint = f"vllmops logs {look.target}" if look.state else "vllmops ps --all"
-        yield Unseen(look.target, "target.over", look.why, hint)
+        yield Gap(look.target, "target.over", look.why, hint)
     if look.asked.note:
         hint = "vllmops help agent.node-lost"
-        yield Unseen("other nodes", "agent.node-lost", look.asked.note, hint)
+        yield Gap("other nodes", "agent.node-lost", look.asked.note, hint)
     yield from look.asked.unseen
 
 
 # -- processes -----------------------------------------------------------------------------------
 
 
-def nodes(looks: Sequence[Look]) -> Iterator[NodeRow]:
+def make_node_rows(looks: Sequence[TargetSample]) -> Iterator[NodeRow]:
     """The nodes of a server, in the order of their first process."""
     seen = looks[-1].seen
     if seen is None:
         return
     earlier = next((look for look in reversed(looks[:-1]) if look.seen), None)
-    before = {key(p): p for p in earlier.seen.processes} if earlier and earlier.seen else {}
+    before = (
+        {make_process_key(p): p for p in earlier.seen.processes} if earlier and earlier.seen else {}
+    )
     apart_s = looks[-1].at_s - earlier.at_s if earlier else 0.0
-    pulses = {key(pulse): pulse for pulse in seen.pulses}
+    pulses = {make_process_key(pulse): pulse for pulse in seen.pulses}
     found: dict[str, list[ProcessRow]] = {}
     for state in seen.processes:
         if state.role == Role.OTHER:
             continue
-        row = process(state, pulses.get(key(state)), before.get(key(state)), apart_s)
+        row = make_process_row(
+            state, pulses.get(make_process_key(state)), before.get(make_process_key(state)), apart_s
+        )
         found.setdefault(state.node, []).append(row)
     for name, rows in found.items():
         yield NodeRow(name, tuple(rows))
 
 
-def process(
-    state: ProcessState, pulse: Pulse | None, before: ProcessState | None, apart_s: float
+def make_process_row(
+    state: ProcessState, pulse: ProcessHeartbeat | None, before: ProcessState | None, apart_s: float
 ) -> ProcessRow:
     """The row of a process.
 
@@ -251,9 +255,9 @@ def process(
     cpu = None
     if before and apart_s > 0 and state.state not in DEAD:
         cpu = max(state.cpu_s - before.cpu_s, 0.0) / apart_s
-    text, severity = words(state, pulse)
+    text, severity = describe_process_state(state, pulse)
     return ProcessRow(
-        **state.where(),
+        **state.placement_fields(),
         role=state.role,
         pid=state.pid,
         state=text,
@@ -266,7 +270,9 @@ def process(
     )
 
 
-def words(state: ProcessState, pulse: Pulse | None) -> tuple[str, Severity | None]:
+def describe_process_state(
+    state: ProcessState, pulse: ProcessHeartbeat | None
+) -> tuple[str, Severity | None]:
     """What a process does, and how bad that is."""
     if state.state in DEAD:
         return "has ended", Severity.ERROR
@@ -293,29 +299,31 @@ def words(state: ProcessState, pulse: Pulse | None) -> tuple[str, Severity | Non
 # -- figures -------------------------------------------------------------------------------------
 
 
-def figures(looks: Sequence[Look]) -> Figures:
+def compute_figures(looks: Sequence[TargetSample]) -> ServerFigures:
     """The figures by the last looks; metrics are those that were read last."""
-    read = measured(looks[-FRESH:])
-    running, waiting = queued(looks[-1], read[-1][1] if read else None)
+    read = list_timed_metrics(looks[-FRESH:])
+    running, waiting = count_requests(looks[-1], read[-1][1] if read else None)
     if not read or looks[-1].seen is None:
-        return Figures(running=running, waiting=waiting)
+        return ServerFigures(running=running, waiting=waiting)
     metrics = read[-1][1]
-    return Figures(
-        tokens_per_s=rate(*read[-2:]) if len(read) > 1 else None,
+    return ServerFigures(
+        tokens_per_s=compute_token_rate(*read[-2:]) if len(read) > 1 else None,
         running=running,
         waiting=waiting,
         kv=metrics.kv_cache_usage,
-        prefix_hits=share(metrics.prefix_hits, metrics.prefix_queries),
-        mm_hits=share(metrics.mm_hits, metrics.mm_queries),
+        prefix_hits=compute_share(metrics.prefix_hits, metrics.prefix_queries),
+        mm_hits=compute_share(metrics.mm_hits, metrics.mm_queries),
     )
 
 
-def measured(looks: Sequence[Look]) -> list[tuple[float, Metrics]]:
+def list_timed_metrics(looks: Sequence[TargetSample]) -> list[tuple[float, Metrics]]:
     """The metrics that were read, with the time of each."""
     return [(look.at_s, look.seen.metrics) for look in looks if look.seen and look.seen.metrics]
 
 
-def queued(look: Look, metrics: Metrics | None) -> tuple[float | None, float | None]:
+def count_requests(
+    look: TargetSample, metrics: Metrics | None
+) -> tuple[float | None, float | None]:
     """Requests running and waiting: by heartbeats, as metrics keep their values in a hang."""
     beats = [pulse.beat for pulse in look.seen.pulses] if look.seen else []
     known = [beat for beat in beats if beat.running is not None]
@@ -324,7 +332,7 @@ def queued(look: Look, metrics: Metrics | None) -> tuple[float | None, float | N
     return (metrics.running, metrics.waiting) if metrics else (None, None)
 
 
-def rate(first: tuple[float, Metrics], last: tuple[float, Metrics]) -> float | None:
+def compute_token_rate(first: tuple[float, Metrics], last: tuple[float, Metrics]) -> float | None:
     """Tokens per second between two readings of the metrics."""
     (began_s, before), (end_s, after) = first, last
     if before.tokens is None or after.tokens is None or end_s <= began_s:
@@ -333,28 +341,28 @@ def rate(first: tuple[float, Metrics], last: tuple[float, Metrics]) -> float | N
     return grown / (end_s - began_s) if grown >= 0 else None  # the server was started anew
 
 
-def share(part: float | None, whole: float | None) -> float | None:
+def compute_share(part: float | None, whole: float | None) -> float | None:
     return (part or 0.0) / whole if whole else None
 
 
-def series(looks: Sequence[Look]) -> dict[str, list[float]]:
-    """What sparklines show, oldest first, by the names in `Figures`.
+def make_sparkline_series(looks: Sequence[TargetSample]) -> dict[str, list[float]]:
+    """What sparklines show, oldest first, by the names in `ServerFigures`.
 
     Running and waiting have a value for each look, the others one for each reading of the metrics.
     """
-    read = measured(looks)
-    counts = [queued(look, look.seen.metrics if look.seen else None) for look in looks]
+    read = list_timed_metrics(looks)
+    counts = [count_requests(look, look.seen.metrics if look.seen else None) for look in looks]
     return {
-        "tokens_per_s": [rate(first, last) or 0.0 for first, last in pairwise(read)],
+        "tokens_per_s": [compute_token_rate(first, last) or 0.0 for first, last in pairwise(read)],
         "running": [running or 0.0 for running, _ in counts],
         "waiting": [waiting or 0.0 for _, waiting in counts],
         "kv": [metrics.kv_cache_usage or 0.0 for _, metrics in read],
     }
 
 
-def caches(told: ProcessCaches) -> Iterator[CacheRow]:
+def make_cache_rows(told: ProcessCaches) -> Iterator[CacheRow]:
     """The caches of a process."""
-    process = " ".join(filter(None, (named(told.role, told), str(told.pid))))
+    process = " ".join(filter(None, (format_role_and_ranks(told.role, told), str(told.pid))))
     for cache in told.caches:
         match cache:
             case LruCache():

@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING
 
 from ..diagnose.findings import Finding, Severity
 from ..diagnose.progress import LATE_S
-from ..host.shape import shown
-from ..output import Folded, Line, size, span, styled, table
-from ..protocol.place import named
-from ..requests.listing import Row
-from .rows import CacheRow, Figures, ProcessRow, ServerRow
+from ..host.shape import format_url
+from ..output import (
+    FoldedLines,
+    IndentedLine,
+    format_bytes,
+    format_duration,
+    make_table,
+    style_text,
+)
+from ..protocol.place import format_role_and_ranks
+from ..requests.listing import InFlightRequest
+from .rows import CacheRow, ProcessRow, ServerFigures, ServerRow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,7 +28,7 @@ STYLES = {None: "green", Severity.INFO: "", Severity.WARNING: "yellow", Severity
 FINDINGS = {**STYLES, None: ""}
 
 
-def screen(rows: Sequence[ServerRow]) -> Iterator[RenderableType]:
+def render_servers(rows: Sequence[ServerRow]) -> Iterator[RenderableType]:
     """All servers, for a person."""
     from rich.text import Text  # noqa: PLC0415
 
@@ -30,29 +37,29 @@ def screen(rows: Sequence[ServerRow]) -> Iterator[RenderableType]:
     for number, row in enumerate(rows):
         if number:
             yield ""
-        yield Text.assemble((row.target, "bold"), "  ", (state(row), STYLES[row.severity]))
-        if address := "  ".join(filter(None, (shown(row.url) if row.url else "", row.model))):
-            yield Folded((Line(2, address),))
-        if text := figures(row.figures):
-            yield Folded((Line(2, text),))
+        yield Text.assemble((row.target, "bold"), "  ", (format_state(row), STYLES[row.severity]))
+        if address := "  ".join(filter(None, (format_url(row.url) if row.url else "", row.model))):
+            yield FoldedLines((IndentedLine(2, address),))
+        if text := format_figures(row.figures):
+            yield FoldedLines((IndentedLine(2, text),))
         if row.nodes:
-            yield processes(row)
-        yield Folded(tuple(Line(2, cache(each)) for each in row.caches))
+            yield make_processes_table(row)
+        yield FoldedLines(tuple(IndentedLine(2, format_cache(each)) for each in row.caches))
         if row.requests:
-            yield requests(row.requests[:MOST_REQUESTS])
+            yield make_requests_table(row.requests[:MOST_REQUESTS])
         if (more := len(row.requests) - MOST_REQUESTS) > 0:
             yield f"  {more:,} more: vllmops requests list -t {row.target}"
-        yield Folded(tuple(problems(row)))
+        yield FoldedLines(tuple(render_problems(row)))
 
 
-def state(row: ServerRow) -> str:
+def format_state(row: ServerRow) -> str:
     """A server's state and stage."""
     text = f"{row.state}: {row.stage}" if row.stage else row.state
     late = bool(row.nodes) and row.age_s is not None and row.age_s >= LATE_S
-    return f"{text} (seen {span(row.age_s)} ago)" if late else text
+    return f"{text} (seen {format_duration(row.age_s)} ago)" if late else text
 
 
-def figures(told: Figures) -> str:
+def format_figures(told: ServerFigures) -> str:
     """A server's figures in one line; empty if none is known."""
     parts = (
         ("{:,.0f} tokens/s", told.tokens_per_s),
@@ -65,25 +72,27 @@ def figures(told: Figures) -> str:
     return ", ".join(text.format(value) for text, value in parts if value is not None)
 
 
-def processes(row: ServerRow) -> RenderableType:
+def make_processes_table(row: ServerRow) -> RenderableType:
     """A table of a server's processes, by node."""
-    made = table(*("  process", "pid", "state", "cpu", "rss"), right=["pid", "cpu", "rss"])
+    made = make_table(*("  process", "pid", "state", "cpu", "rss"), right=["pid", "cpu", "rss"])
     several = len(row.nodes) > 1
     for node in row.nodes:
         if several:
             made.add_row(f"  {node.name or 'this node'}", "", "", "", "")
         for one in node.processes:
             made.add_row(
-                f"{'    ' if several else '  '}{named(one.role, one)}",
+                f"{'    ' if several else '  '}{format_role_and_ranks(one.role, one)}",
                 str(one.pid),
-                styled(doing(one) or "-", STYLES[one.severity] if one.severity else ""),
-                percent(one.cpu),
-                size(one.rss_bytes),
+                style_text(
+                    describe_activity(one) or "-", STYLES[one.severity] if one.severity else ""
+                ),
+                format_percent(one.cpu),
+                format_bytes(one.rss_bytes),
             )
     return made
 
 
-def doing(row: ProcessRow) -> str:
+def describe_activity(row: ProcessRow) -> str:
     """What a process does: its state, and the requests of a scheduler."""
     counts = (
         f"{row.running} running" if row.running else "",
@@ -93,17 +102,17 @@ def doing(row: ProcessRow) -> str:
     return ", ".join(filter(None, (row.state, *counts)))
 
 
-def percent(cores: float | None) -> str:
+def format_percent(cores: float | None) -> str:
     return "-" if cores is None else f"{cores:.0%}"
 
 
-def cache(row: CacheRow) -> str:
+def format_cache(row: CacheRow) -> str:
     """A cache in one line."""
     parts = [f"{row.name} of {row.process}:"]
     if row.entries is not None:
         parts.append(f"{row.entries:,} entries,")
     used, capacity = (
-        (size(row.used), size(row.capacity))
+        (format_bytes(row.used), format_bytes(row.capacity))
         if row.unit == "bytes"
         else (f"{row.used or 0:,.0f}", f"{row.capacity or 0:,.0f} slots")
     )
@@ -113,44 +122,48 @@ def cache(row: CacheRow) -> str:
     return " ".join(parts)
 
 
-def requests(rows: Sequence[Row]) -> RenderableType:
+def make_requests_table(rows: Sequence[InFlightRequest]) -> RenderableType:
     """A line for each request, of the width of a small terminal."""
-    made = table("  request", "state", "age", "prompt", "output", right=["age", "prompt", "output"])
+    made = make_table(
+        "  request", "state", "age", "prompt", "output", right=["age", "prompt", "output"]
+    )
     for row in rows:
-        name, *cells = request(row)
+        name, *cells = make_request_cells(row)
         made.add_row(f"  {name}", *cells)
     return made
 
 
-def request(row: Row) -> tuple[str, str, str, str, str]:
+def make_request_cells(row: InFlightRequest) -> tuple[str, str, str, str, str]:
     """A request: its id, state, age, and tokens of prompt and output."""
     where = " ".join(filter(None, (row.state, row.ranks)))
     return (
         row.http_id or row.id or "-",
         f"{where}, stuck" if row.stuck else where,
-        span(row.age_s),
-        count(row.prompt_tokens),
-        count(row.output_tokens),
+        format_duration(row.age_s),
+        format_count(row.prompt_tokens),
+        format_count(row.output_tokens),
     )
 
 
-def count(number: int | None) -> str:
+def format_count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
 
 
-def problems(row: ServerRow) -> Iterator[Line]:
+def render_problems(row: ServerRow) -> Iterator[IndentedLine]:
     """Findings, then what could not be seen."""
     for found in row.findings:
-        yield from finding(found)
+        yield from render_finding(found)
     for part in row.unseen:
-        yield Line(2, f"not seen: {part.part}: {part.why}", "yellow")
+        yield IndentedLine(2, f"not seen: {part.part}: {part.why}", "yellow")
         if part.hint:
-            yield Line(4, f"hint: {part.hint}")
+            yield IndentedLine(4, f"hint: {part.hint}")
 
 
-def finding(found: Finding) -> Iterator[Line]:
+def render_finding(found: Finding) -> Iterator[IndentedLine]:
     """A finding: what, where, what was seen, and what to do next."""
-    yield Line(2, f"{found.severity}: {found.title} [{found.code}]", FINDINGS[found.severity])
-    yield Line(4, f"where: {found.subject}")
-    yield Line(4, f"seen: {found.evidence}")
-    yield Line(4, f"next: {found.next}", "bold")
+    yield IndentedLine(
+        2, f"{found.severity}: {found.title} [{found.code}]", FINDINGS[found.severity]
+    )
+    yield IndentedLine(4, f"where: {found.subject}")
+    yield IndentedLine(4, f"seen: {found.evidence}")
+    yield IndentedLine(4, f"next: {found.next}", "bold")

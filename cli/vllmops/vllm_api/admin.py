@@ -9,26 +9,26 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from ..codes import known
-from ..errors import Exit, VllmopsError
-from ..host.listeners import distrust
+from ..codes import parse_error_code
+from ..errors import ExitCode, VllmopsError
+from ..host.listeners import explain_distrust
 from ..keys import admin_token as admin
 from ..keys import file
-from ..keys.ring import Ring
+from ..keys.ring import KeyRing
 from ..protocol.files import DAMAGE
 from ..protocol.keys import ProcessKeys
-from ..protocol.remote import Refusal, Refused
+from ..protocol.remote import Refusal, RefusalBody
 from ..rpc.agent import DECODERS
-from ..store.urls import shown
+from ..store.urls import redact_url
 from . import http
 from .endpoint import Endpoint
 
 # Longer than a server waits for another change of its keyring.
 TIMEOUT_S = 8.0
-REFUSED = msgspec.json.Decoder(Refused)
+REFUSED = msgspec.json.Decoder(RefusalBody)
 
 
-class Admin:
+class AdminClient:
     """A server's admin routes.
 
     Args:
@@ -45,12 +45,13 @@ class Admin:
         if not (endpoint.local or plain or urlsplit(endpoint.url).scheme == "https"):
             raise VllmopsError(
                 "admin.plain",
-                f"{shown(endpoint.url)} is plain HTTP to another machine: anybody on the network "
+                f"{redact_url(endpoint.url)} is plain HTTP to another machine: anybody on the "
+                "network "
                 "could read the admin token",
                 "use https:// or a tunnel, such as ssh -L; on a private network, keys push takes "
                 "--plain",
             )
-        if why := distrust(endpoint.url):
+        if why := explain_distrust(endpoint.url):
             raise VllmopsError(
                 "admin.other-user",
                 f"the admin token is not sent to {endpoint.url}: {why}",
@@ -58,9 +59,9 @@ class Admin:
             )
         self.endpoint, self.token = endpoint, token
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self.client = http.client(headers, outside=not endpoint.local)
+        self.client = http.make_client(headers, outside=not endpoint.local)
 
-    def ask(
+    def send_request(
         self,
         method: str,
         path: str,
@@ -74,7 +75,7 @@ class Admin:
             VllmopsError: ``admin.unreachable`` (5) or ``admin.timeout`` (3).
         """
         try:
-            answer = http.answered(
+            answer = http.send_request_async(
                 self.client,
                 method,
                 f"{self.endpoint.url}{path}",
@@ -82,9 +83,9 @@ class Admin:
                 content=content,
                 headers=headers,
             )
-            return asyncio.run_coroutine_threadsafe(answer, LOOP.get()).result()
+            return asyncio.run_coroutine_threadsafe(answer, LOOP.ensure_running()).result()
         except httpx.ConnectTimeout as error:
-            raise self.unreachable(error) from error
+            raise self.make_unreachable_error(error) from error
         except httpx.TimeoutException as error:
             done = "; it may have done what was asked" if method == "POST" else ""
             raise VllmopsError(
@@ -93,16 +94,17 @@ class Admin:
                 "try again: what is done already is not done twice",
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self.unreachable(error) from error
+            raise self.make_unreachable_error(error) from error
 
-    def unreachable(self, error: Exception) -> VllmopsError:
+    def make_unreachable_error(self, error: Exception) -> VllmopsError:
         return VllmopsError(
             "admin.unreachable",
-            f"{shown(self.endpoint.url)} can't be reached: {str(error) or type(error).__name__}",
+            f"{redact_url(self.endpoint.url)} can't be reached: "
+            f"{str(error) or type(error).__name__}",
             "check the URL after -t, and that the server runs",
         )
 
-    def failed(self, answer: httpx.Response) -> VllmopsError:
+    def make_answer_error(self, answer: httpx.Response) -> VllmopsError:
         """The error for an answer that is none of the route's."""
         try:
             why = REFUSED.decode(answer.content).error
@@ -113,9 +115,9 @@ class Admin:
                 f"{self.endpoint.name} has no admin routes: it answered {answer.status_code}",
                 "start it with vllmops serve --admin-token FILE; vllmops attach adds no routes",
             )
-        return self.refused(why)
+        return self.make_refusal_error(why)
 
-    def refused(self, why: Refusal) -> VllmopsError:
+    def make_refusal_error(self, why: Refusal) -> VllmopsError:
         """A server's refusal, as an error here."""
         if why.code == "admin.refused":
             return VllmopsError(
@@ -128,19 +130,19 @@ class Admin:
             hint = f"on the machine of the server: {hint}"
         elif why.code == "admin.no-route":
             hint = "restart the server, so that it loads a vllmops as new as this one"
-        code = known(why.code, "admin.failed")
-        exit_code = Exit(why.exit_code) if why.exit_code in set(Exit) else Exit.FAILED
+        code = parse_error_code(why.code, "admin.failed")
+        exit_code = ExitCode(why.exit_code) if why.exit_code in set(ExitCode) else ExitCode.FAILED
         return VllmopsError(code, f"{self.endpoint.name}: {why.message}", hint, exit_code=exit_code)
 
 
-class Loop:
+class EventLoopThread:
     """An event loop on a thread of its own, so that connections stay open between questions."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.running: asyncio.AbstractEventLoop | None = None
 
-    def get(self) -> asyncio.AbstractEventLoop:
+    def ensure_running(self) -> asyncio.AbstractEventLoop:
         with self.lock:
             if self.running is None:
                 made = self.running = asyncio.new_event_loop()
@@ -148,10 +150,12 @@ class Loop:
             return self.running
 
 
-LOOP = Loop()
+LOOP = EventLoopThread()
 
 
-def push(endpoint: Endpoint, token: str, ring: Ring, *, plain: bool = False) -> ProcessKeys:
+def push_keyring(
+    endpoint: Endpoint, token: str, ring: KeyRing, *, plain: bool = False
+) -> ProcessKeys:
     """Give a server a ring.
 
     Args:
@@ -164,15 +168,15 @@ def push(endpoint: Endpoint, token: str, ring: Ring, *, plain: bool = False) -> 
         What the process that answered holds now.
 
     Raises:
-        VllmopsError: as `Admin` and `Admin.ask` do, ``admin.refused`` (4), ``admin.no-route``, or
-            the server's own error.
+        VllmopsError: as `AdminClient` and `AdminClient.send_request` do, ``admin.refused`` (4),
+            ``admin.no-route``, or the server's own error.
     """
-    server = Admin(endpoint, token, plain=plain)
-    answer = server.ask("POST", admin.KEYS, content=file.encode(ring))
+    server = AdminClient(endpoint, token, plain=plain)
+    answer = server.send_request("POST", admin.KEYS, content=file.encode_keyring(ring))
     if answer.is_success:
         try:
             held: ProcessKeys = DECODERS[ProcessKeys].decode(answer.content)
             return held
         except DAMAGE:
             pass
-    raise server.failed(answer)
+    raise server.make_answer_error(answer)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..host.listeners import here
-from ..store.urls import shown
-from ..targets import Url
+from ..host.listeners import is_this_machine
+from ..store.urls import redact_url
+from ..targets import ServerUrl
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,13 @@ class Endpoint:
     vllm: bool = False
 
     @staticmethod
-    def of(url: Url) -> Endpoint:
+    def from_url(url: ServerUrl) -> Endpoint:
         """The endpoint behind a URL that a person gave; it may be of any machine."""
-        return Endpoint(url.text, shown(url.text), local=here(url.host, surely=True))
+        return Endpoint(
+            url.text, redact_url(url.text), local=is_this_machine(url.host, surely=True)
+        )
 
     @property
-    def or_store(self) -> str:
+    def store_hint(self) -> str:
         """An alternative to add to a hint: the store itself; empty if its URL is unknown."""
-        return f"; or, on the store itself: --store {shown(self.store)}" if self.store else ""
+        return f"; or, on the store itself: --store {redact_url(self.store)}" if self.store else ""

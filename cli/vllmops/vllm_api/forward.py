@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..errors import Exit, VllmopsError
-from ..host.shape import unix_url
+from ..errors import ExitCode, VllmopsError
+from ..host.shape import make_unix_url
 from ..targets import Pod
 from .endpoint import Endpoint
 
@@ -28,16 +28,16 @@ OVER = {errno.EBADF, errno.EINVAL}  # of accept(2), once the socket is closed or
 
 
 @cache  # a command that serves looks again and again, for months
-def endpoint(pod: Pod) -> Endpoint:
+def open_pod_endpoint(pod: Pod) -> Endpoint:
     """Forward a pod's port until this process ends.
 
     Raises:
         VllmopsError: ``target.k8s``.
     """
-    return Endpoint(unix_url(str(Forward(pod).path)), pod.text, vllm=True)
+    return Endpoint(make_unix_url(str(PortForward(pod).path)), pod.text, vllm=True)
 
 
-class Forward:
+class PortForward:
     """A socket whose connections lead to a port of a pod.
 
     Args:
@@ -65,39 +65,39 @@ class Forward:
             try:
                 config.load_incluster_config()
             except config.ConfigException:
-                raise self.failed(error) from error
+                raise self.make_unreachable_error(error) from error
         self.core, self.forward = client.CoreV1Api(), stream.portforward
         # At once, so that a fault is reported here; the first connection takes it.
-        self.ready = [self.opened()]
+        self.ready = [self.open_connection()]
         folder = Path(tempfile.mkdtemp(prefix="vllmops-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         self.path = folder / "pod.sock"
         self.listening = socket.socket(socket.AF_UNIX)
         self.listening.bind(str(self.path))
         self.listening.listen()
-        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread = threading.Thread(target=self.accept_connections, daemon=True)
         self.thread.start()
 
-    def opened(self) -> Any:
+    def open_connection(self) -> Any:
         """A connection to the pod; raises VllmopsError."""
         pod, ask = self.pod, self.core.connect_get_namespaced_pod_portforward
         try:
             with self.lock:
                 opened = self.forward(ask, pod.name, pod.namespace, ports=str(pod.port))
         except Exception as error:
-            raise self.failed(error) from error
+            raise self.make_unreachable_error(error) from error
         return opened.socket(pod.port)
 
-    def failed(self, error: Exception) -> VllmopsError:
+    def make_unreachable_error(self, error: Exception) -> VllmopsError:
         why = getattr(error, "reason", None) or str(error) or type(error).__name__
         return VllmopsError(
             "target.k8s",
             f"{self.pod.text} can't be reached: {str(why).splitlines()[0]}",
             f"kubectl port-forward -n {self.pod.namespace} {self.pod.name} {self.pod.port}",
-            exit_code=Exit.NOT_FOUND,
+            exit_code=ExitCode.NOT_FOUND,
         )
 
-    def serve(self) -> None:
+    def accept_connections(self) -> None:
         """Connect whoever connects, until the socket is closed."""
         while True:
             try:
@@ -107,22 +107,22 @@ class Forward:
                     return
                 time.sleep(PAUSE_S)  # no descriptor is left, for example
                 continue
-            threading.Thread(target=self.connect, args=(near,), daemon=True).start()
+            threading.Thread(target=self.relay_connection, args=(near,), daemon=True).start()
 
-    def connect(self, near: socket.socket) -> None:
+    def relay_connection(self, near: socket.socket) -> None:
         """Copy both ways between a connection and the pod, until one side ends it."""
         with near:
             try:
-                far = self.ready.pop() if self.ready else self.opened()
+                far = self.ready.pop() if self.ready else self.open_connection()
             except (IndexError, VllmopsError):
                 return  # the other end sees that it is closed
-            back = threading.Thread(target=copy, args=(far, near), daemon=True)
+            back = threading.Thread(target=copy_stream, args=(far, near), daemon=True)
             back.start()
-            copy(near, far)
+            copy_stream(near, far)
             back.join()
 
 
-def copy(source: Any, sink: Any) -> None:
+def copy_stream(source: Any, sink: Any) -> None:
     """Copy until the source ends, or the sink is closed."""
     with suppress(OSError):
         while chunk := source.recv(CHUNK):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from ..host.shape import UNIX, unix_path
+from ..host.shape import UNIX, parse_unix_url
 from ..protocol.metrics import Metrics
 from ..protocol.server import Canary, CanaryOutcome
 
@@ -68,16 +68,16 @@ FIELDS: tuple[tuple[str, dict[str, str], str], ...] = (
 )
 
 
-class UnixSocket(httpx.AsyncBaseTransport):
+class UnixSocketTransport(httpx.AsyncBaseTransport):
     """HTTP through the Unix sockets that are URLs' hosts, as `unix_url` writes them."""
 
     def __init__(self) -> None:
         self.by_path: dict[str, httpx.AsyncHTTPTransport] = {}
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        path = rerouted(request)
+        path = rewrite_unix_url(request)
         if path not in self.by_path:
-            verify = trust(outside=False)
+            verify = make_ssl_context(outside=False)
             self.by_path[path] = httpx.AsyncHTTPTransport(uds=path, verify=verify, limits=LIMITS)
         return await self.by_path[path].handle_async_request(request)
 
@@ -86,21 +86,21 @@ class UnixSocket(httpx.AsyncBaseTransport):
             await transport.aclose()
 
 
-def rerouted(request: httpx.Request) -> str:
+def rewrite_unix_url(request: httpx.Request) -> str:
     """Give a request a URL that HTTP knows; returns the path of the socket that it goes through."""
-    path = unix_path(str(request.url))
+    path = parse_unix_url(str(request.url))
     assert path is not None
     request.url = request.url.copy_with(scheme="http", host="localhost")
     request.headers["Host"] = "localhost"
     return path
 
 
-def healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
+def is_healthy(url: str, *, timeout_s: float = TIMEOUT_S) -> bool:
     """Whether ``/health`` answers 200; its certificate is not judged here."""
-    return status(url, timeout_s=timeout_s) == httpx.codes.OK
+    return fetch_health_status(url, timeout_s=timeout_s) == httpx.codes.OK
 
 
-class Health(NamedTuple):
+class HealthResponse(NamedTuple):
     """What ``/health`` answers.
 
     Args:
@@ -114,41 +114,41 @@ class Health(NamedTuple):
     later: bool = False
 
 
-def health(url: str, *, timeout_s: float = TIMEOUT_S) -> Health:
+def fetch_health(url: str, *, timeout_s: float = TIMEOUT_S) -> HealthResponse:
     """What ``/health`` answers."""
     try:
-        answer = ask("GET", f"{url}/health", timeout_s, most=SHORT_BYTES)
+        answer = send_request("GET", f"{url}/health", timeout_s, most=SHORT_BYTES)
     except httpx.ReadTimeout:
-        return Health(0)
+        return HealthResponse(0)
     except (httpx.HTTPError, httpx.InvalidURL):
-        return Health(None)
+        return HealthResponse(None)
     code, after = answer.status_code, answer.headers.get("Retry-After")
-    return Health(code, bool(after) and code == httpx.codes.SERVICE_UNAVAILABLE)
+    return HealthResponse(code, bool(after) and code == httpx.codes.SERVICE_UNAVAILABLE)
 
 
-def status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
-    """The status of ``/health``, as in `Health`."""
-    return health(url, timeout_s=timeout_s).status
+def fetch_health_status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None:
+    """The status of ``/health``, as in `HealthResponse`."""
+    return fetch_health(url, timeout_s=timeout_s).status
 
 
-def code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int | None:
+def fetch_status_code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int | None:
     """The status of any answer, None if nothing answers."""
     try:
-        return ask(method, url, timeout_s, most=SHORT_BYTES).status_code
+        return send_request(method, url, timeout_s, most=SHORT_BYTES).status_code
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
 
 
-def version(url: str) -> str | None:
+def fetch_version(url: str) -> str | None:
     """The server's vLLM version, None if unknown."""
     try:
-        answer = ask("GET", f"{url}/version", TIMEOUT_S, most=SHORT_BYTES)
+        answer = send_request("GET", f"{url}/version", TIMEOUT_S, most=SHORT_BYTES)
         return str(answer.raise_for_status().json()["version"])
     except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER):
         return None
 
 
-class Key(NamedTuple):
+class ApiKeyHeaders(NamedTuple):
     """The headers with the user's API key for a server.
 
     Args:
@@ -160,24 +160,28 @@ class Key(NamedTuple):
     withheld: str = ""
 
 
-def key_for(url: str) -> Key:
+def build_api_key_headers(url: str) -> ApiKeyHeaders:
     """The API key from ``VLLM_API_KEY`` for a server; none for another user's process.
 
     No other variable is read: a key for another service must not reach this server. A key that is
     no HTTP header is not sent: the error of a client that tries would show it.
     """
-    from ..host.listeners import distrust  # noqa: PLC0415 - most commands send no key
+    from ..host.listeners import explain_distrust  # noqa: PLC0415 - most commands send no key
 
     key = os.environ.get(KEY)
     if not key:
-        return Key({})
+        return ApiKeyHeaders({})
     if not (key.isascii() and key.isprintable()):
-        return Key({}, "it has a character that no HTTP header can hold")
-    withheld = distrust(url)
-    return Key({}, withheld) if withheld else Key({"Authorization": f"Bearer {key}"})
+        return ApiKeyHeaders({}, "it has a character that no HTTP header can hold")
+    withheld = explain_distrust(url)
+    return (
+        ApiKeyHeaders({}, withheld)
+        if withheld
+        else ApiKeyHeaders({"Authorization": f"Bearer {key}"})
+    )
 
 
-def abort(url: str, ids: Sequence[str]) -> int | None:
+def abort_requests_or_all(url: str, ids: Sequence[str]) -> int | None:
     """Have vLLM's own routes end requests; they do not say which of them they know.
 
     Args:
@@ -190,11 +194,11 @@ def abort(url: str, ids: Sequence[str]) -> int | None:
     """
     for path in ABORTS if ids else ABORTS[:1]:
         try:
-            answer = ask(
+            answer = send_request(
                 "POST",
                 f"{url}{path}",
                 TIMEOUT_S,
-                headers=key_for(url).headers,
+                headers=build_api_key_headers(url).headers,
                 json={"request_ids": list(ids)},
                 most=SHORT_BYTES,
             )
@@ -205,7 +209,7 @@ def abort(url: str, ids: Sequence[str]) -> int | None:
     return None
 
 
-def one_token(url: str, timeout_s: float) -> Canary:
+def request_one_token(url: str, timeout_s: float) -> Canary:
     """Ask a server for one token, as a user would.
 
     Args:
@@ -213,20 +217,22 @@ def one_token(url: str, timeout_s: float) -> Canary:
         timeout_s: for everything.
     """
     began = time.monotonic()
-    headers, withheld = key_for(url)
+    headers, withheld = build_api_key_headers(url)
 
-    def result(outcome: CanaryOutcome, detail: str) -> Canary:
+    def make_canary(outcome: CanaryOutcome, detail: str) -> Canary:
         return Canary(outcome, time.monotonic() - began, detail)
 
     try:
-        models = ask("GET", f"{url}/v1/models", timeout_s, headers=headers, most=SHORT_BYTES)
+        models = send_request(
+            "GET", f"{url}/v1/models", timeout_s, headers=headers, most=SHORT_BYTES
+        )
         if models.status_code in {401, 403}:
             why = f"{KEY} was not sent: {withheld}" if withheld else f"set {KEY}"
-            return result("unable", f"it needs an API key: {why}")
+            return make_canary("unable", f"it needs an API key: {why}")
         model = models.raise_for_status().json()["data"][0]["id"]
         left_s = max(timeout_s - (time.monotonic() - began), 1.0)
         body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}
-        answer = ask(
+        answer = send_request(
             "POST",
             f"{url}/v1/completions",
             left_s,
@@ -235,47 +241,51 @@ def one_token(url: str, timeout_s: float) -> Canary:
             most=SHORT_BYTES,
         )
     except httpx.TimeoutException:
-        return result("timeout", f"no answer within {timeout_s:.0f} s")
+        return make_canary("timeout", f"no answer within {timeout_s:.0f} s")
     except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER) as error:
-        return result("refused", f"{type(error).__name__}: {error}")
+        return make_canary("refused", f"{type(error).__name__}: {error}")
     if answer.is_success:
-        return result("answered", "")
+        return make_canary("answered", "")
     # Some models, for example for transcription, have no such route or take no text.
     outcome: CanaryOutcome = "refused" if answer.is_server_error else "unable"
-    return result(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
+    return make_canary(outcome, f"it answered {answer.status_code}: {answer.text[:200]}")
 
 
-def ask(
+def send_request(
     method: str, url: str, timeout_s: float, *, outside: bool | None = None, **fields: Any
 ) -> httpx.Response:
-    """The same as `answered`, of a `client`; not on a thread whose event loop runs.
+    """The same as `send_request_async`, of a `make_client`; not on a thread whose event loop runs.
 
-    Whether the server is outside, as of `client`, is found out where it is None.
+    Whether the server is outside, as of `make_client`, is found out where it is None.
     """
 
-    async def once() -> httpx.Response:
-        async with client(outside=elsewhere(url) if outside is None else outside) as asking:
-            return await answered(asking, method, url, timeout_s, **fields)
+    async def send_once() -> httpx.Response:
+        async with make_client(
+            outside=is_remote_url(url) if outside is None else outside
+        ) as asking:
+            return await send_request_async(asking, method, url, timeout_s, **fields)
 
-    return asyncio.run(once())
+    return asyncio.run(send_once())
 
 
-def elsewhere(url: str) -> bool:
+def is_remote_url(url: str) -> bool:
     """Whether a URL is of another machine; raises httpx.InvalidURL."""
     if url.startswith(UNIX):
         return False
-    from ..host.listeners import here  # noqa: PLC0415 - brings psutil
+    from ..host.listeners import is_this_machine  # noqa: PLC0415 - brings psutil
 
-    return not here(httpx.URL(url).host, surely=True)
+    return not is_this_machine(httpx.URL(url).host, surely=True)
 
 
 @cache
-def trust(*, outside: bool) -> ssl.SSLContext:
+def make_ssl_context(*, outside: bool) -> ssl.SSLContext:
     """What certificates are trusted; to read the well-known ones takes 20 ms."""
     return httpx.create_ssl_context(verify=outside)
 
 
-def client(headers: dict[str, str] | None = None, *, outside: bool = False) -> httpx.AsyncClient:
+def make_client(
+    headers: dict[str, str] | None = None, *, outside: bool = False
+) -> httpx.AsyncClient:
     """What asks servers.
 
     Args:
@@ -287,13 +297,13 @@ def client(headers: dict[str, str] | None = None, *, outside: bool = False) -> h
         # A small answer that is compressed can be as large as this machine's memory.
         headers={"Accept-Encoding": "identity", **(headers or {})},
         trust_env=outside,
-        verify=trust(outside=outside),
-        mounts={UNIX: UnixSocket()},
+        verify=make_ssl_context(outside=outside),
+        mounts={UNIX: UnixSocketTransport()},
         limits=LIMITS,
     )
 
 
-async def answered(
+async def send_request_async(
     asking: httpx.AsyncClient,
     method: str,
     url: str,
@@ -314,16 +324,16 @@ async def answered(
             asyncio.timeout(timeout_s + GRACE_S) as end,
             asking.stream(method, url, timeout=timeout_s, **fields) as answer,
         ):
-            return await whole(answer, end, most)
+            return await read_whole_answer(answer, end, most)
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from error
 
 
-async def whole(
+async def read_whole_answer(
     answer: httpx.Response, end: asyncio.Timeout, most: int | None = None
 ) -> httpx.Response:
-    """An answer with its content, of which `parts` gives the parts; the charset is UTF-8."""
-    content = b"".join([part async for part in parts(answer, end, most)])
+    """An answer with its content, the parts of `read_answer_parts`; the charset is UTF-8."""
+    content = b"".join([part async for part in read_answer_parts(answer, end, most)])
     kept = {
         "Content-Type": answer.headers.get("Content-Type", "").partition(";")[0],
         "Retry-After": answer.headers.get("Retry-After", ""),
@@ -334,7 +344,7 @@ async def whole(
     )
 
 
-async def parts(
+async def read_answer_parts(
     answer: httpx.Response, end: asyncio.Timeout, most: int | None = None
 ) -> AsyncIterator[bytes]:
     """The parts of an answer's content; much of it puts the end off.
@@ -358,21 +368,21 @@ async def parts(
         yield part
 
 
-def metrics_text(url: str, timeout_s: float) -> str:
+def fetch_metrics_text(url: str, timeout_s: float) -> str:
     """The server's metrics in Prometheus' format; raises httpx.HTTPError, httpx.InvalidURL."""
-    answer = ask("GET", f"{url}/metrics", timeout_s, most=METRICS_BYTES)
+    answer = send_request("GET", f"{url}/metrics", timeout_s, most=METRICS_BYTES)
     return answer.raise_for_status().text
 
 
-def metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:
+def fetch_metrics(url: str, *, timeout_s: float = TIMEOUT_S) -> Metrics | None:
     """The server's metrics, None if it does not answer."""
     try:
-        return read(metrics_text(url, timeout_s))
+        return parse_metrics(fetch_metrics_text(url, timeout_s))
     except (httpx.HTTPError, httpx.InvalidURL, ValueError):
         return None
 
 
-def read(text: str) -> Metrics:
+def parse_metrics(text: str) -> Metrics:
     """The metrics in a text in Prometheus' format.
 
     Raises:

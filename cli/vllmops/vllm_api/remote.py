@@ -10,57 +10,59 @@ from dataclasses import dataclass
 from ..errors import VllmopsError
 from ..host.roles import Role
 from ..protocol.files import DAMAGE
-from ..protocol.place import Place
-from ..protocol.remote import PROCESSES, TIMEOUT, Members
+from ..protocol.place import Placement
+from ..protocol.remote import PROCESSES, TIMEOUT, ServerProcesses
 from ..rpc import agent
-from ..rpc.agent import Agent, Distant, Pulse
-from .admin import REFUSED, Admin
+from ..rpc.agent import Agent, ProxiedProcess, TimedHeartbeat
+from .admin import REFUSED, AdminClient
 
 # On top of what an agent may take: the network, and the server's own way to the agent.
 SLACK_S = 3.0
 FRESH_S = 0.2
 
 
-class Fleet:
+class RemoteServer:
     """The processes of a remote server.
 
     Args:
         admin: its admin routes.
     """
 
-    def __init__(self, admin: Admin) -> None:
+    def __init__(self, admin: AdminClient) -> None:
         self.admin = admin
-        self.last: tuple[float, Members] | None = None
+        self.last: tuple[float, ServerProcesses] | None = None
         self.lost_at: float | None = None
         self.lock = threading.Lock()
 
-    def members(self) -> Members:
+    def fetch_snapshot(self) -> ServerProcesses:
         """Its processes now; questions of one moment share an answer.
 
         Raises:
-            VllmopsError: as `Admin.ask`, `Admin.failed` and `rpc.agent.decode` do.
+            VllmopsError: as `AdminClient.send_request` and `rpc.agent.decode_answer` do.
         """
         with self.lock:
             if self.last is None or time.monotonic() - self.last[0] > FRESH_S:
                 try:
-                    answer = self.admin.ask("GET", PROCESSES)
+                    answer = self.admin.send_request("GET", PROCESSES)
                 except VllmopsError as error:
                     lost = error.code == "admin.unreachable"
                     self.lost_at = (self.lost_at or time.monotonic()) if lost else None
                     raise
                 self.lost_at = None
                 if not answer.is_success:
-                    raise self.admin.failed(answer)
-                members = agent.decode(self.admin.endpoint.name, answer.content, Members)
+                    raise self.admin.make_answer_error(answer)
+                members = agent.decode_answer(
+                    self.admin.endpoint.name, answer.content, ServerProcesses
+                )
                 self.last = time.monotonic(), members
             return self.last[1]
 
     @property
-    def lost_s(self) -> float:
+    def unreachable_s(self) -> float:
         """For how many seconds it can't be reached; 0 if somebody took the last connection."""
         return 0.0 if self.lost_at is None else time.monotonic() - self.lost_at
 
-    def processes(self) -> tuple[RemoteProcess, ...]:
+    def list_processes(self) -> tuple[RemoteProcess, ...]:
         """Its processes, root first."""
         return tuple(
             RemoteProcess(
@@ -70,17 +72,17 @@ class Fleet:
                 title=member.title,
                 rss_bytes=member.rss_bytes,
                 boot=member.boot,
-                place=Place(**member.where()),
+                place=Placement(**member.placement_fields()),
                 began_at=member.create_time,
-                path=member.path,
+                path=member.route_prefix,
                 fleet=self,
             )
-            for member in self.members().processes
+            for member in self.fetch_snapshot().processes
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteProcess(Distant):
+class RemoteProcess(ProxiedProcess):
     """A process of a server on another machine.
 
     Args:
@@ -91,23 +93,23 @@ class RemoteProcess(Distant):
 
     began_at: float
     path: str
-    fleet: Fleet
+    fleet: RemoteServer
 
     @property
     def create_time(self) -> float:
         return self.began_at
 
-    def agent(self, timeout_s: float) -> Agent:
+    def open_agent(self, timeout_s: float) -> Agent:
         return RemoteAgent(self, timeout_s)
 
-    def pulse(self) -> Pulse | None:
-        pulses = self.fleet.members().pulses
+    def fetch_heartbeat(self) -> TimedHeartbeat | None:
+        pulses = self.fleet.fetch_snapshot().pulses
         own = (p for p in pulses if (p.node, p.pid) == (self.place.node, self.pid))
-        return next((Pulse(p.beat, p.age_s) for p in own), None)
+        return next((TimedHeartbeat(p.beat, p.age_s) for p in own), None)
 
 
 class RemoteAgent(Agent):
-    """The agent of a process on another machine; it raises as `Admin.ask` does, too."""
+    """The agent of a process on another machine; it raises as `AdminClient.send_request` does."""
 
     process: RemoteProcess
 
@@ -115,9 +117,9 @@ class RemoteAgent(Agent):
         self.process = process
         self.timeout_s = timeout_s
 
-    def exchange(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+    def send_request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
         admin = self.process.fleet.admin
-        answer = admin.ask(
+        answer = admin.send_request(
             method,
             f"{self.process.path}{path}",
             self.timeout_s + SLACK_S,
@@ -127,5 +129,5 @@ class RemoteAgent(Agent):
         if not answer.is_success:
             # An answer of the agent itself has another form.
             with suppress(*DAMAGE):
-                raise admin.refused(REFUSED.decode(answer.content).error)
+                raise admin.make_refusal_error(REFUSED.decode(answer.content).error)
         return answer.status_code, answer.content

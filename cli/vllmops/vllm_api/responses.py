@@ -18,16 +18,16 @@ from ..store.backend import (
     BROKEN,
     FINISHED,
     CursorUnknown,
-    Page,
-    Query,
     Response,
+    ResponsePage,
+    ResponseQuery,
     StoreUnavailable,
-    owner_of,
+    derive_owner,
 )
 from ..store.settings import STORE
-from ..store.source import ChangeResult, failed, refused, unknown
-from ..store.store import Events
-from ..store.urls import shown
+from ..store.source import ChangeResult, make_failed_result, make_refused_result, make_unknown_error
+from ..store.store import EventBatch
+from ..store.urls import redact_url
 from . import http
 from .endpoint import Endpoint
 
@@ -42,7 +42,7 @@ LETTERS = 300  # of what a server says
 TERMINAL = frozenset(f"response.{status}" for status in FINISHED)
 
 
-class Listing(msgspec.Struct):
+class ListPage(msgspec.Struct):
     """A page of a list."""
 
     object: str
@@ -51,19 +51,19 @@ class Listing(msgspec.Struct):
     last_id: str | None = None
 
 
-class Said(msgspec.Struct):
+class EventIdentity(msgspec.Struct):
     """As much of an event as is needed to know it."""
 
     type: str
     sequence_number: int
 
 
-LISTING = msgspec.json.Decoder(Listing)
-SAID = msgspec.json.Decoder(Said)
+LISTING = msgspec.json.Decoder(ListPage)
+SAID = msgspec.json.Decoder(EventIdentity)
 EVENT_STREAM = {"Content-Type": "text/event-stream"}
 
 
-class Http:
+class HttpResponseSource:
     """A server's routes, as a client with an API key sees them.
 
     Args:
@@ -77,9 +77,9 @@ class Http:
         self.endpoint = endpoint
         self.name = endpoint.name
         self.timeout_s = timeout_s
-        headers, self.withheld = http.key_for(endpoint.url)
+        headers, self.withheld = http.build_api_key_headers(endpoint.url)
         # A key is for nobody but the right server.
-        self.client = http.client(headers, outside=not endpoint.local)
+        self.client = http.make_client(headers, outside=not endpoint.local)
 
     async def __aenter__(self) -> Self:
         return self
@@ -87,7 +87,7 @@ class Http:
     async def __aexit__(self, *_: object) -> None:
         await self.client.aclose()
 
-    async def page(self, query: Query) -> Page:
+    async def list_responses(self, query: ResponseQuery) -> ResponsePage:
         wanted = {
             "after": query.after,
             "before": query.before,
@@ -96,43 +96,53 @@ class Http:
             "model": query.model,
             "status": query.status,
         }
-        answer = await self.ask("GET", "", **{k: v for k, v in wanted.items() if v is not None})
+        answer = await self.request_route(
+            "GET", "", **{k: v for k, v in wanted.items() if v is not None}
+        )
         if (
             answer.status_code == httpx.codes.BAD_REQUEST
             and query.after
-            and blames(answer, "after")
+            and is_parameter_error(answer, "after")
         ):
             raise CursorUnknown(query.after)
         try:
-            listing = LISTING.decode(self.good(answer, "list responses").content)
+            listing = LISTING.decode(self.require_success(answer, "list responses").content)
         except BROKEN as error:
-            raise self.lacking("list responses") from error
-        return Page([made(bytes(entry)) for entry in listing.data], listing.has_more)
+            raise self.make_no_route_error("list responses") from error
+        return ResponsePage(
+            [parse_response(bytes(entry)) for entry in listing.data], listing.has_more
+        )
 
     async def get(self, response_id: str) -> Response:
-        if nowhere(response_id):
-            raise unknown(self.name, response_id)
-        answer = await self.ask("GET", path(response_id))
+        if is_unroutable_id(response_id):
+            raise make_unknown_error(self.name, response_id)
+        answer = await self.request_route("GET", make_response_path(response_id))
         if answer.status_code == httpx.codes.NOT_FOUND:
-            raise unknown(self.name, response_id, sure=response_id in answer.text)
-        content = self.good(answer, "retrieve a response").content
-        if head_of(content).id:
-            return made(content)
-        raise self.lacking("retrieve a response")
+            raise make_unknown_error(self.name, response_id, sure=response_id in answer.text)
+        content = self.require_success(answer, "retrieve a response").content
+        if parse_response_identity(content).id:
+            return parse_response(content)
+        raise self.make_no_route_error("retrieve a response")
 
-    async def items(self, response: Response) -> bytes:
+    async def list_input_items(self, response: Response) -> bytes:
         items: list[msgspec.Raw] = []
         size = 0
         after: dict[str, str] = {}
         for _ in range(PAGES):
-            answer = await self.ask(
-                "GET", f"{path(response.id)}/input_items", limit=LIMIT, order="asc", **after
+            answer = await self.request_route(
+                "GET",
+                f"{make_response_path(response.id)}/input_items",
+                limit=LIMIT,
+                order="asc",
+                **after,
             )
-            await self.expect(answer, response.id, "list the input of a response")
+            await self.require_response(answer, response.id, "list the input of a response")
             try:
-                listing = LISTING.decode(self.good(answer, "list the input of a response").content)
+                listing = LISTING.decode(
+                    self.require_success(answer, "list the input of a response").content
+                )
             except BROKEN as error:
-                raise self.lacking("list the input of a response") from error
+                raise self.make_no_route_error("list the input of a response") from error
             items += listing.data
             if not listing.has_more or not listing.last_id or not listing.data:
                 return msgspec.json.encode(items)
@@ -144,12 +154,12 @@ class Http:
             "responses.refused", f"{self.name} lists the input of {response.id} endlessly"
         )
 
-    async def events(self, response: Response) -> list[Events]:
+    async def read_events(self, response: Response) -> list[EventBatch]:
         doing = "stream the events of a response"
         content = bytearray()
-        silence_s = SILENCE_S if response.running else self.timeout_s
+        silence_s = SILENCE_S if response.is_running else self.timeout_s
         timeout = httpx.Timeout(self.timeout_s, read=silence_s)
-        url = f"{self.endpoint.url}/v1/responses{path(response.id)}"
+        url = f"{self.endpoint.url}/v1/responses{make_response_path(response.id)}"
         try:
             async with (
                 asyncio.timeout(self.timeout_s) as end,
@@ -161,41 +171,43 @@ class Http:
                 if kind != EVENT_STREAM["Content-Type"]:
                     if answer.status_code == httpx.codes.BAD_REQUEST:
                         return []  # it was no background stream, or its events are gone
-                    self.good(self.allowed(await http.whole(answer, end)), doing)
-                    raise self.lacking(doing)
-                async for part in http.parts(answer, end):
+                    self.require_success(
+                        self.require_access(await http.read_whole_answer(answer, end)), doing
+                    )
+                    raise self.make_no_route_error(doing)
+                async for part in http.read_answer_parts(answer, end):
                     content += part
         except (httpx.HTTPError, TimeoutError) as error:
-            if not (response.running and isinstance(error, httpx.ReadTimeout | TimeoutError)):
-                raise self.away(error) from error
-        events: list[Events] = []
+            if not (response.is_running and isinstance(error, httpx.ReadTimeout | TimeoutError)):
+                raise self.make_unreachable_error(error) from error
+        events: list[EventBatch] = []
         # As far as it came: an event that was cut off is none.
         read = httpx.Response(200, headers=EVENT_STREAM, content=bytes(content))
         for event in EventSource(read).iter_sse():
-            keep(event.data.encode(), events)
+            append_event(event.data.encode(), events)
         return events
 
     async def cancel(self, response_id: str) -> ChangeResult:
-        if nowhere(response_id):
-            return failed(response_id, unknown(self.name, response_id))
-        answer = await self.ask("POST", f"{path(response_id)}/cancel")
+        if is_unroutable_id(response_id):
+            return make_failed_result(response_id, make_unknown_error(self.name, response_id))
+        answer = await self.request_route("POST", f"{make_response_path(response_id)}/cancel")
         if answer.status_code in {httpx.codes.BAD_REQUEST, httpx.codes.CONFLICT}:
-            return refused(response_id, refusal(answer))
-        if failure := await self.missing(answer, response_id, "cancel a response"):
+            return make_refused_result(response_id, extract_error_message(answer))
+        if failure := await self.find_failure(answer, response_id, "cancel a response"):
             return failure
-        head = decoded(self.good(answer, "cancel a response").content)
+        head = parse_response_object(self.require_success(answer, "cancel a response").content)
         return ChangeResult(id=response_id, done=True, result=(head and head.status) or "cancelled")
 
     async def delete(self, response_id: str) -> ChangeResult:
-        if nowhere(response_id):
-            return failed(response_id, unknown(self.name, response_id))
-        answer = await self.ask("DELETE", path(response_id))
-        if failure := await self.missing(answer, response_id, "delete a response"):
+        if is_unroutable_id(response_id):
+            return make_failed_result(response_id, make_unknown_error(self.name, response_id))
+        answer = await self.request_route("DELETE", make_response_path(response_id))
+        if failure := await self.find_failure(answer, response_id, "delete a response"):
             return failure
-        self.good(answer, "delete a response")
+        self.require_success(answer, "delete a response")
         return ChangeResult(id=response_id, done=True, result="deleted")
 
-    async def owner(self) -> str:
+    async def fetch_owner(self) -> str:
         """The owner of these responses: a hash of the key, empty if the server needs none.
 
         Raises:
@@ -203,14 +215,14 @@ class Http:
         """
         authorization = self.client.headers.get("Authorization", "")
         bare = {"Authorization": ""} if authorization else {}
-        answer = await self.send("GET", f"{self.endpoint.url}/v1/models", headers=bare)
+        answer = await self.send_request("GET", f"{self.endpoint.url}/v1/models", headers=bare)
         if answer.status_code not in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
             return ""
-        return owner_of(authorization.partition(" ")[2])
+        return derive_owner(authorization.partition(" ")[2])
 
     # What answers mean
 
-    async def ask(self, method: str, path: str, **params: Any) -> httpx.Response:
+    async def request_route(self, method: str, path: str, **params: Any) -> httpx.Response:
         """A route's answer, whatever its status, but where nobody may use it now.
 
         Raises:
@@ -218,10 +230,12 @@ class Http:
                 ``responses.not-authorised`` (4).
             StoreUnavailable: the server says 503.
         """
-        answer = await self.send(method, f"{self.endpoint.url}/v1/responses{path}", params=params)
-        return self.allowed(answer)
+        answer = await self.send_request(
+            method, f"{self.endpoint.url}/v1/responses{path}", params=params
+        )
+        return self.require_access(answer)
 
-    def allowed(self, answer: httpx.Response) -> httpx.Response:
+    def require_access(self, answer: httpx.Response) -> httpx.Response:
         if answer.status_code in {httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN}:
             why, hint = "missing or rejected (VLLM_API_KEY)", "VLLM_API_KEY=… vllmops responses …"
             if self.withheld:
@@ -230,23 +244,25 @@ class Http:
             raise VllmopsError(
                 "responses.not-authorised",
                 f"{self.name} needs an API key: {why}",
-                f"{hint}{self.endpoint.or_store}",
+                f"{hint}{self.endpoint.store_hint}",
             )
         if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
             after = answer.headers.get("Retry-After", "")
             raise StoreUnavailable(
-                f"{self.name}: {refusal(answer)}",
+                f"{self.name}: {extract_error_message(answer)}",
                 float(after) if after.isascii() and after.isdigit() else 1,
             )
         return answer
 
-    async def send(self, method: str, url: str, **options: Any) -> httpx.Response:
+    async def send_request(self, method: str, url: str, **options: Any) -> httpx.Response:
         try:
-            return await http.answered(self.client, method, url, self.timeout_s, **options)
+            return await http.send_request_async(
+                self.client, method, url, self.timeout_s, **options
+            )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise self.away(error) from error
+            raise self.make_unreachable_error(error) from error
 
-    def away(self, error: Exception) -> VllmopsError:
+    def make_unreachable_error(self, error: Exception) -> VllmopsError:
         """The error of a server that can't be reached, or does not answer."""
         if isinstance(error, httpx.TimeoutException | TimeoutError) and not isinstance(
             error, httpx.ConnectTimeout | httpx.PoolTimeout
@@ -255,61 +271,62 @@ class Http:
             return VllmopsError(
                 "responses.timeout",
                 f"{self.name} did not answer within {self.timeout_s:g} s",
-                f"{check}{self.endpoint.or_store}",
+                f"{check}{self.endpoint.store_hint}",
             )
         bad = isinstance(error, httpx.RemoteProtocolError)
         fault = "gives no valid answer" if bad else "can't be reached"
         return VllmopsError(
             "responses.unreachable",
-            f"{shown(self.endpoint.url)} {fault}: {str(error) or type(error).__name__}",
-            f"vllmops ps{self.endpoint.or_store}",
+            f"{redact_url(self.endpoint.url)} {fault}: {str(error) or type(error).__name__}",
+            f"vllmops ps{self.endpoint.store_hint}",
         )
 
-    def good(self, answer: httpx.Response, doing: str) -> httpx.Response:
+    def require_success(self, answer: httpx.Response, doing: str) -> httpx.Response:
         """An answer that is what was asked for.
 
         Raises:
             VllmopsError: ``responses.no-route`` or ``responses.refused``.
         """
-        if routeless(answer):
-            raise self.lacking(doing)
+        if is_route_missing(answer):
+            raise self.make_no_route_error(doing)
         if not answer.is_success:
             raise VllmopsError(
-                "responses.refused", f"{self.name} answered {answer.status_code}: {refusal(answer)}"
+                "responses.refused",
+                f"{self.name} answered {answer.status_code}: {extract_error_message(answer)}",
             )
         return answer
 
-    async def expect(self, answer: httpx.Response, response_id: str, doing: str) -> None:
+    async def require_response(self, answer: httpx.Response, response_id: str, doing: str) -> None:
         """See that there is the route, and the response.
 
         Raises:
             VllmopsError: ``responses.unknown`` or ``responses.no-route``.
         """
         if answer.status_code == httpx.codes.METHOD_NOT_ALLOWED:
-            raise self.lacking(doing)
+            raise self.make_no_route_error(doing)
         if answer.status_code == httpx.codes.NOT_FOUND:
             # Of a response, or of the route? Whoever says it of a response names it, mostly.
             if response_id not in answer.text:
                 await self.get(response_id)
-                raise self.lacking(doing)
-            raise unknown(self.name, response_id)
+                raise self.make_no_route_error(doing)
+            raise make_unknown_error(self.name, response_id)
 
-    async def missing(
+    async def find_failure(
         self, answer: httpx.Response, response_id: str, doing: str
     ) -> ChangeResult | None:
         """The outcome where there is no such response, None if there is."""
         try:
-            await self.expect(answer, response_id, doing)
+            await self.require_response(answer, response_id, doing)
         except VllmopsError as error:
             if error.code != "responses.unknown":
                 raise
-            return failed(response_id, error)
+            return make_failed_result(response_id, error)
         return None
 
-    def lacking(self, doing: str) -> VllmopsError:
+    def make_no_route_error(self, doing: str) -> VllmopsError:
         """The error of a server without a route."""
         with ThreadPoolExecutor(1) as pool:  # an event loop runs on this thread
-            version = pool.submit(http.version, self.endpoint.url).result()
+            version = pool.submit(http.fetch_version, self.endpoint.url).result()
         if version is None and not self.endpoint.vllm:
             return VllmopsError(
                 "responses.no-route",
@@ -318,7 +335,7 @@ class Http:
             )
         who = f"vLLM {version}" if version else "vLLM"
         if self.endpoint.store:
-            hint = f"vllmops patches list -t {self.name} may show why{self.endpoint.or_store}"
+            hint = f"vllmops patches list -t {self.name} may show why{self.endpoint.store_hint}"
         else:
             hint = (
                 "start it with vllmops serve; or, with vllmops installed beside vLLM, "
@@ -331,23 +348,23 @@ class Http:
         )
 
 
-def routeless(answer: httpx.Response) -> bool:
+def is_route_missing(answer: httpx.Response) -> bool:
     """Whether there is no such route; the gateway agentic-api has a WebSocket for a list."""
     if answer.status_code == httpx.codes.BAD_REQUEST:
         return not answer.headers.get("content-type", "").startswith("application/json")
     return answer.status_code in {httpx.codes.NOT_FOUND, httpx.codes.METHOD_NOT_ALLOWED}
 
 
-def nowhere(response_id: str) -> bool:
+def is_unroutable_id(response_id: str) -> bool:
     """Whether an id leads to no response, but elsewhere, as a part of a path."""
     return response_id in {"", ".", ".."}
 
 
-def path(response_id: str) -> str:
+def make_response_path(response_id: str) -> str:
     return "/" + quote(response_id, safe="")
 
 
-class Rescued(NamedTuple):
+class ResponseIdentity(NamedTuple):
     """As much of a response object as names it."""
 
     id: str = ""
@@ -358,16 +375,16 @@ RESCUED = msgspec.json.Decoder(dict[str, msgspec.Raw])
 TEXT = msgspec.json.Decoder(str)
 
 
-def head_of(document: bytes) -> Rescued:
+def parse_response_identity(document: bytes) -> ResponseIdentity:
     """What names a response, nothing if it has no name."""
     try:
         parts = RESCUED.decode(document)
     except BROKEN:
-        return Rescued()
-    return Rescued(text(parts.get("id")), text(parts.get("status")))
+        return ResponseIdentity()
+    return ResponseIdentity(parse_text(parts.get("id")), parse_text(parts.get("status")))
 
 
-def text(part: msgspec.Raw | None) -> str:
+def parse_text(part: msgspec.Raw | None) -> str:
     """A text from its JSON, empty if it is none."""
     try:
         return TEXT.decode(part) if part is not None else ""
@@ -375,11 +392,11 @@ def text(part: msgspec.Raw | None) -> str:
         return ""
 
 
-def made(document: bytes) -> Response:
+def parse_response(document: bytes) -> Response:
     """A response from its object; as much as is there from one that is damaged."""
-    head = decoded(document)
+    head = parse_response_object(document)
     if head is None:
-        name = head_of(document)
+        name = parse_response_identity(document)
         return Response(
             id=name.id, owner="", model="", status=name.status, created_at=0.0, body=document
         )
@@ -394,7 +411,7 @@ def made(document: bytes) -> Response:
     )
 
 
-def decoded(document: bytes) -> shape.Document | None:
+def parse_response_object(document: bytes) -> shape.ResponseObject | None:
     """A response object, None if it is none."""
     try:
         return shape.DOCUMENT.decode(document)
@@ -402,7 +419,7 @@ def decoded(document: bytes) -> shape.Document | None:
         return None
 
 
-def keep(data: bytes, kept: list[Events]) -> None:
+def append_event(data: bytes, kept: list[EventBatch]) -> None:
     """Add the data of an event of a stream to those that were found."""
     try:
         event = SAID.decode(data)
@@ -413,10 +430,10 @@ def keep(data: bytes, kept: list[Events]) -> None:
     if kept and kept[-1].first + len(kept[-1].events) == event.sequence_number:
         kept[-1].events.append(data)
     else:
-        kept.append(Events(event.sequence_number, [data]))
+        kept.append(EventBatch(event.sequence_number, [data]))
 
 
-def refusal(answer: httpx.Response) -> str:
+def extract_error_message(answer: httpx.Response) -> str:
     """The message in a server's refusal."""
     try:
         body = answer.json()
@@ -427,7 +444,7 @@ def refusal(answer: httpx.Response) -> str:
     return str(message or answer.text or answer.reason_phrase)[:LETTERS]
 
 
-def blames(answer: httpx.Response, param: str) -> bool:
+def is_parameter_error(answer: httpx.Response, param: str) -> bool:
     """Whether a server's refusal blames a parameter."""
     try:
         return bool(answer.json()["error"]["param"] == param)

@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from socket import AF_INET6
 from urllib.parse import parse_qs, urlsplit
 
-from ..connections import SILENT_S, Bounded
+from ..connections import SILENT_S, BoundedServerMixin
 from ..errors import VllmopsError
-from ..instances.record import Folder
-from ..protocol.identity import boot_id
-from ..protocol.probe import WORDS, Verdict
+from ..instances.record import InstanceFolder
+from ..protocol.identity import read_boot_id
+from ..protocol.probe import WORDS, ProbeResult
 from ..quick_probe import FILE
 
 HOLDS_S = 30.0  # a watch collects evidence for as long, and does not look meanwhile
@@ -24,7 +24,7 @@ REST_S = 5.0  # between two writes of the same verdict
 PATHS = {"/livez": "liveness", "/readyz": "readiness", "/startupz": "startup"}
 
 
-class Board:
+class ProbeBoard:
     """The last verdict of a watch.
 
     Args:
@@ -32,14 +32,16 @@ class Board:
         interval_s: seconds between two looks.
     """
 
-    def __init__(self, folder: Folder | None, interval_s: float) -> None:
+    def __init__(self, folder: InstanceFolder | None, interval_s: float) -> None:
         self.folder = folder
         self.holds_s = HOLDS_S + 2 * interval_s
-        self.verdict = Verdict(live=True, ready=False, started=False, reason="nobody has looked")
+        self.verdict = ProbeResult(
+            live=True, ready=False, started=False, reason="nobody has looked"
+        )
         self.until = 0.0
         self.written = 0.0
 
-    def show(self, verdict: Verdict, started_at: float | None) -> None:
+    def publish(self, verdict: ProbeResult, started_at: float | None) -> None:
         """Show a verdict from now on; on a full disk the file stays as it is, and grows old.
 
         Args:
@@ -52,7 +54,12 @@ class Board:
             return
         path = self.folder.path / FILE
         new = path.with_suffix(".new")
-        content = {"start": started_at, "boot": boot_id(), "until": self.until, "verdict": verdict}
+        content = {
+            "start": started_at,
+            "boot": read_boot_id(),
+            "until": self.until,
+            "verdict": verdict,
+        }
         with suppress(OSError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
             with open(os.open(new, flags, 0o600), "w") as file:
@@ -60,14 +67,14 @@ class Board:
             new.replace(path)
             self.written = now
 
-    def last(self) -> Verdict:
+    def get_current_result(self) -> ProbeResult:
         """The verdict; a server that is not looked at any more is not said to be ready."""
         if self.until and time.monotonic() > self.until:
             return self.verdict._replace(ready=False, reason="its watch does not look any more")
         return self.verdict
 
 
-class Listener(Bounded, HTTPServer):
+class ProbeServer(BoundedServerMixin, HTTPServer):
     """Answers ``/livez``, ``/readyz`` and ``/startupz`` from threads of its own.
 
     Args:
@@ -78,13 +85,13 @@ class Listener(Bounded, HTTPServer):
         VllmopsError: ``port.taken`` or ``host.unknown``.
     """
 
-    def __init__(self, place: tuple[str, int], verdict: Callable[[], Verdict]) -> None:
+    def __init__(self, place: tuple[str, int], verdict: Callable[[], ProbeResult]) -> None:
         host, port = place
         self.verdict = verdict
         if ":" in host:
             self.address_family = AF_INET6
         try:
-            super().__init__(place, Handler)
+            super().__init__(place, ProbeHandler)
         except OSError as error:
             unknown = not error.errno or error.errno < 0  # of getaddrinfo
             raise VllmopsError(
@@ -95,26 +102,26 @@ class Listener(Bounded, HTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
-class Handler(BaseHTTPRequestHandler):
+class ProbeHandler(BaseHTTPRequestHandler):
     """Answers one probe: 200, or 503 and why."""
 
     timeout = SILENT_S
     wbufsize = 1 << 12
-    server: Listener
+    server: ProbeServer
 
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         kind = PATHS.get(url.path)
         if kind is None:
-            self.answer(404, f"there are {', '.join(PATHS)}\n")
+            self.send_text(404, f"there are {', '.join(PATHS)}\n")
             return
         found = self.server.verdict()
-        text = f"{found.line(kind)}\n"
+        text = f"{found.format_answer(kind)}\n"
         if "verbose" in parse_qs(url.query, keep_blank_values=True):
-            text += "".join(f"[{'+' if found.says(k) else '-'}] {WORDS[k]}\n" for k in WORDS)
-        self.answer(200 if found.says(kind) else 503, text)
+            text += "".join(f"[{'+' if found.has_passed(k) else '-'}] {WORDS[k]}\n" for k in WORDS)
+        self.send_text(200 if found.has_passed(kind) else 503, text)
 
-    def answer(self, status: int, text: str) -> None:
+    def send_text(self, status: int, text: str) -> None:
         content = text.encode()
         self.send_response(status)
         self.send_header("Content-Type", "text/plain; charset=utf-8")

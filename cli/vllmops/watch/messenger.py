@@ -19,17 +19,17 @@ import msgspec
 
 from .. import background
 from ..errors import VllmopsError
-from ..protocol.text import encoded
-from ..protocol.watch import Event
-from ..targets import split
-from ..vllm_api.http import ask
+from ..protocol.text import encode_json
+from ..protocol.watch import WatchEvent
+from ..targets import split_url
+from ..vllm_api.http import send_request
 
 HOOK_S = 30.0
 POST_S, TRIES, PAUSE_S = 5.0, 3, 1.0
 FLUSH_S = 60.0
 LETTERS = 30_000  # Linux starts no program with 128 KiB in a variable
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
-EVENTS = msgspec.json.Decoder(Event)
+EVENTS = msgspec.json.Decoder(WatchEvent)
 
 
 class Messenger:
@@ -41,18 +41,20 @@ class Messenger:
     """
 
     def __init__(
-        self, receivers: Sequence[Callable[[Event], None]], report: Callable[[str], None]
+        self, receivers: Sequence[Callable[[WatchEvent], None]], report: Callable[[str], None]
     ) -> None:
         self.receivers = receivers
         self.report = report
-        self.events: queue.Queue[Event] = queue.Queue()
+        self.events: queue.Queue[WatchEvent] = queue.Queue()
         self.left = 0
         self.idle = threading.Condition()
-        background.thread(
-            "messenger", self.run, background.ErrorReporter("an event was not delivered", report)
+        background.start_repeating_thread(
+            "messenger",
+            self.deliver_next,
+            background.ErrorReporter("an event was not delivered", report),
         )
 
-    def send(self, event: Event) -> None:
+    def send(self, event: WatchEvent) -> None:
         """Queue an event; returns at once."""
         with self.idle:
             self.left += 1
@@ -63,19 +65,19 @@ class Messenger:
         with self.idle:
             self.idle.wait_for(lambda: not self.left, seconds)
 
-    def run(self) -> None:
+    def deliver_next(self) -> None:
         """Deliver one event."""
         event = self.events.get()
         try:
-            event = EVENTS.decode(encoded(event))
+            event = EVENTS.decode(encode_json(event))
             for receive in self.receivers:
-                self.give(receive, event)
+                self.call_receiver(receive, event)
         finally:
             with self.idle:
                 self.left -= 1
                 self.idle.notify_all()
 
-    def give(self, receive: Callable[[Event], None], event: Event) -> None:
+    def call_receiver(self, receive: Callable[[WatchEvent], None], event: WatchEvent) -> None:
         """Call one receiver; its failure does not affect the others."""
         try:
             receive(event)
@@ -87,7 +89,7 @@ class Messenger:
                 self.report(text)
 
 
-class Hook:
+class CommandHook:
     """A command that is run with each event: in its environment, and as JSON on its input.
 
     Args:
@@ -104,11 +106,11 @@ class Hook:
         try:
             self.words = shlex.split(command)
         except ValueError as error:
-            raise no_command(command, str(error).lower()) from error
+            raise make_no_command_error(command, str(error).lower()) from error
         if not self.words or not shutil.which(self.words[0]):
-            raise no_command(command, "no such program")
+            raise make_no_command_error(command, "no such program")
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: WatchEvent) -> None:
         """Run it.
 
         Raises:
@@ -117,26 +119,26 @@ class Hook:
         try:
             process = subprocess.Popen(
                 self.words,
-                env={**os.environ, **facts(event)},
+                env={**os.environ, **build_hook_environment(event)},
                 stdin=subprocess.PIPE,
                 # Standard output is for the one envelope of --json.
                 stdout=sys.stderr.fileno(),
                 start_new_session=True,
             )
         except OSError as error:
-            raise failed(self.words[0], f"can't be run: {error.strerror}") from error
+            raise make_hook_error(self.words[0], f"can't be run: {error.strerror}") from error
         try:
             process.communicate(msgspec.json.encode(event), self.limit_s)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            raise failed(self.words[0], f"was killed after {self.limit_s:g} s") from None
+            raise make_hook_error(self.words[0], f"was killed after {self.limit_s:g} s") from None
         if process.returncode:
-            raise failed(self.words[0], f"ended with {process.returncode}")
+            raise make_hook_error(self.words[0], f"ended with {process.returncode}")
 
 
-def facts(event: Event) -> dict[str, str]:
+def build_hook_environment(event: WatchEvent) -> dict[str, str]:
     """An event as environment variables."""
     fields = {
         "EVENT": event.event,
@@ -172,14 +174,14 @@ class Webhook:
         self.url = url
         self.pause_s = pause_s
         try:
-            parts = split(url)
+            parts = split_url(url)
         except VllmopsError as error:
             error.hint = "--webhook wants an http or https URL"
             raise
         # Its path and its query may be secret.
         self.where = f"{parts.scheme}://{parts.hostname}/…"
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: WatchEvent) -> None:
         """Post it; what may pass is tried again.
 
         Raises:
@@ -190,7 +192,7 @@ class Webhook:
             if number:
                 time.sleep(number * self.pause_s)
             try:
-                answer = ask(
+                answer = send_request(
                     "POST",
                     self.url,
                     POST_S,
@@ -211,7 +213,7 @@ class Webhook:
         )
 
 
-def no_command(command: str, why: str) -> VllmopsError:
+def make_no_command_error(command: str, why: str) -> VllmopsError:
     return VllmopsError(
         "watch.no-command",
         f"--exec {command!r} can't be run: {why}",
@@ -219,6 +221,6 @@ def no_command(command: str, why: str) -> VllmopsError:
     )
 
 
-def failed(program: str, why: str) -> VllmopsError:
+def make_hook_error(program: str, why: str) -> VllmopsError:
     """The error of a hook, without its arguments: it is logged, and they may have a token."""
     return VllmopsError("watch.hook", f"the command {program!r} {why}")

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import VllmopsError
-from ..protocol.watch import Event
+from ..protocol.watch import WatchEvent
 
 if TYPE_CHECKING:
     from opentelemetry._logs import Logger
@@ -28,16 +28,20 @@ LOUD: Final = frozenset({"stalled", "failed", "trouble"})
 SENT: Final = ("server", "model", "number", "seconds", "code", "subject", "victims", "findings")
 
 
-def collector(environment: Mapping[str, str]) -> Callable[[Event], None] | None:
+def make_otlp_sender(environment: Mapping[str, str]) -> Callable[[WatchEvent], None] | None:
     """What sends events to a collector; None where the environment names none.
 
     Raises:
         VllmopsError: ``watch.otlp`` where OpenTelemetry is not installed, or can't do it.
     """
     off = environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    if off or environment.get("OTEL_LOGS_EXPORTER") == "none" or not first(environment, ENDPOINTS):
+    if (
+        off
+        or environment.get("OTEL_LOGS_EXPORTER") == "none"
+        or not find_first_value(environment, ENDPOINTS)
+    ):
         return None
-    protocol = first(environment, PROTOCOLS) or GRPC
+    protocol = find_first_value(environment, PROTOCOLS) or GRPC
     if protocol not in EXPORTERS:
         message = f"the protocol {protocol!r} is none of {', '.join(EXPORTERS)}"
         raise VllmopsError("watch.otlp", f"{LOST}: {message}")
@@ -48,15 +52,15 @@ def collector(environment: Mapping[str, str]) -> Callable[[Event], None] | None:
     if not installed:
         hint = "pip install 'vllmops-cli[otel]'"
         raise VllmopsError("watch.otlp", f"{LOST}: OpenTelemetry is not installed", hint)
-    return Collector(EXPORTERS[protocol])
+    return OtlpSender(EXPORTERS[protocol])
 
 
-def first(environment: Mapping[str, str], names: Sequence[str]) -> str:
+def find_first_value(environment: Mapping[str, str], names: Sequence[str]) -> str:
     """The value of the first variable that has one, empty if none has."""
     return next((value for name in names if (value := environment.get(name))), "")
 
 
-class Collector:
+class OtlpSender:
     """Sends each event as a log record; imports OpenTelemetry with the first.
 
     Args:
@@ -83,19 +87,19 @@ class Collector:
         exporter = importlib.import_module(self.module).OTLPLogExporter()
         export = exporter.export
 
-        def noted(batch: Any) -> Any:
+        def export_and_note(batch: Any) -> Any:
             result = export(batch)
             self.sent = result is LogRecordExportResult.SUCCESS
             return result
 
-        exporter.export = noted
+        exporter.export = export_and_note
         named = "OTEL_SERVICE_NAME" in os.environ
         resource = Resource.create({} if named else {"service.name": "vllmops"})
         provider = LoggerProvider(resource=resource, shutdown_on_exit=False)
         provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
         return provider.get_logger("vllmops")
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: WatchEvent) -> None:
         """Send it; tries again for 10 seconds, or what ``OTEL_EXPORTER_OTLP_TIMEOUT`` says.
 
         Raises:

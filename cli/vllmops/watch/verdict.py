@@ -6,16 +6,16 @@ import re
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ..diagnose.doctor import Diagnosis, cause
+from ..diagnose.doctor import Diagnosis, find_cause
 from ..diagnose.findings import Finding
-from ..diagnose.overdue import overdue
-from ..diagnose.places import Position, place_of
-from ..diagnose.progress import FINAL, UNSEEN, Stall, living
-from ..instances.record import State
+from ..diagnose.overdue import compute_step_deadline
+from ..diagnose.places import ThreadPosition, find_thread_position
+from ..diagnose.progress import FINAL, UNSEEN, Stall, select_live_heartbeats
+from ..instances.record import InstanceState
 from ..instances.servers import Server
-from ..protocol.place import who
-from ..protocol.probe import VITAL, Verdict, judge
-from ..protocol.server import Observation, ProcessState, ServerSnapshot
+from ..protocol.place import format_process
+from ..protocol.probe import VITAL, ProbeResult, judge_state
+from ..protocol.server import ProcessState, ServerSample, ServerSnapshot
 
 # Whatever it is, so long without progress is no work: not a prompt of many tokens.
 LONG_S = 120.0
@@ -48,7 +48,7 @@ OUTSIDE = {
 ENCODER = re.compile(r"encoder|embed_multimodal|vision_(?:tower|model)")
 
 
-class Proof(NamedTuple):
+class StallProof(NamedTuple):
     """What makes a stall sure.
 
     Args:
@@ -60,12 +60,12 @@ class Proof(NamedTuple):
     why: str = ""
 
 
-def proof(
+def prove_stalls(
     found: Sequence[Stall],
     snapshot: ServerSnapshot,
     diagnosis: Diagnosis,
     apart: Sequence[tuple[float, float]] = (),
-) -> Proof:
+) -> StallProof:
     """From when on stalls are sure.
 
     A step of a long prompt keeps one place in the stacks for half a minute, as a hang does. What
@@ -77,36 +77,36 @@ def proof(
         diagnosis: of that.
         apart: earlier stalls, from when to when in seconds since the epoch.
     """
-    why, explained = cause(found, diagnosis), diagnosis.explanation
+    why, explained = find_cause(found, diagnosis), diagnosis.explanation
     if any(stall.code in FINAL for stall in found) or why.code in FACTS:
-        return Proof(0.0, why.title)
-    if starving(snapshot):
-        return Proof(LONG_S)
+        return StallProof(0.0, why.title)
+    if is_cpu_starved(snapshot):
+        return StallProof(LONG_S)
     if why.code in PROOFS:
-        return Proof(0.0, why.title)
-    if explained and explained.verdict == "hang" and not works(snapshot, why):
-        return Proof(0.0, f"{why.title}, and nothing computes")
+        return StallProof(0.0, why.title)
+    if explained and explained.verdict == "hang" and not is_computing(snapshot, why):
+        return StallProof(0.0, f"{why.title}, and nothing computes")
     stuck = {stall.subject for stall in found if stall.doubt in {"", "writing"}}
-    engines = [each for each in snapshot.recordings if each.alive and who(each) in stuck]
-    if not engines or excused(snapshot):
-        return Proof(LONG_S)
-    if idle(snapshot):
-        return Proof(0.0, "nothing computes, and nothing outside the server is waited for")
+    engines = [each for each in snapshot.recordings if each.alive and format_process(each) in stuck]
+    if not engines or can_take_long(snapshot):
+        return StallProof(LONG_S)
+    if is_idle(snapshot):
+        return StallProof(0.0, "nothing computes, and nothing outside the server is waited for")
     # Data parallel ranks step together: each waits for the one with the longest prompt.
     steps = {p.pid: p.beat.current_step for look in snapshot.looks[-1:] for p in look.pulses}
     paces = [
-        overdue(each, steps.get(each.pid), apart)
+        compute_step_deadline(each, steps.get(each.pid), apart)
         for each in snapshot.recordings
-        if each in engines or (each.alive and each.open)
+        if each in engines or (each.alive and each.open_step)
     ]
-    known, slow = [pace for pace in paces if pace], slowness(snapshot)
+    known, slow = [pace for pace in paces if pace], compute_slowdown(snapshot)
     if slow is None or len(known) < len(paces):
-        return Proof(LONG_S)
+        return StallProof(LONG_S)
     last = max(known)
-    return Proof(min(slow * last.after_s, LONG_S), last.why)
+    return StallProof(min(slow * last.after_s, LONG_S), last.why)
 
 
-def excused(snapshot: ServerSnapshot) -> bool:
+def can_take_long(snapshot: ServerSnapshot) -> bool:
     """Whether a step may take long for a reason that its size does not tell."""
     if any(each.steps and each.steps[-1].deferred for each in snapshot.recordings):
         return True  # for a transfer, from elsewhere
@@ -119,11 +119,13 @@ def excused(snapshot: ServerSnapshot) -> bool:
     return (
         not inside
         or not all(process.threads for process in inside)
-        or any(is_apart(place_of(p, thread)) for p in inside for thread in p.threads)
+        or any(
+            is_outside_step(find_thread_position(p, thread)) for p in inside for thread in p.threads
+        )
     )
 
 
-def is_apart(place: Position) -> bool:
+def is_outside_step(place: ThreadPosition) -> bool:
     """Whether a thread does, or waits for, what is no part of most steps."""
     return (
         place.wait in OUTSIDE
@@ -133,26 +135,26 @@ def is_apart(place: Position) -> bool:
     )
 
 
-def idle(snapshot: ServerSnapshot) -> bool:
+def is_idle(snapshot: ServerSnapshot) -> bool:
     """Whether no process and no GPU does anything."""
     vital = {p.pid for look in snapshot.looks[-1:] for p in look.processes if p.role in VITAL}
-    return bool(vital) and not active(snapshot, vital)
+    return bool(vital) and not is_active(snapshot, vital)
 
 
-def slowness(snapshot: ServerSnapshot) -> float | None:
+def compute_slowdown(snapshot: ServerSnapshot) -> float | None:
     """How many times longer a step takes because others have the processors; None if unknown."""
     last = snapshot.looks[-1].processes if snapshot.looks else ()
     inside = {process.pid for process in last if process.role in STEPPING}
     if any(process.state == UNSEEN for process in last):
         return None
-    wanted = demands(snapshot)
+    wanted = compute_cpu_demands(snapshot)
     busiest = max(inside, key=lambda pid: wanted.get(pid, 0.0), default=0)
     if wanted.get(busiest, 0.0) >= BUSY:
-        return 1.0 / min(max(shares(snapshot)[busiest], LEAST), 1.0)
-    return None if inside & hindered(snapshot) else 1.0
+        return 1.0 / min(max(compute_cpu_shares(snapshot)[busiest], LEAST), 1.0)
+    return None if inside & find_hindered_pids(snapshot) else 1.0
 
 
-def hindered(snapshot: ServerSnapshot) -> set[int]:
+def find_hindered_pids(snapshot: ServerSnapshot) -> set[int]:
     """The processes that could go on but get no processor, wait for a disk, or can't be seen."""
     found = [
         {process.pid for process in look.processes if process.state in HINDERED}
@@ -161,28 +163,30 @@ def hindered(snapshot: ServerSnapshot) -> set[int]:
     return set[int].intersection(*found) if found else set()
 
 
-def shares(snapshot: ServerSnapshot) -> dict[int, float]:
+def compute_cpu_shares(snapshot: ServerSnapshot) -> dict[int, float]:
     """How much of a processor each process has used of late, by pid."""
     return {
         pid: (after.cpu_s - before.cpu_s) / apart_s
-        for pid, (before, after, apart_s) in spans(snapshot).items()
+        for pid, (before, after, apart_s) in pair_recent_states(snapshot).items()
     }
 
 
-def demands(snapshot: ServerSnapshot) -> dict[int, float]:
+def compute_cpu_demands(snapshot: ServerSnapshot) -> dict[int, float]:
     """How much of a processor each process has used of late, or would have if it could."""
-    missed = waits(snapshot)
-    return {pid: share + missed.get(pid, 0.0) for pid, share in shares(snapshot).items()}
+    missed = compute_cpu_waits(snapshot)
+    return {
+        pid: share + missed.get(pid, 0.0) for pid, share in compute_cpu_shares(snapshot).items()
+    }
 
 
-def waits(snapshot: ServerSnapshot) -> dict[int, float]:
+def compute_cpu_waits(snapshot: ServerSnapshot) -> dict[int, float]:
     """The share of time in which each main thread could compute, and others had the processor.
 
     A thread that only wakes up to look for something waits for its turns, too, but they are short,
     and so are the waits.
     """
     found = {}
-    for pid, (before, after, apart_s) in spans(snapshot).items():
+    for pid, (before, after, apart_s) in pair_recent_states(snapshot).items():
         if before.main and after.main:
             turns = after.main.count - before.main.count
             ran_s = after.main.ran_s - before.main.ran_s
@@ -192,10 +196,14 @@ def waits(snapshot: ServerSnapshot) -> dict[int, float]:
     return found
 
 
-def starving(snapshot: ServerSnapshot) -> bool:
+def is_cpu_starved(snapshot: ServerSnapshot) -> bool:
     """Whether a process of the server gets next to no processor: then its stacks stand anyway."""
     states = {p.pid: p for look in snapshot.looks[-1:] for p in look.processes if p.role in VITAL}
-    used, missed, kept = shares(snapshot), waits(snapshot), hindered(snapshot)
+    used, missed, kept = (
+        compute_cpu_shares(snapshot),
+        compute_cpu_waits(snapshot),
+        find_hindered_pids(snapshot),
+    )
     return any(
         used.get(pid, BUSY) < LEAST
         and (missed.get(pid, 0.0) >= HALF or (pid in kept and process.state != UNSEEN))
@@ -203,7 +211,9 @@ def starving(snapshot: ServerSnapshot) -> bool:
     )
 
 
-def spans(snapshot: ServerSnapshot) -> dict[int, tuple[ProcessState, ProcessState, float]]:
+def pair_recent_states(
+    snapshot: ServerSnapshot,
+) -> dict[int, tuple[ProcessState, ProcessState, float]]:
     """Each process at the first and at the last look of late, and the seconds between."""
     first, last = dict[int, tuple[float, ProcessState]](), dict[int, tuple[float, ProcessState]]()
     for look in snapshot.looks:
@@ -218,36 +228,36 @@ def spans(snapshot: ServerSnapshot) -> dict[int, tuple[ProcessState, ProcessStat
     }
 
 
-def works(snapshot: ServerSnapshot, why: Finding) -> bool:
+def is_computing(snapshot: ServerSnapshot, why: Finding) -> bool:
     """Whether the processes that a finding is about compute; all of them if it names none.
 
     An engine by itself waits for its workers, so they are meant, too, where they can be seen.
     """
-    last = {pid: after for pid, (_, after, _) in spans(snapshot).items()}
+    last = {pid: after for pid, (_, after, _) in pair_recent_states(snapshot).items()}
     named = last.keys() & set(map(int, NUMBER.findall(why.subject))) or set(last)
     ranks = {(last[pid].node, last[pid].dp_rank) for pid in named if last[pid].role == "engine"}
     workers = {pid for pid, p in last.items() if p.role == "worker" and p.state != UNSEEN}
     if workers.isdisjoint(named):
         named |= {pid for pid in workers if (last[pid].node, last[pid].dp_rank) in ranks}
-    return not named or active(snapshot, named)
+    return not named or is_active(snapshot, named)
 
 
-def active(snapshot: ServerSnapshot, pids: Collection[int]) -> bool:
+def is_active(snapshot: ServerSnapshot, pids: Collection[int]) -> bool:
     """Whether one of these processes, or any GPU, works, or would if it could."""
-    wanted = demands(snapshot)
+    wanted = compute_cpu_demands(snapshot)
     return (
         max((wanted.get(pid, 0.0) for pid in pids), default=0.0) >= BUSY
-        or not hindered(snapshot).isdisjoint(pids)
+        or not find_hindered_pids(snapshot).isdisjoint(pids)
         or any(gpu.busy is None or gpu.busy >= BUSY for gpu in snapshot.machine.gpus)
     )
 
 
-def likely(found: Sequence[Stall]) -> str:
+def describe_likely_stall(found: Sequence[Stall]) -> str:
     """The first stall that can hardly be anything else, in words; empty without one."""
     return next((stall.evidence for stall in found if not stall.doubt), "")
 
 
-def has_begun(look: Observation) -> bool:
+def is_server_up(look: ServerSample) -> bool:
     """Whether a server that has no record is up: its front end runs, or its engines schedule."""
     engines = [pulse.beat for pulse in look.pulses if pulse.role == "engine"]
     return (
@@ -257,9 +267,9 @@ def has_begun(look: Observation) -> bool:
     )
 
 
-def verdict(
+def judge_server(
     server: Server,
-    look: Observation | None,
+    look: ServerSample | None,
     *,
     begun: bool = False,
     over: bool = False,
@@ -267,7 +277,7 @@ def verdict(
     sure: bool = False,
     evidence: str = "",
     note: str = "",
-) -> Verdict:
+) -> ProbeResult:
     """The verdict on a server.
 
     Args:
@@ -281,16 +291,21 @@ def verdict(
         note: which of its nodes do not answer.
     """
     unready = dict.fromkeys(
-        pulse.beat.unready for pulse in (living(look) if look else ()) if pulse.beat.unready
+        pulse.beat.unready
+        for pulse in (select_live_heartbeats(look) if look else ())
+        if pulse.beat.unready
     )
     if record := server.record:
         state, stage = record.state, record.stage
     elif over:
-        state, stage = State.FAILED, ""
+        state, stage = InstanceState.FAILED, ""
     else:
-        begun = begun or (look is not None and has_begun(look))
-        state, stage = (State.READY if begun else State.STARTING), "it does not answer yet"
-    return judge(
+        begun = begun or (look is not None and is_server_up(look))
+        state, stage = (
+            (InstanceState.READY if begun else InstanceState.STARTING),
+            "it does not answer yet",
+        )
+    return judge_state(
         state,
         stage,
         unready=unready,

@@ -16,22 +16,22 @@ from typing import Any, Protocol
 from .. import background
 from ..background import ErrorReporter
 from ..bundle.redact import Redactor
-from ..caches.repair import Report
+from ..caches.repair import RepairReport
 from ..diagnose import doctor, progress
 from ..diagnose.progress import PATIENCE_S, Stall
 from ..diagnose.stacks import StackFinding
-from ..diagnose.vigil import CHECKS, INTERVAL_S, Vigil, key, names
+from ..diagnose.vigil import CHECKS, INTERVAL_S, StallDetector, list_stall_subjects, make_stall_key
 from ..errors import VllmopsError
-from ..heal.heal import Healed
-from ..host.swap import Swapping
+from ..heal.heal import HealResult
+from ..host.swap import SwapMonitor
 from ..instances.servers import Server
-from ..protocol.place import who
-from ..protocol.probe import Verdict
-from ..protocol.repairs import Change, ProcessRepair
-from ..protocol.server import Observation, ServerSnapshot
-from ..protocol.watch import Event
+from ..protocol.place import format_process
+from ..protocol.probe import ProbeResult
+from ..protocol.repairs import CacheChange, ProcessRepair
+from ..protocol.server import ServerSample, ServerSnapshot
+from ..protocol.watch import WatchEvent
 from . import verdict as verdicts
-from .watched import Phase
+from .watched import ServerPhase
 
 # After a false alarm: reading stacks stops the processes for a moment.
 DOUBT_S = 60.0
@@ -54,7 +54,7 @@ QUOTING = ("title", "evidence")
 
 
 @dataclass(frozen=True)
-class Plan:
+class WatchPlan:
     """How to watch, and what to do.
 
     Args:
@@ -80,33 +80,33 @@ class Plan:
     restart: bool = False
 
 
-class Subject(Protocol):
-    """What is watched; see `watched.Watched`."""
+class WatchSubject(Protocol):
+    """What is watched; see `watched.WatchedServer`."""
 
     server: Server
 
     @property
-    def final(self) -> bool: ...
+    def is_final(self) -> bool: ...
     @property
-    def failed(self) -> bool: ...
+    def has_failed(self) -> bool: ...
     @property
-    def why(self) -> str: ...
+    def down_reason(self) -> str: ...
     @property
     def note(self) -> str: ...
-    def phase(self) -> Phase: ...
-    def look(self, *, ask: bool) -> Observation: ...
-    def prepare(self) -> None: ...
-    def capture(
-        self, looks: Sequence[Observation], patience_s: float, stop: threading.Event, *, sure: bool
+    def read_phase(self) -> ServerPhase: ...
+    def take_sample(self, *, ask: bool) -> ServerSample: ...
+    def prepare_evidence(self) -> None: ...
+    def take_snapshot(
+        self, looks: Sequence[ServerSample], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot: ...
-    def save(self, folder: Path) -> Path: ...
-    def repair(self) -> Report: ...
-    def heal(self, *, unseen: bool = False) -> Healed: ...
+    def save_evidence(self, folder: Path) -> Path: ...
+    def repair_caches(self) -> RepairReport: ...
+    def heal_server(self, *, unseen: bool = False) -> HealResult: ...
     def restart(self) -> None: ...
 
 
 @dataclass
-class Ongoing:
+class OngoingStall:
     """A stall that lasts.
 
     Args:
@@ -115,7 +115,7 @@ class Ongoing:
         kept: where its evidence is; empty if it could not be written.
         text: what makes no progress.
         proof: from when on it is sure.
-        about: what it is about, as `vigil.names` gives it.
+        about: what it is about, as `vigil.list_stall_subjects` gives it.
         restart_at: when to restart, by the monotonic clock; None for never.
         heal_at: when to heal next, by the monotonic clock, the next times first.
     """
@@ -124,21 +124,21 @@ class Ongoing:
     began: float
     kept: str
     text: str
-    proof: verdicts.Proof
+    proof: verdicts.StallProof
     about: frozenset[str]
     restart_at: float | None = None
     heal_at: list[float] = field(default_factory=list)
 
 
 @dataclass
-class Diary:
+class EventHistory:
     """The events reported: the count of each, and the last ones."""
 
     counts: Counter[str] = field(default_factory=Counter)
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT))
+    events: deque[WatchEvent] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     @property
-    def bad(self) -> int:
+    def incident_count(self) -> int:
         """Stalls and failures."""
         return self.counts["stalled"] + self.counts["failed"]
 
@@ -161,17 +161,19 @@ class Watch:
 
     def __init__(
         self,
-        subject: Subject,
-        plan: Plan,
-        tell: Callable[[Event], None],
+        subject: WatchSubject,
+        plan: WatchPlan,
+        tell: Callable[[WatchEvent], None],
         *,
         stop: threading.Event | None = None,
         flush: Callable[[], None] = lambda: None,
-        publish: Callable[[Verdict, float | None], None] = lambda *_: None,
+        publish: Callable[[ProbeResult, float | None], None] = lambda *_: None,
         swapping: Callable[[], bool] | None = None,
         now: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] | None = None,
-        beside: Callable[[Callable[[], Healed]], Future[Healed]] = background.beside,
+        beside: Callable[
+            [Callable[[], HealResult]], Future[HealResult]
+        ] = background.call_in_thread,
     ) -> None:
         self.subject = subject
         self.plan = plan
@@ -179,54 +181,54 @@ class Watch:
         self.stop = stop or threading.Event()
         self.flush = flush
         self.publish = publish
-        self.swapping = swapping or Swapping().now
+        self.swapping = swapping or SwapMonitor().is_swapping
         self.now = now
         self.wait = wait or self.stop.wait
         self.beside = beside
-        self.vigil = Vigil(plan.interval_s, plan.checks, plan.patience_s)
-        self.diary = Diary()
-        self.phase: Phase | None = None
+        self.vigil = StallDetector(plan.interval_s, plan.checks, plan.patience_s)
+        self.diary = EventHistory()
+        self.phase: ServerPhase | None = None
         self.note = ""
         self.begun = False  # a server without a record has been up
-        self.ongoing: Ongoing | None = None
+        self.ongoing: OngoingStall | None = None
         self.doubt_until = 0.0
         self.heals: deque[float] = deque(maxlen=HEALS)  # that did not help
         self.sweep_at = self.sweep_s = 0.0
-        self.sweeping: Future[Healed] | None = None
+        self.sweeping: Future[HealResult] | None = None
         # Stalls that were sure, in seconds since the epoch.
         self.apart: deque[tuple[float, float]] = deque(maxlen=KEPT)
         self.ask = True  # once at the beginning, to know the processes
         self.failures = ErrorReporter("a check failed, and the watch continues", self.report_text)
 
-    def run(self) -> Diary:
+    def run(self) -> EventHistory:
         """Watch until the plan's end, or until nothing is left to watch."""
         began = self.now()
         while not self.stop.is_set():
             round_at, after_s = self.now(), self.plan.interval_s
             try:
-                self.follow(self.subject.phase())
-                self.heed(self.subject.note)
-                if self.phase is not Phase.UP:
-                    self.show()  # how far it is, and that somebody looks
+                self.report_phase_change(self.subject.read_phase())
+                self.report_note(self.subject.note)
+                if self.phase is not ServerPhase.UP:
+                    self.publish_result()  # how far it is, and that somebody looks
                     after_s = min(after_s, AWAY_S)
-                if self.phase is Phase.OVER and self.subject.final:
+                if self.phase is ServerPhase.OVER and self.subject.is_final:
                     break
-                if self.phase is Phase.UP:
-                    after_s = self.check()
+                if self.phase is ServerPhase.UP:
+                    after_s = self.run_check()
             except Exception as error:
                 # Nobody else watches: the next check may succeed.
                 self.failures.report(error)
-            if self.plan.once and self.diary.bad:
+            if self.plan.once and self.diary.incident_count:
                 break
             left_s = began + (self.plan.for_s or float("inf")) - self.now()
             if left_s <= 0:
                 break
             # A server that does not answer makes a check last longer: the next one is as soon.
             after_s = max(round_at + after_s - self.now(), LEAST_REST * after_s)
-            self.rest(min(after_s, left_s))
+            self.wait_for_next_check(min(after_s, left_s))
         return self.diary
 
-    def show(self, stall: str = "") -> None:
+    def publish_result(self, stall: str = "") -> None:
         """Publish the verdict.
 
         Args:
@@ -242,11 +244,11 @@ class Watch:
             lasted_s = self.now() - ongoing.began
             sure = lasted_s >= ongoing.proof.after_s and not self.swapping()
             stall = "; ".join(filter(None, (ongoing.text, ongoing.proof.why if sure else "")))
-        found = verdicts.verdict(
+        found = verdicts.judge_server(
             server,
             look,
             begun=self.begun,
-            over=self.phase is Phase.OVER,
+            over=self.phase is ServerPhase.OVER,
             stall=stall,
             sure=sure,
             evidence=ongoing.kept if ongoing else "",
@@ -256,129 +258,131 @@ class Watch:
         self.publish(found, server.record.started_at if server.record else None)
 
     def report_text(self, text: str) -> None:
-        self.say("trouble", f"{self.subject.server.label}: {text}")
+        self.report_event("trouble", f"{self.subject.server.label}: {text}")
 
-    def rest(self, seconds: float) -> None:
+    def wait_for_next_check(self, seconds: float) -> None:
         """Wait; after a much longer pause, earlier checks no longer count."""
         due = self.now() + seconds
         self.wait(seconds)
         if self.now() - due > SLIP_S and not self.ongoing:
-            self.vigil.begin()
+            self.vigil.reset()
 
     # -- its life ----------------------------------------------------------------------------
 
-    def follow(self, phase: Phase) -> None:
+    def report_phase_change(self, phase: ServerPhase) -> None:
         """Report that the server has gone, or is back."""
         before, self.phase = self.phase, phase
-        if phase is Phase.UP and phase is not before:
-            self.subject.prepare()
+        if phase is ServerPhase.UP and phase is not before:
+            self.subject.prepare_evidence()
         if before is None or phase is before:
             return
         looks = self.vigil.looks
-        self.vigil.begin()
+        self.vigil.reset()
         self.ongoing, self.ask = None, True
-        self.show()
-        label, why = self.subject.server.label, self.subject.why
-        if phase is Phase.UP:
-            self.say("ready", f"{label} is ready; watching it")
-        elif phase is Phase.AWAY:
-            self.say("away", f"{label} is not serving: {why}")
-        elif self.subject.failed:
-            self.failed(looks)
+        self.publish_result()
+        label, why = self.subject.server.label, self.subject.down_reason
+        if phase is ServerPhase.UP:
+            self.report_event("ready", f"{label} is ready; watching it")
+        elif phase is ServerPhase.AWAY:
+            self.report_event("away", f"{label} is not serving: {why}")
+        elif self.subject.has_failed:
+            self.handle_unexpected_end(looks)
         else:
-            self.say("ended", f"{label} has ended: {why}")
+            self.report_event("ended", f"{label} has ended: {why}")
 
-    def heed(self, note: str) -> None:
+    def report_note(self, note: str) -> None:
         """Report what the supervisor says, once."""
         before, self.note = self.note, note
         if note and note != before:
             self.report_text(note)
 
-    def failed(self, looks: Sequence[Observation]) -> None:
+    def handle_unexpected_end(self, looks: Sequence[ServerSample]) -> None:
         """The server ended unexpectedly: keep what it left as evidence."""
-        self.subject.capture(looks, self.plan.patience_s, self.stop, sure=True)
-        kept = self.keep()
-        label, why = self.subject.server.label, self.subject.why
+        self.subject.take_snapshot(looks, self.plan.patience_s, self.stop, sure=True)
+        kept = self.save_evidence()
+        label, why = self.subject.server.label, self.subject.down_reason
         step = f"vllmops logs {label}; then vllmops restart {label}"
         text = f"{label} has ended: {why}"
-        self.say("failed", text, code="server.failed", title=why, next=step, bundle=kept)
+        self.report_event("failed", text, code="server.failed", title=why, next=step, bundle=kept)
 
     # -- looking -----------------------------------------------------------------------------
 
-    def check(self) -> float:
+    def run_check(self) -> float:
         """Check once, and act; returns the seconds until the next check."""
-        found = self.vigil.see(self.subject.look(ask=self.ask))
+        found = self.vigil.add_sample(self.subject.take_sample(ask=self.ask))
         if self.sweeping and self.sweeping.done():
-            self.swept(self.sweeping)
+            self.finish_sweep(self.sweeping)
         if self.ongoing:
-            self.go_on(self.ongoing)
+            self.handle_ongoing_stall(self.ongoing)
         elif found and not (all(s.doubt for s in found) and self.now() < self.doubt_until):
-            self.show(verdicts.likely(found))  # to collect the evidence takes a while
-            self.stalled(found)
+            self.publish_result(
+                verdicts.describe_likely_stall(found)
+            )  # to collect the evidence takes a while
+            self.handle_new_stall(found)
         elif (
             self.plan.heal
             and self.now() >= self.sweep_at
             # An image that comes slowly may be there at any time.
-            and all(stall.doubt == "work" for stall in self.vigil.standing)
+            and all(stall.doubt == "work" for stall in self.vigil.current_stalls)
         ):
-            self.sweep()
-        self.show()
-        step = self.vigil.step()
+            self.start_sweep()
+        self.publish_result()
+        step = self.vigil.plan_next_sample()
         self.ask = step.ask
         return step.after_s
 
-    def go_on(self, ongoing: Ongoing) -> None:
+    def handle_ongoing_stall(self, ongoing: OngoingStall) -> None:
         """During a known stall: check whether it is over, or whether to restart."""
-        if not self.vigil.lasts(ongoing.about):
+        if not self.vigil.is_stall_ongoing(ongoing.about):
             self.ongoing = None
             lasted = self.now() - ongoing.began
             label = self.subject.server.label
             text = f"{label} makes progress again after {lasted:.0f} s"
-            self.say("recovered", text, number=ongoing.number, seconds=lasted)
+            self.report_event("recovered", text, number=ongoing.number, seconds=lasted)
             if lasted >= ongoing.proof.after_s:
                 self.apart.append((time.time() - lasted, time.time()))
         elif ongoing.heal_at and self.now() >= ongoing.heal_at[0]:
             ongoing.heal_at.pop(0)
-            self.heal(ongoing)
+            self.heal_stall(ongoing)
         elif ongoing.restart_at is not None and self.now() >= ongoing.restart_at:
             ongoing.restart_at = None
-            self.restart(ongoing)
+            self.restart_instance(ongoing)
 
-    def stalled(self, found: list[Stall]) -> None:
+    def handle_new_stall(self, found: list[Stall]) -> None:
         """Keep the evidence, explain it, report, and act if the plan says so."""
         began = self.now() - max(stall.since_s for stall in found)
         before = len(self.vigil.looks)
         # A heartbeat that is so late is hardly ever the disk's fault.
         sure = any(stall.doubt in {"", "writing"} for stall in found)
         self.swapping()  # from here on
-        snapshot = self.subject.capture(
+        snapshot = self.subject.take_snapshot(
             self.vigil.looks, self.plan.patience_s, self.stop, sure=sure
         )
         if any(look.compilers for look in snapshot.looks[before:]):
             self.vigil.row = 0
             return
-        diagnosis = doctor.examine(snapshot, self.plan.patience_s)
-        confirmed = [stall for stall in found if stands(stall, snapshot, diagnosis)]
+        diagnosis = doctor.diagnose_snapshot(snapshot, self.plan.patience_s)
+        confirmed = [stall for stall in found if is_stall_confirmed(stall, snapshot, diagnosis)]
         if not confirmed:
-            if not verdicts.starving(snapshot):  # else it may show more later
+            if not verdicts.is_cpu_starved(snapshot):  # else it may show more later
                 self.vigil.dismiss(found)
             self.doubt_until = self.now() + DOUBT_S
             return
-        kept = self.keep()
+        kept = self.save_evidence()
         number = self.diary.counts["stalled"] + 1
-        self.ongoing = Ongoing(
+        self.ongoing = OngoingStall(
             number,
             began,
             kept,
             found[0].evidence,
-            verdicts.proof(found, snapshot, diagnosis, self.apart),
-            names(confirmed),
+            verdicts.prove_stalls(found, snapshot, diagnosis, self.apart),
+            list_stall_subjects(confirmed),
         )
-        self.show()
+        self.publish_result()
         seconds = self.now() - began
-        why = doctor.cause(found, diagnosis)
+        why = doctor.find_cause(found, diagnosis)
         label = self.subject.server.label
-        self.say(
+        self.report_event(
             "stalled",
             f"{label} has stalled for {seconds:.0f} s: {why.title} [{why.code}], {why.subject}",
             number=number,
@@ -393,72 +397,76 @@ class Watch:
             findings=tuple(finding.code for finding in diagnosis.findings),
             bundle=kept,
         )
-        repaired = self.plan.repair and self.repair(diagnosis)
+        repaired = self.plan.repair and self.repair_caches(diagnosis)
         if self.plan.heal:
             self.ongoing.heal_at = [self.now() + seconds for seconds in HEAL_AFTER_S]
         if self.plan.restart:
             self.ongoing.restart_at = self.now() + (MENDING_S if repaired else 0.0)
-        self.vigil.see(self.subject.look(ask=True))  # the last look is older than the evidence
-        self.go_on(self.ongoing)
+        self.vigil.add_sample(
+            self.subject.take_sample(ask=True)
+        )  # the last look is older than the evidence
+        self.handle_ongoing_stall(self.ongoing)
 
     # -- acting ------------------------------------------------------------------------------
 
-    def keep(self) -> str:
+    def save_evidence(self) -> str:
         """Write a bundle; returns where it is, empty if it could not be written."""
         try:
-            return str(self.subject.save(self.plan.folder))
+            return str(self.subject.save_evidence(self.plan.folder))
         except VllmopsError as error:
             self.report_failure(error)
             return ""
 
-    def repair(self, diagnosis: doctor.Diagnosis) -> bool:
+    def repair_caches(self, diagnosis: doctor.Diagnosis) -> bool:
         """Repair what was found, if it can be; returns whether anything was."""
         if not any(finding.code in REPAIRABLE for finding in diagnosis.findings):
             return False
         label = self.subject.server.label
         try:
-            report = self.subject.repair()
+            report = self.subject.repair_caches()
         except VllmopsError as error:
             self.report_failure(error)
             return False
         done = [
-            words(repair, cache.changes, cache.left)
+            describe_repair(repair, cache.changes, cache.left)
             for repair in report.repairs
             for cache in repair.caches
         ]
-        self.say("repaired", f"{label}: {'; '.join(done) or 'there was nothing to repair'}")
+        self.report_event(
+            "repaired", f"{label}: {'; '.join(done) or 'there was nothing to repair'}"
+        )
         return any(not cache.left for repair in report.repairs for cache in repair.caches)
 
-    def heal(self, ongoing: Ongoing) -> None:
+    def heal_stall(self, ongoing: OngoingStall) -> None:
         """Heal what is proven; a server that stalls again and again is left alone for a while."""
         label, now = self.subject.server.label, self.now()
         if len(self.heals) == HEALS and now - self.heals[0] < HOUR_S:
             ongoing.heal_at.clear()
-            self.say(
+            self.report_event(
                 "trouble", f"{label} is not healed: it did not help {HEALS} times within an hour"
             )
             return
         try:
-            found = self.subject.heal()
+            found = self.subject.heal_server()
         except VllmopsError as error:
             self.heals.append(now)
             self.report_failure(error)
             return
-        self.say("healed", f"{label}: {told(found)}", number=ongoing.number)
+        self.report_event("healed", f"{label}: {describe_healing(found)}", number=ongoing.number)
         if not any(outcome.done for outcome in found.outcomes):
             self.heals.append(now)
         elif ongoing.restart_at is not None:
             ongoing.restart_at = self.now() + MENDING_S
 
-    def sweep(self) -> None:
+    def start_sweep(self) -> None:
         """Begin to heal what is stuck while others go on, unless nothing is in flight."""
         beats = [pulse.beat for pulse in self.vigil.looks[-1].pulses]
         busy = any(beat.handed or beat.running or beat.waiting for beat in beats)
         if busy and not self.sweeping:
             # An agent may not answer, and the next check must not wait for that.
-            self.sweeping = self.beside(partial(self.subject.heal, unseen=True))
+            self.sweeping = self.beside(partial(self.subject.heal_server, unseen=True))
 
-    def swept(self, sweeping: Future[Healed]) -> None:
+    def finish_sweep(self, sweeping: Future[HealResult]) -> None:
         """Tell what was healed so; what can't be healed is tried ever less often."""
         self.sweeping, found = None, None
         with suppress(VllmopsError):  # a stall is told; a server without agents has no such look
@@ -467,54 +475,62 @@ class Watch:
         self.sweep_s = min(2 * self.sweep_s or SWEEP_S, HOUR_S) if left else SWEEP_S
         self.sweep_at = self.now() + self.sweep_s
         if found and found.outcomes:
-            self.say("healed", f"{self.subject.server.label}: {told(found)}")
+            self.report_event("healed", f"{self.subject.server.label}: {describe_healing(found)}")
 
-    def restart(self, ongoing: Ongoing) -> None:
+    def restart_instance(self, ongoing: OngoingStall) -> None:
         """Restart the instance, but never before its evidence is on the disk."""
         label = self.subject.server.label
         if not ongoing.kept:
-            self.say(
+            self.report_event(
                 "trouble", f"{label} is not restarted, because its evidence could not be written"
             )
             return
         text = f"{label} restarts because it stalled"
-        self.say("restarting", text, number=ongoing.number)
-        start = self.start()
+        self.report_event("restarting", text, number=ongoing.number)
+        start = self.get_run_id()
         # A receiver may want to examine the server before, or restart it itself.
         self.flush()
-        if self.subject.phase() is not self.phase or self.start() != start or self.over(ongoing):
-            self.say("trouble", f"{label} is not restarted: it has changed meanwhile")
+        if (
+            self.subject.read_phase() is not self.phase
+            or self.get_run_id() != start
+            or self.is_stall_over(ongoing)
+        ):
+            self.report_event("trouble", f"{label} is not restarted: it has changed meanwhile")
             return
         try:
             self.subject.restart()
         except VllmopsError as error:
             self.report_failure(error)
 
-    def start(self) -> str:
+    def get_run_id(self) -> str:
         """Names the start of an instance; empty for a server that vllmops did not start."""
         record = self.subject.server.record
         return record.run if record else ""
 
-    def over(self, ongoing: Ongoing) -> bool:
+    def is_stall_over(self, ongoing: OngoingStall) -> bool:
         """Whether a stall is over by a new look."""
-        self.vigil.see(self.subject.look(ask=True))
-        return not self.vigil.lasts(ongoing.about)
+        self.vigil.add_sample(self.subject.take_sample(ask=True))
+        return not self.vigil.is_stall_ongoing(ongoing.about)
 
     def report_failure(self, error: VllmopsError) -> None:
-        self.say("trouble", f"{self.subject.server.label}: {error.message}", next=error.hint)
+        self.report_event(
+            "trouble", f"{self.subject.server.label}: {error.message}", next=error.hint
+        )
 
-    def say(self, event: Any, text: str, **fields: Any) -> None:
+    def report_event(self, event: Any, text: str, **fields: Any) -> None:
         """Report an event, and keep it in the diary."""
         server = self.subject.server
         # Chat services show it, and an exception's message may repeat a prompt or a key.
-        fields |= {name: Redactor().log(fields[name]) for name in QUOTING if fields.get(name)}
-        reported = Event(
+        fields |= {
+            name: Redactor().redact_log(fields[name]) for name in QUOTING if fields.get(name)
+        }
+        reported = WatchEvent(
             event=event,
             at=time.time(),
             server=server.label,
             url=server.url,
             model=server.model,
-            text=Redactor().log(text),
+            text=Redactor().redact_log(text),
             **fields,
         )
         self.diary.counts[reported.event] += 1
@@ -522,18 +538,20 @@ class Watch:
         self.tell(reported)
 
 
-def stands(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) -> bool:
+def is_stall_confirmed(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) -> bool:
     """Whether a stall is confirmed by stacks, agents, and what was seen meanwhile."""
     if stall.doubt == "writing" and stall.since_s < progress.SURE_S:
-        still = map(key, progress.stalls(snapshot.looks, 0.0))
+        still = map(make_stall_key, progress.find_stalls(snapshot.looks, 0.0))
         # A heartbeat may only be late: it has come, or the machine had no time for it.
-        if key(stall) not in still or verdicts.starving(snapshot):
+        if make_stall_key(stall) not in still or verdicts.is_cpu_starved(snapshot):
             return False
     verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
-    return stall.is_confirmed(verdict, {progress.process_name(agent) for agent in snapshot.reports})
+    return stall.is_confirmed(
+        verdict, {progress.format_role_and_pid(agent) for agent in snapshot.reports}
+    )
 
 
-def told(found: Healed) -> str:
+def describe_healing(found: HealResult) -> str:
     """What was healed, in a line."""
     done = [
         f"{outcome.action}, {outcome.process}, {outcome.subject}: {outcome.seen}; "
@@ -543,7 +561,11 @@ def told(found: Healed) -> str:
     return "; ".join((*done, *found.problems)) or "nothing is proven that could be healed"
 
 
-def words(process: ProcessRepair, changes: Sequence[Change], left: str | None) -> str:
+def describe_repair(
+    process: ProcessRepair, changes: Sequence[CacheChange], left: str | None
+) -> str:
     """What was repaired in a cache."""
     repaired = ", ".join(f"{change.count:,.0f} {change.fault}" for change in changes)
-    return f"{who(process)}: {repaired}" + (f", left as it is: {left}" if left else " repaired")
+    return f"{format_process(process)}: {repaired}" + (
+        f", left as it is: {left}" if left else " repaired"
+    )

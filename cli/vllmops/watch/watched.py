@@ -11,21 +11,21 @@ from enum import StrEnum
 from pathlib import Path
 
 from ..bundle import bundle, collecting
-from ..bundle.collecting import STACKS, Collecting
+from ..bundle.collecting import STACKS, BundleCollector
 from ..caches import repair as repairs
-from ..diagnose.progress import DEAD, fatal
+from ..diagnose.progress import DEAD, has_fatal_stall
 from ..doctor import examine
 from ..errors import VllmopsError
 from ..heal import heal as healing
-from ..heal.heal import Healed
-from ..home import make_missing
+from ..heal.heal import HealResult
+from ..home import create_missing_folders
 from ..host import processes
 from ..host.processes import VITAL
 from ..instances import control
-from ..instances.control import Request
-from ..instances.record import Folder, Record, State
-from ..instances.servers import Server, find
-from ..protocol.server import Observation, ServerSnapshot
+from ..instances.control import ControlRequest
+from ..instances.record import InstanceFolder, InstanceRecord, InstanceState
+from ..instances.servers import Server, list_servers
+from ..protocol.server import ServerSample, ServerSnapshot
 from ..rpc import membership
 
 FIND_S = 10.0  # the process table takes long to read
@@ -36,7 +36,7 @@ CAPTURE_S = 12.0  # for evidence; it is judged and written in two more, on a bus
 COLLECT_ENV_S, PREPARED_S = 6.0, 60.0
 
 
-class Phase(StrEnum):
+class ServerPhase(StrEnum):
     """The phase of a server."""
 
     UP = "up"
@@ -44,7 +44,7 @@ class Phase(StrEnum):
     OVER = "over"
 
 
-class Watched:
+class WatchedServer:
     """A server, started by vllmops or not.
 
     Args:
@@ -59,42 +59,42 @@ class Watched:
         self.follow = follow
         self.rerun = rerun
         self.began = time.monotonic()
-        self.folder = Folder(server.name) if server.name else None
+        self.folder = InstanceFolder(server.name) if server.name else None
         self.created_at = server.record.created_at if server.record else 0.0
         self.read_at = 0
         self.found_at = 0.0
         self.dead = not server.processes
         self.whole = False
-        self.collecting: Collecting | None = None
-        self.environment: collecting.Task | None = None
+        self.collecting: BundleCollector | None = None
+        self.environment: collecting.ThreadTask | None = None
 
     # -- where it is -------------------------------------------------------------------------
 
-    def phase(self) -> Phase:
+    def read_phase(self) -> ServerPhase:
         """Its phase, as far as a file or the last check shows."""
-        return self.recorded(self.folder) if self.folder else self.stranger()
+        return self.read_recorded_phase(self.folder) if self.folder else self.find_foreign_phase()
 
-    def recorded(self, folder: Folder) -> Phase:
+    def read_recorded_phase(self, folder: InstanceFolder) -> ServerPhase:
         try:
             at = folder.record_file.stat().st_mtime_ns
-            if at != self.read_at and (record := folder.read()):
-                self.take(record)
+            if at != self.read_at and (record := folder.load_record()):
+                self.apply_record(record)
                 self.read_at = at
         except (OSError, VllmopsError):
-            return Phase.OVER if not folder.record_file.exists() else Phase.AWAY
+            return ServerPhase.OVER if not folder.record_file.exists() else ServerPhase.AWAY
         record = self.server.record
-        if record is None or record.state.over:
-            return Phase.OVER
+        if record is None or record.state.is_over:
+            return ServerPhase.OVER
         if record.created_at != self.created_at and not self.follow:
-            return Phase.OVER  # it was started anew, by somebody who may watch it, too
-        if self.dead and self.due() and not folder.supervised():
+            return ServerPhase.OVER  # it was started anew, by somebody who may watch it, too
+        if self.dead and self.is_scan_due() and not folder.is_supervised():
             # Nobody records its end; a supervisor that takes over does.
             with suppress(VllmopsError):
-                if connection := control.adopt(folder):
+                if connection := control.restart_dead_supervisor(folder):
                     connection.close()
-        return Phase.UP if record.state is State.READY else Phase.AWAY
+        return ServerPhase.UP if record.state is InstanceState.READY else ServerPhase.AWAY
 
-    def take(self, record: Record) -> None:
+    def apply_record(self, record: InstanceRecord) -> None:
         self.server = dataclasses.replace(
             self.server,
             record=record,
@@ -108,24 +108,24 @@ class Watched:
         )
         self.dead = False
 
-    def stranger(self) -> Phase:
+    def find_foreign_phase(self) -> ServerPhase:
         if not self.dead:
-            return Phase.UP
-        if self.follow and self.due():
+            return ServerPhase.UP
+        if self.follow and self.is_scan_due():
             with suppress(VllmopsError):
-                if found := self.successor():
+                if found := self.find_successor():
                     self.server, self.dead, self.whole = found, False, False
-                    return Phase.UP
-        return Phase.OVER
+                    return ServerPhase.UP
+        return ServerPhase.OVER
 
-    def successor(self) -> Server | None:
+    def find_successor(self) -> Server | None:
         """The foreign server at the same address now, None without one; raises VllmopsError."""
         if fleet := self.server.fleet:
-            return dataclasses.replace(self.server, processes=fleet.processes())
-        same = [s for s in find() if s.url == self.server.url and s.processes]
+            return dataclasses.replace(self.server, processes=fleet.list_processes())
+        same = [s for s in list_servers() if s.url == self.server.url and s.processes]
         return same[0] if same and same[0].url and not same[0].record else None
 
-    def due(self) -> bool:
+    def is_scan_due(self) -> bool:
         """Whether the process table may be read again."""
         now = time.monotonic()
         if now - self.found_at < FIND_S:
@@ -134,12 +134,12 @@ class Watched:
         return True
 
     @property
-    def final(self) -> bool:
+    def is_final(self) -> bool:
         """Whether nothing comes after its end."""
         return not self.follow
 
     @property
-    def why(self) -> str:
+    def down_reason(self) -> str:
         """Why it has ended or is absent, as the supervisor recorded."""
         record = self.server.record
         if record is None:
@@ -152,18 +152,18 @@ class Watched:
     def note(self) -> str:
         """Which of its nodes do not answer, while it serves."""
         record = self.server.record
-        serves = record is None or record.state is State.READY
-        return self.server.note() if serves else ""
+        serves = record is None or record.state is InstanceState.READY
+        return self.server.describe_silent_nodes() if serves else ""
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether it ended unexpectedly."""
         record = self.server.record
-        return record is not None and record.state is State.FAILED
+        return record is not None and record.state is InstanceState.FAILED
 
     # -- looking -----------------------------------------------------------------------------
 
-    def look(self, *, ask: bool) -> Observation:
+    def take_sample(self, *, ask: bool) -> ServerSample:
         """The state at one moment.
 
         Args:
@@ -172,31 +172,31 @@ class Watched:
         """
         server = self.server
         if ask:
-            look = examine.look(server, self.began)
+            look = examine.observe_server(server, self.began)
         else:
-            seen = examine.seen(server)
-            look = Observation(
+            seen = examine.observe_processes(server)
+            look = ServerSample(
                 at_s=time.monotonic() - self.began, pulses=seen.pulses, processes=seen.states
             )
         vital = [process for process in look.processes if process.role in VITAL]
         self.dead = all(process.state in DEAD for process in vital)
         if not (self.folder or self.whole or self.dead):
-            self.grow(look)
+            self.add_new_processes(look)
         return look
 
-    def grow(self, look: Observation) -> None:
+    def add_new_processes(self, look: ServerSample) -> None:
         """Add the processes that a foreign server has started since; the last time once ready."""
         up = look.health == 200 or any(pulse.beat.loop_s is not None for pulse in look.pulses)
-        if not self.due():
+        if not self.is_scan_due():
             return
         if fleet := self.server.fleet:
             with suppress(VllmopsError):
-                self.server = dataclasses.replace(self.server, processes=fleet.processes())
+                self.server = dataclasses.replace(self.server, processes=fleet.list_processes())
                 self.whole = up
             return
-        table = processes.table()
-        tree = processes.tree(table, [p.pid for p in self.server.processes])
-        tree = membership.complete(table, tree)
+        table = processes.read_process_table()
+        tree = processes.build_process_tree(table, [p.pid for p in self.server.processes])
+        tree = membership.complete_tree(table, tree)
         known = {process.pid for process in self.server.processes}
         new = tuple(process for process in tree if process.pid not in known)
         self.server = dataclasses.replace(self.server, processes=self.server.processes + new)
@@ -204,16 +204,18 @@ class Watched:
 
     # -- doing -------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def prepare_evidence(self) -> None:
         """Begin with what a bundle has that takes long and hardly changes."""
         server = self.server
         if not server.fleet:
-            self.environment = collecting.Task(lambda: collecting.collect_env(server, PREPARED_S))
+            self.environment = collecting.ThreadTask(
+                lambda: collecting.run_collect_env(server, PREPARED_S)
+            )
 
-    def capture(
-        self, looks: Sequence[Observation], patience_s: float, stop: threading.Event, *, sure: bool
+    def take_snapshot(
+        self, looks: Sequence[ServerSample], patience_s: float, stop: threading.Event, *, sure: bool
     ) -> ServerSnapshot:
-        """A snapshot of it, whatever hangs; `save` takes the other evidence.
+        """A snapshot of it, whatever hangs; `save_evidence` takes the other evidence.
 
         Args:
             looks: that were taken before the snapshot.
@@ -222,46 +224,50 @@ class Watched:
             sure: whether all evidence will be needed, and may be captured at the same time.
         """
         if self.collecting:
-            self.collecting.end()
-        options = collecting.options(
-            collecting.looking_s(CAPTURE_S), patience_s, samples=1 if fatal(looks) else STACKS
+            self.collecting.stop_interpreters()
+        options = collecting.make_examination_options(
+            collecting.compute_snapshot_s(CAPTURE_S),
+            patience_s,
+            samples=1 if has_fatal_stall(looks) else STACKS,
         )
-        looking = examine.Examination(self.server, options, collecting.quietly, looks, self.began)
-        self.collecting = collecting.Collecting(
-            looking, CAPTURE_S, COLLECT_ENV_S, collecting.quietly, stop, self.environment
+        looking = examine.Examination(
+            self.server, options, collecting.ignore_progress, looks, self.began
         )
-        return self.collecting.look(alone=not sure)
+        self.collecting = collecting.BundleCollector(
+            looking, CAPTURE_S, COLLECT_ENV_S, collecting.ignore_progress, stop, self.environment
+        )
+        return self.collecting.take_snapshot(alone=not sure)
 
-    def save(self, folder: Path) -> Path:
+    def save_evidence(self, folder: Path) -> Path:
         """Write what was captured into a folder, which is made where it is missing.
 
         Raises:
             VllmopsError: ``bundle.not-written``.
         """
         assert self.collecting
-        path = folder / bundle.file_name(self.server.label, self.collecting.made_at)
+        path = folder / bundle.make_bundle_name(self.server.label, self.collecting.made_at)
         try:
-            make_missing(folder)
+            create_missing_folders(folder)
         except OSError as error:
-            self.collecting.end()
-            raise bundle.not_written(path, error) from error
-        return bundle.write(self.collecting.contents(), path)[0]
+            self.collecting.stop_interpreters()
+            raise bundle.make_not_written_error(path, error) from error
+        return bundle.write_bundle(self.collecting.collect_contents(), path)[0]
 
-    def repair(self) -> repairs.Report:
+    def repair_caches(self) -> repairs.RepairReport:
         """Repair its caches; raises as `repairs.repair` does."""
-        return repairs.repair(self.server)
+        return repairs.repair_caches(self.server)
 
-    def heal(self, *, unseen: bool = False) -> Healed:
+    def heal_server(self, *, unseen: bool = False) -> HealResult:
         """Heal what is proven; nothing that somebody may have wanted.
 
         Args:
             unseen: only what no stall shows, since other requests go on.
 
         Raises:
-            VllmopsError: as `heal.heal`.
+            VllmopsError: as `heal.heal_server`.
         """
         actions = [action for action in healing.ACTIONS if action.unseen or not unseen]
-        return healing.heal(self.server, actions, by="vllmops watch --heal")
+        return healing.heal_server(self.server, actions, by="vllmops watch --heal")
 
     def restart(self) -> None:
         """Have its supervisor take it down at once and start it again.
@@ -270,11 +276,13 @@ class Watched:
             VllmopsError: ``restart.stranger``, ``supervisor.unreachable`` or ``supervisor.silent``.
         """
         if self.folder is None:
-            raise stranger(self.server)
-        control.told(self.folder, Request(restart=0.0, rerun=self.rerun), RESTART_S)
+            raise make_foreign_error(self.server)
+        control.send_and_wait_until_begun(
+            self.folder, ControlRequest(restart=0.0, rerun=self.rerun), RESTART_S
+        )
 
 
-def stranger(server: Server) -> VllmopsError:
+def make_foreign_error(server: Server) -> VllmopsError:
     return VllmopsError(
         "restart.stranger",
         f"vllmops did not start {server.label}, so it does not know the command to start it",

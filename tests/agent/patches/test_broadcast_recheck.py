@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.patches.broadcast_recheck import RECHECK_MS, WOKEN, bounded
+from vllmops.agent.patches.broadcast_recheck import RECHECK_MS, WOKEN, wrap_with_recheck
 
 
 class Condition:
@@ -39,7 +39,7 @@ def test_what_woke_a_reader_is_taken_once(messages: list[bool]) -> None:
     """Else it would end every later wait at once."""
     condition: Any = Condition(messages)
     setattr(condition, WOKEN, True)
-    wait = bounded(Condition.wait)
+    wait = wrap_with_recheck(Condition.wait)
     for _ in range(4):
         wait(condition)
     assert (condition.taken, condition.messages) == (1, [])

@@ -124,7 +124,7 @@ def lru(request: pytest.FixtureRequest, lru_module: Load, version: str) -> Any:
     module = lru_module(version)
     if request.param == "patched":
         patched(module)
-    elif mm_lru_ghost_keys.present(module):
+    elif mm_lru_ghost_keys.has_defect(module):
         # The model has no ghost keys: what makes them is compared elsewhere.
         module.LRUCache.touch = lambda self, key: (
             key in self and self._LRUCache__order.move_to_end(key)
@@ -133,8 +133,8 @@ def lru(request: pytest.FixtureRequest, lru_module: Load, version: str) -> Any:
 
 
 def patched(module: ModuleType) -> ModuleType:
-    mm_lru_ghost_keys.apply(module)
-    mm_lru_stale_eviction.apply(module)
+    mm_lru_ghost_keys.apply_patch(module)
+    mm_lru_stale_eviction.apply_patch(module)
     return module
 
 
@@ -213,7 +213,7 @@ def test_a_stale_key_is_met_first(lru_module: Load, version: str) -> None:
     assert [stock.popitem() for _ in range(3)] == [("ghost", None)] * 3
     assert list(stock.order) == ["ghost", "a", "b"]
 
-    mm_lru_stale_eviction.apply(module)
+    mm_lru_stale_eviction.apply_patch(module)
     mended = cache()
     assert mended.popitem() == ("a", 1)
     assert list(mended.order) == ["b"]
@@ -230,7 +230,7 @@ def test_a_touched_key_that_is_missing(lru_module: Load, version: str) -> None:
     cache = module.LRUCache(2)
     cache.touch("x")
     assert (list(cache.order) == ["x"]) is (version != INSTALLED)
-    mm_lru_ghost_keys.apply(module)
+    mm_lru_ghost_keys.apply_patch(module)
     cache = module.LRUCache(2)
     cache.touch("x")
     assert list(cache.order) == []

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from vllmops.agent.patches.registry import PATCHES
-from vllmops.protocol.patches import State
+from vllmops.protocol.patches import PatchState
 
 from ...support.versions import INSTALLED, OLD
 
-FIXED, APPLIED = State.FIXED.value, State.APPLIED.value
+FIXED, APPLIED = PatchState.FIXED.value, PatchState.APPLIED.value
 
 # What vllm-internals tell of each release, as the probes see it.
 # Its readers do not wait for notifications.
@@ -48,7 +48,7 @@ for patch in registry.PATCHES.values():
         load(name)
 managers = load("vllm.v1.core.encoder_cache_manager")
 request = load("vllm.v1.request")
-from vllmops.agent.patches.scratch import Request, SLOTS
+from vllmops.agent.patches.scratch import ScratchRequest, SLOTS
 """
 
 FREE_ORDER = """
@@ -57,7 +57,7 @@ worker, out = set(), []
 for step in range(6):
     new = [f"audio-{step}"] if step < 4 else []
     for key in new:
-        manager.allocate(Request(key, (key,)), 0)
+        manager.allocate(ScratchRequest(key, (key,)), 0)
     # What the runner does: free what it is told, then run the encoder.
     worker.difference_update(manager.get_freed_mm_hashes())
     worker.update(new)
@@ -71,7 +71,8 @@ for _ in range(5000):
     held = sum(len(each.hashes) for each in live if each.holds)
     act = chance.choice("add step preempt end".split())
     if act == "add":
-        each = Request(f"r{number}", tuple(f"h{number}-{n}" for n in range(chance.randint(1, 3))))
+        hashes = tuple(f"h{number}-{n}" for n in range(chance.randint(1, 3)))
+        each = ScratchRequest(f"r{number}", hashes)
         number += 1
         each.holds = manager.can_allocate(each, 0, 1000, SLOTS * (len(each.hashes) - 1))
         if each.holds:
@@ -163,7 +164,7 @@ out = (len(errors), whole and c.currsize == len(c))
 def test_probes_and_patches(vllm: Callable[[str], Any], version: str) -> None:
     process = vllm(version)
     assert process.run(IMPORT) is None
-    assert process.run("out = type(registry.states()).__name__") == "ProcessPatches"
+    assert process.run("out = type(registry.observe_patches()).__name__") == "ProcessPatches"
 
     stale = process.run(FREE_ORDER)
     if version == "0.14.0":
@@ -178,10 +179,10 @@ def test_probes_and_patches(vllm: Callable[[str], Any], version: str) -> None:
     assert process.run(f"out = {probe}") is True
 
     process.run("before = {name: dict(vars(c)) for name, c in {'r': request.Request}.items()}")
-    process.run("registry.install()")
+    process.run("registry.install_patches()")
     states = process.run(
         "out = {each.id: (each.state.value, each.present) "
-        "for each in registry.states(verify=True).patches}"
+        "for each in registry.observe_patches(verify=True).patches}"
     )
     assert states == {name: (state, False) for name, state in EXPECTED[version].items()}
     same = process.run("out = before['r'] == dict(vars(request.Request))")
@@ -196,9 +197,9 @@ def test_probes_and_patches(vllm: Callable[[str], Any], version: str) -> None:
     assert after == (True, *before[1:])
     assert process.run(RACE) == (0, True)
     # Once more changes nothing.
-    process.run("registry.install()")
+    process.run("registry.install_patches()")
     assert (
-        process.run("out = registry.states().patches[0].state.value")
+        process.run("out = registry.observe_patches().patches[0].state.value")
         == states["mm-lru-ghost-keys"][0]
     )
     assert process.run(CYCLE) == after
@@ -209,7 +210,8 @@ def test_the_patches_cost_little(vllm: Callable[[str], Any], version: str) -> No
     process = vllm(version)
     assert process.run(IMPORT) is None
     process.run(
-        "began = time.process_time(); registry.install(); took = time.process_time() - began"
+        "began = time.process_time(); registry.install_patches(); took = time.process_time() - "
+        "began"
     )
     assert process.run("out = took") < 1.0  # a benchmark measures it; here the machine is busy
 
@@ -222,7 +224,7 @@ from vllmops.agent.patches import broadcast_recheck, registry
 def said(healed, patched):
     if patched:
         broadcast_recheck.RECHECK_MS = 300
-        registry.install()
+        registry.install_patches()
     writer = code.MessageQueue(n_reader=1, n_local_reader=1)
     reader = code.MessageQueue.create_from_handle(writer.export_handle(), 0)
     both = threading.Thread(target=writer.wait_until_ready)
@@ -242,19 +244,19 @@ def said(healed, patched):
     while not polls():
         time.sleep(0.02)
     writer._spin_condition.notify = lambda: None
-    looks = [len(broadcast.look())]
+    looks = [len(broadcast.find_missed_messages())]
     writer.enqueue("a")
-    while not (patched or broadcast.look()):
+    while not (patched or broadcast.find_missed_messages()):
         time.sleep(0.02)
-    looks.append(len(broadcast.look()))
+    looks.append(len(broadcast.find_missed_messages()))
     if healed:
-        broadcast.act(["reader 0"])
+        broadcast.wake_readers(["reader 0"])
     if healed or patched:
         while len(got) < 1:
             time.sleep(0.02)
     else:
         time.sleep(1)
-    looks.append(len(broadcast.look()))
+    looks.append(len(broadcast.find_missed_messages()))
     waits, wait = [], condition.wait
     def counted(*given, **named):
         waits.append(1)
@@ -282,5 +284,5 @@ def test_a_notification_that_is_lost(
     assert (found[0], found[2]) == (got, True), found
     if looks is not None:
         assert found[1] == looks
-    state = "{each.id: each.state.value for each in registry.states().patches}"
+    state = "{each.id: each.state.value for each in registry.observe_patches().patches}"
     assert process.run(f"out = {state}.get('broadcast-recheck')") == (APPLIED if patched else None)

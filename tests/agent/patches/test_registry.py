@@ -8,9 +8,9 @@ import pytest
 
 from vllmops.agent import objects
 from vllmops.agent.patches import registry
-from vllmops.agent.patches.registry import PATCHES, judge, known, states
+from vllmops.agent.patches.registry import PATCHES, observe_patches, patch_module, require_patch
 from vllmops.errors import VllmopsError
-from vllmops.protocol.patches import State, Verdict
+from vllmops.protocol.patches import PatchReport, PatchState
 
 GHOSTS = PATCHES["mm-lru-ghost-keys"]
 
@@ -21,18 +21,18 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "problems", [])
 
 
-def only() -> Verdict:
-    (verdict,) = states().patches
+def only() -> PatchReport:
+    (verdict,) = observe_patches().patches
     return verdict
 
 
 def test_another_shape_is_reported_and_left_alone() -> None:
     module = ModuleType("vllm.utils.cache")
-    judge(GHOSTS, module)
-    assert only().state is State.FAILED
+    patch_module(GHOSTS, module)
+    assert only().state is PatchState.FAILED
     assert "has an unknown shape" in str(only().reason)
     assert "the patch mm-lru-ghost-keys is not applied" in objects.problems[0]
-    assert states(verify=True).patches[0].present is None
+    assert observe_patches(verify=True).patches[0].present is None
 
 
 def test_a_patch_that_does_not_help_has_failed() -> None:
@@ -48,35 +48,37 @@ def test_a_patch_that_does_not_help_has_failed() -> None:
 
     module = ModuleType("vllm.utils.cache")
     module.LRUCache = LRUCache  # type: ignore[attr-defined]
-    judge(GHOSTS, module)
+    patch_module(GHOSTS, module)
     assert (only().state, only().reason) == (
-        State.FAILED,
+        PatchState.FAILED,
         "the defect is still present after the patch",
     )
 
 
 def test_what_is_off_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLMOPS_NO_PATCH", "mm-lru-ghost-keys, mm-lru-stale-eviction")
-    judge(GHOSTS, ModuleType("vllm.utils.cache"))
-    assert only().state is State.OFF
+    patch_module(GHOSTS, ModuleType("vllm.utils.cache"))
+    assert only().state is PatchState.OFF
 
 
 def test_a_name_that_is_no_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLMOPS_NO_PATCH", "mm-lru-ghosts")
     monkeypatch.setattr(registry, "when_imported", lambda *_: None)
-    registry.install()
+    registry.install_patches()
     assert objects.problems == ["VLLMOPS_NO_PATCH names an unknown patch: mm-lru-ghosts"]
 
 
 def test_the_worst_of_several_modules_counts() -> None:
-    applied = Verdict(id="x", state=State.APPLIED, present=False)
-    failed = Verdict(id="x", state=State.FAILED, reason="why", present=True)
-    assert registry.merged([applied, failed]) == failed
-    assert registry.merged([applied, Verdict(id="x", state=State.FIXED)]) == applied
+    applied = PatchReport(id="x", state=PatchState.APPLIED, present=False)
+    failed = PatchReport(id="x", state=PatchState.FAILED, reason="why", present=True)
+    assert registry.merge_verdicts([applied, failed]) == failed
+    assert (
+        registry.merge_verdicts([applied, PatchReport(id="x", state=PatchState.FIXED)]) == applied
+    )
 
 
 def test_unknown_ids() -> None:
-    assert known("mm-lru-ghost-keys") is GHOSTS
+    assert require_patch("mm-lru-ghost-keys") is GHOSTS
     with pytest.raises(VllmopsError, match="there is no patch 'x'") as caught:
-        known("x")
+        require_patch("x")
     assert caught.value.exit_code == 2

@@ -20,14 +20,14 @@ def fail(_):
 async def main():
     turn = Turn(SimpleNamespace(), "", b"[]")
     turn.latest = SimpleNamespace(id="resp_1")
-    background.fields.fill = background.named_in = lambda response, _: response
-    background.dump = fail
+    background.fields.fill_response = background.set_response_conversation = lambda it, _: it
+    background.encode_model = fail
     task = asyncio.ensure_future(turn.accepted)
     handler = SimpleNamespace(
         store=None, conversations=ConversationTurns(None), background_tasks={"resp_1": task}
     )
     try:
-        await background.Runs(handler).accept(turn, None)
+        await background.BackgroundRuns(handler).accept_run(turn, None)
     except ValueError as error:
         print(error)
     await asyncio.wait([task], timeout=60)
@@ -44,19 +44,19 @@ from tests.store.served import Vllm
 sys.meta_path.insert(0, Vllm())
 from vllmops.agent.responses import background
 from vllmops.agent.responses.conversations import ConversationTurns
-from vllmops.agent.responses.turn import Turn, working
+from vllmops.agent.responses.turn import Turn, set_current_turn
 from vllmops.store import opening
 from vllmops.store.conversations import Conversation
 from vllmops.store.store import ResponseStore
 
-background.fields.fill = background.named_in = lambda response, _: response
-background.dump = lambda _: b"{}"
+background.fields.fill_response = background.set_response_conversation = lambda it, _: it
+background.encode_model = lambda _: b"{}"
 
 def runs_of(store):
     handler = SimpleNamespace(
         store=store, conversations=ConversationTurns(store), background_tasks={}
     )
-    return background.Runs(handler)
+    return background.BackgroundRuns(handler)
 
 async def begun(runs, held=None, keep=None):
     turn = Turn(SimpleNamespace(), "", b"[]")
@@ -64,28 +64,28 @@ async def begun(runs, held=None, keep=None):
     turn.latest = SimpleNamespace(
         id="resp_1", model="m", status="queued", previous_response_id=None
     )
-    with working(turn):
-        task = asyncio.create_task(runs.carry_out(lambda _: asyncio.sleep(600)))
+    with set_current_turn(turn):
+        task = asyncio.create_task(runs.execute_run(lambda _: asyncio.sleep(600)))
     runs.handler.background_tasks["resp_1"] = task
     try:
-        await runs.accept(turn, keep or runs.store.create)
+        await runs.accept_run(turn, keep or runs.store.create)
     finally:
         if not turn.goes_on:
-            await runs.conversations.release(turn)
+            await runs.conversations.release_turn(turn)
     return task
 """
 
 REUSED = """
 async def main():
-    async with ResponseStore(opening.backend("memory://")) as store:
+    async with ResponseStore(opening.make_backend("memory://")) as store:
         runs = runs_of(store)
         first = await begun(runs)
         await store.delete("", "resp_1")  # as another replica does
         second = await begun(runs)
         await asyncio.wait([first], timeout=60)
         print(first.cancelled(), second.done(), runs.running["resp_1"][1] is second)
-        runs.stop("resp_1")
-        runs.stop("resp_1")
+        runs.stop_run("resp_1")
+        runs.stop_run("resp_1")
         await asyncio.wait([second], timeout=60)
         print(second.cancelled(), runs.running, store.attended)
 
@@ -93,23 +93,23 @@ asyncio.run(main())
 """
 DELETED = """
 async def main():
-    async with ResponseStore(opening.backend("memory://")) as store:
+    async with ResponseStore(opening.make_backend("memory://")) as store:
         kept = store.conversations
         await kept.create(Conversation(id="conv", owner=""), [])
         runs = runs_of(store)
         task = await begun(runs, await kept.hold("", "conv", "resp_1"))
         await store.delete("", "resp_1")
-        runs.stop("resp_1")  # before it has begun
+        runs.stop_run("resp_1")  # before it has begun
         await asyncio.wait([task], timeout=60)
-        while store.backend.kept["conv"].held:
+        while store.backend.kept["conv"].is_held:
             await asyncio.sleep(0.01)
-        print(task.cancelled(), store.backend.kept["conv"].held)
+        print(task.cancelled(), store.backend.kept["conv"].is_held)
 
 asyncio.run(main())
 """
 LEFT = """
 async def main():
-    async with ResponseStore(opening.backend("memory://")) as store:
+    async with ResponseStore(opening.make_backend("memory://")) as store:
         kept = store.conversations
         await kept.create(Conversation(id="conv", owner=""), [])
         runs, asked = runs_of(store), asyncio.Event()
@@ -128,7 +128,7 @@ async def main():
             while (run := await store.get("", "resp_1")) is None or run.status == "queued":
                 await asyncio.sleep(0.01)
         print(request.cancelled(), (await store.get("", "resp_1")).status)
-        print(list(runs.running), store.backend.kept["conv"].held)
+        print(list(runs.running), store.backend.kept["conv"].is_held)
 
 asyncio.run(main())
 """
@@ -146,14 +146,15 @@ async def main():
         begun.set()
         await asyncio.sleep(600)
 
-    runs = background.Runs(SimpleNamespace(store=SimpleNamespace(put=put), conversations=None))
+    store = SimpleNamespace(put=put)
+    runs = background.BackgroundRuns(SimpleNamespace(store=store, conversations=None))
     tasks = [asyncio.create_task(asyncio.sleep(600)) for _ in range(3)]
     for number, task in enumerate(tasks):
         run = background.Response(
             id=str(number), owner="", model="m", status="in_progress", body=b"{}"
         )
         runs.running[run.id] = run, task
-    ending = asyncio.create_task(runs.end())
+    ending = asyncio.create_task(runs.shut_down())
     await begun.wait()
     await asyncio.sleep(0)
     print([task.cancelled() for task in tasks])
@@ -165,24 +166,24 @@ asyncio.run(main())
 AGAIN = """
 import asyncio, time
 from tests.histories import replica
-from vllmops.agent.responses.serving import StoredResponses
+from vllmops.agent.responses.serving import StoreBackedServing
 from vllmops.store import opening
 from vllmops.store.backend import Response
 from vllmops.store.store import ResponseStore
 
-backend = opening.backend("memory://")
-StoredResponses.open_store = staticmethod(lambda: ResponseStore(backend))
-StoredResponses.ring = staticmethod(lambda: None)
+backend = opening.make_backend("memory://")
+StoreBackedServing.open_store = staticmethod(lambda: ResponseStore(backend))
+StoreBackedServing.ring = staticmethod(lambda: None)
 
 async def main():
-    handler = StoredResponses()
+    handler = StoreBackedServing()
     what = {"body": b"{}", "input": b'[{"content": "light"}]'}
     run = Response(id="resp_1", owner="", model="m", status="queued", **what)
     async with handler.store as store:
         await store.create(run)
         store.paused_until = time.monotonic() + 0.2
-        await handler.runs.again(run, {"background": True, "stream": True})
-        print(*[frame.type async for frame in handler.stored.follow("", "resp_1")][-1:])
+        await handler.runs.rerun_response(run, {"background": True, "stream": True})
+        print(*[frame.type async for frame in handler.stored.follow_events("", "resp_1")][-1:])
 
 asyncio.run(main())
 """

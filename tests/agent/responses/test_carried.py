@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.responses.carried import Item, brought, from_messages, lean, merge, readable
-from vllmops.agent.responses.wire import Refused
+from vllmops.agent.responses.carried import (
+    Item,
+    convert_messages_to_items,
+    drop_unneeded_fields,
+    extract_readable_part,
+    find_carrier,
+    merge_history,
+)
+from vllmops.agent.responses.wire import ApiError
 
 OLD = "vllm:2:k:a256gcm-zlib:old"
 NEW = "vllm:2:k:a256gcm-zlib:new"
@@ -48,9 +55,9 @@ SYSTEM = {"role": "system", "content": "be brief"}
 
 def conversation(history: list[Item], items: list[Item]) -> list[Item]:
     """What is made of a request whose latest carrier holds `history`."""
-    found = brought(items, None)
+    found = find_carrier(items, None)
     at = found.at if found else -1
-    before, kept = merge(history, items, at)
+    before, kept = merge_history(history, items, at)
     return [*before, *(items[n] for n in kept)]
 
 
@@ -145,8 +152,8 @@ def test_each_turn_is_there_once(way: str) -> None:
 
 
 def test_a_carrier_that_is_not_among_the_items() -> None:
-    assert merge(FIRST, [user("2")], -1) == (FIRST, [0])
-    assert merge(FIRST, [*FIRST, user("2")], -1) == (FIRST, [3])
+    assert merge_history(FIRST, [user("2")], -1) == (FIRST, [0])
+    assert merge_history(FIRST, [*FIRST, user("2")], -1) == (FIRST, [3])
 
 
 def test_images_are_told_apart() -> None:
@@ -162,15 +169,15 @@ def test_images_are_told_apart() -> None:
 
 
 def test_the_carrier_that_counts() -> None:
-    assert brought([user("1")], None) is None
-    assert brought([sealed(FOREIGN), user("1")], None) is None
-    found = brought([sealed(OLD), user("2"), sealed(NEW), sealed(FOREIGN), user("3")], None)
+    assert find_carrier([user("1")], None) is None
+    assert find_carrier([sealed(FOREIGN), user("1")], None) is None
+    found = find_carrier([sealed(OLD), user("2"), sealed(NEW), sealed(FOREIGN), user("3")], None)
     assert found
     assert (found.text, found.at, found.param) == (NEW, 2, "input")
-    found = brought([user("3")], {"output": [sealed(FOREIGN), said("x"), sealed(NEW)]})
+    found = find_carrier([user("3")], {"output": [sealed(FOREIGN), said("x"), sealed(NEW)]})
     assert found
     assert (found.text, found.at, found.param) == (NEW, -1, "previous_response")
-    found = brought([sealed(NEW), user("3")], {"output": [sealed(NEW)]})
+    found = find_carrier([sealed(NEW), user("3")], {"output": [sealed(NEW)]})
     assert found
     assert (found.text, found.at) == (NEW, 0)
 
@@ -188,30 +195,30 @@ def test_the_carrier_that_counts() -> None:
     ],
 )
 def test_a_response_without_one(previous: Any, why: str) -> None:
-    with pytest.raises(Refused, match=why) as caught:
-        brought([sealed(NEW), user("2")], previous)
+    with pytest.raises(ApiError, match=why) as caught:
+        find_carrier([sealed(NEW), user("2")], previous)
     assert (caught.value.status, caught.value.param) == (400, "previous_response")
 
 
 def test_what_somebody_else_has_encrypted() -> None:
-    assert readable(sealed(FOREIGN)) is None
+    assert extract_readable_part(sealed(FOREIGN)) is None
     summary = [{"type": "summary_text", "text": "in short"}]
     item = {**sealed(FOREIGN), "summary": summary}
-    found = readable(item)
+    found = extract_readable_part(item)
     assert found
     assert "encrypted_content" not in found
     assert found["summary"] == summary
     for plain in (user("1"), thought("hm"), {**thought("hm"), "encrypted_content": None}):
-        assert readable(plain) is plain
+        assert extract_readable_part(plain) is plain
 
 
 def test_what_no_later_turn_needs() -> None:
-    assert lean({**said("x"), "phase": None}) == {
+    assert drop_unneeded_fields({**said("x"), "phase": None}) == {
         "type": "message",
         "role": "assistant",
         "content": [{"type": "output_text", "text": "x", "annotations": []}],
     }
-    assert lean(call("a")) == call("a")
+    assert drop_unneeded_fields(call("a")) == call("a")
 
 
 # -- histories of format 1 -----------------------------------------------------------------------
@@ -232,7 +239,7 @@ def test_chat_messages() -> None:
         {"role": "tool", "tool_call_id": "c", "content": "it is on"},
         {"role": "assistant", "content": [{"type": "text", "text": "done"}]},
     ]
-    found = from_messages(messages)
+    found = convert_messages_to_items(messages)
     assert [(item["type"], item.get("role")) for item in found] == [
         ("message", "system"),
         ("message", "user"),
@@ -263,7 +270,7 @@ def test_harmony_messages() -> None:
         message("assistant", None, channel="analysis"),
         message("assistant", "done", channel="final"),
     ]
-    found = from_messages(messages)
+    found = convert_messages_to_items(messages)
     assert [item["type"] for item in found] == [
         "message",
         "reasoning",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllmops.agent.responses import carried, compaction
-from vllmops.agent.responses.wire import Refused
+from vllmops.agent.responses.wire import ApiError
 from vllmops.store import settings
 
 USER = {"role": "user", "content": "light, please"}
@@ -22,31 +22,33 @@ WRONG: list[Any] = [0, -1, 1.5, "9", True, []]
 
 
 def texts(items: list[Any]) -> list[str]:
-    return [carried.text_of(item["content"]) for item in items]
+    return [carried.extract_text(item["content"]) for item in items]
 
 
 def test_messages_and_calls_without_outputs_are_left() -> None:
     rules = {"role": "developer", "content": "be brief"}
     waiting = {**CALL, "call_id": "d"}
-    left = compaction.left([rules, USER, SPOKEN, CALL, OUTPUT, waiting], "all done")
+    left = compaction.build_compacted_items(
+        [rules, USER, SPOKEN, CALL, OUTPUT, waiting], "all done"
+    )
     assert [left[0], left[1], left[3]] == [rules, USER, waiting]
     assert "all done" in texts(left[2:3])[0]
-    again = compaction.left([*left, SPOKEN], "again")
+    again = compaction.build_compacted_items([*left, SPOKEN], "again")
     assert [again[0], again[1], again[3]] == [rules, USER, waiting]
-    assert [sum(map(compaction.summarizes, items)) for items in (left, again)] == [1, 1]
+    assert [sum(map(compaction.is_summary, items)) for items in (left, again)] == [1, 1]
 
 
 def test_a_summary_makes_one_message_with_those_of_the_user_beside_it() -> None:
     picture: Any = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
-    left = compaction.left([USER, picture], "summary")
-    (one,) = compaction.joined([*left, {"role": "user", "content": "go on"}])
+    left = compaction.build_compacted_items([USER, picture], "summary")
+    (one,) = compaction.join_summary_messages([*left, {"role": "user", "content": "go on"}])
     assert [part["type"] for part in one["content"]] == [
         *("input_text", "input_image", "input_text", "input_text")
     ]
     assert one["content"][0]["text"] == "light, please\n\n"
     apart: list[Any] = [USER, USER, SPOKEN]
-    assert compaction.joined(apart) == apart
-    assert compaction.joined([*left, SPOKEN, USER])[1:] == [SPOKEN, USER]
+    assert compaction.join_summary_messages(apart) == apart
+    assert compaction.join_summary_messages([*left, SPOKEN, USER])[1:] == [SPOKEN, USER]
 
 
 @pytest.mark.parametrize(
@@ -58,8 +60,8 @@ def test_a_summary_makes_one_message_with_those_of_the_user_beside_it() -> None:
     ],
 )
 def test_an_invalid_threshold_is_refused(asked: Any) -> None:
-    with pytest.raises(Refused) as refused:
-        compaction.threshold(SimpleNamespace(context_management=asked), LONGEST)
+    with pytest.raises(ApiError) as refused:
+        compaction.parse_compact_threshold(SimpleNamespace(context_management=asked), LONGEST)
     assert refused.value.status == 400
     assert str(refused.value.param).startswith("context_management")
 
@@ -67,9 +69,11 @@ def test_an_invalid_threshold_is_refused(asked: Any) -> None:
 def test_a_threshold() -> None:
     def asked(**fields: Any) -> int | None:
         entry = {"type": "compaction", **fields}
-        return compaction.threshold(SimpleNamespace(context_management=[entry]), LONGEST)
+        return compaction.parse_compact_threshold(
+            SimpleNamespace(context_management=[entry]), LONGEST
+        )
 
-    assert compaction.threshold(SimpleNamespace(), LONGEST) is None
+    assert compaction.parse_compact_threshold(SimpleNamespace(), LONGEST) is None
     assert [asked(compact_threshold=7), asked(compact_threshold=None), asked()] == [7, 800, 800]
 
 
@@ -96,8 +100,10 @@ class Model:
         usage.input_tokens_details = usage.output_tokens_details = details
         return SimpleNamespace(output=[item], usage=usage)
 
-    def compacted(self, items: list[Any]) -> compaction.Compacted:
-        return asyncio.run(compaction.compacted(self.answer, self.fits, items, "summarize"))
+    def compacted(self, items: list[Any]) -> compaction.CompactedConversation:
+        return asyncio.run(
+            compaction.compact_conversation(self.answer, self.fits, items, "summarize")
+        )
 
 
 def test_what_does_not_fit_is_summarized_in_parts() -> None:
@@ -108,7 +114,7 @@ def test_what_does_not_fit_is_summarized_in_parts() -> None:
     assert f"summary {len(model.asked)}" in texts(left)[-1]
     assert len(model.asked) > 2
     assert all(f"summary {n}" in asked for n, asked in enumerate(model.asked[1:], 1))
-    assert usage.shown()["total_tokens"] == 15 * len(model.asked)
+    assert usage.to_dict()["total_tokens"] == 15 * len(model.asked)
     everything = "".join(model.asked)
     lost = [n for n in range(100) if f"word-{n:03}" not in everything]
     assert len(lost) < len(model.asked)  # a word may be cut in two
@@ -122,7 +128,7 @@ def test_a_whole_conversation_is_summarized_at_once() -> None:
 
 
 def test_a_model_that_is_too_short_is_told() -> None:
-    with pytest.raises(Refused, match="too short"):
+    with pytest.raises(ApiError, match="too short"):
         Model(1).compacted([USER])
 
 
@@ -131,19 +137,19 @@ def test_an_answer_of_reasoning_alone_is_a_summary() -> None:
         return SimpleNamespace(model_dump=lambda **_: fields)
 
     reasoning = item(type="reasoning", content=[{"type": "reasoning_text", "text": "so far"}])
-    assert compaction.said([reasoning]) == "so far"
-    assert compaction.said([reasoning, item(**SPOKEN)]) == "a"
-    assert compaction.said([]) == ""
+    assert compaction.extract_output_text([reasoning]) == "so far"
+    assert compaction.extract_output_text([reasoning, item(**SPOKEN)]) == "a"
+    assert compaction.extract_output_text([]) == ""
 
 
 def test_the_prompt_is_a_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compaction.prompt() == compaction.PROMPT
+    assert compaction.load_summary_prompt() == compaction.PROMPT
     file = tmp_path / "prompt.txt"
     file.write_text("be short\n")
     monkeypatch.setenv(settings.COMPACTION_PROMPT, str(file))
-    assert compaction.prompt() == "be short"
+    assert compaction.load_summary_prompt() == "be short"
     file.unlink()
-    assert compaction.prompt() == compaction.PROMPT
+    assert compaction.load_summary_prompt() == compaction.PROMPT
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,7 @@ def test_the_prompt_is_a_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_request_for_a_compaction_names_a_model_and_nothing_unknown(
     given: dict[str, Any], param: str
 ) -> None:
-    compaction.check_parameters(json.dumps({"model": "m", "input": "hello"}).encode())
-    with pytest.raises(Refused) as refused:
-        compaction.check_parameters(json.dumps({"input": "hello", **given}).encode())
+    compaction.validate_compact_body(json.dumps({"model": "m", "input": "hello"}).encode())
+    with pytest.raises(ApiError) as refused:
+        compaction.validate_compact_body(json.dumps({"input": "hello", **given}).encode())
     assert (refused.value.status, refused.value.param) == (400, param)

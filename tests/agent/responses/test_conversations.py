@@ -15,16 +15,16 @@ import pytest
 
 from vllmops.agent.responses.conversations import (
     CREATED,
-    ConversationObjects,
+    ConversationsApi,
     ConversationTurns,
-    added,
-    decoded,
-    parts,
+    build_content_parts,
+    parse_request_body,
+    validate_new_items,
 )
-from vllmops.agent.responses.wire import Refused
+from vllmops.agent.responses.wire import ApiError
 from vllmops.store import opening
 from vllmops.store.backend import StoreUnavailable
-from vllmops.store.conversations import Conversation, Entry, Outcome
+from vllmops.store.conversations import Conversation, ConversationItem, ConversationResult
 from vllmops.store.store import ResponseStore
 
 CONVERSATION = "conv_1"
@@ -47,18 +47,18 @@ def user(name: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def opened(**given: Any) -> AsyncIterator[ResponseStore]:
     """A store with a conversation of one item, ``msg_kept``."""
-    async with ResponseStore(opening.backend("memory://"), **given) as store:
-        kept = [Entry("msg_kept", msgspec.json.encode(user("msg_kept")))]
+    async with ResponseStore(opening.make_backend("memory://"), **given) as store:
+        kept = [ConversationItem("msg_kept", msgspec.json.encode(user("msg_kept")))]
         made = Conversation(id=CONVERSATION, owner="")
-        assert await store.conversations.create(made, kept) is Outcome.DONE
+        assert await store.conversations.create(made, kept) is ConversationResult.DONE
         yield store
 
 
 async def free(store: ResponseStore) -> bool:
     """Whether nobody holds the conversation."""
-    outcome, _ = await store.backend.hold("", CONVERSATION, "other")
-    await store.backend.release(CONVERSATION, "other")
-    return outcome is Outcome.DONE
+    outcome, _ = await store.backend.hold_conversation("", CONVERSATION, "other")
+    await store.backend.release_conversation(CONVERSATION, "other")
+    return outcome is ConversationResult.DONE
 
 
 CHOOSES = """
@@ -66,15 +66,15 @@ import asyncio, sys
 from types import SimpleNamespace
 from tests.store.served import Vllm
 sys.meta_path.insert(0, Vllm())
-from vllmops.agent.responses.serving import StoredResponses
-from vllmops.agent.responses.wire import Refused
+from vllmops.agent.responses.serving import StoreBackedServing
+from vllmops.agent.responses.wire import ApiError
 
 class Store:
     async def get(self, who, name):
         return name == "taken"
 
 async def main():
-    serving = StoredResponses.__new__(StoredResponses)
+    serving = StoreBackedServing.__new__(StoreBackedServing)
     serving.store = Store()
     for store, conversation in ((True, None), (False, "conv_1"), (True, "conv_1"), (False, None)):
         for name in ("\\0", "x" * 257, "a/b", "taken", "mine"):
@@ -82,8 +82,8 @@ async def main():
                 request_id=name, store=store, model_fields_set={"request_id"}
             )
             try:
-                await serving.check_id(request, conversation)
-            except Refused as error:
+                await serving.validate_response_id(request, conversation)
+            except ApiError as error:
                 print(error.status, error.param)
             else:
                 print("taken up")
@@ -115,12 +115,12 @@ def test_an_id_of_any_type_leaves_no_hold(name: Any, param: str | None) -> None:
         async with opened() as store:
             turns, given = ConversationTurns(store), turn(user(name))
             if param is None:
-                await turns.begin(given, CONVERSATION)
+                await turns.begin_turn(given, CONVERSATION)
                 assert not await free(store)
-                await turns.release(given)
+                await turns.release_turn(given)
             else:
-                with pytest.raises(Refused) as caught:
-                    await turns.begin(given, CONVERSATION)
+                with pytest.raises(ApiError) as caught:
+                    await turns.begin_turn(given, CONVERSATION)
                 assert (caught.value.status, caught.value.param) == (400, param)
             assert await free(store)
 
@@ -131,12 +131,12 @@ def test_a_reference_to_an_item_of_the_conversation_is_refused_as_one() -> None:
     async def main() -> None:
         async with opened() as store:
             given = turn({"type": "item_reference", "id": "msg_kept"})
-            with pytest.raises(Refused, match="item_reference") as caught:
-                await ConversationTurns(store).begin(given, CONVERSATION)
+            with pytest.raises(ApiError, match="item_reference") as caught:
+                await ConversationTurns(store).begin_turn(given, CONVERSATION)
             assert (caught.value.status, caught.value.param) == (400, "input")
             assert await free(store)
-            with pytest.raises(Refused, match="item_reference"):
-                added([msgspec.Raw(given.items[1:-1])])
+            with pytest.raises(ApiError, match="item_reference"):
+                validate_new_items([msgspec.Raw(given.items[1:-1])])
 
     asyncio.run(main())
 
@@ -145,14 +145,14 @@ def test_two_items_with_one_id_are_refused_before_the_model_answers() -> None:
     async def main() -> None:
         async with opened() as store:
             turns = ConversationTurns(store)
-            with pytest.raises(Refused) as caught:
-                await turns.begin(turn(user("a"), user("b"), user("a")), CONVERSATION)
+            with pytest.raises(ApiError) as caught:
+                await turns.begin_turn(turn(user("a"), user("b"), user("a")), CONVERSATION)
             assert (caught.value.status, caught.value.param) == (400, "input")
             assert await free(store)
             # These get an id each.
             given = turn(user("a/b"), user("a/b"), user(""), user(""), user(None), user(None))
-            await turns.begin(given, CONVERSATION)
-            assert await turns.finish(given, None, b'{"output":[]}', new=True)
+            await turns.begin_turn(given, CONVERSATION)
+            assert await turns.finish_turn(given, None, b'{"output":[]}', new=True)
 
     asyncio.run(main())
 
@@ -161,7 +161,7 @@ def test_what_can_not_be_read_leaves_no_hold() -> None:
     async def main() -> None:
         async with opened() as store:
             with pytest.raises(msgspec.DecodeError):
-                await ConversationTurns(store).begin(turn(1), CONVERSATION)
+                await ConversationTurns(store).begin_turn(turn(1), CONVERSATION)
             assert await free(store)
 
     asyncio.run(main())
@@ -180,7 +180,7 @@ def test_a_hold_that_nobody_waits_for_any_more_is_let_go(
 
     async def main() -> None:
         async with opened(deadline_s=60 if cancelled else 0.2) as store:
-            hold, held = store.backend.hold, asyncio.Event()
+            hold, held = store.backend.hold_conversation, asyncio.Event()
 
             async def slow(*given: Any) -> Any:
                 await hold(*given)
@@ -188,8 +188,10 @@ def test_a_hold_that_nobody_waits_for_any_more_is_let_go(
                 await asyncio.sleep(600)
 
             with monkeypatch.context() as late:
-                late.setattr(store.backend, "hold", slow)
-                begun = asyncio.create_task(ConversationTurns(store).begin(turn(), CONVERSATION))
+                late.setattr(store.backend, "hold_conversation", slow)
+                begun = asyncio.create_task(
+                    ConversationTurns(store).begin_turn(turn(), CONVERSATION)
+                )
                 if cancelled:
                     await held.wait()
                     begun.cancel()
@@ -206,16 +208,16 @@ def test_a_turn_whose_end_fails_lets_go_once_the_store_is_back(
     async def main() -> None:
         async with opened() as store:
             turns, given = ConversationTurns(store), turn()
-            await turns.begin(given, CONVERSATION)
+            await turns.begin_turn(given, CONVERSATION)
 
             async def down(*_: Any, **__: Any) -> Any:
                 raise OSError("it is down")
 
             with monkeypatch.context() as outage:
-                outage.setattr(store.backend, "add_entries", down)
+                outage.setattr(store.backend, "add_items", down)
                 with pytest.raises(StoreUnavailable):
-                    await turns.finish(given, None, b'{"output":[]}', new=True)
-            release = store.backend.release
+                    await turns.finish_turn(given, None, b'{"output":[]}', new=True)
+            release = store.backend.release_conversation
 
             async def refused(name: str, holder: str) -> None:
                 if holder == given.request.request_id:
@@ -223,8 +225,8 @@ def test_a_turn_whose_end_fails_lets_go_once_the_store_is_back(
                 await release(name, holder)
 
             with monkeypatch.context() as outage:
-                outage.setattr(store.backend, "release", refused)
-                await turns.release(given)
+                outage.setattr(store.backend, "release_conversation", refused)
+                await turns.release_turn(given)
                 assert store.conversations.retries
                 assert not await free(store)
             await freed(store)
@@ -238,13 +240,13 @@ def test_the_end_of_a_store_waits_for_no_outage_to_end(monkeypatch: pytest.Monke
     async def main() -> None:
         async with opened() as store:
             turns, given = ConversationTurns(store), turn()
-            await turns.begin(given, CONVERSATION)
+            await turns.begin_turn(given, CONVERSATION)
 
             async def down(*_: Any) -> None:
                 raise OSError("it is down")
 
-            monkeypatch.setattr(store.backend, "release", down)
-            await turns.release(given)
+            monkeypatch.setattr(store.backend, "release_conversation", down)
+            await turns.release_turn(given)
             (task,) = store.conversations.retries
         assert task.cancelled()
 
@@ -253,8 +255,8 @@ def test_the_end_of_a_store_waits_for_no_outage_to_end(monkeypatch: pytest.Monke
 
 def test_a_part_whose_type_is_no_text_is_shown_as_it_is() -> None:
     content = [{"type": ["output_text"]}, {"type": {}}, {"type": None}, {"text": "a"}]
-    assert parts(content, "user", ()) == content
-    assert parts([{"type": "input_image"}], "user", ()) == [
+    assert build_content_parts(content, "user", ()) == content
+    assert build_content_parts([{"type": "input_image"}], "user", ()) == [
         {"type": "input_image", "detail": "auto"}
     ]
 
@@ -263,8 +265,8 @@ def test_a_part_whose_type_is_no_text_is_shown_as_it_is() -> None:
 def test_a_list_behind_no_item_is_refused(after: str) -> None:
     async def main() -> None:
         async with opened() as store:
-            with pytest.raises(Refused) as caught:
-                await ConversationObjects(store).page("", CONVERSATION, after=after)
+            with pytest.raises(ApiError) as caught:
+                await ConversationsApi(store).list_items("", CONVERSATION, after=after)
             assert (caught.value.status, caught.value.param) == (400, "after")
 
     asyncio.run(main())
@@ -281,12 +283,12 @@ def test_a_list_behind_no_item_is_refused(after: str) -> None:
     ],
 )
 def test_what_is_wrong_in_a_body_is_named(body: bytes, param: str | None) -> None:
-    with pytest.raises(Refused) as caught:
-        decoded(CREATED, body)
+    with pytest.raises(ApiError) as caught:
+        parse_request_body(CREATED, body)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def test_an_item_that_is_not_in_utf_8_is_refused() -> None:
-    with pytest.raises(Refused) as caught:
-        added([msgspec.Raw(b'{"role":"user","content":"\xed\xa0\x80"}')])
+    with pytest.raises(ApiError) as caught:
+        validate_new_items([msgspec.Raw(b'{"role":"user","content":"\xed\xa0\x80"}')])
     assert (caught.value.status, caught.value.param) == (400, "items")

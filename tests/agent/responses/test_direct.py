@@ -21,11 +21,11 @@ from pydantic import BaseModel, ValidationError, create_model, model_validator
 
 from vllmops.agent.responses.direct import (
     PATIENCE_S,
-    Direct,
+    DirectRoute,
     Handler,
-    cancelled,
-    invalid,
-    refusal,
+    cancel_on_disconnect,
+    describe_validation_errors,
+    make_error_response,
 )
 
 HEADERS = {"content-type": "application/json"}
@@ -52,7 +52,7 @@ def served(route: type[APIRoute]) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def wrong(_: Request, error: RequestValidationError) -> Response:
-        return refusal(400, *invalid(error.errors()))
+        return make_error_response(400, *describe_validation_errors(error.errors()))
 
     app.include_router(router)
     return app
@@ -84,7 +84,7 @@ async def sent(app: FastAPI, **given: Any) -> tuple[int, str]:
     ],
 )
 def test_answers_as_fastapi(given: dict[str, Any]) -> None:
-    answers = [asyncio.run(sent(served(route), **given)) for route in (Direct, APIRoute)]
+    answers = [asyncio.run(sent(served(route), **given)) for route in (DirectRoute, APIRoute)]
     if "parsing the body" in answers[0][1]:  # an error object like OpenAI's
         assert [status for status, _ in answers] == [400, 400]
     else:
@@ -130,7 +130,7 @@ def test_what_is_wrong_is_named(given: dict[str, Any], expected: tuple[str | Non
     for answer in (Whole, create_model("Body", body=(Whole, ...))):
         with pytest.raises(ValidationError) as raised:
             answer.model_validate(given if answer is Whole else {"body": given})
-        message, param = invalid(raised.value.errors())
+        message, param = describe_validation_errors(raised.value.errors())
         assert param == expected[0]
         assert expected[1] in message
 
@@ -169,12 +169,12 @@ async def disconnected(request: Request) -> None:
 
 
 def app_of(handler: Handler) -> FastAPI:
-    app, router = FastAPI(), APIRouter(route_class=Direct)
+    app, router = FastAPI(), APIRouter(route_class=DirectRoute)
 
     async def work(request: Asked, raw_request: Request) -> Response:
         return await handler(request, raw_request)
 
-    router.post("/")(cancelled(disconnected)(work))
+    router.post("/")(cancel_on_disconnect(disconnected)(work))
     app.include_router(router)
     return app
 
@@ -234,7 +234,7 @@ def test_who_leaves_before_the_end_of_the_body_gets_no_answer() -> None:
     async def reading(raw_request: Request) -> Response:
         raise AssertionError(await raw_request.body())
 
-    for answer in (app_of(work), Direct("/", reading, methods=["POST"]).handle):
+    for answer in (app_of(work), DirectRoute("/", reading, methods=["POST"]).handle):
         asyncio.run(answer(SCOPE, leave, client.send))
     assert client.got == []
 
@@ -271,7 +271,7 @@ def uvicorn_of(app: FastAPI, **options: Any) -> Iterator[socket.socket]:
 
 
 def echo() -> FastAPI:
-    app, router = FastAPI(), APIRouter(route_class=Direct)
+    app, router = FastAPI(), APIRouter(route_class=DirectRoute)
 
     @router.post("/")
     async def work(request: Asked, raw_request: Request) -> Response:

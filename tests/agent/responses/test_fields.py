@@ -13,10 +13,10 @@ from openai.types import responses as official
 from pydantic import TypeAdapter
 
 from vllmops.agent.responses import wire
-from vllmops.agent.responses.fields import dump
+from vllmops.agent.responses.fields import encode_model
 from vllmops.store import fields
 from vllmops.store.backend import Response
-from vllmops.store.store import document
+from vllmops.store.store import encode_response
 
 EVENT: TypeAdapter[Any] = TypeAdapter(official.ResponseStreamEvent)
 BODY = {"id": "r", "created_at": 1, "model": "m", "object": "response", "output": []}
@@ -38,13 +38,13 @@ def test_each_required_field_has_a_default() -> None:
 @pytest.mark.parametrize(("status", "error"), [("completed", ""), ("failed", "why")])
 def test_what_older_versions_stored_is_valid(body: bytes, status: Any, error: str) -> None:
     made = Response(id="r", owner="", model="m", status=status, error=error, body=body)
-    found = msgspec.json.decode(document(made))
+    found = msgspec.json.decode(encode_response(made))
     valid(found)
     assert found["status"] == status
 
 
 def test_an_error_in_a_stream_is_valid_for_both() -> None:
-    event = json.loads(wire.error_event(3, "it fell over").data)
+    event = json.loads(wire.make_error_event(3, "it fell over").data)
     openresponses_types.ErrorStreamingEvent.model_validate(event)
     EVENT.validate_python(event)
 
@@ -59,7 +59,7 @@ def test_what_an_item_does_not_say_is_left_out() -> None:
         {**fields.DEFAULTS, **BODY, "status": "completed", "output": [message, thought]}
     )
     with warnings.catch_warnings(action="error"):
-        found = msgspec.json.decode(dump(response))
+        found = msgspec.json.decode(encode_model(response))
         ended = official.ResponseCompletedEvent(
             type="response.completed", response=response, sequence_number=0
         )
@@ -74,7 +74,7 @@ def test_what_an_item_does_not_say_is_left_out() -> None:
             sequence_number=2,
             part=text,
         )
-        events = [msgspec.json.decode(dump(one)) for one in (ended, done, part)]
+        events = [msgspec.json.decode(encode_model(one)) for one in (ended, done, part)]
     said: dict[str, Any] = {
         "id": "m",
         "type": "message",

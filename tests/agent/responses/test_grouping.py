@@ -12,12 +12,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_fastapi_instrumentator import Instrumentator
 from starlette.types import Scope
 
-from vllmops.agent.responses.grouping import Group, group
+from vllmops.agent.responses.grouping import RouteGroup, group_routes
 
 ASKED: list[str] = []
 
 
-class Counted(Group):
+class Counted(RouteGroup):
     """Notes which paths are compared with its routes."""
 
     def matches(self, scope: Scope) -> Any:
@@ -53,7 +53,7 @@ def served(root_path: str = "") -> tuple[FastAPI, CollectorRegistry]:
     registry = CollectorRegistry()
     app.include_router(router)
     Instrumentator(registry=registry).instrument(app)
-    group(app, router.routes)
+    group_routes(app, router.routes)
     return app, registry
 
 
@@ -104,7 +104,7 @@ def test_the_app_behind_a_prefix() -> None:
 def test_no_other_request_is_compared_with_its_routes() -> None:
     app, _ = served()
     first = app.router.routes[0]
-    assert isinstance(first, Group)
+    assert isinstance(first, RouteGroup)
     app.router.routes[0] = Counted(first.routes)
     ASKED.clear()
     get(app, "/v1/other")

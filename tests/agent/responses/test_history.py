@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 from tests.agent.responses.test_wire import CALL, REASONING, USER, turn
 
-from vllmops.agent.responses.history import CACHE_BYTES, History, Part
-from vllmops.agent.responses.wire import Refused
+from vllmops.agent.responses.history import CACHE_BYTES, ConversationPart, HistoryReader
+from vllmops.agent.responses.wire import ApiError
 from vllmops.store.backend import Response
-from vllmops.store.conversations import Entry
+from vllmops.store.conversations import ConversationItem
 from vllmops.store.packing import deflate
 
 MESSAGE = {
@@ -41,8 +41,10 @@ def kept(given: list[Any], output: list[Any]) -> Response:
     return replace(made, body=deflate(made.body), input=deflate(made.input))
 
 
-def told(turns: list[Response], history: History | None = None, *, harmony: bool = False) -> Part:
-    return asyncio.run((history or History(Parser(), harmony=harmony)).of(turns))
+def told(
+    turns: list[Response], history: HistoryReader | None = None, *, harmony: bool = False
+) -> ConversationPart:
+    return asyncio.run((history or HistoryReader(Parser(), harmony=harmony)).read_turns(turns))
 
 
 def test_a_conversation_has_every_item_once() -> None:
@@ -59,15 +61,15 @@ def test_its_weight_is_what_the_store_has_of_it() -> None:
 
 @pytest.mark.parametrize("damage", [b"junk", deflate(b"{"), deflate(b'[{"a":1}]')[:-1]])
 def test_damage_is_no_fault_of_the_client(damage: bytes) -> None:
-    history = History(Parser(), harmony=False)
+    history = HistoryReader(Parser(), harmony=False)
     turns = [replace(kept([USER], [MESSAGE]), **{name: damage}) for name in ("body", "input")]
     for one in turns:
-        with pytest.raises(Refused, match="A stored turn is damaged") as caught:
+        with pytest.raises(ApiError, match="A stored turn is damaged") as caught:
             told([one], history)
         assert caught.value.status == 500
     for answer in (False, True):
-        with pytest.raises(Refused, match="A stored item is damaged"):
-            asyncio.run(history.of_entries([Entry("a", damage, answer)]))
+        with pytest.raises(ApiError, match="A stored item is damaged"):
+            asyncio.run(history.read_conversation_items([ConversationItem("a", damage, answer)]))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_what_is_encrypted_is_left_out() -> None:
 
 def test_an_answer_is_parsed_once_and_an_input_each_time() -> None:
     parser = Parser()
-    history = History(parser, harmony=False)
+    history = HistoryReader(parser, harmony=False)
     turns = [kept([USER], [MESSAGE]), kept([USER], [CALL])]
     assert told(turns[:1], history).parsed == [USER, MESSAGE]
     assert told(turns, history).parsed == [USER, MESSAGE, USER, CALL]
@@ -99,7 +101,7 @@ def test_an_answer_is_parsed_once_and_an_input_each_time() -> None:
 
 
 def test_what_is_kept_ready_is_bounded() -> None:
-    history = History(list, harmony=False)
+    history = HistoryReader(list, harmony=False)
     for number in range(40):
         # It packs well, and what counts is what it is unpacked.
         text = f"{number}" * (CACHE_BYTES // 48)
@@ -109,29 +111,29 @@ def test_what_is_kept_ready_is_bounded() -> None:
 
 
 def test_many_small_answers_that_are_kept_ready_are_bounded() -> None:
-    history = History(list, harmony=False)
+    history = HistoryReader(list, harmony=False)
     told([kept([], [{**CUSTOM, "input": f"{number}"}]) for number in range(30_000)], history)
     assert 10_000 < len(history.answers) < 22_000
 
 
 def test_an_answer_too_large_to_be_kept_ready_is_read() -> None:
     large = {**CUSTOM, "input": "x" * CACHE_BYTES}
-    history = History(list, harmony=False)
+    history = HistoryReader(list, harmony=False)
     assert told([kept([USER], [large])], history).parsed == [USER, large]
     assert not history.answers
 
 
 def test_items_of_a_conversation_are_read_as_turns_are() -> None:
     parser = Parser()
-    history = History(parser, harmony=False)
+    history = HistoryReader(parser, harmony=False)
     given, answer = {"role": "user", "content": "a"}, MESSAGE
     empty = {"type": "message", "role": "assistant", "content": []}
     entries = [
-        Entry(str(number), deflate(json.dumps(item).encode()), item is not given)
+        ConversationItem(str(number), deflate(json.dumps(item).encode()), item is not given)
         for number, item in enumerate((given, answer, empty))
     ]
     for _ in range(2):
-        part = asyncio.run(history.of_entries(entries))
+        part = asyncio.run(history.read_conversation_items(entries))
         assert part.items == part.parsed == [given, answer]
     # What the model made is parsed once.
     assert parser.read == [given, answer, given]

@@ -15,8 +15,8 @@ from openai.types.shared import Reasoning
 from pydantic import BaseModel, ConfigDict
 
 from vllmops.agent.responses import fields, parameters, wire
-from vllmops.agent.responses.parameters import PARAMETERS, How
-from vllmops.agent.responses.wire import Frame, Refused
+from vllmops.agent.responses.parameters import PARAMETERS, ParameterSupport
+from vllmops.agent.responses.wire import ApiError, EncodedEvent
 from vllmops.store.backend import Response
 
 PAGE = Path(parameters.__file__).parents[2] / "docs/parameters.md"
@@ -46,8 +46,8 @@ def refused(**given: Any) -> str:
 
 def refused_of(request: Request, *, tool_parser: bool) -> str:
     try:
-        parameters.check(request, tool_server=False, tool_parser=tool_parser)
-    except Refused as error:
+        parameters.validate_parameters(request, tool_server=False, tool_parser=tool_parser)
+    except ApiError as error:
         return error.param if error.status == 400 and error.message and error.param else "?"
     return ""
 
@@ -67,11 +67,11 @@ def test_the_table_has_what_the_official_client_sends() -> None:
 
 
 def test_the_manual_has_the_table() -> None:
-    assert parameters.table() in PAGE.read_text("utf-8")
+    assert parameters.render_parameter_table() in PAGE.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, one in PARAMETERS.items() if one.how == How.REFUSED]
+    "name", [name for name, one in PARAMETERS.items() if one.how == ParameterSupport.REFUSED]
 )
 def test_what_is_refused_is_named(name: str) -> None:
     assert refused(**{name: {"id": "x"}}) == name
@@ -144,14 +144,14 @@ def test_no_tool_is_demanded_where_nothing_makes_calls_of_what_the_model_says() 
 
 
 def test_padding_is_put_into_stored_events_and_taken_out() -> None:
-    async def stored() -> AsyncIterator[Frame]:
+    async def stored() -> AsyncIterator[EncodedEvent]:
         for delta in ("a", "a longer one", "ü" * 40):
             event = {"type": "response.output_text.delta", "delta": delta, "obfuscation": "xx"}
-            yield Frame(event["type"], json.dumps(event).encode())
-        yield Frame("response.completed", b'{"response":{}}')
+            yield EncodedEvent(event["type"], json.dumps(event).encode())
+        yield EncodedEvent("response.completed", b'{"response":{}}')
 
     async def read(*, wanted: bool) -> list[dict[str, Any]]:
-        return [json.loads(f.data) async for f in fields.obfuscated(stored(), wanted=wanted)]
+        return [json.loads(f.data) async for f in fields.obfuscate_events(stored(), wanted=wanted)]
 
     bare = asyncio.run(read(wanted=False))
     assert not any("obfuscation" in event for event in bare)
@@ -165,18 +165,18 @@ def test_what_a_stored_response_lacks_is_not_included_in_silence() -> None:
     part: dict[str, Any] = {"type": "output_text", "text": "a", "annotations": [], "logprobs": None}
     body = json.dumps({"output": [{"type": "message", "content": [part]}]}).encode()
     made = Response(id="r", owner="", model="m", status="completed", body=body)
-    wire.check_included(made, ["file_search_call.results", "reasoning.encrypted_content"])
+    wire.require_included_fields(made, ["file_search_call.results", "reasoning.encrypted_content"])
     for name in ("message.output_text.logprobs", "other"):
-        with pytest.raises(Refused) as caught:
-            wire.check_included(made, [name])
+        with pytest.raises(ApiError) as caught:
+            wire.require_included_fields(made, [name])
         assert (caught.value.status, caught.value.param) == (400, "include")
     with_them = body.replace(b"null", b'[{"token": "a"}]')
     made = Response(id="r", owner="", model="m", status="completed", body=with_them)
-    wire.check_included(made, ["message.output_text.logprobs"])
+    wire.require_included_fields(made, ["message.output_text.logprobs"])
 
 
 def test_an_answer_without_tokens_has_all_the_logprobs_that_there_are() -> None:
     part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
     body = json.dumps({"output": [{"type": "message", "content": [part]}]}).encode()
     made = Response(id="r", owner="", model="m", status="completed", body=body)
-    wire.check_included(made, ["message.output_text.logprobs"])
+    wire.require_included_fields(made, ["message.output_text.logprobs"])

@@ -9,34 +9,38 @@ from typing import Any
 import pytest
 
 from vllmops.agent.responses import sealing
-from vllmops.agent.responses.carried import Brought
-from vllmops.agent.responses.wire import Refused
+from vllmops.agent.responses.carried import RequestCarrier
+from vllmops.agent.responses.wire import ApiError
 from vllmops.keys import carrier
-from vllmops.keys.carrier import seal, seal_signed, unseal
-from vllmops.keys.ring import Key, Ring, Secret, Status, fresh, only
-from vllmops.store.settings import Carriers, Format
+from vllmops.keys.carrier import seal_history, sign_history, unseal_carrier
+from vllmops.keys.ring import Key, KeyRing, KeyStatus, Secret, generate_secret, make_single_key_ring
+from vllmops.store.settings import CarrierFormat, CarrierSettings
 
-RING = only(Secret(bytes(32)))
+RING = make_single_key_ring(Secret(bytes(32)))
 ITEMS = [{"type": "message", "role": "user", "content": "hi"}]
 WHERE: dict[str, Any] = {"model": "m", "owner": "o"}
 
 
-def opened(text: str, ring: Ring | None = RING) -> Any:
-    return asyncio.run(sealing.opened(Brought(text, 0, "input"), ring, **WHERE))
+def opened(text: str, ring: KeyRing | None = RING) -> Any:
+    return asyncio.run(sealing.open_carrier(RequestCarrier(text, 0, "input"), ring, **WHERE))
 
 
-def sealed(history: Any = ITEMS, form: Format = Format.V2, ring: Ring | None = RING) -> Any:
-    return asyncio.run(sealing.sealed(history, 1, Carriers(form, 60), ring, **WHERE))
+def sealed(
+    history: Any = ITEMS, form: CarrierFormat = CarrierFormat.V2, ring: KeyRing | None = RING
+) -> Any:
+    return asyncio.run(sealing.seal_carrier(history, 1, CarrierSettings(form, 60), ring, **WHERE))
 
 
-@pytest.mark.parametrize("form", list(Format))
-def test_round_trip(form: Format) -> None:
+@pytest.mark.parametrize("form", list(CarrierFormat))
+def test_round_trip(form: CarrierFormat) -> None:
     assert opened(sealed(form=form)) == ITEMS
-    assert (carrier.genuine(sealed(form=form), RING).format == 2) == (form is Format.V2)
+    assert (carrier.verify_carrier(sealed(form=form), RING).format == 2) == (
+        form is CarrierFormat.V2
+    )
 
 
 def test_it_is_bound_and_expires() -> None:
-    found = unseal(sealed(), RING, **WHERE)
+    found = unseal_carrier(sealed(), RING, **WHERE)
     assert found.issued_at
     assert found.expires_at == found.issued_at + 60
     assert (found.model, found.owner) == ("m", "o")
@@ -44,11 +48,11 @@ def test_it_is_bound_and_expires() -> None:
 
 def test_a_server_without_a_key_that_seals(caplog: pytest.LogCaptureFixture) -> None:
     text = sealed()
-    waiting = Key.of(fresh(), Status.NEXT)
-    for ring in (None, Ring(), Ring(keys=(waiting,))):
+    waiting = Key.from_secret(generate_secret(), KeyStatus.NEXT)
+    for ring in (None, KeyRing(), KeyRing(keys=(waiting,))):
         assert not sealing.can_seal(ring)
         assert sealed(ring=ring) is None
-        with pytest.raises(Refused) as caught:
+        with pytest.raises(ApiError) as caught:
             opened(text, ring)
         assert (caught.value.status, caught.value.code) == (400, "carrier.unknown-key")
     assert caplog.text.count("and gets none") <= 1
@@ -56,8 +60,8 @@ def test_a_server_without_a_key_that_seals(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.mark.parametrize("history", [[7], ["x"], [None], [[]]])
 def test_a_history_that_is_no_conversation(history: Any) -> None:
-    for text in (seal(history, RING, **WHERE), seal_signed(history, RING)):
-        with pytest.raises(Refused) as caught:
+    for text in (seal_history(history, RING, **WHERE), sign_history(history, RING)):
+        with pytest.raises(ApiError) as caught:
             opened(text)
         assert caught.value.code == "carrier.malformed"
 
@@ -75,19 +79,19 @@ def test_a_history_that_is_no_conversation(history: Any) -> None:
     ],
 )
 def test_messages_that_are_none(message: Any) -> None:
-    with pytest.raises(Refused) as caught:
-        opened(seal_signed([message], RING))
+    with pytest.raises(ApiError) as caught:
+        opened(sign_history([message], RING))
     assert caught.value.code == "carrier.malformed"
 
 
 def test_what_does_not_fit_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier, "MOST_BYTES", 100)
-    with pytest.raises(Refused, match="larger than a carrier may hold") as caught:
-        asyncio.run(sealing.checked([{"content": "x" * 100}], 1))
+    with pytest.raises(ApiError, match="larger than a carrier may hold") as caught:
+        asyncio.run(sealing.validate_carrier_size([{"content": "x" * 100}], 1))
     assert (caught.value.code, caught.value.param) == ("carrier.too-large", "input")
 
 
 def test_what_is_large_is_done_beside_the_event_loop() -> None:
     here = threading.get_ident()
-    assert asyncio.run(sealing.off_loop(carrier.LARGE, threading.get_ident)) == here
-    assert asyncio.run(sealing.off_loop(carrier.LARGE + 1, threading.get_ident)) != here
+    assert asyncio.run(sealing.run_off_loop(carrier.LARGE, threading.get_ident)) == here
+    assert asyncio.run(sealing.run_off_loop(carrier.LARGE + 1, threading.get_ident)) != here

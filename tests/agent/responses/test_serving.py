@@ -13,8 +13,8 @@ from tests.store.served import Vllm
 sys.meta_path.insert(0, Vllm())
 from vllmops.agent.adapters import responses as adapter
 from vllmops.agent.responses import compaction
-from vllmops.agent.responses.serving import StoredResponses
-from vllmops.agent.responses.turn import Turn, working
+from vllmops.agent.responses.serving import StoreBackedServing
+from vllmops.agent.responses.turn import Turn, set_current_turn
 
 class Engine:
     async def responses_full_generator(self, request):
@@ -27,7 +27,7 @@ class Engine:
         answer = await self.responses_full_generator(request)
         yield SimpleNamespace(type="response.completed", sequence_number=1, response=answer)
 
-class Served(StoredResponses, Engine):
+class Served(StoreBackedServing, Engine):
     def __init__(self):
         pass
 
@@ -36,8 +36,8 @@ async def main():
     for stream in (False, True):
         request = SimpleNamespace(stream=stream)
         turn = Turn(request, "", b"[]")
-        turn.compaction = compaction.sealed_item("sealed")
-        with working(turn):
+        turn.compaction = compaction.make_compaction_item("sealed")
+        with set_current_turn(turn):
             if stream:
                 events = [event async for event in Served().responses_stream_generator(request)]
                 answer = events[-1].response
@@ -58,8 +58,8 @@ from pydantic import BaseModel
 from tests.store.served import Vllm
 sys.meta_path.insert(0, Vllm())
 from vllmops.agent.responses import tokens
-from vllmops.agent.responses.serving import StoredResponses
-from vllmops.agent.responses.wire import Refused
+from vllmops.agent.responses.serving import StoreBackedServing
+from vllmops.agent.responses.wire import ApiError
 
 class Asked(BaseModel, extra="allow"):
     input: Any = None
@@ -69,7 +69,7 @@ class Asked(BaseModel, extra="allow"):
 
 freed, asked = [], []
 
-class Served(StoredResponses):
+class Served(StoreBackedServing):
     counts, tool_server, parser, use_harmony = True, None, None, False
 
     def __init__(self):
@@ -92,18 +92,18 @@ class Served(StoredResponses):
         asked.append(len(request.input))
         if len(request.input) > 2:
             raise ValueError("too long")
-        return tokens.Counted(1)
+        return tokens.TokenCount(1)
 
 async def main():
     items = [{"role": "user", "content": str(n)} for n in range(4)]
     request = Asked(input=items, kv_transfer_params={"do_remote_prefill": True})
-    await Served().truncate(request)
+    await Served().truncate_input(request)
     assert (len(request.input), freed) == (2, []) and asked, (request, freed, asked)
     request = Asked(kv_transfer_params={"do_remote_prefill": True}, unknown=1)
     raw = SimpleNamespace(body=lambda: asyncio.sleep(0, b"{}"))
     try:
-        await Served().create(request, raw)
-    except Refused as error:
+        await Served().answer_create_request(request, raw)
+    except ApiError as error:
         assert (error.param, freed) == ("unknown", [raw])
         print("refused")
 
@@ -123,7 +123,7 @@ import asyncio, sys
 from types import SimpleNamespace
 from tests.store.served import Vllm
 sys.meta_path.insert(0, Vllm())
-from vllmops.agent.responses.serving import StoredResponses
+from vllmops.agent.responses.serving import StoreBackedServing
 from vllmops.store.backend import StoreUnavailable
 
 class Away:
@@ -134,7 +134,7 @@ class Away:
         raise StoreUnavailable(f"{response_id} is not there")
 
 async def main():
-    serving = StoredResponses.__new__(StoredResponses)
+    serving = StoreBackedServing.__new__(StoreBackedServing)
     for refuses, store in ((True, True), (True, False), (False, True)):
         serving.store = Away(refuses)
         request = SimpleNamespace(
@@ -144,7 +144,7 @@ async def main():
         raw = SimpleNamespace(body=lambda: asyncio.sleep(0, b'{"input": "x"}'), headers={})
         raw.app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=[])))
         try:
-            turn = await serving.turn(request, raw)
+            turn = await serving.build_turn(request, raw)
             print("goes on", turn is not None)
         except StoreUnavailable as error:
             print(error.message)

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from vllmops.agent.responses.conversations import ConversationTurns
-from vllmops.agent.responses.stored import Stored
+from vllmops.agent.responses.stored import StoredResponsesApi
 from vllmops.store import opening
 from vllmops.store.backend import Limits, Response
 from vllmops.store.store import ResponseStore
@@ -21,7 +21,7 @@ class Late(ResponseStore):
     """Whose run, which seemed to be lost, ends just before it is looked at again."""
 
     async def get(self, owner: str, response_id: str) -> Response | None:
-        await self.append(RUN, 2, [DELTA])
+        await self.append_events(RUN, 2, [DELTA])
         await self.put(replace(RUN, status="completed"))
         return await super().get(owner, response_id)
 
@@ -43,12 +43,12 @@ def test_the_events_of_a_run_that_seemed_lost_come_before_its_end(
     kind: type[ResponseStore],
 ) -> None:
     async def read() -> list[str]:
-        async with kind(opening.backend("memory://", Limits(lease_s=0.01))) as store:
+        async with kind(opening.make_backend("memory://", Limits(lease_s=0.01))) as store:
             await store.create(RUN)
-            await store.append(RUN, 0, [b'{"type":"response.created"}'] * 2)
+            await store.append_events(RUN, 0, [b'{"type":"response.created"}'] * 2)
             await asyncio.sleep(0.05)
-            stored = Stored(store, ConversationTurns(store), print)
-            return [frame.type async for frame in stored.follow("", "r")]
+            stored = StoredResponsesApi(store, ConversationTurns(store), print)
+            return [frame.type async for frame in stored.follow_events("", "r")]
 
     assert asyncio.run(read()) == [
         *("response.created", "response.created"),

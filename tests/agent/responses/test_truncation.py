@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.responses.truncation import fitting
+from vllmops.agent.responses.truncation import select_fitting_items
 
 RULES = {"role": "developer", "content": "be brief"}
 
@@ -33,7 +33,7 @@ def left(items: list[Any], most: int) -> tuple[list[Any] | None, int]:
         asked += 1
         return len(some) <= most
 
-    return asyncio.run(fitting(items, fits)), asked
+    return asyncio.run(select_fitting_items(items, fits)), asked
 
 
 @pytest.mark.parametrize("most", range(1, 9))

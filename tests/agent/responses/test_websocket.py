@@ -22,9 +22,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from vllmops.agent.responses import websocket, wire
-from vllmops.agent.responses.wire import Frame, Refused
+from vllmops.agent.responses.wire import ApiError, EncodedEvent
 from vllmops.store.backend import Response
-from vllmops.store.settings import Sockets
+from vllmops.store.settings import WebSocketLimits
 
 Client = Callable[..., Any]
 KINDS = ("response.created", "response.completed")
@@ -41,19 +41,21 @@ class Handler:
         self.sent = 0
         self.stored = self
 
-    async def create(self, given: dict[str, Any], raw_request: Request) -> AsyncIterator[Frame]:
+    async def create(
+        self, given: dict[str, Any], raw_request: Request
+    ) -> AsyncIterator[EncodedEvent]:
         self.made.append(given)
         before = given.get("previous_response_id")
-        if before and websocket.remembered(before) is None:
-            raise wire.not_found(before, "previous_response_id")
+        if before and websocket.find_remembered_history(before) is None:
+            raise wire.make_not_found_error(before, "previous_response_id")
         if given["input"] == "refused":
-            raise Refused(400, "no", "input")
+            raise ApiError(400, "no", "input")
         if given["input"] == "broken":
             raise OSError("a defect of the server's own")
         assert json.loads(await raw_request.body()) == given
         return self.stream(given)
 
-    async def stream(self, given: dict[str, Any]) -> AsyncIterator[Frame]:
+    async def stream(self, given: dict[str, Any]) -> AsyncIterator[EncodedEvent]:
         body: dict[str, Any] = {"id": f"resp_{len(self.made)}", "owner": "", "output": []}
         try:
             yield frame("response.created", 0, response=body)
@@ -69,23 +71,25 @@ class Handler:
                 yield frame("response.failed", 1, response={**body, "status": "failed"})
                 return
             kept = Response(id=body["id"], owner="", model="", status="completed", body=b"{}")
-            websocket.remember([kept])
+            websocket.remember_history([kept])
             yield frame("response.completed", 1, response={**body, "status": "completed"})
         finally:
             self.closed += 1
 
     async def cancel(self, who: str, response_id: str) -> bytes:
         if response_id != BACKGROUND:
-            raise wire.not_found(response_id)
+            raise wire.make_not_found_error(response_id)
         self.goes_on.set()
         return b"{}"
 
-    async def resume(self, who: str, response_id: str, after: int | None) -> AsyncIterator[Frame]:
+    async def resume_stream(
+        self, who: str, response_id: str, after: int | None
+    ) -> AsyncIterator[EncodedEvent]:
         if response_id != BACKGROUND:
-            raise wire.not_found(response_id)
+            raise wire.make_not_found_error(response_id)
         return self.background(after)
 
-    async def background(self, after: int | None) -> AsyncIterator[Frame]:
+    async def background(self, after: int | None) -> AsyncIterator[EncodedEvent]:
         body = {"id": BACKGROUND, "status": "in_progress"}
         if after is None:
             yield frame("response.created", 0, response=body)
@@ -102,13 +106,15 @@ async def reached(state: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def frame(kind: str, number: int, **fields: Any) -> Frame:
+def frame(kind: str, number: int, **fields: Any) -> EncodedEvent:
     body = {"type": kind, "sequence_number": number, **fields}
-    return Frame(kind, msgspec.json.encode(body))
+    return EncodedEvent(kind, msgspec.json.encode(body))
 
 
 @asynccontextmanager
-async def server(handler: Handler, limits: Sockets, ping_s: float | None) -> AsyncIterator[Client]:
+async def server(
+    handler: Handler, limits: WebSocketLimits, ping_s: float | None
+) -> AsyncIterator[Client]:
     """A server; gives what connects a client."""
     app = FastAPI()
     app.state.args = SimpleNamespace()
@@ -116,10 +122,10 @@ async def server(handler: Handler, limits: Sockets, ping_s: float | None) -> Asy
 
     @app.websocket("/v1/responses")
     async def serve(given: WebSocket) -> None:
-        if why := websocket.refusal(given, ["one", "two"], limits):
-            await websocket.deny(given, *why)
+        if why := websocket.find_handshake_error(given, ["one", "two"], limits):
+            await websocket.deny_handshake(given, *why)
             return
-        await websocket.Connection(given, handler, "me", handler.create, limits).serve()
+        await websocket.WebSocketConnection(given, handler, "me", handler.create, limits).serve()
 
     # Where asyncio knows the protocol, it turns Nagle's algorithm off.
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
@@ -142,16 +148,19 @@ async def server(handler: Handler, limits: Sockets, ping_s: float | None) -> Asy
 
 def play(
     act: Callable[[Client, Handler], Coroutine[Any, Any, None]],
-    limits: Sockets | None = None,
+    limits: WebSocketLimits | None = None,
     ping_s: float | None = 0.2,
 ) -> None:
     async def whole() -> None:
         handler = Handler()
-        async with asyncio.timeout(60), server(handler, limits or Sockets(), ping_s) as client:
+        async with (
+            asyncio.timeout(60),
+            server(handler, limits or WebSocketLimits(), ping_s) as client,
+        ):
             await act(client, handler)
         assert not websocket.opened
         assert not websocket.waiting.bytes
-        assert not websocket.Memory.bytes_of_all
+        assert not websocket.UnstoredResponses.bytes_of_all
 
     asyncio.run(whole())
 
@@ -176,13 +185,13 @@ async def closed(client: ClientConnection) -> int:
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection is closed soon where it is idle, but not before its first run has begun."""
-    begin = websocket.Connection.begin
+    begin = websocket.WebSocketConnection.start_response
 
-    def begun(self: websocket.Connection, *given: Any) -> None:
+    def begun(self: websocket.WebSocketConnection, *given: Any) -> None:
         begin(self, *given)
-        self.limits = Sockets(idle_s=0.3)
+        self.limits = WebSocketLimits(idle_s=0.3)
 
-    monkeypatch.setattr(websocket.Connection, "begin", begun)
+    monkeypatch.setattr(websocket.WebSocketConnection, "start_response", begun)
 
 
 @pytest.mark.usefixtures("brief")
@@ -207,7 +216,7 @@ def test_a_message_begins_the_idle_time_again() -> None:
         async with client() as one:
             await asyncio.sleep(0.5)
             (connection,) = websocket.opened
-            connection.limits = Sockets(idle_s=0.3)  # from its next message on
+            connection.limits = WebSocketLimits(idle_s=0.3)  # from its next message on
             sent = loop.time()
             await one.send("{}")
             assert (await hear(one))["code"] == "400"
@@ -240,7 +249,7 @@ def test_bytes_that_wait_have_a_bound() -> None:
             await ask(one, "z" * 600)
             assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
 
-    play(act, Sockets(message=1000))
+    play(act, WebSocketLimits(message=1000))
 
 
 def test_bytes_that_wait_on_all_connections_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,12 +294,14 @@ def test_what_all_connections_remember_has_a_bound(monkeypatch: pytest.MonkeyPat
 
 
 def test_turns_with_one_id_are_all_counted() -> None:
-    memory, history = websocket.Memory(), list[Response]()
+    memory, history = websocket.UnstoredResponses(), list[Response]()
     for _ in range(5):
         turn = Response(id="mine", owner="", model="m", status="completed", body=b"{}")
-        memory.keep(history := [*history, turn])
+        memory.remember_history(history := [*history, turn])
     assert (
-        memory.bytes == websocket.Memory.bytes_of_all == 5 * len(turn.body + turn.input + b"mine")
+        memory.bytes
+        == websocket.UnstoredResponses.bytes_of_all
+        == 5 * len(turn.body + turn.input + b"mine")
     )
     memory.clear()
 
@@ -303,7 +314,7 @@ def test_requests_have_a_bound() -> None:
             heard = [await hear(one) for _ in range(3)]
             assert sorted(event["type"] for event in heard) == ["error", *KINDS[:1] * 2]
 
-    play(act, Sockets(requests=2))
+    play(act, WebSocketLimits(requests=2))
 
 
 @pytest.mark.parametrize("message", ["x" * 101, "ä" * 51, b"x" * 101])
@@ -313,7 +324,7 @@ def test_a_message_that_is_too_large(message: str | bytes) -> None:
             await one.send(message)
             assert await closed(one) == websocket.TOO_BIG
 
-    play(act, Sockets(message=100))
+    play(act, WebSocketLimits(message=100))
 
 
 def test_connections_have_a_bound() -> None:
@@ -327,7 +338,7 @@ def test_connections_have_a_bound() -> None:
         async with client():
             pass
 
-    play(act, Sockets(connections=2))
+    play(act, WebSocketLimits(connections=2))
 
 
 @pytest.mark.parametrize(
@@ -345,7 +356,7 @@ def test_the_origin_of_a_page(origin: str, status: int | None) -> None:
     state = SimpleNamespace(args=arguments, openai_serving_responses=Handler)
     headers = {"host": "here", "origin": origin}
     given: Any = SimpleNamespace(headers=headers, app=SimpleNamespace(state=state))
-    why = websocket.refusal(given, [], Sockets())
+    why = websocket.find_handshake_error(given, [], WebSocketLimits())
     assert (why[0] if why else None) == status
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllmops.agent.responses import writer as writing
-from vllmops.agent.responses.writer import Writer
+from vllmops.agent.responses.writer import EventWriter
 from vllmops.store import opening
 from vllmops.store.backend import Response
 from vllmops.store.store import ResponseStore
@@ -19,21 +19,21 @@ RUN = Response(id="resp_1", owner="", model="m", status="in_progress", body=b"{}
 
 async def stored(store: ResponseStore) -> list[int]:
     """The numbers in the log."""
-    log = await store.log("", RUN.id, -1)
+    log = await store.read_events("", RUN.id, -1)
     assert log
     return [n for chunk in log.chunks for n in range(chunk.first, chunk.last + 1)]
 
 
 def test_all_events_are_there_at_the_end_and_few_writes_do() -> None:
     async def play() -> tuple[list[int], int]:
-        async with ResponseStore(opening.backend("memory://")) as store:
+        async with ResponseStore(opening.make_backend("memory://")) as store:
             await store.create(RUN)
-            async with Writer(store, RUN) as writer:
+            async with EventWriter(store, RUN) as writer:
                 for n in range(500):
-                    writer.add(n, b'{"n":%d}' % n)
+                    writer.queue_event(n, b'{"n":%d}' % n)
                     if n % 100 == 0:
                         await asyncio.sleep(0.02)
-            log = await store.log("", RUN.id, -1)
+            log = await store.read_events("", RUN.id, -1)
             assert log
             return await stored(store), len(log.chunks)
 
@@ -46,10 +46,10 @@ def test_the_first_event_is_not_kept_back(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(writing, "BATCH_S", 600.0)
 
     async def play() -> None:
-        async with ResponseStore(opening.backend("memory://")) as store:
+        async with ResponseStore(opening.make_backend("memory://")) as store:
             await store.create(RUN)
-            async with Writer(store, RUN) as writer:
-                writer.add(0, b"{}")
+            async with EventWriter(store, RUN) as writer:
+                writer.queue_event(0, b"{}")
                 while await stored(store) != [0]:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
 
@@ -59,14 +59,14 @@ def test_the_first_event_is_not_kept_back(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_store_that_is_down_for_a_while_gets_all_of_them(tmp_path: Path) -> None:
     async def play() -> list[int]:
         url = f"sqlite:///{tmp_path}/responses.db"
-        async with ResponseStore(opening.backend(url)) as store:
+        async with ResponseStore(opening.make_backend(url)) as store:
             await store.create(RUN)
-        async with ResponseStore(opening.backend(url), deadline_s=0.2) as store:
+        async with ResponseStore(opening.make_backend(url), deadline_s=0.2) as store:
             blocker = sqlite3.connect(tmp_path / "responses.db", isolation_level=None)
-            async with Writer(store, RUN) as writer:
+            async with EventWriter(store, RUN) as writer:
                 blocker.execute("BEGIN IMMEDIATE")
                 for n in range(20):
-                    writer.add(n, b"{}")
+                    writer.queue_event(n, b"{}")
                     await asyncio.sleep(0.02)
                 blocker.execute("ROLLBACK")
                 blocker.close()
@@ -78,28 +78,28 @@ def test_a_store_that_is_down_for_a_while_gets_all_of_them(tmp_path: Path) -> No
 
 def test_a_run_that_is_gone_costs_nothing_more() -> None:
     async def play() -> None:
-        async with ResponseStore(opening.backend("memory://")) as store:
+        async with ResponseStore(opening.make_backend("memory://")) as store:
             await store.create(RUN)
-            async with Writer(store, RUN) as writer:
-                writer.add(0, b"{}")
+            async with EventWriter(store, RUN) as writer:
+                writer.queue_event(0, b"{}")
                 await asyncio.sleep(0.03)
                 await store.delete("", RUN.id)
-                writer.add(1, b"{}")
+                writer.queue_event(1, b"{}")
             assert writer.task.done()
-            assert await store.log("", RUN.id, -1) is None
+            assert await store.read_events("", RUN.id, -1) is None
 
     asyncio.run(play())
 
 
 def test_a_run_that_is_cancelled_waits_for_no_store(tmp_path: Path) -> None:
     async def work(store: ResponseStore) -> None:
-        async with Writer(store, RUN) as writer:
-            writer.add(0, b"{}")
+        async with EventWriter(store, RUN) as writer:
+            writer.queue_event(0, b"{}")
             await asyncio.sleep(600)
 
     async def play() -> None:
         url = f"sqlite:///{tmp_path}/responses.db"
-        async with ResponseStore(opening.backend(url), deadline_s=600) as store:
+        async with ResponseStore(opening.make_backend(url), deadline_s=600) as store:
             await store.create(RUN)
             blocker = sqlite3.connect(tmp_path / "responses.db", isolation_level=None)
             blocker.execute("BEGIN IMMEDIATE")

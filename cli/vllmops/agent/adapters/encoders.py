@@ -8,23 +8,23 @@ from typing import Any
 PASSING = ("allocated", "to_free", "freed", "_vllmops_to_free")
 
 
-def passing(manager: Any) -> list[Any] | None:
+def find_key_lists(manager: Any) -> list[Any] | None:
     """The lists of keys that a manager of an encoder-decoder model has; None of other managers."""
     own = vars(manager)
     return None if "cached" in own else [own[name] for name in PASSING if name in own]
 
 
-def sizes(manager: Any) -> Any | None:
+def find_slots_by_key(manager: Any) -> Any | None:
     """The slots of each key; None in versions that do not count them."""
     return vars(manager).get("num_embeds_by_hash")
 
 
-def inputs(manager: Any) -> Any | None:
+def find_inputs_by_request(manager: Any) -> Any | None:
     """The numbers of the inputs that each request holds; None in versions without them."""
     return vars(manager).get("request_cached_ids")
 
 
-def outputs(worker: Any) -> Any | None:
+def find_outputs_by_key(worker: Any) -> Any | None:
     """A worker's encoder outputs by key, of either model runner; None without a runner or a cache.
 
     Ray and other executors wrap the worker; a wrapper has no model runner.

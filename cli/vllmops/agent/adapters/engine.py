@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 
-def counts(scheduler: Any) -> tuple[int, int]:
+def count_requests(scheduler: Any) -> tuple[int, int]:
     """Requests running and waiting."""
     if count := getattr(scheduler, "get_request_counts", None):
         running, waiting = count()
@@ -14,14 +14,14 @@ def counts(scheduler: Any) -> tuple[int, int]:
     return len(scheduler.running), len(scheduler.waiting)
 
 
-def queues(scheduler: Any) -> tuple[int, int, int]:
+def count_requests_by_state(scheduler: Any) -> tuple[int, int, int]:
     """Requests running, waiting for a place, and waiting for anything else, as a transfer."""
-    running, waiting = counts(scheduler)
-    deferred = len(passed_over(scheduler))
+    running, waiting = count_requests(scheduler)
+    deferred = len(get_deferred_queue(scheduler))
     return running, waiting - deferred if waiting > deferred else 0, deferred
 
 
-def passed_over(scheduler: Any) -> Any:
+def get_deferred_queue(scheduler: Any) -> Any:
     """The requests that the scheduler passes over, in a container of its own."""
     # Since 0.31, and up to 0.30; older ones have one queue.
     held = getattr(scheduler, "deferred_waiting", None)
@@ -34,22 +34,22 @@ def kv_cache_usage(scheduler: Any) -> float | None:
     return None if kv_cache is None else float(kv_cache.usage)
 
 
-def dropped_weights(worker: Any) -> bool:
+def has_dropped_weights(worker: Any) -> bool:
     """Whether a worker sleeps at vLLM's level 2: its weights are gone until somebody loads them."""
     return bool(getattr(vars(worker).get("worker", worker), "_sleep_saved_buffers", None))
 
 
-def unfinished(client: Any) -> int:
+def count_unfinished_requests(client: Any) -> int:
     """Requests that a client has handed to its engines and that are not finished."""
     return int(client.output_processor.get_num_unfinished_requests())
 
 
-def oldest(client: Any) -> str:
+def find_oldest_request_id(client: Any) -> str:
     """The id of the oldest of them; empty without one."""
     return str(next(iter(client.output_processor.request_states), ""))
 
 
-async def ask(client: Any, method: str, *args: Any) -> list[Any]:
+async def call_engine_utility(client: Any, method: str, *args: Any) -> list[Any]:
     """What a utility method of each of a client's engines answers."""
     core = client.engine_core
     if ask_all := getattr(core, "call_utility_all_async", None):  # since 0.32
@@ -59,14 +59,14 @@ async def ask(client: Any, method: str, *args: Any) -> list[Any]:
     )
 
 
-async def hand_over(client: Any) -> None:
+async def enable_router_handover(client: Any) -> None:
     """Have the socket to a client's engines let a new connection take over an old one's name."""
     import zmq  # noqa: PLC0415 - imported by vLLM long ago
 
     client.engine_core.input_socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
 
 
-def text_only(model: Any) -> bool:
+def is_text_only(model: Any) -> bool:
     """Whether all limits of a multimodal model are 0, as vLLM found.
 
     Read from what vLLM keeps of that, nothing before 0.27: computing it could build a processor.

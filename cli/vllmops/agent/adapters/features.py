@@ -45,7 +45,7 @@ FEATURES: Final = {
 }
 
 
-class Tested(msgspec.Struct, frozen=True):
+class VersionResults(msgspec.Struct, frozen=True):
     """What the tests found with one version.
 
     Args:
@@ -58,35 +58,37 @@ class Tested(msgspec.Struct, frozen=True):
 
 
 @cache
-def tested() -> dict[str, Tested]:
+def load_tested_versions() -> dict[str, VersionResults]:
     """The table that the tests check, by version, oldest first."""
     content = files(__package__).joinpath("tested.json").read_bytes()
-    return msgspec.json.decode(content, type=dict[str, Tested])
+    return msgspec.json.decode(content, type=dict[str, VersionResults])
 
 
-def missing() -> dict[str, list[str]]:
+def find_missing_features() -> dict[str, list[str]]:
     """The features that this vLLM has another shape for, with the names that it lacks."""
     lacks = {
-        feature: [places.PLACES[kind].name for kind in needs if places.where(kind) is None]
+        feature: [
+            places.PLACES[kind].name for kind in needs if places.find_symbol_module(kind) is None
+        ]
         for feature, (_, needs) in FEATURES.items()
     }
     return {feature: names for feature, names in lacks.items() if names}
 
 
-def version() -> str | None:
+def find_vllm_version() -> str | None:
     """The version of the imported vLLM."""
     return getattr(sys.modules.get(places.ROOT), "__version__", None)
 
 
-def untested(name: str | None) -> str | None:
+def describe_untested_version(name: str | None) -> str | None:
     """A remark on a version that is newer than all that are tested; None on others."""
-    newest = max(map(minor, tested()))
-    if not name or minor(name) <= newest:
+    newest = max(map(parse_minor_version, load_tested_versions()))
+    if not name or parse_minor_version(name) <= newest:
         return None
     return f"vLLM {name} is newer than {'.'.join(map(str, newest))}, the newest tested"
 
 
-def minor(name: str) -> tuple[int, int]:
+def parse_minor_version(name: str) -> tuple[int, int]:
     """The first two numbers of a version; zeros where it has none."""
     match = re.match(r"(\d+)\.(\d+)", name)
     return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -11,12 +11,12 @@ from types import ModuleType
 from typing import Any, Final
 
 
-def own(collector: Any, module: ModuleType) -> None:
+def register_globally(collector: Any, module: ModuleType) -> None:
     """With one API server: prometheus_client's own registry."""
     module.REGISTRY.register(collector)
 
 
-def fresh(collector: Any, module: ModuleType) -> None:
+def register_per_scrape(collector: Any, module: ModuleType) -> None:
     """With several API servers: the registry of each scrape."""
     cls = module.MultiProcessCollector
     construct = cls.__init__
@@ -24,16 +24,19 @@ def fresh(collector: Any, module: ModuleType) -> None:
         return
 
     @functools.wraps(construct)
-    def init(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
+    def construct_and_register(self: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, registry, *args, **kwargs)
         registry.register(collector)
 
-    init.__vllmops__ = True  # type: ignore[attr-defined]
-    cls.__init__ = init
+    construct_and_register.__vllmops__ = True  # type: ignore[attr-defined]
+    cls.__init__ = construct_and_register
 
 
 # By the module that is to be imported first; each takes a collector that describes nothing.
-SHOWN: Final = {"prometheus_client.registry": own, "prometheus_client.multiprocess": fresh}
+SHOWN: Final = {
+    "prometheus_client.registry": register_globally,
+    "prometheus_client.multiprocess": register_per_scrape,
+}
 
 # Names the directory that all processes write their metrics to; set for several API servers.
 MULTIPROC_DIR: Final = "PROMETHEUS_MULTIPROC_DIR"
@@ -43,7 +46,7 @@ FORMAT: Final = "prometheus_client.openmetrics.exposition"
 MOST_NAMES: Final = 2048  # of which a server has a few hundred
 
 
-def quicken(module: ModuleType) -> None:
+def cache_escaped_names(module: ModuleType) -> None:
     """Let prometheus_client remember the names that it has checked; a scrape takes less time then.
 
     What it makes of a name depends on the name alone. Versions before 0.22 check none.

@@ -74,37 +74,39 @@ PLACES: Final = {
 }
 
 
-def inspects_models(module: str) -> bool:
+def is_inspection_module(module: str) -> bool:
     """Whether a process that runs a module only inspects a model's class, and ends."""
     return module.startswith(LAYERS) and module.endswith(".models.registry")
 
 
 @cache
-def where(kind: str) -> str | None:
+def find_symbol_module(kind: str) -> str | None:
     """The module that defines one of `PLACES`; None if this vLLM has it in none of its places."""
     place = PLACES[kind]
-    return next(filter(None, (defining(name, place.name) for name in place.modules)), None)
+    return next(
+        filter(None, (find_defining_module(name, place.name) for name in place.modules)), None
+    )
 
 
-def loaded(kind: str) -> Any | None:
+def find_loaded_class(kind: str) -> Any | None:
     """The class of one of `PLACES`; None where its module is not imported or has no such class."""
-    module = sys.modules.get(where(kind) or "")
+    module = sys.modules.get(find_symbol_module(kind) or "")
     return vars(module).get(PLACES[kind].name) if module else None
 
 
-def defining(module: str, name: str) -> str | None:
+def find_defining_module(module: str, name: str) -> str | None:
     """The module that defines a name, starting from one that has it."""
     for _ in range(HOPS):
-        if root() is None:
+        if find_source_root() is None:
             return module
-        text = source(module)
+        text = read_source(module)
         if text is None:
             return None
-        if shim := shimmed(text):
+        if shim := find_shim_target(text):
             module = shim
         elif re.search(rf"^[ ]*(class|def)\s+{name}\b|^{name}\s*[:=]", text, re.MULTILINE):
             return module
-        elif origin := imported(text, name):
+        elif origin := find_import_origin(text, name):
             package = module if is_package(module) else module.rpartition(".")[0]
             module = resolve_name(origin, package)
         else:
@@ -113,26 +115,26 @@ def defining(module: str, name: str) -> str | None:
 
 
 @cache
-def existing(module: str) -> str | None:
+def find_existing_module(module: str) -> str | None:
     """A module of vLLM's, or the one for which it is a shim; None if this vLLM has none."""
-    if root() is None:
+    if find_source_root() is None:
         return module
     for _ in range(HOPS):
-        if (text := source(module)) is None:
+        if (text := read_source(module)) is None:
             return None
-        if not (shim := shimmed(text)):
+        if not (shim := find_shim_target(text)):
             return module
         module = shim
     return None
 
 
-def shimmed(text: str) -> str | None:
+def find_shim_target(text: str) -> str | None:
     """The module for which a source is a shim."""
     match = SHIM.search(text) if len(text) < SHIM_BYTES else None
     return match[1] if match else None
 
 
-def imported(text: str, name: str) -> str | None:
+def find_import_origin(text: str, name: str) -> str | None:
     """The module from which a source imports a name; relative as it is written there."""
     for origin, names in IMPORTS.findall(text):
         if re.search(rf"\b{name}\b", names) and origin.startswith((ROOT, ".")):
@@ -141,17 +143,17 @@ def imported(text: str, name: str) -> str | None:
 
 
 def is_package(module: str) -> bool:
-    return (path := file(module)) is not None and path.name == "__init__.py"
+    return (path := find_source_file(module)) is not None and path.name == "__init__.py"
 
 
-def source(module: str) -> str | None:
+def read_source(module: str) -> str | None:
     """The source of a module of vLLM's; None if there is no such file."""
-    path = file(module)
+    path = find_source_file(module)
     return path.read_text("utf-8", "replace") if path else None
 
 
-def file(module: str) -> Path | None:
-    place = root()
+def find_source_file(module: str) -> Path | None:
+    place = find_source_root()
     if place is None:
         return None
     stem = place.joinpath(*module.split(".")[1:])
@@ -159,7 +161,7 @@ def file(module: str) -> Path | None:
 
 
 @cache
-def root() -> Path | None:
+def find_source_root() -> Path | None:
     """The folder of vLLM's source; None if there is none, or only compiled files."""
     package = sys.modules.get(ROOT)
     spec = getattr(package, "__spec__", None) if package else find_spec(ROOT)

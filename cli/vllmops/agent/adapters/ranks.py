@@ -8,7 +8,7 @@ APART: Final = ("data_parallel_external_lb", "data_parallel_hybrid_lb")
 BACKENDS: Final = ("distributed_executor_backend", "data_parallel_backend")
 
 
-def sizes(parallel: Any) -> dict[str, int]:
+def count_ranks(parallel: Any) -> dict[str, int]:
     """How many ranks there are of each kind."""
     return {
         "DP": parallel.data_parallel_size,
@@ -17,7 +17,7 @@ def sizes(parallel: Any) -> dict[str, int]:
     }
 
 
-def own(parallel: Any, role: str, rank: int | None) -> dict[str, int]:
+def find_process_ranks(parallel: Any, role: str, rank: int | None) -> dict[str, int]:
     """The ranks of an engine or a worker.
 
     Args:
@@ -38,10 +38,13 @@ def own(parallel: Any, role: str, rank: int | None) -> dict[str, int]:
     return ranks
 
 
-def meetings(parallel: Any) -> list[str]:
+def list_rendezvous_addresses(parallel: Any) -> list[str]:
     """Where the nodes of a server meet; nothing for a server of one node, or of Ray."""
     addresses = []
-    if apart(parallel) or parallel.data_parallel_size_local < parallel.data_parallel_size:
+    if (
+        has_external_load_balancing(parallel)
+        or parallel.data_parallel_size_local < parallel.data_parallel_size
+    ):
         at = f"{parallel.data_parallel_master_ip}:{parallel.data_parallel_rpc_port}"
         addresses.append(f"data-parallel {at}")
     if getattr(parallel, "nnodes", 1) > 1:
@@ -49,15 +52,18 @@ def meetings(parallel: Any) -> list[str]:
     return addresses
 
 
-def spread(parallel: Any) -> bool:
+def can_span_nodes(parallel: Any) -> bool:
     """Whether engines or workers may be on other nodes than the API server."""
     return (
         "ray" in {getattr(parallel, name, None) for name in BACKENDS}
         or getattr(parallel, "nnodes", 1) > 1
-        or (not apart(parallel) and parallel.data_parallel_size_local < parallel.data_parallel_size)
+        or (
+            not has_external_load_balancing(parallel)
+            and parallel.data_parallel_size_local < parallel.data_parallel_size
+        )
     )
 
 
-def apart(parallel: Any) -> bool:
+def has_external_load_balancing(parallel: Any) -> bool:
     """Whether the engines of other nodes have API servers of their own: other servers."""
     return any(getattr(parallel, name, False) for name in APART)

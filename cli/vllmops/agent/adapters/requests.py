@@ -10,41 +10,41 @@ from collections import Counter
 from http import HTTPStatus
 from typing import Any, Final
 
-from ...protocol.requests import State
+from ...protocol.requests import RequestState
 from . import places
-from .engine import passed_over
+from .engine import get_deferred_queue
 
 # By the name of vLLM's status; a name that is not here counts as waiting, with the name as reason.
 STATES: Final = {
-    "WAITING": State.WAITING,
-    "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": State.WAITING_FOR_GRAMMAR,
-    "WAITING_FOR_REMOTE_KVS": State.WAITING_FOR_KV,
-    "WAITING_FOR_STREAMING_REQ": State.WAITING_FOR_INPUT,
-    "RUNNING": State.RUNNING,
-    "PREEMPTED": State.PREEMPTED,
+    "WAITING": RequestState.WAITING,
+    "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": RequestState.WAITING_FOR_GRAMMAR,
+    "WAITING_FOR_REMOTE_KVS": RequestState.WAITING_FOR_KV,
+    "WAITING_FOR_STREAMING_REQ": RequestState.WAITING_FOR_INPUT,
+    "RUNNING": RequestState.RUNNING,
+    "PREEMPTED": RequestState.PREEMPTED,
 }
 
 
-def state(request: Any) -> tuple[State, str]:
+def convert_request_status(request: Any) -> tuple[RequestState, str]:
     """How far a scheduler's request is, and vLLM's own name where that is none of `STATES`."""
     if request.is_finished():
-        return State.FINISHED, ""
+        return RequestState.FINISHED, ""
     name = request.status.name
     known = STATES.get(name)
-    return (known, "") if known else (State.WAITING, name.lower())
+    return (known, "") if known else (RequestState.WAITING, name.lower())
 
 
-def scheduled(scheduler: Any) -> list[Any]:
+def list_scheduler_requests(scheduler: Any) -> list[Any]:
     """The requests that a scheduler knows."""
     return list(scheduler.requests.values())
 
 
-def deferred(scheduler: Any) -> set[int]:
+def list_deferred_object_ids(scheduler: Any) -> set[int]:
     """The requests that the scheduler passes over, by identity."""
-    return set(map(id, list(passed_over(scheduler))))
+    return set(map(id, list(get_deferred_queue(scheduler))))
 
 
-def blocks(scheduler: Any) -> dict[str, int]:
+def count_blocks_by_request(scheduler: Any) -> dict[str, int]:
     """How many blocks of the KV cache each request holds, over all groups of layers."""
     count: Counter[str] = Counter()
     for manager in scheduler.kv_cache_manager.coordinator.single_type_managers:
@@ -55,19 +55,19 @@ def blocks(scheduler: Any) -> dict[str, int]:
     return count
 
 
-def pins(scheduler: Any) -> dict[str, int]:
+def count_pins_by_request(scheduler: Any) -> dict[str, int]:
     """How many entries of the encoder cache each request holds."""
     cached = getattr(scheduler.encoder_cache_manager, "cached", {})
     holders = list(map(tuple, list(cached.values())))
     return Counter(name for names in holders for name in names)
 
 
-def leaving(scheduler: Any) -> list[str]:
+def list_finished_ids(scheduler: Any) -> list[str]:
     """The ids that the workers forget with the next step."""
     return list(scheduler.finished_req_ids)
 
 
-def in_worker(worker: Any) -> list[str] | None:
+def list_worker_request_ids(worker: Any) -> list[str] | None:
     """The ids that a worker's model runner keeps a state for; None without a runner."""
     runner = vars(worker).get("model_runner")
     if (held := getattr(runner, "requests", None)) is not None:
@@ -76,17 +76,17 @@ def in_worker(worker: Any) -> list[str] | None:
     return None if states is None else list(states.req_id_to_index)
 
 
-def fronts(client: Any) -> list[Any]:
+def list_front_end_requests(client: Any) -> list[Any]:
     """The requests that a front end waits for."""
     return list(client.output_processor.request_states.values())
 
 
-def front(client: Any, name: str) -> Any | None:
+def find_front_end_request(client: Any, name: str) -> Any | None:
     """A request that a front end waits for; None if it knows none of that id."""
     return client.output_processor.request_states.get(name)
 
 
-def output_tokens(request: Any) -> int | None:
+def count_output_tokens(request: Any) -> int | None:
     """The tokens that a front end's request has got; None if unknown."""
     if (detokenizer := request.detokenizer) is not None:
         return len(detokenizer.output_token_ids)
@@ -94,7 +94,7 @@ def output_tokens(request: Any) -> int | None:
     return None if stats is None else int(stats.num_generation_tokens)
 
 
-async def end(client: Any, names: list[str], why: str) -> None:
+async def abort_with_error(client: Any, names: list[str], why: str) -> None:
     """End requests at the front end and in the engine; their clients get an error.
 
     Args:
@@ -103,20 +103,20 @@ async def end(client: Any, names: list[str], why: str) -> None:
         why: what the error says.
     """
     for name in names:
-        request = front(client, name)
+        request = find_front_end_request(client, name)
         if request is not None and request.queue is not None:
-            request.queue.put(failure(why))
+            request.queue.put(make_permanent_error(why))
     await client.abort(names, internal=True)
 
 
-def invalid(why: str) -> Exception:
+def make_validation_error(why: str) -> Exception:
     """What makes vLLM answer a client with status 400."""
-    return exceptions().get("VLLMValidationError", ValueError)(why)  # type: ignore[no-any-return]
+    return list_vllm_exceptions().get("VLLMValidationError", ValueError)(why)  # type: ignore[no-any-return]
 
 
-def failure(why: str) -> Exception:
+def make_permanent_error(why: str) -> Exception:
     """What makes vLLM answer a client with an error that the client does not try again."""
-    known = exceptions()
+    known = list_vllm_exceptions()
     if graceful := known.get("GracefulHTTPError"):
         made: Exception = graceful(why, HTTPStatus.GONE)
         return made
@@ -124,12 +124,12 @@ def failure(why: str) -> Exception:
     return known.get("VLLMClientError", ValueError)(why)  # type: ignore[no-any-return]
 
 
-def exceptions() -> dict[str, Any]:
+def list_vllm_exceptions() -> dict[str, Any]:
     """What vLLM's module of exceptions has, by name."""
-    return dict(vars(sys.modules.get(places.existing("vllm.exceptions") or "", object)))
+    return dict(vars(sys.modules.get(places.find_existing_module("vllm.exceptions") or "", object)))
 
 
-def end_in_engine(core: Any, requests: list[Any]) -> None:
+def abort_engine_requests(core: Any, requests: list[Any]) -> None:
     """End requests in an engine, between two steps, and tell the front end that they are over.
 
     The engine's queues get what its input thread and its own end would put there. A front end that

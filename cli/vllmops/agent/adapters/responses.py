@@ -22,7 +22,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
     validate_json_request,
 )
 
-from ...store.ids import storable
+from ...store.ids import is_storable
 
 try:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -41,19 +41,19 @@ __all__ = [
     "ResponsesRequest",
     "ResponsesResponse",
     "Serving",
-    "agreeing",
-    "api_key",
-    "calls_tools",
-    "check",
-    "detailed",
+    "adapt_item",
+    "can_parse_tool_calls",
+    "can_render_item",
+    "find_renderer",
+    "is_valid_item",
     "listen_for_disconnect",
     "load_aware_call",
-    "messages",
-    "parsed",
-    "renderer",
-    "renders",
+    "make_chat_messages",
+    "normalize_stream_events",
+    "parse_items",
+    "read_env_api_key",
+    "require_known_shape",
     "serving",
-    "valid_item",
     "validate_json_request",
 ]
 
@@ -72,15 +72,15 @@ Serving: Final = serving.OpenAIServingResponses
 ENDS: Final = frozenset({"response.completed", "response.incomplete"})
 
 
-def _part(kind: Any) -> Callable[[Any], Any]:
+def _make_part_converter(kind: Any) -> Callable[[Any], Any]:
     """Makes an event of a part of reasoning one of OpenAI's: of any part."""
     (name,) = get_args(kind.model_fields["type"].annotation)
     return lambda event: kind.model_validate({**event.model_dump(), "type": name})
 
 
 PARTS: Final = {
-    "response.reasoning_part.added": _part(ResponseContentPartAddedEvent),
-    "response.reasoning_part.done": _part(ResponseContentPartDoneEvent),
+    "response.reasoning_part.added": _make_part_converter(ResponseContentPartAddedEvent),
+    "response.reasoning_part.done": _make_part_converter(ResponseContentPartDoneEvent),
 }
 # The methods that render a request's input after that of the previous response: one since 0.30,
 # before that one for chat models and one for gpt-oss, which is not a coroutine.
@@ -102,11 +102,11 @@ METHODS: Final = {
     "responses_stream_generator": ("request",),
     **dict.fromkeys(RENDERERS, ("request", "prev_response")),
 }
-# What its constructor makes, and `StoredResponses` replaces.
+# What its constructor makes, and `StoreBackedServing` replaces.
 ATTRIBUTES: Final = ("response_store", "msg_store", "event_store", "background_tasks")
 
 
-def check() -> None:
+def require_known_shape() -> None:
     """Check that the class has the known methods and attributes.
 
     Raises:
@@ -122,17 +122,17 @@ def check() -> None:
     for name in ATTRIBUTES:
         if name not in source:
             raise TypeError(f"there is no {name}")
-    parsed([])
+    parse_items([])
 
 
-def detailed(item: dict[str, Any]) -> dict[str, Any]:
+def adapt_item(item: dict[str, Any]) -> dict[str, Any]:
     """An item with parts that vLLM's renderer takes."""
     if not isinstance(content := item.get("content"), list):
         return item
-    return {**item, "content": list(map(rendered, content))}
+    return {**item, "content": list(map(adapt_part, content))}
 
 
-def rendered(part: Any) -> Any:
+def adapt_part(part: Any) -> Any:
     """A part of an item as vLLM's renderer takes it.
 
     An image needs a ``detail``, which clients may leave out, and newer request models add.
@@ -146,7 +146,7 @@ def rendered(part: Any) -> Any:
     return part
 
 
-def said(item: Any) -> Any:
+def complete_input_item(item: Any) -> Any:
     """An item of a request's input with what vLLM requires, and clients may leave out.
 
     No version takes an answer that has parts and no type. Older ones take one whose content is a
@@ -157,8 +157,8 @@ def said(item: Any) -> Any:
     if item.get("role") == "assistant":
         if isinstance(item.get("content"), str):
             return {name: value for name, value in item.items() if name != "type"}
-        return {"type": "message", **detailed(item)}
-    return detailed(item)
+        return {"type": "message", **adapt_item(item)}
+    return adapt_item(item)
 
 
 # The role of a message that vLLM leaves as it is, and the fields of it and of its parts.
@@ -169,36 +169,38 @@ PART: Final = {"type", "text"}
 FILE: Final = "input_file"
 
 
-def plain(item: Any) -> bool:
+def is_plain_text_message(item: Any) -> bool:
     """Whether an item of a request's input is a message that is nothing but text."""
     if not (isinstance(item, dict) and item.keys() in MESSAGES):
         return False
     role, content = item["role"], item["content"]
     if not isinstance(role, str) or role not in ASKING or item.get("type", "message") != "message":
         return False
-    return text(content) or (isinstance(content, list) and all(map(plain_part, content)))
+    return is_valid_text(content) or (
+        isinstance(content, list) and all(map(is_plain_text_part, content))
+    )
 
 
-def plain_part(part: Any) -> bool:
+def is_plain_text_part(part: Any) -> bool:
     """Whether a part of a message is nothing but text."""
     fits = isinstance(part, dict) and part.keys() == PART
-    return fits and part["type"] == "input_text" and text(part["text"])
+    return fits and part["type"] == "input_text" and is_valid_text(part["text"])
 
 
-def text(value: Any) -> bool:
+def is_valid_text(value: Any) -> bool:
     """Whether a value is a text that pydantic takes; one with NUL is left to vLLM, too."""
-    return isinstance(value, str) and storable(value)
+    return isinstance(value, str) and is_storable(value)
 
 
-def sooner(item: Any, validate: Callable[[Any], Any]) -> Any:
+def validate_unless_plain(item: Any, validate: Callable[[Any], Any]) -> Any:
     """An item as vLLM validates it: a message that is plain stays as it is.
 
     To find that out, vLLM tries some thirty types: a tenth of what a short request takes.
     """
-    return item if plain(item) else validate(item)
+    return item if is_plain_text_message(item) else validate(item)
 
 
-def quick(given: Any) -> Any:
+def make_fast_input_type(given: Any) -> Any:
     """The type of an input whose plain messages are not validated; as it is if it is unknown.
 
     Args:
@@ -207,14 +209,14 @@ def quick(given: Any) -> Any:
     match get_args(given):
         case (kind, items) if kind is str and get_origin(items) is list:
             (item,) = get_args(items)
-            return str | list[Annotated[item, WrapValidator(sooner)]]  # type: ignore[valid-type]
+            return str | list[Annotated[item, WrapValidator(validate_unless_plain)]]  # type: ignore[valid-type]
     return given
 
 
 if TYPE_CHECKING:
     ResponsesRequest = Request
 else:
-    Input = quick(Request.model_fields["input"].annotation)
+    Input = make_fast_input_type(Request.model_fields["input"].annotation)
 
     class ResponsesRequest(Request):
         """VLLM's request, which also takes what OpenAI's API lets clients leave out."""
@@ -229,17 +231,17 @@ else:
             # Null is as if it was left out, where vLLM refuses it, or takes it for false.
             given = {name: value for name, value in given.items() if value is not None}
             if isinstance(items := given.get("input"), list):
-                given["input"] = list(map(said, items))
+                given["input"] = list(map(complete_input_item, items))
             return given
 
 
-def parsed(items: list[dict[str, Any]]) -> list[Any]:
+def parse_items(items: list[dict[str, Any]]) -> list[Any]:
     """Items as vLLM's types."""
     typed: list[Any] = ResponsesRequest.input_item_parsing({"input": items})["input"]
     return typed
 
 
-def valid_item(item: dict[str, Any]) -> bool:
+def is_valid_item(item: dict[str, Any]) -> bool:
     """Whether a request can have an item in its input."""
     try:
         ResponsesRequest.model_validate({"input": [item]})
@@ -248,12 +250,12 @@ def valid_item(item: dict[str, Any]) -> bool:
     return True
 
 
-def renders(item: dict[str, Any]) -> bool:
+def can_render_item(item: dict[str, Any]) -> bool:
     """Whether vLLM can make a message of a valid item, as far as can be told."""
-    if any(part.get("type") == FILE for part in parts(item)):
+    if any(part.get("type") == FILE for part in list_item_parts(item)):
         return False
     try:
-        made = messages(parsed([detailed(item)]))
+        made = make_chat_messages(parse_items([adapt_item(item)]))
     except ImportError:
         return True
     except (*INVALID, TypeError, AttributeError, LookupError):
@@ -262,14 +264,14 @@ def renders(item: dict[str, Any]) -> bool:
     return all(one.get("role") if isinstance(one, dict) else hasattr(one, "role") for one in made)
 
 
-def parts(item: dict[str, Any]) -> list[dict[str, Any]]:
+def list_item_parts(item: dict[str, Any]) -> list[dict[str, Any]]:
     """The parts of an item that has some: of a message, or of what a tool gave."""
     content = item.get("content") or item.get("output")
     given = content if isinstance(content, list) else []
     return [part for part in given if isinstance(part, dict)]
 
 
-def messages(items: list[Any]) -> list[Any]:
+def make_chat_messages(items: list[Any]) -> list[Any]:
     """Items of vLLM's types as messages of the Chat Completions API."""
     # Imported here, because everything else also works in a vLLM without it.
     from vllm.entrypoints.openai.responses.utils import (  # noqa: PLC0415
@@ -279,7 +281,7 @@ def messages(items: list[Any]) -> list[Any]:
     return list(construct_chat_messages_with_tool_call(items))
 
 
-async def agreeing(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+async def normalize_stream_events(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
     """The events of a stream; the last one has the items that were streamed.
 
     Up to 0.28 the last event gives each item another id, and a streamed message has the
@@ -301,7 +303,7 @@ async def agreeing(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, Non
             yield PARTS[event.type](event) if event.type in PARTS else event
 
 
-def renderer(handler: Any) -> Any:
+def find_renderer(handler: Any) -> Any:
     """What renders inputs for a serving class; None if it can't render without the engine's cache.
 
     Args:
@@ -314,13 +316,13 @@ def renderer(handler: Any) -> Any:
     return found if fits else None
 
 
-def calls_tools(handler: Any) -> bool:
+def can_parse_tool_calls(handler: Any) -> bool:
     """Whether a serving class makes calls of tools of what the model says; for gpt-oss it does."""
     parser = getattr(handler, "parser", None)
     return handler.use_harmony or getattr(parser, "tool_parser_cls", None) is not None
 
 
-def api_key() -> str | None:
+def read_env_api_key() -> str | None:
     """The API key of the environment."""
     key: str | None = envs.VLLM_API_KEY
     return key

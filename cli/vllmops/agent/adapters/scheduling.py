@@ -12,7 +12,7 @@ QUEUED = frozenset({"WAITING", "PREEMPTED"})
 NOBODY = "vllmops: nobody's"  # the id of no request
 
 
-def waiting(scheduler: Any) -> list[Any]:
+def list_waiting_requests(scheduler: Any) -> list[Any]:
     """The requests that only wait for their turn, in the order in which they are tried.
 
     First come those that hold KV blocks; before vLLM 0.31, those that were passed over.
@@ -28,16 +28,20 @@ def waiting(scheduler: Any) -> list[Any]:
     return [one for one in found if one.status.name in QUEUED]
 
 
-def queued(scheduler: Any) -> list[Any]:
+def list_undeferred_requests(scheduler: Any) -> list[Any]:
     """Those of them that the scheduler does not pass over: the first one is in the way of others.
 
     One that has tokens already was passed over while they came.
     """
-    passed = requests.deferred(scheduler)
-    return [one for one in waiting(scheduler) if id(one) not in passed or one.num_computed_tokens]
+    passed = requests.list_deferred_object_ids(scheduler)
+    return [
+        one
+        for one in list_waiting_requests(scheduler)
+        if id(one) not in passed or one.num_computed_tokens
+    ]
 
 
-def blocks_needed(scheduler: Any, request: Any, tokens: int | None = None) -> int:
+def count_needed_blocks(scheduler: Any, request: Any, tokens: int | None = None) -> int:
     """The blocks of the KV cache that a request needs besides what it holds, by vLLM's own count.
 
     Of Mamba layers vLLM's count makes an entry for a request that holds none yet. So such a one is
@@ -75,7 +79,7 @@ def blocks_needed(scheduler: Any, request: Any, tokens: int | None = None) -> in
             blocks.pop(NOBODY, None)
 
 
-def one_pool(scheduler: Any) -> bool:
+def has_one_block_pool(scheduler: Any) -> bool:
     """Whether the blocks that a request needs come from one pool, which tells if it has them.
 
     A manager with a pool of its own, such as the host's with HiSparse, says that more is needed
@@ -85,25 +89,25 @@ def one_pool(scheduler: Any) -> bool:
     return all(one.block_pool is cache.block_pool for one in cache.coordinator.single_type_managers)
 
 
-def blocks_usable(scheduler: Any) -> int:
+def count_usable_blocks(scheduler: Any) -> int:
     """The blocks of the KV cache that requests can have: one stands for no block."""
     return int(scheduler.kv_cache_manager.block_pool.num_gpu_blocks) - 1
 
 
-def blocks_to_go_on(scheduler: Any, request: Any) -> int:
+def count_blocks_to_schedule(scheduler: Any, request: Any) -> int:
     """The blocks that must be free for a request to be scheduled: for all of it, or a part."""
     if getattr(scheduler, "scheduler_reserve_full_isl", False):
-        return blocks_needed(scheduler, request)
+        return count_needed_blocks(scheduler, request)
     part = request.num_computed_tokens + scheduler.max_num_scheduled_tokens
-    return blocks_needed(scheduler, request, min(request.num_tokens, part))
+    return count_needed_blocks(scheduler, request, min(request.num_tokens, part))
 
 
-def blocks_free(scheduler: Any) -> int:
+def count_free_blocks(scheduler: Any) -> int:
     """The blocks of the KV cache that no request holds."""
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
 
-def held(manager: Any, request: Any) -> dict[str, int]:
+def count_slots_by_entry(manager: Any, request: Any) -> dict[str, int]:
     """What a request holds of the encoder cache: slots by the name of the entry."""
     return {
         request.mm_features[number].identifier: int(request.get_num_encoder_embeds(number))
@@ -111,7 +115,7 @@ def held(manager: Any, request: Any) -> dict[str, int]:
     }
 
 
-def next_input(manager: Any, request: Any) -> tuple[str, int] | None:
+def find_unencoded_input(manager: Any, request: Any) -> tuple[str, int] | None:
     """The first input of a request that is to be encoded and is not: its name, its slots."""
     for number, feature in enumerate(request.mm_features):
         place = feature.mm_position
@@ -122,7 +126,7 @@ def next_input(manager: Any, request: Any) -> tuple[str, int] | None:
     return None
 
 
-def release(manager: Any, request: Any) -> None:
+def release_encoder_slots(manager: Any, request: Any) -> None:
     """Release what a request holds of the encoder cache; it asks again when its turn comes."""
     for number in list(manager.get_cached_input_ids(request)):
         manager.free_encoder_input(request, number)

@@ -23,30 +23,30 @@ BY_ADDRESS: Final = frozenset({"NixlConnector", "NixlPullConnector", "NixlPushCo
 PORT: Final = re.compile(r"[0-9]{1,5}")
 
 
-def waits(scheduler: Any, request: Any) -> bool:
+def is_waiting_for_load(scheduler: Any, request: Any) -> bool:
     """Whether a scheduler waits for the end of a request's load."""
     told: set[str] = scheduler.finished_recving_kv_req_ids
     return request.status.name == WAITS and request.request_id not in told
 
 
-def waiting(scheduler: Any) -> list[Any]:
+def list_loading_requests(scheduler: Any) -> list[Any]:
     """The requests for the end of whose load a scheduler waits."""
     if getattr(scheduler, "connector", None) is None:
         return []
-    return [one for one in list(scheduler.requests.values()) if waits(scheduler, one)]
+    return [one for one in list(scheduler.requests.values()) if is_waiting_for_load(scheduler, one)]
 
 
-def in_flight(scheduler: Any) -> int:
+def get_max_concurrent_steps(scheduler: Any) -> int:
     """How many steps may be on their way at once."""
     return int(getattr(scheduler.vllm_config, "max_concurrent_batches", 1))
 
 
-def policy(scheduler: Any) -> str:
+def find_failure_policy(scheduler: Any) -> str:
     """What vLLM does with a load that failed: ``kv_load_failure_policy``."""
     return "recompute" if scheduler.recompute_kv_load_failures else "fail"
 
 
-def peer(scheduler: Any, request: Any) -> tuple[str, int] | None:
+def find_sender_address(scheduler: Any, request: Any) -> tuple[str, int] | None:
     """The host and port from which a request's blocks come; None if that is not known.
 
     A client may have written anything there.
@@ -65,7 +65,7 @@ def peer(scheduler: Any, request: Any) -> tuple[str, int] | None:
     return (host, int(port)) if int(port) < 1 << 16 else None
 
 
-def by_request(connector: Any) -> bool:
+def is_keyed_by_request(connector: Any) -> bool:
     """Whether the workers' part of a connector keeps each load by its request's id."""
     parts = getattr(connector, "_connectors", None) or [connector]  # of a MultiConnector
     return all(
@@ -74,13 +74,13 @@ def by_request(connector: Any) -> bool:
     )
 
 
-def connector() -> Any | None:
+def find_worker_connector() -> Any | None:
     """The workers' part of this process's connector; None without one."""
-    module = sys.modules.get(places.existing(STATE) or "")
+    module = sys.modules.get(places.find_existing_module(STATE) or "")
     return getattr(module, "_KV_CONNECTOR_AGENT", None)
 
 
-def failed(scheduler: Any, output: Any, names: set[str]) -> Any:
+def add_failed_loads(scheduler: Any, output: Any, names: set[str]) -> Any:
     """A step's output, with the loads of some requests reported as over and failed as well.
 
     Args:
@@ -94,24 +94,24 @@ def failed(scheduler: Any, output: Any, names: set[str]) -> Any:
     known = output.kv_connector_output
     over = set((known and known.finished_recving) or ())
     requests = [scheduler.requests[name] for name in names - over if name in scheduler.requests]
-    lost = [request for request in requests if waits(scheduler, request)]
+    lost = [request for request in requests if is_waiting_for_load(scheduler, request)]
     if not lost:
         return output
     ids = {request.request_id for request in lost}
-    kind = vars(sys.modules[places.existing(OUTPUTS) or OUTPUTS])["KVConnectorOutput"]
+    kind = vars(sys.modules[places.find_existing_module(OUTPUTS) or OUTPUTS])["KVConnectorOutput"]
     made = kind() if known is None else copy.copy(known)
     made.finished_recving = over | ids
     if hasattr(made, "failed_recving"):
         made.failed_recving = made.failed_recving | ids
     else:  # up to 0.31
-        blocks = {block for request in lost for block in awaited(scheduler, request)}
+        blocks = {block for request in lost for block in list_unfilled_blocks(scheduler, request)}
         made.invalid_block_ids = made.invalid_block_ids | blocks
     output = copy.copy(output)
     output.kv_connector_output = made
     return output
 
 
-def awaited(scheduler: Any, request: Any) -> list[int]:
+def list_unfilled_blocks(scheduler: Any, request: Any) -> list[int]:
     """The blocks that a request's load was to fill: vLLM gives them a hash only after it.
 
     Raises:

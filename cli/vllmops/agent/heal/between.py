@@ -9,7 +9,7 @@ from typing import Any
 TIMEOUT_S = 2.0
 
 
-def between_steps(core: Any, act: Callable[[], None], timeout_s: float = TIMEOUT_S) -> str:
+def run_between_steps(core: Any, act: Callable[[], None], timeout_s: float = TIMEOUT_S) -> str:
     """Run `act` before the engine's next step; returns why it did not run or failed, or nothing.
 
     Args:
@@ -18,14 +18,14 @@ def between_steps(core: Any, act: Callable[[], None], timeout_s: float = TIMEOUT
         timeout_s: seconds to wait; it does not run later.
     """
 
-    def first() -> tuple[()]:
+    def run_action() -> tuple[()]:
         act()
         return ()
 
-    return before_next(core, "step_fn", first, timeout_s)
+    return run_before_call(core, "step_fn", run_action, timeout_s)
 
 
-def before_next(
+def run_before_call(
     owner: Any,
     method: str,
     act: Callable[..., tuple[Any, ...]],
@@ -44,15 +44,15 @@ def before_next(
     done, turn = threading.Event(), threading.Lock()
     failed = "the engine takes no step: it is stuck within one, or idle"
 
-    def put_back() -> None:
+    def restore_method() -> None:
         if own:
             setattr(owner, method, usual)
         else:
             vars(owner).pop(method, None)
 
-    def call(*given: Any, **named: Any) -> Any:
+    def call_once(*given: Any, **named: Any) -> Any:
         nonlocal failed
-        put_back()
+        restore_method()
         if named:
             failed = f"this vLLM calls {method} in another way"
             done.set()
@@ -65,11 +65,11 @@ def before_next(
             done.set()
         return usual(*given, **named)
 
-    setattr(owner, method, call)
+    setattr(owner, method, call_once)
     if not done.wait(timeout_s):
         if turn.acquire(blocking=False):
-            if vars(owner).get(method) is call:
-                put_back()
+            if vars(owner).get(method) is call_once:
+                restore_method()
         else:
             done.wait()  # it runs right now
     return failed

@@ -44,7 +44,9 @@ ALIENS = (
 )
 
 
-def named(roots: Iterable[Any], names: Iterable[str], *, native: bool = False) -> set[str] | None:
+def find_mentioned_names(
+    roots: Iterable[Any], names: Iterable[str], *, native: bool = False
+) -> set[str] | None:
     """The names that something reachable has in one of its texts.
 
     Args:
@@ -76,17 +78,17 @@ def named(roots: Iterable[Any], names: Iterable[str], *, native: bool = False) -
                 elif pattern.search(text):
                     # One name can begin as another one does: in "u-10_0", either may be meant.
                     found |= {name for name in wanted if name in text}
-        elif id(one) not in seen and not alien(one):
+        elif id(one) not in seen and not is_foreign_object(one):
             seen[id(one)] = one  # kept, or another object could get its place
             if len(seen) > OBJECTS or time.monotonic() > until:
                 return None
-            if not native and not shows(type(one), kinds):
+            if not native and not is_inspectable_class(type(one), kinds):
                 return None
-            stack += held(one)
+            stack += list_referents(one)
     return found
 
 
-def held(one: Any) -> Iterable[Any]:
+def list_referents(one: Any) -> Iterable[Any]:
     """What an object refers to; of a function only what is its own, not all of its module."""
     if isinstance(one, FunctionType):
         return (one.__closure__, one.__defaults__, one.__kwdefaults__)
@@ -96,7 +98,7 @@ def held(one: Any) -> Iterable[Any]:
     return gc.get_referents(one)
 
 
-def shows(kind: type, known: dict[type, bool]) -> bool:
+def is_inspectable_class(kind: type, known: dict[type, bool]) -> bool:
     """Whether all that objects of a class refer to can be seen: it is Python's, or written in it.
 
     Args:
@@ -105,24 +107,27 @@ def shows(kind: type, known: dict[type, bool]) -> bool:
     """
     if kind not in known:
         members = (
-            value for part in kind.__mro__ if not standard(part) for value in [*vars(part).values()]
+            value
+            for part in kind.__mro__
+            if not is_standard_class(part)
+            for value in [*vars(part).values()]
         )
-        known[kind] = not any(native_code(value) for value in members)
+        known[kind] = not any(is_native_member(value) for value in members)
     return known[kind]
 
 
-def native_code(member: Any) -> bool:
+def is_native_member(member: Any) -> bool:
     """Whether a member of a class is what no class has that was written in Python."""
     owner = getattr(member, "__objclass__", getattr(member, "__self__", None))
-    return isinstance(member, NATIVE) and not (isinstance(owner, type) and standard(owner))
+    return isinstance(member, NATIVE) and not (isinstance(owner, type) and is_standard_class(owner))
 
 
-def standard(kind: type) -> bool:
+def is_standard_class(kind: type) -> bool:
     """Whether a class is of Python itself."""
     return str(kind.__module__).partition(".")[0] in STANDARD
 
 
-def alien(one: Any) -> bool:
+def is_foreign_object(one: Any) -> bool:
     """Whether an object belongs to something else, which may know every request."""
     if isinstance(one, type | ModuleType | FrameType | int | float | None):
         return True
@@ -130,7 +135,7 @@ def alien(one: Any) -> bool:
     return isinstance(module, str) and module.startswith(ALIENS)
 
 
-def threads() -> Iterator[Any]:
+def list_thread_values() -> Iterator[Any]:
     """What the other threads have in hand, without the engine's and the agent's own."""
     for number, frame in list(sys._current_frames().items()):
         calls, at = list[FrameType](), frame

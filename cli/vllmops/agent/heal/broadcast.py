@@ -10,14 +10,14 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ...protocol.heal import Proof
+from ...protocol.heal import HealProof
 from ..patches import broadcast_recheck
-from ..patches.broadcast_recheck import WOKEN, bounded
+from ..patches.broadcast_recheck import WOKEN, wrap_with_recheck
 
 MODULE = broadcast_recheck.PATCH.modules[0]
 
 
-def waiting() -> Iterator[Any]:
+def find_stuck_queues() -> Iterator[Any]:
     """The queues of this process whose reader waits for a notification, with a message there."""
     module = sys.modules.get(MODULE)
     if module is None or not hasattr(module, "SpinCondition"):
@@ -28,40 +28,40 @@ def waiting() -> Iterator[Any]:
             idle |= at.f_code.co_name == "poll"
             if at.f_code.co_name == "acquire_read" and idle:
                 queue = at.f_locals.get("self")
-                if isinstance(queue, module.MessageQueue) and unread(queue):
+                if isinstance(queue, module.MessageQueue) and has_unread_block(queue):
                     yield queue
                 break
             at = at.f_back  # type: ignore[assignment]
 
 
-def unread(queue: Any) -> bool:
+def has_unread_block(queue: Any) -> bool:
     """Whether the block that a queue reads next is written, and not read by this reader."""
     with queue.buffer.get_metadata(queue.current_idx) as block:
         return bool(block[0]) and not block[queue.local_reader_rank + 1]
 
 
-def look() -> list[Proof]:
+def find_missed_messages() -> list[HealProof]:
     """The readers that miss a message."""
     return [
-        Proof(
+        HealProof(
             subject=f"reader {queue.local_reader_rank}",
             what="a message is in shared memory, and its reader waits for the notification",
             same=f"{id(queue)} {queue.current_idx}",
         )
-        for queue in waiting()
+        for queue in find_stuck_queues()
     ]
 
 
-def act(subjects: list[str]) -> dict[str, str]:
+def wake_readers(subjects: list[str]) -> dict[str, str]:
     """Wake the readers that still miss a message."""
-    for queue in waiting():
+    for queue in find_stuck_queues():
         if f"reader {queue.local_reader_rank}" in subjects:
             condition = queue._spin_condition
             kind = type(condition)
             if not hasattr(kind.wait, "__wrapped__"):
                 # What wakes it has to be taken by its own thread, or each later wait would end
                 # at once.
-                kind.wait = bounded(kind.wait)
+                kind.wait = wrap_with_recheck(kind.wait)
             setattr(condition, WOKEN, True)
             condition.cancel()
     return {}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...protocol.heal import Proof
+from ...protocol.heal import HealProof
 from .. import engine, objects
 from ..adapters import scheduling
-from .between import between_steps
+from .between import run_between_steps
 
 
-class Knot(NamedTuple):
+class EncoderCacheDeadlock(NamedTuple):
     """A request without room in the encoder cache, and those that hold it and wait.
 
     Args:
@@ -28,77 +28,78 @@ class Knot(NamedTuple):
     holders: list[Any]
 
 
-def knot() -> Knot | None:
+def find_deadlock() -> EncoderCacheDeadlock | None:
     """The knot at this moment."""
-    scheduler = objects.latest("scheduler")
-    if scheduler is None or engine.rests(scheduler):
+    scheduler = objects.find_latest("scheduler")
+    if scheduler is None or engine.is_paused_or_asleep(scheduler):
         return None
     manager = scheduler.encoder_cache_manager
-    if not readable(manager):
+    if not can_list_holders(manager):
         return None
-    queue = scheduling.queued(scheduler)
+    queue = scheduling.list_undeferred_requests(scheduler)
     stuck = list(scheduler.running) or queue[:1]
-    needs = [scheduling.next_input(manager, request) for request in stuck]
+    needs = [scheduling.find_unencoded_input(manager, request) for request in stuck]
     if any(one is None or one[1] <= manager.num_freeable_slots for one in needs):
         return None  # it gets on
     for blocked, need in zip(stuck, needs, strict=True):
         assert need
         holders: list[Any] = []
         for request in sorted(queue, key=lambda request: -request.arrival_time):
-            if request is not blocked and scheduling.held(manager, request):
+            if request is not blocked and scheduling.count_slots_by_entry(manager, request):
                 holders.append(request)
-            if manager.num_freeable_slots + freed(manager, holders) >= need[1]:
-                return Knot(blocked, need[1], holders)
+            if manager.num_freeable_slots + count_releasable_slots(manager, holders) >= need[1]:
+                return EncoderCacheDeadlock(blocked, need[1], holders)
     return None
 
 
-def readable(manager: Any) -> bool:
+def can_list_holders(manager: Any) -> bool:
     """Whether a manager tells who holds what: the one of Whisper's kind does not."""
     return hasattr(manager, "get_cached_input_ids") and hasattr(manager, "cached")
 
 
-def freed(manager: Any, holders: list[Any]) -> int:
+def count_releasable_slots(manager: Any, holders: list[Any]) -> int:
     """The slots that become free once some requests have let go of what they hold."""
     gone = {request.request_id for request in holders}
     held: dict[str, int] = {}
     for request in holders:
-        held |= scheduling.held(manager, request)
+        held |= scheduling.count_slots_by_entry(manager, request)
     return sum(slots for name, slots in held.items() if manager.cached.get(name, gone) <= gone)
 
 
-def look() -> list[Proof]:
+def find_deadlocked_holders() -> list[HealProof]:
     """The waiting requests of a knot; nothing where anything gets on."""
-    found, scheduler = knot(), objects.latest("scheduler")
+    found, scheduler = find_deadlock(), objects.find_latest("scheduler")
     if found is None or scheduler is None:
         return []
     manager = scheduler.encoder_cache_manager
     far = sorted((request.request_id, request.num_computed_tokens) for request in scheduler.running)
     return [
-        Proof(
+        HealProof(
             subject=request.request_id,
             what=(
                 "it waits and holds "
-                f"{sum(scheduling.held(manager, request).values()):,} slots of the encoder cache; "
+                f"{sum(scheduling.count_slots_by_entry(manager, request).values()):,} slots of the "
+                "encoder cache; "
                 f"{found.blocked.request_id} needs {found.slots:,}, and "
                 f"{manager.num_freeable_slots:,} are free"
             ),
             same=f"{id(request)} {found.blocked.request_id} {far}",
-            rises=engine.step(scheduler),
+            rises=engine.find_current_step(scheduler),
         )
         for request in found.holders
     ]
 
 
-def act(subjects: list[str]) -> dict[str, str]:
+def release_holders(subjects: list[str]) -> dict[str, str]:
     """Release what the holders have, on the engine's own thread; returns why that failed."""
 
-    def release() -> None:
-        found, scheduler = knot(), objects.latest("scheduler")
+    def release_subjects() -> None:
+        found, scheduler = find_deadlock(), objects.find_latest("scheduler")
         if found is None or scheduler is None:
             return
         for request in found.holders:
             if request.request_id in subjects:
-                scheduling.release(scheduler.encoder_cache_manager, request)
+                scheduling.release_encoder_slots(scheduler.encoder_cache_manager, request)
 
-    left = between_steps(objects.latest("engine-core"), release)
+    left = run_between_steps(objects.find_latest("engine-core"), release_subjects)
     return dict.fromkeys(subjects, left) if left else {}

@@ -13,8 +13,8 @@ import threading
 from contextlib import suppress
 from types import FrameType
 
-from ...protocol.parsers import parses
-from ..identity import role
+from ...protocol.parsers import is_parser_call
+from ..identity import detect_role
 
 # Nobody uses the upper real-time signals; what has a handler already is left alone.
 SIGNAL = signal.SIGRTMAX - 9
@@ -26,22 +26,22 @@ class ParserInterruptedError(TimeoutError):
     """An operator ended a parser that blocked the event loop."""
 
 
-def install() -> None:
+def install_signal_handler() -> None:
     """Handle the signal in an API server; nothing where another thread than the main one asks."""
     global _installed  # noqa: PLW0603
-    if role() != "api" or threading.current_thread() is not threading.main_thread():
+    if detect_role() != "api" or threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(SIGNAL) is signal.SIG_DFL:
-        signal.signal(SIGNAL, interrupt)
+        signal.signal(SIGNAL, interrupt_parser)
         _installed = True
 
 
-def number() -> int:
+def find_interrupt_signal() -> int:
     """The signal that ends a parser in this process; 0 where none does."""
-    return SIGNAL if _installed and signal.getsignal(SIGNAL) is interrupt else 0
+    return SIGNAL if _installed and signal.getsignal(SIGNAL) is interrupt_parser else 0
 
 
-def interrupt(_: int, frame: FrameType | None) -> None:
+def interrupt_parser(_: int, frame: FrameType | None) -> None:
     """End the call of a parser that runs right now, if the last signal met that one, too.
 
     The call that blocked the loop may be over when a signal comes, and another one may run.
@@ -49,20 +49,20 @@ def interrupt(_: int, frame: FrameType | None) -> None:
     global _met
     call = None
     while frame is not None:
-        if parses(frame.f_code.co_name, frame.f_code.co_filename):
+        if is_parser_call(frame.f_code.co_name, frame.f_code.co_filename):
             call = frame  # the outermost one: it calls others
         frame = frame.f_back
     met, _met = _met, call
     if call is None:
         return
     if call is met:
-        forget()
+        forget_call()
         raise ParserInterruptedError("an operator ended this parser: it blocked the server")
     with suppress(RuntimeError):  # no loop runs here
-        asyncio.get_running_loop().call_soon_threadsafe(forget)
+        asyncio.get_running_loop().call_soon_threadsafe(forget_call)
 
 
-def forget() -> None:
+def forget_call() -> None:
     """Let go of a call and its variables; when the event loop runs again, it is over."""
     global _met  # noqa: PLW0603
     _met = None

@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from ...protocol.fatal import FatalMessage, FatalMessages, Frame
-from ..identity import here
+from ...protocol.fatal import FatalMessage, FatalMessages, MessageFrame
+from ..identity import make_process_fields
 
 KEPT = 3  # messages; each thread that was started again may read another such one
 MESSAGE_BYTES, FRAMES = 1 << 20, 64  # of a message, whose images may be large
@@ -21,7 +21,9 @@ LETTERS = 1000  # of what can't be encoded
 _kept: deque[FatalMessage] = deque(maxlen=KEPT)
 
 
-def keep(thread: str, error: str, requests: tuple[str, ...], parts: Sequence[Any]) -> None:
+def keep_fatal_message(
+    thread: str, error: str, requests: tuple[str, ...], parts: Sequence[Any]
+) -> None:
     """Keep a message that has just ended a thread.
 
     Args:
@@ -30,10 +32,10 @@ def keep(thread: str, error: str, requests: tuple[str, ...], parts: Sequence[Any
         requests: likewise.
         parts: buffers; nothing is kept without any.
     """
-    frames, left = list[Frame](), MESSAGE_BYTES
+    frames, left = list[MessageFrame](), MESSAGE_BYTES
     for part in parts[:FRAMES]:
         view = memoryview(getattr(part, "buffer", part)).cast("B")
-        frames.append(Frame(size=view.nbytes, head=bytes(view[:left])))
+        frames.append(MessageFrame(size=view.nbytes, head=bytes(view[:left])))
         left -= len(frames[-1].head)
     if frames:
         kept = FatalMessage(
@@ -42,7 +44,7 @@ def keep(thread: str, error: str, requests: tuple[str, ...], parts: Sequence[Any
         _kept.append(kept)
 
 
-def read(reader: FrameType, inner: Sequence[FrameType]) -> list[Any]:
+def find_message_parts(reader: FrameType, inner: Sequence[FrameType]) -> list[Any]:
     """The parts of the message that a reader had.
 
     Args:
@@ -55,11 +57,11 @@ def read(reader: FrameType, inner: Sequence[FrameType]) -> list[Any]:
     return [known["type_frame"], *known.get("data_frames", ())] if "type_frame" in known else []
 
 
-def outputs(found: Sequence[Any]) -> list[bytes]:
+def encode_outputs(found: Sequence[Any]) -> list[bytes]:
     """Outputs that could not be encoded, in one part."""
     return [msgspec.msgpack.encode(list(found), enc_hook=lambda one: repr(one)[:LETTERS])]
 
 
-def messages() -> FatalMessages:
+def list_fatal_messages() -> FatalMessages:
     """``GET /messages``."""
-    return FatalMessages(pid=os.getpid(), **here(), messages=tuple(_kept))
+    return FatalMessages(pid=os.getpid(), **make_process_fields(), messages=tuple(_kept))

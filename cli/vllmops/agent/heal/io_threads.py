@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...protocol.heal import Proof
+from ...protocol.heal import HealProof
 from .. import engine, objects
 from ..adapters import engine as adapter
 from . import fatal
@@ -28,7 +28,7 @@ READY_S = 5.0
 ERROR_LETTERS = 300
 
 
-class Death(NamedTuple):
+class ThreadDeath(NamedTuple):
     """The end of a thread.
 
     Args:
@@ -42,25 +42,25 @@ class Death(NamedTuple):
     rest: tuple[int, Any] | None = None
 
 
-_deaths: dict[str, Death] = {}
+_deaths: dict[str, ThreadDeath] = {}
 
 
-def watch() -> None:
+def install_excepthook() -> None:
     """Note why a thread of an engine ends; idempotent."""
     before = threading.excepthook
     if hasattr(before, "__vllmops__"):
         return
 
-    def noted(args: Any) -> None:
+    def note_and_call_hook(args: Any) -> None:
         with suppress(Exception):
-            note(args.exc_value, args.exc_traceback)
+            note_thread_death(args.exc_value, args.exc_traceback)
         before(args)
 
-    noted.__vllmops__ = True  # type: ignore[attr-defined]
-    threading.excepthook = noted
+    note_and_call_hook.__vllmops__ = True  # type: ignore[attr-defined]
+    threading.excepthook = note_and_call_hook
 
 
-def note(error: BaseException, traceback: TracebackType | None) -> None:
+def note_thread_death(error: BaseException, traceback: TracebackType | None) -> None:
     """Keep what ended a thread, and whose message it had."""
     calls = []
     while traceback is not None:
@@ -77,35 +77,45 @@ def note(error: BaseException, traceback: TracebackType | None) -> None:
             rest = None
             if any(call.f_code.co_name in ENCODES for call in inner):
                 with suppress(Exception):  # another version's message: all of it is lost
-                    found, rest = parted(frame.f_locals["output"], frame.f_locals["encoder"])
+                    found, rest = split_unencodable_outputs(
+                        frame.f_locals["output"], frame.f_locals["encoder"]
+                    )
             text = f"{type(error).__name__}: {error}"[:ERROR_LETTERS]
-            _deaths[name] = death = Death(text, tuple(dict.fromkeys(ids(found))), rest)
+            _deaths[name] = death = ThreadDeath(
+                text, tuple(dict.fromkeys(list_request_ids(found))), rest
+            )
             with suppress(Exception):  # what is left of it would be for a bundle alone
-                parts = fatal.read(frame, inner) if name == READER else fatal.outputs(found)
-                fatal.keep(NAMES[name], text, death.requests, parts)
+                parts = (
+                    fatal.find_message_parts(frame, inner)
+                    if name == READER
+                    else fatal.encode_outputs(found)
+                )
+                fatal.keep_fatal_message(NAMES[name], text, death.requests, parts)
 
 
-def parted(message: tuple[int, Any], encoder: Any) -> tuple[list[Any], tuple[int, Any] | None]:
+def split_unencodable_outputs(
+    message: tuple[int, Any], encoder: Any
+) -> tuple[list[Any], tuple[int, Any] | None]:
     """The outputs of a message that can't be encoded, and the message without them.
 
     Nothing of it was sent.
     """
     client, whole = message
 
-    def encodes(outputs: list[Any]) -> bool:
+    def can_encode(outputs: list[Any]) -> bool:
         with suppress(Exception):
             encoder.encode(msgspec.structs.replace(whole, outputs=outputs))
             return True
         return False
 
-    good = [output for output in whole.outputs if encodes([output])]
-    if not encodes(good):
+    good = [output for output in whole.outputs if can_encode([output])]
+    if not can_encode(good):
         return [message], None
     bad = [output for output in whole.outputs if not any(output is one for one in good)]
     return bad, (client, msgspec.structs.replace(whole, outputs=good))
 
 
-def ids(found: list[Any]) -> list[str]:
+def list_request_ids(found: list[Any]) -> list[str]:
     """The ids of requests in what a thread had: requests, or outputs for a client."""
     names = []
     for one in found:
@@ -114,14 +124,16 @@ def ids(found: list[Any]) -> list[str]:
     return names
 
 
-def look() -> list[Proof]:
+def find_dead_threads() -> list[HealProof]:
     """The threads that are gone, while the engine's main loop runs."""
-    core = objects.latest("engine-core")
+    core = objects.find_latest("engine-core")
     if core is None or not hasattr(core, "addresses"):
         return []
-    running = {name for frame in sys._current_frames().values() for name in calls(frame)}
+    running = {
+        name for frame in sys._current_frames().values() for name in list_function_names(frame)
+    }
     return [
-        Proof(
+        HealProof(
             subject=title,
             what=f"it has ended: {death.error}" if death else "it has ended, nobody knows why",
             requests=death.requests if death else (),
@@ -133,7 +145,7 @@ def look() -> list[Proof]:
     ]
 
 
-def calls(frame: Any) -> list[str]:
+def list_function_names(frame: Any) -> list[str]:
     """The functions that a thread is in."""
     found = []
     while frame is not None:
@@ -142,38 +154,38 @@ def calls(frame: Any) -> list[str]:
     return found
 
 
-def act(subjects: list[str]) -> dict[str, str]:
+def restart_threads(subjects: list[str]) -> dict[str, str]:
     """Start the threads again that a look still misses; returns why one was not.
 
     In an API server: let the new reader have the place of the old one.
     """
-    core = objects.latest("engine-core")
+    core = objects.find_latest("engine-core")
     if core is None:
-        return handed_over(subjects)
-    gone = {proof.subject for proof in look()} & set(subjects)
+        return allow_reconnection(subjects)
+    gone = {proof.subject for proof in find_dead_threads()} & set(subjects)
     left: dict[str, str] = {}
     for name, title in NAMES.items():
-        if title in gone and (why := started(core, name)):
+        if title in gone and (why := restart_thread(core, name)):
             left[title] = why
     return left
 
 
-def handed_over(subjects: list[str]) -> dict[str, str]:
+def allow_reconnection(subjects: list[str]) -> dict[str, str]:
     """Have a new connection of an engine take over from the one before.
 
     vLLM reads nothing from this socket once the server is up. So the old connection's end is never
     read, and its name stays taken: messages for the engine would go nowhere.
     """
     try:
-        client, loop = engine.front_end()
-        option = adapter.hand_over(client)
+        client, loop = engine.require_front_end()
+        option = adapter.enable_router_handover(client)
         asyncio.run_coroutine_threadsafe(option, loop).result(READY_S)
     except (RuntimeError, TimeoutError, AttributeError) as error:
         return dict.fromkeys(subjects, f"its API server can't connect to it again: {error!r}")
     return {}
 
 
-def started(core: Any, name: str) -> str:
+def restart_thread(core: Any, name: str) -> str:
     """Start a thread of an engine; returns why that failed."""
     addresses, ready = core.addresses, threading.Event()
     if name == WRITER and name not in _deaths:

@@ -6,24 +6,24 @@ import asyncio
 import time
 from typing import Any
 
-from ...protocol.heal import Proof
+from ...protocol.heal import HealProof
 from .. import engine, objects
-from ..adapters.engine import dropped_weights
+from ..adapters.engine import has_dropped_weights
 from ..gate import gate
 
 TIMEOUT_S = 60.0  # weights come back from the host's memory
 
 
-def look() -> list[Proof]:
+def find_paused_engine() -> list[HealProof]:
     """One proof where this process's engine rests."""
-    scheduler = objects.latest("scheduler")
-    if scheduler is None or not engine.rests(scheduler):
+    scheduler = objects.find_latest("scheduler")
+    if scheduler is None or not engine.is_paused_or_asleep(scheduler):
         return []
-    state = engine.state()
+    state = engine.observe_engine()
     sleeps = "asleep" if state.sleeping else state.pause_state or "paused"
     waiting = (state.running or 0) + (state.waiting or 0)
     return [
-        Proof(
+        HealProof(
             subject="engine",
             what=f"it is {sleeps}; requests that wait: {waiting:,}",
             same=sleeps,
@@ -31,34 +31,36 @@ def look() -> list[Proof]:
     ]
 
 
-def pauser() -> list[Proof]:
+def find_pausing_request() -> list[HealProof]:
     """In an API server: the last HTTP request that stopped the engine."""
     arrival = gate.pause
     if arrival is None or arrival.scope is None:
         return []
     client = (arrival.scope.get("client") or ("an unknown client",))[0]
     ago = time.monotonic() - arrival.at
-    return [Proof(subject="engine", what=f"{arrival.route} from {client}, {ago:.0f} s ago")]
+    return [HealProof(subject="engine", what=f"{arrival.route} from {client}, {ago:.0f} s ago")]
 
 
-def weights() -> list[Proof]:
+def find_dropped_weights() -> list[HealProof]:
     """One proof where a worker of this process sleeps without its weights."""
-    if not any(map(dropped_weights, objects.every("worker"))):
+    if not any(map(has_dropped_weights, objects.list_objects("worker"))):
         return []
-    return [Proof(subject="engine", what="its weights are gone: vLLM's sleep level 2 drops them")]
+    return [
+        HealProof(subject="engine", what="its weights are gone: vLLM's sleep level 2 drops them")
+    ]
 
 
-def act(subjects: list[str]) -> dict[str, str]:
+def wake_engines(subjects: list[str]) -> dict[str, str]:
     """Wake all engines of this front end and have them go on; returns why that failed."""
     try:
-        client, loop = engine.front_end()
-        asyncio.run_coroutine_threadsafe(woken(client), loop).result(TIMEOUT_S)
+        client, loop = engine.require_front_end()
+        asyncio.run_coroutine_threadsafe(wake_and_resume(client), loop).result(TIMEOUT_S)
     except (RuntimeError, TimeoutError) as error:
         return dict.fromkeys(subjects, str(error) or f"it did not wake within {TIMEOUT_S:g} s")
     return {}
 
 
-async def woken(client: Any) -> None:
+async def wake_and_resume(client: Any) -> None:
     if await client.is_sleeping():
         await client.wake_up()
     if await client.is_paused():

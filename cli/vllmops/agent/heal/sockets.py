@@ -16,7 +16,7 @@ from typing import Any
 _opened: list[Any] = []
 
 
-def keep(module: ModuleType) -> None:
+def hook_input_thread(module: ModuleType) -> None:
     """Have the input threads that start from now on leave their sockets open; idempotent.
 
     Args:
@@ -36,36 +36,36 @@ def keep(module: ModuleType) -> None:
         with suppress(Exception):  # then the thread runs as stock's does
             given = inspect.signature(process).bind(self, *args, **fields).arguments
             if given["coord_input_address"] is None:
-                run = keeping(process)
+                run = copy_reusing_sockets(process)
         run(self, *args, **fields)
 
     kind.process_input_sockets = process_input_sockets  # type: ignore[union-attr]
 
 
-def keeping(process: FunctionType) -> FunctionType:
+def copy_reusing_sockets(process: FunctionType) -> FunctionType:
     """A copy of a thread's function that opens what the thread before it has left open."""
     own, before = process.__globals__, iter(list(_opened))
 
-    def opened(make: Any) -> Held:
+    def reuse_or_open(make: Any) -> PersistentContext:
         thing = next(before, None)
         if thing is None:
             thing = make()
             _opened.append(thing)
-        return Held(thing)
+        return PersistentContext(thing)
 
-    class Zmq:
+    class ZmqProxy:
         def __getattr__(self, name: str) -> Any:
             return getattr(own["zmq"], name)
 
-        def Context(self) -> Held:  # noqa: N802 - as the library has it
-            return opened(own["zmq"].Context)
+        def Context(self) -> PersistentContext:  # noqa: N802 - as the library has it
+            return reuse_or_open(own["zmq"].Context)
 
-    def make_zmq_socket(*args: Any, **fields: Any) -> Held:
-        return opened(functools.partial(own["make_zmq_socket"], *args, **fields))
+    def make_zmq_socket(*args: Any, **fields: Any) -> PersistentContext:
+        return reuse_or_open(functools.partial(own["make_zmq_socket"], *args, **fields))
 
     copied = FunctionType(
         process.__code__,
-        {**own, "zmq": Zmq(), "make_zmq_socket": make_zmq_socket},
+        {**own, "zmq": ZmqProxy(), "make_zmq_socket": make_zmq_socket},
         process.__name__,
         process.__defaults__,
         process.__closure__,
@@ -74,7 +74,7 @@ def keeping(process: FunctionType) -> FunctionType:
     return copied
 
 
-class Held:
+class PersistentContext:
     """A context manager of something that an error does not close."""
 
     def __init__(self, thing: Any) -> None:

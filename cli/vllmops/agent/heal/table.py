@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from ...protocol.heal import Healing, HealRequest, Proof
+from ...protocol.heal import HealAnswer, HealProof, HealRequest
 from .. import account
-from ..identity import here
+from ..identity import make_process_fields
 from ..log import log
 from . import admission, broadcast, encoder_cache, io_threads, paused, transfers, transit
 
@@ -24,21 +24,23 @@ class Action(NamedTuple):
         known: what a look shows of some requests, in a process that may know them.
     """
 
-    look: Callable[[], list[Proof]]
+    look: Callable[[], list[HealProof]]
     act: Callable[[list[str]], dict[str, str]] | None = None
-    known: Callable[[Sequence[str]], list[Proof]] | None = None
+    known: Callable[[Sequence[str]], list[HealProof]] | None = None
 
 
 ACTIONS: Final = {
-    "admission": Action(admission.look),
-    "broadcast": Action(broadcast.look, broadcast.act),
-    "encoder-cache": Action(encoder_cache.look, encoder_cache.act),
-    "io-threads": Action(io_threads.look, io_threads.act),
-    "paused": Action(paused.look, paused.act),
-    "pauser": Action(paused.pauser),
-    "sleeping-weights": Action(paused.weights),
-    "transfers": Action(transfers.look, transfers.act, transfers.known),
-    "transit": Action(transit.look),
+    "admission": Action(admission.find_blocking_requests),
+    "broadcast": Action(broadcast.find_missed_messages, broadcast.wake_readers),
+    "encoder-cache": Action(encoder_cache.find_deadlocked_holders, encoder_cache.release_holders),
+    "io-threads": Action(io_threads.find_dead_threads, io_threads.restart_threads),
+    "paused": Action(paused.find_paused_engine, paused.wake_engines),
+    "pauser": Action(paused.find_pausing_request),
+    "sleeping-weights": Action(paused.find_dropped_weights),
+    "transfers": Action(
+        transfers.find_lost_loads, transfers.fail_lost_loads, transfers.find_known_loads
+    ),
+    "transit": Action(transit.prove_queues_empty),
 }
 
 
@@ -46,9 +48,9 @@ ACTIONS: Final = {
 _acting = threading.Lock()
 
 
-def heal(request: HealRequest) -> Healing:
+def answer_heal(request: HealRequest) -> HealAnswer:
     """``POST /heal``: look, or act."""
-    proofs: list[Proof] = []
+    proofs: list[HealProof] = []
     left: dict[str, str] = {}
     if action := ACTIONS.get(request.action):
         if request.among:
@@ -61,4 +63,4 @@ def heal(request: HealRequest) -> Healing:
             account.repairs[request.action] += len(set(request.subjects) - left.keys())
     if request.note:
         log.warning("vllmops: heal: %s", " ".join(request.note.split()))
-    return Healing(pid=os.getpid(), **here(), proofs=tuple(proofs), left=left)
+    return HealAnswer(pid=os.getpid(), **make_process_fields(), proofs=tuple(proofs), left=left)

@@ -14,12 +14,12 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeAlias
 
-from ...background import beside
-from ...protocol.heal import Proof
+from ...background import call_in_thread
+from ...protocol.heal import HealProof
 from .. import engine, objects
 from ..adapters import transfers as adapter
 from . import books
-from .between import before_next
+from .between import run_before_call
 
 # A load takes less; one that native code alone knows has so long at least.
 LEAST_S = 10.0
@@ -30,29 +30,31 @@ Address: TypeAlias = tuple[str, int]
 _asked: dict[Address, Future[bool]] = {}  # whose answer has not come
 
 
-def look() -> list[Proof]:
+def find_lost_loads() -> list[HealProof]:
     """The requests of a scheduler whose sender is gone, or of which its connector knows nothing."""
-    scheduler, now = objects.latest("scheduler"), time.time()
-    if scheduler is None or engine.rests(scheduler):
+    scheduler, now = objects.find_latest("scheduler"), time.time()
+    if scheduler is None or engine.is_paused_or_asleep(scheduler):
         return []
-    waiting = [one for one in adapter.waiting(scheduler) if now - one.arrival_time >= LEAST_S]
+    waiting = [
+        one for one in adapter.list_loading_requests(scheduler) if now - one.arrival_time >= LEAST_S
+    ]
     if not (waiting := waiting[:MOST]):
         return []
     names, kept = [request.request_id for request in waiting], set[str]()
-    if not adapter.by_request(scheduler.connector):
-        kept = kept_by(scheduler.connector, names)
-    peers = [adapter.peer(scheduler, request) for request in waiting]
-    gone = refusing({peer for peer in peers if peer})
+    if not adapter.is_keyed_by_request(scheduler.connector):
+        kept = find_tracked_requests(scheduler.connector, names)
+    peers = [adapter.find_sender_address(scheduler, request) for request in waiting]
+    gone = find_refusing_addresses({peer for peer in peers if peer})
     return [
         proof
         for request, peer in zip(waiting, peers, strict=True)
-        if (proof := judged(scheduler, request, now, kept, peer if peer in gone else None))
+        if (proof := prove_lost_load(scheduler, request, now, kept, peer if peer in gone else None))
     ]
 
 
-def judged(
+def prove_lost_load(
     scheduler: Any, request: Any, now: float, kept: set[str], gone: Address | None
-) -> Proof | None:
+) -> HealProof | None:
     """What speaks for it that a request waits in vain; None if nothing does.
 
     Args:
@@ -72,25 +74,26 @@ def judged(
         what += f"; {where}, which has them, refuses connections"
         why = f"the server that has its KV blocks, {where}, is gone: send it again"
     else:
-        policy = adapter.policy(scheduler)
+        policy = adapter.find_failure_policy(scheduler)
         what += f"; the connector knows no such load; kv_load_failure_policy: {policy}"
-    steps = engine.step(scheduler)
-    return Proof(
+    steps = engine.find_current_step(scheduler)
+    return HealProof(
         subject=name,
         what=what,
         why=why,
         same=f"{id(request)} {request.num_preemptions} {request.num_computed_tokens} {bool(gone)}",
-        rises=None if steps is None else steps // adapter.in_flight(scheduler),
+        rises=None if steps is None else steps // adapter.get_max_concurrent_steps(scheduler),
     )
 
 
-def refusing(addresses: Collection[Address]) -> set[Address]:
+def find_refusing_addresses(addresses: Collection[Address]) -> set[Address]:
     """At which addresses nobody listens; a machine that does not answer is no proof.
 
     All are asked at once: to look a name up may take much longer than to connect.
     """
     asked = {
-        address: _asked.get(address) or beside(partial(refuses, address)) for address in addresses
+        address: _asked.get(address) or call_in_thread(partial(is_refusing_connections, address))
+        for address in addresses
     }
     done, late = wait(asked.values(), LOOKED_UP_S)
     _asked.clear()
@@ -98,7 +101,7 @@ def refusing(addresses: Collection[Address]) -> set[Address]:
     return {address for address, answer in asked.items() if answer in done and answer.result()}
 
 
-def refuses(address: Address) -> bool:
+def is_refusing_connections(address: Address) -> bool:
     try:
         socket.create_connection(address, CONNECT_S).close()
     except ConnectionRefusedError:
@@ -108,31 +111,33 @@ def refuses(address: Address) -> bool:
     return False
 
 
-def known(names: Sequence[str]) -> list[Proof]:
+def find_known_loads(names: Sequence[str]) -> list[HealProof]:
     """One proof where this process has the workers' part of a connector: the loads it knows."""
-    connector = adapter.connector()
+    connector = adapter.find_worker_connector()
     if connector is None:
         return []
-    kept = sorted(kept_by(connector, names))
-    return [Proof(subject="connector", what=type(connector).__name__, requests=tuple(kept))]
+    kept = sorted(find_tracked_requests(connector, names))
+    return [HealProof(subject="connector", what=type(connector).__name__, requests=tuple(kept))]
 
 
-def kept_by(connector: Any, names: Sequence[str]) -> set[str]:
+def find_tracked_requests(connector: Any, names: Sequence[str]) -> set[str]:
     """The requests whose load a connector may know: all, where not all of it can be seen."""
-    own = books.named([connector], names, native=adapter.by_request(connector))
-    others = books.named(books.threads(), names, native=True)
+    own = books.find_mentioned_names(
+        [connector], names, native=adapter.is_keyed_by_request(connector)
+    )
+    others = books.find_mentioned_names(books.list_thread_values(), names, native=True)
     return set(names) if own is None or others is None else own | others
 
 
-def act(subjects: list[str]) -> dict[str, str]:
+def fail_lost_loads(subjects: list[str]) -> dict[str, str]:
     """Have the next step's output say that these loads failed; returns why that was not done."""
-    scheduler = objects.latest("scheduler")
-    names = {proof.subject for proof in look() if not proof.why} & set(subjects)
+    scheduler = objects.find_latest("scheduler")
+    names = {proof.subject for proof in find_lost_loads() if not proof.why} & set(subjects)
     if scheduler is None or not names:
         return {}
 
-    def report(plan: Any, output: Any) -> tuple[Any, Any]:
-        return plan, adapter.failed(scheduler, output, names)
+    def report_failed_loads(plan: Any, output: Any) -> tuple[Any, Any]:
+        return plan, adapter.add_failed_loads(scheduler, output, names)
 
-    left = before_next(scheduler, "update_from_output", report)
+    left = run_before_call(scheduler, "update_from_output", report_failed_loads)
     return dict.fromkeys(names, left) if left else {}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ...protocol.heal import Proof
+from ...protocol.heal import HealProof
 from .. import engine, objects
 from .io_threads import READER, WRITER
 
@@ -22,19 +22,19 @@ WITHIN_S, POLL_S = 0.5, 0.002
 WAITS = {READER: "poll", WRITER: "get"}  # what such a thread calls then
 
 
-def look() -> list[Proof]:
+def prove_queues_empty() -> list[HealProof]:
     """One proof where each queue of this process was empty at some moment."""
     until = time.monotonic() + WITHIN_S
-    core, client = objects.latest("engine-core"), objects.latest("engine-client")
-    if core is None and objects.latest("scheduler") is not None:
+    core, client = objects.find_latest("engine-core"), objects.find_latest("engine-client")
+    if core is None and objects.find_latest("scheduler") is not None:
         return []  # its queues can't be seen
     ends: list[Callable[[], bool]] = []
     for name, thread in (("input_queue", READER), ("output_queue", WRITER)):
         # Without them the engine and the API server are one process.
         if queue := getattr(core, name, None):
-            ends.append(partial(passed_on, queue, thread))
+            ends.append(partial(is_queue_idle, queue, thread))
     if client is not None:
-        ends.append(lambda: taken(client, until - time.monotonic()))
+        ends.append(lambda: has_taken_outputs(client, until - time.monotonic()))
     if not ends:
         return []  # neither an engine nor its client is known here
     for empty in ends:
@@ -42,17 +42,17 @@ def look() -> list[Proof]:
             if time.monotonic() > until:
                 return []
             time.sleep(POLL_S)
-    return [Proof(subject="transit", what="nothing is on its way")]
+    return [HealProof(subject="transit", what="nothing is on its way")]
 
 
-def passed_on(queue: Any, name: str) -> bool:
+def is_queue_idle(queue: Any, name: str) -> bool:
     """Whether a queue of the engine is empty, and its thread waits for something to pass on."""
     return not queue.qsize() and any(
-        below(frame, name) == WAITS[name] for frame in sys._current_frames().values()
+        find_called_function(frame, name) == WAITS[name] for frame in sys._current_frames().values()
     )
 
 
-def below(frame: Any, name: str) -> str:
+def find_called_function(frame: Any, name: str) -> str:
     """What a function calls in a thread; empty if it does not run there."""
     called = ""
     while frame is not None and frame.f_code.co_name != name:
@@ -61,15 +61,17 @@ def below(frame: Any, name: str) -> str:
     return called if frame is not None else ""
 
 
-def taken(client: Any, timeout_s: float) -> bool:
+def has_taken_outputs(client: Any, timeout_s: float) -> bool:
     """Whether an API server has taken every output that has arrived."""
 
-    async def empty() -> bool:
+    async def is_queue_empty() -> bool:
         queue = getattr(client.engine_core, "outputs_queue", None)
         return queue is None or bool(queue.empty())
 
     try:
-        _, loop = engine.front_end()
-        return asyncio.run_coroutine_threadsafe(empty(), loop).result(max(timeout_s, POLL_S))
+        _, loop = engine.require_front_end()
+        return asyncio.run_coroutine_threadsafe(is_queue_empty(), loop).result(
+            max(timeout_s, POLL_S)
+        )
     except (RuntimeError, TimeoutError):
         return False

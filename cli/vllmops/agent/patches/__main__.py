@@ -17,12 +17,12 @@ from . import registry
 
 def main() -> None:
     importlib.import_module("vllm")
-    objects.check()
-    registry.install()
+    objects.report_compatibility()
+    registry.install_patches()
     for patch in registry.PATCHES.values():
-        for name in filter(None, map(places.existing, patch.modules)):
+        for name in filter(None, map(places.find_existing_module, patch.modules)):
             importlib.import_module(name)
-    answer = msgspec.structs.replace(registry.states(verify=True), role="here")
+    answer = msgspec.structs.replace(registry.observe_patches(verify=True), role="here")
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer) + b"\n")
 
 

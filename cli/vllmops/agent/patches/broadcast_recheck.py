@@ -14,7 +14,7 @@ RECHECK_MS = 5000  # vLLM's own
 WOKEN = "vllmops_woken"
 
 
-def present(module: ModuleType) -> bool | None:
+def has_defect(module: ModuleType) -> bool | None:
     if not hasattr(module, "SpinCondition"):
         return None  # its readers look all the time
     asked: list[int | None] = []
@@ -37,11 +37,11 @@ def present(module: ModuleType) -> bool | None:
     return asked == [None]
 
 
-def apply(module: ModuleType) -> None:
-    module.SpinCondition.wait = bounded(module.SpinCondition.wait)
+def apply_patch(module: ModuleType) -> None:
+    module.SpinCondition.wait = wrap_with_recheck(module.SpinCondition.wait)
 
 
-def bounded(wait: Any) -> Any:
+def wrap_with_recheck(wait: Any) -> Any:
     """A ``wait`` that ends after a while: its caller looks into the shared memory again."""
 
     @functools.wraps(wait)
@@ -65,6 +65,6 @@ PATCH = Patch(
     changes="SpinCondition.wait() ends after 5 seconds, and its caller looks into the shared "
     "memory again, as in vLLM 0.27.",
     modules=("vllm.distributed.device_communicators.shm_broadcast",),
-    present=present,
-    apply=apply,
+    present=has_defect,
+    apply=apply_patch,
 )

@@ -6,16 +6,16 @@ from types import ModuleType
 from typing import Any
 
 from .patch import Patch
-from .scratch import Request
+from .scratch import ScratchRequest
 
 
-def present(module: ModuleType) -> bool:
+def has_defect(module: ModuleType) -> bool:
     manager = module.EncoderDecoderCacheManager(cache_size=100)
-    manager.allocate(Request(), 0)
+    manager.allocate(ScratchRequest(), 0)
     return bool(manager.get_freed_mm_hashes())
 
 
-def apply(module: ModuleType) -> None:
+def apply_patch(module: ModuleType) -> None:
     module.EncoderDecoderCacheManager.get_freed_mm_hashes = get_freed_mm_hashes
 
 
@@ -39,6 +39,6 @@ PATCH = Patch(
     changes="EncoderDecoderCacheManager.get_freed_mm_hashes() reports an entry one step after its "
     "allocation, as in vLLM 0.14.1.",
     modules=("vllm.v1.core.encoder_cache_manager",),
-    present=present,
-    apply=apply,
+    present=has_defect,
+    apply=apply_patch,
 )

@@ -6,13 +6,13 @@ from types import ModuleType
 from typing import Any
 
 from .patch import Patch
-from .scratch import Request
+from .scratch import ScratchRequest
 
 MARK = "__vllmops__"
 
 
-def present(module: ModuleType) -> bool:
-    manager, request = module.EncoderDecoderCacheManager(cache_size=100), Request()
+def has_defect(module: ModuleType) -> bool:
+    manager, request = module.EncoderDecoderCacheManager(cache_size=100), ScratchRequest()
     manager.allocate(request, 0)
     # As the scheduler does: after each step that computed something, and at the end.
     manager.free_encoder_input(request, 0)
@@ -21,7 +21,7 @@ def present(module: ModuleType) -> bool:
     return bool(manager.num_free_slots != manager.cache_size)
 
 
-def apply(module: ModuleType) -> None:
+def apply_patch(module: ModuleType) -> None:
     cls = module.EncoderDecoderCacheManager
     if hasattr(cls.allocate, MARK):
         return
@@ -32,12 +32,12 @@ def apply(module: ModuleType) -> None:
         # A preempted request allocates again what it still holds.
         free_encoder_input(self, request, input_id)
         take(self, request, input_id)
-        held(self).add((request.request_id, input_id))
+        get_held_inputs(self).add((request.request_id, input_id))
 
     def free_encoder_input(self: Any, request: Any, input_id: int) -> None:
         key = (request.request_id, input_id)
-        if key in held(self):
-            held(self).remove(key)
+        if key in get_held_inputs(self):
+            get_held_inputs(self).remove(key)
             give(self, request, input_id)
 
     setattr(allocate, MARK, True)
@@ -45,13 +45,13 @@ def apply(module: ModuleType) -> None:
     if clear is not None:
 
         def reset(self: Any) -> None:
-            held(self).clear()
+            get_held_inputs(self).clear()
             clear(self)
 
         cls.reset = reset
 
 
-def held(manager: Any) -> set[tuple[str, int]]:
+def get_held_inputs(manager: Any) -> set[tuple[str, int]]:
     """The inputs that hold slots, by request id and index."""
     inputs: set[tuple[str, int]] = vars(manager).setdefault("_vllmops_held", set())
     return inputs
@@ -65,8 +65,8 @@ PATCH = Patch(
     "the capacity, so the limit on encoder outputs limits nothing. In every vLLM up to 0.33.",
     changes="EncoderDecoderCacheManager frees the slots of each input only once.",
     modules=("vllm.v1.core.encoder_cache_manager",),
-    present=present,
-    apply=apply,
+    present=has_defect,
+    apply=apply_patch,
     # Earlier allocations are unknown to it, and would never be freed.
     live=False,
 )

@@ -28,7 +28,7 @@ WAIT_S = 1.0
 TEAR_S, TEAR_PATCHED_S = 0.1, 0.01
 
 
-class Slow:
+class SlowCache:
     """Stands in for an LRUCache whose ``get`` waits until ``clear``, or for `patience_s`."""
 
     def __init__(self, patience_s: float) -> None:
@@ -45,13 +45,13 @@ class Slow:
         self.cleared.set()
 
 
-def present(module: ModuleType) -> bool | None:
-    cls = next((cls for cls in classes(module) if not inspect.isabstract(cls)), None)
+def has_defect(module: ModuleType) -> bool | None:
+    cls = next((cls for cls in list_cache_classes(module) if not inspect.isabstract(cls)), None)
     if cls is None:
         return None
     holder: Any = object.__new__(cls)
     patched = hasattr(cls.clear_cache, MARK)
-    holder._cache = slow = Slow(TEAR_PATCHED_S if patched else TEAR_S)
+    holder._cache = slow = SlowCache(TEAR_PATCHED_S if patched else TEAR_S)
     user = threading.Thread(target=holder.get_and_update_item, args=(None, "vllmops-probe"))
     user.start()
     slow.entered.wait(WAIT_S)
@@ -60,16 +60,16 @@ def present(module: ModuleType) -> bool | None:
     return slow.torn
 
 
-def apply(module: ModuleType) -> None:
-    for cls in classes(module):
+def apply_patch(module: ModuleType) -> None:
+    for cls in list_cache_classes(module):
         for name in METHODS:
             method = vars(cls).get(name)
             # Abstract methods are overridden, and the overriding methods are patched.
             if method and not hasattr(method, MARK) and not hasattr(method, "__isabstractmethod__"):
-                setattr(cls, name, exclusive(method))
+                setattr(cls, name, wrap_with_lock(method))
 
 
-def classes(module: ModuleType) -> Iterator[Any]:
+def list_cache_classes(module: ModuleType) -> Iterator[Any]:
     """The module's own classes of multimodal caches, without those in shared memory."""
     for name, cls in vars(module).items():
         own = inspect.isclass(cls) and cls.__module__ == module.__name__
@@ -77,11 +77,11 @@ def classes(module: ModuleType) -> Iterator[Any]:
             yield cls
 
 
-def exclusive(method: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_with_lock(method: Callable[..., Any]) -> Callable[..., Any]:
     """The method, with a lock that the methods of one cache share."""
 
     @functools.wraps(method)
-    def alone(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_with_lock(self: Any, *args: Any, **kwargs: Any) -> Any:
         # setdefault() is atomic: two threads get the same lock.
         lock = self.__dict__.setdefault("_vllmops_lock", threading.RLock())
         taken = lock.acquire(timeout=WAIT_S)
@@ -91,8 +91,8 @@ def exclusive(method: Callable[..., Any]) -> Callable[..., Any]:
             if taken:
                 lock.release()
 
-    setattr(alone, MARK, True)
-    return alone
+    setattr(call_with_lock, MARK, True)
+    return call_with_lock
 
 
 PATCH = Patch(
@@ -104,6 +104,6 @@ PATCH = Patch(
     "without data or wrong sizes. In every vLLM up to 0.33.",
     changes="Methods that change such a cache take a lock, and wait for it at most one second.",
     modules=("vllm.multimodal.cache", "vllm.multimodal.cache.base", "vllm.multimodal.cache.lru"),
-    present=present,
-    apply=apply,
+    present=has_defect,
+    apply=apply_patch,
 )

@@ -9,13 +9,13 @@ from typing import Any
 from .patch import Patch
 
 
-def present(module: ModuleType) -> bool:
+def has_defect(module: ModuleType) -> bool:
     cache = module.LRUCache(2)
     cache.touch("ghost")
     return "ghost" in cache._LRUCache__order
 
 
-def apply(module: ModuleType) -> None:
+def apply_patch(module: ModuleType) -> None:
     module.LRUCache.touch = touch
 
 
@@ -39,6 +39,6 @@ PATCH = Patch(
     "more, and /health still answers 200. In vLLM up to 0.23.",
     changes="LRUCache.touch() ignores missing keys, as in vLLM 0.24.",
     modules=("vllm.utils.cache",),
-    present=present,
-    apply=apply,
+    present=has_defect,
+    apply=apply_patch,
 )

@@ -11,7 +11,7 @@ from .patch import Patch
 NOTHING: Final = object()
 
 
-def present(module: ModuleType) -> bool:
+def has_defect(module: ModuleType) -> bool:
     # The stale key comes first: behind a real one, eviction would not meet it.
     cache = module.LRUCache(2)
     cache["real"] = 1
@@ -20,7 +20,7 @@ def present(module: ModuleType) -> bool:
     return bool(cache.popitem() != ("real", 1))
 
 
-def apply(module: ModuleType) -> None:
+def apply_patch(module: ModuleType) -> None:
     module.LRUCache.popitem = popitem
 
 
@@ -32,10 +32,10 @@ def popitem(self: Any, remove_pinned: bool = False) -> tuple[Hashable, Any]:
         StopIteration: the cache is empty, with `remove_pinned`: as in vLLM.
     """
     order, data = self._LRUCache__order, self._Cache__data
-    while (key := first(order, self.pinned_items, remove_pinned)) not in data:
+    while (key := find_removable_key(order, self.pinned_items, remove_pinned)) not in data:
         if key is NOTHING:
             # A key with data and no place in the order would stay forever.
-            key = first(data, self.pinned_items, remove_pinned)
+            key = find_removable_key(data, self.pinned_items, remove_pinned)
             if key is NOTHING:
                 if remove_pinned:
                     raise StopIteration
@@ -46,7 +46,9 @@ def popitem(self: Any, remove_pinned: bool = False) -> tuple[Hashable, Any]:
     return key, self.pop(key)
 
 
-def first(keys: Iterable[Hashable], pinned: set[Hashable], remove_pinned: bool) -> Hashable:
+def find_removable_key(
+    keys: Iterable[Hashable], pinned: set[Hashable], remove_pinned: bool
+) -> Hashable:
     """The first key that may be removed, `NOTHING` where there is none."""
     for key in keys:
         if remove_pinned or key not in pinned:
@@ -64,6 +66,6 @@ PATCH = Patch(
     changes="LRUCache.popitem() drops stale keys and continues with a real one, as the pull "
     "request's first version did; a key without a place in the order can be evicted again.",
     modules=("vllm.utils.cache",),
-    present=present,
-    apply=apply,
+    present=has_defect,
+    apply=apply_patch,
 )

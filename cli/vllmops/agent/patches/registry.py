@@ -10,12 +10,12 @@ from functools import partial
 from types import ModuleType
 
 from ...errors import VllmopsError
-from ...protocol.patches import ProcessPatches, State, Verdict
+from ...protocol.patches import PatchReport, PatchState, ProcessPatches
 from .. import account
 from ..adapters import features, places
-from ..identity import role
+from ..identity import detect_role
 from ..imports import when_imported
-from ..objects import problems, report, unfit
+from ..objects import problems, report_problem, report_unsupported
 from . import (
     broadcast_recheck,
     encoder_decoder_free_order,
@@ -43,14 +43,14 @@ PATCHES: dict[str, Patch] = {
 }
 
 # The worst first: one patch can have classes in several modules.
-ORDER = (State.FAILED, State.OFF, State.APPLIED, State.FIXED)
+ORDER = (PatchState.FAILED, PatchState.OFF, PatchState.APPLIED, PatchState.FIXED)
 
-_verdicts: dict[tuple[str, str], Verdict] = {}
+_verdicts: dict[tuple[str, str], PatchReport] = {}
 _withheld: dict[str, str] = {}
 _spent_s = 0.0
 
 
-def known(patch: str) -> Patch:
+def require_patch(patch: str) -> Patch:
     """A patch by its id.
 
     Raises:
@@ -65,30 +65,32 @@ def known(patch: str) -> Patch:
     )
 
 
-def off() -> set[str]:
+def read_disabled_patches() -> set[str]:
     """The patches that ``VLLMOPS_NO_PATCH`` names."""
     return set(os.environ.get(OFF, "").replace(",", " ").split())
 
 
-def install(withheld: Mapping[str, str] | None = None) -> None:
+def install_patches(withheld: Mapping[str, str] | None = None) -> None:
     """Probe and patch each module of vLLM's as soon as it is imported; idempotent.
 
     Args:
         withheld: patches that are not applied even where the defect is present, and why.
     """
     _withheld.update(withheld or {})
-    for name in sorted(off() - PATCHES.keys()):
-        report(f"{OFF} names an unknown patch: {name}")
+    for name in sorted(read_disabled_patches() - PATCHES.keys()):
+        report_problem(f"{OFF} names an unknown patch: {name}")
     for patch in PATCHES.values():
-        present = list(filter(None, map(places.existing, patch.modules)))
+        present = list(filter(None, map(places.find_existing_module, patch.modules)))
         for name in present:
-            when_imported(name, partial(judge, patch))
+            when_imported(name, partial(patch_module, patch))
         if not present:
             reason = f"this vLLM has no module {' or '.join(patch.modules)}"
-            _verdicts[patch.id, ""] = Verdict(id=patch.id, state=State.FAILED, reason=reason)
+            _verdicts[patch.id, ""] = PatchReport(
+                id=patch.id, state=PatchState.FAILED, reason=reason
+            )
 
 
-def judge(patch: Patch, module: ModuleType) -> None:
+def patch_module(patch: Patch, module: ModuleType) -> None:
     """Apply one patch to one module where needed; an error is reported, never raised."""
     global _spent_s  # noqa: PLW0603
     key = patch.id, module.__name__
@@ -97,71 +99,73 @@ def judge(patch: Patch, module: ModuleType) -> None:
         return
     began = time.perf_counter()
     try:
-        verdict = judged(patch, module)
+        verdict = apply_if_needed(patch, module)
     except Exception as error:
         reason = f"{module.__name__} has an unknown shape: {error!r}"
-        verdict = Verdict(id=patch.id, state=State.FAILED, reason=reason)
+        verdict = PatchReport(id=patch.id, state=PatchState.FAILED, reason=reason)
     _spent_s += time.perf_counter() - began
     if verdict is None:
         return
     _verdicts[key] = verdict
-    if verdict.state is State.FAILED:
-        unfit(f"the patch {patch.id} is not applied: {verdict.reason}")
+    if verdict.state is PatchState.FAILED:
+        report_unsupported(f"the patch {patch.id} is not applied: {verdict.reason}")
 
 
-def judged(patch: Patch, module: ModuleType) -> Verdict | None:
+def apply_if_needed(patch: Patch, module: ModuleType) -> PatchReport | None:
     """The state of a patch in a module after applying it; None if the module lacks the class."""
-    verdict = partial(Verdict, id=patch.id)
-    if patch.id in off():
-        return verdict(state=State.OFF)
+    verdict = partial(PatchReport, id=patch.id)
+    if patch.id in read_disabled_patches():
+        return verdict(state=PatchState.OFF)
     if (present := patch.present(module)) is None:
         return None
     if not present:
-        return verdict(state=State.FIXED)
+        return verdict(state=PatchState.FIXED)
     if reason := _withheld.get(patch.id):
-        return verdict(state=State.OFF, reason=reason)
+        return verdict(state=PatchState.OFF, reason=reason)
     patch.apply(module)
     if patch.present(module):
-        return verdict(state=State.FAILED, reason="the defect is still present after the patch")
-    return verdict(state=State.APPLIED)
+        return verdict(
+            state=PatchState.FAILED, reason="the defect is still present after the patch"
+        )
+    return verdict(state=PatchState.APPLIED)
 
 
-def states(*, verify: bool = False) -> ProcessPatches:
+def observe_patches(*, verify: bool = False) -> ProcessPatches:
     """Every patch of this process.
 
     Args:
         verify: whether to probe again.
     """
-    verdicts: dict[str, list[Verdict]] = {}
+    verdicts: dict[str, list[PatchReport]] = {}
     for (name, module), verdict in list(_verdicts.items()):
-        verdicts.setdefault(name, []).append(probed(verdict, module) if verify else verdict)
+        verdicts.setdefault(name, []).append(recheck_defect(verdict, module) if verify else verdict)
     return ProcessPatches(
         pid=os.getpid(),
-        role=role(),
-        vllm_version=features.version(),
-        patches=[merged(verdicts[name]) for name in PATCHES if name in verdicts],
+        role=detect_role(),
+        vllm_version=features.find_vllm_version(),
+        patches=[merge_verdicts(verdicts[name]) for name in PATCHES if name in verdicts],
         seconds=_spent_s,
         problems=tuple(problems),
-        cpu_s=account.cpu_s(),
+        cpu_s=account.measure_cpu_s(),
         repairs=dict(account.repairs),
     )
 
 
-def probed(verdict: Verdict, module: str) -> Verdict:
+def recheck_defect(verdict: PatchReport, module: str) -> PatchReport:
     """A verdict with the result of a new probe."""
     try:
         present = PATCHES[verdict.id].present(sys.modules[module])
     except Exception as error:
         reason = verdict.reason or f"the probe failed: {error!r}"
-        return Verdict(id=verdict.id, state=verdict.state, reason=reason)
-    return Verdict(id=verdict.id, state=verdict.state, reason=verdict.reason, present=present)
+        return PatchReport(id=verdict.id, state=verdict.state, reason=reason)
+    return PatchReport(id=verdict.id, state=verdict.state, reason=verdict.reason, present=present)
 
 
-def merged(verdicts: list[Verdict]) -> Verdict:
+def merge_verdicts(verdicts: list[PatchReport]) -> PatchReport:
     """One verdict for a patch of several modules: the worst."""
     worst = min(verdicts, key=lambda verdict: ORDER.index(verdict.state))
     probes = [verdict.present for verdict in verdicts if verdict.present is not None]
-    return Verdict(
+    return PatchReport(
         id=worst.id,
         state=worst.state,
         reason=worst.reason,

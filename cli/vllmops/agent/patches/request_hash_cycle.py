@@ -15,17 +15,17 @@ NAME = "get_hash_new_full_blocks"
 TRIES = 3
 
 
-def present(module: ModuleType) -> bool:
+def has_defect(module: ModuleType) -> bool:
     # A garbage collection at that moment would hide the cycle; three in a row are unlikely.
-    return any(outlives(module) for _ in range(TRIES))
+    return any(has_reference_cycle(module) for _ in range(TRIES))
 
 
-def outlives(module: ModuleType) -> bool:
+def has_reference_cycle(module: ModuleType) -> bool:
     """Whether a request stays alive without references to it."""
-    return weakref.ref(scratch(module))() is not None
+    return weakref.ref(make_scratch_request(module))() is not None
 
 
-def scratch(module: ModuleType) -> Any:
+def make_scratch_request(module: ModuleType) -> Any:
     """A request with a block hasher."""
     cls = module.Request
     given: dict[str, Any] = {
@@ -45,23 +45,23 @@ def no_hashes(request: Any) -> list[Any]:  # noqa: ARG001
     return []
 
 
-def apply(module: ModuleType) -> None:
-    bound = vars(scratch(module)).get(NAME)
+def apply_patch(module: ModuleType) -> None:
+    bound = vars(make_scratch_request(module)).get(NAME)
     if bound is not no_hashes and not isinstance(bound, partial):
         raise TypeError("this reference cycle is unknown")
-    setattr(module.Request, NAME, property(get, put))
+    setattr(module.Request, NAME, property(get_hasher, set_hasher))
 
 
-def get(self: Any) -> Callable[[], list[Any]] | None:
+def get_hasher(self: Any) -> Callable[[], list[Any]] | None:
     """The hasher bound to its request; made on each access, so the request does not hold it."""
     bound = vars(self).get(NAME)
     if isinstance(bound, partial):  # a request from before the patch
-        put(self, bound)
+        set_hasher(self, bound)
         bound = vars(self).get(NAME)
     return None if bound is None else partial(bound, self)
 
 
-def put(self: Any, bound: Callable[[], list[Any]] | None) -> None:
+def set_hasher(self: Any, bound: Callable[[], list[Any]] | None) -> None:
     """Keep the hasher without the request that ``partial(block_hasher, self)`` binds."""
     vars(self)[NAME] = bound.func if isinstance(bound, partial) else bound
 
@@ -75,6 +75,6 @@ PATCH = Patch(
     changes="Request.get_hash_new_full_blocks is bound when it is called, so that a request does "
     "not hold itself; the hashes are the same.",
     modules=("vllm.v1.request",),
-    present=present,
-    apply=apply,
+    present=has_defect,
+    apply=apply_patch,
 )

@@ -9,7 +9,7 @@ SLOTS = 3
 
 
 @dataclass
-class Request:
+class ScratchRequest:
     """A request with inputs of `SLOTS` encoder slots each.
 
     Args:

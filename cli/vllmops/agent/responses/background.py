@@ -10,28 +10,32 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ...background import started
+from ...background import start_task
 from ...store.backend import Response, StoreUnavailable
-from ...store.store import ResponseStore, document
+from ...store.store import ResponseStore, encode_response
 from ..adapters import responses as adapter
 from ..adapters.responses import ErrorResponse
 from ..gate import gate
 from ..log import log
 from . import carried, fields, rerun, wire
-from .conversations import ConversationTurns, named, named_in
-from .fields import dump
-from .turn import Turn, current, hides_any
-from .wire import Refused
-from .writer import patiently
+from .conversations import (
+    ConversationTurns,
+    parse_conversation_parameter,
+    set_response_conversation,
+)
+from .fields import encode_model
+from .turn import Turn, current, has_encrypted_items
+from .wire import ApiError
+from .writer import retry_while_unavailable
 
 STOPPED = "The server that ran this response was stopped."
 
 
-class Runs:
+class BackgroundRuns:
     """The background responses that run in this process.
 
     Args:
-        handler: the `StoredResponses` that makes them.
+        handler: the `StoreBackedServing` that makes them.
     """
 
     def __init__(self, handler: Any) -> None:
@@ -44,7 +48,7 @@ class Runs:
         self.accepting: set[asyncio.Task[Response]] = set()
         self.ending = False
 
-    async def end(self) -> None:
+    async def shut_down(self) -> None:
         """Mark the responses that still run as failed, unless the next start runs them again.
 
         Before vLLM aborts them, after which they would count as completed.
@@ -54,22 +58,22 @@ class Runs:
         for _, task in runs:  # all, before the store may take its time
             task.cancel()
         for run, _ in runs:
-            await self.leave_behind(run)
+            await self.fail_unless_rerun(run)
 
-    async def leave_behind(self, run: Response) -> None:
+    async def fail_unless_rerun(self, run: Response) -> None:
         """Mark a run that ends with the server as failed, unless the next start runs it again."""
-        if not (gate.rerun and rerun.asked(run)[0]):
+        if not (gate.rerun and rerun.extract_request(run)[0]):
             with suppress(StoreUnavailable):
                 await self.store.put(replace(run, status="failed", error=STOPPED))
                 await self.conversations.release_run(run)
 
-    def stop(self, response_id: str) -> None:
+    def stop_run(self, response_id: str) -> None:
         """End a run at once in this process; another process notices it within a heartbeat."""
         if held := self.running.get(response_id):
             held[1].cancel()
-        self.store.tell(response_id)
+        self.store.wake_followers(response_id)
 
-    async def accept(
+    async def accept_run(
         self, turn: Turn, keep: Callable[[Response], Awaitable[bool]], asked: bytes | None = None
     ) -> Response:
         """Store a run that vLLM has started; the run continues only after that.
@@ -85,14 +89,16 @@ class Runs:
             The run as it is stored.
 
         Raises:
-            Refused: its id is taken, or it is gone.
+            ApiError: its id is taken, or it is gone.
             StoreUnavailable: the store is down.
         """
         task: asyncio.Task[None] = self.handler.background_tasks.pop(turn.latest.id)
         turn.goes_on = True
-        return await asyncio.shield(started(self.admit(turn, task, keep, asked), self.accepting))
+        return await asyncio.shield(
+            start_task(self.register_run(turn, task, keep, asked), self.accepting)
+        )
 
-    async def admit(
+    async def register_run(
         self,
         turn: Turn,
         task: asyncio.Task[None],
@@ -102,125 +108,139 @@ class Runs:
         """Accept a run, which does its work in a task; its turn is over where that fails."""
         queued = turn.latest
         try:
-            body = dump(named_in(fields.fill(queued, turn.request), turn))
-            run = turn.stored(queued, body if asked is None else rerun.kept(body, asked))
+            body = encode_model(
+                set_response_conversation(fields.fill_response(queued, turn.request), turn)
+            )
+            run = turn.make_stored_response(
+                queued, body if asked is None else rerun.embed_request(body, asked)
+            )
             if not await keep(run):
-                raise wire.taken(run.id)
+                raise wire.make_id_taken_error(run.id)
         except BaseException:
             task.cancel()
-            await self.conversations.release(turn)
+            await self.conversations.release_turn(turn)
             raise
         if self.ending:
             task.cancel()
-            await self.leave_behind(run)
+            await self.fail_unless_rerun(run)
             return run
-        self.stop(run.id)  # one before, which was deleted on another replica
+        self.stop_run(run.id)  # one before, which was deleted on another replica
         self.running[run.id] = run, task
-        self.store.attend(run, task.cancel)
-        task.add_done_callback(lambda _: self.over(run, turn))
+        self.store.track_run(run, task.cancel)
+        task.add_done_callback(lambda _: self.finish_run(run, turn))
         turn.accepted.set_result(run)
         return run
 
-    async def take_up(self) -> None:
+    async def rerun_interrupted(self) -> None:
         """Put back into the queue what ran when the start before this one ended, and run it."""
         loop = asyncio.get_running_loop()
-        gate.ending = lambda: asyncio.run_coroutine_threadsafe(self.end(), loop)
+        gate.ending = lambda: asyncio.run_coroutine_threadsafe(self.shut_down(), loop)
         try:
-            async for run, request in rerun.taken_up(self.store):
-                self.store.attend(run, lambda: None)
-                task = asyncio.create_task(self.again(run, request), name=f"again_{run.id}")
+            async for run, request in rerun.requeue_interrupted_runs(self.store):
+                self.store.track_run(run, lambda: None)
+                task = asyncio.create_task(
+                    self.rerun_response(run, request), name=f"again_{run.id}"
+                )
                 self.reruns.add(task)
                 task.add_done_callback(self.reruns.discard)
         except Exception as error:
             log.exception("vllmops: background responses are not run again: %r", error)
 
-    async def again(self, run: Response, asked: dict[str, Any]) -> None:
+    async def rerun_response(self, run: Response, asked: dict[str, Any]) -> None:
         """Run a response again; its stream goes on with the next number."""
         turn = None
         try:
             asked |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
             request = adapter.ResponsesRequest.model_validate(asked)
-            hidden = hides_any(request)
-            before = partial(self.handler.earlier, run.owner, request.previous_response_id)
+            hidden = has_encrypted_items(request)
+            before = partial(
+                self.handler.read_earlier_turns, run.owner, request.previous_response_id
+            )
             turn = Turn(
                 request,
                 run.owner,
                 run.input,
-                history=await patiently(before),
+                history=await retry_while_unavailable(before),
                 hidden=hidden,
-                brought=carried.brought(wire.ITEMS.decode(run.input), None) if hidden else None,
-                compacts=(threshold := self.handler.threshold(request)) is not None,
+                brought=carried.find_carrier(wire.ITEMS.decode(run.input), None)
+                if hidden
+                else None,
+                compacts=(threshold := self.handler.find_compact_threshold(request)) is not None,
             )
             turn.threshold = threshold
             turn.began = run.created_at
-            kept = partial(self.store.log, run.owner, run.id, -1)
-            if request.stream and (log_ := await patiently(kept)) and log_.chunks:
+            kept = partial(self.store.read_events, run.owner, run.id, -1)
+            if request.stream and (log_ := await retry_while_unavailable(kept)) and log_.chunks:
                 turn.first = log_.chunks[-1].last + 1
-            if conversation := named(request):
-                await self.conversations.begin(turn, conversation)
+            if conversation := parse_conversation_parameter(request):
+                await self.conversations.begin_turn(turn, conversation)
             current.set(turn)
             answer = await self.handler.create_responses(request, None)
             if isinstance(answer, ErrorResponse):
-                raise Refused(answer.error.code, answer.error.message)
-            await self.accept(turn, lambda again: patiently(partial(self.store.put, again)))
+                raise ApiError(answer.error.code, answer.error.message)
+            await self.accept_run(
+                turn, lambda again: retry_while_unavailable(partial(self.store.put, again))
+            )
             log.warning("vllmops: %s runs again: it ran when the server was restarted", run.id)
         except Exception as error:
             log.exception("vllmops: %s is not run again: %r", run.id, error)
-            why = error.message if isinstance(error, Refused) else self.handler.why(error)
-            await self.store_end(turn, replace(run, status="failed", error=why))
-            await self.conversations.release(turn)
-            self.store.leave(run)
+            why = (
+                error.message if isinstance(error, ApiError) else self.handler.explain_error(error)
+            )
+            await self.store_result(turn, replace(run, status="failed", error=why))
+            await self.conversations.release_turn(turn)
+            self.store.untrack_run(run)
 
-    async def carry_out(self, work: Callable[[Response], Awaitable[Response]]) -> None:
+    async def execute_run(self, work: Callable[[Response], Awaitable[Response]]) -> None:
         """Do a run's work after the store has the run, and store its result."""
         turn = current.get()
         assert turn
         run = await turn.accepted
         try:
-            if not await self.begin(run):
+            if not await self.mark_in_progress(run):
                 return
             try:
                 ended = await work(run)
             except Exception as error:
                 log.exception("vllmops: %s failed: %r", run.id, error)
-                ended = replace(run, status="failed", error=self.handler.why(error))
+                ended = replace(run, status="failed", error=self.handler.explain_error(error))
             if ended.status == "failed" and not self.handler.engine_client.errored:
-                ended = replace(ended, body=document(run))  # it would fail again
+                ended = replace(ended, body=encode_response(run))  # it would fail again
             # vLLM turns a cancellation into an answer.
             if not (task := asyncio.current_task()) or not task.cancelling():
-                await self.store_end(turn, ended)
+                await self.store_result(turn, ended)
         finally:
             if not self.ending:  # else who runs it again takes over the conversation
-                await self.conversations.release(turn)
+                await self.conversations.release_turn(turn)
 
-    def over(self, run: Response, turn: Turn) -> None:
+    def finish_run(self, run: Response, turn: Turn) -> None:
         """Forget a run that is over; one that was stopped before it began has let go of nothing."""
-        self.leave(run)
+        self.unregister_run(run)
         if turn.held and not self.ending:
-            started(self.conversations.release(turn), self.releases)
+            start_task(self.conversations.release_turn(turn), self.releases)
 
-    def leave(self, run: Response) -> None:
+    def unregister_run(self, run: Response) -> None:
         """Attend a run no more."""
-        self.store.leave(run)
+        self.store.untrack_run(run)
         if (held := self.running.get(run.id)) and held[0] is run:
             del self.running[run.id]
 
-    async def store_end(self, turn: Turn | None, ended: Response) -> None:
+    async def store_result(self, turn: Turn | None, ended: Response) -> None:
         """Store the result of a run, and add its turn to the conversation that it holds.
 
         Logs errors, because vLLM ignores what this task raises.
         """
         put: Callable[[], Awaitable[bool]] = partial(self.store.put, ended)
         if turn and turn.held and ended.status in wire.ANSWERED:
-            put = partial(self.conversations.finish, turn, ended, ended.body, new=False)
+            put = partial(self.conversations.finish_turn, turn, ended, ended.body, new=False)
         else:
-            await self.conversations.release(turn)  # first: who sees that it failed goes on
+            await self.conversations.release_turn(turn)  # first: who sees that it failed goes on
         try:
             try:
-                await patiently(put)
-            except Refused as error:  # another request has changed the conversation
+                await retry_while_unavailable(put)
+            except ApiError as error:  # another request has changed the conversation
                 failed = replace(ended, status="failed", error=error.message)
-                await patiently(partial(self.store.put, failed))
+                await retry_while_unavailable(partial(self.store.put, failed))
         except Exception as error:
             log.exception(
                 "vllmops: the result of %s is not stored, and clients see it as failed: %r",
@@ -228,7 +248,7 @@ class Runs:
                 error,
             )
 
-    async def begin(self, run: Response) -> bool:
+    async def mark_in_progress(self, run: Response) -> bool:
         """Mark a run as in progress; False where it was stopped before."""
         try:
             swap = await self.store.set_status(

@@ -26,8 +26,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ...keys.carrier import is_ours
-from .wire import ENCODE, ENCRYPTED, Refused
+from ...keys.carrier import is_vllm_carrier
+from .wire import ENCODE, ENCRYPTED, ApiError
 
 INCLUDE = ENCRYPTED
 PREVIOUS = "previous_response"
@@ -42,7 +42,7 @@ FUNCTIONS = "functions."
 Item = dict[str, Any]
 
 
-class Brought(NamedTuple):
+class RequestCarrier(NamedTuple):
     """A carrier that a request brings.
 
     Args:
@@ -58,7 +58,7 @@ class Brought(NamedTuple):
     what: str = ""
 
 
-def brought(items: list[Item], previous: Any) -> Brought | None:
+def find_carrier(items: list[Item], previous: Any) -> RequestCarrier | None:
     """The carrier that counts, None if there is none.
 
     Args:
@@ -66,65 +66,67 @@ def brought(items: list[Item], previous: Any) -> Brought | None:
         previous: its ``previous_response``, None if it has none.
 
     Raises:
-        Refused: ``previous_response`` has no carrier, or the input has a later one.
+        ApiError: ``previous_response`` has no carrier, or the input has a later one.
     """
-    at = max((n for n, item in enumerate(items) if stands_for_all(item)), default=-1)
+    at = max((n for n, item in enumerate(items) if is_carrier_or_compaction(item)), default=-1)
     if previous is None and at >= 0 and items[at].get("type") == COMPACTION:
         param = f"input[{at}]"
-        return Brought(encrypted(items[at]), at, param, f"compaction item {param}")
+        return RequestCarrier(
+            get_encrypted_content(items[at]), at, param, f"compaction item {param}"
+        )
     if previous is None:
-        return Brought(encrypted(items[at]), at, "input") if at >= 0 else None
-    text = within(previous)
-    if at >= 0 and encrypted(items[at]) != text:
+        return RequestCarrier(get_encrypted_content(items[at]), at, "input") if at >= 0 else None
+    text = extract_carrier_text(previous)
+    if at >= 0 and get_encrypted_content(items[at]) != text:
         message = "The input has another carrier than previous_response: send only one of them."
-        raise Refused(400, message, PREVIOUS)
-    return Brought(text, at, PREVIOUS)
+        raise ApiError(400, message, PREVIOUS)
+    return RequestCarrier(text, at, PREVIOUS)
 
 
-def within(previous: Any) -> str:
+def extract_carrier_text(previous: Any) -> str:
     """The carrier in a response.
 
     Raises:
-        Refused: it has none.
+        ApiError: it has none.
     """
     output = previous.get("output") if isinstance(previous, dict) else None
     if not isinstance(output, list):
         message = "previous_response is not a response: send the whole response object."
-        raise Refused(400, message, PREVIOUS)
+        raise ApiError(400, message, PREVIOUS)
     found = [item for item in output if isinstance(item, dict)]
-    texts = [encrypted(item) for item in found if item.get("type") == "reasoning"]
-    if not (ours := list(filter(is_ours, texts))):
+    texts = [get_encrypted_content(item) for item in found if item.get("type") == "reasoning"]
+    if not (ours := list(filter(is_vllm_carrier, texts))):
         message = "previous_response has no carrier" + (
             ": its encrypted content is not from this server. " if any(texts) else ". "
         )
         message += f'Each turn must request one with store=false and include=["{INCLUDE}"].'
-        raise Refused(400, message, PREVIOUS)
+        raise ApiError(400, message, PREVIOUS)
     return ours[-1]
 
 
-def stands_for_all(item: Item) -> bool:
+def is_carrier_or_compaction(item: Item) -> bool:
     """Whether an item replaces all before it: a carrier, or a compaction item of anybody's."""
-    return item.get("type") == COMPACTION or is_ours(encrypted(item))
+    return item.get("type") == COMPACTION or is_vllm_carrier(get_encrypted_content(item))
 
 
-def encrypted(item: Item) -> str:
+def get_encrypted_content(item: Item) -> str:
     """The encrypted content of an item, empty if it has none."""
     content = item.get("encrypted_content") if item.get("type") in SEALED else None
     return content if isinstance(content, str) else ""
 
 
-def readable(item: Item) -> Item | None:
+def extract_readable_part(item: Item) -> Item | None:
     """An item without its encrypted content, None if nothing else is in it."""
     if item.get("type") == COMPACTION:
         return None
-    if not encrypted(item):
+    if not get_encrypted_content(item):
         return item
     if not (item.get("content") or item.get("summary")):
         return None
     return {name: value for name, value in item.items() if name != "encrypted_content"}
 
 
-def merge(history: list[Item], items: list[Item], at: int) -> tuple[list[Item], list[int]]:
+def merge_history(history: list[Item], items: list[Item], at: int) -> tuple[list[Item], list[int]]:
     """The conversation that a carrier and a request's input make together.
 
     Args:
@@ -135,19 +137,19 @@ def merge(history: list[Item], items: list[Item], at: int) -> tuple[list[Item], 
     Returns:
         The history, and the indices of the items that are not in it.
     """
-    history = with_instructions(history, items[: max(at, 0)])
-    known = {mark for item in history if (mark := identity(item))}
+    history = replace_instructions(history, items[: max(at, 0)])
+    known = {mark for item in history if (mark := identify_item(item))}
     behind = items[at + 1 :]
-    repeated = [n for n, item in enumerate(behind, at + 1) if identity(item) in known]
+    repeated = [n for n, item in enumerate(behind, at + 1) if identify_item(item) in known]
     texts: set[tuple[str, str] | None] = set()
     if repeated or any(item.get("role") == "assistant" for item in behind):
-        texts = {speech(item) for item in history} - {None}
-    end = end_of_repeats(items, max(repeated, default=at), texts)
+        texts = {extract_role_and_text(item) for item in history} - {None}
+    end = find_end_of_repeats(items, max(repeated, default=at), texts)
 
     def is_new(n: int, item: Item) -> bool:
         if n >= end:
             return n > end
-        mark, text = identity(item), speech(item)
+        mark, text = identify_item(item), extract_role_and_text(item)
         if mark and mark[0] == OUTPUT:
             return mark not in known and (CALL, mark[1]) in known
         if n <= at or mark in known:
@@ -157,20 +159,20 @@ def merge(history: list[Item], items: list[Item], at: int) -> tuple[list[Item], 
     return history, [n for n, item in enumerate(items) if is_new(n, item)]
 
 
-def with_instructions(history: list[Item], before: list[Item]) -> list[Item]:
+def replace_instructions(history: list[Item], before: list[Item]) -> list[Item]:
     """A history that begins with the instructions that a client sends before the carrier, if any.
 
     Args:
         history: what the carrier holds.
         before: the items before the carrier.
     """
-    instructions = leading_instructions(before)
+    instructions = select_leading_instructions(before)
     if not instructions:
         return history
-    return [*instructions, *history[len(leading_instructions(history)) :]]
+    return [*instructions, *history[len(select_leading_instructions(history)) :]]
 
 
-def end_of_repeats(items: list[Item], last: int, texts: set[tuple[str, str] | None]) -> int:
+def find_end_of_repeats(items: list[Item], last: int, texts: set[tuple[str, str] | None]) -> int:
     """The index of the last item that the history has; clients put new items behind repeated ones.
 
     Args:
@@ -179,13 +181,13 @@ def end_of_repeats(items: list[Item], last: int, texts: set[tuple[str, str] | No
         texts: the messages of the history.
     """
     for item in items[last + 1 :]:
-        if item.get("role") != "assistant" or speech(item) not in texts:
+        if item.get("role") != "assistant" or extract_role_and_text(item) not in texts:
             break
         last += 1
     return last
 
 
-def identity(item: Item) -> tuple[str, str] | None:
+def identify_item(item: Item) -> tuple[str, str] | None:
     """What identifies an item, None if nothing does."""
     kind, call_id, item_id = item.get("type"), item.get("call_id"), item.get("id")
     if isinstance(call_id, str) and kind in CALLS | OUTPUTS:
@@ -193,7 +195,7 @@ def identity(item: Item) -> tuple[str, str] | None:
     return (ITEM, item_id) if isinstance(item_id, str) else None
 
 
-def leading_instructions(items: list[Item]) -> list[Item]:
+def select_leading_instructions(items: list[Item]) -> list[Item]:
     """The system and developer messages that a conversation begins with."""
     count = 0
     while count < len(items) and items[count].get("role") in INSTRUCTIONS:
@@ -201,30 +203,30 @@ def leading_instructions(items: list[Item]) -> list[Item]:
     return items[:count]
 
 
-def speech(item: Item) -> tuple[str, str] | None:
+def extract_role_and_text(item: Item) -> tuple[str, str] | None:
     """The role and the text of a message, None if an item is no message."""
     role, content = item.get("role"), item.get("content")
     if not isinstance(role, str) or not isinstance(content, str | list):
         return None
-    return role, text_of(content)
+    return role, extract_text(content)
 
 
-def text_of(content: Any) -> str:
+def extract_text(content: Any) -> str:
     """The text of a message.
 
     Raises:
         TypeError: it is neither a text nor a list of parts.
     """
-    return content if isinstance(content, str) else "".join(map(part_text, content))
+    return content if isinstance(content, str) else "".join(map(extract_part_text, content))
 
 
-def part_text(part: Any) -> str:
+def extract_part_text(part: Any) -> str:
     """The text of a part of a message; for an image and the like, its JSON."""
     text = part.get("text") if isinstance(part, dict) else None
     return text if isinstance(text, str) else ENCODE(part).decode()
 
 
-def lean(item: Item) -> Item:
+def drop_unneeded_fields(item: Item) -> Item:
     """An item without the fields that no later turn needs."""
     made = {name: value for name, value in item.items() if value is not None}
     if isinstance(content := made.get("content"), list):
@@ -234,7 +236,7 @@ def lean(item: Item) -> Item:
     return made
 
 
-def from_messages(messages: list[Item]) -> list[Item]:
+def convert_messages_to_items(messages: list[Item]) -> list[Item]:
     """Convert a history of chat messages, or of gpt-oss's Harmony messages, to items.
 
     Args:
@@ -244,12 +246,12 @@ def from_messages(messages: list[Item]) -> list[Item]:
     Raises:
         LookupError, TypeError, AttributeError: they are no such messages.
     """
-    return [item for message in messages for item in from_message(message)]
+    return [item for message in messages for item in convert_message_to_items(message)]
 
 
-def from_message(message: Item) -> Iterator[Item]:
+def convert_message_to_items(message: Item) -> Iterator[Item]:
     if "author" in message:
-        yield from from_harmony(message)
+        yield from convert_harmony_to_items(message)
         return
     role, content = message["role"], message.get("content")
     if role == "tool":
@@ -260,15 +262,15 @@ def from_message(message: Item) -> Iterator[Item]:
             yield {"type": "message", **message}
     else:
         if reasoning := message.get("reasoning"):
-            yield reasoning_item(reasoning)
+            yield make_reasoning_item(reasoning)
         if content:
-            yield assistant_item(text_of(content))
+            yield make_assistant_item(extract_text(content))
         for call in message.get("tool_calls") or ():
             function = call["function"]
-            yield call_item(call["id"], function["name"], function["arguments"])
+            yield make_call_item(call["id"], function["name"], function["arguments"])
 
 
-def from_harmony(message: Item) -> Iterator[Item]:
+def convert_harmony_to_items(message: Item) -> Iterator[Item]:
     """Harmony has no call ids: the tool's name serves as id, as its output follows at once."""
     author, channel = message["author"], message.get("channel")
     role, to = author["role"], message.get("recipient") or ""
@@ -279,24 +281,24 @@ def from_harmony(message: Item) -> Iterator[Item]:
         yield {"type": "function_call_output", "call_id": f"call_{name}", "output": text}
     elif role == "assistant" and to.startswith(FUNCTIONS):
         name = to.removeprefix(FUNCTIONS)
-        yield call_item(f"call_{name}", name, text)
+        yield make_call_item(f"call_{name}", name, text)
     elif not text or to:
         return
     elif role == "assistant":
-        yield reasoning_item(text) if channel == "analysis" else assistant_item(text)
+        yield make_reasoning_item(text) if channel == "analysis" else make_assistant_item(text)
     elif role == "user":
         yield {"type": "message", "role": "user", "content": text}
 
 
-def reasoning_item(text: str) -> Item:
+def make_reasoning_item(text: str) -> Item:
     part = {"type": "reasoning_text", "text": text}
     return {"type": "reasoning", "summary": [], "content": [part]}
 
 
-def assistant_item(text: str) -> Item:
+def make_assistant_item(text: str) -> Item:
     part = {"type": "output_text", "text": text}
     return {"type": "message", "role": "assistant", "content": [part]}
 
 
-def call_item(call_id: str, name: str, arguments: str) -> Item:
+def make_call_item(call_id: str, name: str, arguments: str) -> Item:
     return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}

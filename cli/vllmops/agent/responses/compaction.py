@@ -26,8 +26,8 @@ from ...store.backend import BROKEN
 from ...store.settings import COMPACTION_PROMPT
 from .. import objects
 from . import carried, wire
-from .carried import COMPACTION, Item, text_of
-from .wire import Refused
+from .carried import COMPACTION, Item, extract_text
+from .wire import ApiError
 
 FIELD = "context_management"
 PARAM = f"{FIELD}[0].compact_threshold"
@@ -56,7 +56,7 @@ LEAST_CHARACTERS = 64
 OPENING = frozenset({"response.created", "response.queued", "response.in_progress"})
 
 
-class Usage(NamedTuple):
+class SummaryUsage(NamedTuple):
     """The tokens that summaries took."""
 
     input: int = 0
@@ -64,19 +64,19 @@ class Usage(NamedTuple):
     output: int = 0
     reasoning: int = 0
 
-    def plus(self, usage: Any) -> Usage:
+    def add_usage(self, usage: Any) -> SummaryUsage:
         """Add those of an answer of vLLM's."""
         if usage is None:
             return self
         given, made = usage.input_tokens_details, usage.output_tokens_details
-        return Usage(
+        return SummaryUsage(
             self.input + usage.input_tokens,
             self.cached + (given.cached_tokens if given else 0),
             self.output + usage.output_tokens,
             self.reasoning + (made.reasoning_tokens if made else 0),
         )
 
-    def shown(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """In the form of the API."""
         return {
             "input_tokens": self.input,
@@ -87,7 +87,7 @@ class Usage(NamedTuple):
         }
 
 
-class Compacted(NamedTuple):
+class CompactedConversation(NamedTuple):
     """A conversation after its compaction.
 
     Args:
@@ -96,10 +96,10 @@ class Compacted(NamedTuple):
     """
 
     items: list[Item]
-    usage: Usage
+    usage: SummaryUsage
 
 
-def prompt() -> str:
+def load_summary_prompt() -> str:
     """What asks the model for a summary: a file that the environment names, or `PROMPT`."""
     path = os.environ.get(COMPACTION_PROMPT)
     if not path:
@@ -107,11 +107,11 @@ def prompt() -> str:
     try:
         return Path(path).read_text("utf-8").strip() or PROMPT
     except (OSError, UnicodeError) as error:
-        objects.report(f"the prompt for compaction is vllmops' own: {path}: {error}")
+        objects.report_problem(f"the prompt for compaction is vllmops' own: {path}: {error}")
         return PROMPT
 
 
-def threshold(request: Any, longest: int) -> int | None:
+def parse_compact_threshold(request: Any, longest: int) -> int | None:
     """From how many tokens on a request wants its conversation compacted; None if it does not.
 
     Args:
@@ -119,47 +119,47 @@ def threshold(request: Any, longest: int) -> int | None:
         longest: how many tokens the model takes.
 
     Raises:
-        Refused: its ``context_management`` is invalid.
+        ApiError: its ``context_management`` is invalid.
     """
     asked = getattr(request, FIELD, None)
     if asked is None:
         return None
     if not (isinstance(asked, list) and len(asked) == 1 and isinstance(asked[0], dict)):
-        raise Refused(400, f"{FIELD} must be a list of one object.", FIELD)
+        raise ApiError(400, f"{FIELD} must be a list of one object.", FIELD)
     (entry,) = asked
     if entry.get("type") != COMPACTION:
-        raise Refused(400, f"The only type of {FIELD} is '{COMPACTION}'.", f"{FIELD}[0].type")
+        raise ApiError(400, f"The only type of {FIELD} is '{COMPACTION}'.", f"{FIELD}[0].type")
     if unknown := entry.keys() - {"type", "compact_threshold"}:
-        raise Refused(400, f"Unknown parameter: {min(unknown)!r}.", f"{FIELD}[0].{min(unknown)}")
+        raise ApiError(400, f"Unknown parameter: {min(unknown)!r}.", f"{FIELD}[0].{min(unknown)}")
     tokens = entry.get("compact_threshold")
     if tokens is None:
         return int(longest * FULL)
     if type(tokens) is not int or tokens < 1:
-        raise Refused(400, "compact_threshold must be a number of tokens, 1 or more.", PARAM)
+        raise ApiError(400, "compact_threshold must be a number of tokens, 1 or more.", PARAM)
     return tokens
 
 
-def check_parameters(body: bytes) -> None:
+def validate_compact_body(body: bytes) -> None:
     """Check that a request for a compaction names a model, and nothing of which nothing would come.
 
     Args:
         body: of the request, a JSON object.
 
     Raises:
-        Refused: it does not.
+        ApiError: it does not.
     """
     try:
         given = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except BROKEN as error:
-        raise Refused(400, f"The request is not strict JSON: {error}") from error
+        raise ApiError(400, f"The request is not strict JSON: {error}") from error
     if bytes(given.get("model", b"null")) == b"null":
-        raise Refused(400, "Missing required parameter: 'model'.", "model")
+        raise ApiError(400, "Missing required parameter: 'model'.", "model")
     if unknown := given.keys() - PARAMETERS:
         message = f"Unsupported parameter of a compaction: {min(unknown)!r}."
-        raise Refused(400, message, min(unknown))
+        raise ApiError(400, message, min(unknown))
 
 
-def asked(request: Any, longest: int) -> dict[str, Any]:
+def build_summary_parameters(request: Any, longest: int) -> dict[str, Any]:
     """The parameters of a request for a summary, all but its input.
 
     Args:
@@ -170,12 +170,12 @@ def asked(request: Any, longest: int) -> dict[str, Any]:
     return {**same, "store": False, "max_output_tokens": max(1, min(MOST_TOKENS, longest // PART))}
 
 
-async def compacted(
+async def compact_conversation(
     answer: Callable[[list[Item]], Awaitable[Any]],
     fits: Callable[[list[Item]], Awaitable[bool]],
     items: Sequence[Item],
     asking: str,
-) -> Compacted:
+) -> CompactedConversation:
     """Replace a conversation by its user's messages and a summary.
 
     A conversation that does not fit into the model is summarized in parts, as text: the summary of
@@ -188,62 +188,79 @@ async def compacted(
         asking: the prompt.
 
     Raises:
-        Refused: vLLM can't summarize it.
+        ApiError: vLLM can't summarize it.
     """
 
-    def about(words: Sequence[Item]) -> list[Item]:
-        return joined([*words, message(asking, MARK)])
+    def build_summary_input(words: Sequence[Item]) -> list[Item]:
+        return join_summary_messages([*words, make_user_message(asking, MARK)])
 
-    if await fits(whole := about(items)):
+    if await fits(whole := build_summary_input(items)):
         made = await answer(whole)
-        return Compacted(left(items, said(made.output)), Usage().plus(made.usage))
-    rest, text, used = transcript(items), "", Usage()
+        return CompactedConversation(
+            build_compacted_items(items, extract_output_text(made.output)),
+            SummaryUsage().add_usage(made.usage),
+        )
+    rest, text, used = render_transcript(items), "", SummaryUsage()
     while rest:
         size = len(rest)
         before = f"{HEADING}{text}\n\n" if text else ""
-        while not await fits(part := about([message(before + rest[:size], MARK)])):
+        while not await fits(
+            part := build_summary_input([make_user_message(before + rest[:size], MARK)])
+        ):
             size //= 2
             if size < LEAST_CHARACTERS:
-                raise Refused(400, "The model is too short to summarize the conversation.", "input")
+                raise ApiError(
+                    400, "The model is too short to summarize the conversation.", "input"
+                )
         made = await answer(part)
-        text, rest, used = said(made.output), rest[size:], used.plus(made.usage)
-    return Compacted(left(items, text), used)
+        text, rest, used = extract_output_text(made.output), rest[size:], used.add_usage(made.usage)
+    return CompactedConversation(build_compacted_items(items, text), used)
 
 
-def left(items: Sequence[Item], summary: str) -> list[Item]:
+def build_compacted_items(items: Sequence[Item], summary: str) -> list[Item]:
     """What is left of a conversation: messages, the summary, and calls that wait for outputs."""
-    answered = {mark[1] for item in items if (mark := carried.identity(item)) and is_output(mark)}
+    answered = {
+        mark[1]
+        for item in items
+        if (mark := carried.identify_item(item)) and is_output_identity(mark)
+    }
     waiting = [
-        item for item in items if item.get("type") in carried.CALLS and unanswered(item, answered)
+        item
+        for item in items
+        if item.get("type") in carried.CALLS and is_unanswered_call(item, answered)
     ]
     text = HEADING + (summary or "(There is none.)")
-    return [*filter(kept, items), message(text, f"{MARK}{uuid4().hex}"), *waiting]
+    return [
+        *filter(should_keep_item, items),
+        make_user_message(text, f"{MARK}{uuid4().hex}"),
+        *waiting,
+    ]
 
 
-def is_output(mark: tuple[str, str]) -> bool:
+def is_output_identity(mark: tuple[str, str]) -> bool:
     return mark[0] == carried.OUTPUT
 
 
-def unanswered(call: Item, answered: set[str]) -> bool:
+def is_unanswered_call(call: Item, answered: set[str]) -> bool:
     return call.get("call_id") not in answered
 
 
-def kept(item: Item) -> bool:
+def should_keep_item(item: Item) -> bool:
     """Whether a compaction keeps an item unchanged."""
-    return item.get("role") in {"user", *carried.INSTRUCTIONS} and not summarizes(item)
+    return item.get("role") in {"user", *carried.INSTRUCTIONS} and not is_summary(item)
 
 
-def summarizes(item: Item) -> bool:
+def is_summary(item: Item) -> bool:
     """Whether an item is the summary of an earlier compaction."""
     return item.get("role") == "user" and str(item.get("id") or "").startswith(MARK)
 
 
-def message(text: str, item_id: str) -> Item:
+def make_user_message(text: str, item_id: str) -> Item:
     part = {"type": "input_text", "text": text}
     return {"type": "message", "role": "user", "id": item_id, "content": [part]}
 
 
-def joined(items: Sequence[Item]) -> list[Item]:
+def join_summary_messages(items: Sequence[Item]) -> list[Item]:
     """Items in which each summary is one message with the user's messages beside it.
 
     Many chat templates refuse two messages of the user in a row.
@@ -254,8 +271,8 @@ def joined(items: Sequence[Item]) -> list[Item]:
         if item.get("role") == "user":
             run.append(item)
             continue
-        if len(run) > 1 and any(map(summarizes, run)):
-            run = [{"type": "message", "role": "user", "content": parts(run)}]
+        if len(run) > 1 and any(map(is_summary, run)):
+            run = [{"type": "message", "role": "user", "content": join_message_parts(run)}]
         made += run
         run = []
         if item:
@@ -263,7 +280,7 @@ def joined(items: Sequence[Item]) -> list[Item]:
     return made
 
 
-def parts(messages: Sequence[Item]) -> list[Item]:
+def join_message_parts(messages: Sequence[Item]) -> list[Item]:
     """The parts of messages, with a blank line after each text but the last."""
     made: list[Item] = []
     for one in messages:
@@ -276,16 +293,16 @@ def parts(messages: Sequence[Item]) -> list[Item]:
     return made
 
 
-def transcript(items: Sequence[Item]) -> str:
+def render_transcript(items: Sequence[Item]) -> str:
     """A conversation as text, for what is too long for the model; an image is its type there."""
-    return "".join(f"{who(item)}: {words(item)}\n\n" for item in items)
+    return "".join(f"{format_speaker(item)}: {extract_item_text(item)}\n\n" for item in items)
 
 
-def who(item: Item) -> str:
+def format_speaker(item: Item) -> str:
     return str(item.get("role") or item.get("type") or "item").replace("_", " ")
 
 
-def words(item: Item) -> str:
+def extract_item_text(item: Item) -> str:
     """What an item says."""
     if "arguments" in item or "input" in item:
         return f"{item.get('name')} {item.get('arguments') or item.get('input')}"
@@ -295,46 +312,50 @@ def words(item: Item) -> str:
     return " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
 
 
-def said(output: Sequence[Any]) -> str:
+def extract_output_text(output: Sequence[Any]) -> str:
     """The text of an answer; if its limit left only reasoning, the text of that."""
     items = [item.model_dump(mode="json", by_alias=True) for item in output]
     for kind in ("message", "reasoning"):
-        texts = [text_of(item.get("content") or "") for item in items if item.get("type") == kind]
+        texts = [
+            extract_text(item.get("content") or "") for item in items if item.get("type") == kind
+        ]
         if text := "\n".join(texts).strip():
             return text
     return ""
 
 
-def sealed_item(text: str) -> Any:
+def make_compaction_item(text: str) -> Any:
     """The item with what is left of a conversation, sealed."""
     return ResponseCompactionItem(
         id=f"{MARK}{uuid4().hex}", type="compaction", encrypted_content=text
     )
 
 
-def document(items: Sequence[Item], item: Any, usage: Usage, created_at: float) -> bytes:
+def encode_compaction(
+    items: Sequence[Item], item: Any, usage: SummaryUsage, created_at: float
+) -> bytes:
     """The answer to a request for a compaction."""
     response_id = f"resp_{uuid4().hex}"
-    users = [one for one in items if one.get("role") == "user" and not summarizes(one)]
-    shown = [wire.as_listed(one, response_id, n) for n, one in enumerate(users)]
+    users = [one for one in items if one.get("role") == "user" and not is_summary(one)]
+    shown = [wire.build_listed_item(one, response_id, n) for n, one in enumerate(users)]
     return wire.ENCODE(
         {
             "id": response_id,
             "object": "response.compaction",
             "created_at": int(created_at),
             "output": [*shown, item.model_dump(mode="json", exclude_none=True)],
-            "usage": usage.shown(),
+            "usage": usage.to_dict(),
         }
     )
 
 
-async def announced(events: AsyncGenerator[Any, None], item: Any) -> AsyncGenerator[Any, None]:
+async def prepend_item(events: AsyncGenerator[Any, None], item: Any) -> AsyncGenerator[Any, None]:
     """The events of a stream, with an item that comes before those of the answer."""
     shift = 0
     async with aclosing(events):
         async for event in events:
             if not shift and event.type not in OPENING:
-                for told in opening(item, event.sequence_number):
+                for told in make_item_events(item, event.sequence_number):
                     shift += 1
                     yield told
             event.sequence_number += shift
@@ -345,7 +366,7 @@ async def announced(events: AsyncGenerator[Any, None], item: Any) -> AsyncGenera
             yield event
 
 
-def opening(item: Any, number: int) -> tuple[Any, Any]:
+def make_item_events(item: Any, number: int) -> tuple[Any, Any]:
     """The events that announce an item, the first one with a sequence number."""
     begun = item.model_copy(update={"encrypted_content": ""})
     return (

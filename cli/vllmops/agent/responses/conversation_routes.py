@@ -1,4 +1,4 @@
-"""The routes of OpenAI's Conversations API; `routes.install` adds them with the others."""
+"""The routes of OpenAI's Conversations API; `routes.install_routes` adds them with the others."""
 
 from __future__ import annotations
 
@@ -7,86 +7,113 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 
-from .conversations import Added, ConversationObjects, Created, Updated
+from .conversations import (
+    ConversationsApi,
+    CreateConversationRequest,
+    CreateItemsRequest,
+    UpdateConversationRequest,
+)
 from .routes import (
     INCLUDE,
     ONLY_JSON,
     Limit,
     Order,
-    answered,
+    answer_errors,
     counted,
-    included,
-    json,
+    make_json_response,
+    parse_include,
+    require_handler,
     router,
-    serving,
 )
-from .serving import owner
+from .serving import find_owner
 
 ONE = "/v1/conversations/{conversation_id}"
 
 
-def body(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def build_body_schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     """The body of a request, for the description of the API."""
     schema = msgspec.json.schema(kind)["$defs"][kind.__name__]
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def objects(raw_request: Request) -> ConversationObjects:
+def make_conversations_api(raw_request: Request) -> ConversationsApi:
     """What answers these requests.
 
     Raises:
-        Refused: this model does not generate text.
+        ApiError: this model does not generate text.
     """
-    return ConversationObjects(serving(raw_request).store)
+    return ConversationsApi(require_handler(raw_request).store)
 
 
-@router.post("/v1/conversations", dependencies=ONLY_JSON, openapi_extra=body(Created))
+@router.post(
+    "/v1/conversations",
+    dependencies=ONLY_JSON,
+    openapi_extra=build_body_schema(CreateConversationRequest),
+)
 @counted
-@answered
+@answer_errors
 async def create_conversation(raw_request: Request) -> Response:
     """Create a conversation."""
     given = await raw_request.body()
-    return json(await objects(raw_request).create(owner(raw_request), given))
+    return make_json_response(
+        await make_conversations_api(raw_request).create(find_owner(raw_request), given)
+    )
 
 
 @router.get(ONE)
 @counted
-@answered
+@answer_errors
 async def retrieve_conversation(conversation_id: str, raw_request: Request) -> Response:
     """Retrieve a conversation."""
-    return json(await objects(raw_request).retrieve(owner(raw_request), conversation_id))
+    return make_json_response(
+        await make_conversations_api(raw_request).retrieve(find_owner(raw_request), conversation_id)
+    )
 
 
-@router.post(ONE, dependencies=ONLY_JSON, openapi_extra=body(Updated))
+@router.post(
+    ONE, dependencies=ONLY_JSON, openapi_extra=build_body_schema(UpdateConversationRequest)
+)
 @counted
-@answered
+@answer_errors
 async def update_conversation(conversation_id: str, raw_request: Request) -> Response:
     """Replace the metadata of a conversation."""
     given = await raw_request.body()
-    return json(await objects(raw_request).update(owner(raw_request), conversation_id, given))
+    return make_json_response(
+        await make_conversations_api(raw_request).update(
+            find_owner(raw_request), conversation_id, given
+        )
+    )
 
 
 @router.delete(ONE)
 @counted
-@answered
+@answer_errors
 async def delete_conversation(conversation_id: str, raw_request: Request) -> Response:
     """Delete a conversation with its items."""
-    return json(await objects(raw_request).delete(owner(raw_request), conversation_id))
+    return make_json_response(
+        await make_conversations_api(raw_request).delete(find_owner(raw_request), conversation_id)
+    )
 
 
-@router.post(f"{ONE}/items", dependencies=ONLY_JSON, openapi_extra={**body(Added), **INCLUDE})
+@router.post(
+    f"{ONE}/items",
+    dependencies=ONLY_JSON,
+    openapi_extra={**build_body_schema(CreateItemsRequest), **INCLUDE},
+)
 @counted
-@answered
+@answer_errors
 async def create_items(conversation_id: str, raw_request: Request) -> Response:
     """Add items to a conversation."""
-    who, given = owner(raw_request), await raw_request.body()
-    wanted = included(raw_request)
-    return json(await objects(raw_request).add(who, conversation_id, given, wanted))
+    who, given = find_owner(raw_request), await raw_request.body()
+    wanted = parse_include(raw_request)
+    return make_json_response(
+        await make_conversations_api(raw_request).add_items(who, conversation_id, given, wanted)
+    )
 
 
 @router.get(f"{ONE}/items", openapi_extra=INCLUDE)
 @counted
-@answered
+@answer_errors
 async def list_items(
     conversation_id: str,
     raw_request: Request,
@@ -95,31 +122,37 @@ async def list_items(
     order: Order = "desc",
 ) -> Response:
     """List the items of a conversation."""
-    page = await objects(raw_request).page(
-        owner(raw_request),
+    page = await make_conversations_api(raw_request).list_items(
+        find_owner(raw_request),
         conversation_id,
-        included(raw_request),
+        parse_include(raw_request),
         after=after,
         limit=limit,
         descending=order == "desc",
     )
-    return json(page)
+    return make_json_response(page)
 
 
 @router.get(f"{ONE}/items/{{item_id}}", openapi_extra=INCLUDE)
 @counted
-@answered
+@answer_errors
 async def retrieve_item(conversation_id: str, item_id: str, raw_request: Request) -> Response:
     """Retrieve an item of a conversation."""
-    who, wanted = owner(raw_request), included(raw_request)
-    return json(await objects(raw_request).item(who, conversation_id, item_id, wanted))
+    who, wanted = find_owner(raw_request), parse_include(raw_request)
+    return make_json_response(
+        await make_conversations_api(raw_request).retrieve_item(
+            who, conversation_id, item_id, wanted
+        )
+    )
 
 
 @router.delete(f"{ONE}/items/{{item_id}}")
 @counted
-@answered
+@answer_errors
 async def delete_item(conversation_id: str, item_id: str, raw_request: Request) -> Response:
     """Delete an item of a conversation."""
-    return json(
-        await objects(raw_request).delete_item(owner(raw_request), conversation_id, item_id)
+    return make_json_response(
+        await make_conversations_api(raw_request).delete_item(
+            find_owner(raw_request), conversation_id, item_id
+        )
     )

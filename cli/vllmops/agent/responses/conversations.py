@@ -19,14 +19,14 @@ import msgspec
 from openai.types.responses.response import Conversation as Reference
 
 from ...store.backend import BROKEN, CursorUnknown, Response
-from ...store.conversation_store import Held
-from ...store.conversations import Conversation, Entry, Outcome
-from ...store.ids import valid
+from ...store.conversation_store import ConversationHold
+from ...store.conversations import Conversation, ConversationItem, ConversationResult
+from ...store.ids import is_valid_id
 from ...store.store import ResponseStore
 from . import wire
-from .carried import COMPACTION, readable
+from .carried import COMPACTION, extract_readable_part
 from .parameters import KEY, PAIRS, VALUE
-from .wire import ENCODE, ENCRYPTED, LOGPROBS, Refused, check_include
+from .wire import ENCODE, ENCRYPTED, LOGPROBS, ApiError, validate_include
 
 PARAM = "conversation"
 REFERENCE = "item_reference"  # which vLLM takes for an item, and cannot render
@@ -52,39 +52,39 @@ PARTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Created(msgspec.Struct, forbid_unknown_fields=True):
+class CreateConversationRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a request that creates a conversation."""
 
     items: list[msgspec.Raw] | None = None
     metadata: dict[str, str] | None = None
 
 
-class Updated(msgspec.Struct, forbid_unknown_fields=True):
+class UpdateConversationRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a request that updates a conversation."""
 
     metadata: dict[str, str] | None
 
 
-class Added(msgspec.Struct, forbid_unknown_fields=True):
+class CreateItemsRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of a request that adds items."""
 
     items: list[msgspec.Raw]
 
 
-class Named(msgspec.Struct):
+class ItemIdentity(msgspec.Struct):
     """The part of an item that identifies it."""
 
     id: Any = None
     type: Any = None
 
 
-class Answer(msgspec.Struct):
+class RawResponseOutput(msgspec.Struct):
     """The items of a response."""
 
     output: list[msgspec.Raw] = []
 
 
-class InConversation(msgspec.Struct):
+class ConversationField(msgspec.Struct):
     """The part of a response that names its conversation."""
 
     conversation: dict[str, Any] | None = None
@@ -92,10 +92,13 @@ class InConversation(msgspec.Struct):
 
 # The field that an error of msgspec's is about.
 PLACE = re.compile(r"(?:\$\.|field `)(\w+)")
-CREATED, UPDATED = msgspec.json.Decoder(Created), msgspec.json.Decoder(Updated)
-ADDED, NAMED = msgspec.json.Decoder(Added), msgspec.json.Decoder(Named)
-ANSWER, RAWS = msgspec.json.Decoder(Answer), msgspec.json.Decoder(list[msgspec.Raw])
-IN_CONVERSATION = msgspec.json.Decoder(InConversation)
+CREATED, UPDATED = (
+    msgspec.json.Decoder(CreateConversationRequest),
+    msgspec.json.Decoder(UpdateConversationRequest),
+)
+ADDED, NAMED = msgspec.json.Decoder(CreateItemsRequest), msgspec.json.Decoder(ItemIdentity)
+ANSWER, RAWS = msgspec.json.Decoder(RawResponseOutput), msgspec.json.Decoder(list[msgspec.Raw])
+IN_CONVERSATION = msgspec.json.Decoder(ConversationField)
 
 
 class ConversationTurns:
@@ -108,7 +111,7 @@ class ConversationTurns:
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
 
-    async def begin(self, turn: Any, conversation_id: str, *, adds: bool = True) -> None:
+    async def begin_turn(self, turn: Any, conversation_id: str, *, adds: bool = True) -> None:
         """Read the items of the conversation of a turn, and hold it.
 
         Args:
@@ -117,45 +120,51 @@ class ConversationTurns:
             adds: whether the turn will add to it; else it is not held.
 
         Raises:
-            Refused: there is no such conversation, another turn holds it, it is full, or an item
+            ApiError: there is no such conversation, another turn holds it, it is full, or an item
                 of the input has an id that is in it.
             StoreUnavailable: the store is down.
         """
         kept = self.store.conversations
         if adds:
-            holder = holder_of(turn.request.request_id, turn.began)
+            holder = format_holder(turn.request.request_id, turn.began)
             held = await kept.hold(turn.owner, conversation_id, holder)
         else:
-            held = await kept.look(turn.owner, conversation_id)
-        if not isinstance(held, Held):
-            raise refusal(held, conversation_id, param=PARAM)
+            held = await kept.read_without_hold(turn.owner, conversation_id)
+        if not isinstance(held, ConversationHold):
+            raise make_outcome_error(held, conversation_id, param=PARAM)
         turn.held = held
         try:
-            outcome = self.hindrance(held, RAWS.decode(turn.items))
-            if outcome is not Outcome.DONE:
-                raise refusal(outcome, conversation_id, param="input", limit=self.limit)
+            outcome = self.check_input_items(held, RAWS.decode(turn.items))
+            if outcome is not ConversationResult.DONE:
+                raise make_outcome_error(
+                    outcome, conversation_id, param="input", limit=self.max_items
+                )
         except BaseException:
-            await self.release(turn)
+            await self.release_turn(turn)
             raise
 
-    def hindrance(self, held: Held, given: Sequence[msgspec.Raw]) -> Outcome:
+    def check_input_items(
+        self, held: ConversationHold, given: Sequence[msgspec.Raw]
+    ) -> ConversationResult:
         """What keeps the items of an input out of a conversation; `DONE` if nothing does.
 
         Raises:
-            Refused: one of them is a reference to an item.
+            ApiError: one of them is a reference to an item.
         """
-        if len(held.entries) + len(given) >= self.limit:
-            return Outcome.FULL
+        if len(held.entries) + len(given) >= self.max_items:
+            return ConversationResult.FULL
         known = [NAMED.decode(item) for item in given]
         # Before its id counts as one that is in the conversation.
-        check_no_reference((item.type for item in known), "input")
-        names = [item.id for item in known if can_name(item.id)]
+        validate_no_references((item.type for item in known), "input")
+        names = [item.id for item in known if is_valid_item_id(item.id)]
         twice = len(set(names)) < len(names)
         if twice or not {entry.id for entry in held.entries}.isdisjoint(names):
-            return Outcome.TAKEN
-        return Outcome.DONE
+            return ConversationResult.TAKEN
+        return ConversationResult.DONE
 
-    async def finish(self, turn: Any, response: Response | None, body: bytes, *, new: bool) -> bool:
+    async def finish_turn(
+        self, turn: Any, response: Response | None, body: bytes, *, new: bool
+    ) -> bool:
         """Add a turn to its conversation, and store its response, both or neither.
 
         Where the conversation was deleted meanwhile, the response alone is stored.
@@ -170,40 +179,42 @@ class ConversationTurns:
             False where the id is taken, or the run is gone or over.
 
         Raises:
-            Refused: the hold has lapsed, and another request has changed the conversation.
+            ApiError: the hold has lapsed, and another request has changed the conversation.
             StoreUnavailable: the store is down.
         """
-        held: Held = turn.held
-        entries = made(RAWS.decode(turn.items))
-        entries += made(ANSWER.decode(body).output, answer=True, used={one.id for one in entries})
-        outcome = await self.store.conversations.finish(held, entries, response, new=new)
-        if outcome is Outcome.GONE:
+        held: ConversationHold = turn.held
+        entries = make_conversation_items(RAWS.decode(turn.items))
+        entries += make_conversation_items(
+            ANSWER.decode(body).output, answer=True, used={one.id for one in entries}
+        )
+        outcome = await self.store.conversations.finish_turn(held, entries, response, new=new)
+        if outcome is ConversationResult.GONE:
             if response is None:
                 return True
             return await (self.store.create if new else self.store.put)(response)
-        if outcome in {Outcome.DONE, Outcome.REFUSED}:
-            return outcome is Outcome.DONE
-        raise refusal(outcome, held.conversation_id)
+        if outcome in {ConversationResult.DONE, ConversationResult.REFUSED}:
+            return outcome is ConversationResult.DONE
+        raise make_outcome_error(outcome, held.conversation_id)
 
-    async def release(self, turn: Any) -> None:
+    async def release_turn(self, turn: Any) -> None:
         """Let go of a turn's conversation, if it still holds one."""
         if turn is not None and turn.held is not None:
-            await self.store.conversations.release(turn.held)
+            await self.store.conversations.release_hold(turn.held)
 
     async def release_run(self, run: Response) -> None:
         """Let go of the conversation of a run that was stopped, in whatever process it runs."""
-        conversation = conversation_of(run)
+        conversation = extract_conversation_id(run)
         if conversation:
-            holder = holder_of(run.id, run.created_at)
-            await self.store.conversations.release_holder(conversation, holder)
+            holder = format_holder(run.id, run.created_at)
+            await self.store.conversations.release_conversation(conversation, holder)
 
     @property
-    def limit(self) -> int:
+    def max_items(self) -> int:
         """How many items a conversation can have."""
         return self.store.backend.limits.max_items
 
 
-class ConversationObjects:
+class ConversationsApi:
     """The objects of OpenAI's API for conversations.
 
     Args:
@@ -218,68 +229,70 @@ class ConversationObjects:
         """Create a conversation.
 
         Raises:
-            Refused: the request is invalid.
+            ApiError: the request is invalid.
             StoreUnavailable: the store is down.
         """
-        given = decoded(CREATED, body or b"{}")
-        metadata = checked(given.metadata or {})
-        entries = added(given.items or [])
+        given = parse_request_body(CREATED, body or b"{}")
+        metadata = encode_metadata(given.metadata or {})
+        entries = validate_new_items(given.items or [])
         made_now = Conversation(id=f"conv_{uuid4().hex}", owner=who, metadata=metadata)
         outcome = await self.kept.create(made_now, entries)
-        if outcome is not Outcome.DONE:
-            raise refusal(outcome, made_now.id, param="items")
-        return document(made_now)
+        if outcome is not ConversationResult.DONE:
+            raise make_outcome_error(outcome, made_now.id, param="items")
+        return encode_conversation(made_now)
 
     async def retrieve(self, who: str, conversation_id: str) -> bytes:
         """A conversation.
 
         Raises:
-            Refused: there is none.
+            ApiError: there is none.
             StoreUnavailable: the store is down.
         """
-        return document(found(await self.kept.get(who, conversation_id), conversation_id))
+        return encode_conversation(
+            require_conversation(await self.kept.get(who, conversation_id), conversation_id)
+        )
 
     async def update(self, who: str, conversation_id: str, body: bytes) -> bytes:
         """Replace the metadata of a conversation.
 
         Raises:
-            Refused: the request is invalid, or there is no such conversation.
+            ApiError: the request is invalid, or there is no such conversation.
             StoreUnavailable: the store is down.
         """
-        metadata = checked(decoded(UPDATED, body).metadata or {})
-        changed = await self.kept.update(who, conversation_id, metadata)
-        return document(found(changed, conversation_id))
+        metadata = encode_metadata(parse_request_body(UPDATED, body).metadata or {})
+        changed = await self.kept.set_metadata(who, conversation_id, metadata)
+        return encode_conversation(require_conversation(changed, conversation_id))
 
     async def delete(self, who: str, conversation_id: str) -> bytes:
         """Delete a conversation with its items; responses that were made with it stay.
 
         Raises:
-            Refused: there is none.
+            ApiError: there is none.
             StoreUnavailable: the store is down.
         """
         if not await self.kept.delete(who, conversation_id):
-            raise refusal(Outcome.GONE, conversation_id)
+            raise make_outcome_error(ConversationResult.GONE, conversation_id)
         return ENCODE({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
-    async def add(
+    async def add_items(
         self, who: str, conversation_id: str, body: bytes, include: Collection[str]
     ) -> bytes:
         """Add items to a conversation; the list of them.
 
         Raises:
-            Refused: the request is invalid, there is no such conversation, or a response that is
+            ApiError: the request is invalid, there is no such conversation, or a response that is
                 made with it is in progress.
             StoreUnavailable: the store is down.
         """
-        check_include(include)
-        entries = added(decoded(ADDED, body).items)
-        outcome = await self.kept.add(who, conversation_id, entries)
-        if outcome is not Outcome.DONE:
+        validate_include(include)
+        entries = validate_new_items(parse_request_body(ADDED, body).items)
+        outcome = await self.kept.add_items(who, conversation_id, entries)
+        if outcome is not ConversationResult.DONE:
             limit = self.store.backend.limits.max_items
-            raise refusal(outcome, conversation_id, param="items", limit=limit)
-        return listed(entries, include, more=False)
+            raise make_outcome_error(outcome, conversation_id, param="items", limit=limit)
+        return encode_items_page(entries, include, more=False)
 
-    async def page(
+    async def list_items(
         self,
         who: str,
         conversation_id: str,
@@ -292,77 +305,77 @@ class ConversationObjects:
         """A page of the items of a conversation.
 
         Raises:
-            Refused: there is no such conversation, or no such item, or `include` is invalid.
+            ApiError: there is no such conversation, or no such item, or `include` is invalid.
             StoreUnavailable: the store is down.
         """
-        check_include(include)
+        validate_include(include)
         try:
-            page = await self.kept.page(
+            page = await self.kept.list_items(
                 who, conversation_id, after=after, limit=limit, descending=descending
             )
         except CursorUnknown as error:
             message = f"No item with id '{after}' in this conversation."
-            raise Refused(400, message, "after") from error
+            raise ApiError(400, message, "after") from error
         if page is None:
-            raise refusal(Outcome.GONE, conversation_id)
-        return listed(page.entries, include, more=page.more)
+            raise make_outcome_error(ConversationResult.GONE, conversation_id)
+        return encode_items_page(page.entries, include, more=page.more)
 
-    async def item(
+    async def retrieve_item(
         self, who: str, conversation_id: str, item_id: str, include: Collection[str] = ()
     ) -> bytes:
         """An item of a conversation.
 
         Raises:
-            Refused: there is none, or `include` is invalid.
+            ApiError: there is none, or `include` is invalid.
             StoreUnavailable: the store is down.
         """
-        check_include(include)
-        entry = await self.kept.entry(who, conversation_id, item_id)
+        validate_include(include)
+        entry = await self.kept.get_item(who, conversation_id, item_id)
         if entry is None:
-            raise no_item(item_id)
-        with wire.stored("item"):
-            return ENCODE(shown(entry, include))
+            raise make_item_not_found_error(item_id)
+        with wire.translate_damage_errors("item"):
+            return ENCODE(build_client_item(entry, include))
 
     async def delete_item(self, who: str, conversation_id: str, item_id: str) -> bytes:
         """Delete an item of a conversation; the conversation.
 
         Raises:
-            Refused: there is none, or a response that is made with the conversation is in
+            ApiError: there is none, or a response that is made with the conversation is in
                 progress.
             StoreUnavailable: the store is down.
         """
-        kept = found(await self.kept.get(who, conversation_id), conversation_id)
-        outcome = await self.kept.delete_entry(who, conversation_id, item_id)
-        if outcome is Outcome.GONE:
-            raise no_item(item_id)
-        if outcome is not Outcome.DONE:
-            raise refusal(outcome, conversation_id)
-        return document(kept)
+        kept = require_conversation(await self.kept.get(who, conversation_id), conversation_id)
+        outcome = await self.kept.remove_item(who, conversation_id, item_id)
+        if outcome is ConversationResult.GONE:
+            raise make_item_not_found_error(item_id)
+        if outcome is not ConversationResult.DONE:
+            raise make_outcome_error(outcome, conversation_id)
+        return encode_conversation(kept)
 
 
-def named(request: Any) -> str | None:
+def parse_conversation_parameter(request: Any) -> str | None:
     """The conversation that a request names, None if it names none.
 
     Args:
         request: vLLM's ResponsesRequest.
 
     Raises:
-        Refused: it is no such name, or the request has another history as well.
+        ApiError: it is no such name, or the request has another history as well.
     """
     given = (request.model_extra or {}).get(PARAM)
     if given is None:
         return None
     if request.previous_response_id is not None:
         message = "previous_response_id can't be used with conversation: send only one of them"
-        raise Refused(400, message, "previous_response_id")
+        raise ApiError(400, message, "previous_response_id")
     if isinstance(given, dict) and given.keys() == {"id"}:
         given = given["id"]
     if not (isinstance(given, str) and given):
-        raise Refused(400, "conversation must be the id of one, or an object with that id", PARAM)
+        raise ApiError(400, "conversation must be the id of one, or an object with that id", PARAM)
     return given
 
 
-def named_in(response: Any, turn: Any) -> Any:
+def set_response_conversation(response: Any, turn: Any) -> Any:
     """Write into a response which conversation it was made with.
 
     Args:
@@ -371,13 +384,15 @@ def named_in(response: Any, turn: Any) -> Any:
     """
     if turn is not None and turn.held is not None:
         reference = Reference(id=turn.held.conversation_id)
-        declared = vars(response)  # as in `fields.fill`; vLLM's response does not declare it
+        declared = vars(
+            response
+        )  # as in `fields.fill_response`; vLLM's response does not declare it
         known = PARAM in declared
         (declared if known else response.__pydantic_extra__)[PARAM] = reference
     return response
 
 
-def conversation_of(response: Response) -> str:
+def extract_conversation_id(response: Response) -> str:
     """The id of the conversation that a stored response was made with, empty if there is none."""
     try:
         reference = IN_CONVERSATION.decode(response.body).conversation or {}
@@ -387,19 +402,19 @@ def conversation_of(response: Response) -> str:
     return name if isinstance(name, str) else ""
 
 
-def holder_of(response_id: str, created_at: float) -> str:
+def format_holder(response_id: str, created_at: float) -> str:
     """How a run of a response is named as the holder of a conversation."""
     return f"{response_id}:{created_at!r}"
 
 
-def can_name(given: Any) -> TypeGuard[str]:
+def is_valid_item_id(given: Any) -> TypeGuard[str]:
     """Whether it can be the id of an item; one with another id gets a new one."""
-    return isinstance(given, str) and valid(given) and "/" not in given
+    return isinstance(given, str) and is_valid_id(given) and "/" not in given
 
 
-def made(
+def make_conversation_items(
     items: Sequence[msgspec.Raw], *, answer: bool = False, used: Collection[str] = ()
-) -> list[Entry]:
+) -> list[ConversationItem]:
     """Items as entries of a conversation; those without an id of their own get one.
 
     Args:
@@ -407,53 +422,53 @@ def made(
         answer: whether the model made them.
         used: ids that are used already.
     """
-    entries: list[Entry] = []
+    entries: list[ConversationItem] = []
     seen = set(used)
     for item in items:
         body = bytes(item)
         head = NAMED.decode(body)
         name = head.id
-        if not can_name(name) or (answer and name in seen):
-            name = f"{PREFIXES.get(kind_of(head.type), 'item')}_{uuid4().hex}"
+        if not is_valid_item_id(name) or (answer and name in seen):
+            name = f"{PREFIXES.get(normalize_item_type(head.type), 'item')}_{uuid4().hex}"
         seen.add(name)
-        entries.append(Entry(name, body, answer))
+        entries.append(ConversationItem(name, body, answer))
     return entries
 
 
-def added(items: list[msgspec.Raw]) -> list[Entry]:
+def validate_new_items(items: list[msgspec.Raw]) -> list[ConversationItem]:
     """The items that a client adds to a conversation.
 
     Raises:
-        Refused: they are too many, or no items, or two have the same id.
+        ApiError: they are too many, or no items, or two have the same id.
     """
     if len(items) > AT_ONCE:
         message = f"{len(items)} items are too many: at most {AT_ONCE} can be added at a time"
-        raise Refused(400, message, "items")
+        raise ApiError(400, message, "items")
     try:
         decoded_items = [wire.ITEM.decode(item) for item in items]
     except BROKEN as error:
-        raise Refused(400, f"Invalid items: {error}", "items") from error
-    check_no_reference((item.get("type") for item in decoded_items), "items")
+        raise ApiError(400, f"Invalid items: {error}", "items") from error
+    validate_no_references((item.get("type") for item in decoded_items), "items")
     # Imported here, because they import vLLM.
-    from ..adapters.responses import renders, valid_item  # noqa: PLC0415
+    from ..adapters.responses import can_render_item, is_valid_item  # noqa: PLC0415
 
     for n, item in enumerate(decoded_items):
-        if not valid_item(item):
-            raise Refused(400, f"items[{n}] is no valid item of an input", f"items[{n}]")
+        if not is_valid_item(item):
+            raise ApiError(400, f"items[{n}] is no valid item of an input", f"items[{n}]")
         if item.get("type") == COMPACTION:  # no turn would have what it stands for
             message = f"items[{n}], a compaction item, can't be in a conversation: send it as input"
-            raise Refused(400, message, f"items[{n}]")
-        part = None if wire.silent(item) else readable(item)
-        if part and not renders(part):  # nor could any request with the conversation
-            kind = kind_of(item.get("type"))
-            raise Refused(400, f"items[{n}], a {kind}, can't be rendered by vLLM", f"items[{n}]")
-    entries = made(items)
+            raise ApiError(400, message, f"items[{n}]")
+        part = None if wire.is_empty_answer(item) else extract_readable_part(item)
+        if part and not can_render_item(part):  # nor could any request with the conversation
+            kind = normalize_item_type(item.get("type"))
+            raise ApiError(400, f"items[{n}], a {kind}, can't be rendered by vLLM", f"items[{n}]")
+    entries = make_conversation_items(items)
     if twice := [name for name, count in Counter(one.id for one in entries).items() if count > 1]:
-        raise Refused(400, f"Two of the items have the same id: {twice[0]!r}.", "items")
+        raise ApiError(400, f"Two of the items have the same id: {twice[0]!r}.", "items")
     return entries
 
 
-def check_no_reference(types: Iterable[Any], param: str) -> None:
+def validate_no_references(types: Iterable[Any], param: str) -> None:
     """Refuse a reference to an item: no request with the conversation could be rendered any more.
 
     Args:
@@ -461,28 +476,30 @@ def check_no_reference(types: Iterable[Any], param: str) -> None:
         param: that they are in.
 
     Raises:
-        Refused: there is one.
+        ApiError: there is one.
     """
     if REFERENCE in types:
-        raise Refused(400, f"Unsupported input item type: {REFERENCE}", param)
+        raise ApiError(400, f"Unsupported input item type: {REFERENCE}", param)
 
 
-def shown(entry: Entry, include: Collection[str] = ()) -> dict[str, Any]:
+def build_client_item(entry: ConversationItem, include: Collection[str] = ()) -> dict[str, Any]:
     """An item as clients see it: with its id, its type, and all that OpenAI's types require."""
     item = wire.ITEM.decode(entry.body)
-    kind = kind_of(item.get("type"))
+    kind = normalize_item_type(item.get("type"))
     complete = {**item, "id": entry.id, "type": kind}
     for name, value in DEFAULTS.get(kind, {}).items():
         if complete.get(name) is None:
             complete[name] = value
     if kind == "message":
-        complete["content"] = parts(complete["content"], complete.get("role"), include)
+        complete["content"] = build_content_parts(
+            complete["content"], complete.get("role"), include
+        )
     elif kind == "reasoning" and ENCRYPTED not in include:
         complete.pop("encrypted_content", None)
     return complete
 
 
-def parts(content: Any, role: Any, include: Collection[str]) -> Any:
+def build_content_parts(content: Any, role: Any, include: Collection[str]) -> Any:
     """The content of a message in parts."""
     if isinstance(content, str):
         content = [
@@ -492,26 +509,28 @@ def parts(content: Any, role: Any, include: Collection[str]) -> Any:
         return content
     left_out = frozenset() if LOGPROBS in include else frozenset({"logprobs"})
     return [
-        {**PARTS.get(kind_of(part.get("type")), {}), **without(part, left_out)}
+        {**PARTS.get(normalize_item_type(part.get("type")), {}), **drop_fields(part, left_out)}
         if isinstance(part, dict)
         else part
         for part in content
     ]
 
 
-def without(part: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+def drop_fields(part: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name not in names}
 
 
-def kind_of(given: Any) -> str:
+def normalize_item_type(given: Any) -> str:
     """The type of an item, or of a part; a message needs to name none."""
     return given if isinstance(given, str) and given else "message"
 
 
-def listed(entries: Sequence[Entry], include: Collection[str], *, more: bool) -> bytes:
+def encode_items_page(
+    entries: Sequence[ConversationItem], include: Collection[str], *, more: bool
+) -> bytes:
     """A page of items; OpenAI's type wants texts as the ids of an empty one, too."""
-    with wire.stored("item"):
-        data = [shown(entry, include) for entry in entries]
+    with wire.translate_damage_errors("item"):
+        data = [build_client_item(entry, include) for entry in entries]
     ends = {
         "first_id": entries[0].id if entries else "",
         "last_id": entries[-1].id if entries else "",
@@ -519,7 +538,7 @@ def listed(entries: Sequence[Entry], include: Collection[str], *, more: bool) ->
     return ENCODE({"object": "list", "data": data, **ends, "has_more": more})
 
 
-def document(conversation: Conversation) -> bytes:
+def encode_conversation(conversation: Conversation) -> bytes:
     """A conversation as clients see it."""
     return ENCODE(
         {
@@ -531,70 +550,70 @@ def document(conversation: Conversation) -> bytes:
     )
 
 
-def decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+def parse_request_body(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     """The body of a request.
 
     Raises:
-        Refused: it is no such JSON.
+        ApiError: it is no such JSON.
     """
     try:
         return decoder.decode(body)
     except BROKEN as error:
         place = PLACE.search(f"{error}")
-        raise Refused(400, f"Invalid request: {error}", place and place[1]) from error
+        raise ApiError(400, f"Invalid request: {error}", place and place[1]) from error
 
 
-def checked(metadata: dict[str, str]) -> bytes:
+def encode_metadata(metadata: dict[str, str]) -> bytes:
     """Metadata as JSON.
 
     Raises:
-        Refused: it is more than OpenAI's API allows.
+        ApiError: it is more than OpenAI's API allows.
     """
     if len(metadata) > PAIRS:
-        raise Refused(400, f"metadata has more than {PAIRS} pairs", "metadata")
+        raise ApiError(400, f"metadata has more than {PAIRS} pairs", "metadata")
     for name, value in metadata.items():
         if len(name) > KEY:
             message = f"the key {name[:KEY]!r}… has more than {KEY} characters"
-            raise Refused(400, message, "metadata")
+            raise ApiError(400, message, "metadata")
         if len(value) > VALUE:
             message = f"the value of {name!r} has more than {VALUE} characters"
-            raise Refused(400, message, f"metadata.{name}")
+            raise ApiError(400, message, f"metadata.{name}")
     return ENCODE(metadata)
 
 
-def found(conversation: Conversation | None, conversation_id: str) -> Conversation:
+def require_conversation(conversation: Conversation | None, conversation_id: str) -> Conversation:
     """A conversation that is there.
 
     Raises:
-        Refused: it is not.
+        ApiError: it is not.
     """
     if conversation is None:
-        raise refusal(Outcome.GONE, conversation_id)
+        raise make_outcome_error(ConversationResult.GONE, conversation_id)
     return conversation
 
 
-def no_item(item_id: str) -> Refused:
-    return Refused(404, f"Item with id '{item_id}' not found.", "item_id")
+def make_item_not_found_error(item_id: str) -> ApiError:
+    return ApiError(404, f"Item with id '{item_id}' not found.", "item_id")
 
 
-def refusal(
-    outcome: Outcome,
+def make_outcome_error(
+    outcome: ConversationResult,
     conversation_id: str,
     *,
     param: str = "conversation_id",
     limit: int = 0,
-) -> Refused:
+) -> ApiError:
     """Why a conversation could not be changed, as an answer."""
-    if outcome is Outcome.GONE:
+    if outcome is ConversationResult.GONE:
         param = PARAM if param == PARAM else "conversation_id"
-        return Refused(404, f"Conversation with id '{conversation_id}' not found.", param)
-    if outcome is Outcome.LOCKED:
+        return ApiError(404, f"Conversation with id '{conversation_id}' not found.", param)
+    if outcome is ConversationResult.LOCKED:
         message = (
             f"Conversation '{conversation_id}' is in use by another request. "
             "Try again once that one has ended."
         )
-        return Refused(409, message, PARAM, "conversation_locked")
-    if outcome is Outcome.FULL:
+        return ApiError(409, message, PARAM, "conversation_locked")
+    if outcome is ConversationResult.FULL:
         message = f"A conversation can have {limit} items at most. Begin another one."
-        return Refused(400, message, param)
-    return Refused(400, "An item has an id that is in the conversation already.", param)
+        return ApiError(400, message, param)
+    return ApiError(400, "An item has an id that is in the conversation already.", param)

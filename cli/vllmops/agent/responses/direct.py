@@ -36,7 +36,7 @@ SCALARS = frozenset(
 )
 
 
-class Direct(APIRoute):
+class DirectRoute(APIRoute):
     """A route that bypasses FastAPI where a request has only a path, or only a JSON body.
 
     What such a route depends on is not asked, so that may only be that its body is JSON.
@@ -45,21 +45,21 @@ class Direct(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
-        async def handled(request: Request) -> Response:
+        async def handle_request(request: Request) -> Response:
             try:
                 return await handle(request)
             except RequestValidationError as error:
-                return refusal(400, *invalid(error.errors()))
+                return make_error_response(400, *describe_validation_errors(error.errors()))
             except HTTPException as error:  # FastAPI's, of a body that is no text
-                return refusal(error.status_code, str(error.detail))
+                return make_error_response(error.status_code, str(error.detail))
 
-        return handled
+        return handle_request
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientDisconnect):  # nobody reads an answer
-            await tracing.request(self.path, self.answer, scope, receive, send)
+            await tracing.answer_in_span(self.path, self.answer_request, scope, receive, send)
 
-    async def answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer_request(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
         plain = not scope["query_string"] and scope["method"] in (self.methods or ())
         if (self.body_field or self.dependencies) and request.headers.get("content-type") != JSON:
@@ -70,15 +70,19 @@ class Direct(APIRoute):
         given: dict[str, Any] = {}
         if self.body_field is not None:
             body = await request.body()
-            if (parsed := self.parsed(body)) is None:
-                await super().handle(scope, again(body, receive), send)
+            if (parsed := self.parse_body(body)) is None:
+                await super().handle(scope, replay_body(body, receive), send)
                 return
             given = parsed
         answer = await self.endpoint(raw_request=request, **given, **scope["path_params"])
-        with nullcontext() if isinstance(answer, StreamingResponse) else at_once(receive):
+        with (
+            nullcontext()
+            if isinstance(answer, StreamingResponse)
+            else buffer_response_writes(receive)
+        ):
             await answer(scope, receive, send)
 
-    def parsed(self, body: bytes) -> dict[str, Any] | None:
+    def parse_body(self, body: bytes) -> dict[str, Any] | None:
         """A body as the endpoint takes it; None where there is something wrong with it."""
         (parameter,) = self.dependant.body_params
         model = cast(type[BaseModel], parameter.field_info.annotation)
@@ -88,7 +92,7 @@ class Direct(APIRoute):
             return None
 
 
-class Held:
+class BufferedTransport:
     """Stands in for a transport: what is written waits until all of it is there."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
@@ -112,7 +116,7 @@ class Held:
 
 
 @contextmanager
-def at_once(receive: Receive) -> Iterator[None]:
+def buffer_response_writes(receive: Receive) -> Iterator[None]:
     """Have the head and the body of an answer leave together.
 
     uvicorn writes one after the other: two packets, of which each wakes the client. With another
@@ -126,7 +130,7 @@ def at_once(receive: Receive) -> Iterator[None]:
         yield
         return
     transport = cycle.transport
-    held = cycle.transport = Held(transport)
+    held = cycle.transport = BufferedTransport(transport)
     try:
         yield
     finally:
@@ -134,17 +138,17 @@ def at_once(receive: Receive) -> Iterator[None]:
         held.flush()
 
 
-def again(body: bytes, receive: Receive) -> Receive:
+def replay_body(body: bytes, receive: Receive) -> Receive:
     """What gives a body that was received once more, and then what comes after it."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def received() -> Message:
+    async def receive_message() -> Message:
         return messages.pop() if messages else await receive()
 
-    return received
+    return receive_message
 
 
-def cancelled(
+def cancel_on_disconnect(
     listen: Callable[[Request], Awaitable[None]],
 ) -> Callable[[Handler], Handler]:
     """Have a handler cancelled once its client has gone.
@@ -164,17 +168,17 @@ def cancelled(
             listener: asyncio.Task[None] | None = None
             gone = False
 
-            async def leave() -> None:
+            async def cancel_when_gone() -> None:
                 nonlocal gone
                 await listen(raw_request)
                 gone = True
                 task.cancel()
 
-            def begin() -> None:
+            def start_listener() -> None:
                 nonlocal listener
-                listener = asyncio.create_task(leave())
+                listener = asyncio.create_task(cancel_when_gone())
 
-            timer = asyncio.get_running_loop().call_later(PATIENCE_S, begin)
+            timer = asyncio.get_running_loop().call_later(PATIENCE_S, start_listener)
             try:
                 return await handler(*args, raw_request=raw_request, **kwargs)
             except asyncio.CancelledError:
@@ -193,48 +197,53 @@ def cancelled(
     return decorate
 
 
-def invalid(errors: Sequence[Any]) -> tuple[str, str | None]:
+def describe_validation_errors(errors: Sequence[Any]) -> tuple[str, str | None]:
     """What is wrong with a request, in words, and with which parameter.
 
     Args:
         errors: pydantic's, or vLLM's own texts. Of a value that may be of several types there is
             one for each, and the one that has got furthest tells most.
     """
-    first = max(meant(errors), key=depth)
+    first = max(select_relevant_errors(errors), key=count_location_parts)
     if not isinstance(first, dict):
         return str(first), None
     context = (first.get("ctx") or {}).get("error")
-    param = getattr(context, "parameter", None) or parameter(first["loc"])
+    param = getattr(context, "parameter", None) or format_parameter_path(first["loc"])
     message = (
         first["msg"] if isinstance(context, Exception | None) else f"{first['msg']}: {context}"
     )
     return (f"{param}: {message}" if param else message), param
 
 
-def meant(errors: Sequence[Any]) -> Sequence[Any]:
+def select_relevant_errors(errors: Sequence[Any]) -> Sequence[Any]:
     """The errors of those types whose name the value has; all of them if it has nobody's name."""
-    misnamed = [error for error in errors if depth(error) and names_another(error)]
+    misnamed = [
+        error for error in errors if count_location_parts(error) and is_type_mismatch(error)
+    ]
     others = [error["loc"][:-1] for error in misnamed]
     found = [
         error
         for error in errors
-        if depth(error) and not any(error["loc"][: len(other)] == other for other in others)
+        if count_location_parts(error)
+        and not any(error["loc"][: len(other)] == other for other in others)
     ]
-    named = max(map(depth, found), default=0) >= max(map(depth, misnamed), default=0)
+    named = max(map(count_location_parts, found), default=0) >= max(
+        map(count_location_parts, misnamed), default=0
+    )
     return found if found and named else errors
 
 
-def names_another(error: dict[str, Any]) -> bool:
+def is_type_mismatch(error: dict[str, Any]) -> bool:
     """Whether an error says that the value has the name of another type."""
     return (error["type"], *error["loc"][-1:]) == ("literal_error", "type")
 
 
-def depth(error: Any) -> int:
+def count_location_parts(error: Any) -> int:
     """How far into a value an error is; 0 for one of vLLM's own texts."""
     return len(error["loc"]) if isinstance(error, dict) else 0
 
 
-def parameter(place: Sequence[str | int]) -> str | None:
+def format_parameter_path(place: Sequence[str | int]) -> str | None:
     """The parameter that an error of pydantic's is about, and where in it; None if it is about all.
 
     Args:
@@ -249,7 +258,7 @@ def parameter(place: Sequence[str | int]) -> str | None:
     return path or None
 
 
-def refusal(
+def make_error_response(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
     """An error object like OpenAI's, as an answer."""

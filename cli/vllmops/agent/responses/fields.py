@@ -17,8 +17,8 @@ from openai.types.shared import ResponseFormatText
 from pydantic import BaseModel
 
 from ...store.fields import DEFAULTS
-from .parameters import given, obfuscates
-from .wire import ENCODE, Frame
+from .parameters import get_parameter, should_obfuscate
+from .wire import ENCODE, EncodedEvent
 
 DELTA = msgspec.json.Decoder(dict[str, Any])
 # Events are padded to a multiple of it, in bytes.
@@ -33,7 +33,7 @@ PARTS = frozenset({"content", "summary"})
 ECHOED = frozenset({"prompt_cache_retention"})
 
 
-def fill(response: Any, request: Any) -> Any:
+def fill_response(response: Any, request: Any) -> Any:
     """A response with every field that OpenAI's types require.
 
     Writes into what pydantic's models are made of, because their attributes cost 20 times as much.
@@ -46,20 +46,20 @@ def fill(response: Any, request: Any) -> Any:
     declared = vars(response)
     extra = response.__pydantic_extra__
 
-    def put(name: str, value: Any) -> None:
+    def set_field(name: str, value: Any) -> None:
         (declared if name in declared else extra)[name] = value
 
     for name in ECHOED & request.model_fields_set:
-        put(name, given(request, name))
+        set_field(name, get_parameter(request, name))
     for name, default in DEFAULTS.items():
         if declared.get(name) is None and extra.get(name) is None:
-            asked = None if name in _RUN else given(request, name)
-            put(name, default if asked is None else asked)
-    put("store", bool(request.store))
-    put("service_tier", "default")  # vLLM has no other
-    put("text", formatted(request.text))
+            asked = None if name in _RUN else get_parameter(request, name)
+            set_field(name, default if asked is None else asked)
+    set_field("store", bool(request.store))
+    set_field("service_tier", "default")  # vLLM has no other
+    set_field("text", fill_text_config(request.text))
     if response.status == "completed":
-        put("completed_at", int(time.time()))
+        set_field("completed_at", int(time.time()))
     if response.usage:
         details = response.usage.input_tokens_details
         if "cache_write_tokens" not in vars(details):
@@ -67,7 +67,7 @@ def fill(response: Any, request: Any) -> Any:
     return response
 
 
-def formatted(text: Any) -> Any:
+def fill_text_config(text: Any) -> Any:
     """The format of the answer's text, as the request says it."""
     if text is None:
         return PLAIN
@@ -86,17 +86,17 @@ def fill_event(event: Any, request: Any) -> Any:
     """
     values = vars(event)
     if response := values.get("response"):
-        fill(response, request)
+        fill_response(response, request)
     for logprob in values.get("logprobs") or ():
         for token in (logprob, *(logprob.top_logprobs or ())):
             if getattr(token, "bytes", None) is None:
                 token.bytes = list((token.token or "").encode())
-    if event.type.endswith(".delta") and obfuscates(request):
-        event.obfuscation = padding(event.delta)
+    if event.type.endswith(".delta") and should_obfuscate(request):
+        event.obfuscation = make_padding(event.delta)
     return event
 
 
-def dump(model: Any) -> bytes:
+def encode_model(model: Any) -> bytes:
     """A response or an event as JSON.
 
     As in OpenAI's API, a field of an item or of a part of it is left out where it is null, and a
@@ -105,45 +105,49 @@ def dump(model: Any) -> bytes:
     Args:
         model: vLLM's, or OpenAI's.
     """
-    text: str = model.model_dump_json(by_alias=True, exclude=unsaid(model))
+    text: str = model.model_dump_json(by_alias=True, exclude=find_excluded_fields(model))
     return text.encode()
 
 
-def unsaid(model: Any) -> dict[Any, Any] | None:
+def find_excluded_fields(model: Any) -> dict[Any, Any] | None:
     """The fields of a model's items that are null, as pydantic's `exclude`; None if none is."""
     values = vars(model)
     if "output" in values:
-        found = numbered(values["output"])
+        found = find_null_fields_by_index(values["output"])
         return {"output": found} if found else None
-    for name, inside in (("response", unsaid), ("item", nulls), ("part", nulls)):
+    for name, inside in (
+        ("response", find_excluded_fields),
+        ("item", find_null_fields),
+        ("part", find_null_fields),
+    ):
         if isinstance(inner := values.get(name), BaseModel):
             nested = inside(inner)
             return {name: nested} if nested else None
     return None
 
 
-def nulls(item: BaseModel) -> dict[Any, Any]:
-    """As `unsaid`, of an item or a part of one."""
+def find_null_fields(item: BaseModel) -> dict[Any, Any]:
+    """As `find_excluded_fields`, of an item or a part of one."""
     values = vars(item)
     found: dict[Any, Any] = {name: True for name, value in values.items() if value is None}
     for name in PARTS & values.keys():
-        if parts := numbered(values[name]):
+        if parts := find_null_fields_by_index(values[name]):
             found[name] = parts
     return found
 
 
-def numbered(items: Any) -> dict[Any, Any]:
-    """As `unsaid`, of each item of a list, by its index."""
+def find_null_fields_by_index(items: Any) -> dict[Any, Any]:
+    """As `find_excluded_fields`, of each item of a list, by its index."""
     if not isinstance(items, list):
         return {}
     return {
         at: found
         for at, item in enumerate(items)
-        if isinstance(item, BaseModel) and (found := nulls(item))
+        if isinstance(item, BaseModel) and (found := find_null_fields(item))
     }
 
 
-def silence(response: Any) -> None:
+def clear_output(response: Any) -> None:
     """Make a response one that has no output, because its request only filled the prefix cache."""
     response.output.clear()
     response.status, response.incomplete_details = "completed", None
@@ -153,12 +157,14 @@ def silence(response: Any) -> None:
         usage.output_tokens_details.reasoning_tokens = 0
 
 
-def padding(delta: str) -> str:
+def make_padding(delta: str) -> str:
     """Random characters, so that the size of an event tells little of the text in it."""
     return secrets.token_hex(STEP)[: STEP - len(delta.encode()) % STEP]
 
 
-async def obfuscated(events: AsyncIterator[Frame], *, wanted: bool) -> AsyncGenerator[Frame, None]:
+async def obfuscate_events(
+    events: AsyncIterator[EncodedEvent], *, wanted: bool
+) -> AsyncGenerator[EncodedEvent, None]:
     """Stored events with padding, or without."""
     async for frame in events:
         if not frame.type.endswith(".delta"):
@@ -167,5 +173,5 @@ async def obfuscated(events: AsyncIterator[Frame], *, wanted: bool) -> AsyncGene
         event = DELTA.decode(frame.data)
         event.pop("obfuscation", None)
         if wanted:
-            event["obfuscation"] = padding(event["delta"])
-        yield Frame(frame.type, ENCODE(event))
+            event["obfuscation"] = make_padding(event["delta"])
+        yield EncodedEvent(frame.type, ENCODE(event))

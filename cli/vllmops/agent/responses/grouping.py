@@ -15,7 +15,7 @@ PREFIXES = ("/v1/responses", "/v1/conversations")
 FOUND = "vllmops.route"
 
 
-class Group(Mount):
+class RouteGroup(Mount):
     """Routes as one: a request is compared with them only if its path begins as theirs do.
 
     A mount, because vLLM's metrics look into those for the name of a route. What fits none of the
@@ -41,7 +41,7 @@ class Group(Mount):
         await scope[FOUND].handle(scope, receive, send)
 
 
-def group(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
+def group_routes(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     """Have an app look for some of its routes first, and at once.
 
     The app's list keeps them, behind all others: its description of the API is made of it.
@@ -53,4 +53,4 @@ def group(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
     found = app.router.routes
     ours = [route for route in found if getattr(route, "path", "").startswith(PREFIXES)]
     others = [route for route in found if route not in ours]
-    found[:] = [Group(routes), *others, *ours]
+    found[:] = [RouteGroup(routes), *others, *ours]

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from cachetools import LRUCache
 
 from ...store.backend import Response
-from ...store.conversations import Entry
-from ...store.packing import unpack
+from ...store.conversations import ConversationItem
+from ...store.packing import inflate_async
 from . import wire
-from .carried import COMPACTION, Item, encrypted, readable
+from .carried import COMPACTION, Item, extract_readable_part, get_encrypted_content
 
-# Of the cached answers, as they are in memory: about as `weight` has it.
+# Of the cached answers, as they are in memory: about as `estimate_memory_bytes` has it.
 CACHE_BYTES = 64 << 20
 
 
-class Part(NamedTuple):
+class ConversationPart(NamedTuple):
     """Part of a conversation.
 
     Args:
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     compaction: str = ""
 
 
-def weight(part: Part) -> int:
+def estimate_memory_bytes(part: ConversationPart) -> int:
     """About how many bytes a part takes in memory: its texts, and the objects of each item."""
     return 3 * part.size + 3_000 * len(part.items)
 
@@ -42,7 +42,7 @@ def weight(part: Part) -> int:
 Open = Callable[[str], Awaitable[list[Item] | None]]
 
 
-class History:
+class HistoryReader:
     """Reads the turns of conversations.
 
     Each turn needs the answers of all turns before it, and unpacking and parsing them is the main
@@ -58,9 +58,13 @@ class History:
     def __init__(self, parse: Callable[[list[Item]], list[Any]], *, harmony: bool) -> None:
         self.parse = parse
         self.harmony = harmony
-        self.answers: LRUCache[bytes, Part] = LRUCache(CACHE_BYTES, getsizeof=weight)
+        self.answers: LRUCache[bytes, ConversationPart] = LRUCache(
+            CACHE_BYTES, getsizeof=estimate_memory_bytes
+        )
 
-    async def of(self, turns: Sequence[Response], opened: Open | None = None) -> Part:
+    async def read_turns(
+        self, turns: Sequence[Response], opened: Open | None = None
+    ) -> ConversationPart:
         """The inputs and answers of stored turns, oldest first.
 
         Args:
@@ -68,18 +72,18 @@ class History:
             opened: gives the items of a compaction item's sealed content, or None if it can't be
                 opened; the turns before it count then.
         """
-        answers, items, size = list[Part](), list[Item](), 0
+        answers, items, size = list[ConversationPart](), list[Item](), 0
         for turn in reversed(turns):
-            answers.append(self.answers.get(turn.body) or await self.answer(turn.body))
+            answers.append(self.answers.get(turn.body) or await self.read_output(turn.body))
             if opened and (text := answers[-1].compaction) and (left := await opened(text)):
                 items, size = left, len(text)
                 break
         compacted, parsed = bool(items), self.parse(items)
         # What clients sent is read all at once, which takes half the time; a compaction has it.
         asking = turns[len(turns) - len(answers) + compacted :]
-        with wire.stored("turn"):
-            sent = [await unpack(turn.input) for turn in asking]
-            asked = list(map(legible, wire.INPUTS.decode(b"[%b]" % b",".join(sent))))
+        with wire.translate_damage_errors("turn"):
+            sent = [await inflate_async(turn.input) for turn in asking]
+            asked = list(map(extract_readable_parts, wire.INPUTS.decode(b"[%b]" % b",".join(sent))))
         asked_parsed = iter(self.parse([item for part in asked for item in part]))
         if compacted:
             asked.insert(0, [])
@@ -89,13 +93,15 @@ class History:
             items += answer.items
             parsed += answer.parsed
             size += answer.size
-        return Part(items, parsed, size + sum(map(len, sent)))
+        return ConversationPart(items, parsed, size + sum(map(len, sent)))
 
-    async def of_entries(self, entries: Sequence[Entry]) -> Part:
+    async def read_conversation_items(
+        self, entries: Sequence[ConversationItem]
+    ) -> ConversationPart:
         """The items of a conversation, as the store keeps them."""
-        with wire.stored("item"):
-            sent = [await unpack(entry.body) for entry in entries if not entry.answer]
-            given = list(map(readable, wire.ITEMS.decode(b"[%b]" % b",".join(sent))))
+        with wire.translate_damage_errors("item"):
+            sent = [await inflate_async(entry.body) for entry in entries if not entry.answer]
+            given = list(map(extract_readable_part, wire.ITEMS.decode(b"[%b]" % b",".join(sent))))
         asked = iter(given)
         asked_parsed = iter(self.parse([item for item in given if item]))
         items, parsed, size = list[Item](), list[Any](), sum(map(len, sent))
@@ -105,36 +111,40 @@ class History:
                     items.append(item)
                     parsed.append(next(asked_parsed))
                 continue
-            part = self.answers.get(entry.body) or await self.answered(entry.body)
+            part = self.answers.get(entry.body) or await self.read_output_item(entry.body)
             items += part.items
             parsed += part.parsed
             size += part.size
-        return Part(items, parsed, size)
+        return ConversationPart(items, parsed, size)
 
-    async def answered(self, packed: bytes) -> Part:
+    async def read_output_item(self, packed: bytes) -> ConversationPart:
         """An item that the model made; caches it."""
-        with wire.stored("item"):
-            body = await unpack(packed)
-            items = legible(wire.spoken([wire.ITEM.decode(body)], harmony=self.harmony))
-        return self.cached(packed, Part(items, self.parse(items), len(body)))
+        with wire.translate_damage_errors("item"):
+            body = await inflate_async(packed)
+            items = extract_readable_parts(
+                wire.select_history_items([wire.ITEM.decode(body)], harmony=self.harmony)
+            )
+        return self.cache_part(packed, ConversationPart(items, self.parse(items), len(body)))
 
-    async def answer(self, packed: bytes) -> Part:
+    async def read_output(self, packed: bytes) -> ConversationPart:
         """The answer in the body of a response; caches it."""
-        with wire.stored("turn"):
-            body = await unpack(packed)
+        with wire.translate_damage_errors("turn"):
+            body = await inflate_async(packed)
             output = wire.OUTPUT.decode(body).output
         compaction = next(
-            (encrypted(item) for item in output if item.get("type") == COMPACTION), ""
+            (get_encrypted_content(item) for item in output if item.get("type") == COMPACTION), ""
         )
-        items = legible(wire.spoken(output, harmony=self.harmony))
-        return self.cached(packed, Part(items, self.parse(items), len(body), compaction))
+        items = extract_readable_parts(wire.select_history_items(output, harmony=self.harmony))
+        return self.cache_part(
+            packed, ConversationPart(items, self.parse(items), len(body), compaction)
+        )
 
-    def cached(self, packed: bytes, answer: Part) -> Part:
-        if weight(answer) <= CACHE_BYTES:
+    def cache_part(self, packed: bytes, answer: ConversationPart) -> ConversationPart:
+        if estimate_memory_bytes(answer) <= CACHE_BYTES:
             self.answers[packed] = answer
         return answer
 
 
-def legible(items: Sequence[Item]) -> list[Item]:
+def extract_readable_parts(items: Sequence[Item]) -> list[Item]:
     """Items without encrypted content, and without the items that have nothing else."""
-    return [part for item in items if (part := readable(item))]
+    return [part for item in items if (part := extract_readable_part(item))]

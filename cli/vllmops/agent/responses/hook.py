@@ -8,7 +8,7 @@ from functools import partial
 from types import ModuleType
 
 from ...errors import VllmopsError
-from ...keys.ring import Ring
+from ...keys.ring import KeyRing
 from ...store import settings
 from .. import objects
 from ..adapters import features, places
@@ -18,36 +18,44 @@ from ..imports import when_imported
 STOCK = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
-def install(ring: Callable[[], Ring | None]) -> None:
+def replace_routes_on_import(ring: Callable[[], KeyRing | None]) -> None:
     """Wait for vLLM's routes of the Responses API, where the environment names a store.
 
     Args:
         ring: gives the keys that seal and open carriers, None if there are none.
     """
-    if not settings.wanted():
+    if not settings.is_store_configured():
         return
-    module = places.where("responses-routes")
-    if module and features.RESPONSES not in features.missing():
-        when_imported(module, partial(replace, ring))
+    module = places.find_symbol_module("responses-routes")
+    if module and features.RESPONSES not in features.find_missing_features():
+        when_imported(module, partial(replace_routes, ring))
     else:
-        fall_back()
+        enable_vllm_store()
 
 
-def replace(ring: Callable[[], Ring | None], module: ModuleType) -> None:
+def replace_routes(ring: Callable[[], KeyRing | None], module: ModuleType) -> None:
     """Replace vLLM's routes; an error is reported, and vLLM's routes and store stay."""
     try:
         # They import vLLM; the former adds to the latter.
         from . import conversation_routes, routes  # noqa: PLC0415, F401
 
-        routes.install(module, settings.backend(), settings.carriers(), ring, settings.sockets())
+        routes.install_routes(
+            module,
+            settings.make_backend_from_env(),
+            settings.parse_carrier_settings(),
+            ring,
+            settings.parse_websocket_limits(),
+        )
     except VllmopsError as error:
-        objects.report(f"responses are not stored: {error.message}")
+        objects.report_problem(f"responses are not stored: {error.message}")
     except Exception as error:
-        objects.unfit(f"responses are not stored: unknown shape of {module.__name__}: {error!r}")
-        fall_back()
+        objects.report_unsupported(
+            f"responses are not stored: unknown shape of {module.__name__}: {error!r}"
+        )
+        enable_vllm_store()
 
 
-def fall_back() -> None:
+def enable_vllm_store() -> None:
     """Let vLLM keep responses in its own way, unless the environment says whether it shall."""
     if STOCK not in os.environ:
         os.environ[STOCK] = "1"

@@ -8,13 +8,13 @@ from ..adapters import responses as adapter
 from .carried import Item
 
 
-def parsed(items: list[Item]) -> list[Any]:
+def parse_items(items: list[Item]) -> list[Any]:
     """Items as vLLM's types."""
-    return adapter.parsed(list(map(adapter.detailed, items)))
+    return adapter.parse_items(list(map(adapter.adapt_item, items)))
 
 
-def messages(items: list[Item]) -> list[Any]:
+def convert_items_to_messages(items: list[Item]) -> list[Any]:
     """Items as messages of the Chat Completions API, as carriers of format 1 have them."""
     # vLLM takes items without a type for instructions of a turn, which it drops.
     typed = [{"type": "message", **item} if "role" in item else item for item in items]
-    return adapter.messages(parsed(typed))
+    return adapter.make_chat_messages(parse_items(typed))

@@ -15,12 +15,12 @@ import msgspec
 from msgspec.structs import replace
 
 from ...errors import VllmopsError
-from ...files import take
+from ...files import lock_file
 from ...store import redaction
-from ...store.backend import BROKEN, EVERYBODY, FINISHED, Query, Response
+from ...store.backend import BROKEN, EVERYBODY, FINISHED, Response, ResponseQuery
 from ...store.settings import RERUN, RUN
-from ...store.store import ASKED, Asked, ResponseStore
-from ..service import own_directory
+from ...store.store import ASKED, BackgroundRequest, ResponseStore
+from ..service import make_agent_directory
 from .wire import ENCODE
 
 # In the metadata of a response that was run again: what it is.
@@ -28,17 +28,17 @@ MARK, AGAIN = "vllmops.rerun", "the server was restarted while this response ran
 PAGE = 100
 
 
-class Body(msgspec.Struct):
+class RerunBody(msgspec.Struct):
     """The part of a run's body from which it can be run again."""
 
-    vllmops: Asked | None = None
+    vllmops: BackgroundRequest | None = None
     metadata: dict[str, str] | None = None
 
 
-BODY = msgspec.json.Decoder(Body)
+BODY = msgspec.json.Decoder(RerunBody)
 
 
-def kept(body: bytes, request: bytes) -> bytes:
+def embed_request(body: bytes, request: bytes) -> bytes:
     """The body of a run with its request, unless that can't be stored or has credentials.
 
     Args:
@@ -51,12 +51,12 @@ def kept(body: bytes, request: bytes) -> bytes:
         return body
     asked.pop("input", None)
     run = os.environ.get(RUN)
-    if not run or redaction.clean(asked) != asked:
+    if not run or redaction.redact_value(asked) != asked:
         return body
-    return ENCODE({**msgspec.json.decode(body), ASKED: Asked(run=run, request=asked)})
+    return ENCODE({**msgspec.json.decode(body), ASKED: BackgroundRequest(run=run, request=asked)})
 
 
-def asked(response: Response) -> tuple[str, dict[str, Any], Mapping[str, str]]:
+def extract_request(response: Response) -> tuple[str, dict[str, Any], Mapping[str, str]]:
     """The start of a server that ran a response, its request and its metadata; empty if unknown."""
     try:
         found = BODY.decode(response.body)
@@ -67,7 +67,9 @@ def asked(response: Response) -> tuple[str, dict[str, Any], Mapping[str, str]]:
     return found.vllmops.run, found.vllmops.request, found.metadata or {}
 
 
-async def taken_up(store: ResponseStore) -> AsyncIterator[tuple[Response, dict[str, Any]]]:
+async def requeue_interrupted_runs(
+    store: ResponseStore,
+) -> AsyncIterator[tuple[Response, dict[str, Any]]]:
     """Put back into the queue what the start before this one ran; with the request of each.
 
     One process of a server does so, before any answers requests.
@@ -81,12 +83,12 @@ async def taken_up(store: ResponseStore) -> AsyncIterator[tuple[Response, dict[s
     before = os.environ.get(RERUN)
     if not before:
         return
-    path = own_directory() / f"rerun-{before}.lock"
-    if (lock := take(path)) is None:
+    path = make_agent_directory() / f"rerun-{before}.lock"
+    if (lock := lock_file(path)) is None:
         return
     try:
-        for run in await ran(store, before):
-            _, request, metadata = asked(run)
+        for run in await list_interrupted_runs(store, before):
+            _, request, metadata = extract_request(run)
             if MARK in metadata:
                 continue
             request["metadata"] = {**metadata, MARK: AGAIN}
@@ -99,18 +101,18 @@ async def taken_up(store: ResponseStore) -> AsyncIterator[tuple[Response, dict[s
         os.close(lock)
 
 
-async def ran(store: ResponseStore, before: str) -> list[Response]:
+async def list_interrupted_runs(store: ResponseStore, before: str) -> list[Response]:
     """What a start of a server ran and did not end, the oldest first; raises StoreUnavailable."""
     found: dict[str, Response] = {}
     for status in ("queued", "in_progress", "failed"):
-        query: Query | None = Query(status=status, limit=PAGE, descending=False)
+        query: ResponseQuery | None = ResponseQuery(status=status, limit=PAGE, descending=False)
         while query:
             try:
-                page = await store.page(EVERYBODY, query)
+                page = await store.list_responses(EVERYBODY, query)
             except VllmopsError as error:
                 if error.code != "store.cursor":
                     raise
                 break  # the last one was deleted meanwhile
-            found |= {one.id: one for one in page.responses if asked(one)[0] == before}
+            found |= {one.id: one for one in page.responses if extract_request(one)[0] == before}
             query = replace(query, after=page.responses[-1].id) if page.more else None
     return sorted(found.values(), key=lambda one: one.created_at)

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ...keys import carrier
-from ...keys.carrier import Carrier, CarrierError, Case
-from ...keys.ring import Ring
-from ...store.settings import Carriers, Format
+from ...keys.carrier import Carrier, CarrierError, CarrierProblem
+from ...keys.ring import KeyRing
+from ...store.settings import CarrierFormat, CarrierSettings
 from .. import tracing
 from ..counting import count_carrier
 from ..log import log
-from .carried import Brought, Item, from_messages
-from .wire import Refused
+from .carried import Item, RequestCarrier, convert_messages_to_items
+from .wire import ApiError
 
 T = TypeVar("T")
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 COMPRESSION = 4
 
 
-def can_seal(ring: Ring | None) -> bool:
+def can_seal(ring: KeyRing | None) -> bool:
     """Whether there is a key that seals; where there is none, the log says so once."""
     if ring and ring.primary:
         return True
@@ -47,7 +47,9 @@ def can_seal(ring: Ring | None) -> bool:
 _warned: list[bool] = []
 
 
-async def opened(brought: Brought, ring: Ring | None, *, model: str, owner: str) -> list[Item]:
+async def open_carrier(
+    brought: RequestCarrier, ring: KeyRing | None, *, model: str, owner: str
+) -> list[Item]:
     """The items that a carrier holds.
 
     Args:
@@ -57,40 +59,42 @@ async def opened(brought: Brought, ring: Ring | None, *, model: str, owner: str)
         owner: who sends the carrier.
 
     Raises:
-        Refused: the carrier is not accepted.
+        ApiError: the carrier is not accepted.
     """
 
-    def call() -> Carrier:
-        return carrier.unseal(brought.text, ring or Ring(), model=model, owner=owner)
+    def unseal() -> Carrier:
+        return carrier.unseal_carrier(brought.text, ring or KeyRing(), model=model, owner=owner)
 
     try:
-        with tracing.span("carrier.open", {}) as add:
+        with tracing.start_span("carrier.open", {}) as add:
             add(len(brought.text))
-            found = items(await off_loop(len(brought.text) * COMPRESSION, call))
+            found = extract_carrier_items(
+                await run_off_loop(len(brought.text) * COMPRESSION, unseal)
+            )
         count_carrier("opened")
         return found
     except CarrierError as error:
         count_carrier("opened", error)
-        raise refused(error, brought.param, brought.what) from error
+        raise translate_carrier_error(error, brought.param, brought.what) from error
 
 
-def items(opened: Carrier) -> list[Item]:
+def extract_carrier_items(opened: Carrier) -> list[Item]:
     """The history of a carrier as items.
 
     Raises:
         CarrierError: it is no conversation.
     """
     try:
-        made = from_messages(opened.history) if opened.format == 1 else opened.history
+        made = convert_messages_to_items(opened.history) if opened.format == 1 else opened.history
     except (AttributeError, LookupError, TypeError):
         made = [None]
     if not all(isinstance(item, dict) for item in made):
         message = "the carrier can't be read: it does not hold a conversation"
-        raise CarrierError(Case.MALFORMED, message)
+        raise CarrierError(CarrierProblem.MALFORMED, message)
     return made
 
 
-async def checked(history: list[Item], size: int) -> int:
+async def validate_carrier_size(history: list[Item], size: int) -> int:
     """Check that a carrier can hold a conversation, before the model adds its answer.
 
     Args:
@@ -101,19 +105,19 @@ async def checked(history: list[Item], size: int) -> int:
         Their exact size in bytes.
 
     Raises:
-        Refused: they are too large.
+        ApiError: they are too large.
     """
     try:
-        return await off_loop(size, lambda: carrier.check(history))
+        return await run_off_loop(size, lambda: carrier.measure_history(history))
     except CarrierError as error:
-        raise refused(error, "input") from error
+        raise translate_carrier_error(error, "input") from error
 
 
-async def sealed(
+async def seal_carrier(
     history: list[Any],
     size: int,
-    carriers: Carriers,
-    ring: Ring | None,
+    carriers: CarrierSettings,
+    ring: KeyRing | None,
     *,
     model: str,
     owner: str,
@@ -129,33 +133,33 @@ async def sealed(
         owner: whose conversation it is.
 
     Raises:
-        Refused: no carrier can hold them.
+        ApiError: no carrier can hold them.
     """
     if not (ring and ring.primary):
         return None
 
-    def call() -> str:
-        if carriers.format is Format.SIGNED_V1:
-            return carrier.seal_signed(history, ring)
-        return carrier.seal(history, ring, model=model, owner=owner, ttl_s=carriers.ttl_s)
+    def seal() -> str:
+        if carriers.format is CarrierFormat.SIGNED_V1:
+            return carrier.sign_history(history, ring)
+        return carrier.seal_history(history, ring, model=model, owner=owner, ttl_s=carriers.ttl_s)
 
     try:
-        with tracing.span("carrier.seal", {}) as add:
-            text = await off_loop(size, call)
+        with tracing.start_span("carrier.seal", {}) as add:
+            text = await run_off_loop(size, seal)
             add(len(text))
         count_carrier("sealed")
         return text
     except CarrierError as error:
         count_carrier("sealed", error)
-        raise refused(error, "include") from error
+        raise translate_carrier_error(error, "include") from error
 
 
-async def off_loop(size: int, call: Callable[[], T]) -> T:
+async def run_off_loop(size: int, call: Callable[[], T]) -> T:
     """What a call returns; made in a thread where it processes more bytes than `carrier.LARGE`."""
     return await asyncio.to_thread(call) if size > carrier.LARGE else call()
 
 
-def refused(error: CarrierError, param: str, what: str = "") -> Refused:
+def translate_carrier_error(error: CarrierError, param: str, what: str = "") -> ApiError:
     """The refusal that a client gets for an error.
 
     Args:
@@ -167,14 +171,14 @@ def refused(error: CarrierError, param: str, what: str = "") -> Refused:
         message = f"The {what or 'carrier'} can't be opened: {error.message}."
     else:
         message = f"{error.message}."
-    return Refused(400, message[0].upper() + message[1:], param, error.code)
+    return ApiError(400, message[0].upper() + message[1:], param, error.code)
 
 
-def check_can_seal(ring: Ring | None) -> None:
+def require_sealing_key(ring: KeyRing | None) -> None:
     """Check that there is a key that seals a compaction.
 
     Raises:
-        Refused: there is none.
+        ApiError: there is none.
     """
     if not (ring and ring.primary):
         hint = (
@@ -184,4 +188,4 @@ def check_can_seal(ring: Ring | None) -> None:
             "vllmops serve --keyring FILE"
         )
         what = "its keyring has no primary key" if ring is not None else "it has no keyring"
-        raise Refused(400, f"This server can't seal a compaction, because {what}; {hint}")
+        raise ApiError(400, f"This server can't seal a compaction, because {what}; {hint}")

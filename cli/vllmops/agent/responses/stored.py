@@ -7,15 +7,15 @@ from functools import partial
 
 import msgspec
 
-from ...store.backend import BROKEN, Query, StoreUnavailable
-from ...store.store import ResponseStore, document
+from ...store.backend import BROKEN, ResponseQuery, StoreUnavailable
+from ...store.store import ResponseStore, encode_response
 from . import fields, wire
 from .conversations import ConversationTurns
-from .wire import Frame, Refused
-from .writer import patiently
+from .wire import ApiError, EncodedEvent
+from .writer import retry_while_unavailable
 
 
-class Stored:
+class StoredResponsesApi:
     """The stored responses of a server, for their owners.
 
     Args:
@@ -43,24 +43,24 @@ class Stored:
             include: what else its items are to have.
 
         Raises:
-            Refused: there is none, or it was made without what is to be included.
+            ApiError: there is none, or it was made without what is to be included.
             StoreUnavailable: the store is down.
         """
         response = await self.store.get(who, response_id)
         if response is None:
-            raise wire.not_found(response_id)
+            raise wire.make_not_found_error(response_id)
         if include:
-            wire.check_included(response, include)
-        return document(response)
+            wire.require_included_fields(response, include)
+        return encode_response(response)
 
-    async def resume(
+    async def resume_stream(
         self,
         who: str,
         response_id: str,
         starting_after: int | None,
         *,
         obfuscate: bool | None = None,
-    ) -> AsyncGenerator[Frame, None]:
+    ) -> AsyncGenerator[EncodedEvent, None]:
         """A background stream after a sequence number, or from its beginning.
 
         Args:
@@ -70,112 +70,114 @@ class Stored:
             obfuscate: whether events are to be of like sizes; None: as when it was made.
 
         Raises:
-            Refused: there is no such response, it was not a background stream, its events are
+            ApiError: there is no such response, it was not a background stream, its events are
                 gone, or it has ended before that number.
             StoreUnavailable: the store is down.
         """
         after = -1 if starting_after is None else starting_after
-        kept = await self.store.log(who, response_id, after - 2)
+        kept = await self.store.read_events(who, response_id, after - 2)
         if kept is None:
-            raise wire.not_found(response_id)
+            raise wire.make_not_found_error(response_id)
         if not kept.chunks:
-            complete = await self.store.log(who, response_id, -1)
+            complete = await self.store.read_events(who, response_id, -1)
             if not (complete and complete.chunks):
                 message = "was not created with background and stream, or its events are gone"
-                raise Refused(400, f"Response '{response_id}' {message}.", "stream")
+                raise ApiError(400, f"Response '{response_id}' {message}.", "stream")
         if not kept.running and after > (end := kept.chunks[-1].last if kept.chunks else -1):
             if after == end + 1:
-                return wire.no_events()
+                return wire.make_empty_stream()
             # Of a run that was lost or cancelled, events that somebody has seen may be lost, too.
             ended = await self.store.get(who, response_id)
             if ended and ended.status in {"completed", "incomplete"}:
                 message = f"starting_after is {after}, and no such event has been sent"
-                raise Refused(400, message, "starting_after")
-        events = self.follow(who, response_id, after)
-        return events if obfuscate is None else fields.obfuscated(events, wanted=obfuscate)
+                raise ApiError(400, message, "starting_after")
+        events = self.follow_events(who, response_id, after)
+        return events if obfuscate is None else fields.obfuscate_events(events, wanted=obfuscate)
 
-    async def follow(
+    async def follow_events(
         self, who: str, response_id: str, after: int = -1
-    ) -> AsyncGenerator[Frame, None]:
+    ) -> AsyncGenerator[EncodedEvent, None]:
         """The events of a background stream as they arrive, and the final event."""
         ended = None
         try:
             while True:
-                async for events in self.store.follow(who, response_id, after):
+                async for events in self.store.follow_events(who, response_id, after):
                     for data in events.events:
-                        yield Frame(wire.KIND.decode(data).type, data)
+                        yield EncodedEvent(wire.KIND.decode(data).type, data)
                     after = events.first + len(events.events) - 1
-                if ended and not ended.running:
+                if ended and not ended.is_running:
                     break
-                ended = await patiently(partial(self.store.get, who, response_id))
+                ended = await retry_while_unavailable(partial(self.store.get, who, response_id))
                 # A run that only seemed to be lost has more events before its answer, and so has
                 # one that runs again.
-                if ended is None or not (ended.running or ended.status in wire.ANSWERED):
+                if ended is None or not (ended.is_running or ended.status in wire.ANSWERED):
                     break
         except StoreUnavailable as error:
-            yield wire.error_event(after + 1, error.message)
+            yield wire.make_error_event(after + 1, error.message)
             return
         except (*BROKEN, ValueError) as error:
-            yield wire.error_event(after + 1, f"The stored events are damaged: {error}")
+            yield wire.make_error_event(after + 1, f"The stored events are damaged: {error}")
             return
         if ended is None:
-            yield wire.error_event(after + 1, f"Response with id '{response_id}' was deleted.")
+            yield wire.make_error_event(after + 1, f"Response with id '{response_id}' was deleted.")
         else:
-            yield wire.terminal(ended.status, after + 1, document(ended))
+            yield wire.make_final_event(ended.status, after + 1, encode_response(ended))
 
     async def cancel(self, who: str, response_id: str) -> bytes:
         """Cancel a run, in whatever process it runs; a second call does no harm.
 
         Raises:
-            Refused: there is none, or it has finished.
+            ApiError: there is none, or it has finished.
             StoreUnavailable: the store is down.
         """
         swap = await self.store.set_status(who, response_id, "cancelled")
         if swap.now is None:
-            raise wire.not_found(response_id)
+            raise wire.make_not_found_error(response_id)
         if swap.changed:
             self.stop(response_id)
             await self.conversations.release_run(swap.now)
         elif swap.now.status != "cancelled":
-            if not wire.in_background(swap.now):
-                raise Refused(400, "Cannot cancel a synchronous response.", "response_id")
+            if not wire.is_background_response(swap.now):
+                raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
             message = f"Cannot cancel a response that is {swap.now.status}."
-            raise Refused(400, message, "response_id")
-        return document(swap.now)
+            raise ApiError(400, message, "response_id")
+        return encode_response(swap.now)
 
     async def delete(self, who: str, response_id: str) -> bytes:
         """Delete a response, and stop it if it still runs.
 
         Raises:
-            Refused: there is none.
+            ApiError: there is none.
             StoreUnavailable: the store is down.
         """
         if not await self.store.delete(who, response_id):
-            raise wire.not_found(response_id)
+            raise wire.make_not_found_error(response_id)
         self.stop(response_id)
         return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
-    async def page(self, who: str, query: Query) -> bytes:
+    async def list_responses(self, who: str, query: ResponseQuery) -> bytes:
         """A page of the list of responses.
 
         Raises:
             CursorUnknown: ``after`` or ``before`` is not the id of a response.
             StoreUnavailable: the store is down.
         """
-        page = await self.store.page(who, query)
+        page = await self.store.list_responses(who, query)
         ids = [response.id for response in page.responses]
-        return wire.listed(list(map(document, page.responses)), ids, more=page.more)
+        return wire.encode_list_page(
+            list(map(encode_response, page.responses)), ids, more=page.more
+        )
 
-    async def input_items(
+    async def list_input_items(
         self, who: str, response_id: str, *, after: str | None, limit: int, descending: bool
     ) -> bytes:
         """A page of the items that a turn added to its conversation.
 
         Raises:
-            Refused: there is no such response, or no such item.
+            ApiError: there is no such response, or no such item.
             StoreUnavailable: the store is down.
         """
         response = await self.store.get(who, response_id)
         if response is None:
-            raise wire.not_found(response_id)
-        return wire.items(response, after=after, limit=limit, descending=descending)
+            raise wire.make_not_found_error(response_id)
+        return wire.encode_input_items(response, after=after, limit=limit, descending=descending)

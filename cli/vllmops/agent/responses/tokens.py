@@ -34,7 +34,7 @@ class CompactRequest(CountRequest):
     """A request for a compaction."""
 
 
-class Counted(NamedTuple):
+class TokenCount(NamedTuple):
     """Takes the place of an answer.
 
     Args:
@@ -48,7 +48,7 @@ _counting: ContextVar[bool] = ContextVar("vllmops.agent.responses.counting", def
 
 
 @contextmanager
-def counting() -> Iterator[None]:
+def count_only() -> Iterator[None]:
     """Requests that begin within this are counted, and get no answer."""
     token = _counting.set(True)
     try:
@@ -57,30 +57,30 @@ def counting() -> Iterator[None]:
         _counting.reset(token)
 
 
-def counts() -> bool:
+def is_count_only() -> bool:
     """Whether the current request is counted only."""
     return _counting.get()
 
 
-def unsent(render: Render) -> Render:
+def skip_cache_while_counting(render: Render) -> Render:
     """The method of vLLM's renderer that leaves the engine's cache alone while it counts."""
 
     @functools.wraps(render)
-    async def rendered(*args: Any, **options: Any) -> Any:
-        if counts():
+    async def render_without_cache(*args: Any, **options: Any) -> Any:
+        if is_count_only():
             options["skip_mm_cache"] = True
         return await render(*args, **options)
 
-    return rendered
+    return render_without_cache
 
 
-def only_input(request: Any) -> None:
+def reduce_to_input(request: Any) -> None:
     """Change a request to one that stores nothing and has no answer."""
     request.input = [] if request.input is None else request.input
     request.store = request.stream = request.background = False
     request.kv_transfer_params = None
 
 
-def document(counted: Counted) -> bytes:
+def encode_token_count(counted: TokenCount) -> bytes:
     """The answer to a client."""
     return ENCODE({"object": "response.input_tokens", "input_tokens": counted.tokens})

@@ -8,7 +8,7 @@ from typing import Any
 KEPT = frozenset({"system", "developer"})
 
 
-async def fitting(
+async def select_fitting_items(
     items: Sequence[Any], fits: Callable[[list[Any]], Awaitable[bool]]
 ) -> list[Any] | None:
     """The newest items that fit, and all messages of the system and the developer.
@@ -26,7 +26,7 @@ async def fitting(
     best: list[Any] | None = None
     while low < high:
         middle = (low + high) // 2
-        left = after(items, middle)
+        left = drop_oldest_items(items, middle)
         if left[-1:] != items[-1:]:
             high = middle  # the last item is an output whose call is dropped
         elif await fits(left):
@@ -36,27 +36,27 @@ async def fitting(
     return best
 
 
-def after(items: Sequence[Any], count: int) -> list[Any]:
+def drop_oldest_items(items: Sequence[Any], count: int) -> list[Any]:
     """Items without the oldest ones."""
-    calls = {of(item, "call_id") for item in items[:count] if is_call(item)}
+    calls = {get_field(item, "call_id") for item in items[:count] if is_tool_call(item)}
     return [
         item
         for at, item in enumerate(items)
-        if (of(item, "role") in KEPT or at >= count)
-        and not (is_output(item) and of(item, "call_id") in calls)
+        if (get_field(item, "role") in KEPT or at >= count)
+        and not (is_tool_output(item) and get_field(item, "call_id") in calls)
     ]
 
 
-def is_call(item: Any) -> bool:
+def is_tool_call(item: Any) -> bool:
     """Whether an item is a call of a tool that a client runs."""
-    return str(of(item, "type")).endswith("_call")
+    return str(get_field(item, "type")).endswith("_call")
 
 
-def is_output(item: Any) -> bool:
+def is_tool_output(item: Any) -> bool:
     """Whether an item is what a tool gave."""
-    return str(of(item, "type")).endswith("_call_output")
+    return str(get_field(item, "type")).endswith("_call_output")
 
 
-def of(item: Any, name: str) -> Any:
+def get_field(item: Any, name: str) -> Any:
     """A field of an item; None if there is none."""
     return item.get(name) if isinstance(item, dict) else getattr(item, name, None)

@@ -10,9 +10,9 @@ from contextvars import ContextVar
 from typing import Any
 
 from ...store.backend import Response
-from ...store.conversation_store import Held
+from ...store.conversation_store import ConversationHold
 from . import carried
-from .carried import Brought, Item
+from .carried import Item, RequestCarrier
 
 
 class Turn:
@@ -38,7 +38,7 @@ class Turn:
         *,
         history: list[Response] | None = None,
         hidden: bool = False,
-        brought: Brought | None = None,
+        brought: RequestCarrier | None = None,
         sealed: bool = False,
         compacts: bool = False,
     ) -> None:
@@ -61,7 +61,7 @@ class Turn:
         # The response that vLLM wrote into its dict last.
         self.latest: Any = None
         # The hold of the conversation that it is made with.
-        self.held: Held | None = None
+        self.held: ConversationHold | None = None
         # Whether what answers goes on after the request: a stream, or a run in the background.
         self.goes_on = False
         # What the number of a background stream's first event is.
@@ -70,12 +70,12 @@ class Turn:
         self.accepted: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
     @property
-    def rehydrates(self) -> bool:
+    def needs_rehydration(self) -> bool:
         """Whether the request's input is more than, or other than, its own items."""
         history = self.history or self.held
         return bool(history or self.hidden or self.brought or self.sealed or self.compacts)
 
-    def stored(self, response: Any, body: bytes) -> Response:
+    def make_stored_response(self, response: Any, body: bytes) -> Response:
         """A response as the store keeps it.
 
         Args:
@@ -99,7 +99,7 @@ current: ContextVar[Turn | None] = ContextVar("vllmops.agent.responses.turn", de
 
 
 @contextmanager
-def working(turn: Turn | None) -> Iterator[None]:
+def set_current_turn(turn: Turn | None) -> Iterator[None]:
     """VLLM works on a turn."""
     token = current.set(turn)
     try:
@@ -108,13 +108,13 @@ def working(turn: Turn | None) -> Iterator[None]:
         current.reset(token)
 
 
-def hides_any(request: Any) -> bool:
+def has_encrypted_items(request: Any) -> bool:
     """Whether an item of a request's input has encrypted content, or should have."""
-    return not isinstance(request.input, str) and any(map(hides, request.input))
+    return not isinstance(request.input, str) and any(map(has_encrypted_content, request.input))
 
 
-def hides(item: Any) -> bool:
+def has_encrypted_content(item: Any) -> bool:
     """Whether an item, as vLLM reads it, has encrypted content, or should have."""
     if isinstance(item, dict):
-        return item.get("type") == carried.COMPACTION or bool(carried.encrypted(item))
+        return item.get("type") == carried.COMPACTION or bool(carried.get_encrypted_content(item))
     return bool(getattr(item, "encrypted_content", None))

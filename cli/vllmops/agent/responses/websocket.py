@@ -21,15 +21,15 @@ from fastapi import Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
 from ...errors import VllmopsError
-from ...numbers import many
+from ...numbers import format_count
 from ...store.backend import Response, StoreUnavailable
-from ...store.settings import Sockets
+from ...store.settings import WebSocketLimits
 from .. import objects
-from ..gate import RESPONSES, counted, gate
+from ..gate import RESPONSES, count_websocket_request, gate
 from ..log import log
 from . import fields, wire
-from .stored import Stored
-from .wire import Frame, Refused
+from .stored import StoredResponsesApi
+from .wire import ApiError, EncodedEvent
 
 # A client that takes no event for this time is cut off, and its requests end.
 STALL_S = 60.0
@@ -54,10 +54,10 @@ GOING_AWAY, POLICY, TOO_BIG, RESTARTING = 1001, 1008, 1009, 1012
 GONE = (WebSocketDisconnect, OSError, RuntimeError)
 
 # Makes the response that a request asks for, and gives its events.
-Create = Callable[[dict[str, Any], Request], Awaitable[AsyncIterator[Frame]]]
+Create = Callable[[dict[str, Any], Request], Awaitable[AsyncIterator[EncodedEvent]]]
 
 
-class Asked(msgspec.Struct):
+class ClientEvent(msgspec.Struct):
     """The parts of a client's event that a connection reads; they may be of any type."""
 
     type: Any = None
@@ -70,18 +70,18 @@ class Asked(msgspec.Struct):
     max_output_tokens: Any = None
 
 
-class Numbered(msgspec.Struct):
+class ServerEvent(msgspec.Struct):
     """The parts of an event that a connection reads."""
 
     sequence_number: int = -1
     response: msgspec.Raw = msgspec.Raw(b"{}")
 
 
-ASKED = msgspec.json.Decoder(Asked)
-NUMBERED = msgspec.json.Decoder(Numbered)
+ASKED = msgspec.json.Decoder(ClientEvent)
+NUMBERED = msgspec.json.Decoder(ServerEvent)
 
 
-class Memory:
+class UnstoredResponses:
     """The latest responses of a connection that are not in the store, each with its history."""
 
     # Of those of all connections.
@@ -91,7 +91,7 @@ class Memory:
         self.histories: dict[str, list[Response]] = {}
         self.bytes = 0
 
-    def keep(self, history: list[Response]) -> None:
+    def remember_history(self, history: list[Response]) -> None:
         """Remember a response and the turns before it, unless they are too large.
 
         Where all connections remember too much, the one with most forgets its oldest.
@@ -100,30 +100,30 @@ class Memory:
             history: oldest first, packed as the store packs them; the last one is the response.
         """
         self.histories[history[-1].id] = history
-        while len(self.histories) > REMEMBERED or self.size > REMEMBERED_BYTES:
+        while len(self.histories) > REMEMBERED or self.history_bytes > REMEMBERED_BYTES:
             del self.histories[next(iter(self.histories))]
-        self.count()
-        while Memory.bytes_of_all > ALL_REMEMBERED_BYTES:
+        self.update_byte_count()
+        while UnstoredResponses.bytes_of_all > ALL_REMEMBERED_BYTES:
             fullest = max((one.memory for one in opened), key=lambda memory: memory.bytes)
-            fullest.forget(next(iter(fullest.histories)))
+            fullest.forget_response(next(iter(fullest.histories)))
 
-    def forget(self, response_id: str | None) -> None:
+    def forget_response(self, response_id: str | None) -> None:
         """Forget a response, if it is remembered."""
         if self.histories.pop(response_id or "", None):
-            self.count()
+            self.update_byte_count()
 
     def clear(self) -> None:
         """Forget all."""
         self.histories.clear()
-        self.count()
+        self.update_byte_count()
 
-    def count(self) -> None:
+    def update_byte_count(self) -> None:
         """Note how many bytes are remembered now."""
-        before, self.bytes = self.bytes, self.size
-        Memory.bytes_of_all += self.bytes - before
+        before, self.bytes = self.bytes, self.history_bytes
+        UnstoredResponses.bytes_of_all += self.bytes - before
 
     @property
-    def size(self) -> int:
+    def history_bytes(self) -> int:
         """Bytes; a turn in several histories counts once."""
         # Not by their ids: a client may choose one, and choose it again.
         turns = {id(turn): turn for history in self.histories.values() for turn in history}
@@ -133,7 +133,7 @@ class Memory:
         )
 
 
-class Run:
+class SocketRequest:
     """A request on a connection.
 
     Args:
@@ -148,7 +148,7 @@ class Run:
     def __init__(
         self,
         stream_id: str | None,
-        memory: Memory,
+        memory: UnstoredResponses,
         *,
         new: bool = True,
         generate: bool = True,
@@ -172,34 +172,34 @@ class Run:
         self.response: dict[str, Any] | None = None
 
     @property
-    def id(self) -> str | None:
+    def response_id(self) -> str | None:
         """The response's id; None before it has one."""
         return self.response["id"] if self.response else None
 
 
-class Waiting:
+class WaitingRequests:
     """The requests of a process that wait for their turn, on all connections."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
-    def end(self, run: Run) -> None:
+    def remove(self, run: SocketRequest) -> None:
         """Note that a request waits no more."""
         self.bytes -= run.size
         run.size = 0
 
 
-waiting = Waiting()
+waiting = WaitingRequests()
 # The run whose request is being answered; None for a request by HTTP.
-_run: ContextVar[Run | None] = ContextVar("vllmops.agent.responses.run", default=None)
+_run: ContextVar[SocketRequest | None] = ContextVar("vllmops.agent.responses.run", default=None)
 
 
-def on_socket() -> bool:
+def is_websocket_request() -> bool:
     """Whether the current request came by a WebSocket, which remembers its answer."""
     return _run.get() is not None
 
 
-def remembered(response_id: str) -> list[Response] | None:
+def find_remembered_history(response_id: str) -> list[Response] | None:
     """The history that ends with a response, as the request's connection remembers it."""
     run = _run.get()
     if run is None:
@@ -208,31 +208,33 @@ def remembered(response_id: str) -> list[Response] | None:
     return run.memory.histories.get(response_id)
 
 
-def remember(history: list[Response]) -> None:
+def remember_history(history: list[Response]) -> None:
     """Have the request's connection remember a response that is not stored."""
     if run := _run.get():
-        run.memory.keep(history)
+        run.memory.remember_history(history)
 
 
-def prepared(response: Any) -> None:
+def clear_unwanted_output(response: Any) -> None:
     """Take the output out of a response whose request wants none; vLLM generates one token."""
     run = _run.get()
     if run is None or run.generate:
         return
-    fields.silence(response)
+    fields.clear_output(response)
     if run.limit is not None:
         response.max_output_tokens = run.limit
 
 
-def check_library() -> None:
+def report_missing_library() -> None:
     """Report it where uvicorn has no library for WebSockets, and so answers them as HTTP."""
     if not any(map(importlib.util.find_spec, LIBRARIES)):
-        objects.report(
+        objects.report_problem(
             f"there is no WebSocket {RESPONSES}: the package websockets is not installed"
         )
 
 
-def refusal(socket: WebSocket, keys: list[str], limits: Sockets) -> tuple[int, str] | None:
+def find_handshake_error(
+    socket: WebSocket, keys: list[str], limits: WebSocketLimits
+) -> tuple[int, str] | None:
     """Why a connection is refused, with the HTTP status; None if it is not.
 
     Args:
@@ -247,7 +249,7 @@ def refusal(socket: WebSocket, keys: list[str], limits: Sockets) -> tuple[int, s
     # A browser sends a page's WebSocket anywhere: CORS does not hold it back.
     origins = getattr(socket.app.state.args, "allowed_origins", ["*"])
     origin = socket.headers.get("origin")
-    if origin and not {"*", origin} & set(origins) and not at_home(socket, origin):
+    if origin and not {"*", origin} & set(origins) and not is_same_origin(socket, origin):
         return 403, "This origin is not allowed."
     if socket.app.state.openai_serving_responses is None:
         return 501, "The model does not support Responses API"
@@ -256,7 +258,7 @@ def refusal(socket: WebSocket, keys: list[str], limits: Sockets) -> tuple[int, s
     return None
 
 
-def at_home(socket: WebSocket, origin: str) -> bool:
+def is_same_origin(socket: WebSocket, origin: str) -> bool:
     """Whether a page's origin is the server itself."""
     try:
         return urlsplit(origin).netloc == socket.headers.get("host")
@@ -264,7 +266,7 @@ def at_home(socket: WebSocket, origin: str) -> bool:
         return False
 
 
-async def deny(socket: WebSocket, status: int, message: str) -> None:
+async def deny_handshake(socket: WebSocket, status: int, message: str) -> None:
     """Answer the handshake with an error; with 403 where the server can't choose the status."""
     with suppress(*GONE):
         if "websocket.http.response" in socket.scope.get("extensions", ()):
@@ -273,29 +275,29 @@ async def deny(socket: WebSocket, status: int, message: str) -> None:
             await socket.close(POLICY, message)
 
 
-class Connection:
+class WebSocketConnection:
     """A WebSocket.
 
     Args:
         socket: not accepted yet.
         handler: the serving class's instance.
         owner: whose the connection is.
-        create: makes a response; raises `Refused` or `StoreUnavailable`.
+        create: makes a response; raises `ApiError` or `StoreUnavailable`.
         limits: of the server.
     """
 
     def __init__(
-        self, socket: WebSocket, handler: Any, owner: str, create: Create, limits: Sockets
+        self, socket: WebSocket, handler: Any, owner: str, create: Create, limits: WebSocketLimits
     ) -> None:
         self.socket = socket
         self.handler = handler
-        self.stored: Stored = handler.stored
+        self.stored: StoredResponsesApi = handler.stored
         self.owner = owner
         self.create = create
         self.limits = limits
-        self.scope = request_scope(socket)
-        self.memory = Memory()
-        self.runs: set[Run] = set()
+        self.scope = make_request_scope(socket)
+        self.memory = UnstoredResponses()
+        self.runs: set[SocketRequest] = set()
         self.turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
         self.sending = asyncio.Lock()
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -309,8 +311,8 @@ class Connection:
         opened.add(self)
         try:
             await self.socket.accept()
-            while (message := await self.received()) is not None:
-                await self.take(message)
+            while (message := await self.receive_message()) is not None:
+                await self.handle_message(message)
                 del message  # it may be large, and the next one may be far away
         except GONE:
             return
@@ -330,7 +332,7 @@ class Connection:
             async with asyncio.timeout(CLOSE_S):
                 await self.socket.close(code, reason)
 
-    async def received(self) -> bytes | None:
+    async def receive_message(self) -> bytes | None:
         """The next message; None where the connection is over."""
         receiving = asyncio.ensure_future(self.socket.receive())
         try:
@@ -356,66 +358,66 @@ class Connection:
             return None
         return data
 
-    async def take(self, message: bytes) -> None:
+    async def handle_message(self, message: bytes) -> None:
         """Begin what an event of the client asks for; an invalid one is answered by an error."""
         stream_id = None
         try:
-            event = read(message)
-            stream_id = named(event)
-        except Refused as error:
-            await self.refuse(error, stream_id)
+            event = parse_client_event(message)
+            stream_id = validate_stream_id(event)
+        except ApiError as error:
+            await self.send_error(error, stream_id)
             return
-        async with self.answering(stream_id):
+        async with self.answer_errors(stream_id):
             match event.type:
                 case "response.create":
-                    self.begin(event, message)
+                    self.start_response(event, message)
                 case "response.resume":
-                    self.resume(event)
+                    self.resume_stream(event)
                 case "response.cancel":
-                    await self.cancel(event)
+                    await self.cancel_response(event)
                 case "response.steer":
-                    await self.refuse_steer(whole(message))
+                    await self.refuse_steer(parse_event_object(message))
                 case kind:
-                    raise Refused(400, f"Unknown event: {repr(kind)[:LONGEST_ID]}.", "type")
+                    raise ApiError(400, f"Unknown event: {repr(kind)[:LONGEST_ID]}.", "type")
 
     @asynccontextmanager
-    async def answering(self, stream_id: str | None) -> AsyncIterator[None]:
+    async def answer_errors(self, stream_id: str | None) -> AsyncIterator[None]:
         """Tell the client of an error by an event; the connection stays open."""
         try:
             yield
-        except Refused as error:
-            await self.refuse(error, stream_id)
+        except ApiError as error:
+            await self.send_error(error, stream_id)
         except StoreUnavailable as error:
-            await self.refuse(Refused(503, error.message), stream_id)
+            await self.send_error(ApiError(503, error.message), stream_id)
         except WebSocketDisconnect:
             raise
         except VllmopsError as error:
             log.error("vllmops: %s", error.message)
-            await self.refuse(Refused(500, error.message), stream_id)
+            await self.send_error(ApiError(500, error.message), stream_id)
         except Exception as error:
             why = self.handler.create_error_response(error).error
             if why.code >= 500:
                 log.exception("vllmops: a request on a WebSocket failed: %r", error)
-            await self.refuse(Refused(why.code, why.message, why.param), stream_id)
+            await self.send_error(ApiError(why.code, why.message, why.param), stream_id)
 
-    def begin(self, event: Asked, message: bytes) -> None:
+    def start_response(self, event: ClientEvent, message: bytes) -> None:
         """Start a request.
 
         Raises:
-            Refused: it is invalid, too many run, or too many bytes wait.
+            ApiError: it is invalid, too many run, or too many bytes wait.
         """
         if not isinstance(event.generate, bool | None):
-            raise Refused(400, "generate must be a boolean", "generate")
+            raise ApiError(400, "generate must be a boolean", "generate")
         generate, limit = event.generate is not False, event.max_output_tokens
         if not (generate or limit is None or (type(limit) is int and limit >= 1)):
             why = "max_output_tokens must be a number of tokens, 1 or more"
-            raise Refused(400, why, "max_output_tokens")
+            raise ApiError(400, why, "max_output_tokens")
         if event.background and not generate:
-            raise Refused(400, "generate: false can't be used with background", "background")
+            raise ApiError(400, "generate: false can't be used with background", "background")
         if event.conversation is not None and not generate:
             # It would add the input, and the request that it prepares would add that again.
-            raise Refused(400, "generate: false can't be used with conversation", "conversation")
-        run = Run(
+            raise ApiError(400, "generate: false can't be used with conversation", "conversation")
+        run = SocketRequest(
             event.stream_id,
             self.memory,
             generate=generate,
@@ -423,92 +425,94 @@ class Connection:
             size=len(message),
         )
         run.background = bool(event.background)
-        self.start(run, self.created(message, generate=generate))
+        self.start_task(run, self.stream_new_response(message, generate=generate))
 
-    def resume(self, event: Asked) -> None:
+    def resume_stream(self, event: ClientEvent) -> None:
         """Start to send the rest of a background stream.
 
         Raises:
-            Refused: the event is invalid, too many requests run, or too many bytes wait.
+            ApiError: the event is invalid, too many requests run, or too many bytes wait.
         """
-        response_id, after = an_id(event.response_id, "response_id"), event.starting_after
+        response_id, after = validate_id(event.response_id, "response_id"), event.starting_after
         if after is not None and (type(after) is not int or not 0 <= after < 2**53):
-            raise Refused(400, "starting_after must be a sequence number", "starting_after")
-        run = Run(event.stream_id, self.memory, new=False)
+            raise ApiError(400, "starting_after must be a sequence number", "starting_after")
+        run = SocketRequest(event.stream_id, self.memory, new=False)
         run.background, run.response = True, {"id": response_id}
-        self.start(run, self.resumed(response_id, after))
+        self.start_task(run, self.stream_resumed_response(response_id, after))
 
-    def start(self, run: Run, frames: AsyncIterator[Frame]) -> None:
+    def start_task(self, run: SocketRequest, frames: AsyncIterator[EncodedEvent]) -> None:
         """Have a task send the events of a run.
 
         Raises:
-            Refused: too many run, or too many bytes wait.
+            ApiError: too many run, or too many bytes wait.
         """
         most = self.limits.requests
         if len(self.runs) >= most:
-            message = f"{many(most, 'request')} at most can run or wait on a connection."
-            raise Refused(429, message, code="too_many_requests")
+            message = f"{format_count(most, 'request')} at most can run or wait on a connection."
+            raise ApiError(429, message, code="too_many_requests")
         if all(other.stream_id != run.stream_id for other in self.runs):
             run.size = 0
         elif sum(other.size for other in self.runs) + run.size > self.limits.message:
             # To read no more would hide a cancellation, the end of the connection, and the pongs.
             message = f"{self.limits.message} bytes of requests at most wait on a connection."
-            raise Refused(429, message, code="too_many_requests")
+            raise ApiError(429, message, code="too_many_requests")
         elif waiting.bytes + run.size > WAITING_BYTES:
             message = "Too many bytes of requests wait on this server: send it again later."
-            raise Refused(429, message, code="too_many_requests")
+            raise ApiError(429, message, code="too_many_requests")
         self.runs.add(run)
         waiting.bytes += run.size
-        run.task = asyncio.create_task(self.carry_out(run, frames))
-        run.task.add_done_callback(lambda _: waiting.end(run))  # it may not even have begun
+        run.task = asyncio.create_task(self.process_request(run, frames))
+        run.task.add_done_callback(lambda _: waiting.remove(run))  # it may not even have begun
 
-    async def carry_out(self, run: Run, frames: AsyncIterator[Frame]) -> None:
+    async def process_request(
+        self, run: SocketRequest, frames: AsyncIterator[EncodedEvent]
+    ) -> None:
         """Send the events of a run, after those of the runs before it on its stream."""
         _run.set(run)
         turn = self.turns.setdefault(run.stream_id, asyncio.Lock())
         try:
             async with turn:
-                waiting.end(run)
-                with counted(self.scope, rendering=run.new) as arrival:
+                waiting.remove(run)
+                with count_websocket_request(self.scope, rendering=run.new) as arrival:
                     try:
-                        await self.relay(run, frames)
+                        await self.relay_events(run, frames)
                     except asyncio.CancelledError:
                         task = asyncio.current_task()
                         if not (run.cancelled or arrival.cut) or task is None:
                             raise
                         task.uncancel()
                         if run.cancelled:
-                            await self.end(run)
+                            await self.send_cancellation(run)
                         else:
-                            await self.refuse(
-                                Refused(503, "The server is draining."), run.stream_id
+                            await self.send_error(
+                                ApiError(503, "The server is draining."), run.stream_id
                             )
         except asyncio.CancelledError:
             if not run.cancelled:  # it was still waiting for its turn, otherwise
                 raise
-            await self.end(run)
+            await self.send_cancellation(run)
         except WebSocketDisconnect:
-            self.lose()
+            self.mark_lost()
         finally:
             self.runs.discard(run)
             self.idle_since = monotonic()
             if gate.leaving and not self.runs:
                 await self.close(RESTARTING, "connect again: another process takes over")
 
-    async def end(self, run: Run) -> None:
+    async def send_cancellation(self, run: SocketRequest) -> None:
         """Tell a client that a run was cancelled, which may not have a response yet."""
         if run.response:
-            await self.send(run.stream_id, cancelled(run.response, run.number + 1))
+            await self.send_event(run.stream_id, make_cancelled_event(run.response, run.number + 1))
         else:
             message = "The request was cancelled before its response began."
-            await self.refuse(Refused(400, message, code="cancelled"), run.stream_id)
+            await self.send_error(ApiError(400, message, code="cancelled"), run.stream_id)
 
-    async def relay(self, run: Run, frames: AsyncIterator[Frame]) -> None:
+    async def relay_events(self, run: SocketRequest, frames: AsyncIterator[EncodedEvent]) -> None:
         """Send the events of a run, or the error that it ends with.
 
         As in OpenAI's API, what a run that fails continues is not remembered any more.
         """
-        async with self.answering(run.stream_id), aclosing(frames):  # type: ignore[type-var]
+        async with self.answer_errors(run.stream_id), aclosing(frames):  # type: ignore[type-var]
             async for frame in frames:
                 if not run.generate and frame.type not in WITHOUT_OUTPUT:
                     continue
@@ -517,11 +521,13 @@ class Connection:
                 if frame.type in BEGINNING and run.response is None:
                     run.response = msgspec.json.decode(seen.response)
                 run.answered = frame.type in ANSWERED
-                await self.send(run.stream_id, frame)
+                await self.send_event(run.stream_id, frame)
         if not run.answered:
-            self.memory.forget(run.continues)
+            self.memory.forget_response(run.continues)
 
-    async def created(self, message: bytes, *, generate: bool) -> AsyncIterator[Frame]:
+    async def stream_new_response(
+        self, message: bytes, *, generate: bool
+    ) -> AsyncIterator[EncodedEvent]:
         """The events of a new response.
 
         Args:
@@ -529,65 +535,71 @@ class Connection:
             generate: whether output is wanted.
 
         Raises:
-            Refused: the request is invalid, or the server drains.
+            ApiError: the request is invalid, or the server drains.
             StoreUnavailable: the store is down.
         """
-        if gate.closed:
-            raise Refused(503, "The server is draining: connect again.", code="unavailable")
-        given = {**whole(message), "stream": True}
+        if gate.is_closed:
+            raise ApiError(503, "The server is draining: connect again.", code="unavailable")
+        given = {**parse_event_object(message), "stream": True}
         del message
         for name in ("type", "stream_id", "generate"):
             given.pop(name, None)
         if not generate:
             given["max_output_tokens"] = 1
-        http = self.as_request(wire.ENCODE(given))
-        with loaded(self.socket.app.state):
+        http = self.make_http_request(wire.ENCODE(given))
+        with track_server_load(self.socket.app.state):
             async with aclosing(await self.create(given, http)) as frames:  # type: ignore[type-var]
                 del given, http
                 async for frame in frames:
                     yield frame
 
-    async def resumed(self, response_id: str, after: int | None) -> AsyncIterator[Frame]:
+    async def stream_resumed_response(
+        self, response_id: str, after: int | None
+    ) -> AsyncIterator[EncodedEvent]:
         """The events of a background response after a sequence number.
 
         Raises:
-            Refused: there is no such response, or no such number.
+            ApiError: there is no such response, or no such number.
             StoreUnavailable: the store is down.
         """
-        async with aclosing(await self.stored.resume(self.owner, response_id, after)) as frames:
+        async with aclosing(
+            await self.stored.resume_stream(self.owner, response_id, after)
+        ) as frames:
             async for frame in frames:
                 yield frame
 
-    async def cancel(self, event: Asked) -> None:
+    async def cancel_response(self, event: ClientEvent) -> None:
         """End a response: the named one, else what runs and waits on a stream.
 
         Raises:
-            Refused: there is none, or it is not the connection's owner's.
+            ApiError: there is none, or it is not the connection's owner's.
             StoreUnavailable: the store is down.
         """
         response_id = None
         if event.response_id is None:
             runs = [run for run in self.runs if run.stream_id == event.stream_id]
         else:
-            response_id = an_id(event.response_id, "response_id")
-            runs = [run for run in self.runs if run.id == response_id]
+            response_id = validate_id(event.response_id, "response_id")
+            runs = [run for run in self.runs if run.response_id == response_id]
         for run in runs:
-            if run.background and run.id:
-                await self.stored.cancel(self.owner, run.id)  # its last event follows
+            if run.background and run.response_id:
+                await self.stored.cancel(self.owner, run.response_id)  # its last event follows
             elif run.task and not run.cancelled:
                 run.cancelled = True
                 run.task.cancel()
         if runs:
             return
         if response_id is None:
-            raise Refused(404, "No response runs on this stream.", "stream_id")
+            raise ApiError(404, "No response runs on this stream.", "stream_id")
         body = await self.stored.cancel(self.owner, response_id)
-        await self.send(event.stream_id, wire.terminal("cancelled", 0, body))
+        await self.send_event(event.stream_id, wire.make_final_event("cancelled", 0, body))
 
     async def refuse_steer(self, event: dict[str, Any]) -> None:
         """Tell a client that the engine does not change the input of what runs."""
         response_id, given = event.get("previous_response_id"), event.get("input")
-        run = next((run for run in self.runs if response_id and run.id == response_id), None)
+        run = next(
+            (run for run in self.runs if response_id and run.response_id == response_id), None
+        )
         if not (isinstance(response_id, str) and given and isinstance(given, str | list)):
             code, message = "invalid_input", "previous_response_id and input are required."
         elif run:
@@ -599,9 +611,9 @@ class Connection:
         steer = {"previous_response_id": response_id or "", "input": given or ""}
         kind = "response.steer.failed"
         body = {"type": kind, "sequence_number": 0, "error": error, "steer": steer}
-        await self.send(run.stream_id if run else None, Frame(kind, wire.ENCODE(body)))
+        await self.send_event(run.stream_id if run else None, EncodedEvent(kind, wire.ENCODE(body)))
 
-    async def refuse(self, error: Refused, stream_id: str | None) -> None:
+    async def send_error(self, error: ApiError, stream_id: str | None) -> None:
         """Send an error event; the connection stays open."""
         code = error.code
         if code is None and error.status == 404 and error.param == "previous_response_id":
@@ -611,9 +623,9 @@ class Connection:
         # OpenAI's socket nests the error; the events of its streams, and its types, do not.
         nested = {"error": {"type": kind, **shown}}
         body = {"type": "error", "status": error.status, "sequence_number": 0, **shown, **nested}
-        await self.send(stream_id, Frame("error", wire.ENCODE(body)))
+        await self.send_event(stream_id, EncodedEvent("error", wire.ENCODE(body)))
 
-    async def send(self, stream_id: str | None, frame: Frame) -> None:
+    async def send_event(self, stream_id: str | None, frame: EncodedEvent) -> None:
         """Send an event, as soon as the client takes it.
 
         Raises:
@@ -631,15 +643,15 @@ class Connection:
             except (OSError, RuntimeError) as error:  # uvicorn has closed it
                 if isinstance(error, TimeoutError):
                     log.warning("vllmops: a WebSocket client took no event for %g s", STALL_S)
-                self.lose()
+                self.mark_lost()
                 raise WebSocketDisconnect(POLICY) from error
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Note that the client takes nothing any more: the connection ends."""
         if not self.lost.done():
             self.lost.set_result(None)
 
-    def as_request(self, body: bytes) -> Request:
+    def make_http_request(self, body: bytes) -> Request:
         """A request of this connection, as if it had come by HTTP."""
 
         async def receive() -> dict[str, Any]:
@@ -649,7 +661,7 @@ class Connection:
 
 
 # The connections of this process.
-opened: set[Connection] = set()
+opened: set[WebSocketConnection] = set()
 # The events that say which response a stream is of.
 BEGINNING = frozenset({"response.created", "response.queued", "response.in_progress"})
 # The events of a request without output.
@@ -658,7 +670,7 @@ WITHOUT_OUTPUT = frozenset(
 )
 
 
-def request_scope(socket: WebSocket) -> dict[str, Any]:
+def make_request_scope(socket: WebSocket) -> dict[str, Any]:
     """The scope of a POST on a connection."""
     headers = [
         pair
@@ -671,7 +683,7 @@ def request_scope(socket: WebSocket) -> dict[str, Any]:
 
 
 @contextmanager
-def loaded(state: Any) -> Iterator[None]:
+def track_server_load(state: Any) -> Iterator[None]:
     """Count a request in vLLM's server load, as its HTTP routes do."""
     tracked = getattr(state, "enable_server_load_tracking", False)
     if tracked:
@@ -683,57 +695,59 @@ def loaded(state: Any) -> Iterator[None]:
             state.server_load_metrics -= 1
 
 
-def read(message: bytes) -> Asked:
+def parse_client_event(message: bytes) -> ClientEvent:
     """An event of a client.
 
     Raises:
-        Refused: it is not a JSON object.
+        ApiError: it is not a JSON object.
     """
-    with as_json():
+    with translate_json_errors():
         return ASKED.decode(message)
 
 
-def whole(message: bytes) -> dict[str, Any]:
+def parse_event_object(message: bytes) -> dict[str, Any]:
     """All that a client's event has.
 
     Raises:
-        Refused: it is not a JSON object.
+        ApiError: it is not a JSON object.
     """
-    with as_json():
+    with translate_json_errors():
         return msgspec.json.decode(message, type=dict[str, Any])
 
 
 @contextmanager
-def as_json() -> Iterator[None]:
+def translate_json_errors() -> Iterator[None]:
     """Refuse what is not a JSON object."""
     try:
         yield
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise Refused(
+        raise ApiError(
             400, f"The event is not a JSON object: {error}", code="invalid_json"
         ) from error
 
 
-def named(event: Asked) -> str | None:
+def validate_stream_id(event: ClientEvent) -> str | None:
     """The id of the stream that an event names.
 
     Raises:
-        Refused: it is not an id.
+        ApiError: it is not an id.
     """
-    return None if event.stream_id is None else an_id(event.stream_id, "stream_id")
+    return None if event.stream_id is None else validate_id(event.stream_id, "stream_id")
 
 
-def an_id(given: Any, param: str) -> str:
+def validate_id(given: Any, param: str) -> str:
     """An id that a client gives.
 
     Raises:
-        Refused: it is none.
+        ApiError: it is none.
     """
     if isinstance(given, str) and 0 < len(given) <= LONGEST_ID:
         return given
-    raise Refused(400, f"{param} must be a string of 1 to {LONGEST_ID} characters", param)
+    raise ApiError(400, f"{param} must be a string of 1 to {LONGEST_ID} characters", param)
 
 
-def cancelled(response: dict[str, Any], number: int) -> Frame:
+def make_cancelled_event(response: dict[str, Any], number: int) -> EncodedEvent:
     """The event that ends a response which its client cancelled."""
-    return wire.terminal("cancelled", number, wire.ENCODE({**response, "status": "cancelled"}))
+    return wire.make_final_event(
+        "cancelled", number, wire.ENCODE({**response, "status": "cancelled"})
+    )

@@ -26,7 +26,7 @@ INCLUDABLE = frozenset(get_args(ResponseIncludable))
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
-class Refused(Exception):  # noqa: N818 - an answer, not a fault
+class ApiError(Exception):
     """An error answer to a client.
 
     Args:
@@ -46,95 +46,95 @@ class Refused(Exception):  # noqa: N818 - an answer, not a fault
         self.code = code
 
 
-class Frame(NamedTuple):
+class EncodedEvent(NamedTuple):
     """An event of a stream: its type, and all of it as JSON."""
 
     type: str
     data: bytes
 
 
-class Input(msgspec.Struct):
+class RequestInput(msgspec.Struct):
     """The part of a request that the store keeps."""
 
     input: msgspec.Raw = msgspec.Raw(b"[]")
 
 
-class Output(msgspec.Struct):
+class ResponseOutput(msgspec.Struct):
     """The part of a response that belongs to the conversation."""
 
     output: list[dict[str, Any]] = []
 
 
-class Background(msgspec.Struct):
+class BackgroundFlag(msgspec.Struct):
     """The part of a response that says whether it ran in the background."""
 
     background: bool = False
 
 
-class Kind(msgspec.Struct):
+class EventType(msgspec.Struct):
     """The part of an event that says what it is."""
 
     type: str
 
 
-REQUEST = msgspec.json.Decoder(Input)
+REQUEST = msgspec.json.Decoder(RequestInput)
 GIVEN = msgspec.json.Decoder(str | list[dict[str, Any]] | None)
 ITEMS = msgspec.json.Decoder(list[dict[str, Any]])
 INPUTS = msgspec.json.Decoder(list[list[dict[str, Any]]])
 ITEM = msgspec.json.Decoder(dict[str, Any])
-OUTPUT = msgspec.json.Decoder(Output)
-BACKGROUND = msgspec.json.Decoder(Background)
-KIND = msgspec.json.Decoder(Kind)
+OUTPUT = msgspec.json.Decoder(ResponseOutput)
+BACKGROUND = msgspec.json.Decoder(BackgroundFlag)
+KIND = msgspec.json.Decoder(EventType)
 ENCODE = msgspec.json.Encoder().encode
 
 
 @contextmanager
-def stored(what: str) -> Iterator[None]:
+def translate_damage_errors(what: str) -> Iterator[None]:
     """Blame the store for what can't be read back, and not the client.
 
     Args:
         what: it is.
 
     Raises:
-        Refused: it is damaged.
+        ApiError: it is damaged.
     """
     try:
         yield
     except (*BROKEN, ValueError) as error:
-        raise Refused(500, f"A stored {what} is damaged: {error}") from error
+        raise ApiError(500, f"A stored {what} is damaged: {error}") from error
 
 
-def check_text(body: bytes) -> None:
+def validate_utf8(body: bytes) -> None:
     """Check that an answer can repeat the texts of a request.
 
     Raises:
-        Refused: one has half of a surrogate pair, which Python reads and nobody can write.
+        ApiError: one has half of a surrogate pair, which Python reads and nobody can write.
     """
     try:
         body.decode()
         if b"\\ud" in body or b"\\uD" in body:
             msgspec.json.decode(body)
     except BROKEN as error:
-        raise Refused(400, f"The request is not JSON in UTF-8: {error}") from error
+        raise ApiError(400, f"The request is not JSON in UTF-8: {error}") from error
 
 
-def added(body: bytes) -> bytes:
+def extract_input_items(body: bytes) -> bytes:
     """The items that a request adds to its conversation, a JSON array, from the request's body.
 
     Raises:
-        Refused: it is not strict JSON; it has ``NaN``, for example.
+        ApiError: it is not strict JSON; it has ``NaN``, for example.
     """
     try:
         raw = REQUEST.decode(body).input
         given = GIVEN.decode(raw)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(400, f"The request can't be stored: {error}", "input") from error
+        raise ApiError(400, f"The request can't be stored: {error}", "input") from error
     if isinstance(given, str):
         return ENCODE([{"type": "message", "role": "user", "content": given}])
     return b"[]" if given is None else bytes(raw)
 
 
-def spoken(output: list[dict[str, Any]], *, harmony: bool) -> list[dict[str, Any]]:
+def select_history_items(output: list[dict[str, Any]], *, harmony: bool) -> list[dict[str, Any]]:
     """The items of an answer that later turns can include.
 
     Args:
@@ -142,10 +142,10 @@ def spoken(output: list[dict[str, Any]], *, harmony: bool) -> list[dict[str, Any
         harmony: whether vLLM renders them for gpt-oss, which supports fewer types.
     """
     kept = TURNS - {"custom_tool_call"} if harmony else TURNS
-    return [item for item in output if speaks(item, kept)]
+    return [item for item in output if is_history_item(item, kept)]
 
 
-def speaks(item: dict[str, Any], kept: frozenset[str]) -> bool:
+def is_history_item(item: dict[str, Any], kept: frozenset[str]) -> bool:
     """Whether a later turn can include an item of an answer."""
     if item.get("type") not in kept:
         return False
@@ -154,14 +154,14 @@ def speaks(item: dict[str, Any], kept: frozenset[str]) -> bool:
     return True
 
 
-def silent(item: Any) -> bool:
+def is_empty_answer(item: Any) -> bool:
     """Whether an input item is an empty answer, which vLLM produces and can't render."""
     fields = item if isinstance(item, dict) else vars(item)
     empty = fields.get("content") == []
     return empty and fields.get("role") == "assistant" and fields.get("type") == "message"
 
 
-def in_background(response: Response) -> bool:
+def is_background_response(response: Response) -> bool:
     """Whether a response ran in the background, as far as its stored body says."""
     try:
         return BACKGROUND.decode(response.body).background
@@ -177,25 +177,25 @@ INCLUDED = {
 }
 
 
-def check_include(include: Collection[str]) -> None:
+def validate_include(include: Collection[str]) -> None:
     """Check what a request wants included.
 
     Raises:
-        Refused: OpenAI's API has nothing of that name.
+        ApiError: OpenAI's API has nothing of that name.
     """
     if unknown := set(include) - INCLUDABLE:
-        raise Refused(400, f"include {min(unknown)!r} is unknown", "include")
+        raise ApiError(400, f"include {min(unknown)!r} is unknown", "include")
 
 
-def check_included(response: Response, include: Collection[str]) -> None:
+def require_included_fields(response: Response, include: Collection[str]) -> None:
     """Check that a stored response has what is to be included: it can't be made afterwards.
 
     Raises:
-        Refused: OpenAI's API has nothing of that name, or the response was made without it.
+        ApiError: OpenAI's API has nothing of that name, or the response was made without it.
     """
-    check_include(include)
+    validate_include(include)
     for name in include:
-        if name not in INCLUDED or response.running:
+        if name not in INCLUDED or response.is_running:
             continue
         kind, field = INCLUDED[name]
         try:
@@ -209,10 +209,10 @@ def check_included(response: Response, include: Collection[str]) -> None:
         ]
         if made and not any(made):
             message = f"include {name!r}: the response was created without it"
-            raise Refused(400, message, "include")
+            raise ApiError(400, message, "include")
 
 
-def check_outputs(added: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> None:
+def validate_tool_outputs(added: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> None:
     """Check that each output of a tool that a request adds has its call in the conversation.
 
     Args:
@@ -220,7 +220,7 @@ def check_outputs(added: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any
         whole: all items of the conversation.
 
     Raises:
-        Refused: one has none.
+        ApiError: one has none.
     """
     outputs = [item for item in added if str(item.get("type")).endswith("_call_output")]
     if not outputs:
@@ -231,35 +231,37 @@ def check_outputs(added: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any
             message = (
                 f"No tool call found for {item['type'].replace('_', ' ')} with call_id {call}."
             )
-            raise Refused(400, message, "input")
+            raise ApiError(400, message, "input")
 
 
-def items(response: Response, *, after: str | None, limit: int, descending: bool) -> bytes:
+def encode_input_items(
+    response: Response, *, after: str | None, limit: int, descending: bool
+) -> bytes:
     """A page of the items that a turn added to its conversation.
 
     Raises:
-        Refused: no item has the id `after`, or the stored input is damaged.
+        ApiError: no item has the id `after`, or the stored input is damaged.
     """
-    with stored("input"):
+    with translate_damage_errors("input"):
         given = ITEMS.decode(response.input)
     by_id: dict[str, dict[str, Any]] = {}
     for n, item in enumerate(given):
-        one = as_listed(item, response.id, n)
+        one = build_listed_item(item, response.id, n)
         if one["id"] in by_id:  # a page could not begin after it
-            one = as_listed({**item, "id": None}, response.id, n)
+            one = build_listed_item({**item, "id": None}, response.id, n)
         by_id[one["id"]] = one
     ids, shown = list(by_id), list(by_id.values())
     if descending:
         ids.reverse()
         shown.reverse()
     if after is not None and after not in ids:
-        raise Refused(400, f"No item with id '{after}' in this response.", "after")
+        raise ApiError(400, f"No item with id '{after}' in this response.", "after")
     first = 0 if after is None else ids.index(after) + 1
     part = slice(first, first + limit)
-    return listed(list(map(ENCODE, shown[part])), ids[part], more=len(ids) > part.stop)
+    return encode_list_page(list(map(ENCODE, shown[part])), ids[part], more=len(ids) > part.stop)
 
 
-def as_listed(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:
+def build_listed_item(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:
     """An item as lists show it: with its type, an id, and its content in parts."""
     listed_item = {name: value for name, value in item.items() if value is not None}
     kind = listed_item.setdefault("type", "message")
@@ -274,45 +276,45 @@ def as_listed(item: dict[str, Any], response_id: str, index: int) -> dict[str, A
     return listed_item
 
 
-def listed(documents: list[bytes], ids: list[str], *, more: bool) -> bytes:
+def encode_list_page(documents: list[bytes], ids: list[str], *, more: bool) -> bytes:
     """A page in the format of OpenAI's lists."""
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
     tail = ENCODE({**ends, "has_more": more})[1:]
     return b'{"object":"list","data":[' + b",".join(documents) + b"]," + tail
 
 
-def terminal(status: str, number: int, body: bytes) -> Frame:
+def make_final_event(status: str, number: int, body: bytes) -> EncodedEvent:
     """The event that ends a stream, by the final status of the response."""
     kind = f"response.{status}"
     event = {"type": kind, "sequence_number": number, "response": msgspec.Raw(body)}
-    return Frame(kind, ENCODE(event))
+    return EncodedEvent(kind, ENCODE(event))
 
 
-def failed(response: dict[str, Any], message: str) -> bytes:
+def encode_failed_response(response: dict[str, Any], message: str) -> bytes:
     """A response that failed."""
     error = {"code": "server_error", "message": message}
     return ENCODE({**response, "status": "failed", "error": error})
 
 
-def error_event(number: int, message: str) -> Frame:
+def make_error_event(number: int, message: str) -> EncodedEvent:
     """The event that ends a stream without a response.
 
     OpenAI's types have the error's fields in the event, those of openresponses in `error`.
     """
     error = {"code": "server_error", "message": message, "param": None}
     event = {"type": "error", "sequence_number": number, **error}
-    return Frame("error", ENCODE({**event, "error": {"type": "server_error", **error}}))
+    return EncodedEvent("error", ENCODE({**event, "error": {"type": "server_error", **error}}))
 
 
-def not_found(response_id: str, param: str = "response_id") -> Refused:
-    return Refused(404, f"Response with id '{response_id}' not found.", param)
+def make_not_found_error(response_id: str, param: str = "response_id") -> ApiError:
+    return ApiError(404, f"Response with id '{response_id}' not found.", param)
 
 
-def taken(response_id: str) -> Refused:
-    return Refused(409, f"There is a response with id '{response_id}' already.", "request_id")
+def make_id_taken_error(response_id: str) -> ApiError:
+    return ApiError(409, f"There is a response with id '{response_id}' already.", "request_id")
 
 
-async def no_events() -> AsyncGenerator[Frame, None]:
+async def make_empty_stream() -> AsyncGenerator[EncodedEvent, None]:
     """An empty stream."""
     if False:
         yield

@@ -10,7 +10,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Self, TypeVar
 
-from ...background import ErrorReporter, attempt
+from ...background import ErrorReporter, run_and_report
 from ...store.backend import Response, StoreUnavailable
 from ...store.store import ResponseStore
 from ..log import log
@@ -23,7 +23,7 @@ BATCH_S = 0.05
 PATIENCE_S = 600.0
 
 
-class Writer:
+class EventWriter:
     """Writes the events of a run to the store, in batches, beside the generation.
 
     Args:
@@ -43,7 +43,7 @@ class Writer:
         self.reporter = ErrorReporter(f"some events of {run.id} are not stored", log.error)
 
     async def __aenter__(self) -> Self:
-        self.task = asyncio.create_task(self.write(), name=f"events_{self.run.id}")
+        self.task = asyncio.create_task(self.write_batches(), name=f"events_{self.run.id}")
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -56,19 +56,19 @@ class Writer:
         finally:
             self.task.cancel()
 
-    def add(self, number: int, event: bytes) -> None:
+    def queue_event(self, number: int, event: bytes) -> None:
         """Queue an event; events arrive in order."""
         self.waiting.append(event)
         self.last = number
         self.news.set()
 
-    async def write(self) -> None:
+    async def write_batches(self) -> None:
         while not self.gone:
             await self.news.wait()
             self.news.clear()
             if self.waiting:
                 # Events that can't be stored are left out; later ones are still written.
-                await attempt(self.write_some, self.reporter)
+                await run_and_report(self.write_batch, self.reporter)
             elif self.over.is_set():
                 return
             if self.over.is_set():
@@ -77,16 +77,18 @@ class Writer:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self.over.wait(), BATCH_S)
 
-    async def write_some(self) -> None:
+    async def write_batch(self) -> None:
         """Write all queued events."""
         batch = list(self.waiting)
         self.waiting.clear()
         first = self.last + 1 - len(batch)
         # A failed write may have succeeded in part: writing the same batch again does no harm.
-        self.gone = not await patiently(partial(self.store.append, self.run, first, batch))
+        self.gone = not await retry_while_unavailable(
+            partial(self.store.append_events, self.run, first, batch)
+        )
 
 
-async def patiently(call: Callable[[], Awaitable[T]]) -> T:
+async def retry_while_unavailable(call: Callable[[], Awaitable[T]]) -> T:
     """Call until the store answers.
 
     Raises:

@@ -1,9 +1,9 @@
 """``vllmops cache``: inspect, compare, repair and reset the multimodal and encoder caches."""
 
-from ...output import typer_app
+from ...output import make_typer_app
 from . import compare, inspect, repair, reset
 
-app = typer_app()
+app = make_typer_app()
 
 
 app.command(epilog="Example: vllmops cache inspect -t demo --save before.json")(inspect.inspect)

@@ -13,14 +13,14 @@ from ... import output
 from ...caches import compare as compares
 from ...diagnose import compares as judge
 from ...diagnose.findings import Severity
-from ...instances.servers import resolve
+from ...instances.servers import resolve_server
 from ...output import Progress, Result
-from ...protocol.caches import Silent
-from ...protocol.compares import CompareRequest, Comparison
-from ...protocol.place import key, who
-from ..findings import FailOn, exit_code, lines
-from ..options import Target, seconds
-from ..several import per_target
+from ...protocol.caches import ProcessGap
+from ...protocol.compares import CacheComparison, CompareRequest
+from ...protocol.place import format_process, make_process_key
+from ..findings import FailOn, choose_exit_code, render_findings
+from ..options import Target, make_seconds_parser
+from ..several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,16 +28,19 @@ if TYPE_CHECKING:
 TITLES = {"mm-lru": "Multimodal cache, mirrored", "encoder": "Encoder cache"}
 
 
-@per_target
+@run_per_target
 def compare(
     *,
     target: Target = None,
     fail_on: FailOn = Severity.ERROR,
     apart: Annotated[
-        float, typer.Option(parser=seconds(0.1), help="Seconds between the two reads.")
+        float, typer.Option(parser=make_seconds_parser(0.1), help="Seconds between the two reads.")
     ] = 0.5,
     timeout: Annotated[
-        float, typer.Option(parser=seconds(1), help="Seconds to wait for the engine's answer.")
+        float,
+        typer.Option(
+            parser=make_seconds_parser(1), help="Seconds to wait for the engine's answer."
+        ),
     ] = 10.0,
     json_: output.Json = False,
 ) -> Result:
@@ -50,18 +53,20 @@ def compare(
     used in the meantime are ignored. The exit code is 1 if a finding has
     the severity --fail-on or a higher one, 3 if the engine does not answer.
     """
-    server = resolve(target)
+    server = resolve_server(target)
     with Progress(time.time(), quiet=json_) as progress:
         progress.update(f"{server.label}: reading both sides twice")
-        comparisons, silent = compares.take(
+        comparisons, silent = compares.compare_caches(
             server, CompareRequest(apart_s=apart, timeout_s=timeout)
         )
-    data = report(server.label, comparisons, silent)
-    return Result(data, lambda: list(text(data)), exit_code(data["findings"], fail_on))
+    data = build_comparison_data(server.label, comparisons, silent)
+    return Result(
+        data, lambda: list(render_comparison(data)), choose_exit_code(data["findings"], fail_on)
+    )
 
 
-def report(
-    server: str, comparisons: Sequence[Comparison], silent: Sequence[Silent]
+def build_comparison_data(
+    server: str, comparisons: Sequence[CacheComparison], silent: Sequence[ProcessGap]
 ) -> dict[str, Any]:
     """The data for ``--json``.
 
@@ -69,7 +74,7 @@ def report(
     """
     lasts = [comparison.looks[-1] for comparison in comparisons]
     engines = {
-        key(process): process
+        make_process_key(process): process
         for look in lasts
         for process in look.engines
         if process.unfinished is not None
@@ -86,24 +91,24 @@ def report(
             "handed_over": sum(look.handed for look in lasts),
             "engine": sum(engine.unfinished or 0 for engine in engines.values()),
         },
-        "pairs": unique(map(judge.pairs, comparisons)),
-        "findings": unique(map(judge.drift, comparisons)),
-        "notes": unique(map(judge.notes, comparisons)),
+        "pairs": merge_unique(map(judge.list_cache_pairs, comparisons)),
+        "findings": merge_unique(map(judge.diagnose_comparison, comparisons)),
+        "notes": merge_unique(map(judge.make_comparison_notes, comparisons)),
         "silent": silent,
-        "problems": unique(look.problems for look in lasts),
+        "problems": merge_unique(look.problems for look in lasts),
     }
 
 
-def unique(groups: Iterable[Iterable[Any]]) -> list[Any]:
+def merge_unique(groups: Iterable[Iterable[Any]]) -> list[Any]:
     """The members of all groups, each once."""
     return list(dict.fromkeys(chain.from_iterable(groups)))
 
 
-def text(data: dict[str, Any]) -> Iterator[RenderableType]:
-    """The data of `report` for a person."""
+def render_comparison(data: dict[str, Any]) -> Iterator[RenderableType]:
+    """The data of `build_comparison_data` for a person."""
     for pair in data["pairs"]:
-        yield output.styled(TITLES[pair.kind], "bold")
-        yield sides(pair)
+        yield output.style_text(TITLES[pair.kind], "bold")
+        yield make_pair_table(pair)
         yield ""
     flight = data["in_flight"]
     yield (
@@ -113,21 +118,21 @@ def text(data: dict[str, Any]) -> Iterator[RenderableType]:
     for note in data["notes"]:
         yield f"note: {note.text}"
     for silent in data["silent"]:
-        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
     for problem in data["problems"]:
-        yield output.styled(problem, "yellow")
-    yield from lines(data["findings"])
+        yield output.style_text(problem, "yellow")
+    yield from render_findings(data["findings"])
     if not data["findings"]:
         if not data["pairs"]:
-            yield output.styled("Nothing to compare.", "yellow")
+            yield output.style_text("Nothing to compare.", "yellow")
         else:
             partly = any(note.code in judge.PARTLY for note in data["notes"])
             partly = partly or data["silent"] or data["problems"]
             where = " in what could be compared" if partly else ""
-            yield output.styled(f"No drift{where}.", "yellow" if where else "green")
+            yield output.style_text(f"No drift{where}.", "yellow" if where else "green")
 
 
-def sides(pair: judge.Pair) -> RenderableType:
+def make_pair_table(pair: judge.CachePair) -> RenderableType:
     """A table with a column for each side."""
     titles = [
         " ".join(filter(None, ("" if side == role else f"{side}:", role, ranks, str(pid))))
@@ -135,7 +140,7 @@ def sides(pair: judge.Pair) -> RenderableType:
             pair.sides, pair.roles, pair.ranks, pair.pids, strict=True
         )
     ]
-    table = output.table("", *titles, right=titles)
+    table = output.make_table("", *titles, right=titles)
     table.add_row("entries", *map(str, pair.entries))
     table.add_row("on both sides", *[str(pair.common)] * 2)
     table.add_row("only on this side", *map(str, pair.only))

@@ -16,8 +16,8 @@ from ...diagnose import caches as judge
 from ...diagnose.findings import Finding, Severity
 from ...errors import VllmopsError
 from ...files import is_gzip
-from ...host.processes import alive
-from ...instances.servers import resolve
+from ...host.processes import is_alive
+from ...instances.servers import resolve_server
 from ...output import Result
 from ...protocol import files
 from ...protocol.caches import (
@@ -30,11 +30,11 @@ from ...protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
-from ...protocol.place import row as ranked
-from ...protocol.place import who
-from ..findings import FailOn, exit_code, lines
-from ..options import Target, seconds, to_write, typed
-from ..several import per_target
+from ...protocol.place import format_process
+from ...protocol.place import make_process_fields as ranked
+from ..findings import FailOn, choose_exit_code, render_findings
+from ..options import Target, is_on_command_line, make_seconds_parser, validate_output_path
+from ..several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,7 +50,7 @@ TITLES = {
 }
 
 
-@per_target
+@run_per_target
 def inspect(
     ctx: typer.Context,
     file: Annotated[
@@ -66,13 +66,18 @@ def inspect(
     fail_on: FailOn = Severity.ERROR,
     watch: Annotated[bool, typer.Option("--watch", help="Repeat until Ctrl-C.")] = False,
     interval: Annotated[
-        float, typer.Option(parser=seconds(0.1), help="With --watch: seconds between snapshots.")
+        float,
+        typer.Option(
+            parser=make_seconds_parser(0.1), help="With --watch: seconds between snapshots."
+        ),
     ] = 2.0,
     keys: Annotated[bool, typer.Option("--keys", help="List every key, oldest first.")] = False,
     save: Annotated[
         Path | None,
         typer.Option(
-            readable=False, callback=to_write, help="Write the snapshot to this file as well."
+            readable=False,
+            callback=validate_output_path,
+            help="Write the snapshot to this file as well.",
         ),
     ] = None,
     json_: output.Json = False,
@@ -85,42 +90,42 @@ def inspect(
     or a higher one.
     """
     # FILE overrides a target from the environment; a typed target contradicts it.
-    if file is not None and (typed(ctx, "target") or watch or save):
-        raise usage("FILE cannot be combined with --target, --watch or --save")
+    if file is not None and (is_on_command_line(ctx, "target") or watch or save):
+        raise make_usage_error("FILE cannot be combined with --target, --watch or --save")
     if file is not None:
-        return result(saved(file), fail_on, keys)
+        return make_caches_result(load_snapshot(file), fail_on, keys)
     # The server's work goes first: a snapshot every second must not slow it down.
     os.nice(NICENESS)
-    agents: caches.Agents | None = None
+    agents: caches.CacheAgents | None = None
 
-    def look() -> Result:
+    def inspect_once() -> Result:
         nonlocal agents
         # The processes seldom change, and to find them takes longer than to read their caches.
-        if agents and not (agents.server.fleet or all(map(alive, agents.processes))):
+        if agents and not (agents.server.fleet or all(map(is_alive, agents.processes))):
             agents = None
-        agents = agents or caches.Agents(resolve(target))
-        snapshot = caches.take(agents, keys=keys or save is not None)
+        agents = agents or caches.CacheAgents(resolve_server(target))
+        snapshot = caches.observe_caches(agents, keys=keys or save is not None)
         if save is not None:
-            files.save(save, snapshot)
-            output.say(f"saved to {save}")
+            files.save_snapshot(save, snapshot)
+            output.print_to_stderr(f"saved to {save}")
         if snapshot.samples[-1].silent:
             agents = None
-        return result(snapshot, fail_on, keys)
+        return make_caches_result(snapshot, fail_on, keys)
 
-    return output.repeat(look, interval, watch=watch, as_json=json_)
+    return output.run_or_watch(inspect_once, interval, watch=watch, as_json=json_)
 
 
-def saved(file: Path) -> CacheSnapshot:
+def load_snapshot(file: Path) -> CacheSnapshot:
     """The cache snapshot in a file: one that --save wrote, or a bundle.
 
     Raises:
-        VllmopsError: as `files.load` and `bundle.load` do, or ``bundle.no-caches``.
+        VllmopsError: as `files.load_snapshot` and `bundle.load_bundle` do, or ``bundle.no-caches``.
     """
     if not is_gzip(file):
-        return files.load(file, CacheSnapshot)
+        return files.load_snapshot(file, CacheSnapshot)
     from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
 
-    bundled = bundle.load(file)
+    bundled = bundle.load_bundle(file)
     if bundled.caches is None:
         reasons = [unseen.why for unseen in bundled.unseen if unseen.code.startswith("agent.")]
         raise VllmopsError(
@@ -131,22 +136,24 @@ def saved(file: Path) -> CacheSnapshot:
     return bundled.caches
 
 
-def usage(message: str) -> VllmopsError:
+def make_usage_error(message: str) -> VllmopsError:
     return VllmopsError("usage", message, "leave one of these options out")
 
 
-def result(snapshot: CacheSnapshot, fail_on: Severity, keys: bool) -> Result:
+def make_caches_result(snapshot: CacheSnapshot, fail_on: Severity, keys: bool) -> Result:
     """What the command shows of a snapshot, from a server or from a file."""
-    findings = judge.diagnose(snapshot)
+    findings = judge.diagnose_caches(snapshot)
     last = snapshot.samples[-1]
     data = {
         "server": snapshot.server,
         "taken_at": last.taken_at,
         "quiet": last.quiet,
         "samples": len(snapshot.samples),
-        "caches": [row(process, cache, keys) for process, cache in pairs(snapshot)],
+        "caches": [
+            build_cache_row(process, cache, keys) for process, cache in list_caches(snapshot)
+        ],
         "findings": findings,
-        "notes": judge.notes(last),
+        "notes": judge.make_cache_notes(last),
         "silent": last.silent,
         "problems": [
             {**ranked(process), "problem": problem}
@@ -154,22 +161,24 @@ def result(snapshot: CacheSnapshot, fail_on: Severity, keys: bool) -> Result:
             for problem in process.problems
         ],
     }
-    return Result(data, lambda: list(text(data, findings)), exit_code(findings, fail_on))
+    return Result(
+        data, lambda: list(render_caches(data, findings)), choose_exit_code(findings, fail_on)
+    )
 
 
-def pairs(snapshot: CacheSnapshot) -> Iterator[tuple[ProcessCaches, Cache]]:
+def list_caches(snapshot: CacheSnapshot) -> Iterator[tuple[ProcessCaches, Cache]]:
     """The caches of the last sample, each with its process."""
     for process in snapshot.samples[-1].processes:
         for cache in process.caches:
             yield process, cache
 
 
-def row(process: ProcessCaches, cache: Cache, keys: bool) -> dict[str, Any]:
+def build_cache_row(process: ProcessCaches, cache: Cache, keys: bool) -> dict[str, Any]:
     """A cache's figures; every kind uses the same names."""
-    return {**ranked(process), **figures(cache, keys)}
+    return {**ranked(process), **build_cache_figures(cache, keys)}
 
 
-def figures(cache: Cache, keys: bool) -> dict[str, Any]:
+def build_cache_figures(cache: Cache, keys: bool) -> dict[str, Any]:
     match cache:
         case LruCache():
             return {
@@ -178,8 +187,8 @@ def figures(cache: Cache, keys: bool) -> dict[str, Any]:
                 "entries": cache.entries,
                 "bytes": cache.bytes,
                 "capacity_bytes": int(cache.capacity_bytes),
-                "used": share(cache.bytes, cache.capacity_bytes),
-                **hit_counts(cache.hits, cache.queries),
+                "used": compute_used_fraction(cache.bytes, cache.capacity_bytes),
+                **build_hit_figures(cache.hits, cache.queries),
                 "pinned": len(cache.pinned),
                 "oldest": cache.oldest,
                 "newest": cache.newest,
@@ -192,11 +201,11 @@ def figures(cache: Cache, keys: bool) -> dict[str, Any]:
                 "entries": len(cache.keys) if cache.writer else None,
                 "bytes": cache.bytes,
                 "capacity_bytes": cache.capacity_bytes,
-                "used": share(cache.bytes, cache.capacity_bytes),
-                **hit_counts(cache.hits, cache.queries),
+                "used": compute_used_fraction(cache.bytes, cache.capacity_bytes),
+                **build_hit_figures(cache.hits, cache.queries),
                 "pinned": None,
                 "max_object_bytes": cache.max_object_bytes,
-                **ends(cache.keys if cache.writer else None, keys),
+                **select_end_keys(cache.keys if cache.writer else None, keys),
             }
         case EncoderCache():
             return {
@@ -206,9 +215,9 @@ def figures(cache: Cache, keys: bool) -> dict[str, Any]:
                 "slots": cache.slots,
                 "free_slots": cache.free_slots,
                 "freeable_slots": cache.freeable_slots,
-                "used": share(cache.slots - cache.free_slots, cache.slots),
+                "used": compute_used_fraction(cache.slots - cache.free_slots, cache.slots),
                 "referenced": sum(map(bool, cache.cached.values())),
-                **ends(list(cache.cached), keys),
+                **select_end_keys(list(cache.cached), keys),
             }
         case EncoderDecoderCache():
             return {
@@ -218,9 +227,9 @@ def figures(cache: Cache, keys: bool) -> dict[str, Any]:
                 "slots": cache.slots,
                 "free_slots": cache.free_slots,
                 "freeable_slots": None,
-                "used": share(cache.slots - cache.free_slots, cache.slots),
+                "used": compute_used_fraction(cache.slots - cache.free_slots, cache.slots),
                 "referenced": None,
-                **ends(None, keys),
+                **select_end_keys(None, keys),
             }
         case WorkerEncoderCache():
             return {
@@ -229,21 +238,21 @@ def figures(cache: Cache, keys: bool) -> dict[str, Any]:
                 "entries": len(cache.keys),
                 "bytes": cache.bytes,
                 "device": cache.device,
-                **ends(cache.keys, keys),
+                **select_end_keys(cache.keys, keys),
             }
 
 
-def share(part: float | None, whole: float) -> float | None:
+def compute_used_fraction(part: float | None, whole: float) -> float | None:
     """The used fraction; None without a meaning: vLLM can count more free slots than slots."""
     return None if part is None or part < 0 or whole <= 0 else part / whole
 
 
-def hit_counts(hits: int | None, queries: int | None) -> dict[str, Any]:
+def build_hit_figures(hits: int | None, queries: int | None) -> dict[str, Any]:
     rate = hits / queries if hits is not None and queries else None
     return {"hits": hits, "queries": queries, "hit_rate": rate}
 
 
-def ends(order: Sequence[str] | None, keys: bool) -> dict[str, Any]:
+def select_end_keys(order: Sequence[str] | None, keys: bool) -> dict[str, Any]:
     """The oldest and the newest key; with ``keys`` all of them."""
     both: dict[str, Any] = {
         "oldest": order[0] if order else None,
@@ -252,29 +261,29 @@ def ends(order: Sequence[str] | None, keys: bool) -> dict[str, Any]:
     return {**both, "keys": order} if keys else both
 
 
-def text(data: dict[str, Any], findings: Sequence[Finding]) -> Iterator[RenderableType]:
-    """The data of `result` for a person."""
+def render_caches(data: dict[str, Any], findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    """The data of `make_caches_result` for a person."""
     for kind, title in TITLES.items():
         sides = [cache for cache in data["caches"] if cache["kind"] == kind]
         if kind == "mm-processor-only" and len(sides) < len(data["caches"]):
             # Every process has one for the memory profiling at start; nothing else uses it.
             sides = [side for side in sides if side["entries"] or side["queries"]]
-        for together in tables(sides):
-            yield output.styled(title, "bold")
-            yield table(together)
-            yield from key_lists(together)
+        for together in group_sides(sides):
+            yield output.style_text(title, "bold")
+            yield make_sides_table(together)
+            yield from render_key_lists(together)
             yield ""
     for note in data["notes"]:
         yield f"note: {note.text}"
     for silent in data["silent"]:
-        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
         yield f"  hint: {silent.hint}"
     for problem in data["problems"]:
-        yield output.styled(f"{process_name(problem)}: {problem['problem']}", "yellow")
-    yield from lines(findings)
+        yield output.style_text(f"{format_process_name(problem)}: {problem['problem']}", "yellow")
+    yield from render_findings(findings)
     if not findings:
         where = " in what could be read" if data["silent"] or data["problems"] else ""
-        yield output.styled(f"No findings{where}.", "yellow" if where else "green")
+        yield output.style_text(f"No findings{where}.", "yellow" if where else "green")
 
 
 LABELS = {
@@ -297,17 +306,17 @@ LABELS = {
 SIZES = {"bytes", "capacity_bytes", "max_object_bytes"}
 
 
-def table(sides: Sequence[dict[str, Any]]) -> RenderableType:
+def make_sides_table(sides: Sequence[dict[str, Any]]) -> RenderableType:
     """A column for each side, a line for each figure that one of them has."""
-    titles = [heading(side) for side in sides]
-    made = output.table("", *titles, right=titles)
+    titles = [format_heading(side) for side in sides]
+    made = output.make_table("", *titles, right=titles)
     for name, label in LABELS.items():
         if any(side.get(name) is not None for side in sides):
-            made.add_row(label, *(cell(side, name) for side in sides))
+            made.add_row(label, *(format_cell(side, name) for side in sides))
     return made
 
 
-def tables(sides: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+def group_sides(sides: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """The sides of each table: an engine is beside its own workers, and they are by their ranks."""
     order = [side["role"] for side in sides]
     by_rank = sorted(
@@ -325,30 +334,30 @@ def tables(sides: Sequence[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
             yield together[start : start + SIDES_PER_TABLE]
 
 
-def process_name(row: dict[str, Any]) -> str:
+def format_process_name(row: dict[str, Any]) -> str:
     """The process that a row is about."""
     return " ".join(filter(None, (row["role"], row["ranks"], str(row["pid"]))))
 
 
-def heading(figures: dict[str, Any]) -> str:
-    process = process_name(figures)
+def format_heading(figures: dict[str, Any]) -> str:
+    process = format_process_name(figures)
     return process if figures["side"] == figures["role"] else f"{figures['side']}: {process}"
 
 
-def cell(figures: dict[str, Any], name: str) -> str:
+def format_cell(figures: dict[str, Any], name: str) -> str:
     value = figures.get(name)
     if value is None:
         return "-"
     if name in SIZES:
-        return output.size(value)
+        return output.format_bytes(value)
     if name == "used":
         return f"{value:.1%}"
     if name == "hits" and figures.get("hit_rate") is not None:
         return f"{value} ({figures['hit_rate']:.0%})"
-    return judge.short(str(value))
+    return judge.shorten_key(str(value))
 
 
-def key_lists(sides: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
+def render_key_lists(sides: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
     """The keys of each side that lists them (--keys)."""
     for side in sides:
         if side.get("keys"):

@@ -11,24 +11,24 @@ import typer
 
 from ... import output
 from ...caches import repair as repairs
-from ...caches.repair import Report
+from ...caches.repair import RepairReport
 from ...diagnose import caches as judge
-from ...diagnose.findings import Severity, worst
-from ...errors import Exit
-from ...instances.servers import resolve
+from ...diagnose.findings import Severity, find_worst_severity
+from ...errors import ExitCode
+from ...instances.servers import resolve_server
 from ...output import Progress, Result
-from ...protocol.place import row as ranked
-from ...protocol.place import who
-from ...protocol.repairs import Change, Fault
-from ..findings import lines
+from ...protocol.place import format_process
+from ...protocol.place import make_process_fields as ranked
+from ...protocol.repairs import CacheChange, CacheDefect
+from ..findings import render_findings
 from ..options import Target
-from ..several import per_target
+from ..several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-@per_target
+@run_per_target
 def repair(
     *,
     target: Target = None,
@@ -47,12 +47,12 @@ def repair(
     repaired; a healthy cache is not changed. The exit code is 1 if an
     error remains, or with --dry-run if there is one.
     """
-    server = resolve(target)
+    server = resolve_server(target)
     with Progress(time.time(), quiet=json_) as progress:
         progress.update(f"{server.label}: searching for faults")
-        report = repairs.repair(server, dry_run=dry_run)
-    findings = judge.diagnose(report.after)
-    failed = worst(findings) is Severity.ERROR or any(
+        report = repairs.repair_caches(server, dry_run=dry_run)
+    findings = judge.diagnose_caches(report.after)
+    failed = find_worst_severity(findings) is Severity.ERROR or any(
         cache.left for process in report.repairs for cache in process.caches
     )
     data = {
@@ -67,35 +67,37 @@ def repair(
         "seconds": sum(process.seconds for process in report.repairs),
         "findings": findings,
     }
-    code = Exit.FAILED if failed else Exit.OK
-    return Result(data, lambda: list(text(report, data)), code)
+    code = ExitCode.FAILED if failed else ExitCode.OK
+    return Result(data, lambda: list(render_repairs(report, data)), code)
 
 
-def text(report: Report, data: dict[str, Any]) -> Iterator[RenderableType]:
+def render_repairs(report: RepairReport, data: dict[str, Any]) -> Iterator[RenderableType]:
     """The data of `repair` for a person."""
     verb = "would repair" if data["dry_run"] else "repaired"
     for process in report.repairs:
         for cache in process.caches:
-            yield output.styled(f"{who(process)}, {cache.side} ({cache.name})", "bold")
+            yield output.style_text(
+                f"{format_process(process)}, {cache.side} ({cache.name})", "bold"
+            )
             for change in cache.changes:
-                yield f"  {'found' if cache.left else verb}: {words(change)}"
+                yield f"  {'found' if cache.left else verb}: {describe_change(change)}"
             if cache.left:
-                yield output.styled(f"  not repaired: {cache.left}", "yellow")
+                yield output.style_text(f"  not repaired: {cache.left}", "yellow")
     if not data["repairs"]:
-        yield output.styled("Nothing to repair.", "green")
+        yield output.style_text("Nothing to repair.", "green")
     for silent in data["silent"]:
-        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
     if data["findings"]:
         yield "Checked again:"
-        yield from lines(data["findings"])
+        yield from render_findings(data["findings"])
     else:
-        yield output.styled("Checked again: no findings.", "green")
+        yield output.style_text("Checked again: no findings.", "green")
 
 
-def words(change: Change) -> str:
+def describe_change(change: CacheChange) -> str:
     """A change in words."""
-    if change.fault is Fault.SIZE_SUM:
+    if change.fault is CacheDefect.SIZE_SUM:
         return f"{change.fault}: {change.count:+,.0f} bytes"
-    shown = ", ".join(map(judge.short, change.keys))
+    shown = ", ".join(map(judge.shorten_key, change.keys))
     more = ", …" if change.count > len(change.keys) else ""
     return f"{change.count:,.0f} {change.fault} ({shown}{more})"

@@ -9,30 +9,33 @@ import msgspec
 import typer
 
 from ... import output
-from ...codes import ErrorCode, known
-from ...errors import Exit, VllmopsError
+from ...codes import ErrorCode, parse_error_code
+from ...errors import ExitCode, VllmopsError
 from ...host.processes import Process
 from ...host.roles import Role
-from ...instances.servers import Server, resolve
-from ...instances.takedown import in_flight
-from ...keys.ring import in_seconds
-from ...numbers import many
+from ...instances.servers import Server, resolve_server
+from ...instances.takedown import count_in_flight
+from ...keys.ring import validate_seconds
+from ...numbers import format_count
 from ...output import Progress, Result
-from ...protocol.caches import Silent
-from ...protocol.resets import ResetDone, ResetRequest
+from ...protocol.caches import ProcessGap
+from ...protocol.resets import ResetAnswer, ResetRequest
 from ...rpc import agent
-from ..options import Target, seconds
-from ..several import per_target
+from ..options import Target, make_seconds_parser
+from ..several import run_per_target
 
 SLACK_S = 15.0  # beyond the drain: the reset itself, and a slow machine
 
 
-@per_target
+@run_per_target
 def reset(
     *,
     target: Target = None,
     timeout: Annotated[
-        float, typer.Option(parser=seconds(0.1), help="Seconds to wait for requests in flight.")
+        float,
+        typer.Option(
+            parser=make_seconds_parser(0.1), help="Seconds to wait for requests in flight."
+        ),
     ] = 60.0,
     now: Annotated[
         bool,
@@ -49,12 +52,12 @@ def reset(
     in flight after --timeout. Each API server resets its own caches: if
     one fails, the error says which ones were reset.
     """
-    in_seconds("--timeout", timeout)
-    server = resolve(target)
-    waiting = in_flight(server.processes, server.url) or 0
+    validate_seconds("--timeout", timeout)
+    server = resolve_server(target)
+    waiting = count_in_flight(server.processes, server.url) or 0
     if waiting:
-        output.say(
-            f"{many(waiting, 'request')} in flight: "
+        output.print_to_stderr(
+            f"{format_count(waiting, 'request')} in flight: "
             + (
                 "front end and engine may disagree afterwards; check with vllmops cache inspect"
                 if now
@@ -64,17 +67,17 @@ def reset(
         )
     with Progress(time.time(), quiet=json_) as progress:
         progress.update(f"{server.label}: resetting")
-        outcome = ask(server, ResetRequest(drain_s=0 if now else timeout))
+        outcome = request_resets(server, ResetRequest(drain_s=0 if now else timeout))
     data = {
         "server": server.label,
         "processes": [
-            {"pid": process.pid, **msgspec.to_builtins(answer), **agent.shown(process)}
+            {"pid": process.pid, **msgspec.to_builtins(answer), **agent.get_process_fields(process)}
             for process, answer in outcome.answers
         ],
         "silent": msgspec.to_builtins(outcome.silent),
         "refused_s": max((answer.refused_s for _, answer in outcome.answers), default=0.0),
     }
-    if error := failure(server, outcome, timeout):
+    if error := make_reset_error(server, outcome, timeout):
         error.data = data
         raise error
     when = "at once" if now else f"after a drain of {data['refused_s']:.2f} s"
@@ -89,21 +92,23 @@ class ResetAnswers(NamedTuple):
         silent: those that did not answer; they may still reset their caches later.
     """
 
-    answers: list[tuple[Process, ResetDone]]
-    silent: list[Silent]
+    answers: list[tuple[Process, ResetAnswer]]
+    silent: list[ProcessGap]
 
 
-def ask(server: Server, request: ResetRequest) -> ResetAnswers:
+def request_resets(server: Server, request: ResetRequest) -> ResetAnswers:
     """Ask every API server to reset its caches.
 
     Raises:
         VllmopsError: ``reset.no-agent``.
     """
 
-    def one(process: Process) -> tuple[Process, ResetDone]:
-        return process, agent.reach(process, timeout_s=request.drain_s + SLACK_S).reset(request)
+    def request_reset(process: Process) -> tuple[Process, ResetAnswer]:
+        return process, agent.open_agent(process, timeout_s=request.drain_s + SLACK_S).reset_caches(
+            request
+        )
 
-    outcome = ResetAnswers(*agent.side_by_side(server.of(Role.API), one))
+    outcome = ResetAnswers(*agent.collect_answers(server.select_processes(Role.API), request_reset))
     if not outcome.answers and not outcome.silent:
         raise VllmopsError(
             "reset.no-agent",
@@ -113,14 +118,17 @@ def ask(server: Server, request: ResetRequest) -> ResetAnswers:
     return outcome
 
 
-def failure(server: Server, outcome: ResetAnswers, timeout_s: float) -> VllmopsError | None:
+def make_reset_error(
+    server: Server, outcome: ResetAnswers, timeout_s: float
+) -> VllmopsError | None:
     """The error that says which API servers reset their caches and which did not; None if all."""
     done = [process for process, answer in outcome.answers if answer.done]
     busy = [(process, answer.in_flight) for process, answer in outcome.answers if not answer.done]
     if not busy and not outcome.silent:
         return None
     why = [
-        f"{agent.name(process)} still had {many(left, 'request')} in flight after {timeout_s:g} s"
+        f"{agent.format_process_name(process)} still had {format_count(left, 'request')} in flight "
+        f"after {timeout_s:g} s"
         for process, left in busy
     ]
     why += [
@@ -129,14 +137,17 @@ def failure(server: Server, outcome: ResetAnswers, timeout_s: float) -> VllmopsE
     ]
     if done:
         code: ErrorCode = "reset.partly"
-        what = f"only {', '.join(map(agent.name, done))} reset the caches of {server.label}"
+        what = (
+            f"only {', '.join(map(agent.format_process_name, done))} reset the caches of "
+            f"{server.label}"
+        )
     else:
-        code = "reset.busy" if busy else known(outcome.silent[0].code, "agent.broken")
+        code = "reset.busy" if busy else parse_error_code(outcome.silent[0].code, "agent.broken")
         what = f"the caches of {server.label} were not reset"
     hint = "use a longer --timeout, or --now; if requests hang, vllmops doctor shows why"
     return VllmopsError(
         code,
         f"{what}: {'; '.join(why)}",
         hint if busy else outcome.silent[0].hint,
-        exit_code=Exit.TIMED_OUT if busy else Exit(outcome.silent[0].exit_code),
+        exit_code=ExitCode.TIMED_OUT if busy else ExitCode(outcome.silent[0].exit_code),
     )

@@ -8,19 +8,28 @@ from typing import Annotated
 
 import typer
 
-from ...output import Json, Result, Verbatim, command
+from ...output import Json, Result, VerbatimText, print_result
 from ...store.backend import EVERYBODY
 from ..options import Target
-from ..responses.progress import ended
-from ..responses.sources import retried
-from .place import Store, every_id, opened, unknown
+from ..responses.progress import return_or_show_and_raise
+from ..responses.sources import retry_while_unavailable
+from .place import (
+    Store,
+    complete_conversation_id,
+    make_unknown_conversation_error,
+    open_conversations,
+)
 
 
-@command
+@print_result
 def delete(
     ids: Annotated[
         list[str],
-        typer.Argument(metavar="ID...", help="Conversations to delete.", autocompletion=every_id),
+        typer.Argument(
+            metavar="ID...",
+            help="Conversations to delete.",
+            autocompletion=complete_conversation_id,
+        ),
     ],
     *,
     target: Target = None,
@@ -28,17 +37,19 @@ def delete(
     json_: Json = False,
 ) -> Result:
     """Delete conversations with their items. Their responses stay."""
-    name, done = asyncio.run(deleted(target, store, list(dict.fromkeys(ids))))
+    name, done = asyncio.run(delete_conversations(target, store, list(dict.fromkeys(ids))))
     data = {"conversations": [{"id": one, "deleted": there} for one, there in done.items()]}
-    lines = [Verbatim(f"{one}  deleted") for one, there in done.items() if there]
+    lines = [VerbatimText(f"{one}  deleted") for one, there in done.items() if there]
     missing = [one for one, there in done.items() if not there]
-    failure = unknown(name, *missing) if missing else None
-    return ended(Result(data, lambda: list(lines)), failure, as_json=json_)
+    failure = make_unknown_conversation_error(name, *missing) if missing else None
+    return return_or_show_and_raise(Result(data, lambda: list(lines)), failure, as_json=json_)
 
 
-async def deleted(
+async def delete_conversations(
     target: str | None, store: str | None, ids: list[str]
 ) -> tuple[str, dict[str, bool]]:
     """The name of the store, and of each conversation whether it was there."""
-    async with opened(target, store) as (name, kept):
-        return name, {one: await retried(partial(kept.delete, EVERYBODY, one)) for one in ids}
+    async with open_conversations(target, store) as (name, kept):
+        return name, {
+            one: await retry_while_unavailable(partial(kept.delete, EVERYBODY, one)) for one in ids
+        }

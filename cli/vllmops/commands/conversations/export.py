@@ -9,19 +9,19 @@ from collections.abc import Callable
 import msgspec
 
 from ... import output
-from ...errors import VllmopsError, usage
-from ...numbers import many
-from ...output import Json, Progress, Result, command
+from ...errors import VllmopsError, make_usage_error
+from ...numbers import format_count
+from ...output import Json, Progress, Result, print_result
 from ...store import conversation_archive
 from ...store.backend import CursorUnknown
 from ..options import Target
-from ..responses.export import SHOWN, Force, Out, sink
-from ..responses.progress import Counting, ended
+from ..responses.export import SHOWN, Force, Out, open_line_writer
+from ..responses.progress import ProgressCounter, return_or_show_and_raise
 from . import place
-from .place import Store, items, opened, walk
+from .place import Store, iterate_conversations, load_items, open_conversations
 
 
-class Exported(msgspec.Struct):
+class ExportCounts(msgspec.Struct):
     """Counts of an export.
 
     Args:
@@ -33,7 +33,7 @@ class Exported(msgspec.Struct):
     damaged: dict[str, str] = {}
 
 
-@command
+@print_result
 def export(
     *,
     target: Target = None,
@@ -47,46 +47,50 @@ def export(
     `import` reads the file into any store.
     """
     if json_ and out is None:
-        raise usage("--json prints one envelope, so the lines need a file", "--out FILE")
-    done = Exported()
-    with Progress(time.time(), quiet=json_) as progress, sink(out, force=force) as write:
-        counting = Counting(progress, "exported")
+        raise make_usage_error("--json prints one envelope, so the lines need a file", "--out FILE")
+    done = ExportCounts()
+    with (
+        Progress(time.time(), quiet=json_) as progress,
+        open_line_writer(out, force=force) as write,
+    ):
+        counting = ProgressCounter(progress, "exported")
         try:
-            asyncio.run(exported(target, store, write, done, counting))
+            asyncio.run(export_conversations(target, store, write, done, counting))
         except KeyboardInterrupt as error:
-            raise counting.interrupted() from error
+            raise counting.make_interrupted_error() from error
     if not json_:
-        output.say(
-            f"{many(done.count, 'conversation')} exported" + (f" to {out}" if out else ""), "dim"
+        output.print_to_stderr(
+            f"{format_count(done.count, 'conversation')} exported" + (f" to {out}" if out else ""),
+            "dim",
         )
         for name, why in list(done.damaged.items())[:SHOWN]:
-            output.say(f"left out (damaged): {name}: {why}")
+            output.print_to_stderr(f"left out (damaged): {name}: {why}")
     data = {"count": done.count, "path": str(out) if out else None, "damaged": done.damaged}
     failure = None
     if done.damaged:
         failure = VllmopsError(
             "conversations.broken",
-            f"left out, as damaged or too large: {many(len(done.damaged), 'conversation')}",
+            f"left out, as damaged or too large: {format_count(len(done.damaged), 'conversation')}",
             "vllmops conversations show ID shows what is readable",
         )
-    return ended(Result(data), failure, as_json=json_)
+    return return_or_show_and_raise(Result(data), failure, as_json=json_)
 
 
-async def exported(
+async def export_conversations(
     target: str | None,
     store: str | None,
     write: Callable[[list[bytes]], None],
-    done: Exported,
-    counting: Counting,
+    done: ExportCounts,
+    counting: ProgressCounter,
 ) -> None:
     """Write all conversations, the newest first; one that is deleted meanwhile is left out."""
-    async with opened(target, store) as (_, kept):
-        async for one in walk(kept):
+    async with open_conversations(target, store) as (_, kept):
+        async for one in iterate_conversations(kept):
             try:
-                entries = await items(kept, one.id)
-                line = None if entries is None else conversation_archive.encode(one, entries)
+                entries = await load_items(kept, one.id)
+                line = None if entries is None else conversation_archive.encode_line(one, entries)
                 if line:  # what `import` would not take is left out, and named
-                    conversation_archive.decode(line)
+                    conversation_archive.decode_line(line)
                     if len(line) >= place.LONGEST_LINE:
                         raise ValueError(f"it has more than {place.LONGEST_LINE >> 20} MiB")
             except (ValueError, CursorUnknown) as error:

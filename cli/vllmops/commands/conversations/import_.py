@@ -11,19 +11,19 @@ from typing import IO
 import msgspec
 
 from ...errors import VllmopsError
-from ...numbers import many
-from ...output import Json, Progress, Result, Verbatim, command
+from ...numbers import format_count
+from ...output import Json, Progress, Result, VerbatimText, print_result
 from ...store import conversation_archive
-from ...store.conversations import Outcome
+from ...store.conversations import ConversationResult
 from ..options import Target
-from ..responses.import_ import SHOWN, File, lines_of, numbered
-from ..responses.progress import Counting, ended
-from ..responses.sources import retried
+from ..responses.import_ import SHOWN, File, number_lines, open_lines
+from ..responses.progress import ProgressCounter, return_or_show_and_raise
+from ..responses.sources import retry_while_unavailable
 from . import place
-from .place import Store, opened
+from .place import Store, open_conversations
 
 
-class Imported(msgspec.Struct):
+class ImportCounts(msgspec.Struct):
     """Counts of an import.
 
     Args:
@@ -37,8 +37,8 @@ class Imported(msgspec.Struct):
     broken: dict[int, str] = {}
 
 
-@command
-def import_(
+@print_result
+def import_conversations(
     file: File,
     *,
     target: Target = None,
@@ -50,13 +50,13 @@ def import_(
     Existing conversations are kept, so the command can be repeated. Broken lines
     are reported, and all other lines are imported.
     """
-    done = Imported()
-    with Progress(time.time(), quiet=json_) as progress, lines_of(file) as lines:
-        counting = Counting(progress, "conversations imported")
+    done = ImportCounts()
+    with Progress(time.time(), quiet=json_) as progress, open_lines(file) as lines:
+        counting = ProgressCounter(progress, "conversations imported")
         try:
-            name = asyncio.run(imported(target, store, lines, done, counting))
+            name = asyncio.run(import_lines(target, store, lines, done, counting))
         except KeyboardInterrupt as error:
-            raise counting.interrupted(done) from error
+            raise counting.make_interrupted_error(done) from error
     data = {"store": name, "count": done.count, "skipped": done.skipped}
     data["broken"] = [{"line": n, "reason": why} for n, why in done.broken.items()]
     failure = None
@@ -66,40 +66,46 @@ def import_(
             f"{len(done.broken):,} lines are broken",
             "export them again; the other lines are imported",
         )
-    return ended(Result(data, lambda: list(summary(name, done))), failure, as_json=json_)
+    return return_or_show_and_raise(
+        Result(data, lambda: list(render_summary(name, done))), failure, as_json=json_
+    )
 
 
-def summary(name: str, done: Imported) -> Iterator[str]:
+def render_summary(name: str, done: ImportCounts) -> Iterator[str]:
     """Human-readable summary of an import."""
-    yield Verbatim(f"{many(done.count, 'conversation')} imported into {name}")
+    yield VerbatimText(f"{format_count(done.count, 'conversation')} imported into {name}")
     if done.skipped:
         yield f"{done.skipped:,} skipped: a conversation with that id exists"
     for number, why in list(done.broken.items())[:SHOWN]:
-        yield Verbatim(f"line {number}: {why}")
+        yield VerbatimText(f"line {number}: {why}")
     if len(done.broken) > SHOWN:
         yield f"and {len(done.broken) - SHOWN:,} others"
 
 
-async def imported(
-    target: str | None, store: str | None, lines: IO[bytes], done: Imported, counting: Counting
+async def import_lines(
+    target: str | None,
+    store: str | None,
+    lines: IO[bytes],
+    done: ImportCounts,
+    counting: ProgressCounter,
 ) -> str:
     """Import lines into a store. Gives its name."""
-    async with opened(target, store, create=True) as (name, kept):
-        for number, text in numbered(lines, place.LONGEST_LINE):
+    async with open_conversations(target, store, create=True) as (name, kept):
+        for number, text in number_lines(lines, place.LONGEST_LINE):
             if text is None:
                 done.broken[number] = f"it is longer than {place.LONGEST_LINE >> 20} MiB"
                 continue
             if not text.strip():
                 continue
             try:
-                conversation, entries = conversation_archive.decode(text)
+                conversation, entries = conversation_archive.decode_line(text)
             except (ValueError, RecursionError) as error:
                 done.broken[number] = f"{error}"
                 continue
-            outcome = await retried(partial(kept.create, conversation, entries))
-            if outcome is Outcome.DONE:
+            outcome = await retry_while_unavailable(partial(kept.create, conversation, entries))
+            if outcome is ConversationResult.DONE:
                 done.count += 1
-            elif outcome is Outcome.TAKEN:
+            elif outcome is ConversationResult.TAKEN:
                 done.skipped += 1
             else:
                 done.broken[number] = f"the store does not take it: {outcome.value}"

@@ -9,13 +9,13 @@ import msgspec
 import typer
 
 from ... import output
-from ...output import Json, Result, command
+from ...output import Json, Result, print_result
 from ...store.backend import CursorUnknown
-from ..options import Target, count
-from ..responses.entries import OWNER_LETTERS, age
-from ..responses.show import json_of
-from ..responses.sources import PAGE, unknown_cursor
-from .place import Store, every_id, opened, walk
+from ..options import Target, make_count_parser
+from ..responses.entries import OWNER_LETTERS, format_age
+from ..responses.show import sanitize_json
+from ..responses.sources import PAGE, make_unknown_cursor_error
+from .place import Store, complete_conversation_id, iterate_conversations, open_conversations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,15 +25,18 @@ if TYPE_CHECKING:
     from ...store.conversations import Conversation
 
 
-@command
-def list_(
+@print_result
+def list_conversations(
     *,
     target: Target = None,
     store: Store = None,
     limit: Annotated[
         int,
         typer.Option(
-            "--limit", "-n", parser=count(), help="Maximum number of conversations to list."
+            "--limit",
+            "-n",
+            parser=make_count_parser(),
+            help="Maximum number of conversations to list.",
         ),
     ] = 20,
     every: Annotated[bool, typer.Option("--all", help="List all conversations.")] = False,
@@ -41,7 +44,7 @@ def list_(
         str | None,
         typer.Option(
             metavar="ID",
-            autocompletion=every_id,
+            autocompletion=complete_conversation_id,
             help="List the conversations that follow this one in the list.",
         ),
     ] = None,
@@ -51,57 +54,60 @@ def list_(
 
     It reads the store itself: that of a server of this machine, or --store.
     """
-    found, more = asyncio.run(listed(target, store, None if every else limit, after))
+    found, more = asyncio.run(load_conversations(target, store, None if every else limit, after))
     data = {
-        "conversations": list(map(listed_form, found)),
+        "conversations": list(map(build_conversation_data, found)),
         "next": found[-1].id if more else None,
     }
     return Result(
-        data, lambda: listing(found, more=more) if found else ["no conversations are stored"]
+        data,
+        lambda: (
+            render_conversations(found, more=more) if found else ["no conversations are stored"]
+        ),
     )
 
 
-async def listed(
+async def load_conversations(
     target: str | None, store: str | None, limit: int | None, after: str | None
 ) -> tuple[list[Conversation], bool]:
     """The newest conversations, and whether more follow."""
     found: list[Conversation] = []
-    async with opened(target, store) as (name, kept):
+    async with open_conversations(target, store) as (name, kept):
         try:
-            async for one in walk(kept, after, min(PAGE, (limit or PAGE) + 1)):
+            async for one in iterate_conversations(kept, after, min(PAGE, (limit or PAGE) + 1)):
                 if len(found) == limit:
                     return found, True
                 found.append(one)
         except CursorUnknown as error:
-            raise unknown_cursor(name, "conversation", after) from error
+            raise make_unknown_cursor_error(name, "conversation", after) from error
     return found, False
 
 
-def listed_form(one: Conversation) -> dict[str, Any]:
+def build_conversation_data(one: Conversation) -> dict[str, Any]:
     """A conversation in JSON."""
     return {
         "id": one.id,
         "owner": one.owner,
         "created_at": one.created_at,
         "items": one.size,
-        "metadata": msgspec.Raw(json_of(one.metadata)),
+        "metadata": msgspec.Raw(sanitize_json(one.metadata)),
     }
 
 
-def listing(found: Sequence[Conversation], *, more: bool) -> list[RenderableType]:
+def render_conversations(found: Sequence[Conversation], *, more: bool) -> list[RenderableType]:
     """One line per conversation."""
     from rich.text import Text  # noqa: PLC0415
 
-    table = output.table("id", "items", "age", "API key", "metadata", right=["items", "age"])
+    table = output.make_table("id", "items", "age", "API key", "metadata", right=["items", "age"])
     table.columns[0].no_wrap = True
     for one in found:
         metadata = one.metadata.decode(errors="replace")
         table.add_row(
             one.id,
             f"{one.size:,}",
-            age(one.created_at),
+            format_age(one.created_at),
             one.owner[:OWNER_LETTERS] or "-",
             Text("" if metadata == "{}" else metadata, overflow="ellipsis", no_wrap=True),
         )
-    rest = output.styled(f"more follow: --all, or --after {found[-1].id}", "dim")
+    rest = output.style_text(f"more follow: --all, or --after {found[-1].id}", "dim")
     return [table, rest] if more else [table]

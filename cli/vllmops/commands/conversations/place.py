@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...errors import VllmopsError, usage
+from ...errors import VllmopsError, make_usage_error
 from ...store.backend import EVERYBODY, CursorUnknown
-from ..responses.entries import age
+from ..responses.entries import format_age
 from ..responses.selection import COMPLETION_S
-from ..responses.sources import PAGE, either, retried
+from ..responses.sources import PAGE, require_single_source, retry_while_unavailable
 
 if TYPE_CHECKING:
     from ...store.conversation_store import ConversationStore
-    from ...store.conversations import Conversation, Entry
+    from ...store.conversations import Conversation, ConversationItem
 
 # Of an export, in bytes: a conversation has as many items as its images leave room for.
 LONGEST_LINE = 512 << 20
@@ -31,26 +31,26 @@ Store = Annotated[
 ]
 
 
-def every_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+def complete_conversation_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Ids of the newest conversations, for completion; none if anything fails."""
 
-    async def newest() -> list[Conversation]:
+    async def load_newest() -> list[Conversation]:
         target, store = ctx.params.get("target"), ctx.params.get("store")
-        async with asyncio.timeout(COMPLETION_S), opened(target, store) as (_, kept):
-            return await kept.list(EVERYBODY, None, PAGE)
+        async with asyncio.timeout(COMPLETION_S), open_conversations(target, store) as (_, kept):
+            return await kept.list_conversations(EVERYBODY, None, PAGE)
 
     with suppress(Exception):
         named = ctx.params.get("ids") or ()
         return [
-            (one.id, f"{one.size} items, {age(one.created_at)}")
-            for one in asyncio.run(newest())
+            (one.id, f"{one.size} items, {format_age(one.created_at)}")
+            for one in asyncio.run(load_newest())
             if one.id.startswith(incomplete) and one.id not in named
         ]
     return []
 
 
 @asynccontextmanager
-async def opened(
+async def open_conversations(
     target: str | None, store: str | None, *, create: bool = False
 ) -> AsyncIterator[tuple[str, ConversationStore]]:
     """The name of a store, and its conversations, those of all API keys.
@@ -61,39 +61,41 @@ async def opened(
         create: make one where there is none.
 
     Raises:
-        VllmopsError: ``usage``, ``store.no-conversations``, or as `endpoint` and `Storage` do.
+        VllmopsError: ``usage``, ``store.no-conversations``, or as `endpoint` and `DirectStore` do.
         StoreUnavailable: it is down.
     """
-    from ...store.direct import Storage  # noqa: PLC0415
+    from ...store.direct import DirectStore  # noqa: PLC0415
 
-    async with Storage(place(target, store), create=create) as kept:
+    async with DirectStore(find_store_url(target, store), create=create) as kept:
         yield kept.name, kept.store.conversations
 
 
-def place(target: str | None, store: str | None) -> str:
+def find_store_url(target: str | None, store: str | None) -> str:
     """The URL of the store that the options mean.
 
     Raises:
         VllmopsError: ``usage``, or as `endpoint` does.
     """
     if store is not None:
-        either(target)
+        require_single_source(target)
     else:
-        from ...instances.endpoint import behind  # noqa: PLC0415
+        from ...instances.endpoint import resolve_endpoint_with_store  # noqa: PLC0415
 
-        server = behind(target)
+        server = resolve_endpoint_with_store(target)
         if server.store is None:
-            raise usage(f"the URL of {server.name}'s store is not known here", "--store URL")
+            raise make_usage_error(
+                f"the URL of {server.name}'s store is not known here", "--store URL"
+            )
         store = server.store
     if store.partition(":")[0] == "memory":
-        raise usage(
+        raise make_usage_error(
             "a memory:// store is inside its server, and no other process can open it",
             "vllmops serve --store sqlite:///FILE keeps conversations in a file",
         )
     return store
 
 
-async def walk(
+async def iterate_conversations(
     kept: ConversationStore, after: str | None = None, page: int = PAGE
 ) -> AsyncIterator[Conversation]:
     """All conversations, the newest first, even if some are deleted meanwhile.
@@ -110,7 +112,9 @@ async def walk(
     while True:
         last = trail[-1] if trail else None
         try:
-            found = await retried(partial(kept.list, EVERYBODY, last, page))
+            found = await retry_while_unavailable(
+                partial(kept.list_conversations, EVERYBODY, last, page)
+            )
         except CursorUnknown:
             if not seen:
                 raise
@@ -125,18 +129,20 @@ async def walk(
             return
 
 
-async def items(kept: ConversationStore, conversation_id: str) -> list[Entry] | None:
+async def load_items(
+    kept: ConversationStore, conversation_id: str
+) -> list[ConversationItem] | None:
     """All items of a conversation, in order; None where it is gone.
 
     Raises:
         ValueError: one of them is damaged.
         CursorUnknown: somebody takes items out of it meanwhile.
     """
-    found: list[Entry] = []
+    found: list[ConversationItem] = []
     while True:
-        page = await retried(
+        page = await retry_while_unavailable(
             partial(
-                kept.page,
+                kept.list_items,
                 EVERYBODY,
                 conversation_id,
                 after=found[-1].id if found else None,
@@ -151,7 +157,7 @@ async def items(kept: ConversationStore, conversation_id: str) -> list[Entry] | 
             return found
 
 
-def unknown(name: str, *ids: str) -> VllmopsError:
+def make_unknown_conversation_error(name: str, *ids: str) -> VllmopsError:
     """The error for conversations that are not in a store."""
     return VllmopsError(
         "conversations.unknown",

@@ -10,28 +10,37 @@ import msgspec
 import typer
 
 from ... import output
-from ...keys.ring import when
-from ...output import Folded, Json, Result, Verbatim, command
+from ...keys.ring import format_utc_time
+from ...output import FoldedLines, Json, Result, VerbatimText, print_result
 from ...store import shape
 from ...store.backend import EVERYBODY
 from ..options import Target
-from ..responses.entries import age
-from ..responses.show import item_lines, json_of
-from .list_ import listed_form
-from .place import Store, every_id, items, opened, unknown
+from ..responses.entries import format_age
+from ..responses.show import render_items, sanitize_json
+from .list_ import build_conversation_data
+from .place import (
+    Store,
+    complete_conversation_id,
+    load_items,
+    make_unknown_conversation_error,
+    open_conversations,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
-    from ...store.conversations import Conversation, Entry
+    from ...store.conversations import Conversation, ConversationItem
 
 
-@command
+@print_result
 def show(
     conversation_id: Annotated[
-        str, typer.Argument(metavar="ID", help="The conversation.", autocompletion=every_id)
+        str,
+        typer.Argument(
+            metavar="ID", help="The conversation.", autocompletion=complete_conversation_id
+        ),
     ],
     *,
     target: Target = None,
@@ -39,48 +48,50 @@ def show(
     json_: Json = False,
 ) -> Result:
     """Show a conversation: its metadata and all its items, in order."""
-    found, entries = asyncio.run(fetch(target, store, conversation_id))
+    found, entries = asyncio.run(load_conversation(target, store, conversation_id))
     data = {
-        **listed_form(found),
+        **build_conversation_data(found),
         "items": [
-            {"id": one.id, "answer": one.answer, "item": msgspec.Raw(json_of(one.body))}
+            {"id": one.id, "answer": one.answer, "item": msgspec.Raw(sanitize_json(one.body))}
             for one in entries
         ],
     }
-    return Result(data, lambda: list(render(found, entries)))
+    return Result(data, lambda: list(render_conversation(found, entries)))
 
 
-async def fetch(
+async def load_conversation(
     target: str | None, store: str | None, conversation_id: str
-) -> tuple[Conversation, list[Entry]]:
+) -> tuple[Conversation, list[ConversationItem]]:
     """A conversation and its items.
 
     Raises:
-        VllmopsError: ``conversations.unknown``, or as `opened`.
+        VllmopsError: ``conversations.unknown``, or as `open_conversations`.
     """
-    async with opened(target, store) as (name, kept):
+    async with open_conversations(target, store) as (name, kept):
         found = await kept.get(EVERYBODY, conversation_id)
-        entries = await items(kept, conversation_id) if found else None
+        entries = await load_items(kept, conversation_id) if found else None
         if found is None or entries is None:
-            raise unknown(name, conversation_id)
+            raise make_unknown_conversation_error(name, conversation_id)
         return found, entries
 
 
-def render(found: Conversation, entries: Sequence[Entry]) -> Iterator[RenderableType]:
+def render_conversation(
+    found: Conversation, entries: Sequence[ConversationItem]
+) -> Iterator[RenderableType]:
     """Human-readable output."""
-    yield output.styled(found.id, "bold")
+    yield output.style_text(found.id, "bold")
     rows = [
-        ("created", f"{when(found.created_at)}, {age(found.created_at)} ago"),
+        ("created", f"{format_utc_time(found.created_at)}, {format_age(found.created_at)} ago"),
         ("API key", found.owner and f"{found.owner} (SHA-256)"),
         ("metadata", found.metadata.decode(errors="replace") if found.metadata != b"{}" else ""),
         ("items", f"{len(entries):,}"),
     ]
-    yield output.facts((name, value) for name, value in rows if value)
+    yield output.make_facts_table((name, value) for name, value in rows if value)
     for one in entries:
-        yield Verbatim(f"\n{one.id}")
-        yield Folded(tuple(item_lines(partial(decoded, one))))
+        yield VerbatimText(f"\n{one.id}")
+        yield FoldedLines(tuple(render_items(partial(decode_item, one))))
 
 
-def decoded(entry: Entry) -> list[shape.Item]:
+def decode_item(entry: ConversationItem) -> list[shape.ResponseItem]:
     """As much of an item as is shown."""
-    return [msgspec.json.decode(entry.body, type=shape.Item)]
+    return [msgspec.json.decode(entry.body, type=shape.ResponseItem)]

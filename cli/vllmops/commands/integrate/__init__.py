@@ -1,9 +1,9 @@
 """``vllmops integrate``: what systemd and Kubernetes need, in their own formats."""
 
-from ...output import typer_app
+from ...output import make_typer_app
 from . import kubernetes, systemd
 
-app = typer_app()
+app = make_typer_app()
 app.command(epilog="Example: vllmops integrate systemd > /etc/systemd/system/vllmops@.service")(
     systemd.systemd
 )

@@ -12,9 +12,9 @@ import typer
 
 from ...errors import VllmopsError
 from ...keys import file as keys
-from ...metrics.alerts import Form, rules
-from ...output import Json, Result, Verbatim, command
-from ..options import count
+from ...metrics.alerts import AlertFormat, render_alert_rules
+from ...output import Json, Result, VerbatimText, print_result
+from ..options import make_count_parser
 
 FOLDER = Path(__file__).parent
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -24,47 +24,52 @@ OTHERS = "Other objects"
 SLACK_S = 60  # to end what a drain has left
 
 
-def name(value: str) -> str:
+def validate_container_name(value: str) -> str:
     """A callback for the name of a container."""
     if not NAME.fullmatch(value):
         raise typer.BadParameter(f"{value!r} is not a name in Kubernetes.")
     return value
 
 
-def dotted(value: str) -> str:
+def validate_deployment_name(value: str) -> str:
     """A callback for the name of a Deployment, whose parts are such names."""
     if len(value) > LONGEST:
         raise typer.BadParameter(f"it has more than {LONGEST} characters.")
     for part in value.split("."):
-        name(part)
+        validate_container_name(part)
     return value
 
 
-def image(value: str | None) -> str | None:
+def validate_image_name(value: str | None) -> str | None:
     """A callback for the name of an image."""
     if value is not None and not IMAGE.fullmatch(value):
         raise typer.BadParameter(f"{value!r} is not the name of an image.")
     return value
 
 
-@command
+@print_result
 def kubernetes(
     deployment: Annotated[
-        str, typer.Option(callback=dotted, help="Name of the Deployment.")
+        str, typer.Option(callback=validate_deployment_name, help="Name of the Deployment.")
     ] = "vllm",
     container: Annotated[
-        str, typer.Option(callback=name, help="Its container that runs vllmops serve.")
+        str,
+        typer.Option(
+            callback=validate_container_name, help="Its container that runs vllmops serve."
+        ),
     ] = "vllm",
     probe_port: Annotated[
-        int, typer.Option(parser=count(1, 65535), help="The port of serve --probe-port.")
+        int,
+        typer.Option(parser=make_count_parser(1, 65535), help="The port of serve --probe-port."),
     ] = 8081,
     drain: Annotated[
-        int, typer.Option(parser=count(1, 86_400), help="Seconds for requests in flight.")
+        int,
+        typer.Option(parser=make_count_parser(1, 86_400), help="Seconds for requests in flight."),
     ] = 120,
     debug: Annotated[
         str | None,
         typer.Option(
-            callback=image,
+            callback=validate_image_name,
             metavar="IMAGE",
             help="Add a container with vllmops that may look into the server.",
         ),
@@ -107,10 +112,10 @@ def kubernetes(
     if alerts and secret is not None:
         raise VllmopsError("usage", "--alerts and --secret print an object each: give one")
     if alerts:
-        text = rules(Form.KUBERNETES)
-        return Result({"manifest": text}, lambda: [Verbatim(text.rstrip())])
+        text = render_alert_rules(AlertFormat.KUBERNETES)
+        return Result({"manifest": text}, lambda: [VerbatimText(text.rstrip())])
     if secret is not None:
-        given["keyring"] = base64.b64encode(keys.encode(keys.load(secret))).decode()
+        given["keyring"] = base64.b64encode(keys.encode_keyring(keys.load_keyring(secret))).decode()
         parts = ["secret"]
     else:
         wanted = {"mount": keyring, "debug": debug, "volume": keyring}
@@ -118,4 +123,4 @@ def kubernetes(
     text = "".join(
         Template((FOLDER / f"{part}.yaml").read_text("utf-8")).substitute(given) for part in parts
     )
-    return Result({"manifest": text}, lambda: [Verbatim(text.rstrip())])
+    return Result({"manifest": text}, lambda: [VerbatimText(text.rstrip())])

@@ -10,28 +10,31 @@ from typing import Annotated
 
 import typer
 
-from ...output import Json, Result, Verbatim, command
+from ...output import Json, Result, VerbatimText, print_result
 
 UNIT = Path(__file__).with_name("unit.service")
 USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")
 
 
-def user(value: str) -> str:
+def validate_user_name(value: str) -> str:
     """A callback for the name of a user."""
     if not USER.fullmatch(value):
         raise typer.BadParameter(f"{value!r} is not the name of a user.")
     return value
 
 
-def quoted(path: Path) -> str:
+def escape_unit_path(path: Path) -> str:
     """A path between the quotes of ``ExecStart``."""
     return str(path).replace("\\", r"\\").replace('"', r"\"").replace("%", "%%")
 
 
-@command
+@print_result
 def systemd(
     run_as: Annotated[
-        str, typer.Option(callback=user, metavar="USER", help="User that runs the servers.")
+        str,
+        typer.Option(
+            callback=validate_user_name, metavar="USER", help="User that runs the servers."
+        ),
     ] = "vllm",
     json_: Json = False,
 ) -> Result:
@@ -43,6 +46,6 @@ def systemd(
     it gives up.
     """
     text = Template(UNIT.read_text("utf-8")).substitute(
-        program=quoted(Path(sys.executable).parent / "vllmops"), user=run_as
+        program=escape_unit_path(Path(sys.executable).parent / "vllmops"), user=run_as
     )
-    return Result({"unit": text}, lambda: [Verbatim(text.rstrip())])
+    return Result({"unit": text}, lambda: [VerbatimText(text.rstrip())])

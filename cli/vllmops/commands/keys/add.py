@@ -6,21 +6,25 @@ import time
 
 from ... import output
 from ...keys import file
-from ...keys.ring import Key, Status, fresh
-from ...output import Result, command
-from .keyring import Keyring, first, result, ring_path
+from ...keys.ring import Key, KeyStatus, generate_secret
+from ...output import Result, print_result
+from .keyring import Keyring, find_keyring_path, make_keyring_result, make_primary_if_first
 
 
-@command
+@print_result
 def add(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
     """Add a fresh key without showing it.
 
     Its status is `next`: servers load it, and do not seal with it until it is
     promoted. The first key of a keyring becomes its primary.
     """
-    path = ring_path(keyring)
-    key = Key.of(fresh(), Status.NEXT, time.time())
-    ring = file.change(path, lambda ring: ring.add(first(ring, key)), create=True)
+    path = find_keyring_path(keyring)
+    key = Key.from_secret(generate_secret(), KeyStatus.NEXT, time.time())
+    ring = file.change_keyring(
+        path, lambda ring: ring.add(make_primary_if_first(ring, key)), create=True
+    )
     if len(ring.keys) > 1 and not json_:
-        output.say(f"vllmops keys rotate promotes {key.kid} when every server has loaded it")
-    return result(ring, str(path), {"kid": key.kid})
+        output.print_to_stderr(
+            f"vllmops keys rotate promotes {key.kid} when every server has loaded it"
+        )
+    return make_keyring_result(ring, str(path), {"kid": key.kid})

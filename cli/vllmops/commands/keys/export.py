@@ -8,17 +8,17 @@ from typing import Annotated
 import typer
 
 from ... import output
-from ...errors import usage
+from ...errors import make_usage_error
 from ...keys import file
-from ...keys.ring import Ring
-from ...numbers import many
-from ...output import Result, Verbatim, command
+from ...keys.ring import KeyRing
+from ...numbers import format_count
+from ...output import Result, VerbatimText, print_result
 from .. import keygen
-from ..keygen import Force, Format, Out
+from ..keygen import Force, KeyFormat, Out
 from .keyring import Keyring
 
 
-@command
+@print_result
 def export(
     kid: Annotated[
         str | None,
@@ -28,8 +28,8 @@ def export(
     ] = None,
     *,
     format_: Annotated[
-        Format, typer.Option("--format", help="json and k8s-secret write a whole keyring.")
-    ] = Format.JSON,
+        KeyFormat, typer.Option("--format", help="json and k8s-secret write a whole keyring.")
+    ] = KeyFormat.JSON,
     out: Out = None,
     force: Force = False,
     reveal: Annotated[
@@ -40,20 +40,24 @@ def export(
 ) -> Result:
     """Export keys with their secrets, for servers that do not share the file."""
     if not out and not reveal:
-        raise usage("this would print secrets", "use --out FILE, or --reveal to print them")
-    ring = file.source(os.environ, keyring).load()
+        raise make_usage_error(
+            "this would print secrets", "use --out FILE, or --reveal to print them"
+        )
+    ring = file.find_keyring_source(os.environ, keyring).load()
     if kid:
-        ring = Ring(keys=(ring.get(kid),))
+        ring = KeyRing(keys=(ring.get(kid),))
     match format_:
-        case Format.JSON:
-            text = keygen.whole(ring)
-        case Format.KUBERNETES:
-            text = keygen.manifest("keyring.json", keygen.whole(ring))
+        case KeyFormat.JSON:
+            text = keygen.format_keyring(ring)
+        case KeyFormat.KUBERNETES:
+            text = keygen.format_secret_manifest("keyring.json", keygen.format_keyring(ring))
         case _:
-            text = keygen.spelt(ring.keys[0] if kid else ring.sealing(), format_)
+            text = keygen.format_key(ring.keys[0] if kid else ring.require_primary(), format_)
     if out:
-        keygen.save(out, text, force=force)
+        keygen.save_secret(out, text, force=force)
         if not json_:
-            output.say(f"{many(len(ring.keys), 'key')} written to {out}")
-    data = {"path": str(out) if out else None, "keys": [key.public() for key in ring.keys]}
-    return Result(data if out else {**data, "text": text}, lambda: () if out else [Verbatim(text)])
+            output.print_to_stderr(f"{format_count(len(ring.keys), 'key')} written to {out}")
+    data = {"path": str(out) if out else None, "keys": [key.without_secret() for key in ring.keys]}
+    return Result(
+        data if out else {**data, "text": text}, lambda: () if out else [VerbatimText(text)]
+    )

@@ -9,17 +9,17 @@ from typing import Annotated
 import typer
 
 from ... import output
-from ...errors import usage
-from ...files import read, spelt
+from ...errors import make_usage_error
+from ...files import format_input_name, read_input
 from ...keys import file
-from ...keys.ring import Key, Ring, Status, from_hex
-from ...output import Result, command
-from .keyring import Keyring, first, result, ring_path
-from .servers import after
+from ...keys.ring import Key, KeyRing, KeyStatus, parse_hex_secret
+from ...output import Result, print_result
+from .keyring import Keyring, find_keyring_path, make_keyring_result, make_primary_if_first
+from .servers import collect_load_status
 
 
-@command
-def import_(
+@print_result
+def import_keys(
     source: Annotated[
         Path,
         typer.Argument(
@@ -45,32 +45,40 @@ def import_(
     primary. A key that both keyrings hold takes the later status of the two:
     next, primary, verify-only, revoked.
     """
-    path = ring_path(keyring)
-    other = parsed(source, verify_only=verify_only)
+    path = find_keyring_path(keyring)
+    other = read_key_input(source, verify_only=verify_only)
 
-    def merged(ring: Ring) -> Ring:
-        if isinstance(other, Ring):
+    def merge_input(ring: KeyRing) -> KeyRing:
+        if isinstance(other, KeyRing):
             return ring.merge(other)
-        return ring.add(first(ring, other) if other.status is Status.NEXT else other)
+        return ring.add(
+            make_primary_if_first(ring, other) if other.status is KeyStatus.NEXT else other
+        )
 
-    ring = file.change(path, merged, create=True)
-    return result(ring, str(path), *after(path, ring))
+    ring = file.change_keyring(path, merge_input, create=True)
+    return make_keyring_result(ring, str(path), *collect_load_status(path, ring))
 
 
-def parsed(source: Path, *, verify_only: bool) -> Key | Ring:
+def read_key_input(source: Path, *, verify_only: bool) -> Key | KeyRing:
     """A key or a ring from a file or from stdin.
 
     Raises:
-        VllmopsError: as `files.read` does, the error of the content, or ``usage``.
+        VllmopsError: as `files.read_input` does, the error of the content, or ``usage``.
     """
-    content = read(source, file.MOST_BYTES)
+    content = read_input(source, file.MOST_BYTES)
     if content.lstrip().startswith(b"{"):
         if verify_only:
             # Its keys have their own states, and one of them might be promoted here.
-            message = f"--verify-only is for a single key, but {spelt(source)} is a keyring"
-            raise usage(message, "vllmops keys export KID --format hex --out FILE, there")
-        return file.decode(content, source)
+            message = (
+                f"--verify-only is for a single key, but {format_input_name(source)} is a keyring"
+            )
+            raise make_usage_error(
+                message, "vllmops keys export KID --format hex --out FILE, there"
+            )
+        return file.decode_keyring(content, source)
     text = content.decode(errors="replace").strip()
     text = text.removeprefix("export ").removeprefix(f"{file.SIGNING_KEY}=").strip("\"'")
-    secret = from_hex(text, "the input")
-    return Key.of(secret, Status.VERIFY_ONLY if verify_only else Status.NEXT, time.time())
+    secret = parse_hex_secret(text, "the input")
+    return Key.from_secret(
+        secret, KeyStatus.VERIFY_ONLY if verify_only else KeyStatus.NEXT, time.time()
+    )

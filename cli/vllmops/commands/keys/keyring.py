@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ...errors import VllmopsError, usage
+from ...errors import VllmopsError, make_usage_error
 from ...keys import file
-from ...keys.ring import Key, Ring, Status, when
-from ...output import Result, styled, table
-from ..options import time_
+from ...keys.ring import Key, KeyRing, KeyStatus, format_utc_time
+from ...output import Result, make_table, style_text
+from ..options import validate_duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 STYLES = {"primary": "green", "next": "cyan", "verify-only": "", "revoked": "red"}
 
 
-def kids(incomplete: str) -> list[str]:
+def complete_kid(incomplete: str) -> list[str]:
     """Names of the keys, for completion."""
     with suppress(VllmopsError):
-        ring = file.source(os.environ).load()
+        ring = file.find_keyring_source(os.environ).load()
         return [key.kid for key in ring.keys if key.kid.startswith(incomplete)]
     return []
 
@@ -41,11 +41,11 @@ Keyring = Annotated[
         help="The keyring file. Default: VLLMOPS_KEYRING, or keyring.json in VLLMOPS_HOME.",
     ),
 ]
-Kid = Annotated[str, typer.Argument(metavar="KID", help="Key ID.", autocompletion=kids)]
+Kid = Annotated[str, typer.Argument(metavar="KID", help="Key ID.", autocompletion=complete_kid)]
 Overlap = Annotated[
     str | None,
     typer.Option(
-        parser=time_,
+        parser=validate_duration,
         metavar="TIME",
         help="How long the old primary stays verify-only [default: lifetime of carriers: 30d or"
         " the longest `serve --carrier-ttl`].",
@@ -53,7 +53,7 @@ Overlap = Annotated[
 ]
 
 
-def ring_path(keyring: Path | None) -> Path:
+def find_keyring_path(keyring: Path | None) -> Path:
     """The file that a command changes; a key in the environment is not one.
 
     Raises:
@@ -62,16 +62,16 @@ def ring_path(keyring: Path | None) -> Path:
     if str(keyring) == file.OFF:
         message = f"--keyring {file.OFF} is for vllmops serve: here it takes a file"
         hint = f"--keyring ./{file.OFF} for a file of that name"
-        raise usage(message, hint)
+        raise make_usage_error(message, hint)
     if str(keyring) == "-":
         message = "--keyring needs a file, not stdin: the command changes it"
-        raise usage(message, "--keyring FILE")
+        raise make_usage_error(message, "--keyring FILE")
     named = {file.PLACE: os.environ.get(file.PLACE, "")}
-    return file.source(named, keyring).path or file.default_path()
+    return file.find_keyring_source(named, keyring).path or file.locate_default_keyring()
 
 
-def result(
-    ring: Ring, where: str, more: dict[str, Any] | None = None, notes: Sequence[str] = ()
+def make_keyring_result(
+    ring: KeyRing, where: str, more: dict[str, Any] | None = None, notes: Sequence[str] = ()
 ) -> Result:
     """A ring as a result.
 
@@ -81,26 +81,26 @@ def result(
         more: for ``--json``.
         notes: lines below it for a person.
     """
-    data = {"keyring": where, "keys": [key.public() for key in ring.keys], **(more or {})}
-    return Result(data, lambda: [*listing(ring, where), *notes])
+    data = {"keyring": where, "keys": [key.without_secret() for key in ring.keys], **(more or {})}
+    return Result(data, lambda: [*render_keyring(ring, where), *notes])
 
 
-def listing(ring: Ring, where: str) -> Sequence[RenderableType]:
+def render_keyring(ring: KeyRing, where: str) -> Sequence[RenderableType]:
     """A table of the keys."""
     if not ring.keys:
         return [f"{where}: no keys"]
-    shown = table("kid", "status", "created", "until", "fingerprint")
+    shown = make_table("kid", "status", "created", "until", "fingerprint")
     for key in ring.keys:
         shown.add_row(
             key.kid,
-            styled(key.status, STYLES[key.status]),
-            when(key.created_at),
-            when(key.not_after) + (", over" if key.over(time.time()) else ""),
+            style_text(key.status, STYLES[key.status]),
+            format_utc_time(key.created_at),
+            format_utc_time(key.not_after) + (", over" if key.is_expired(time.time()) else ""),
             key.fingerprint,
         )
     return [where, shown]
 
 
-def first(ring: Ring, key: Key) -> Key:
+def make_primary_if_first(ring: KeyRing, key: Key) -> Key:
     """The key; as primary if it is the first of the ring."""
-    return key if ring.keys else msgspec.structs.replace(key, status=Status.PRIMARY)
+    return key if ring.keys else msgspec.structs.replace(key, status=KeyStatus.PRIMARY)

@@ -10,12 +10,12 @@ import typer
 from ... import output
 from ...errors import VllmopsError
 from ...keys import file
-from ...output import Result, command
-from .keyring import Keyring, Kid, Overlap, result, ring_path
-from .servers import after, not_loaded, period
+from ...output import Result, print_result
+from .keyring import Keyring, Kid, Overlap, find_keyring_path, make_keyring_result
+from .servers import choose_overlap_period, collect_load_status, describe_not_loaded
 
 
-@command
+@print_result
 def promote(
     kid: Kid,
     *,
@@ -31,14 +31,14 @@ def promote(
     The command fails while a running server has not loaded the key. A
     verify-only key can become primary again.
     """
-    path = ring_path(keyring)
-    seconds = period(overlap, path).seconds
-    file.load(path).promote(kid, time.time(), seconds)
-    if not force and (why := not_loaded(path, kid)):
+    path = find_keyring_path(keyring)
+    seconds = choose_overlap_period(overlap, path).seconds
+    file.load_keyring(path).promote(kid, time.time(), seconds)
+    if not force and (why := describe_not_loaded(path, kid)):
         raise VllmopsError(
             "keys.not-loaded",
             f"not every server has loaded {kid}: {'; '.join(why)}",
             "try again in some seconds: servers load keys within 2 s; see vllmops keys status",
         )
-    ring = file.change(path, lambda ring: ring.promote(kid, time.time(), seconds))
-    return result(ring, str(path), *after(path, ring))
+    ring = file.change_keyring(path, lambda ring: ring.promote(kid, time.time(), seconds))
+    return make_keyring_result(ring, str(path), *collect_load_status(path, ring))

@@ -9,18 +9,18 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import VllmopsError, usage
+from ...errors import VllmopsError, make_usage_error
 from ...keys import admin_token as admin
 from ...keys import file
-from ...keys.ring import Ring, Status
-from ...numbers import many
-from ...output import Result, command
+from ...keys.ring import KeyRing, KeyStatus
+from ...numbers import format_count
+from ...output import Result, print_result
 from ...protocol.keys import ProcessKeys
 from ..options import AdminToken, Target
-from .keyring import Keyring, ring_path
+from .keyring import Keyring, find_keyring_path
 
 
-@command
+@print_result
 def push(
     *,
     target: Target = None,
@@ -38,35 +38,35 @@ def push(
     rotate without refused requests: add, push to each server, rotate, push to
     each server again.
     """
-    from ...instances.endpoint import endpoint  # noqa: PLC0415
-    from ...vllm_api.admin import push  # noqa: PLC0415 - brings httpx
+    from ...instances.endpoint import resolve_endpoint  # noqa: PLC0415
+    from ...vllm_api.admin import push_keyring  # noqa: PLC0415 - brings httpx
 
     if admin_token is None:
-        raise usage(
+        raise make_usage_error(
             "the server's admin token is required",
             "--admin-token FILE: the file given to vllmops serve",
         )
-    ring = file.load(ring_path(keyring)).without_over(time.time())
-    token, server = admin.token(admin_token), endpoint(target)
-    held = push(server, token, ring, plain=plain)
-    if lacks := lacking(ring, held):
+    ring = file.load_keyring(find_keyring_path(keyring)).without_expired(time.time())
+    token, server = admin.read_admin_token(admin_token), resolve_endpoint(target)
+    held = push_keyring(server, token, ring, plain=plain)
+    if lacks := describe_missing_keys(ring, held):
         raise VllmopsError(
             "keys.not-taken",
             f"{server.name} {lacks}" + (f" ({held.problem})" if held.problem else ""),
             "run vllmops keys status on that machine",
             data=msgspec.to_builtins(held),
         )
-    text = f"{server.name} has {many(len(held.keys), 'key')} in {held.keyring}"
+    text = f"{server.name} has {format_count(len(held.keys), 'key')} in {held.keyring}"
     sealing = f", and seals with {ring.primary.kid}" if ring.primary else ""
     data = {"server": server.name, "url": server.url, **msgspec.to_builtins(held)}
     return Result(data, lambda: [text + sealing])
 
 
-def lacking(ring: Ring, held: ProcessKeys) -> str:
+def describe_missing_keys(ring: KeyRing, held: ProcessKeys) -> str:
     """Which part of a ring a process has not loaded, in words; empty if it has all."""
     statuses = {key.fingerprint: key.status for key in held.keys}
     if missing := [key.kid for key in ring.keys if key.fingerprint not in statuses]:
         return f"has not loaded {', '.join(missing)}"
-    if ring.primary and (status := statuses[ring.primary.fingerprint]) != Status.PRIMARY:
+    if ring.primary and (status := statuses[ring.primary.fingerprint]) != KeyStatus.PRIMARY:
         return f"has {ring.primary.kid}, the primary here, as {status}"
     return ""

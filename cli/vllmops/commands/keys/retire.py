@@ -9,12 +9,12 @@ import typer
 
 from ... import output
 from ...keys import file
-from ...output import Result, command
-from .keyring import Keyring, Kid, result, ring_path
-from .servers import after
+from ...output import Result, print_result
+from .keyring import Keyring, Kid, find_keyring_path, make_keyring_result
+from .servers import collect_load_status
 
 
-@command
+@print_result
 def retire(
     kid: Kid,
     *,
@@ -26,6 +26,6 @@ def retire(
     json_: output.Json = False,
 ) -> Result:
     """Remove a key from the keyring after its overlap has ended."""
-    path = ring_path(keyring)
-    ring = file.change(path, lambda ring: ring.retire(kid, time.time(), force=force))
-    return result(ring, str(path), *after(path, ring))
+    path = find_keyring_path(keyring)
+    ring = file.change_keyring(path, lambda ring: ring.retire(kid, time.time(), force=force))
+    return make_keyring_result(ring, str(path), *collect_load_status(path, ring))

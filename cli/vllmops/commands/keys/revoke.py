@@ -6,14 +6,14 @@ import time
 
 from ... import output
 from ...keys import file
-from ...keys.ring import Key, Ring, Status, fresh
-from ...output import Result, command, confirm
+from ...keys.ring import Key, KeyRing, KeyStatus, generate_secret
+from ...output import Result, print_result, require_confirmation
 from ..options import Yes
-from .keyring import Keyring, Kid, result, ring_path
-from .servers import after
+from .keyring import Keyring, Kid, find_keyring_path, make_keyring_result
+from .servers import collect_load_status
 
 
-@command
+@print_result
 def revoke(
     kid: Kid,
     *,
@@ -26,34 +26,36 @@ def revoke(
     Conversations sealed with it cannot continue. A revoked primary is replaced
     by the next key, or by a fresh one.
     """
-    path = ring_path(keyring)
-    spare = Key.of(fresh(), Status.NEXT, time.time())
-    breaks = harm(file.load(path), kid, time.time())
+    path = find_keyring_path(keyring)
+    spare = Key.from_secret(generate_secret(), KeyStatus.NEXT, time.time())
+    breaks = describe_revocation_impact(file.load_keyring(path), kid, time.time())
     if not yes:
-        confirm(f"{breaks} Revoke {kid}?", f"vllmops keys revoke {kid} --yes")
-    ring = file.change(path, lambda ring: ring.revoke(kid, spare, time.time()))
-    more, notes = after(path, ring)
-    return result(ring, str(path), {"kid": kid, "breaks": breaks, **more}, [breaks, *notes])
+        require_confirmation(f"{breaks} Revoke {kid}?", f"vllmops keys revoke {kid} --yes")
+    ring = file.change_keyring(path, lambda ring: ring.revoke(kid, spare, time.time()))
+    more, notes = collect_load_status(path, ring)
+    return make_keyring_result(
+        ring, str(path), {"kid": kid, "breaks": breaks, **more}, [breaks, *notes]
+    )
 
 
-def harm(ring: Ring, kid: str, now: float) -> str:
+def describe_revocation_impact(ring: KeyRing, kid: str, now: float) -> str:
     """What revoking a key breaks, in a sentence.
 
     Raises:
         VllmopsError: ``keys.unknown``.
     """
     match ring.get(kid).status:
-        case Status.PRIMARY:
-            heir = ring.without_over(now).next
+        case KeyStatus.PRIMARY:
+            heir = ring.without_expired(now).next_key
             successor = heir.kid if heir else "a fresh key"
             return (
                 f"Every client-held conversation sealed since {kid} became primary is refused from "
                 f"now on; {successor} takes its place; for up to 2 s, servers that have not loaded "
                 "that key refuse what it seals."
             )
-        case Status.VERIFY_ONLY:
+        case KeyStatus.VERIFY_ONLY:
             return f"Conversations sealed with {kid} are refused from now on."
-        case Status.NEXT:
+        case KeyStatus.NEXT:
             return f"Nothing breaks: no conversation is sealed with {kid} yet."
         case _:
             return f"Nothing changes: {kid} is revoked already."

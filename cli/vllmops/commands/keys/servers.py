@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 from ...instances import keys as client
 from ...keys import rotation
-from ...keys.ring import LONGEST_S, Ring, days
-from ...protocol.place import who
-from ..options import duration
+from ...keys.ring import LONGEST_S, KeyRing, format_lifetime
+from ...protocol.place import format_process
+from ..options import parse_duration
 
 
-class Period(NamedTuple):
+class OverlapPeriod(NamedTuple):
     """How many seconds an old primary stays verify-only, and why, in words."""
 
     seconds: float
     why: str
 
 
-def period(overlap: str | None, path: Path) -> Period:
+def choose_overlap_period(overlap: str | None, path: Path) -> OverlapPeriod:
     """How long an old primary of a ring stays verify-only.
 
     Args:
@@ -29,36 +29,38 @@ def period(overlap: str | None, path: Path) -> Period:
     Raises:
         VllmopsError: ``usage``.
     """
-    needed, whose = client.carriers_live(path)
-    live = f"carriers{f' of {whose}' if whose else ''} live for {days(needed)}"
+    needed, whose = client.find_longest_carrier_ttl(path)
+    live = f"carriers{f' of {whose}' if whose else ''} live for {format_lifetime(needed)}"
     if overlap is None:
-        return Period(min(needed, LONGEST_S), live)
-    seconds = duration(overlap)
-    return Period(seconds, "--overlap" + (f", but {live}" if seconds < needed else ""))
+        return OverlapPeriod(min(needed, LONGEST_S), live)
+    seconds = parse_duration(overlap)
+    return OverlapPeriod(seconds, "--overlap" + (f", but {live}" if seconds < needed else ""))
 
 
-def not_loaded(path: Path, kid: str) -> list[str]:
+def describe_not_loaded(path: Path, kid: str) -> list[str]:
     """Which processes have not loaded a key, and why; the servers reload the file first."""
-    holdings = client.ask(ring=path, reload=True).of(path)
-    lacking = rotation.lacking(kid, [process.keys for process in holdings.reported])
+    holdings = client.collect_keyring_users(ring=path, reload=True).select_by_keyring(path)
+    lacking = rotation.find_processes_without_key(
+        kid, [process.keys for process in holdings.reported]
+    )
     why = [
-        f"{process.who} has not loaded it"
+        f"{process.display_name} has not loaded it"
         + (f" ({process.keys.problem})" if process.keys.problem else "")
         for process in holdings.reported
         if process.keys in lacking
     ]
     return why + [
-        f"{server} {who(process)} does not answer ({process.why})"
+        f"{server} {format_process(process)} does not answer ({process.why})"
         for server, process in holdings.silent
     ]
 
 
-def after(path: Path, ring: Ring) -> tuple[dict[str, Any], list[str]]:
+def collect_load_status(path: Path, ring: KeyRing) -> tuple[dict[str, Any], list[str]]:
     """Which servers have loaded a change: fields for ``--json``, and lines for a person."""
-    holdings = client.ask(ring=path, reload=True).of(path)
-    taken = [process for process in holdings.reported if rotation.up_to_date(process.keys, ring)]
-    late = [process.who for process in holdings.reported if process not in taken]
-    late += [f"{server} {who(process)}" for server, process in holdings.silent]
-    notes = [f"loaded by {', '.join(process.who for process in taken)}"] if taken else []
+    holdings = client.collect_keyring_users(ring=path, reload=True).select_by_keyring(path)
+    taken = [process for process in holdings.reported if rotation.is_up_to_date(process.keys, ring)]
+    late = [process.display_name for process in holdings.reported if process not in taken]
+    late += [f"{server} {format_process(process)}" for server, process in holdings.silent]
+    notes = [f"loaded by {', '.join(process.display_name for process in taken)}"] if taken else []
     notes += [f"not loaded yet by {', '.join(late)}: vllmops keys status"] if late else []
-    return {"loaded": [process.who for process in taken], "not_loaded": late}, notes
+    return {"loaded": [process.display_name for process in taken], "not_loaded": late}, notes

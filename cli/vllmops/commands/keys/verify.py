@@ -13,12 +13,12 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import Exit
-from ...files import STDIN, read
+from ...errors import ExitCode
+from ...files import STDIN, read_input
 from ...keys import file
-from ...keys.ring import when
-from ...numbers import many
-from ...output import Result, command, span
+from ...keys.ring import format_utc_time
+from ...numbers import format_count
+from ...output import Result, format_duration, print_result
 from .keyring import Keyring
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...keys.carrier import Carrier
 
 
-@command
+@print_result
 def verify(
     carrier: Annotated[
         str,
@@ -42,37 +42,41 @@ def verify(
 
     Exit code 1 if a server with this keyring would refuse it.
     """
-    from ...keys.carrier import MOST_BYTES, CarrierError, genuine, refusal  # noqa: PLC0415
+    from ...keys.carrier import MOST_BYTES, CarrierError, find_refusal, verify_carrier  # noqa: PLC0415
 
     if carrier == STDIN:
-        carrier = read(Path(STDIN), 2 * MOST_BYTES).decode("ascii", "replace")
+        carrier = read_input(Path(STDIN), 2 * MOST_BYTES).decode("ascii", "replace")
     text = carrier.strip().strip("\"'")
-    ring = file.source(os.environ, keyring).load()
+    ring = file.find_keyring_source(os.environ, keyring).load()
     data: dict[str, Any] = {"valid": False, "case": None, "reason": "", "kid": None}
     try:
-        opened = genuine(text, ring)
+        opened = verify_carrier(text, ring)
     except CarrierError as error:
         reason = error.message
         data |= {"case": error.case, "reason": reason}
-        return Result(data, lambda: [verdict(reason)], Exit.FAILED)
+        return Result(data, lambda: [render_verdict(reason)], ExitCode.FAILED)
     key = ring.get(opened.kid)
-    case, reason = refusal(opened, key, time.time()) or (None, "")
+    case, reason = find_refusal(opened, key, time.time()) or (None, "")
     data |= {"valid": case is None, "case": case, "reason": reason, "key_status": key.status}
     data |= {**msgspec.to_builtins(opened), "items": len(opened.history)}
     if not reveal:
         del data["history"]
-    code = Exit.OK if case is None else Exit.FAILED
-    return Result(data, lambda: [verdict(reason), *facts(opened, data, reveal)], code)
+    code = ExitCode.OK if case is None else ExitCode.FAILED
+    return Result(
+        data, lambda: [render_verdict(reason), *render_carrier_facts(opened, data, reveal)], code
+    )
 
 
-def verdict(reason: str) -> RenderableType:
+def render_verdict(reason: str) -> RenderableType:
     """Whether a carrier is valid, human-readable."""
     if reason:
-        return output.styled(f"refused: {reason}", "bold red")
-    return output.styled("valid", "bold green")
+        return output.style_text(f"refused: {reason}", "bold red")
+    return output.style_text("valid", "bold green")
 
 
-def facts(opened: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[RenderableType]:
+def render_carrier_facts(
+    opened: Carrier, data: dict[str, Any], reveal: bool
+) -> Iterator[RenderableType]:
     """The facts in a genuine carrier, human-readable."""
     rows = [
         ("key", f"{opened.kid} ({data['key_status']})"),
@@ -80,13 +84,19 @@ def facts(opened: Carrier, data: dict[str, Any], reveal: bool) -> Iterator[Rende
     ]
     if opened.issued_at is not None:
         rows += [
-            ("sealed", f"{when(opened.issued_at)}, {span(time.time() - opened.issued_at)} ago"),
-            ("valid until", when(opened.expires_at)),
+            (
+                "sealed",
+                f"{format_utc_time(opened.issued_at)}, "
+                f"{format_duration(time.time() - opened.issued_at)} ago",
+            ),
+            ("valid until", format_utc_time(opened.expires_at)),
             ("model", opened.model or ""),
             ("owner", opened.owner or "none: no API key was used"),
         ]
-    rows.append(("history", many(len(opened.history), "item") + ("" if reveal else "; --reveal")))
-    yield output.facts(rows)
+    rows.append(
+        ("history", format_count(len(opened.history), "item") + ("" if reveal else "; --reveal"))
+    )
+    yield output.make_facts_table(rows)
     if reveal:
         # msgspec can't write half of a surrogate pair, which clients cut texts to.
         yield output.JsonText(json.dumps(opened.history, indent=2, ensure_ascii=False))

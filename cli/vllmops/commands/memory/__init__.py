@@ -1,9 +1,9 @@
 """``vllmops memory``: record the memory of a server's processes, and judge whether it grows."""
 
-from ...output import typer_app
+from ...output import make_typer_app
 from . import record, report
 
-app = typer_app()
+app = make_typer_app()
 
 
 app.command(epilog="Example: vllmops memory record -t demo --rounds 5 --load images")(record.record)

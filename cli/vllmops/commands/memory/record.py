@@ -11,18 +11,18 @@ import typer
 
 from ... import output
 from ...diagnose.findings import Severity
-from ...errors import VllmopsError, usage
-from ...instances.servers import resolve
+from ...errors import VllmopsError, make_usage_error
+from ...instances.servers import resolve_server
 from ...memory import plot
-from ...memory.record import Recorder, Watch, keep
+from ...memory.record import MemoryRecorder, MemorySampler, open_recording
 from ...numbers import MOST
-from ...output import Json, Progress, Result, size
+from ...output import Json, Progress, Result, format_bytes
 from ...protocol import files
-from ...protocol.memory import MemorySample, RecordingHead
+from ...protocol.memory import MemoryRecordingHead, MemorySample
 from ..findings import FailOn
-from ..options import YEAR_S, Target, count, seconds, to_write
-from ..several import remote
-from .result import Plot, Tolerance, result
+from ..options import YEAR_S, Target, make_count_parser, make_seconds_parser, validate_output_path
+from ..several import allow_remote_target
+from .result import Plot, Tolerance, make_recording_result
 
 NICENESS = 10
 ROUNDS = 5
@@ -33,7 +33,7 @@ LENGTH, LOAD = "Length", "Built-in load"
 UNKEPT = "this recording is not kept for doctor and bundle"
 
 
-@remote
+@allow_remote_target
 def record(
     *,
     target: Target = None,
@@ -47,7 +47,7 @@ def record(
     rounds: Annotated[
         int | None,
         typer.Option(
-            parser=count(),
+            parser=make_count_parser(),
             help="Number of rounds of the load.",
             show_default=str(ROUNDS),
             rich_help_panel=LENGTH,
@@ -56,7 +56,7 @@ def record(
     interval: Annotated[
         float | None,
         typer.Option(
-            parser=seconds(0.1),
+            parser=make_seconds_parser(0.1),
             help="Seconds between samples.",
             show_default=f"{INTERVAL_S:g}",
             rich_help_panel=LENGTH,
@@ -65,22 +65,28 @@ def record(
     duration: Annotated[
         float | None,
         typer.Option(
-            parser=seconds(0.1, YEAR_S),
+            parser=make_seconds_parser(0.1, YEAR_S),
             help="Seconds to record.",
             show_default=f"{DURATION_S:g}",
             rich_help_panel=LENGTH,
         ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(parser=count(), help="Requests in each round.", rich_help_panel=LOAD)
+        int,
+        typer.Option(
+            parser=make_count_parser(), help="Requests in each round.", rich_help_panel=LOAD
+        ),
     ] = REQUESTS,
     inputs: Annotated[
-        int, typer.Option(parser=count(), help="Images in each request.", rich_help_panel=LOAD)
+        int,
+        typer.Option(
+            parser=make_count_parser(), help="Images in each request.", rich_help_panel=LOAD
+        ),
     ] = INPUTS,
     seed: Annotated[
         int | None,
         typer.Option(
-            parser=count(0, MOST),
+            parser=make_count_parser(0, MOST),
             help="Seed of the inputs; by default a new one.",
             rich_help_panel=LOAD,
         ),
@@ -90,7 +96,7 @@ def record(
         Path | None,
         typer.Option(
             readable=False,
-            callback=to_write,
+            callback=validate_output_path,
             help="Write each sample to this file at once. Without it, the newest recording is kept "
             "for doctor and bundle.",
         ),
@@ -110,10 +116,10 @@ def record(
     The server's API key is read from VLLM_API_KEY. On this machine it is
     sent only to a process of yours or of root.
     """
-    rounds, interval, duration = plan(rounds, interval, duration, load)
+    rounds, interval, duration = choose_schedule(rounds, interval, duration, load)
     if plot_:
-        plot.check(plot_)
-    server = resolve(target)
+        plot.require_writable_plot(plot_)
+    server = resolve_server(target)
     # Without --seed, each recording has new inputs: none may be in a cache already.
     seed = time.time_ns() // 1000 if seed is None else seed
     prepared, built_in = None, False
@@ -121,11 +127,11 @@ def record(
         from ...memory import loads  # noqa: PLC0415 - imports httpx, which only a load needs
 
         built_in = load in loads.KINDS
-        prepared = loads.prepare(load, server, requests=requests, inputs=inputs, seed=seed)
+        prepared = loads.build_load(load, server, requests=requests, inputs=inputs, seed=seed)
     else:
         # The server's work goes first.
         os.nice(NICENESS)
-    head = RecordingHead(
+    head = MemoryRecordingHead(
         server=server.label,
         model=server.model,
         started_at=time.time(),
@@ -137,47 +143,47 @@ def record(
         seed=seed if built_in else None,
         tolerance_bytes=tolerance,
     )
-    watch = Watch(server)
-    journal = files.Journal(save, head) if save else kept(server.label, head)
+    watch = MemorySampler(server)
+    journal = files.Journal(save, head) if save else open_default_journal(server.label, head)
     with Progress(head.started_at, quiet=json_) as progress:
         # A live progress line costs more than the recording.
         progress.plain = progress.plain or rounds is None
 
-        def tell(what: str, sample: MemorySample) -> None:
-            used = size(sum(process.rss_bytes or 0 for process in sample.processes))
+        def show_sample(what: str, sample: MemorySample) -> None:
+            used = format_bytes(sum(process.rss_bytes or 0 for process in sample.processes))
             progress.update(f"{what}, RSS {used}")
 
-        recorder = Recorder(watch, head, prepared, journal, tell)
+        recorder = MemoryRecorder(watch, head, prepared, journal, show_sample)
         failure = recorder.run()
     if failure and not save and journal and failure is journal.failure:
-        output.say(f"{UNKEPT}: {failure.message}")
+        output.print_to_stderr(f"{UNKEPT}: {failure.message}")
         failure = None
     if not recorder.recording.samples:
         raise failure or KeyboardInterrupt
-    shown = result(recorder.recording, tolerance, fail_on, plot_)
+    shown = make_recording_result(recorder.recording, tolerance, fail_on, plot_)
     if plot_:
         try:
-            plot.draw(recorder.recording, plot_)
+            plot.draw_plot(recorder.recording, plot_)
         except VllmopsError as error:
             failure = failure or error
     if failure is None:
         return shown
     failure.data = shown.data
     if not json_:
-        output.show(*shown.text())
+        output.print_parts(*shown.text())
     raise failure
 
 
-def kept(label: str, head: RecordingHead) -> files.Journal | None:
+def open_default_journal(label: str, head: MemoryRecordingHead) -> files.Journal | None:
     """The file of a recording without --save; None if it can't be written."""
     try:
-        return keep(label, head)
+        return open_recording(label, head)
     except VllmopsError as error:
-        output.say(f"{UNKEPT}: {error.message}")
+        output.print_to_stderr(f"{UNKEPT}: {error.message}")
         return None
 
 
-def plan(
+def choose_schedule(
     rounds: int | None, interval: float | None, duration: float | None, load: str | None
 ) -> tuple[int | None, float | None, float | None]:
     """The rounds, or the interval and the duration in seconds, from the options.
@@ -186,9 +192,11 @@ def plan(
         VllmopsError: ``usage``.
     """
     if rounds is not None and load is None:
-        raise usage("--rounds needs a --load", "--load images, audio, text, responses or a command")
+        raise make_usage_error(
+            "--rounds needs a --load", "--load images, audio, text, responses or a command"
+        )
     if rounds is not None and (interval or duration):
-        raise usage(
+        raise make_usage_error(
             "--rounds cannot be combined with --interval or --duration",
             "leave one of these options out",
         )
@@ -197,7 +205,7 @@ def plan(
     duration = duration or DURATION_S
     interval = interval or min(INTERVAL_S, duration / LEAST_SAMPLES)
     if duration < interval:
-        raise usage(
+        raise make_usage_error(
             f"--duration {duration:g} is shorter than --interval {interval:g}",
             f"--interval {duration / LEAST_SAMPLES:g}",
         )

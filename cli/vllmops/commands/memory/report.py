@@ -11,14 +11,14 @@ from ...diagnose.findings import Severity
 from ...errors import VllmopsError
 from ...files import is_gzip
 from ...memory import plot
-from ...memory.record import read
-from ...output import Json, Result, command
-from ...protocol.memory import Recording
+from ...memory.record import read_recording
+from ...output import Json, Result, print_result
+from ...protocol.memory import MemoryRecording
 from ..findings import FailOn
-from .result import Plot, Tolerance, result
+from .result import Plot, Tolerance, make_recording_result
 
 
-@command
+@print_result
 def report(
     file: Annotated[
         Path,
@@ -32,22 +32,22 @@ def report(
 ) -> Result:
     """Judge a saved recording again; the verdict is that of `memory record`."""
     if plot_:
-        plot.check(plot_)
-    recording = bundled(file) if is_gzip(file) else read(file)
+        plot.require_writable_plot(plot_)
+    recording = load_bundled_recording(file) if is_gzip(file) else read_recording(file)
     if plot_:
-        plot.draw(recording, plot_)
-    return result(recording, tolerance, fail_on, plot_)
+        plot.draw_plot(recording, plot_)
+    return make_recording_result(recording, tolerance, fail_on, plot_)
 
 
-def bundled(file: Path) -> Recording:
+def load_bundled_recording(file: Path) -> MemoryRecording:
     """The recording in a bundle.
 
     Raises:
-        VllmopsError: as `bundle.load` does, or ``bundle.no-memory``.
+        VllmopsError: as `bundle.load_bundle` does, or ``bundle.no-memory``.
     """
     from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
 
-    recording = bundle.load(file).memory
+    recording = bundle.load_bundle(file).memory
     if recording is None:
         raise VllmopsError(
             "bundle.no-memory",

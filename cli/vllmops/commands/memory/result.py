@@ -11,24 +11,24 @@ import typer
 from ...diagnose import memory as judge
 from ...diagnose.findings import Severity
 from ...output import Result
-from ...protocol.memory import Recording
-from ..findings import exit_code
-from ..options import size_, to_write
-from .view import notes, shown
+from ...protocol.memory import MemoryRecording
+from ..findings import choose_exit_code
+from ..options import parse_size, validate_output_path
+from .view import collect_notes, render_recording
 
 Plot = Annotated[
     Path | None,
     typer.Option(
         "--plot",
         readable=False,
-        callback=to_write,
+        callback=validate_output_path,
         help="Draw the recording to this .png or .svg file.",
     ),
 ]
 Tolerance = Annotated[
     int | None,
     typer.Option(
-        parser=size_,
+        parser=parse_size,
         metavar="SIZE",
         help="Growth per round or hour that is not reported: 500K, 2M, 1G. "
         "Default: 0.1 % of a process's RSS per round, 1 % per hour.",
@@ -36,12 +36,12 @@ Tolerance = Annotated[
 ]
 
 
-def result(
-    recording: Recording, tolerance_bytes: int | None, fail_on: Severity, plotted: Path | None
+def make_recording_result(
+    recording: MemoryRecording, tolerance_bytes: int | None, fail_on: Severity, plotted: Path | None
 ) -> Result:
     """What both commands show of a recording that has ended."""
-    trends = judge.trends(recording, tolerance_bytes)
-    findings = judge.diagnose(recording, trends)
+    trends = judge.compute_trends(recording, tolerance_bytes)
+    findings = judge.diagnose_memory(recording, trends)
     data = {
         **msgspec.to_builtins(recording.head),
         "ended_at": recording.end.at if recording.end else None,
@@ -49,11 +49,11 @@ def result(
         "samples": recording.samples,
         "trends": trends,
         "findings": findings,
-        "notes": notes(recording),
+        "notes": collect_notes(recording),
         "plot": str(plotted) if plotted else None,
     }
     return Result(
         data,
-        lambda: list(shown(recording, trends, findings)),
-        exit_code(findings, fail_on),
+        lambda: list(render_recording(recording, trends, findings)),
+        choose_exit_code(findings, fail_on),
     )

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from ... import output
 from ...diagnose.findings import Finding
-from ...diagnose.memory import FLAT, GROWING, OPEN, TOTAL, Trend
-from ...output import size, span
-from ...protocol.memory import MemorySample, ProcessMemory, Recording
-from ...protocol.place import who
-from ..findings import lines
+from ...diagnose.memory import FLAT, GROWING, OPEN, TOTAL, MemoryTrend
+from ...output import format_bytes, format_duration
+from ...protocol.memory import MemoryRecording, MemorySample, ProcessMemory
+from ...protocol.place import format_process
+from ..findings import render_findings
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,141 +26,144 @@ LATE_S = 120.0  # an agent that is there from the start counts requests sooner t
 WARM_UP = 1  # the round that warms up
 
 
-def shown(
-    recording: Recording, trends: Sequence[Trend], findings: Sequence[Finding]
+def render_recording(
+    recording: MemoryRecording, trends: Sequence[MemoryTrend], findings: Sequence[Finding]
 ) -> Iterator[RenderableType]:
     """Tables, verdicts, notes and findings of a recording."""
     from rich.text import Text  # noqa: PLC0415
 
-    sizes = rss(recording)
+    sizes = collect_rss(recording)
     names = list(sizes)
     for start in range(0, len(names), COLUMNS):
-        yield resident(recording, sizes, names[start : start + COLUMNS], trends)
+        yield make_rss_table(recording, sizes, names[start : start + COLUMNS], trends)
         yield ""
-    yield other_figures(recording)
+    yield make_figures_table(recording)
     yield ""
     for trend in trends:
         verdict = Text.assemble(trend.subject, ": ", (trend.verdict, STYLES[trend.verdict]))
-        yield verdict.append(f"  {sparks(sizes[trend.subject], trend.tolerance)}")
-        for line in explained(trend):
+        yield verdict.append(f"  {format_sparkline(sizes[trend.subject], trend.tolerance)}")
+        for line in explain_trend(trend):
             yield f"  {line}"
-    for note in notes(recording):
-        yield output.styled(f"note: {note}", "yellow")
-    yield from lines(findings)
+    for note in collect_notes(recording):
+        yield output.style_text(f"note: {note}", "yellow")
+    yield from render_findings(findings)
 
 
-def columns(recording: Recording) -> dict[str, list[ProcessMemory]]:
+def group_by_process(recording: MemoryRecording) -> dict[str, list[ProcessMemory]]:
     """The parts of each process in all samples, by its name."""
     parts = zip(*(sample.processes for sample in recording.samples), strict=True)
-    return {who(part[0]): list(part) for part in parts}
+    return {format_process(part[0]): list(part) for part in parts}
 
 
-def rss(recording: Recording) -> dict[str, list[int | None]]:
+def collect_rss(recording: MemoryRecording) -> dict[str, list[int | None]]:
     """Bytes of RSS in each sample, in total and by process; None if a process is gone."""
-    own = {name: [sample.rss_bytes for sample in part] for name, part in columns(recording).items()}
+    own = {
+        name: [sample.rss_bytes for sample in part]
+        for name, part in group_by_process(recording).items()
+    }
     rows = list(zip(*own.values(), strict=True))
     return {TOTAL: [None if None in row else sum(filter(None, row)) for row in rows], **own}
 
 
-def resident(
-    recording: Recording,
+def make_rss_table(
+    recording: MemoryRecording,
     sizes: dict[str, list[int | None]],
     names: Sequence[str],
-    trends: Sequence[Trend],
+    trends: Sequence[MemoryTrend],
 ) -> RenderableType:
     """RSS: a line for each round, or for some of the samples; then the growth."""
-    table = output.table("RSS", *names, right=names)
+    table = output.make_table("RSS", *names, right=names)
     count = len(recording.samples)
     some = {round(row * (count - 1) / (ROWS - 1)) for row in range(ROWS)}
     for index in sorted(some) if count > ROWS else range(count):
-        head = label(recording, recording.samples[index])
-        table.add_row(head, *(size(sizes[name][index]) for name in names))
+        head = format_sample_label(recording, recording.samples[index])
+        table.add_row(head, *(format_bytes(sizes[name][index]) for name in names))
     by_name = {trend.subject: trend for trend in trends}
     if trends and trends[0].rss_growth is not None:
         table.add_section()
         last = recording.samples[-1].round
         title = f"growth R{WARM_UP + 1}-R{last}" if last else "growth"
-        table.add_row(title, *(signed(by_name[name].rss_growth) for name in names))
+        table.add_row(title, *(format_signed_bytes(by_name[name].rss_growth) for name in names))
         title = f"mean per {trends[0].per}"
-        table.add_row(title, *(signed(by_name[name].rss_mean) for name in names))
+        table.add_row(title, *(format_signed_bytes(by_name[name].rss_mean) for name in names))
     return table
 
 
-def label(recording: Recording, sample: MemorySample) -> str:
+def format_sample_label(recording: MemoryRecording, sample: MemorySample) -> str:
     """When a sample was taken."""
     if sample.round is None:
-        return f"after {span(sample.taken_at - recording.head.started_at)}"
+        return f"after {format_duration(sample.taken_at - recording.head.started_at)}"
     if sample.round == 0:
         return "idle"
     return f"after R{sample.round}" + (" (warm-up)" if sample.round == WARM_UP else "")
 
 
-def signed(count: float | None) -> str:
-    return "-" if count is None else f"{'+' if count >= 0 else ''}{size(count)}"
+def format_signed_bytes(count: float | None) -> str:
+    return "-" if count is None else f"{'+' if count >= 0 else ''}{format_bytes(count)}"
 
 
-def other_figures(recording: Recording) -> RenderableType:
+def make_figures_table(recording: MemoryRecording) -> RenderableType:
     """Everything but RSS in the first and the last sample, process by process."""
-    table = output.table("", "first", "last", right=("first", "last"))
-    for name, part in columns(recording).items():
+    table = output.make_table("", "first", "last", right=("first", "last"))
+    for name, part in group_by_process(recording).items():
         for label_, figure in FIGURES.items():
             values = [value for sample in part if (value := figure(sample)) is not None]
             if values:
                 table.add_row(f"{name}: {label_}", values[0], values[-1])
     gpus = [sample.gpus_bytes for sample in recording.samples if sample.gpus_bytes]
     for number, (first, last) in enumerate(zip(gpus[0], gpus[-1], strict=True) if gpus else ()):
-        table.add_row(f"GPU {number}, all processes", size(first), size(last))
+        table.add_row(f"GPU {number}, all processes", format_bytes(first), format_bytes(last))
     return table
 
 
-def amount(count: int | None) -> str | None:
-    return None if count is None else size(count)
+def format_optional_bytes(count: int | None) -> str | None:
+    return None if count is None else format_bytes(count)
 
 
-def live(process: ProcessMemory) -> str | None:
+def format_live_requests(process: ProcessMemory) -> str | None:
     requests = process.agent.requests if process.agent else None
     return f"{requests.alive} ({requests.finished_alive})" if requests else None
 
 
-def cached(kind: str) -> Callable[[ProcessMemory], str | None]:
+def make_cache_formatter(kind: str) -> Callable[[ProcessMemory], str | None]:
     """A function that shows a process's caches of a kind."""
 
-    def figure(process: ProcessMemory) -> str | None:
+    def format_caches(process: ProcessMemory) -> str | None:
         caches = process.agent.caches if process.agent else ()
         held = [cache for cache in caches if cache.kind.startswith(kind) and cache.entries]
         if not held:
             return None
-        used = [size(cache.bytes) for cache in held if cache.bytes is not None]
+        used = [format_bytes(cache.bytes) for cache in held if cache.bytes is not None]
         used += [f"{cache.slots} slots" for cache in held if cache.slots is not None]
         return f"{sum(cache.entries or 0 for cache in held)} ({', '.join(used)})"
 
-    return figure
+    return format_caches
 
 
-def collections(process: ProcessMemory) -> str | None:
+def format_collections(process: ProcessMemory) -> str | None:
     generations = process.agent.gc if process.agent else ()
     return "/".join(str(generation.collections) for generation in generations) or None
 
 
-def stored(process: ProcessMemory) -> str | None:
+def format_stored_objects(process: ProcessMemory) -> str | None:
     store = process.agent.store if process.agent else None
     counts = (store.responses, store.messages, store.events) if store else ()
     return "/".join(map(str, counts)) if any(counts) else None
 
 
 FIGURES: dict[str, Callable[[ProcessMemory], str | None]] = {
-    "PSS": lambda process: amount(process.pss_bytes),
-    "USS": lambda process: amount(process.uss_bytes),
-    "GPU": lambda process: amount(process.gpu_bytes),
-    "requests (finished)": live,
-    "mm cache": cached("mm"),
-    "encoder cache": cached("encoder"),
-    "gc runs, gen 0/1/2": collections,
-    "stored resp./msg./events": stored,
+    "PSS": lambda process: format_optional_bytes(process.pss_bytes),
+    "USS": lambda process: format_optional_bytes(process.uss_bytes),
+    "GPU": lambda process: format_optional_bytes(process.gpu_bytes),
+    "requests (finished)": format_live_requests,
+    "mm cache": make_cache_formatter("mm"),
+    "encoder cache": make_cache_formatter("encoder"),
+    "gc runs, gen 0/1/2": format_collections,
+    "stored resp./msg./events": format_stored_objects,
 }
 
 
-def sparks(values: Sequence[int | None], least: float) -> str:
+def format_sparkline(values: Sequence[int | None], least: float) -> str:
     """Bars from the lowest to the highest value; flat if they differ by less than `least`."""
     known = [value for value in values if value is not None]
     if len(known) > SPARKS:
@@ -172,30 +175,34 @@ def sparks(values: Sequence[int | None], least: float) -> str:
     return "".join(BARS[int((value - low) / reach * (len(BARS) - 1))] for value in known)
 
 
-def explained(trend: Trend) -> Iterator[str]:
+def explain_trend(trend: MemoryTrend) -> Iterator[str]:
     """The figures behind a verdict."""
     if trend.mean is None or trend.low is None or trend.high is None:
         yield f"{trend.steps} steps are too few"
     else:
         yield (
-            f"{signed(trend.mean)} per {trend.per}, 95 %: {signed(trend.low)} to "
-            f"{signed(trend.high)}; tolerated {size(trend.tolerance)}"
+            f"{format_signed_bytes(trend.mean)} per {trend.per}, 95 %: "
+            f"{format_signed_bytes(trend.low)} to "
+            f"{format_signed_bytes(trend.high)}; tolerated {format_bytes(trend.tolerance)}"
         )
     if trend.cache_growth:
-        yield f"not counted: {signed(trend.cache_growth)} that caches hold"
+        yield f"not counted: {format_signed_bytes(trend.cache_growth)} that caches hold"
     if trend.more:
         rounds = f"{trend.more:.0f} round{'s' if trend.more > 1 else ''}"
-        yield f"probably enough: {rounds if trend.per == 'round' else span(trend.more)} more"
+        yield (
+            f"probably enough: {rounds if trend.per == 'round' else format_duration(trend.more)} "
+            "more"
+        )
 
 
-def notes(recording: Recording) -> list[str]:
+def collect_notes(recording: MemoryRecording) -> list[str]:
     """What limits the recording: a missing end, silent agents, other requests."""
     samples, remarks = recording.samples, []
     if recording.end is None:
         remarks.append("the recording has no end: it was killed, or it still runs")
     elif recording.end.why:
         remarks.append(f"cut short: {recording.end.why}")
-    for name, part in columns(recording).items():
+    for name, part in group_by_process(recording).items():
         silent = [sample.silent for sample in part if sample.silent]
         if silent:
             remarks.append(
@@ -207,7 +214,8 @@ def notes(recording: Recording) -> list[str]:
         late_s = next((answer.requests.late_s for answer in answers if answer.requests), 0.0)
         if late_s > LATE_S:
             remarks.append(
-                f"{name}: the agent was loaded {span(late_s)} after the start and counts requests "
+                f"{name}: the agent was loaded {format_duration(late_s)} after the start and "
+                "counts requests "
                 "since then; older ones that are still alive are not counted"
             )
     noisy = sum(sample.quiet is False for sample in samples if sample.round is not None)

@@ -6,20 +6,22 @@ from typing import Annotated
 
 import typer
 
-from ...errors import usage
+from ...errors import make_usage_error
 from ...output import Json, Result
 from ..options import Target
-from ..several import per_target
+from ..several import run_per_target
 from . import versions as tested
-from .states import asked, listing, report
+from .states import build_patches_data, fetch_patches, render_patches
 
 Versions = Annotated[
     bool, typer.Option("--versions", help="Show what works with which version of vLLM, as tested.")
 ]
 
 
-@per_target
-def list_(*, target: Target = None, versions: Versions = False, json_: Json = False) -> Result:
+@run_per_target
+def list_patches(
+    *, target: Target = None, versions: Versions = False, json_: Json = False
+) -> Result:
     """Show the state of each patch in each process.
 
     With --target it asks a running server. Without it checks the vLLM in
@@ -30,9 +32,9 @@ def list_(*, target: Target = None, versions: Versions = False, json_: Json = Fa
     """
     if versions:
         if target is not None:
-            raise usage(
+            raise make_usage_error(
                 "--versions shows what was tested, not a server", "vllmops patches list --versions"
             )
-        return Result(tested.report(), tested.listing)
-    processes, silent = asked(target, verify=False, quiet=json_)
-    return Result(report(processes, silent), lambda: listing(processes, silent))
+        return Result(tested.build_versions_data(), tested.render_versions)
+    processes, silent = fetch_patches(target, verify=False, quiet=json_)
+    return Result(build_patches_data(processes, silent), lambda: render_patches(processes, silent))

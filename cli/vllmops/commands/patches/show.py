@@ -7,29 +7,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ... import output
-from ...agent.patches.registry import known
-from ...output import Json, Result, command, styled
-from ..options import patch_ids
+from ...agent.patches.registry import require_patch
+from ...output import Json, Result, print_result, style_text
+from ..options import complete_patch_id
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-@command
+@print_result
 def show(
     patch: Annotated[
-        str, typer.Argument(metavar="ID", help="The ID of the patch.", autocompletion=patch_ids)
+        str,
+        typer.Argument(metavar="ID", help="The ID of the patch.", autocompletion=complete_patch_id),
     ],
     json_: Json = False,
 ) -> Result:
     """Show a patch: the defect, who is affected, and what the patch changes."""
-    shown = known(patch)
+    shown = require_patch(patch)
     names = ("id", "title", "upstream", "hit", "changes", "modules", "live")
     data = {name: getattr(shown, name) for name in names}
-    return Result(data, lambda: facts(data))
+    return Result(data, lambda: render_patch(data))
 
 
-def facts(data: dict[str, Any]) -> list[RenderableType]:
+def render_patch(data: dict[str, Any]) -> list[RenderableType]:
     """The data of a patch, for a person."""
     live = "can be loaded" if data["live"] else "can't be loaded"
     rows = [
@@ -41,4 +42,4 @@ def facts(data: dict[str, Any]) -> list[RenderableType]:
         ("live", f"{live} into a server that runs without it"),
         ("leave out", f"vllmops serve --no-patch {data['id']}"),
     ]
-    return [styled(data["id"], "bold"), output.facts(rows)]
+    return [style_text(data["id"], "bold"), output.make_facts_table(rows)]

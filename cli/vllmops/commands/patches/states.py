@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ...agent.adapters.features import untested
+from ...agent.adapters.features import describe_untested_version
 from ...agent.patches.registry import PATCHES
 from ...errors import VllmopsError
 from ...host.processes import ROLES
-from ...instances.launch import check_installed
-from ...instances.servers import resolve
-from ...output import Progress, styled, table
-from ...protocol.caches import Silent
-from ...protocol.patches import ProcessPatches, State, Verdict
-from ...protocol.place import row, who
+from ...instances.launch import require_vllm
+from ...instances.servers import resolve_server
+from ...output import Progress, make_table, style_text
+from ...protocol.caches import ProcessGap
+from ...protocol.patches import PatchReport, PatchState, ProcessPatches
+from ...protocol.place import format_process, make_process_fields
 from ...rpc import agent
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ PROBED: dict[bool | None, tuple[str, str]] = {
     False: ("absent", "green"),
     None: ("not probed", "yellow"),
 }
-STYLES = {State.FAILED: "bold red", State.OFF: "yellow", State.APPLIED: "green"}
+STYLES = {PatchState.FAILED: "bold red", PatchState.OFF: "yellow", PatchState.APPLIED: "green"}
 
 
-def asked(
+def fetch_patches(
     target: str | None, *, verify: bool, quiet: bool
-) -> tuple[list[ProcessPatches], list[Silent]]:
+) -> tuple[list[ProcessPatches], list[ProcessGap]]:
     """The patches of a server's processes, or of this environment without a target.
 
     Returns:
@@ -48,11 +48,11 @@ def asked(
             ``vllm.broken`` or ``vllm.slow``.
     """
     if target is None:
-        return [here(quiet=quiet)], []
-    server = resolve(target)
-    patches, silent = agent.side_by_side(
-        server.of(*ROLES),
-        lambda process: agent.reach(process).patches(verify=verify),
+        return [inspect_local_patches(quiet=quiet)], []
+    server = resolve_server(target)
+    patches, silent = agent.collect_answers(
+        server.select_processes(*ROLES),
+        lambda process: agent.open_agent(process).fetch_patches(verify=verify),
     )
     if not patches:
         reasons = "; ".join(dict.fromkeys(process.why for process in silent))
@@ -64,9 +64,9 @@ def asked(
     return patches, silent
 
 
-def here(*, quiet: bool) -> ProcessPatches:
+def inspect_local_patches(*, quiet: bool) -> ProcessPatches:
     """The patches of the vLLM in this environment, probed in a separate process."""
-    check_installed()
+    require_vllm()
     words = (sys.executable, "-P", "-m", "vllmops.agent.patches")
     # This process is no server, so it must not start an agent.
     environment = {**os.environ, "VLLMOPS_DISABLE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -93,13 +93,15 @@ def here(*, quiet: bool) -> ProcessPatches:
         ) from error
 
 
-def report(processes: Sequence[ProcessPatches], silent: Sequence[Silent]) -> dict[str, Any]:
+def build_patches_data(
+    processes: Sequence[ProcessPatches], silent: Sequence[ProcessGap]
+) -> dict[str, Any]:
     """The data for ``--json``: by patch, then by process."""
     rows = []
     for name, patch in PATCHES.items():
         states = [
             {
-                **row(process),
+                **make_process_fields(process),
                 "state": verdict.state,
                 "reason": verdict.reason,
                 "present": verdict.present,
@@ -116,28 +118,28 @@ def report(processes: Sequence[ProcessPatches], silent: Sequence[Silent]) -> dic
     return {
         "vllm_versions": versions,
         "patches": rows,
-        "problems": problems(processes),
+        "problems": collect_problems(processes),
         "silent": silent,
         "seconds": seconds,
     }
 
 
-def problems(processes: Sequence[ProcessPatches]) -> list[str]:
+def collect_problems(processes: Sequence[ProcessPatches]) -> list[str]:
     """What the agents can't do, and which versions are newer than those tested; each once."""
     common = dict.fromkeys(problem for process in processes for problem in process.problems)
-    newer = filter(None, (untested(process.vllm_version) for process in processes))
+    newer = filter(None, (describe_untested_version(process.vllm_version) for process in processes))
     return [*common, *(remark for remark in dict.fromkeys(newer) if remark not in " ".join(common))]
 
 
-def listing(
+def render_patches(
     processes: Sequence[ProcessPatches],
-    silent: Sequence[Silent],
+    silent: Sequence[ProcessGap],
     *,
     verify: bool = False,
 ) -> list[RenderableType]:
     """A table with a line for each patch and state, and the processes in that state."""
     versions = sorted({process.vllm_version or "unknown version" for process in processes})
-    shown = table("patch", "defect" if verify else "state", "processes")
+    shown = make_table("patch", "defect" if verify else "state", "processes")
     reasons: dict[str, dict[str, None]] = {}  # with the patches that have it
     for name in PATCHES:
         groups: dict[tuple[str, str], list[str]] = {}
@@ -145,21 +147,21 @@ def listing(
             for verdict in process.patches:
                 if verdict.id != name:
                     continue
-                where = process.role if process.role == "here" else who(process)
-                groups.setdefault(state(verdict, verify), []).append(where)
+                where = process.role if process.role == "here" else format_process(process)
+                groups.setdefault(format_state(verdict, verify), []).append(where)
                 if verdict.reason:
                     reasons.setdefault(verdict.reason, {})[name] = None
         for (word, style), names in groups.items():
-            shown.add_row(name, styled(word, style), ", ".join(names))
+            shown.add_row(name, style_text(word, style), ", ".join(names))
         if not groups:
             shown.add_row(name, "no process has loaded it", "")
     notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
-    notes += problems(processes)
-    notes += [f"{who(process)} did not answer: {process.why}" for process in silent]
+    notes += collect_problems(processes)
+    notes += [f"{format_process(process)} did not answer: {process.why}" for process in silent]
     return [f"vLLM {', '.join(versions)}", "", shown, *notes]
 
 
-def state(verdict: Verdict, verify: bool) -> tuple[str, str]:
+def format_state(verdict: PatchReport, verify: bool) -> tuple[str, str]:
     """A state for a person, and its style."""
     if not verify:
         return verdict.state, STYLES.get(verdict.state, "")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from ...errors import Exit
+from ...errors import ExitCode
 from ...output import Json, Result
 from ..options import Target
-from ..several import per_target
-from .states import asked, listing, report
+from ..several import run_per_target
+from .states import build_patches_data, fetch_patches, render_patches
 
 
-@per_target
+@run_per_target
 def verify(*, target: Target = None, json_: Json = False) -> Result:
     """Run each probe again; the exit code is 1 if a defect is present.
 
     Probes use their own objects and are safe in production.
     """
-    processes, silent = asked(target, verify=True, quiet=json_)
+    processes, silent = fetch_patches(target, verify=True, quiet=json_)
     bad = any(verdict.present for process in processes for verdict in process.patches)
     return Result(
-        report(processes, silent),
-        lambda: listing(processes, silent, verify=True),
-        Exit.FAILED if bad else Exit.OK,
+        build_patches_data(processes, silent),
+        lambda: render_patches(processes, silent, verify=True),
+        ExitCode.FAILED if bad else ExitCode.OK,
     )

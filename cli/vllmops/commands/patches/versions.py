@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...agent.adapters.features import FEATURES, Tested, tested
+from ...agent.adapters.features import FEATURES, VersionResults, load_tested_versions
 from ...agent.patches.registry import PATCHES
-from ...output import styled, table
-from ...protocol.patches import State
+from ...output import make_table, style_text
+from ...protocol.patches import PatchState
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WORKS = "works"
-CELLS = {WORKS: "yes", State.APPLIED: "yes", State.FIXED: "-"}
+CELLS = {WORKS: "yes", PatchState.APPLIED: "yes", PatchState.FIXED: "-"}
 STYLES = {"yes": "green", "no": "bold red"}
 TITLES = {name: feature.title for name, feature in FEATURES.items()}
 
 
-def report() -> dict[str, Any]:
+def build_versions_data() -> dict[str, Any]:
     """The data for ``--json``: by feature or patch, then by version."""
-    versions = tested()
+    versions = load_tested_versions()
     rows = [
         {
             "id": name,
@@ -33,15 +33,15 @@ def report() -> dict[str, Any]:
     return {"features": rows, "live": live}
 
 
-def listing() -> list[RenderableType]:
+def render_versions() -> list[RenderableType]:
     """The table for a person."""
-    versions = tested()
-    shown = table("", *(short(version) for version in versions))
+    versions = load_tested_versions()
+    shown = make_table("", *(shorten_version(version) for version in versions))
     shown.padding = (0, 0)  # so that all of it fits into 80 columns
     for name in (*FEATURES, *PATCHES):
-        cells = [cell(row, name) for row in versions.values()]
+        cells = [format_cell(row, name) for row in versions.values()]
         shown.add_row(
-            TITLES.get(name, name), *(styled(text, STYLES.get(text, "")) for text in cells)
+            TITLES.get(name, name), *(style_text(text, STYLES.get(text, "")) for text in cells)
         )
     shown.add_row("a server ran", *("yes" if row.live else "-" for row in versions.values()))
     return [shown, "", NOTE]
@@ -53,10 +53,10 @@ NOTE = (
 )
 
 
-def short(version: str) -> str:
+def shorten_version(version: str) -> str:
     """A version without its last number."""
     return version.rpartition(".")[0]
 
 
-def cell(row: Tested, name: str) -> str:
+def format_cell(row: VersionResults, name: str) -> str:
     return CELLS.get(row.results.get(name, ""), "no")

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ... import output
-from ...errors import Exit, VllmopsError, usage
-from ...instances.servers import Server, resolve
-from ...numbers import many
+from ...errors import ExitCode, VllmopsError, make_usage_error
+from ...instances.servers import Server, resolve_server
+from ...numbers import format_count
 from ...output import Json, Progress, Result
-from ...requests.ending import Ended, end
-from ...requests.listing import Listing, Row
+from ...requests.ending import AbortOutcome, abort_requests
+from ...requests.listing import InFlightRequest, RequestListing
 from ...vllm_api import http
-from ..options import Target, Yes, duration, time_
-from ..several import remote
-from .list_ import table
-from .selection import STUCK_S, StuckAfter, gathered, named, request_ids
+from ..options import Target, Yes, parse_duration, validate_duration
+from ..several import allow_remote_target
+from .list_ import make_requests_table
+from .selection import STUCK_S, StuckAfter, collect_requests, complete_request_id, require_requests
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 CHOICE = "Which requests, in place of ids"
 
 
-@remote
+@allow_remote_target
 def abort(
     ids: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[ID]...",
             help="As requests list shows them, or vLLM's own.",
-            autocompletion=request_ids,
+            autocompletion=complete_request_id,
         ),
     ] = None,
     *,
@@ -52,7 +52,7 @@ def abort(
         str | None,
         typer.Option(
             "--older-than",
-            parser=time_,
+            parser=validate_duration,
             metavar="TIME",
             help="All that arrived longer ago: 90s, 10m, 2h.",
             rich_help_panel=CHOICE,
@@ -83,33 +83,35 @@ def abort(
     """
     chosen_by = [bool(ids), stuck, older_than is not None, every]
     if sum(chosen_by) != 1:
-        raise usage(
+        raise make_usage_error(
             "give ids, or one of --stuck, --older-than and --all",
             "vllmops requests list shows the ids",
         )
-    server = resolve(target)
+    server = resolve_server(target)
     try:
-        known = gathered(server, stuck_after, quiet=json_)
+        known = collect_requests(server, stuck_after, quiet=json_)
     except VllmopsError as error:
         if error.code != "requests.no-agent" or dry_run or not (ids or every):
             raise
-        return by_vllm(server, ids or [], error, yes=yes)
-    rows = chosen(known, server, ids or [], stuck=stuck, older_than=older_than)
+        return abort_through_vllm(server, ids or [], error, yes=yes)
+    rows = select_requests(known, server, ids or [], stuck=stuck, older_than=older_than)
     if dry_run or not rows:
         data = {"server": server.label, "requests": rows, "dry_run": dry_run}
-        return Result(data, lambda: list(planned(rows)))
+        return Result(data, lambda: list(render_plan(rows)))
     if every and not yes:
-        output.confirm(
-            f"End {many(len(rows), 'request')} of {server.label}?",
+        output.require_confirmation(
+            f"End {format_count(len(rows), 'request')} of {server.label}?",
             "repeat the command with --yes",
         )
     with Progress(time.time(), quiet=json_) as progress:
-        progress.update(f"{server.label}: ending {many(len(rows), 'request')}")
-        ended = end(server, rows, reason)
-    return report(server, ended)
+        progress.update(f"{server.label}: ending {format_count(len(rows), 'request')}")
+        ended = abort_requests(server, rows, reason)
+    return make_abort_result(server, ended)
 
 
-def by_vllm(server: Server, ids: Sequence[str], error: VllmopsError, *, yes: bool) -> Result:
+def abort_through_vllm(
+    server: Server, ids: Sequence[str], error: VllmopsError, *, yes: bool
+) -> Result:
     """End requests of a server without an agent by vLLM's own routes.
 
     Args:
@@ -119,33 +121,40 @@ def by_vllm(server: Server, ids: Sequence[str], error: VllmopsError, *, yes: boo
         yes: whether not to ask.
     """
     if not ids and not yes:
-        output.confirm(f"End all requests of {server.label}?", "repeat the command with --yes")
-    count = http.abort(server.url, ids) if server.url else None
+        output.require_confirmation(
+            f"End all requests of {server.label}?", "repeat the command with --yes"
+        )
+    count = http.abort_requests_or_all(server.url, ids) if server.url else None
     if count is None:
         raise error
     data = {"server": server.label, "requests": [], "asked": count, "missing": error.message}
     return Result(
         data,
         lambda: [
-            f"asked vLLM to end {many(count, 'request')}.",
+            f"asked vLLM to end {format_count(count, 'request')}.",
             f"Whether they are gone is not known: {error.message}",
             f"  hint: vllmops attach -t {server.label}",
         ],
     )
 
 
-def chosen(
-    known: Listing, server: Server, ids: Sequence[str], *, stuck: bool, older_than: str | None
-) -> list[Row]:
+def select_requests(
+    known: RequestListing,
+    server: Server,
+    ids: Sequence[str],
+    *,
+    stuck: bool,
+    older_than: str | None,
+) -> list[InFlightRequest]:
     """The requests that the options mean, each once.
 
     Raises:
         VllmopsError: ``requests.unknown``.
     """
     if ids:
-        rows = [row for word in ids for row in named(known, server, word)]
+        rows = [row for word in ids for row in require_requests(known, server, word)]
         return list({row.id: row for row in rows}.values())
-    least = duration(older_than) if older_than else 0.0
+    least = parse_duration(older_than) if older_than else 0.0
     return [
         row
         for row in known.rows
@@ -153,25 +162,26 @@ def chosen(
     ]
 
 
-def planned(rows: Sequence[Row]) -> Iterator[RenderableType]:
+def render_plan(rows: Sequence[InFlightRequest]) -> Iterator[RenderableType]:
     """What would be ended, for a person."""
-    yield f"would end {many(len(rows), 'request')}" if rows else "no matching requests"
+    yield f"would end {format_count(len(rows), 'request')}" if rows else "no matching requests"
     if rows:
-        yield table(rows)
+        yield make_requests_table(rows)
 
 
-def report(server: Server, ended: Sequence[Ended]) -> Result:
+def make_abort_result(server: Server, ended: Sequence[AbortOutcome]) -> Result:
     """The result, for requests that are gone and those that are not."""
     left = [one for one in ended if not one.done]
     data = {"server": server.label, "requests": ended}
 
-    def text() -> list[RenderableType]:
+    def render_ended() -> list[RenderableType]:
         shown: list[RenderableType] = []
         if gone := len(ended) - len(left):
-            shown.append(output.styled(f"ended {many(gone, 'request')}", "green"))
+            shown.append(output.style_text(f"ended {format_count(gone, 'request')}", "green"))
         shown += [
-            output.styled(f"{one.http_id or one.id or '-'}: {one.left}", "yellow") for one in left
+            output.style_text(f"{one.http_id or one.id or '-'}: {one.left}", "yellow")
+            for one in left
         ]
         return shown
 
-    return Result(data, text, Exit.FAILED if left else Exit.OK)
+    return Result(data, render_ended, ExitCode.FAILED if left else ExitCode.OK)

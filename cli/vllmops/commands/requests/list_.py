@@ -11,15 +11,15 @@ import typer
 from ... import output
 from ...diagnose.findings import Severity
 from ...errors import VllmopsError
-from ...instances.servers import Server, resolve
-from ...output import Json, Result, span
-from ...protocol.place import who
-from ...requests.listing import Row
+from ...instances.servers import Server, resolve_server
+from ...output import Json, Result, format_duration
+from ...protocol.place import format_process
+from ...requests.listing import InFlightRequest
 from ...vllm_api import http
-from ..findings import FailOn, exit_code, lines
-from ..options import Target, count, seconds
-from ..several import per_target
-from .selection import STUCK_S, StuckAfter, gathered
+from ..findings import FailOn, choose_exit_code, render_findings
+from ..options import Target, make_count_parser, make_seconds_parser
+from ..several import run_per_target
+from .selection import STUCK_S, StuckAfter, collect_requests
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -29,8 +29,8 @@ WIDE = 110  # columns: with fewer there is no room for owners and routes
 OUTPUT = "Output"
 
 
-@per_target
-def list_(
+@run_per_target
+def list_requests(
     *,
     target: Target = None,
     stuck: Annotated[bool, typer.Option("--stuck", help="Only requests that are stuck.")] = False,
@@ -40,7 +40,7 @@ def list_(
         typer.Option(
             "--limit",
             "-n",
-            parser=count(),
+            parser=make_count_parser(),
             help="Maximum number of rows; not in JSON.",
             rich_help_panel=OUTPUT,
         ),
@@ -51,7 +51,7 @@ def list_(
     interval: Annotated[
         float,
         typer.Option(
-            parser=seconds(0.1),
+            parser=make_seconds_parser(0.1),
             help="With --watch: seconds between updates.",
             rich_help_panel=OUTPUT,
         ),
@@ -67,26 +67,28 @@ def list_(
     that waits in vain for KV blocks from another server. Prompts are not
     shown. For a server without the agent, only the number of requests is known.
     """
-    server = cache(partial(resolve, target))  # found once
+    server = cache(partial(resolve_server, target))  # found once
     quiet = json_ or watch
-    return output.repeat(
-        lambda: look(server(), stuck_after, fail_on, limit, only_stuck=stuck, quiet=quiet),
+    return output.run_or_watch(
+        lambda: make_requests_result(
+            server(), stuck_after, fail_on, limit, only_stuck=stuck, quiet=quiet
+        ),
         interval,
         watch=watch,
         as_json=json_,
     )
 
 
-def look(
+def make_requests_result(
     server: Server, stuck_s: float, fail_on: Severity, limit: int, *, only_stuck: bool, quiet: bool
 ) -> Result:
     """One look at a server's requests; the arguments are those of the command."""
     try:
-        known = gathered(server, stuck_s, quiet=quiet)
+        known = collect_requests(server, stuck_s, quiet=quiet)
     except VllmopsError as error:
         if error.code != "requests.no-agent" or not server.url:
             raise
-        return counted(server, error)
+        return make_counts_result(server, error)
     rows = [row for row in known.rows if row.stuck] if only_stuck else known.rows
     data = {
         "server": server.label,
@@ -95,16 +97,18 @@ def look(
         "silent": known.silent,
         "problems": known.problems,
     }
-    return Result(data, lambda: list(text(data, limit)), exit_code(known.findings, fail_on))
+    return Result(
+        data, lambda: list(render_requests(data, limit)), choose_exit_code(known.findings, fail_on)
+    )
 
 
-def counted(server: Server, error: VllmopsError) -> Result:
+def make_counts_result(server: Server, error: VllmopsError) -> Result:
     """What a server without an agent tells by its metrics.
 
     Raises:
         VllmopsError: the one given, if the server has none.
     """
-    metrics = http.metrics(server.url or "")
+    metrics = http.fetch_metrics(server.url or "")
     if metrics is None or metrics.running is None:
         raise error
     running, waiting = round(metrics.running), round(metrics.waiting or 0)
@@ -125,26 +129,26 @@ def counted(server: Server, error: VllmopsError) -> Result:
     )
 
 
-def text(data: dict[str, Any], limit: int) -> Iterator[RenderableType]:
-    """The data of `look` for a person."""
-    rows: Sequence[Row] = data["requests"]
+def render_requests(data: dict[str, Any], limit: int) -> Iterator[RenderableType]:
+    """The data of `make_requests_result` for a person."""
+    rows: Sequence[InFlightRequest] = data["requests"]
     if rows:
-        yield table(rows[:limit])
+        yield make_requests_table(rows[:limit])
     if len(rows) > limit:
         yield f"{len(rows) - limit:,} more; --limit {len(rows)} shows all"
     if not rows:
-        yield output.styled("No requests.", "green")
+        yield output.style_text("No requests.", "green")
     for silent in data["silent"]:
-        yield output.styled(f"{who(silent)} did not answer: {silent.why}", "yellow")
+        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
     for problem in data["problems"]:
-        yield output.styled(problem, "yellow")
-    yield from lines(data["findings"])
+        yield output.style_text(problem, "yellow")
+    yield from render_findings(data["findings"])
 
 
-def table(rows: Sequence[Row]) -> RenderableType:
+def make_requests_table(rows: Sequence[InFlightRequest]) -> RenderableType:
     """A line for each request; a narrow terminal has the ids whole, and fewer columns."""
-    wide = output.console().width >= WIDE
-    made = output.table(
+    wide = output.make_console().width >= WIDE
+    made = output.make_table(
         *("request", "state", "age", "still", "prompt", "output", "KV blocks"),
         *(("owner", "route") if wide else ()),
         right=["age", "still", "prompt", "output", "KV blocks"],
@@ -156,16 +160,18 @@ def table(rows: Sequence[Row]) -> RenderableType:
         route = " ".join(filter(None, (row.route, row.lora))) or "-"
         made.add_row(
             row.http_id or row.id or "-",
-            output.styled(f"{state}, stuck" if row.stuck else state, "red" if row.stuck else ""),
-            span(row.age_s),
-            span(row.still_s),
-            number(row.prompt_tokens),
-            number(row.output_tokens),
-            number(row.kv_blocks),
+            output.style_text(
+                f"{state}, stuck" if row.stuck else state, "red" if row.stuck else ""
+            ),
+            format_duration(row.age_s),
+            format_duration(row.still_s),
+            format_number(row.prompt_tokens),
+            format_number(row.output_tokens),
+            format_number(row.kv_blocks),
             *((owner, route) if wide else ()),
         )
     return made
 
 
-def number(count: int | None) -> str:
+def format_number(count: int | None) -> str:
     return "-" if count is None else f"{count:,}"

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from ...errors import VllmopsError
-from ...instances.servers import Server, resolve
+from ...instances.servers import Server, resolve_server
 from ...output import Progress
 from ...requests import listing
-from ...requests.listing import Listing, Row
-from ..options import seconds
+from ...requests.listing import InFlightRequest, RequestListing
+from ..options import make_seconds_parser
 
 STUCK_S = 30.0
 
@@ -22,17 +22,17 @@ StuckAfter = Annotated[
     float,
     typer.Option(
         "--stuck-after",
-        parser=seconds(1),
+        parser=make_seconds_parser(1),
         help="Seconds without progress after which a request counts as stuck.",
     ),
 ]
 
 
-def request_ids(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+def complete_request_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Ids of the requests that a server works on, for completion."""
     with suppress(Exception):
-        server = resolve(ctx.params.get("target") or os.environ.get("VLLMOPS_TARGET"))
-        rows = listing.take(server, STUCK_S).rows
+        server = resolve_server(ctx.params.get("target") or os.environ.get("VLLMOPS_TARGET"))
+        rows = listing.list_requests(server, STUCK_S).rows
         return [
             (row.http_id or row.id, f"{row.state}, {row.route or 'no HTTP request'}")
             for row in rows
@@ -41,20 +41,20 @@ def request_ids(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     return []
 
 
-def gathered(server: Server, stuck_s: float, *, quiet: bool) -> Listing:
+def collect_requests(server: Server, stuck_s: float, *, quiet: bool) -> RequestListing:
     """The requests of a server, with a line of progress."""
     with Progress(time.time(), quiet=quiet) as progress:
         progress.update(f"{server.label}: asking every process for its requests")
-        return listing.take(server, stuck_s)
+        return listing.list_requests(server, stuck_s)
 
 
-def named(known: Listing, server: Server, word: str) -> list[Row]:
+def require_requests(known: RequestListing, server: Server, word: str) -> list[InFlightRequest]:
     """The requests that an id means.
 
     Raises:
         VllmopsError: ``requests.unknown``.
     """
-    if rows := listing.matching(known.rows, word):
+    if rows := listing.select_by_id(known.rows, word):
         return rows
     raise VllmopsError(
         "requests.unknown",

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ...errors import Exit, VllmopsError
+from ...errors import ExitCode, VllmopsError
 from ...host.roles import Role
-from ...instances.servers import Server, resolve
-from ...output import Json, Result, Verbatim, span, styled
-from ...protocol.requests import Prompt
-from ...requests.listing import Row
+from ...instances.servers import Server, resolve_server
+from ...output import Json, Result, VerbatimText, format_duration, style_text
+from ...protocol.requests import PromptAnswer
+from ...requests.listing import InFlightRequest
 from ...rpc import agent
 from ..options import Target
-from ..several import remote
-from .selection import STUCK_S, StuckAfter, gathered, named, request_ids
+from ..several import allow_remote_target
+from .selection import STUCK_S, StuckAfter, collect_requests, complete_request_id, require_requests
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -43,14 +43,14 @@ LABELS = {
 }
 
 
-@remote
+@allow_remote_target
 def show(
     request_id: Annotated[
         str,
         typer.Argument(
             metavar="ID",
             help="As requests list shows it, or vLLM's own.",
-            autocompletion=request_ids,
+            autocompletion=complete_request_id,
         ),
     ],
     *,
@@ -66,16 +66,16 @@ def show(
     A request with several choices (n) has a part for each. The owner is a
     hash of the API key.
     """
-    server = resolve(target)
-    rows = named(gathered(server, stuck_after, quiet=json_), server, request_id)
-    prompts = [revealed(server, row) for row in rows] if reveal else []
+    server = resolve_server(target)
+    rows = require_requests(collect_requests(server, stuck_after, quiet=json_), server, request_id)
+    prompts = [fetch_prompt(server, row) for row in rows] if reveal else []
     data: dict[str, Any] = {"server": server.label, "requests": rows}
     if reveal:
         data["prompts"] = prompts
-    return Result(data, lambda: list(text(rows, prompts)))
+    return Result(data, lambda: list(render_requests(rows, prompts)))
 
 
-def revealed(server: Server, row: Row) -> Prompt:
+def fetch_prompt(server: Server, row: InFlightRequest) -> PromptAnswer:
     """The prompt of a request.
 
     Raises:
@@ -86,10 +86,13 @@ def revealed(server: Server, row: Row) -> Prompt:
             "requests.no-prompt",
             "prompts are shown on the server's own machine only",
             "leave --reveal out",
-            exit_code=Exit.USAGE,
+            exit_code=ExitCode.USAGE,
         )
-    for process in server.of(Role.API):
-        if process.pid == row.api and (prompt := agent.reach(process).prompt(row.id)).known:
+    for process in server.select_processes(Role.API):
+        if (
+            process.pid == row.api
+            and (prompt := agent.open_agent(process).fetch_prompt(row.id)).known
+        ):
             return prompt
     raise VllmopsError(
         "requests.no-prompt",
@@ -98,19 +101,21 @@ def revealed(server: Server, row: Row) -> Prompt:
     )
 
 
-def text(rows: list[Row], prompts: list[Prompt]) -> Iterator[RenderableType]:
+def render_requests(
+    rows: list[InFlightRequest], prompts: list[PromptAnswer]
+) -> Iterator[RenderableType]:
     """The rows for a person, a line for each figure that is known."""
     for number, row in enumerate(rows):
         if number:
             yield ""
-        yield styled(row.http_id or row.id, "bold")
+        yield style_text(row.http_id or row.id, "bold")
         if row.http_id and row.id:
             yield f"  vLLM's id: {row.id}"
         fields = msgspec.structs.asdict(row)
         for name, label in LABELS.items():
             if (value := fields[name]) not in {None, ""}:
-                yield f"  {label}: {span(value) if name in SECONDS else value}"
+                yield f"  {label}: {format_duration(value) if name in SECONDS else value}"
         if number < len(prompts):
             prompt = prompts[number]
             yield "  prompt:"
-            yield Verbatim(prompt.text or f"tokens {' '.join(map(str, prompt.tokens))}")
+            yield VerbatimText(prompt.text or f"tokens {' '.join(map(str, prompt.tokens))}")

@@ -7,24 +7,33 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...errors import usage
-from ...output import Json, Progress, Result, command
+from ...errors import make_usage_error
+from ...output import Json, Progress, Result, print_result
 from ...store.backend import RUNNING
 from ..options import DryRun, Target
-from .changes import apply, dry_run_result, gathered, over, report, run_to_end
-from .progress import Counting
-from .selection import OlderThan, Selection, Store, running_id, selected
-from .sources import source
+from .changes import (
+    accept_if_gone,
+    apply_to_all,
+    collect_responses,
+    make_changes_result,
+    make_dry_run_result,
+    run_to_end,
+)
+from .progress import ProgressCounter
+from .selection import OlderThan, Selection, Store, complete_running_id, parse_selection
+from .sources import open_source
 
 if TYPE_CHECKING:
     from ...store.source import ChangeResult
 
 
-@command
+@print_result
 def cancel(
     ids: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ID]...", help="Responses to stop.", autocompletion=running_id),
+        typer.Argument(
+            metavar="[ID]...", help="Responses to stop.", autocompletion=complete_running_id
+        ),
     ] = None,
     *,
     target: Target = None,
@@ -43,34 +52,35 @@ def cancel(
     them stops within a second. The command can be repeated. A finished response
     does not change; naming one is an error.
     """
-    selection = selected(None, None, None, older_than)
+    selection = parse_selection(None, None, None, older_than)
     picked = all_running or older_than is not None
     if bool(ids) == picked:
-        raise usage(
+        raise make_usage_error(
             "give IDs or --all-running, not both" if ids else "no responses to stop are given",
             "vllmops responses cancel ID, or --all-running",
         )
     outcomes: list[ChangeResult] = []
     with Progress(time.time(), quiet=json_) as progress:
-        counting = Counting(progress, "cancelled")
+        counting = ProgressCounter(progress, "cancelled")
 
-        async def run() -> list[str]:
-            async with source(target, store) as responses:
+        async def cancel_selected() -> list[str]:
+            async with open_source(target, store) as responses:
                 chosen = list(dict.fromkeys(ids or ()))
                 if picked:
-                    looked = Counting(progress, "read")
+                    looked = ProgressCounter(progress, "read")
                     running = Selection(RUNNING, None, 0.0, selection.older)
                     chosen = [
-                        response.id for response in await gathered(responses, running, looked)
+                        response.id
+                        for response in await collect_responses(responses, running, looked)
                     ]
                 counting.total = len(chosen)
                 if not dry_run:
-                    await apply(chosen, responses.cancel, outcomes, counting)
+                    await apply_to_all(chosen, responses.cancel, outcomes, counting)
                 return chosen
 
-        chosen = run_to_end(run, outcomes, counting)
+        chosen = run_to_end(cancel_selected, outcomes, counting)
     if dry_run:
-        return dry_run_result(chosen, "stop")
+        return make_dry_run_result(chosen, "stop")
     if picked:  # a response that ended by itself is a success, too
-        outcomes = [over(outcome, "ended by itself") for outcome in outcomes]
-    return report(outcomes, "cancelled", as_json=json_)
+        outcomes = [accept_if_gone(outcome, "ended by itself") for outcome in outcomes]
+    return make_changes_result(outcomes, "cancelled", as_json=json_)

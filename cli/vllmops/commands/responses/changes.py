@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from ... import output
 from ...errors import VllmopsError
-from ...numbers import many
+from ...numbers import format_count
 from ...output import Result
-from .progress import Counting, ended, failure_of
+from .progress import ProgressCounter, return_or_show_and_raise, summarize_failures
 from .selection import Selection
-from .sources import concurrently, retried, walk
+from .sources import iterate_pages, retry_while_unavailable, run_concurrently
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...store.source import ChangeResult
 
 
-class Found(NamedTuple):
+class ResponseSummary(NamedTuple):
     """The few fields that are kept in memory of many responses."""
 
     id: str
@@ -36,23 +36,25 @@ class Found(NamedTuple):
     previous_id: str | None
 
 
-def over(outcome: ChangeResult, result: str) -> ChangeResult:
+def accept_if_gone(outcome: ChangeResult, result: str) -> ChangeResult:
     """The outcome for an unnamed response: that it ended or was deleted first is no failure."""
     if outcome.code not in {"responses.refused", "responses.unknown"}:
         return outcome
     return replace(outcome, done=True, result=result, code="", exit_code=0)
 
 
-async def gathered(responses: Any, selection: Selection, counting: Counting) -> list[Found]:
+async def collect_responses(
+    responses: Any, selection: Selection, counting: ProgressCounter
+) -> list[ResponseSummary]:
     """All selected responses, the oldest first."""
     matching = []
     # A query takes one status: one query per status reads fewer pages than a query for all.
     for status in sorted(selection.statuses) or [""]:
         part = Selection(frozenset({status} - {""}), selection.model, 0.0, selection.older)
-        async for page in walk(responses, part.query(descending=False)):
+        async for page in iterate_pages(responses, part.build_query(descending=False)):
             counting.add(len(page))
             matching += [
-                Found(
+                ResponseSummary(
                     response.id,
                     response.status,
                     response.model,
@@ -60,16 +62,16 @@ async def gathered(responses: Any, selection: Selection, counting: Counting) -> 
                     response.previous_id,
                 )
                 for response in page
-                if response.id and part.fits(response)
+                if response.id and part.matches(response)
             ]
     return sorted(matching, key=lambda response: response.created_at)
 
 
-async def apply(
+async def apply_to_all(
     ids: Sequence[str],
     act: Callable[[str], Awaitable[ChangeResult]],
     outcomes: list[ChangeResult],
-    counting: Counting,
+    counting: ProgressCounter,
 ) -> None:
     """Apply an action to every id, and collect the outcomes.
 
@@ -77,16 +79,16 @@ async def apply(
         VllmopsError: the action is impossible, for example because the server does not answer.
     """
 
-    async def one(response_id: str) -> None:
-        outcomes.append(await with_retries(partial(act, response_id)))
+    async def apply_to_one(response_id: str) -> None:
+        outcomes.append(await run_with_retries(partial(act, response_id)))
         counting.add()
 
-    await concurrently(ids, one)
+    await run_concurrently(ids, apply_to_one)
     places = {response_id: place for place, response_id in enumerate(ids)}
     outcomes.sort(key=lambda outcome: places[outcome.id])
 
 
-async def with_retries(act: Callable[[], Awaitable[ChangeResult]]) -> ChangeResult:
+async def run_with_retries(act: Callable[[], Awaitable[ChangeResult]]) -> ChangeResult:
     """Run an action, and retry while the store is unavailable.
 
     Raises:
@@ -94,19 +96,21 @@ async def with_retries(act: Callable[[], Awaitable[ChangeResult]]) -> ChangeResu
     """
     tried = 0
 
-    async def again() -> ChangeResult:
+    async def try_once() -> ChangeResult:
         nonlocal tried
         tried += 1
         return await act()
 
-    outcome = await retried(again)
+    outcome = await retry_while_unavailable(try_once)
     if tried > 1 and outcome.code == "responses.unknown":
         # The first try may have deleted it.
         return replace(outcome, done=True, result="gone", code="", exit_code=0)
     return outcome
 
 
-def run_to_end(run: Callable[[], Any], outcomes: list[ChangeResult], counting: Counting) -> Any:
+def run_to_end(
+    run: Callable[[], Any], outcomes: list[ChangeResult], counting: ProgressCounter
+) -> Any:
     """Run a coroutine to its end.
 
     Raises:
@@ -115,24 +119,24 @@ def run_to_end(run: Callable[[], Any], outcomes: list[ChangeResult], counting: C
     try:
         return asyncio.run(run())
     except KeyboardInterrupt as error:
-        raise counting.interrupted({"responses": outcomes}) from error
+        raise counting.make_interrupted_error({"responses": outcomes}) from error
     except VllmopsError as error:
         if outcomes:
-            error.message += f"; {counting.far} {counting.what} until then"
+            error.message += f"; {counting.progress_text} {counting.what} until then"
             error.data = {"responses": outcomes}
         raise
 
 
-def dry_run_result(ids: list[str], act: str, lines: Sequence[str] = ()) -> Result:
+def make_dry_run_result(ids: list[str], act: str, lines: Sequence[str] = ()) -> Result:
     """The result of a dry run."""
-    head = f"would {act} {many(len(ids), 'response')}" if ids else f"nothing to {act}"
+    head = f"would {act} {format_count(len(ids), 'response')}" if ids else f"nothing to {act}"
     return Result(
         {"responses": [{"id": response_id} for response_id in ids], "dry_run": bool(ids)},
-        lambda: [head, *lines, *([] if lines else map(output.Verbatim, ids))],
+        lambda: [head, *lines, *([] if lines else map(output.VerbatimText, ids))],
     )
 
 
-def report(
+def make_changes_result(
     outcomes: list[ChangeResult], what: str, *, as_json: bool, brief: bool = False
 ) -> Result:
     """The result of a command on several responses.
@@ -147,15 +151,15 @@ def report(
         VllmopsError: at least one response failed.
     """
 
-    def text() -> list[RenderableType]:
+    def render_changes() -> list[RenderableType]:
         counts = Counter(outcome.result for outcome in outcomes if outcome.done)
         sums = [f"{count:,} {result}" for result, count in counts.most_common()] if brief else []
         shown = [outcome for outcome in outcomes if not (brief and outcome.done)]
         lines = [", ".join(sums)] if sums else []
-        lines += [output.Verbatim(f"{outcome.id}  {outcome.result}") for outcome in shown]
+        lines += [output.VerbatimText(f"{outcome.id}  {outcome.result}") for outcome in shown]
         return [*(lines or [f"nothing to do: no response was {what}"])]
 
     result = Result(
-        {"responses": outcomes, "done": sum(outcome.done for outcome in outcomes)}, text
+        {"responses": outcomes, "done": sum(outcome.done for outcome in outcomes)}, render_changes
     )
-    return ended(result, failure_of(outcomes, what), as_json=as_json)
+    return return_or_show_and_raise(result, summarize_failures(outcomes, what), as_json=as_json)

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ... import output
-from ...errors import Exit
-from ...output import Json, Progress, Result, command
+from ...errors import ExitCode
+from ...output import Json, Progress, Result, print_result
 from ...store import conformance
-from ...store.urls import shown
+from ...store.urls import redact_url
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-@command
+@print_result
 def check_store(
     url: Annotated[
         str,
@@ -36,43 +36,51 @@ def check_store(
     be empty.
     """
     with Progress(time.time(), quiet=json_) as progress:
-        outcomes, caveats = asyncio.run(checked(url, progress))
+        outcomes, caveats = asyncio.run(run_checks(url, progress))
     broken = [outcome for outcome in outcomes if outcome.problem]
     data = {
-        "store": shown(url),
+        "store": redact_url(url),
         "checks": [outcome._asdict() for outcome in outcomes],
         "caveats": caveats,
     }
-    return Result(data, lambda: list(render(outcomes, caveats)), Exit.FAILED if broken else Exit.OK)
+    return Result(
+        data,
+        lambda: list(render_checks(outcomes, caveats)),
+        ExitCode.FAILED if broken else ExitCode.OK,
+    )
 
 
-async def checked(url: str, progress: Progress) -> tuple[list[conformance.CheckResult], list[str]]:
+async def run_checks(
+    url: str, progress: Progress
+) -> tuple[list[conformance.CheckResult], list[str]]:
     """The outcome of every check, and caveats from the server's settings.
 
     Raises:
-        VllmopsError: as `conformance.run`.
+        VllmopsError: as `conformance.run_checks`.
     """
     outcomes = []
     progress.update("connecting")
-    caveats = await conformance.probe(url)
-    async for outcome in conformance.run(url):
+    caveats = await conformance.collect_caveats(url)
+    async for outcome in conformance.run_checks(url):
         outcomes.append(outcome)
         progress.update(f"{len(outcomes)} of {len(conformance.CHECKS)}: {outcome.name}")
     return outcomes, caveats
 
 
-def render(outcomes: list[conformance.CheckResult], caveats: list[str]) -> Iterator[RenderableType]:
+def render_checks(
+    outcomes: list[conformance.CheckResult], caveats: list[str]
+) -> Iterator[RenderableType]:
     """Human-readable output."""
-    table = output.table("check", "passed", "seconds", right=["seconds"])
+    table = output.make_table("check", "passed", "seconds", right=["seconds"])
     for name, problem, seconds in outcomes:
-        table.add_row(name, output.styled("no", "red") if problem else "yes", f"{seconds:.2f}")
+        table.add_row(name, output.style_text("no", "red") if problem else "yes", f"{seconds:.2f}")
     yield table
     for name, problem, _ in outcomes:
         if problem:
-            yield output.Verbatim(f"{name}: {problem}")
+            yield output.VerbatimText(f"{name}: {problem}")
     for caveat in caveats:
-        yield output.Verbatim(f"note: {caveat}")
+        yield output.VerbatimText(f"note: {caveat}")
     broken = sum(bool(outcome.problem) for outcome in outcomes)
-    yield output.Verbatim(
+    yield output.VerbatimText(
         f"{broken} of {len(outcomes)} checks failed" if broken else "all checks passed"
     )

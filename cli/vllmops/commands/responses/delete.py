@@ -7,22 +7,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...output import Json, Progress, Result, command
+from ...output import Json, Progress, Result, print_result
 from ..options import Target
-from .changes import apply, report, run_to_end
-from .progress import Counting
-from .selection import Store, every_id
-from .sources import source
+from .changes import apply_to_all, make_changes_result, run_to_end
+from .progress import ProgressCounter
+from .selection import Store, complete_response_id
+from .sources import open_source
 
 if TYPE_CHECKING:
     from ...store.source import ChangeResult
 
 
-@command
+@print_result
 def delete(
     ids: Annotated[
         list[str],
-        typer.Argument(metavar="ID...", help="Responses to delete.", autocompletion=every_id),
+        typer.Argument(
+            metavar="ID...", help="Responses to delete.", autocompletion=complete_response_id
+        ),
     ],
     *,
     target: Target = None,
@@ -36,12 +38,12 @@ def delete(
     outcomes: list[ChangeResult] = []
     chosen = list(dict.fromkeys(ids))
     with Progress(time.time(), quiet=json_) as progress:
-        counting = Counting(progress, "deleted", len(chosen))
+        counting = ProgressCounter(progress, "deleted", len(chosen))
 
-        async def run() -> list[str]:
-            async with source(target, store) as responses:
-                await apply(chosen, responses.delete, outcomes, counting)
+        async def delete_selected() -> list[str]:
+            async with open_source(target, store) as responses:
+                await apply_to_all(chosen, responses.delete, outcomes, counting)
             return chosen
 
-        run_to_end(run, outcomes, counting)
-    return report(outcomes, "deleted", as_json=json_)
+        run_to_end(delete_selected, outcomes, counting)
+    return make_changes_result(outcomes, "deleted", as_json=json_)

@@ -6,10 +6,10 @@ import time
 
 import msgspec
 
-from ...output import span
+from ...output import format_duration
 from ...store import shape
 from ...store.backend import Response
-from ...store.store import document
+from ...store.store import encode_response
 
 STYLES = {
     "failed": "red",
@@ -21,19 +21,19 @@ STYLES = {
 OWNER_LETTERS = 8
 
 
-def state(entry: Entry) -> str:
+def format_status(entry: ResponseEntry) -> str:
     """The status of a response, or that it is damaged."""
     return "damaged" if entry.damaged else entry.status
 
 
-def tokens(entry: Entry) -> str:
+def format_tokens(entry: ResponseEntry) -> str:
     """Tokens in and out, a dash where there are none yet."""
     if entry.input_tokens is None:
         return "-"
     return f"{entry.input_tokens}+{entry.output_tokens}"
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A response as it is listed.
 
     Args:
@@ -58,7 +58,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     damaged: str | None = None
 
 
-def entry_of(response: Response, *, whole: bool) -> Entry:
+def make_entry(response: Response, *, whole: bool) -> ResponseEntry:
     """The listed form of a response.
 
     Args:
@@ -66,12 +66,12 @@ def entry_of(response: Response, *, whole: bool) -> Entry:
         whole: whether the source knows owners.
     """
     try:
-        head, damaged = shape.read(response), None
+        head, damaged = shape.parse_response(response), None
     except ValueError as error:
-        head, damaged = shape.Document(), f"{error}"
+        head, damaged = shape.ResponseObject(), f"{error}"
     known = 0 <= response.created_at < shape.LATEST
     usage = head.usage
-    return Entry(
+    return ResponseEntry(
         id=response.id,
         status=response.status,
         model=response.model,
@@ -80,13 +80,13 @@ def entry_of(response: Response, *, whole: bool) -> Entry:
         background=bool(head.background),
         input_tokens=usage.input_tokens if usage else None,
         output_tokens=usage.output_tokens if usage else None,
-        bytes=len(response.body) if damaged else len(document(response)),
+        bytes=len(response.body) if damaged else len(encode_response(response)),
         error=response.error or (head.error.message if head.error else None),
         owner=response.owner if whole else None,
         damaged=damaged,
     )
 
 
-def age(created_at: float) -> str:
+def format_age(created_at: float) -> str:
     """Time since then, human-readable."""
-    return span(max(0.0, time.time() - created_at))
+    return format_duration(max(0.0, time.time() - created_at))

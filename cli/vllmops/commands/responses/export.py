@@ -14,32 +14,37 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import VllmopsError, usage
-from ...files import not_written, written
-from ...numbers import many
-from ...output import Json, JsonText, Progress, Result, command
+from ...errors import VllmopsError, make_usage_error
+from ...files import make_not_written_error, open_atomically
+from ...numbers import format_count
+from ...output import Json, JsonText, Progress, Result, print_result
 from ...store import archive, shape
 from ...store.backend import Response
-from ..options import Target, to_write
+from ..options import Target, validate_output_path
 from .import_ import LONGEST_LINE
-from .progress import Counting, ended
-from .selection import Model, Selection, Since, Statuses, Store, selected
-from .sources import concurrently, retried, source, walk
+from .progress import ProgressCounter, return_or_show_and_raise
+from .selection import Model, Selection, Since, Statuses, Store, parse_selection
+from .sources import iterate_pages, open_source, retry_while_unavailable, run_concurrently
 
 if TYPE_CHECKING:
-    from ...store.source import Source
+    from ...store.source import ResponseSource
 
 SHOWN = 10  # broken lines
 Out = Annotated[
     Path | None,
     typer.Option(
-        "--out", "-o", readable=False, callback=to_write, metavar="FILE", help="Write to this file."
+        "--out",
+        "-o",
+        readable=False,
+        callback=validate_output_path,
+        metavar="FILE",
+        help="Write to this file.",
     ),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Replace FILE.")]
 
 
-class Exported(msgspec.Struct):
+class ExportCounts(msgspec.Struct):
     """Counts of an export.
 
     Args:
@@ -53,7 +58,7 @@ class Exported(msgspec.Struct):
     damaged: dict[str, str] = {}
 
 
-@command
+@print_result
 def export(
     *,
     target: Target = None,
@@ -72,16 +77,18 @@ def export(
     exports the responses of one API key, taken from VLLM_API_KEY.
     """
     if json_ and out is None:
-        raise usage("--json prints one envelope, so the lines need a file", "--out FILE")
-    selection = selected(status, model, since)
-    done = Exported()
+        raise make_usage_error("--json prints one envelope, so the lines need a file", "--out FILE")
+    selection = parse_selection(status, model, since)
+    done = ExportCounts()
     with Progress(time.time(), quiet=json_) as progress:
-        counting = Counting(progress, "exported")
-        with sink(out, force=force) as write:
+        counting = ProgressCounter(progress, "exported")
+        with open_line_writer(out, force=force) as write:
             try:
-                asyncio.run(exported(source(target, store), selection, write, done, counting))
+                asyncio.run(
+                    export_responses(open_source(target, store), selection, write, done, counting)
+                )
             except KeyboardInterrupt as error:
-                cut = counting.interrupted()
+                cut = counting.make_interrupted_error()
                 cut.hint = "the written export is incomplete" if out is None else ""
                 raise cut from error
     if not json_:
@@ -93,104 +100,106 @@ def export(
         data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
         lacking = VllmopsError(
             "responses.damaged",
-            f"damaged and left out: {many(len(done.damaged), 'response')}",
+            f"damaged and left out: {format_count(len(done.damaged), 'response')}",
             "vllmops responses show ID shows what is readable",
         )
-    return ended(Result(data), lacking, as_json=json_)
+    return return_or_show_and_raise(Result(data), lacking, as_json=json_)
 
 
-def print_summary(done: Exported, out: Path | None) -> None:
-    output.say(f"{many(done.count, 'response')} exported" + (f" to {out}" if out else ""), "dim")
+def print_summary(done: ExportCounts, out: Path | None) -> None:
+    output.print_to_stderr(
+        f"{format_count(done.count, 'response')} exported" + (f" to {out}" if out else ""), "dim"
+    )
     if done.running:
-        output.say(
+        output.print_to_stderr(
             f"{done.running:,} running responses left out: export again when they have finished"
         )
     for name, why in list(done.damaged.items())[:SHOWN]:
-        output.say(f"left out (damaged): {name}: {why}")
+        output.print_to_stderr(f"left out (damaged): {name}: {why}")
 
 
 @contextmanager
-def sink(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], None]]:
+def open_line_writer(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], None]]:
     """A writer of lines: to stdout, or to a file that appears once it is complete.
 
     Raises:
         VllmopsError: ``responses.exists`` (exit code 2) or ``responses.not-written``.
     """
     if out is None:
-        yield lambda lines: output.show(JsonText(b"\n".join(lines).decode()))
+        yield lambda lines: output.print_parts(JsonText(b"\n".join(lines).decode()))
         return
     exists = VllmopsError("responses.exists", f"{out} exists already", "choose another --out")
     if os.path.isfile(out) and not force:
         raise exists
     try:
-        with written(out, overwrite=force) as file:
+        with open_atomically(out, overwrite=force) as file:
             yield lambda lines: file.writelines(line + b"\n" for line in lines)
     except FileExistsError as error:
         raise exists from error
     except OSError as error:
         hint = "choose another place with --out"
-        raise not_written(out, error, "responses.not-written", hint) from error
+        raise make_not_written_error(out, error, "responses.not-written", hint) from error
 
 
-async def exported(
-    place: Source,
+async def export_responses(
+    place: ResponseSource,
     selection: Selection,
     write: Callable[[list[bytes]], None],
-    done: Exported,
-    counting: Counting,
+    done: ExportCounts,
+    counting: ProgressCounter,
 ) -> None:
     """Write all selected responses, the oldest first, except those created from now on.
 
     Raises:
-        VllmopsError: as `source` and its methods.
+        VllmopsError: as `open_source` and its methods.
     """
     began = time.time()
     async with place as responses:
-        owner = "" if responses.whole else await responses.owner()  # type: ignore[attr-defined]
-        async for page in walk(responses, selection.query(descending=False)):
+        owner = "" if responses.whole else await responses.fetch_owner()  # type: ignore[attr-defined]
+        async for page in iterate_pages(responses, selection.build_query(descending=False)):
             chosen = [
                 response
                 for response in page
-                if selection.fits(response) and not later(response, began)
+                if selection.matches(response) and not is_created_after(response, began)
             ]
-            over = [response for response in chosen if not response.running]
+            over = [response for response in chosen if not response.is_running]
             done.running += len(chosen) - len(over)
             lines = dict.fromkeys((response.id for response in over), b"")
 
-            async def one(response: Response, lines: dict[str, bytes] = lines) -> None:
+            async def export_response(response: Response, lines: dict[str, bytes] = lines) -> None:
                 try:
-                    lines[response.id] = await line(responses, response, owner)
+                    lines[response.id] = await encode_response(responses, response, owner)
                     if len(lines[response.id]) >= LONGEST_LINE:
                         raise ValueError(f"it has more than {LONGEST_LINE >> 20} MiB")
-                    archive.decode(lines[response.id])  # what cannot be read back is damaged
+                    archive.decode_line(lines[response.id])  # what cannot be read back is damaged
                 except ValueError as error:
                     done.damaged[response.id] = f"{error}"
                     del lines[response.id]
 
-            await concurrently(over, one)
+            await run_concurrently(over, export_response)
             if lines:
                 write(list(lines.values()))
             done.count += len(lines)
             counting.add(len(over))
-            if page and later(page[-1], began):
+            if page and is_created_after(page[-1], began):
                 return
 
 
-def later(response: Response, began: float) -> bool:
+def is_created_after(response: Response, began: float) -> bool:
     """Whether a response was created after the export began; a nonsense time does not count."""
     return began <= response.created_at < shape.LATEST
 
 
-async def line(responses: Source, response: Response, owner: str) -> bytes:
+async def encode_response(responses: ResponseSource, response: Response, owner: str) -> bytes:
     """One response with its input and events, as a line."""
-    from ...vllm_api.responses import decoded  # noqa: PLC0415
+    from ...vllm_api.responses import parse_response_object  # noqa: PLC0415
 
-    head = decoded(response.body)
+    head = parse_response_object(response.body)
     events = []
     if head and head.background:
-        events = await retried(lambda: responses.events(response))
-    items = await retried(lambda: responses.items(response))
+        events = await retry_while_unavailable(lambda: responses.read_events(response))
+    items = await retry_while_unavailable(lambda: responses.list_input_items(response))
     whole = msgspec.structs.replace(response, input=items)
     if not responses.whole:
         whole = msgspec.structs.replace(whole, owner=owner)
-    return archive.encode(whole, events)
+    return archive.encode_line(whole, events)

@@ -15,19 +15,19 @@ import msgspec
 import typer
 
 from ... import output
-from ...errors import VllmopsError, usage
-from ...files import opened, too_large, unreadable
-from ...numbers import many
-from ...output import Json, Progress, Result, Verbatim, command
+from ...errors import VllmopsError, make_usage_error
+from ...files import make_too_large_error, make_unreadable_error, open_input
+from ...numbers import format_count
+from ...output import Json, Progress, Result, VerbatimText, print_result
 from ...store import archive
 from ...store.backend import EVERYBODY, Limits, Response
 from ..options import Target
-from .progress import Counting, ended
+from .progress import ProgressCounter, return_or_show_and_raise
 from .selection import Store
-from .sources import concurrently, either, retried
+from .sources import require_single_source, retry_while_unavailable, run_concurrently
 
 if TYPE_CHECKING:
-    from ...store.store import Events, ResponseStore
+    from ...store.store import EventBatch, ResponseStore
 
 SHOWN = 10  # broken lines
 # A response with all that it was given: images and sounds among it.
@@ -45,7 +45,7 @@ File = Annotated[
 ]
 
 
-class Imported(msgspec.Struct):
+class ImportCounts(msgspec.Struct):
     """Counts of an import.
 
     Args:
@@ -61,12 +61,12 @@ class Imported(msgspec.Struct):
     broken: dict[int, str] = {}
 
     @property
-    def looked(self) -> int:
+    def lines_read(self) -> int:
         return self.count + self.replaced + self.skipped + len(self.broken)
 
 
-@command
-def import_(
+@print_result
+def import_responses(
     file: File,
     *,
     target: Target = None,
@@ -83,20 +83,20 @@ def import_(
     are reported, and all other lines are imported.
     """
     if store:
-        either(target)
-    url = store or store_behind(target)
-    done = Imported()
-    with Progress(time.time(), quiet=json_) as progress, lines_of(file) as lines:
-        counting = Counting(progress, "lines imported")
+        require_single_source(target)
+    url = store or find_store_url(target)
+    done = ImportCounts()
+    with Progress(time.time(), quiet=json_) as progress, open_lines(file) as lines:
+        counting = ProgressCounter(progress, "lines imported")
         try:
-            name, count = asyncio.run(imported(url, lines, done, counting, overwrite=overwrite))
+            name, count = asyncio.run(import_lines(url, lines, done, counting, overwrite=overwrite))
         except KeyboardInterrupt as error:
-            raise counting.interrupted(done) from error
+            raise counting.make_interrupted_error(done) from error
     data = {"store": name, **msgspec.structs.asdict(done)}
     data["broken"] = [{"line": n, "reason": why} for n, why in sorted(done.broken.items())]
     most = Limits().max_size
     if count > most and not json_:
-        output.say(
+        output.print_to_stderr(
             f"the store holds {count:,} responses; a server keeps {most:,} unless started with "
             f"--store-max-size {count}",
             "yellow",
@@ -105,36 +105,38 @@ def import_(
     if done.broken:
         failure = VllmopsError(
             "responses.broken",
-            f"{len(done.broken):,} of {done.looked:,} lines are broken",
+            f"{len(done.broken):,} of {done.lines_read:,} lines are broken",
             "export them again; the other lines are imported",
         )
-    return ended(Result(data, lambda: list(summary(name, done))), failure, as_json=json_)
+    return return_or_show_and_raise(
+        Result(data, lambda: list(render_summary(name, done))), failure, as_json=json_
+    )
 
 
-def summary(name: str, done: Imported) -> Iterator[str]:
+def render_summary(name: str, done: ImportCounts) -> Iterator[str]:
     """Human-readable summary of an import."""
-    yield Verbatim(f"{many(done.count, 'response')} imported into {name}")
+    yield VerbatimText(f"{format_count(done.count, 'response')} imported into {name}")
     if done.replaced:
         yield f"{done.replaced:,} replaced"
     if done.skipped:
         yield f"{done.skipped:,} skipped: a response with that id exists"
     for number, why in sorted(done.broken.items())[:SHOWN]:
-        yield Verbatim(f"line {number}: {why}")
+        yield VerbatimText(f"line {number}: {why}")
     if len(done.broken) > SHOWN:
         yield f"and {len(done.broken) - SHOWN:,} others"
 
 
-def store_behind(target: str | None) -> str:
+def find_store_url(target: str | None) -> str:
     """The URL of a server's store.
 
     Raises:
         VllmopsError: as `place`, or ``usage`` if it is not known.
     """
-    from ...instances.endpoint import behind  # noqa: PLC0415
+    from ...instances.endpoint import resolve_endpoint_with_store  # noqa: PLC0415
 
-    server = behind(target)
+    server = resolve_endpoint_with_store(target)
     if server.store is None:
-        raise usage(
+        raise make_usage_error(
             f"{server.name} has no route for imports, and its store's URL is not known here",
             "--store URL",
         )
@@ -142,56 +144,58 @@ def store_behind(target: str | None) -> str:
 
 
 @contextmanager
-def lines_of(file: Path) -> Iterator[IO[bytes]]:
+def open_lines(file: Path) -> Iterator[IO[bytes]]:
     """A file's lines.
 
     Raises:
-        VllmopsError: as `opened` does.
+        VllmopsError: as `open_input` does.
     """
-    with opened(file) as source:
+    with open_input(file) as source:
         if file.is_file():
             yield source
             return
         # Copy the pipe first: a blocking read inside an event loop ignores Ctrl-C.
         with tempfile.TemporaryFile() as spooled:
             try:
-                spool(source, spooled)
+                spool_lines(source, spooled)
             except OSError as error:
-                raise unreadable(file, error) from error
+                raise make_unreadable_error(file, error) from error
             if spooled.tell() > MOST_PIPED:
-                failure = too_large(file, MOST_PIPED)
+                failure = make_too_large_error(file, MOST_PIPED)
                 failure.hint = "write it to a file, and import the file"
                 raise failure
             spooled.seek(0)
             yield spooled
 
 
-async def imported(
-    url: str, lines: IO[bytes], done: Imported, counting: Counting, *, overwrite: bool
+async def import_lines(
+    url: str, lines: IO[bytes], done: ImportCounts, counting: ProgressCounter, *, overwrite: bool
 ) -> tuple[str, int]:
     """Import lines into a store. Gives its name and its number of responses.
 
     Raises:
-        VllmopsError: as `Storage`.
+        VllmopsError: as `DirectStore`.
     """
-    from ...store.direct import Storage  # noqa: PLC0415
+    from ...store.direct import DirectStore  # noqa: PLC0415
 
-    async with Storage(url, create=True) as responses:
+    async with DirectStore(url, create=True) as responses:
         lines_of_ids: dict[str, int] = {}
 
-        async def one(numbered: tuple[int, bytes | None]) -> None:
+        async def import_numbered_line(numbered: tuple[int, bytes | None]) -> None:
             number, text = numbered
             if text is None:
                 done.broken[number] = f"it is longer than {LONGEST_LINE >> 20} MiB"
             elif text.strip():
-                await taken(responses.store, number, text, done, lines_of_ids, overwrite=overwrite)
+                await import_line(
+                    responses.store, number, text, done, lines_of_ids, overwrite=overwrite
+                )
                 counting.add()
 
-        await concurrently(numbered(lines, LONGEST_LINE), one)
-        return responses.name, (await responses.stats()).count
+        await run_concurrently(number_lines(lines, LONGEST_LINE), import_numbered_line)
+        return responses.name, (await responses.collect_stats()).response_count
 
 
-def spool(source: IO[bytes], copy: IO[bytes]) -> None:
+def spool_lines(source: IO[bytes], copy: IO[bytes]) -> None:
     """Copy a stream, at most up to an endless line, which the reader of the copy reports."""
     line = 0
     while line <= ENDLESS and copy.tell() <= MOST_PIPED and (chunk := source.read(1 << 20)):
@@ -200,7 +204,7 @@ def spool(source: IO[bytes], copy: IO[bytes]) -> None:
         line = line + len(chunk) if end < 0 else len(chunk) - end
 
 
-def numbered(lines: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
+def number_lines(lines: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
     """Lines with their numbers, from 1; None for one that is too long.
 
     Args:
@@ -211,39 +215,41 @@ def numbered(lines: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | None
         VllmopsError: ``responses.unreadable``, a line has no end, or the file can't be read.
     """
     number = 0
-    while line := part(lines, longest + 1):
+    while line := read_line(lines, longest + 1):
         number += 1
         if len(line) <= longest or line.endswith(b"\n"):
             yield number, line
             continue
         size = len(line)
         while line and not line.endswith(b"\n"):
-            line = part(lines, 1 << 20)
+            line = read_line(lines, 1 << 20)
             size += len(line)
             if size > ENDLESS:
-                raise no_lines(f"line {number} is longer than {ENDLESS >> 30} GiB")
+                raise make_invalid_lines_error(f"line {number} is longer than {ENDLESS >> 30} GiB")
         yield number, None
 
 
-def part(lines: IO[bytes], most: int) -> bytes:
+def read_line(lines: IO[bytes], most: int) -> bytes:
     """A line, cut at a number of bytes."""
     try:
         return lines.readline(most)
     except OSError as error:
-        raise no_lines(f"the file cannot be read: {error.strerror or error}") from error
+        raise make_invalid_lines_error(
+            f"the file cannot be read: {error.strerror or error}"
+        ) from error
 
 
-def no_lines(why: str) -> VllmopsError:
+def make_invalid_lines_error(why: str) -> VllmopsError:
     return VllmopsError(
         "responses.unreadable", why, "give a file that the export of this command wrote"
     )
 
 
-async def taken(
+async def import_line(
     store: Any,
     number: int,
     text: bytes,
-    done: Imported,
+    done: ImportCounts,
     lines_of_ids: dict[str, int],
     *,
     overwrite: bool,
@@ -259,46 +265,52 @@ async def taken(
         overwrite: whether an existing response is replaced.
     """
     try:
-        response, events = archive.decode(text)
+        response, events = archive.decode_line(text)
     except (ValueError, RecursionError) as error:
         done.broken[number] = f"{error}"
         return
     if (first := lines_of_ids.setdefault(response.id, number)) != number:
         done.broken[number] = f"{response.id} is already in line {first}"
         return
-    new = await retried(lambda: store.create(response))
+    new = await retry_while_unavailable(lambda: store.create(response))
     if not new:
-        there = await retried(lambda: store.get(EVERYBODY, response.id))
-        if there is None or there.running or not overwrite:
-            if there and events and same(there, response):
+        there = await retry_while_unavailable(lambda: store.get(EVERYBODY, response.id))
+        if there is None or there.is_running or not overwrite:
+            if there and events and is_same_response(there, response):
                 # An import before this one may have been cut off at them.
-                log = await retried(lambda: store.log(EVERYBODY, response.id, -1))
+                log = await retry_while_unavailable(
+                    lambda: store.read_events(EVERYBODY, response.id, -1)
+                )
                 last = log.chunks[-1].last if log and log.chunks else -1
-                await append(store, response, [part for part in events if part.first > last])
+                await append_events(store, response, [part for part in events if part.first > last])
             done.skipped += 1
             return
-        await retried(lambda: store.delete(EVERYBODY, response.id))
+        await retry_while_unavailable(lambda: store.delete(EVERYBODY, response.id))
         try:
-            created = await retried(lambda: store.create(response))
+            created = await retry_while_unavailable(lambda: store.create(response))
         except BaseException:  # what was there is better than nothing
             await store.create(there)
             raise
         if not created:
             done.skipped += 1
             return
-    await append(store, response, events)
+    await append_events(store, response, events)
     if new:
         done.count += 1
     else:
         done.replaced += 1
 
 
-def same(one: Response, other: Response) -> bool:
+def is_same_response(one: Response, other: Response) -> bool:
     """Whether a stored response is the one of a line."""
     return (one.owner, one.created_at, one.status) == (other.owner, other.created_at, other.status)
 
 
-async def append(store: ResponseStore, response: Response, events: Sequence[Events]) -> None:
+async def append_events(
+    store: ResponseStore, response: Response, events: Sequence[EventBatch]
+) -> None:
     """Write events of a response."""
     for part in events:
-        await retried(partial(store.append, response, part.first, part.events))
+        await retry_while_unavailable(
+            partial(store.append_events, response, part.first, part.events)
+        )

@@ -11,13 +11,29 @@ import msgspec
 import typer
 
 from ... import output
-from ...output import Json, Progress, Result, command, size
+from ...output import Json, Progress, Result, format_bytes, print_result
 from ...store.backend import CursorUnknown
-from ..options import Target, count
-from .entries import OWNER_LETTERS, STYLES, Entry, age, entry_of, state, tokens
-from .progress import Counting
-from .selection import Model, Selection, Since, Statuses, Store, every_id, selected
-from .sources import PAGE, source, unknown_cursor, walk
+from ..options import Target, make_count_parser
+from .entries import (
+    OWNER_LETTERS,
+    STYLES,
+    ResponseEntry,
+    format_age,
+    format_status,
+    format_tokens,
+    make_entry,
+)
+from .progress import ProgressCounter
+from .selection import (
+    Model,
+    Selection,
+    Since,
+    Statuses,
+    Store,
+    complete_response_id,
+    parse_selection,
+)
+from .sources import PAGE, iterate_pages, make_unknown_cursor_error, open_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,8 +47,8 @@ AT_A_TIME = 500
 PAGES = "Pages"
 
 
-@command
-def list_(
+@print_result
+def list_responses(
     *,
     target: Target = None,
     store: Store = None,
@@ -44,7 +60,7 @@ def list_(
         typer.Option(
             "--limit",
             "-n",
-            parser=count(),
+            parser=make_count_parser(),
             help="Maximum number of responses to list.",
             rich_help_panel=PAGES,
         ),
@@ -58,7 +74,7 @@ def list_(
             metavar="ID",
             help="List the responses that follow this one in the list.",
             rich_help_panel=PAGES,
-            autocompletion=every_id,
+            autocompletion=complete_response_id,
         ),
     ] = None,
     json_: Json = False,
@@ -69,93 +85,97 @@ def list_(
     --store, the responses of all keys are listed. On this machine, the key is
     sent only to a process that you or root own.
     """
-    selection = selected(status, model, since)
+    selection = parse_selection(status, model, since)
     with Progress(time.time(), quiet=json_) as progress:
-        counting = Counting(progress, "read")
+        counting = ProgressCounter(progress, "read")
         entries, more, whole = asyncio.run(
-            listed(target, store, selection, None if every else limit, after, counting)
+            load_entries(target, store, selection, None if every else limit, after, counting)
         )
     data = {"responses": entries, "next": entries[-1].id if more else None}
-    nothing = "no responses are stored" if selection.any and not after else "no matching responses"
-    if not whole and keyed():
+    nothing = (
+        "no responses are stored"
+        if selection.is_unfiltered and not after
+        else "no matching responses"
+    )
+    if not whole and has_api_key():
         nothing += ", of this API key"
-    return Result(data, lambda: listing(entries, more=more) if entries else [nothing])
+    return Result(data, lambda: render_entries(entries, more=more) if entries else [nothing])
 
 
-def keyed() -> bool:
+def has_api_key() -> bool:
     return bool(os.environ.get("VLLM_API_KEY"))
 
 
-async def listed(
+async def load_entries(
     target: str | None,
     store: str | None,
     selection: Selection,
     limit: int | None,
     after: str | None,
-    counting: Counting,
-) -> tuple[list[Entry], bool, bool]:
+    counting: ProgressCounter,
+) -> tuple[list[ResponseEntry], bool, bool]:
     """The newest selected responses, whether more follow, and whether all API keys are included.
 
     Raises:
-        VllmopsError: as `source` and its methods.
+        VllmopsError: as `open_source` and its methods.
     """
-    entries: list[Entry] = []
-    query = selection.query(descending=True, limit=min(PAGE, (limit or PAGE) + 1))
+    entries: list[ResponseEntry] = []
+    query = selection.build_query(descending=True, limit=min(PAGE, (limit or PAGE) + 1))
     query = msgspec.structs.replace(query, after=after)
-    async with source(target, store) as responses:
+    async with open_source(target, store) as responses:
         try:
-            async for page in walk(responses, query):
+            async for page in iterate_pages(responses, query):
                 for response in page:
                     if response.created_at < selection.newer:
                         return entries, False, responses.whole
-                    if not selection.fits(response):
+                    if not selection.matches(response):
                         continue
                     if len(entries) == limit:
                         return entries, True, responses.whole
-                    entries.append(entry_of(response, whole=responses.whole))
+                    entries.append(make_entry(response, whole=responses.whole))
                 counting.add(len(page))
         except CursorUnknown as error:
-            raise unknown_cursor(responses.name, "response", after) from error
+            raise make_unknown_cursor_error(responses.name, "response", after) from error
         return entries, False, responses.whole
 
 
-def listing(entries: Sequence[Entry], *, more: bool) -> list[RenderableType]:
+def render_entries(entries: Sequence[ResponseEntry], *, more: bool) -> list[RenderableType]:
     """One line per response: 80 columns wide with vLLM's ids."""
     owners = {entry.owner for entry in entries if entry.owner is not None}
     columns = ["id", "status", "model", "age", "tokens", "size"]
     if len(owners) > 1:
         columns.insert(4, "owner")
-    if output.console().width < WIDE:
+    if output.make_console().width < WIDE:
         del columns[5:]
     # A table is laid out as a whole, which is slow: many rows become several tables.
     shown: list[RenderableType] = [
-        rows(entries[start : start + AT_A_TIME], columns)
+        make_entries_table(entries[start : start + AT_A_TIME], columns)
         for start in range(0, len(entries), AT_A_TIME)
     ]
     if len(owners) == 1 and (owner := owners.pop()):
         shown.append(
-            output.styled(f"all belong to API key {owner[:OWNER_LETTERS]}… (SHA-256)", "dim")
+            output.style_text(f"all belong to API key {owner[:OWNER_LETTERS]}… (SHA-256)", "dim")
         )
     if more:
         shown.append(
-            output.styled(f"more responses follow: --all, or --after {entries[-1].id}", "dim")
+            output.style_text(f"more responses follow: --all, or --after {entries[-1].id}", "dim")
         )
     return shown
 
 
-def rows(entries: Sequence[Entry], columns: list[str]) -> Table:
+def make_entries_table(entries: Sequence[ResponseEntry], columns: list[str]) -> Table:
     """A table of some responses."""
-    table = output.table(*columns, right=["age", "tokens", "size"])
+    table = output.make_table(*columns, right=["age", "tokens", "size"])
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for entry in entries:
         cells: dict[str, RenderableType] = {
             "id": entry.id,
-            "status": output.styled(state(entry), STYLES.get(state(entry), "")),
+            "status": output.style_text(format_status(entry), STYLES.get(format_status(entry), "")),
             "model": entry.model,
-            "age": age(entry.created_at) if entry.created_at else "-",
+            "age": format_age(entry.created_at) if entry.created_at else "-",
             "owner": (entry.owner or "-")[:OWNER_LETTERS],
-            "tokens": tokens(entry),
-            "size": size(entry.bytes),
+            "tokens": format_tokens(entry),
+            "size": format_bytes(entry.bytes),
         }
         table.add_row(*(cells[name] for name in columns))
     return table

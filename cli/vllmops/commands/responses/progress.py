@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from ... import output
-from ...errors import Exit, VllmopsError
+from ...errors import ExitCode, VllmopsError
 from ...output import Progress, Result
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 QUIET_S, OFTEN_S, SELDOM_S = 1.0, 0.2, 5.0
 
 
-class Counting:
+class ProgressCounter:
     """Shows progress of work that takes longer than `QUIET_S`.
 
     Args:
@@ -37,23 +37,25 @@ class Counting:
         now = time.monotonic()
         if now >= self.next:
             self.next = now + (SELDOM_S if self.progress.plain else OFTEN_S)
-            self.progress.update(f"{self.far} {self.what}")
+            self.progress.update(f"{self.progress_text} {self.what}")
 
     @property
-    def far(self) -> str:
+    def progress_text(self) -> str:
         return f"{self.done:,}" + (f" of {self.total:,}" if self.total is not None else "")
 
-    def interrupted(self, data: Any = None) -> VllmopsError:
+    def make_interrupted_error(self, data: Any = None) -> VllmopsError:
         """The error of an interrupted command."""
         return VllmopsError(
             "interrupted",
-            f"interrupted: {self.far} {self.what}",
+            f"interrupted: {self.progress_text} {self.what}",
             "repeat the command to continue",
             data=data,
         )
 
 
-def ended(result: Result, failure: VllmopsError | None, *, as_json: bool) -> Result:
+def return_or_show_and_raise(
+    result: Result, failure: VllmopsError | None, *, as_json: bool
+) -> Result:
     """The result; if there is a failure, show the result, then raise the failure.
 
     Raises:
@@ -63,11 +65,11 @@ def ended(result: Result, failure: VllmopsError | None, *, as_json: bool) -> Res
         return result
     failure.data = result.data
     if not as_json:
-        output.show(*result.text())
+        output.print_parts(*result.text())
     raise failure
 
 
-def failure_of(outcomes: list[ChangeResult], what: str) -> VllmopsError | None:
+def summarize_failures(outcomes: list[ChangeResult], what: str) -> VllmopsError | None:
     """The error that sums up failed outcomes, None if all succeeded.
 
     Args:
@@ -87,5 +89,5 @@ def failure_of(outcomes: list[ChangeResult], what: str) -> VllmopsError | None:
         code or "responses.some-failed",
         message,
         "vllmops responses list shows the stored responses",
-        exit_code=Exit(bad[0].exit_code) if len(exits) == 1 else Exit.FAILED,
+        exit_code=ExitCode(bad[0].exit_code) if len(exits) == 1 else ExitCode.FAILED,
     )

@@ -8,16 +8,24 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ... import output
-from ...errors import usage
-from ...numbers import many
-from ...output import Json, Progress, Result, command
+from ...errors import make_usage_error
+from ...numbers import format_count
+from ...output import Json, Progress, Result, print_result
 from ...store.backend import FINISHED
 from ..options import DryRun, Target, Yes
-from .changes import Found, apply, dry_run_result, gathered, over, report, run_to_end
-from .entries import age
-from .progress import Counting
-from .selection import Model, OlderThan, Selection, Statuses, Store, selected
-from .sources import source
+from .changes import (
+    ResponseSummary,
+    accept_if_gone,
+    apply_to_all,
+    collect_responses,
+    make_changes_result,
+    make_dry_run_result,
+    run_to_end,
+)
+from .entries import format_age
+from .progress import ProgressCounter
+from .selection import Model, OlderThan, Selection, Statuses, Store, parse_selection
+from .sources import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
     from ...store.source import ChangeResult
 
 
-@command
+@print_result
 def purge(
     *,
     target: Target = None,
@@ -43,62 +51,67 @@ def purge(
     the responses of one API key, taken from VLLM_API_KEY. With --store, the
     responses of all keys are deleted.
     """
-    selection = selected(status, model, None, older_than)
-    if selection.any:
-        raise usage(
+    selection = parse_selection(status, model, None, older_than)
+    if selection.is_unfiltered:
+        raise make_usage_error(
             "no filter is given: age, status or model",
             "--older-than 30d, --status failed, or --older-than 1s for all",
         )
     selection = Selection(selection.statuses or FINISHED, selection.model, 0.0, selection.older)
     outcomes: list[ChangeResult] = []
     with Progress(time.time(), quiet=json_) as progress:
-        counting = Counting(progress, "deleted")
+        counting = ProgressCounter(progress, "deleted")
 
-        async def look() -> tuple[str, list[Found]]:
-            async with source(target, store) as responses:
-                looked = Counting(progress, "read")
-                return responses.name, await gathered(responses, Selection(), looked)
+        async def collect_all() -> tuple[str, list[ResponseSummary]]:
+            async with open_source(target, store) as responses:
+                looked = ProgressCounter(progress, "read")
+                return responses.name, await collect_responses(responses, Selection(), looked)
 
-        async def run() -> list[str]:
-            async with source(target, store) as responses:
-                await apply(
+        async def delete_selected() -> list[str]:
+            async with open_source(target, store) as responses:
+                await apply_to_all(
                     [response.id for response in chosen], responses.delete, outcomes, counting
                 )
             return []
 
-        name, every = asyncio.run(look())
-        chosen = [response for response in every if selection.fits(response)]
+        name, every = asyncio.run(collect_all())
+        chosen = [response for response in every if selection.matches(response)]
         counting.total = len(chosen)
-        broken = cut_off(every, {response.id for response in chosen})
+        broken = count_broken_chains(every, {response.id for response in chosen})
         progress.stop()
         if dry_run or not chosen:
-            return dry_run_result(
-                [response.id for response in chosen], "delete", summary(chosen, broken)
+            return make_dry_run_result(
+                [response.id for response in chosen], "delete", summarize_selection(chosen, broken)
             )
         if not yes:
-            for line in summary(chosen, broken):
-                output.say(line)
-            question = f"Delete {len(chosen):,} of {many(len(every), 'response')} of {name}?"
-            output.confirm(question, "repeat the command with --yes")
-        run_to_end(run, outcomes, counting)
-    return report(
-        [over(outcome, "gone") for outcome in outcomes], "deleted", as_json=json_, brief=True
+            for line in summarize_selection(chosen, broken):
+                output.print_to_stderr(line)
+            question = (
+                f"Delete {len(chosen):,} of {format_count(len(every), 'response')} of {name}?"
+            )
+            output.require_confirmation(question, "repeat the command with --yes")
+        run_to_end(delete_selected, outcomes, counting)
+    return make_changes_result(
+        [accept_if_gone(outcome, "gone") for outcome in outcomes],
+        "deleted",
+        as_json=json_,
+        brief=True,
     )
 
 
-def cut_off(every: Sequence[Found], chosen: set[str]) -> int:
+def count_broken_chains(every: Sequence[ResponseSummary], chosen: set[str]) -> int:
     """How many remaining responses follow one that is deleted."""
     return sum(response.previous_id in chosen and response.id not in chosen for response in every)
 
 
-def summary(chosen: Sequence[Found], broken: int) -> list[str]:
+def summarize_selection(chosen: Sequence[ResponseSummary], broken: int) -> list[str]:
     """The responses to delete, in a few lines."""
     if not chosen:
         return []
     counts = Counter(response.status for response in chosen)
     lines = [", ".join(f"{count:,} {status}" for status, count in counts.most_common())]
     dates = [response.created_at for response in chosen]
-    lines.append(f"newest: {age(max(dates))} old, oldest: {age(min(dates))} old")
+    lines.append(f"newest: {format_age(max(dates))} old, oldest: {format_age(min(dates))} old")
     if broken:
         lines.append(f"{broken:,} remaining responses follow one of these, and cannot be continued")
     return lines

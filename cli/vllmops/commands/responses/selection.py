@@ -11,61 +11,68 @@ from typing import Annotated, Protocol
 
 import typer
 
-from ...errors import usage
-from ...store.backend import STATUSES, Query, Response
-from ..options import duration, time_
-from .entries import age
+from ...errors import make_usage_error
+from ...store.backend import STATUSES, Response, ResponseQuery
+from ..options import parse_duration, validate_duration
+from .entries import format_age
 from .sources import PAGE
 
 COMPLETION_S = 0.5
 
 
-def statuses(incomplete: str) -> list[str]:
+def complete_status(incomplete: str) -> list[str]:
     """Statuses, for completion."""
     return sorted(status for status in STATUSES if status.startswith(incomplete))
 
 
-def models(ctx: typer.Context, incomplete: str) -> list[str]:
+def complete_model(ctx: typer.Context, incomplete: str) -> list[str]:
     """Models of the responses that a server has, for completion."""
     return sorted(
-        {response.model for response in newest(ctx) if response.model.startswith(incomplete)}
+        {response.model for response in fetch_newest(ctx) if response.model.startswith(incomplete)}
     )
 
 
-def every_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+def complete_response_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Ids of the newest responses that a server has, for completion."""
-    return ids(newest(ctx), ctx, incomplete)
+    return make_completions(fetch_newest(ctx), ctx, incomplete)
 
 
-def running_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+def complete_running_id(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Ids of the newest running responses, for completion."""
-    return ids([response for response in newest(ctx) if response.running], ctx, incomplete)
+    return make_completions(
+        [response for response in fetch_newest(ctx) if response.is_running], ctx, incomplete
+    )
 
 
-def ids(responses: list[Response], ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+def make_completions(
+    responses: list[Response], ctx: typer.Context, incomplete: str
+) -> list[tuple[str, str]]:
     named = ctx.params.get("ids") or ()
     return [
-        (response.id, f"{response.status}, {response.model}, {age(response.created_at)}")
+        (response.id, f"{response.status}, {response.model}, {format_age(response.created_at)}")
         for response in responses
         if response.id.startswith(incomplete) and response.id not in named
     ]
 
 
-def newest(ctx: typer.Context) -> list[Response]:
+def fetch_newest(ctx: typer.Context) -> list[Response]:
     """The newest responses of the target server; none if anything fails."""
-    from ...instances.endpoint import running  # noqa: PLC0415
-    from ...vllm_api.responses import Http  # noqa: PLC0415 - brings httpx
+    from ...instances.endpoint import guess_endpoint  # noqa: PLC0415
+    from ...vllm_api.responses import HttpResponseSource  # noqa: PLC0415 - brings httpx
 
-    async def ask() -> list[Response]:
+    async def fetch_page() -> list[Response]:
         target = ctx.params.get("target") or os.environ.get("VLLMOPS_TARGET")
-        url = running(target)
+        url = guess_endpoint(target)
         if url is None:
             return []
-        async with asyncio.timeout(COMPLETION_S), Http(url, timeout_s=COMPLETION_S) as server:
-            return (await server.page(Query(limit=PAGE))).responses
+        async with (
+            asyncio.timeout(COMPLETION_S),
+            HttpResponseSource(url, timeout_s=COMPLETION_S) as server,
+        ):
+            return (await server.list_responses(ResponseQuery(limit=PAGE))).responses
 
     with suppress(Exception):
-        return [] if ctx.params.get("store") else asyncio.run(ask())
+        return [] if ctx.params.get("store") else asyncio.run(fetch_page())
     return []
 
 
@@ -84,30 +91,32 @@ Statuses = Annotated[
         "--status",
         metavar="STATUS",
         help="Only responses with this status; repeatable.",
-        autocompletion=statuses,
+        autocompletion=complete_status,
     ),
 ]
 Model = Annotated[
-    str | None, typer.Option(help="Only responses of this model.", autocompletion=models)
+    str | None, typer.Option(help="Only responses of this model.", autocompletion=complete_model)
 ]
 Since = Annotated[
     str | None,
     typer.Option(
-        parser=time_, metavar="TIME", help="Only responses created within this time: 15m, 36h, 30d."
+        parser=validate_duration,
+        metavar="TIME",
+        help="Only responses created within this time: 15m, 36h, 30d.",
     ),
 ]
 OlderThan = Annotated[
     str | None,
     typer.Option(
         "--older-than",
-        parser=time_,
+        parser=validate_duration,
         metavar="TIME",
         help="Only responses older than this: 15m, 36h, 30d.",
     ),
 ]
 
 
-class Listed(Protocol):
+class SelectableResponse(Protocol):
     """What a selection reads of a response."""
 
     @property
@@ -137,24 +146,24 @@ class Selection:
     older: float = float("inf")
 
     @property
-    def any(self) -> bool:
+    def is_unfiltered(self) -> bool:
         """Whether it selects all responses."""
         return self == Selection()
 
-    def fits(self, response: Listed) -> bool:
+    def matches(self, response: SelectableResponse) -> bool:
         return (
             (not self.statuses or response.status in self.statuses)
             and self.model in {None, response.model}
             and self.newer <= response.created_at < self.older
         )
 
-    def query(self, *, descending: bool, limit: int = PAGE) -> Query:
+    def build_query(self, *, descending: bool, limit: int = PAGE) -> ResponseQuery:
         """The query for a source; its answer may hold more than the selection."""
         (status,) = self.statuses if len(self.statuses) == 1 else (None,)
-        return Query(model=self.model, status=status, descending=descending, limit=limit)
+        return ResponseQuery(model=self.model, status=status, descending=descending, limit=limit)
 
 
-def selected(
+def parse_selection(
     statuses: list[str] | None = None,
     model: str | None = None,
     since: str | None = None,
@@ -167,11 +176,13 @@ def selected(
     """
     for status in statuses or ():
         if status not in STATUSES:
-            raise usage(f"{status!r} is no status", f"--status {', '.join(sorted(STATUSES))}")
+            raise make_usage_error(
+                f"{status!r} is no status", f"--status {', '.join(sorted(STATUSES))}"
+            )
     now = time.time()
     return Selection(
         frozenset(statuses or ()),
         model,
-        now - duration(since) if since else 0.0,
-        now - duration(older_than) if older_than else float("inf"),
+        now - parse_duration(since) if since else 0.0,
+        now - parse_duration(older_than) if older_than else float("inf"),
     )

@@ -10,28 +10,37 @@ import msgspec
 import typer
 
 from ... import output
-from ...keys.ring import when
-from ...output import Folded, Json, JsonText, Line, Result, Verbatim, command, size
+from ...keys.ring import format_utc_time
+from ...output import (
+    FoldedLines,
+    IndentedLine,
+    Json,
+    JsonText,
+    Result,
+    VerbatimText,
+    format_bytes,
+    print_result,
+)
 from ...store import shape
 from ...store.backend import BROKEN
-from ...store.store import document
+from ...store.store import encode_response
 from ..options import Target
-from .entries import STYLES, Entry, age, entry_of, state, tokens
-from .selection import Store, every_id
-from .sources import source
+from .entries import STYLES, ResponseEntry, format_age, format_status, format_tokens, make_entry
+from .selection import Store, complete_response_id
+from .sources import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rich.console import RenderableType
 
-    from ...store.store import Events
+    from ...store.store import EventBatch
 
 
-@command
+@print_result
 def show(
     response_id: Annotated[
-        str, typer.Argument(metavar="ID", help="The response.", autocompletion=every_id)
+        str, typer.Argument(metavar="ID", help="The response.", autocompletion=complete_response_id)
     ],
     *,
     target: Target = None,
@@ -50,8 +59,8 @@ def show(
     json_: Json = False,
 ) -> Result:
     """Show a response: its status, tokens and output."""
-    entry, body, items, logs = asyncio.run(fetch(target, store, response_id, given, events))
-    logged = [msgspec.Raw(json_of(event)) for part in logs for event in part.events]
+    entry, body, items, logs = asyncio.run(load_response(target, store, response_id, given, events))
+    logged = [msgspec.Raw(sanitize_json(event)) for part in logs for event in part.events]
     data: dict[str, Any] = {
         **msgspec.structs.asdict(entry),
         "response": msgspec.Raw(body),
@@ -60,33 +69,35 @@ def show(
     }
     if raw:
         return Result(data, lambda: render_raw(body, items, logged, given=given, events=events))
-    return Result(data, lambda: list(render(entry, body, items if given else None, logs, events)))
+    return Result(
+        data, lambda: list(render_response(entry, body, items if given else None, logs, events))
+    )
 
 
-async def fetch(
+async def load_response(
     target: str | None, store: str | None, response_id: str, given: bool, events: bool
-) -> tuple[Entry, bytes, bytes, list[Events]]:
+) -> tuple[ResponseEntry, bytes, bytes, list[EventBatch]]:
     """A response as it is listed, its object, its input, and its events, as far as documents.
 
     Raises:
-        VllmopsError: as `source` and its methods.
+        VllmopsError: as `open_source` and its methods.
     """
-    async with source(target, store) as responses:
+    async with open_source(target, store) as responses:
         response = await responses.get(response_id)
-        items = await responses.items(response) if given else b"[]"
-        logs = await responses.events(response) if events else []
+        items = await responses.list_input_items(response) if given else b"[]"
+        logs = await responses.read_events(response) if events else []
         return (
-            entry_of(response, whole=responses.whole),
-            json_of(document(response)),
-            json_of(items),
+            make_entry(response, whole=responses.whole),
+            sanitize_json(encode_response(response)),
+            sanitize_json(items),
             logs,
         )
 
 
-def json_of(document: bytes) -> bytes:
+def sanitize_json(document: bytes) -> bytes:
     """The JSON unchanged; null if it is invalid or nested too deeply."""
     try:
-        shape.shallow(document)
+        shape.validate_depth(document)
         msgspec.json.decode(document)
     except (ValueError, RecursionError):
         return b"null"
@@ -104,70 +115,77 @@ def render_raw(
     return shown + [JsonText(bytes(event).decode()) for event in logged]
 
 
-def render(
-    entry: Entry, body: bytes, items: bytes | None, logs: list[Events], events: bool
+def render_response(
+    entry: ResponseEntry, body: bytes, items: bytes | None, logs: list[EventBatch], events: bool
 ) -> Iterator[RenderableType]:
     """Human-readable output."""
     from rich.text import Text  # noqa: PLC0415
 
-    style = STYLES.get(state(entry), "green")
-    yield Text.assemble((entry.id, "bold"), "  ", (state(entry), style))
+    style = STYLES.get(format_status(entry), "green")
+    yield Text.assemble((entry.id, "bold"), "  ", (format_status(entry), style))
     rows = [
         ("model", entry.model),
         ("damaged", entry.damaged),
-        ("created", entry.created_at and f"{when(entry.created_at)}, {age(entry.created_at)} ago"),
+        (
+            "created",
+            entry.created_at
+            and f"{format_utc_time(entry.created_at)}, {format_age(entry.created_at)} ago",
+        ),
         ("follows", entry.previous_response_id),
         ("run", "in the background" if entry.background else "in the foreground"),
-        ("tokens", tokens(entry) if entry.input_tokens is not None else None),
-        ("size", size(entry.bytes)),
+        ("tokens", format_tokens(entry) if entry.input_tokens is not None else None),
+        ("size", format_bytes(entry.bytes)),
         ("API key", entry.owner and f"{entry.owner} (SHA-256)"),
         ("error", entry.error),
     ]
-    yield output.facts((name, value) for name, value in rows if value)
+    yield output.make_facts_table((name, value) for name, value in rows if value)
     if items is not None:
-        yield output.styled("\ninput", "bold")
-        yield Folded(tuple(item_lines(lambda: shape.ITEMS.decode(items))))
-    yield output.styled("\noutput", "bold")
-    yield Folded(
-        tuple(item_lines(lambda: shape.DOCUMENT.decode(body).output)) or (Line(2, "none", "dim"),)
+        yield output.style_text("\ninput", "bold")
+        yield FoldedLines(tuple(render_items(lambda: shape.ITEMS.decode(items))))
+    yield output.style_text("\noutput", "bold")
+    yield FoldedLines(
+        tuple(render_items(lambda: shape.DOCUMENT.decode(body).output))
+        or (IndentedLine(2, "none", "dim"),)
     )
     if events:
-        yield output.styled("\nevents", "bold")
+        yield output.style_text("\nevents", "bold")
         if not logs:
             yield "  no stored events: it was not a background stream, or it ended too long ago"
         for part in logs:
             for number, event in enumerate(part.events, part.first):
-                yield Verbatim(f"{number:>7}  {brief(event)}")
+                yield VerbatimText(f"{number:>7}  {format_event(event)}")
         if entry.status in {"queued", "in_progress"}:
             yield "  the response is still running"
 
 
-def item_lines(items: Callable[[], list[shape.Item]]) -> Iterator[Line]:
+def render_items(items: Callable[[], list[shape.ResponseItem]]) -> Iterator[IndentedLine]:
     """The lines of items, or why they cannot be read."""
     try:
-        yield from lines_of(items())
+        yield from render_item_lines(items())
     except BROKEN as error:
-        yield Line(2, f"damaged: {error}", "red")
+        yield IndentedLine(2, f"damaged: {error}", "red")
 
 
-def lines_of(items: list[shape.Item]) -> Iterator[Line]:
+def render_item_lines(items: list[shape.ResponseItem]) -> Iterator[IndentedLine]:
     """The role and text of items, as lines."""
     for item in items:
         kind = item.type or "message"
-        yield Line(2, " ".join(filter(None, (item.role, *label(kind, item)))), "cyan")
-        for text in texts(item):
+        yield IndentedLine(
+            2, " ".join(filter(None, (item.role, *describe_item(kind, item)))), "cyan"
+        )
+        for text in extract_texts(item):
             for line in text.splitlines() or [""]:
-                yield Line(4, line)
+                yield IndentedLine(4, line)
 
 
-def label(kind: str, item: shape.Item) -> Iterator[str]:
+def describe_item(kind: str, item: shape.ResponseItem) -> Iterator[str]:
     """Type, name and call id of an item that is not a message."""
     if kind != "message":
         yield kind
         yield from filter(None, (item.name, item.call_id))
 
 
-def texts(item: shape.Item) -> Iterator[str]:
+def extract_texts(item: shape.ResponseItem) -> Iterator[str]:
     """The texts in an item; other parts by their type."""
     for value in (item.content, item.summary, item.output, item.arguments, item.input):
         for part in value if isinstance(value, list) else [value]:
@@ -178,7 +196,7 @@ def texts(item: shape.Item) -> Iterator[str]:
                 yield text if isinstance(text, str) else f"[{part.get('type', 'part')}]"
 
 
-def brief(event: bytes) -> str:
+def format_event(event: bytes) -> str:
     """An event as one line."""
     try:
         fields: dict[str, Any] = msgspec.json.decode(event, type=dict[str, Any])

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from ...errors import VllmopsError, usage
-from ...store.backend import CursorUnknown, Query, Response, StoreUnavailable
+from ...errors import VllmopsError, make_usage_error
+from ...store.backend import CursorUnknown, Response, ResponseQuery, StoreUnavailable
 
 if TYPE_CHECKING:
-    from ...store.source import Source
+    from ...store.source import ResponseSource
 
 T = TypeVar("T")
 PAGE = 100
@@ -28,40 +28,42 @@ TRIES = 5
 LONGEST_PAUSE_S = 1.5
 
 
-def source(target: str | None, store: str | None, *, create: bool = False) -> Source:
+def open_source(target: str | None, store: str | None, *, create: bool = False) -> ResponseSource:
     """The source of responses: a server, or a store opened directly.
 
     Raises:
-        VllmopsError: ``usage``, or as `place` and `Storage` do.
+        VllmopsError: ``usage``, or as `place` and `DirectStore` do.
     """
     if store is None:
-        from ...instances.endpoint import endpoint  # noqa: PLC0415
-        from ...vllm_api.responses import Http  # noqa: PLC0415 - brings httpx
+        from ...instances.endpoint import resolve_endpoint  # noqa: PLC0415
+        from ...vllm_api.responses import HttpResponseSource  # noqa: PLC0415 - brings httpx
 
-        return Http(endpoint(target))
-    either(target)
-    from ...store.direct import Storage  # noqa: PLC0415
+        return HttpResponseSource(resolve_endpoint(target))
+    require_single_source(target)
+    from ...store.direct import DirectStore  # noqa: PLC0415
 
-    return Storage(store, create=create)
+    return DirectStore(store, create=create)
 
 
-def either(target: str | None) -> None:
+def require_single_source(target: str | None) -> None:
     """Refuse a target together with a store, unless the target is from the environment.
 
     Raises:
         VllmopsError: ``usage``.
     """
     if target and target != os.environ.get("VLLMOPS_TARGET"):
-        raise usage("--target and --store cannot be combined", "give one of them")
+        raise make_usage_error("--target and --store cannot be combined", "give one of them")
 
 
-def unknown_cursor(of: str, what: str, after: str | None) -> VllmopsError:
+def make_unknown_cursor_error(of: str, what: str, after: str | None) -> VllmopsError:
     """The error of a list that is to go on after what is not there."""
     problem = f"--after: {of} has no {what} {after!r}"
-    return usage(problem, "leave --after out to begin with the newest")
+    return make_usage_error(problem, "leave --after out to begin with the newest")
 
 
-async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
+async def iterate_pages(
+    source: ResponseSource, query: ResponseQuery
+) -> AsyncIterator[list[Response]]:
     """All responses, page by page, even if some are deleted meanwhile.
 
     Args:
@@ -78,7 +80,7 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
     for number in itertools.count(1):
         at = msgspec.structs.replace(query, after=trail[-1] if trail else None)
         try:
-            page = await retried(partial(source.page, at))
+            page = await retry_while_unavailable(partial(source.list_responses, at))
         except CursorUnknown:
             if not listed:
                 raise
@@ -98,7 +100,7 @@ async def walk(source: Source, query: Query) -> AsyncIterator[list[Response]]:
         asked.add(at.after)
 
 
-async def retried(call: Callable[[], Awaitable[T]]) -> T:
+async def retry_while_unavailable(call: Callable[[], Awaitable[T]]) -> T:
     """Call again, a few times, while the store is unavailable.
 
     Raises:
@@ -112,7 +114,7 @@ async def retried(call: Callable[[], Awaitable[T]]) -> T:
     return await call()
 
 
-async def concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
+async def run_concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]]) -> None:
     """Apply an action to all items, several at once.
 
     Raises:
@@ -120,13 +122,13 @@ async def concurrently(items: Iterable[T], work: Callable[[T], Awaitable[None]])
     """
     left = iter(items)
 
-    async def some() -> None:
+    async def run_worker() -> None:
         for one in left:
             await work(one)
 
     try:
         async with asyncio.TaskGroup() as group:
             for _ in range(AT_ONCE):
-                group.create_task(some())
+                group.create_task(run_worker())
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None

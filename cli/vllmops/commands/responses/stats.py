@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ... import output
-from ...output import Json, Progress, Result, command, size
-from ...store.backend import Stats
+from ...output import Json, Progress, Result, format_bytes, print_result
+from ...store.backend import StoreStats
 from ..options import Target
-from .entries import OWNER_LETTERS, STYLES, age
-from .progress import Counting
+from .entries import OWNER_LETTERS, STYLES, format_age
+from .progress import ProgressCounter
 from .selection import Selection, Store
-from .sources import source, walk
+from .sources import iterate_pages, open_source
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ...store.source import Source
+    from ...store.source import ResponseSource
 
 OWNERS = 10  # those with the most responses are shown
 
 
-@command
+@print_result
 def stats(*, target: Target = None, store: Store = None, json_: Json = False) -> Result:
     """Count responses by status, model and API key; bytes, age and evictions.
 
@@ -35,43 +35,43 @@ def stats(*, target: Target = None, store: Store = None, json_: Json = False) ->
     events and evictions. With --store, all keys are counted, with stored bytes.
     """
     with Progress(time.time(), quiet=json_) as progress:
-        counting = Counting(progress, "counted")
-        name, counts, whole = asyncio.run(counted(target, store, counting))
-    data = {"of": name, "count": counts.count, **msgspec.structs.asdict(counts)}
+        counting = ProgressCounter(progress, "counted")
+        name, counts, whole = asyncio.run(collect_stats(target, store, counting))
+    data = {"of": name, "count": counts.response_count, **msgspec.structs.asdict(counts)}
     if not whole:
         data["evictions"] = None
-    return Result(data, lambda: list(figures(data)))
+    return Result(data, lambda: list(render_stats(data)))
 
 
-async def counted(
-    target: str | None, store: str | None, counting: Counting
-) -> tuple[str, Stats, bool]:
+async def collect_stats(
+    target: str | None, store: str | None, counting: ProgressCounter
+) -> tuple[str, StoreStats, bool]:
     """The source's name, its statistics, and whether all API keys are included.
 
     Raises:
-        VllmopsError: as `source` and its methods.
+        VllmopsError: as `open_source` and its methods.
     """
-    async with source(target, store) as responses:
+    async with open_source(target, store) as responses:
         if responses.whole:
-            from ...store.direct import Storage  # noqa: PLC0415
+            from ...store.direct import DirectStore  # noqa: PLC0415
 
-            assert isinstance(responses, Storage)
-            return responses.name, await responses.stats(), True
-        return responses.name, await sum_of_pages(responses, counting), False
+            assert isinstance(responses, DirectStore)
+            return responses.name, await responses.collect_stats(), True
+        return responses.name, await sum_pages(responses, counting), False
 
 
-async def sum_of_pages(responses: Source, counting: Counting) -> Stats:
+async def sum_pages(responses: ResponseSource, counting: ProgressCounter) -> StoreStats:
     """Statistics summed over all pages of a list."""
     statuses, models, total = Counter[str](), Counter[str](), 0
     oldest: float | None = None
-    async for page in walk(responses, Selection().query(descending=True)):
+    async for page in iterate_pages(responses, Selection().build_query(descending=True)):
         statuses.update(response.status for response in page)
         models.update(response.model for response in page)
         total += sum(len(response.body) for response in page)
         known = [] if oldest is None else [oldest]
         oldest = min([*known, *(response.created_at for response in page)], default=None)
         counting.add(len(page))
-    return Stats(
+    return StoreStats(
         statuses=dict(statuses),
         models=dict(models),
         bytes=total,
@@ -81,31 +81,31 @@ async def sum_of_pages(responses: Source, counting: Counting) -> Stats:
     )
 
 
-def figures(data: dict[str, Any]) -> Iterator[RenderableType]:
+def render_stats(data: dict[str, Any]) -> Iterator[RenderableType]:
     """Human-readable output."""
-    yield output.styled(f"{data['of']}: {data['count']:,} responses", "bold")
+    yield output.style_text(f"{data['of']}: {data['count']:,} responses", "bold")
     for name, head in (("statuses", "status"), ("models", "model")):
         if data[name]:
-            table = output.table(head, "", right=[""])
+            table = output.make_table(head, "", right=[""])
             for word, count in sorted(data[name].items(), key=lambda pair: -pair[1]):
-                table.add_row(output.styled(word, STYLES.get(word, "")), f"{count:,}")
+                table.add_row(output.style_text(word, STYLES.get(word, "")), f"{count:,}")
             yield table
     if data["owners"]:
-        table = output.table("API key (SHA-256)", "", right=[""])
+        table = output.make_table("API key (SHA-256)", "", right=[""])
         for owner, count in list(data["owners"].items())[:OWNERS]:
             table.add_row(f"{owner[:OWNER_LETTERS]}…" if owner else "none", f"{count:,}")
         if len(data["owners"]) > OWNERS:
             table.add_row(f"and {len(data['owners']) - OWNERS:,} others", "", style="dim")
         yield table
-    yield output.facts(
+    yield output.make_facts_table(
         [
-            ("bytes", size(data["bytes"])),
-            ("bytes of events", or_unavailable(data["event_bytes"], size)),
-            ("oldest", f"{age(data['oldest'])} ago" if data["oldest"] is not None else "-"),
-            ("evicted in total", or_unavailable(data["evictions"], "{:,}".format)),
+            ("bytes", format_bytes(data["bytes"])),
+            ("bytes of events", format_or_unavailable(data["event_bytes"], format_bytes)),
+            ("oldest", f"{format_age(data['oldest'])} ago" if data["oldest"] is not None else "-"),
+            ("evicted in total", format_or_unavailable(data["evictions"], "{:,}".format)),
         ]
     )
 
 
-def or_unavailable(value: Any, form: Any) -> str:
+def format_or_unavailable(value: Any, form: Any) -> str:
     return "not available from a server; use --store" if value is None else str(form(value))

@@ -1,9 +1,9 @@
 """``vllmops stacks``: dump the stacks of a server, and explain them."""
 
-from ...output import typer_app
+from ...output import make_typer_app
 from . import dump, explain
 
-app = typer_app()
+app = make_typer_app()
 
 
 app.command(epilog="Example: vllmops stacks dump -t demo --save stuck.json")(dump.dump)

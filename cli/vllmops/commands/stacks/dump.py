@@ -13,15 +13,15 @@ import typer
 
 from ... import output
 from ...diagnose.findings import Severity
-from ...errors import Exit, VllmopsError, usage
+from ...errors import ExitCode, VllmopsError, make_usage_error
 from ...host.roles import Role
-from ...numbers import many
-from ...output import Folded, Line, Result
-from ...protocol.place import headed
-from ...protocol.stacks import Options, ProcessStacks, StacksSnapshot, Thread
+from ...numbers import format_count
+from ...output import FoldedLines, IndentedLine, Result
+from ...protocol.place import choose_process_title
+from ...protocol.stacks import DumpOptions, ProcessStacks, StacksSnapshot, ThreadStack
 from ..findings import FailOn
-from ..options import Target, count, seconds, to_write
-from ..several import per_target
+from ..options import Target, make_count_parser, make_seconds_parser, validate_output_path
+from ..several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,7 +44,7 @@ ROLES: dict[str, str] = {
 }
 
 
-@per_target
+@run_per_target
 def dump(
     *,
     target: Target = None,
@@ -58,14 +58,16 @@ def dump(
         Path | None,
         typer.Option(
             readable=False,
-            callback=to_write,
+            callback=validate_output_path,
             help="Write the snapshot to this file as well; an existing file is replaced.",
         ),
     ] = None,
     timeout: Annotated[
         float,
         typer.Option(
-            parser=seconds(0.1), help="Seconds for all processes together.", rich_help_panel=CAPTURE
+            parser=make_seconds_parser(0.1),
+            help="Seconds for all processes together.",
+            rich_help_panel=CAPTURE,
         ),
     ] = 20.0,
     locals_: Annotated[
@@ -113,7 +115,7 @@ def dump(
     samples: Annotated[
         int | None,
         typer.Option(
-            parser=count(),
+            parser=make_count_parser(),
             help="Number of dumps.",
             show_default=str(SAMPLES),
             rich_help_panel=EXPLAIN,
@@ -122,7 +124,7 @@ def dump(
     interval: Annotated[
         float | None,
         typer.Option(
-            parser=seconds(),
+            parser=make_seconds_parser(),
             help="Seconds between dumps.",
             rich_help_panel=EXPLAIN,
             show_default=f"{INTERVAL_S:g}",
@@ -162,14 +164,14 @@ def dump(
         ),
     ):
         if wrong:
-            raise usage(what, hint)
-    options = Options(locals=locals_, native=native, nonblocking=nonblocking)
+            raise make_usage_error(what, hint)
+    options = DumpOptions(locals=locals_, native=native, nonblocking=nonblocking)
     if core:
-        return _of_core(core, options, timeout, save, fail_on, explain=explain_)
-    from ...instances.servers import resolve  # noqa: PLC0415 - slow, and not needed to explain
+        return _dump_core(core, options, timeout, save, fail_on, explain=explain_)
+    from ...instances.servers import resolve_server  # noqa: PLC0415 - slow, and not needed to explain
     from ...stacks import pyspy  # noqa: PLC0415 - the same
 
-    server = resolve(target)
+    server = resolve_server(target)
     if not server.processes:
         raise VllmopsError(
             "stacks.none",
@@ -177,9 +179,9 @@ def dump(
             f"vllmops wait {server.label} --for ready",
         )
     if explain_:
-        from .explanation import live  # noqa: PLC0415 - slow to import, and not needed for a dump
+        from .explanation import explain_server  # noqa: PLC0415 - slow to import, and not needed for a dump
 
-        return live(
+        return explain_server(
             server,
             options,
             timeout_s=timeout,
@@ -189,12 +191,14 @@ def dump(
             fail_on=fail_on,
             quiet=json_,
         )
-    processes = many(len(server.processes), "process", "processes")
-    slow = threading.Timer(SLOW_S, output.say, [f"reading {processes}, {timeout:g} s at most"])
+    processes = format_count(len(server.processes), "process", "processes")
+    slow = threading.Timer(
+        SLOW_S, output.print_to_stderr, [f"reading {processes}, {timeout:g} s at most"]
+    )
     slow.daemon = True
     slow.start()
     try:
-        snapshot = pyspy.capture(
+        snapshot = pyspy.dump_stacks(
             server.processes,
             options,
             timeout_s=timeout,
@@ -203,15 +207,17 @@ def dump(
     finally:
         slow.cancel()
     failed = any(process.error for process in snapshot.processes)
-    _keep(save, snapshot, shown=not json_)
+    _save_snapshot(save, snapshot, shown=not json_)
     if not cuda:
-        return Result(snapshot, lambda: text(snapshot), Exit.FAILED if failed else Exit.OK)
-    return _with_cuda(server, snapshot, timeout, failed=failed, shown=not json_)
+        return Result(
+            snapshot, lambda: render_snapshot(snapshot), ExitCode.FAILED if failed else ExitCode.OK
+        )
+    return _add_cuda_dumps(server, snapshot, timeout, failed=failed, shown=not json_)
 
 
-def _of_core(
+def _dump_core(
     core: Path,
-    options: Options,
+    options: DumpOptions,
     timeout_s: float,
     save: Path | None,
     fail_on: Severity,
@@ -219,18 +225,18 @@ def _of_core(
     explain: bool,
 ) -> Result:
     """What is shown of a core file."""
-    from ...stacks.core import capture  # noqa: PLC0415 - rarely needed
+    from ...stacks.core import read_core_stacks  # noqa: PLC0415 - rarely needed
 
-    snapshot = capture(core, options, timeout_s=timeout_s)
-    _keep(save, snapshot, shown=False)
+    snapshot = read_core_stacks(core, options, timeout_s=timeout_s)
+    _save_snapshot(save, snapshot, shown=False)
     if not explain:
-        return Result(snapshot, lambda: text(snapshot))
-    from .explanation import of_snapshot  # noqa: PLC0415 - slow to import
+        return Result(snapshot, lambda: render_snapshot(snapshot))
+    from .explanation import explain_snapshot  # noqa: PLC0415 - slow to import
 
-    return of_snapshot(snapshot, fail_on)
+    return explain_snapshot(snapshot, fail_on)
 
 
-def _keep(save: Path | None, snapshot: StacksSnapshot, *, shown: bool) -> None:
+def _save_snapshot(save: Path | None, snapshot: StacksSnapshot, *, shown: bool) -> None:
     """Write a snapshot to ``--save``; if that fails, a live one is ``shown``.
 
     Raises:
@@ -241,23 +247,23 @@ def _keep(save: Path | None, snapshot: StacksSnapshot, *, shown: bool) -> None:
     from ...protocol import files  # noqa: PLC0415
 
     try:
-        files.save(save, snapshot)
+        files.save_snapshot(save, snapshot)
     except VllmopsError as error:
         # These stacks can't be taken again, so they are shown in any case.
         error.data = snapshot
         if shown:
-            output.show(*text(snapshot))
+            output.print_parts(*render_snapshot(snapshot))
         raise
-    output.say(f"saved to {save}" + (INCLUDED if snapshot.options.locals else ""))
+    output.print_to_stderr(f"saved to {save}" + (INCLUDED if snapshot.options.locals else ""))
 
 
-def _with_cuda(
+def _add_cuda_dumps(
     server: Server, snapshot: StacksSnapshot, timeout_s: float, *, failed: bool, shown: bool
 ) -> Result:
     """The stacks, and the core dumps of the GPUs.
 
     Raises:
-        VllmopsError: as `cudacore.capture` does; the stacks are its data.
+        VllmopsError: as `cudacore.dump_gpus` does; the stacks are its data.
     """
     from ...host import cudacore  # noqa: PLC0415 - rarely needed
 
@@ -268,72 +274,74 @@ def _with_cuda(
                 "--cuda works on the machine of the server",
                 "vllmops stacks dump --cuda there",
             )
-        dumps = cudacore.capture(server.processes, timeout_s=timeout_s)
+        dumps = cudacore.dump_gpus(server.processes, timeout_s=timeout_s)
     except VllmopsError as error:
         error.data = snapshot
         if shown:
-            output.show(*text(snapshot))
+            output.print_parts(*render_snapshot(snapshot))
         raise
     failed = failed or any(dump.error for dump in dumps)
     return Result(
         {**msgspec.structs.asdict(snapshot), "cuda": dumps},
-        lambda: [*text(snapshot), Folded(tuple(_cuda_lines(dumps)))],
-        Exit.FAILED if failed else Exit.OK,
+        lambda: [*render_snapshot(snapshot), FoldedLines(tuple(_render_cuda_dumps(dumps)))],
+        ExitCode.FAILED if failed else ExitCode.OK,
     )
 
 
-def _cuda_lines(dumps: Sequence[CudaDump]) -> Iterator[Line]:
-    yield Line(0, "")
-    yield Line(0, "GPU core dumps", "bold")
+def _render_cuda_dumps(dumps: Sequence[CudaDump]) -> Iterator[IndentedLine]:
+    yield IndentedLine(0, "")
+    yield IndentedLine(0, "GPU core dumps", "bold")
     for dump in dumps:
         what = f"{dump.role} {dump.pid}"
         if dump.error:
-            yield Line(2, f"{what}: {dump.error.message}", "bold red")
+            yield IndentedLine(2, f"{what}: {dump.error.message}", "bold red")
             continue
-        yield Line(2, f"{what}: {dump.file}, {dump.bytes:,} bytes, {dump.seconds:.1f} s")
-        yield Line(2, f"next: cuda-gdb -batch -ex 'target cudacore {dump.file}'")
+        yield IndentedLine(2, f"{what}: {dump.file}, {dump.bytes:,} bytes, {dump.seconds:.1f} s")
+        yield IndentedLine(2, f"next: cuda-gdb -batch -ex 'target cudacore {dump.file}'")
 
 
-def text(snapshot: StacksSnapshot) -> Sequence[RenderableType]:
+def render_snapshot(snapshot: StacksSnapshot) -> Sequence[RenderableType]:
     """A snapshot for a person."""
-    return [Folded(tuple(_lines(snapshot)))]
+    return [FoldedLines(tuple(_render_processes(snapshot)))]
 
 
-def _lines(snapshot: StacksSnapshot) -> Iterator[Line]:
+def _render_processes(snapshot: StacksSnapshot) -> Iterator[IndentedLine]:
     for index, process in enumerate(snapshot.processes):
         if index:
-            yield Line(0, "")
-        yield Line(0, f"{_title(process)} pid {process.pid}", "bold")
+            yield IndentedLine(0, "")
+        yield IndentedLine(0, f"{_format_title(process)} pid {process.pid}", "bold")
         if process.note:
-            yield Line(2, f"note: {process.note}", "yellow")
+            yield IndentedLine(2, f"note: {process.note}", "yellow")
         if process.error:
-            yield Line(2, f"error: {process.error.message}", "bold red")
+            yield IndentedLine(2, f"error: {process.error.message}", "bold red")
             if process.error.hint:
-                yield Line(2, f"hint: {process.error.hint}")
+                yield IndentedLine(2, f"hint: {process.error.hint}")
         # Many threads of a pool wait at the same place; they are shown once.
-        alike: dict[Thread, list[str]] = {}
+        alike: dict[ThreadStack, list[str]] = {}
         for thread in process.threads:
-            key = Thread("", thread.state, thread.owns_gil, None, thread.frames)
+            key = ThreadStack("", thread.state, thread.owns_gil, None, thread.frames)
             alike.setdefault(key, []).append(thread.name)
         for thread, names in alike.items():
-            yield from _thread(thread, names)
+            yield from _render_thread(thread, names)
 
 
-def _title(process: ProcessStacks) -> str:
-    return headed(process.title, ROLES.get(process.role, process.role), process)
+def _format_title(process: ProcessStacks) -> str:
+    return choose_process_title(process.title, ROLES.get(process.role, process.role), process)
 
 
-def _thread(thread: Thread, names: Sequence[str]) -> Iterator[Line]:
+def _render_thread(thread: ThreadStack, names: Sequence[str]) -> Iterator[IndentedLine]:
     state = f"{thread.state}, holds the GIL" if thread.owns_gil else thread.state
     alike = f", {len(names)} threads alike" if len(names) > 1 else ""
-    yield Line(
+    yield IndentedLine(
         2, f"{', '.join(names)}: {state}{alike}", "green" if thread.state == "active" else ""
     )
     style = "" if thread.state == "active" else "dim"
     for frame in thread.frames:
         place = frame.short_file + (f":{frame.line}" if frame.line else "")
-        yield Line(4, f"{frame.function} ({place})", style)
+        yield IndentedLine(4, f"{frame.function} ({place})", style)
         for local in frame.locals or ():
-            yield Line(8, f"{local.name} = {'?' if local.value is None else local.value}", style)
+            yield IndentedLine(
+                8, f"{local.name} = {'?' if local.value is None else local.value}", style
+            )
     if not thread.frames:
-        yield Line(4, "no Python frames", style)
+        yield IndentedLine(4, "no Python frames", style)

@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from ...diagnose.findings import Severity
-from ...output import Json, Result, command
+from ...output import Json, Result, print_result
 from ..findings import FailOn
 
 
-@command
+@print_result
 def explain(
     file: Annotated[
         Path | None,
@@ -45,4 +45,4 @@ def explain(
     """
     from . import explanation  # noqa: PLC0415 - slow to import, and not needed for --help
 
-    return explanation.of_file(file, fact or (), fail_on)
+    return explanation.explain_file(file, fact or (), fail_on)

@@ -17,17 +17,17 @@ from ...diagnose import stacks as judge
 from ...diagnose.facts import FACTS, PACES
 from ...diagnose.findings import Severity
 from ...diagnose.matching import ARROW
-from ...errors import Exit, VllmopsError, usage
-from ...files import STDIN, is_gzip, read, spelt
-from ...numbers import MOST, number
-from ...output import Folded, Line, Result
+from ...errors import ExitCode, VllmopsError, make_usage_error
+from ...files import STDIN, format_input_name, is_gzip, read_input
+from ...numbers import MOST, parse_number
+from ...output import FoldedLines, IndentedLine, Result
 from ...protocol import files
-from ...protocol.pasted import Pasted
-from ...protocol.place import headed
-from ...protocol.stacks import Options, StacksSnapshot
+from ...protocol.pasted import PastedStacks
+from ...protocol.place import choose_process_title
+from ...protocol.stacks import DumpOptions, StacksSnapshot
 from ...stacks import paste
 from ..findings import STYLES as SEVERITIES
-from ..findings import exit_code
+from ..findings import choose_exit_code
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -42,7 +42,7 @@ CONTROL = bytes(set(range(9)) | {11} | set(range(14, 27)))
 BINARY_SHARE = 0.02
 
 
-def of_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result:
+def explain_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result:
     """What `stacks explain` shows of a file.
 
     Args:
@@ -51,21 +51,21 @@ def of_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> Result
         fail_on: the command fails if a finding has this severity or a higher one.
 
     Raises:
-        VllmopsError: as `facts`, `load` and `bundled` do; ``stacks.not-found`` if the file tells
-            nothing.
+        VllmopsError: as `parse_facts`, `load_stacks` and `explain_bundle` do; ``stacks.not-found``
+            if the file tells nothing.
     """
-    known = facts(fact)
+    known = parse_facts(fact)
     if file is not None and is_gzip(file):
-        return result(bundled(file, known), fail_on)
-    pasted = load(file)
-    explanation = judge.explain(pasted, known)
+        return make_explanation_result(explain_bundle(file, known), fail_on)
+    pasted = load_stacks(file)
+    explanation = judge.explain_stacks(pasted, known)
     if not pasted.samples and not pasted.crashes and not explanation.findings:
-        where = spelt(file or Path(STDIN))
+        where = format_input_name(file or Path(STDIN))
         raise VllmopsError("stacks.not-found", f"{where} contains no stacks", HINT)
-    return result(explanation, fail_on)
+    return make_explanation_result(explanation, fail_on)
 
 
-def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
+def explain_bundle(file: Path, known: dict[str, str]) -> judge.Explanation:
     """The explanation of the stacks in a bundle.
 
     Args:
@@ -73,14 +73,14 @@ def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
         known: facts that override the figures in the bundle.
 
     Raises:
-        VllmopsError: as `bundle.load` does, or ``stacks.not-found``.
+        VllmopsError: as `bundle.load_bundle` does, or ``stacks.not-found``.
     """
     from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
     from ...diagnose import doctor  # noqa: PLC0415 - the same
     from ...diagnose.progress import PATIENCE_S  # noqa: PLC0415 - the same
 
-    snapshot = bundle.load(file)
-    explanation = doctor.explanation(snapshot)
+    snapshot = bundle.load_bundle(file)
+    explanation = doctor.explain_snapshot(snapshot)
     if explanation is None:
         reasons = [unseen.why for unseen in snapshot.unseen if unseen.part.startswith("stacks")]
         raise VllmopsError(
@@ -89,20 +89,24 @@ def bundled(file: Path, known: dict[str, str]) -> judge.Explanation:
             f"vllmops doctor {file} shows what the bundle contains",
         )
     if known:
-        figures = doctor.facts(snapshot.looks, PATIENCE_S)
-        explanation = judge.explain(Pasted(snapshot.stacks, complete=True), {**figures, **known})
+        figures = doctor.collect_facts(snapshot.looks, PATIENCE_S)
+        explanation = judge.explain_stacks(
+            PastedStacks(snapshot.stacks, complete=True), {**figures, **known}
+        )
     return explanation
 
 
-def result(explanation: judge.Explanation, fail_on: Severity, *, failed: bool = False) -> Result:
+def make_explanation_result(
+    explanation: judge.Explanation, fail_on: Severity, *, failed: bool = False
+) -> Result:
     """What the commands show of an explanation; with ``failed`` the exit code is 1 anyway."""
-    code = Exit.FAILED if failed else exit_code(explanation.findings, fail_on)
-    return Result(explanation, lambda: text(explanation), code)
+    code = ExitCode.FAILED if failed else choose_exit_code(explanation.findings, fail_on)
+    return Result(explanation, lambda: render_explanation(explanation), code)
 
 
-def live(
+def explain_server(
     server: Server,
-    options: Options,
+    options: DumpOptions,
     *,
     timeout_s: float,
     samples: int,
@@ -117,7 +121,7 @@ def live(
         VllmopsError: ``pyspy.missing`` or ``file.not-written``.
     """
     from ...diagnose import doctor  # noqa: PLC0415 - the same
-    from ...doctor.examine import look  # noqa: PLC0415 - slow to import, and not needed for a file
+    from ...doctor.examine import observe_server  # noqa: PLC0415 - slow to import, and not needed for a file
     from ...stacks import pyspy  # noqa: PLC0415 - the same
 
     began = time.monotonic()
@@ -126,38 +130,40 @@ def live(
     with output.Progress(time.time(), quiet=quiet) as progress:
         lasts_s = (samples - 1) * interval_s
         progress.update(f"{server.label}: watching its stacks for {lasts_s:g} s")
-        looks = [look(server, began)]
+        looks = [observe_server(server, began)]
         for index in range(samples):
             time.sleep(max(began + index * interval_s - time.monotonic(), 0.0))
-            snapshot = pyspy.capture(
+            snapshot = pyspy.dump_stacks(
                 server.processes, options, timeout_s=timeout_s, server=server.name
             )
             taken.append(snapshot)
             # Each dump is on disk before the next is taken: the evidence survives what comes.
             if journal:
-                journal.add(snapshot)
+                journal.append(snapshot)
                 if journal.failure:
                     raise journal.failure
             elif save:
                 journal = files.Journal(save, snapshot)
-        looks.append(look(server, began))
+        looks.append(observe_server(server, began))
     if save:
-        output.say(f"saved to {save}" + (", local variables included" if options.locals else ""))
-    explanation = doctor.explain(taken, looks)
+        output.print_to_stderr(
+            f"saved to {save}" + (", local variables included" if options.locals else "")
+        )
+    explanation = doctor.explain_samples(taken, looks)
     failed = any(process.error for process in taken[-1].processes)
-    answer = result(explanation, fail_on, failed=failed)
+    answer = make_explanation_result(explanation, fail_on, failed=failed)
     data = {**msgspec.structs.asdict(explanation), "processes": taken[-1].processes}
     return Result(data, answer.text, answer.exit_code)
 
 
-def of_snapshot(snapshot: StacksSnapshot, fail_on: Severity) -> Result:
+def explain_snapshot(snapshot: StacksSnapshot, fail_on: Severity) -> Result:
     """What `stacks dump --explain` shows of stacks from a core file."""
-    explanation = judge.explain(Pasted((snapshot,)))
+    explanation = judge.explain_stacks(PastedStacks((snapshot,)))
     data = {**msgspec.structs.asdict(explanation), "processes": snapshot.processes}
-    return replace(result(explanation, fail_on), data=data)
+    return replace(make_explanation_result(explanation, fail_on), data=data)
 
 
-def facts(words: Sequence[str]) -> dict[str, str]:
+def parse_facts(words: Sequence[str]) -> dict[str, str]:
     """The values of ``--fact`` by name.
 
     Raises:
@@ -169,7 +175,7 @@ def facts(words: Sequence[str]) -> dict[str, str]:
         known = name in FACTS and sign
         right = value in {"frozen", "moving"} if name in PACES else is_number(value)
         if not known or not right:
-            raise usage(
+            raise make_usage_error(
                 f"{word!r} is not a fact that vllmops knows, or its value is not valid",
                 f"--fact NAME=VALUE; the names are {', '.join(FACTS)}",
             )
@@ -179,36 +185,36 @@ def facts(words: Sequence[str]) -> dict[str, str]:
 
 def is_number(value: str) -> bool:
     with contextlib.suppress(ValueError):
-        number(value, 0, MOST)
+        parse_number(value, 0, MOST)
         return True
     return False
 
 
-def load(file: Path | None) -> Pasted:
+def load_stacks(file: Path | None) -> PastedStacks:
     """The stacks in a file, or in standard input.
 
     Raises:
-        VllmopsError: as `read` does; ``usage`` if standard input is a terminal; ``stacks.empty``,
-            ``stacks.binary`` or ``file.too-large``.
+        VllmopsError: as `read_input` does; ``usage`` if standard input is a terminal;
+            ``stacks.empty``, ``stacks.binary`` or ``file.too-large``.
     """
     if file is None and sys.stdin is not None and sys.stdin.isatty():
-        raise usage(
+        raise make_usage_error(
             "stacks explain needs a FILE, or stacks on standard input",
             "vllmops stacks explain FILE",
         )
     source = file or Path(STDIN)
-    where, content = spelt(source), read(source, MOST_BYTES)
+    where, content = format_input_name(source), read_input(source, MOST_BYTES)
     if not content.strip():
         raise VllmopsError("stacks.empty", f"{where} is empty", HINT)
-    text = decoded(content)
+    text = decode_text(content)
     if text is None:
         raise VllmopsError("stacks.binary", f"{where} is binary, not text", HINT)
     if text.count("\n") > MOST_LINES:
         raise VllmopsError("file.too-large", f"{where} has more than {MOST_LINES:,} lines", HINT)
-    return paste.read(text, file.name if file else "")
+    return paste.parse_stacks(text, file.name if file else "")
 
 
-def decoded(content: bytes) -> str | None:
+def decode_text(content: bytes) -> str | None:
     """The text, in UTF-8 or as Windows writes it in UTF-16; None for binary content."""
     if content[:2] in {b"\xff\xfe", b"\xfe\xff"}:
         return content.decode("utf-16", errors="replace")
@@ -218,33 +224,33 @@ def decoded(content: bytes) -> str | None:
     return content.decode(errors="replace")
 
 
-def text(explanation: judge.Explanation) -> Sequence[RenderableType]:
+def render_explanation(explanation: judge.Explanation) -> Sequence[RenderableType]:
     """An explanation for a person."""
-    return [Folded(tuple(lines(explanation)))]
+    return [FoldedLines(tuple(render_explanation_lines(explanation)))]
 
 
-def lines(explanation: judge.Explanation) -> Iterator[Line]:
+def render_explanation_lines(explanation: judge.Explanation) -> Iterator[IndentedLine]:
     """The verdict, each finding, and what the processes do if no signature fits for sure."""
-    yield Line(0, headline(explanation), STYLES.get(explanation.verdict, "yellow"))
+    yield IndentedLine(0, format_headline(explanation), STYLES.get(explanation.verdict, "yellow"))
     for finding in explanation.findings:
-        yield Line(0, "")
-        yield from paragraph(finding)
+        yield IndentedLine(0, "")
+        yield from render_finding(finding)
     if explanation.verdict in {"unknown", "maybe"} and explanation.seen:
-        yield Line(0, "")
-        yield Line(0, "What the processes do:", "bold")
+        yield IndentedLine(0, "")
+        yield IndentedLine(0, "What the processes do:", "bold")
         for process in explanation.seen:
-            name = headed(process.title, process.role, process)
+            name = choose_process_title(process.title, process.role, process)
             where = f"{name} {process.pid}" if process.pid else name
-            yield Line(2, f"{where}: {process.threads} threads")
+            yield IndentedLine(2, f"{where}: {process.threads} threads")
             for doing in process.doing or ("all threads wait for work",):
-                yield from steps(doing, 4)
+                yield from render_evidence(doing, 4)
     if explanation.notes:
-        yield Line(0, "")
+        yield IndentedLine(0, "")
     for note in explanation.notes:
-        yield Line(0, f"note: {note}")
+        yield IndentedLine(0, f"note: {note}")
 
 
-def headline(explanation: judge.Explanation) -> str:
+def format_headline(explanation: judge.Explanation) -> str:
     match explanation.verdict:
         case "hang":
             return "The server hangs. The cause is known."
@@ -260,40 +266,40 @@ def headline(explanation: judge.Explanation) -> str:
     return "No known signature matches."
 
 
-def paragraph(finding: judge.StackFinding) -> Iterator[Line]:
+def render_finding(finding: judge.StackFinding) -> Iterator[IndentedLine]:
     """One finding: what, where, why, the evidence line by line, and what to do next."""
     title = f"{finding.severity}: {finding.title} [{finding.code}]"
-    yield Line(0, title, SEVERITIES[finding.severity])
-    yield Line(2, f"where: {finding.subject}")
+    yield IndentedLine(0, title, SEVERITIES[finding.severity])
+    yield IndentedLine(2, f"where: {finding.subject}")
     if finding.victims:
-        yield Line(2, f"waiting for it: {', '.join(finding.victims)}")
+        yield IndentedLine(2, f"waiting for it: {', '.join(finding.victims)}")
     if finding.phase:
-        yield Line(2, f"while: {finding.phase}")
+        yield IndentedLine(2, f"while: {finding.phase}")
     if finding.waits_for:
-        yield Line(2, f"waits for: {finding.waits_for}")
-    yield Line(2, f"confidence: {finding.confidence}")
+        yield IndentedLine(2, f"waits for: {finding.waits_for}")
+    yield IndentedLine(2, f"confidence: {finding.confidence}")
     if finding.cause:
-        yield Line(2, f"cause: {finding.cause}")
-    yield Line(2, "seen:")
+        yield IndentedLine(2, f"cause: {finding.cause}")
+    yield IndentedLine(2, "seen:")
     for line in finding.lines:
-        yield from steps(line, 4)
+        yield from render_evidence(line, 4)
     if finding.work:
-        yield Line(2, f"if it is work: {finding.work}")
+        yield IndentedLine(2, f"if it is work: {finding.work}")
     if finding.sure:
-        yield Line(2, f"to be sure: {finding.sure}")
-    yield Line(2, f"next: {finding.next}", "bold")
+        yield IndentedLine(2, f"to be sure: {finding.sure}")
+    yield IndentedLine(2, f"next: {finding.next}", "bold")
     if finding.fixed_in:
-        yield Line(2, f"fixed in: vLLM {finding.fixed_in}")
+        yield IndentedLine(2, f"fixed in: vLLM {finding.fixed_in}")
     for reference in finding.references:
-        yield Line(2, f"see: {reference}")
+        yield IndentedLine(2, f"see: {reference}")
 
 
-def steps(evidence: str, indent: int) -> Iterator[Line]:
+def render_evidence(evidence: str, indent: int) -> Iterator[IndentedLine]:
     """A line of evidence; the frames of a stack each on a line of its own."""
     head, sign, rest = evidence.partition("): ")
     if not sign or ARROW not in rest:
-        yield Line(indent, evidence)
+        yield IndentedLine(indent, evidence)
         return
-    yield Line(indent, f"{head}):")
+    yield IndentedLine(indent, f"{head}):")
     for step in rest.split(ARROW):
-        yield Line(indent + 2, step, "dim")
+        yield IndentedLine(indent + 2, step, "dim")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...instances.servers import Server
-from ...requests.ending import end
-from ...requests.listing import Row
-from ...rpc.proofs import Case
-from ..action import InAgents
+from ...requests.ending import abort_requests
+from ...requests.listing import InFlightRequest
+from ...rpc.proofs import HealCase
+from ..action import AgentAction
 
 
-class Admission(InAgents):
+class StuckAdmission(AgentAction):
     name = "admission"
     state = (
         "the first request in the queue needs more of the KV cache than there is, or than other "
@@ -21,9 +21,9 @@ class Admission(InAgents):
     risk = "that request's client gets status 410"
     reference = "https://github.com/vllm-project/vllm/issues/39734"
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:
         left: dict[str, str] = {}
         for case in cases:
-            row = Row(id=case.proof.subject, state="")
-            left |= {one.id: one.left for one in end(server, [row], case.proof.why)}
+            row = InFlightRequest(id=case.proof.subject, state="")
+            left |= {one.id: one.left for one in abort_requests(server, [row], case.proof.why)}
         return {name: why for name, why in left.items() if why}

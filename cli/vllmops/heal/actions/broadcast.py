@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...host.roles import Role
-from ..action import InAgents
+from ..action import AgentAction
 
 
-class Broadcast(InAgents):
+class LostBroadcast(AgentAction):
     name = "broadcast"
     state = "a message between engine and worker is in shared memory, and its reader sleeps"
     does = "makes the reader look again, from now on every 5 seconds"

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from ...caches import repair
 from ...instances.servers import Server
-from ...protocol.heal import Proof
+from ...protocol.heal import HealProof
 from ...protocol.repairs import CacheRepair
-from ...rpc.proofs import Case, awake
+from ...rpc.proofs import HealCase, is_running_python
 from ..action import Action
 
 
-class Caches(Action):
+class FaultyCaches(Action):
     name = "caches"
     state = "a multimodal cache has keys without data, lost entries, or dead pins"
     does = "what vllmops cache repair does"
@@ -22,27 +22,34 @@ class Caches(Action):
     # A thread that takes new requests in may spin, while the engine goes on with those that it has.
     unseen = True
 
-    def look(self, server: Server) -> list[Case]:
-        processes = {process.pid: process for process in server.processes if awake(process)}
+    def find_cases(self, server: Server) -> list[HealCase]:
+        processes = {
+            process.pid: process for process in server.processes if is_running_python(process)
+        }
         server = replace(server, processes=tuple(processes.values()))
         return [
-            Case(
+            HealCase(
                 processes[repaired.pid],
-                Proof(
-                    subject=subject(cache),
+                HealProof(
+                    subject=format_subject(cache),
                     what=", ".join(
                         f"{change.count:,.0f} {change.fault}" for change in cache.changes
                     ),
                 ),
             )
-            for repaired in repair.repair(server, dry_run=True).repairs
+            for repaired in repair.repair_caches(server, dry_run=True).repairs
             for cache in repaired.caches
         ]
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:  # noqa: ARG002
-        repairs = repair.repair(server).repairs
-        return {subject(cache): cache.left for one in repairs for cache in one.caches if cache.left}
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:  # noqa: ARG002
+        repairs = repair.repair_caches(server).repairs
+        return {
+            format_subject(cache): cache.left
+            for one in repairs
+            for cache in one.caches
+            if cache.left
+        }
 
 
-def subject(cache: CacheRepair) -> str:
+def format_subject(cache: CacheRepair) -> str:
     return f"{cache.side} {cache.name}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..action import InAgents
+from ..action import AgentAction
 
 
-class EncoderCache(InAgents):
+class HeldEncoderCache(AgentAction):
     name = "encoder-cache"
     state = "no request gets a token: requests that wait hold the encoder cache"
     does = "releases what the youngest of them hold; they ask for it again at their turn"

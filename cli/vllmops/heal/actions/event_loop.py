@@ -9,11 +9,11 @@ from ...errors import VllmopsError
 from ...host.processes import Process
 from ...host.roles import Role
 from ...instances.servers import Server
-from ...instances.takedown import kill
-from ...protocol.heal import Proof
-from ...protocol.parsers import parses
+from ...instances.takedown import send_signal
+from ...protocol.heal import HealProof
+from ...protocol.parsers import is_parser_call
 from ...rpc import agent
-from ...rpc.proofs import Case
+from ...rpc.proofs import HealCase
 from ...stacks import pyspy
 from ..action import Action
 
@@ -22,53 +22,57 @@ DUMP_S = 10.0
 AGAIN_S = 1.0  # until the second signal; a call of a parser takes less
 
 
-class EventLoop(Action):
+class BlockedEventLoop(Action):
     name = "event-loop"
     state = "a tool parser blocks the event loop of an API server"
     does = "ends that parser with a signal; the loop goes on"
     risk = "that request ends with an error, or its tool calls stay text"
     reference = "https://github.com/vllm-project/vllm/issues/18304"
 
-    def look(self, server: Server) -> list[Case]:
-        begins = {process: blocked_since(process) for process in server.of(Role.API)}
+    def find_cases(self, server: Server) -> list[HealCase]:
+        begins = {
+            process: find_blocked_since(process) for process in server.select_processes(Role.API)
+        }
         blocked = [process for process, begin in begins.items() if begin]
         if not blocked or server.fleet:  # a signal comes from its own machine
             return []
-        dumps = pyspy.capture(blocked, timeout_s=DUMP_S).processes
+        dumps = pyspy.dump_stacks(blocked, timeout_s=DUMP_S).processes
         cases = []
         for process, dump in zip(blocked, dumps, strict=True):
             main = next((thread for thread in dump.threads if thread.tid == dump.pid), None)
             frames = main.frames if main else ()
-            if parser := next((one for one in frames if parses(one.function, one.file)), None):
+            if parser := next(
+                (one for one in frames if is_parser_call(one.function, one.file)), None
+            ):
                 what = f"its main thread is in {frames[0].function}, for {parser.function}"
-                proof = Proof(subject="event loop", what=what, same=begins[process])
-                cases.append(Case(process, proof))
+                proof = HealProof(subject="event loop", what=what, same=begins[process])
+                cases.append(HealCase(process, proof))
         return cases
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:  # noqa: ARG002
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:  # noqa: ARG002
         left = {}
         for case in cases:
-            pulse = agent.beat(case.process)
+            pulse = agent.read_heartbeat(case.process)
             number = pulse.beat.interrupt if pulse else 0
-            if not (number and caught(case.process.pid, number)):
+            if not (number and has_signal_handler(case.process.pid, number)):
                 left[case.proof.subject] = "its agent has no handler for the signal that ends it"
                 continue
-            if blocked_since(case.process) == case.proof.same:
+            if find_blocked_since(case.process) == case.proof.same:
                 # The handler ends a call only if both meet it, and none that has begun since.
                 # The first one lets a heartbeat come, with another begin: that tells nothing more.
-                kill(case.process, number)
+                send_signal(case.process, number)
                 time.sleep(AGAIN_S)
-                kill(case.process, number)
+                send_signal(case.process, number)
         return left
 
 
-def blocked_since(process: Process) -> str:
+def find_blocked_since(process: Process) -> str:
     """When an API server's event loop ran last; empty if that is not long ago.
 
     It is the same as long as the loop runs nothing, whether or not there are heartbeats meanwhile.
     """
     try:
-        pulse = agent.beat(process)
+        pulse = agent.read_heartbeat(process)
     except VllmopsError:
         return ""
     loop_s = (pulse.beat.loop_s or 0.0) if pulse else 0.0
@@ -77,7 +81,7 @@ def blocked_since(process: Process) -> str:
     return f"{pulse.beat.monotonic - loop_s:.3f}"
 
 
-def caught(pid: int, number: int) -> bool:
+def has_signal_handler(pid: int, number: int) -> bool:
     """Whether a process handles a signal: one that it does not would end it."""
     try:
         with open(f"/proc/{pid}/status") as file:

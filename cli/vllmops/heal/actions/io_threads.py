@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from ...host.roles import Role
 from ...instances.servers import Server
 from ...protocol.heal import HealRequest
-from ...requests.ending import end
-from ...requests.listing import Row
-from ...rpc.proofs import Case, ask
-from ..action import InAgents
+from ...requests.ending import abort_requests
+from ...requests.listing import InFlightRequest
+from ...rpc.proofs import HealCase, send_heal_request
+from ..action import AgentAction
 
 WHY = "an error in the engine's {subject} lost a part of this request: send it again"
 
 
-class IoThreads(InAgents):
+class DeadIoThreads(AgentAction):
     name = "io-threads"
     state = "the thread that reads or writes an engine's sockets has ended"
     does = "starts it again on the same sockets; the request whose message ended it ends"
@@ -24,13 +24,13 @@ class IoThreads(InAgents):
     # Without the one that writes, the engine goes on with what comes, and nobody gets an answer.
     unseen = True
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:
         for case in cases:
             # Before the thread runs: what is queued behind would be an answer with a hole.
-            if rows := [Row(id=name, state="") for name in case.proof.requests]:
-                end(server, rows, WHY.format(subject=case.proof.subject))
+            if rows := [InFlightRequest(id=name, state="") for name in case.proof.requests]:
+                abort_requests(server, rows, WHY.format(subject=case.proof.subject))
         request = HealRequest(action=self.name, subjects=[case.proof.subject for case in cases])
-        for process in server.of(Role.API):
-            if left := ask(process, request).left:
+        for process in server.select_processes(Role.API):
+            if left := send_heal_request(process, request).left:
                 return left
-        return super().act(server, cases)
+        return super().heal_or_explain(server, cases)

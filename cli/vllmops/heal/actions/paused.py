@@ -10,13 +10,13 @@ from ...errors import VllmopsError
 from ...host.roles import Role
 from ...instances.servers import Server
 from ...protocol.heal import HealRequest
-from ...rpc.proofs import Case, ask, asked
-from ..action import InAgents
+from ...rpc.proofs import HealCase, collect_cases, send_heal_request
+from ..action import AgentAction
 
 WAKE_S = 65.0  # weights come back from the host's memory
 
 
-class Paused(InAgents):
+class PausedEngine(AgentAction):
     name = "paused"
     state = "an engine is paused or asleep"
     does = "wakes it and lets it go on"
@@ -24,29 +24,32 @@ class Paused(InAgents):
     reference = "https://github.com/inclusionAI/AReaL/issues/1160"
     asks = True
 
-    def look(self, server: Server) -> list[Case]:
-        cases = super().look(server)
+    def find_cases(self, server: Server) -> list[HealCase]:
+        cases = super().find_cases(server)
         more: list[str] = []
         if cases:
-            more += dict.fromkeys(case.proof.what for case in without_weights(server))
-            more += [case.proof.what for case in asked(server.of(Role.API), "pauser")]
+            more += dict.fromkeys(case.proof.what for case in find_sleeping_weights(server))
+            more += [
+                case.proof.what
+                for case in collect_cases(server.select_processes(Role.API), "pauser")
+            ]
         return [
-            Case(case.process, replace(case.proof, what="; ".join((case.proof.what, *more))))
+            HealCase(case.process, replace(case.proof, what="; ".join((case.proof.what, *more))))
             for case in cases
         ]
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:
         request = HealRequest(action=self.name, subjects=[case.proof.subject for case in cases])
-        if without_weights(server):
+        if find_sleeping_weights(server):
             why = (
                 "it would answer with random tokens: load its weights (reload_weights), or"
                 f" vllmops restart {server.label}"
             )
             return dict.fromkeys(request.subjects or (), why)
         failed: dict[str, str] = dict.fromkeys(request.subjects or (), "no API server answers")
-        for process in server.of(Role.API):
+        for process in server.select_processes(Role.API):
             try:
-                failed = ask(process, request, WAKE_S).left
+                failed = send_heal_request(process, request, WAKE_S).left
             except VllmopsError as error:
                 failed = dict.fromkeys(failed, error.message)
             if not failed:
@@ -54,6 +57,6 @@ class Paused(InAgents):
         return failed
 
 
-def without_weights(server: Server) -> list[Case]:
+def find_sleeping_weights(server: Server) -> list[HealCase]:
     """The processes of a server whose workers sleep without their weights."""
-    return asked(server.of(Role.ENGINE, Role.WORKER), "sleeping-weights")
+    return collect_cases(server.select_processes(Role.ENGINE, Role.WORKER), "sleeping-weights")

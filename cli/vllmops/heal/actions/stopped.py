@@ -6,31 +6,33 @@ import signal
 from collections.abc import Sequence
 
 from ...host.processes import VITAL
-from ...host.states import state
+from ...host.states import observe_process
 from ...instances.servers import Server
-from ...instances.takedown import kill
-from ...protocol.heal import Proof
-from ...rpc.proofs import Case
+from ...instances.takedown import send_signal
+from ...protocol.heal import HealProof
+from ...rpc.proofs import HealCase
 from ..action import Action
 
 
-class Stopped(Action):
+class StoppedProcess(Action):
     name = "stopped"
     state = "a process of the server is stopped by a signal"
     does = "continues it: kill -CONT"
     risk = "somebody may have stopped it on purpose, to look at it"
     asks = True
 
-    def look(self, server: Server) -> list[Case]:
+    def find_cases(self, server: Server) -> list[HealCase]:
         if server.fleet:  # its processes are on another machine
             return []
         return [
-            Case(process, Proof(subject="process", what=f"state T; kill -CONT {process.pid}"))
-            for process in server.of(*VITAL)
-            if state(process).state == "T"
+            HealCase(
+                process, HealProof(subject="process", what=f"state T; kill -CONT {process.pid}")
+            )
+            for process in server.select_processes(*VITAL)
+            if observe_process(process).state == "T"
         ]
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:  # noqa: ARG002
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:  # noqa: ARG002
         for case in cases:
-            kill(case.process, signal.SIGCONT)
+            send_signal(case.process, signal.SIGCONT)
         return {}

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from ...instances.servers import Server
 from ...requests import loads
-from ...requests.ending import end
-from ...requests.listing import Row
-from ...rpc.proofs import Case
-from ..action import InAgents
+from ...requests.ending import abort_requests
+from ...requests.listing import InFlightRequest
+from ...rpc.proofs import HealCase
+from ..action import AgentAction
 
 
-class Transfers(InAgents):
+class LostTransfers(AgentAction):
     name = loads.ACTION
     state = "a request waits for KV blocks whose transfer is over, or whose sender is gone"
     does = (
@@ -23,15 +23,15 @@ class Transfers(InAgents):
     reference = "https://github.com/vllm-project/vllm/issues/49829"
     unseen = True
 
-    def look(self, server: Server) -> list[Case]:
-        return loads.look(server)
+    def find_cases(self, server: Server) -> list[HealCase]:
+        return loads.find_lost_loads(server)
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:
         left: dict[str, str] = {}
         for case in cases:
             if case.proof.why:
-                row = Row(id=case.proof.subject, state="")
-                left |= {one.id: one.left for one in end(server, [row], case.proof.why)}
+                row = InFlightRequest(id=case.proof.subject, state="")
+                left |= {one.id: one.left for one in abort_requests(server, [row], case.proof.why)}
         if lost := [case for case in cases if not case.proof.why]:
-            left |= super().act(server, lost)
+            left |= super().heal_or_explain(server, lost)
         return {name: why for name, why in left.items() if why}

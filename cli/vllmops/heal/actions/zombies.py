@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...instances.servers import Server
-from ...protocol.heal import Proof
+from ...protocol.heal import HealProof
 from ...requests import listing
-from ...requests.ending import end
-from ...requests.listing import Row
-from ...requests.lost import lost
-from ...rpc.proofs import Case
+from ...requests.ending import abort_requests
+from ...requests.listing import InFlightRequest
+from ...requests.lost import find_one_sided_requests
+from ...rpc.proofs import HealCase
 from ..action import Action
 
 WHY = "the engine lost this request: send it again"
 
 
-class Zombies(Action):
+class ZombieRequests(Action):
     name = "zombies"
     state = "only the API server or only the engine knows a request"
     does = "ends it, and frees what it holds"
@@ -24,9 +24,9 @@ class Zombies(Action):
     reference = "https://github.com/vllm-project/vllm/issues/55521"
     unseen = True
 
-    def look(self, server: Server) -> list[Case]:
-        processes, silent = listing.look(server)
-        lone = lost(server, processes, silent)
+    def find_cases(self, server: Server) -> list[HealCase]:
+        processes, silent = listing.collect_process_requests(server)
+        lone = find_one_sided_requests(server, processes, silent)
         knowing = {
             request.id: holder.pid
             for holder in processes
@@ -34,11 +34,11 @@ class Zombies(Action):
         }
         by_pid = {process.pid: process for process in server.processes}
         return [
-            Case(by_pid[knowing[name]], Proof(subject=name, what=why))
+            HealCase(by_pid[knowing[name]], HealProof(subject=name, what=why))
             for name, why in lone.items()
             if name in knowing  # what a worker alone has goes with the next step
         ]
 
-    def act(self, server: Server, cases: Sequence[Case]) -> dict[str, str]:
-        rows = [Row(id=case.proof.subject, state="") for case in cases]
-        return {one.id: one.left for one in end(server, rows, WHY) if one.left}
+    def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:
+        rows = [InFlightRequest(id=case.proof.subject, state="") for case in cases]
+        return {one.id: one.left for one in abort_requests(server, rows, WHY) if one.left}
