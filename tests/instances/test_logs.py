@@ -137,6 +137,20 @@ def test_what_goes_wrong_as_python_ends_is_no_cause() -> None:
     assert find_failure(said.splitlines()) is None
 
 
+def test_complaint_of_the_tracker_of_shared_memory_is_no_cause() -> None:
+    """It is told of segments that a process was killed with, and another one removed."""
+    code = "import multiprocessing.resource_tracker as t; t.unregister('/psm_1', 'shared_memory')"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], check=True, stderr=subprocess.PIPE, text=True
+    )
+    complaint = ran.stderr.splitlines()
+    assert complaint[-1] == "KeyError: '/psm_1'"
+    assert find_failure(complaint) is None
+    found = find_failure([*lines("worker-assertion"), *complaint])
+    assert found
+    assert "num_heads" in found.cause
+
+
 def test_what_vllm_stumbles_over_while_it_ends_its_processes_is_no_cause() -> None:
     says = "(APIServer pid=7) ERROR 11-23 01:50:00 [core.py:1] "
     stumble = [

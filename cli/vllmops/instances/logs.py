@@ -62,7 +62,10 @@ ECHOES = re.compile(
     r"|^psutil\.(?:NoSuchProcess|ZombieProcess)"
 )
 # In the line above a traceback: vLLM goes on without a plug-in, and Python ends all the same.
-NO_CAUSE = re.compile(r"Failed to load plugin|^Exception ignored in: ")
+# In its first frame: the tracker of shared memory misses what another process has removed.
+NO_CAUSE = re.compile(
+    r"Failed to load plugin|^Exception ignored in: |multiprocessing/resource_tracker\.py\""
+)
 # A signal has no traceback; the executor is the one who sees the worker's exit code.
 WORKER_DIED = re.compile(
     r"Worker proc (?P<name>\S+) died unexpectedly \(exit code: -(?P<signal>\d{1,3})\)"
@@ -170,11 +173,11 @@ def find_errors(lines: Sequence[LogLine]) -> Iterator[Failure]:
             yield make_failure(f"{death['name']} was killed by {name}", death["name"])
         if line.level == "WARNING" or "Traceback (most recent call last)" not in line.text:
             continue
-        if index and NO_CAUSE.search(lines[index - 1].text):
+        same = [other for other in lines[index + 1 :] if other.process == line.process]
+        if any(NO_CAUSE.search(o.text) for o in [*lines[max(0, index - 1) : index], *same[:1]]):
             continue
         if any("direct cause of the following" in o.text for o in lines[max(0, index - 2) : index]):
             continue  # what was raised first is the cause
-        same = [other for other in lines[index + 1 :] if other.process == line.process]
         for number, other in enumerate(same):
             if other.text[:1] not in {" ", "\t", ""}:
                 if RAISED.match(other.text):
