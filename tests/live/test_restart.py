@@ -70,7 +70,7 @@ def resume(pid: int) -> None:
 def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     before = server.row
     assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
-    client = connect(base(server))
+    client, worker = connect(base(server)), server.pids()["worker"]
     plain, streamed = Asked(server), Asked(server, stream=True)
     run, dropped = background(client, **UNTIL), background(client, **UNTIL)
     stream, followed = following(client, **UNTIL)
@@ -88,7 +88,6 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     until(
         lambda: (engine.fetch_engine_state().running or 0) >= 4
     )  # a cancelled one may still be there
-    worker = server.pids()["worker"]
     os.kill(worker, signal.SIGSTOP)  # so that none ends by itself before the restart
 
     def go_on() -> None:
