@@ -27,7 +27,7 @@ def nodes() -> list[tuple[str, ...]]:
     """Every command's words: ``("ps",)``, ``("cache", "inspect")`` …"""
     found: list[tuple[str, ...]] = []
     for name, entry in COMMANDS.items():
-        if entry.several:
+        if entry.has_subcommands:
             _, command, _ = resolved(name)
             found += [(name, item) for item in command.commands]
         else:

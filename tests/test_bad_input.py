@@ -77,7 +77,7 @@ def leaves() -> Iterator[Leaf]:
         module, _, attribute = entry.module.partition(":")
         app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
         command: Any = typer.main.get_command(app)
-        if entry.several:
+        if entry.has_subcommands:
             for word, each in command.commands.items():
                 yield Leaf((name, word), tuple(each.params))
         else:

@@ -254,7 +254,7 @@ def test_commands_and_options_in_sentences_exist(page: Path) -> None:
         assert entry, code
         if rest[0] == "help" and rest[1:]:
             assert rest[1] in load_pages() or rest[1] in {"WORD", "CODE", "[WORD]"}, code
-        elif entry.several and rest[1:]:
+        elif entry.has_subcommands and rest[1:]:
             group = app.build_root_command()
             _, noun, _ = group.resolve_command(click.Context(group), [rest[0]])
             for verb in rest[1].replace("\\", "").split("|"):

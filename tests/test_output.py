@@ -111,7 +111,7 @@ def test_progress_in_a_terminal_ends_without_a_trace(
     monkeypatch.setenv("TERM", "xterm")
     with Progress(time.time()) as progress:
         progress.update("loading")
-        assert progress.live is not None
+        assert progress.live_display is not None
         drawn = list[str]()
 
         def shown() -> bool:
@@ -120,9 +120,9 @@ def test_progress_in_a_terminal_ends_without_a_trace(
 
         until(shown)  # it is drawn four times a second
         progress.stop()
-        assert progress.live is None
+        assert progress.live_display is None
         progress.update("again")
-    assert progress.live is None
+    assert progress.live_display is None
 
 
 def test_an_error_shows_its_hint(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,13 +30,13 @@ class CommandEntry:  # not a dataclass: those cost `--version` a third of its ti
     """Where a command lives: a module of `commands`, and in it ``app`` or what follows a colon.
 
     Args:
-        several: whether it is a noun with commands of its own.
+        has_subcommands: whether it is a noun with commands of its own.
     """
 
     def __init__(self, module: str, help: str, several: bool = False) -> None:  # noqa: A002
         self.module = module
         self.help = help
-        self.several = several
+        self.has_subcommands = several
 
 
 COMMANDS = {
@@ -98,7 +98,7 @@ def build_root_command() -> Any:
             module, _, attribute = COMMANDS[name].module.partition(":")
             app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
             command = typer.main.get_command(app)
-            if COMMANDS[name].several:
+            if COMMANDS[name].has_subcommands:
                 command.help, command.no_args_is_help = COMMANDS[name].help, True
             gc.freeze()
             gc.enable()
@@ -392,7 +392,7 @@ def parse_command_name() -> str:
     """The command that was typed, without options: ``ps``, ``cache inspect``."""
     words = [word for word in sys.argv[1:] if not word.startswith("-")][:2]
     noun = COMMANDS.get(words[0]) if words else None
-    return " ".join(words if noun and noun.several else words[:1])
+    return " ".join(words if noun and noun.has_subcommands else words[:1])
 
 
 def wants_json() -> bool:

@@ -25,28 +25,28 @@ class ErrorReporter:
     A kind is an exception's type and the line that raised it. Thread-safe.
 
     Args:
-        what: what does not work, such as ``changes of the keyring are not noticed``.
-        say: gets the text, a log method for example; its exceptions are dropped.
+        problem: what does not work, such as ``changes of the keyring are not noticed``.
+        write_message: gets the text, a log method for example; its exceptions are dropped.
 
     Attributes:
-        last: the text of the last exception, reported or not.
+        last_error: the text of the last exception, reported or not.
     """
 
     def __init__(self, what: str, say: Callable[[str], object]) -> None:
-        self.what = what
-        self.say = say
-        self.reported: dict[tuple[type[BaseException], str], float] = {}
-        self.last = ""
+        self.problem = what
+        self.write_message = say
+        self.report_times: dict[tuple[type[BaseException], str], float] = {}
+        self.last_error = ""
 
     def report(self, error: BaseException) -> None:
         """Report an exception, unless it was reported within the hour; never raises."""
         try:
             kind, now = (type(error), format_error_location(error)), time.monotonic()
-            self.last = f"{type(error).__name__}: {error}"
-            if now - self.reported.get(kind, -AGAIN_S) < AGAIN_S:
+            self.last_error = f"{type(error).__name__}: {error}"
+            if now - self.report_times.get(kind, -AGAIN_S) < AGAIN_S:
                 return
-            self.reported[kind] = now
-            self.say(f"vllmops: {self.what}: {self.last} ({kind[1]})")
+            self.report_times[kind] = now
+            self.write_message(f"vllmops: {self.problem}: {self.last_error} ({kind[1]})")
         except Exception:  # noqa: S110 - there is nowhere left to report it
             pass
 

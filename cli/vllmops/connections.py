@@ -29,22 +29,22 @@ class BoundedServerMixin(ThreadingMixIn, Base):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.lock = threading.Lock()
-        self.open: dict[socket.socket, None] = {}
+        self.open_connections: dict[socket.socket, None] = {}
         super().__init__(*args, **options)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.lock:
-            self.open[request] = None
-            if len(self.open) > MOST:
-                oldest = next(iter(self.open))
-                del self.open[oldest]
+            self.open_connections[request] = None
+            if len(self.open_connections) > MOST:
+                oldest = next(iter(self.open_connections))
+                del self.open_connections[oldest]
                 with suppress(OSError):  # the client has gone
                     oldest.shutdown(socket.SHUT_RDWR)
         super().process_request(request, client_address)
 
     def close_request(self, request: Any) -> None:
         with self.lock:  # another connection may get the descriptor
-            self.open.pop(request, None)
+            self.open_connections.pop(request, None)
             super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

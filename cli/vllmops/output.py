@@ -227,15 +227,15 @@ class Progress:
     """A live line on stderr with the elapsed time; in a pipe, a line for each new text.
 
     Args:
-        since: when the work began, seconds since the epoch.
+        started_at: when the work began, seconds since the epoch.
         quiet: show nothing.
     """
 
     def __init__(self, since: float, *, quiet: bool = False) -> None:
-        self.since = since
+        self.started_at = since
         self.quiet = quiet
         self.text = ""
-        self.live: Live | None = None
+        self.live_display: Live | None = None
         # Lines of their own, too, once other output runs through the terminal.
         self.plain = not sys.stderr.isatty()
 
@@ -248,9 +248,9 @@ class Progress:
     def stop(self) -> None:
         """Take the line away; a later text brings it back."""
         self.text = ""
-        if self.live:
-            self.live.stop()
-            self.live = None
+        if self.live_display:
+            self.live_display.stop()
+            self.live_display = None
 
     def update(self, text: str) -> None:
         """Show a text from now on."""
@@ -259,17 +259,17 @@ class Progress:
         self.text = text
         if self.plain:
             print_to_stderr(f"{format_duration(self.elapsed_s):>6}  {text}")
-        elif self.live is None:
+        elif self.live_display is None:
             from rich.live import Live  # noqa: PLC0415
 
-            self.live = Live(
+            self.live_display = Live(
                 get_renderable=self.render_line, console=make_console(stderr=True), transient=True
             )
-            self.live.start()
+            self.live_display.start()
 
     @property
     def elapsed_s(self) -> float:
-        return time.time() - self.since
+        return time.time() - self.started_at
 
     def render_line(self) -> RenderableType:
         """The line as it is shown right now."""

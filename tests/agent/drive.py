@@ -97,7 +97,7 @@ def multimodal_caches() -> None:
     read = caches.observe_lru_cache(holder)
     assert isinstance(read, LruCache)
     assert (read.entries, read.bytes, read.side, read.order_only) == (1, 8, "P1", ["ghost"])
-    assert repair.repair_caches(RepairRequest()).caches[0].left is None
+    assert repair.repair_caches(RepairRequest()).caches[0].reason is None
     assert not check_cache(caches.observe_lru_cache(holder))
 
 
@@ -114,7 +114,7 @@ def encoder_caches() -> None:
     read = caches.observe_encoder_cache(held)
     assert isinstance(read, EncoderCache)
     assert (read.slots, read.slots - read.free_slots) == (100, 3)
-    assert list(read.cached) == list(request.hashes)
+    assert list(read.requests_by_key) == list(request.hashes)
     assert not check_cache(read)
     assert hasattr(imported("worker").__init__, "__vllmops__")
 
@@ -342,7 +342,7 @@ def asleep() -> None:
     assert paused.find_paused_engine() == []
     executor.sleep(1)
     (proof,) = paused.find_paused_engine()
-    assert "it is asleep" in proof.what
+    assert "it is asleep" in proof.evidence
 
     async def yes() -> bool:
         return bool(executor.is_sleeping)
@@ -371,7 +371,7 @@ def asleep() -> None:
     assert paused.find_dropped_weights() == []
     worker._sleep_saved_buffers = {"rope": 1}
     (proof,) = paused.find_dropped_weights()
-    assert "level 2" in proof.what
+    assert "level 2" in proof.evidence
     spec = importlib.util.find_spec("vllm.v1.worker.gpu_worker")
     assert "self._sleep_saved_buffers = {" in Path(str(spec and spec.origin)).read_text("utf-8")
 
@@ -665,7 +665,7 @@ async def filled(serving: Any) -> None:
             openresponses_types.ResponseResource.model_validate(event["response"])
             typed.validate_python(event)
             assert event["response"]["safety_identifier"] == "s"
-        stored = json.loads(await serving.stored.retrieve("", request.request_id))
+        stored = json.loads(await serving.stored_responses.retrieve("", request.request_id))
         assert stored == event["response"]
         assert (stored["completed_at"] is not None) is (status == "completed")
         Official.model_validate(stored)

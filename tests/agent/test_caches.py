@@ -87,7 +87,7 @@ def test_a_key_with_half_of_a_surrogate_pair_hides_no_cache(spawn: Spawn) -> Non
         answer = open_agent(child.process).fetch_caches(keys=keys)
         (cache,) = answer.caches
         assert isinstance(cache, LruCache)
-        assert (cache.entries, cache.newest, len(cache.digest)) == (2, r"\ud800", 64)
+        assert (cache.entries, cache.newest_key, len(cache.digest)) == (2, r"\ud800", 64)
         assert not answer.problems
 
 
@@ -160,13 +160,13 @@ def test_keys_only_where_asked_for_and_their_digest_always() -> None:
     cache.pinned_items, cache._hits, cache._total = set(), 0, 0
     holder = SimpleNamespace(_cache=cache)
     empty = caches.observe_lru_cache(holder)
-    assert (empty.oldest, empty.newest, empty.order) == (None, None, None)
+    assert (empty.oldest_key, empty.newest_key, empty.order) == (None, None, None)
     cache["a"], cache["b"] = "1", "22"
     light, full = caches.observe_lru_cache(holder), caches.observe_lru_cache(holder, keys=True)
     assert (light.order, light.sizes) == (None, None)
     assert (full.order, full.sizes) == (["a", "b"], [1, 2])
     assert light.digest == full.digest != empty.digest
-    assert (light.oldest, light.newest, light.entries, light.bytes) == ("a", "b", 2, 3)
+    assert (light.oldest_key, light.newest_key, light.entries, light.bytes) == ("a", "b", 2, 3)
     cache["a"]
     assert caches.observe_lru_cache(holder).digest != full.digest
 
@@ -205,10 +205,10 @@ def test_shared_memory() -> None:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"key_index": {"a": (0, 7), "b": (10, 7)}}, "unpaired"),
-        ({"id_index": {7: "a", 8: "a"}}, "unpaired"),
-        ({"writer_flag": {7: 1}}, "unflagged"),
-        ({"metadata": {7: 0, 8: 10, 9: 20}}, "unmapped"),
+        ({"key_index": {"a": (0, 7), "b": (10, 7)}}, "unpaired_keys"),
+        ({"id_index": {7: "a", 8: "a"}}, "unpaired_keys"),
+        ({"writer_flag": {7: 1}}, "unflagged_ids"),
+        ({"metadata": {7: 0, 8: 10, 9: 20}}, "unmapped_ids"),
     ],
 )
 def test_shared_memory_with_a_broken_index(changes: dict[str, Any], field: str) -> None:
@@ -249,7 +249,7 @@ def test_encoder_cache() -> None:
     cache = caches.observe_encoder_cache(scheduler())
     assert isinstance(cache, EncoderCache)
     assert (cache.slots, cache.free_slots, cache.freeable_slots) == (10, 3, 6)
-    assert cache.cached == {"a": ["r"], "b": []}
+    assert cache.requests_by_key == {"a": ["r"], "b": []}
     assert cache.inputs == {"r": ["a"]}
     assert check_cache(cache) == []
 
@@ -258,11 +258,11 @@ def test_encoder_cache_with_references_of_strangers() -> None:
     held = scheduler(cached={"a": {"r", "gone"}, "b": set()})
     cache = caches.observe_encoder_cache(held)
     assert isinstance(cache, EncoderCache)
-    assert cache.strangers == ["gone"]
+    assert cache.unknown_requests == ["gone"]
     held.requests["r"].is_finished = lambda: True
     cache = caches.observe_encoder_cache(held)
     assert isinstance(cache, EncoderCache)
-    assert cache.strangers == ["gone", "r"]
+    assert cache.unknown_requests == ["gone", "r"]
 
 
 def test_encoder_cache_of_a_vllm_with_fewer_records() -> None:

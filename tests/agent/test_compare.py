@@ -101,11 +101,11 @@ def hurry(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
 
 def test_two_looks_at_both_sides(client: Client) -> None:
     found = compare.compare_caches(request())
-    assert len(found.looks) == client.calls == 2
+    assert len(found.samples) == client.calls == 2
     assert found.settled
     assert found.waited_s >= 0.05
-    last = found.looks[-1]
-    assert (last.handed, last.rendering, last.problems) == (2, 0, [])
+    last = found.samples[-1]
+    assert (last.engine_requests, last.rendering, last.problems) == (2, 0, [])
     _, process = last.engines
     (outputs,) = process.caches
     assert isinstance(outputs, WorkerEncoderCache)
@@ -128,7 +128,7 @@ def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
     found = compare.compare_caches(request())
     assert found.settled
     assert found.waited_s > 0
-    assert [item.rendering for item in found.looks] == [1, 1]
+    assert [item.rendering for item in found.samples] == [1, 1]
 
 
 def test_one_that_does_not_come_is_not_waited_for_for_ever(
@@ -137,7 +137,7 @@ def test_one_that_does_not_come_is_not_waited_for_for_ever(
     gate.arrivals.add(Arrival(0.0, rendering=True))
     hurry(monkeypatch, 100)
     found = compare.compare_caches(request(120))
-    assert len(found.looks) == 2
+    assert len(found.samples) == 2
     assert not found.settled
 
 
@@ -148,7 +148,7 @@ def test_an_engine_that_does_not_answer_leaves_nothing_behind(
     client.answers = looks
     hurry(monkeypatch, 2000)  # the deadline is over once it has looked
     found = compare.compare_caches(request(60 if looks else 0.5))
-    assert (len(found.looks), found.after) == (looks, None)
+    assert (len(found.samples), found.front_after) == (looks, None)
 
 
 def test_a_late_call_does_nothing() -> None:

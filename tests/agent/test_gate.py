@@ -63,7 +63,7 @@ def test_a_websocket_of_responses_counts_by_its_requests(gate: Gate) -> None:
         app = App()
         socket = asyncio.ensure_future(answer(app, scope("/v1/responses", "websocket")))
         await asyncio.sleep(0.01)
-        assert (gate.in_flight, gate.started) == (0, 0)
+        assert (gate.in_flight, gate.started_requests) == (0, 0)
         began = time.monotonic()
         with module.count_websocket_request(scope("/v1/responses"), rendering=True) as arrival:
             assert gate.rendering_requests == {arrival}
@@ -72,7 +72,7 @@ def test_a_websocket_of_responses_counts_by_its_requests(gate: Gate) -> None:
             assert arrival.route == "POST /v1/responses"
             assert gate.mark_reached_engine() is arrival
             assert (gate.in_flight, len(gate.rendering_requests)) == (1, 0)
-        assert (gate.in_flight, gate.started) == (0, 1)
+        assert (gate.in_flight, gate.started_requests) == (0, 1)
         app.go.set()
         await socket
 
@@ -87,11 +87,11 @@ def test_counts_what_is_in_flight(gate: Gate) -> None:
         tasks = [asyncio.ensure_future(answer(app, scope())) for _ in range(3)]
         tasks += [asyncio.ensure_future(answer(app, scope(path))) for path in ("/health", "/ping")]
         await asyncio.sleep(0.01)
-        assert (gate.in_flight, gate.started) == (3, 3)
+        assert (gate.in_flight, gate.started_requests) == (3, 3)
         assert len(inner.seen) == 5
         app.go.set()
         await asyncio.gather(*tasks)
-        assert (gate.in_flight, gate.started) == (0, 3)
+        assert (gate.in_flight, gate.started_requests) == (0, 3)
 
     asyncio.run(go())
 
@@ -108,7 +108,7 @@ def test_a_request_that_fails_or_is_given_up_is_over(gate: Gate) -> None:
         app.go.set()
         with pytest.raises(ValueError, match="crash"):
             await answer(app, scope("/crash"))
-        assert (gate.in_flight, gate.started) == (0, 2)
+        assert (gate.in_flight, gate.started_requests) == (0, 2)
 
     asyncio.run(go())
 
@@ -140,7 +140,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
         assert gate.in_flight == 0
         gate.draining = False
         await answer(app, scope())
-        assert gate.started == 2
+        assert gate.started_requests == 2
 
     asyncio.run(go())
 
@@ -187,7 +187,7 @@ def test_lifespan_passes(gate: Gate) -> None:
         gate.draining = True
         await answer(app, {"type": "lifespan", "path": ""})
         assert app.seen
-        assert gate.started == 0
+        assert gate.started_requests == 0
 
     asyncio.run(go())
 

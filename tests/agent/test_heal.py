@@ -269,7 +269,7 @@ def test_a_sender_is_judged_by_what_a_client_can_not_forge(
     monkeypatch.setattr(transfers, "is_refusing_connections", asked)
     monkeypatch.setattr(transfers, "LOOKED_UP_S", 60.0)
     found = transfers.find_lost_loads()
-    assert [proof.subject for proof in found if proof.why] == (
+    assert [proof.subject for proof in found if proof.client_message] == (
         [] if kind is Offloading else ["gone"]
     )
 

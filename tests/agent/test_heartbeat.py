@@ -31,24 +31,26 @@ def test_always_the_same_length(tmp_path: Path) -> None:
 
 def test_a_beat_that_is_too_long_goes_without_the_oldest_request(tmp_path: Path) -> None:
     def long(sequence: int, now: float) -> Heartbeat:
-        return msgspec.structs.replace(beat(sequence, now), oldest="x" * 2000, unready="draining")
+        return msgspec.structs.replace(
+            beat(sequence, now), oldest_request_id="x" * 2000, unready="draining"
+        )
 
     heart = HeartbeatWriter(tmp_path / "1.beat", long)
     heart.write_heartbeat(7)
     shown = msgspec.json.decode(heart.path.read_bytes(), type=Heartbeat)
-    assert (shown.sequence, shown.unready, shown.oldest) == (7, "draining", "")
+    assert (shown.sequence, shown.unready, shown.oldest_request_id) == (7, "draining", "")
 
 
 def test_half_of_a_surrogate_pair_stops_no_heartbeat(tmp_path: Path) -> None:
     """JSON can hold it, so a client's request can have it as its id."""
 
     def odd(sequence: int, now: float) -> Heartbeat:
-        return msgspec.structs.replace(beat(sequence, now), oldest="cmpl-\ud800-ü")
+        return msgspec.structs.replace(beat(sequence, now), oldest_request_id="cmpl-\ud800-ü")
 
     heart = HeartbeatWriter(tmp_path / "1.beat", odd)
     heart.write_heartbeat(7)
     shown = msgspec.json.decode(heart.path.read_bytes(), type=Heartbeat)
-    assert (shown.sequence, shown.oldest) == (7, "cmpl-\\ud800-ü")
+    assert (shown.sequence, shown.oldest_request_id) == (7, "cmpl-\\ud800-ü")
 
 
 def test_a_beat_is_never_cut(tmp_path: Path) -> None:

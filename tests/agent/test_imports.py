@@ -23,7 +23,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if f is not imports._watcher])
     for name in [name for name in sys.modules if name.startswith("vllmops_example")]:
         monkeypatch.delitem(sys.modules, name)
-    imports._watcher.acts.clear()
+    imports._watcher.callbacks.clear()
 
 
 def mark(module: ModuleType) -> None:

@@ -88,7 +88,8 @@ def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
     grow(path, KeyStatus.PRIMARY)
     child = spawn(VLLMOPS_KEYRING=str(path))
     child.run(
-        "from vllmops.agent import keys; keys._holder.read_fingerprint = lambda: keys._holder.seen"
+        "from vllmops.agent import keys; keys._holder.read_fingerprint = lambda: "
+        "keys._holder.last_fingerprint"
     )
     second = grow(path)
     assert second.kid not in held(child)

@@ -49,7 +49,7 @@ def told(child: Any) -> AgentMemory:
 def counts(child: Any) -> tuple[int, int, int]:
     found = told(child).requests
     assert found is not None
-    return found.alive, found.finished_alive, found.known
+    return found.alive_requests, found.finished_alive, found.known_requests
 
 
 def test_live_and_finished_requests(spawn: Spawn) -> None:
@@ -145,7 +145,7 @@ def test_caches_and_the_store(spawn: Spawn) -> None:
     child.run(CACHES)
     found = told(child)
     assert found.problems == ()
-    assert [(item.kind, item.entries, item.bytes, item.here) for item in found.caches] == [
+    assert [(item.kind, item.entries, item.bytes, item.is_own_memory) for item in found.caches] == [
         ("mm-lru", 0, 0, False),
         ("mm-lru", 1, 300, True),
         ("mm-processor-only", 0, 0, True),

@@ -52,7 +52,7 @@ def test_a_scrape_waits_for_nothing_and_shows_what_was_gathered(over: threading.
     assert not names(gathering)
     go.set()
     until(lambda: names(gathering) == {"vllmops:stalled"})
-    gathering.gathered -= metrics.OLD * metrics.LOOK_S
+    gathering.collected_at -= metrics.OLD * metrics.LOOK_S
     assert not names(gathering)  # it shows no present
 
 
@@ -115,12 +115,12 @@ def test_its_pause_follows_what_it_costs(
     monkeypatch.setattr(metrics, "time", clocks)
     gathering = BackgroundCollector(look, log.warning, over.wait)
     gathering.collect()
-    until(lambda: gathering.gathered > 0)
+    until(lambda: gathering.collected_at > 0)
     assert gathering.pause_s == pytest.approx(4 * metrics.LOOK_S)
     monkeypatch.setattr(metrics, "LOOK_S", 0.1)
     other = BackgroundCollector(look, log.warning, over.wait)
     other.collect()
-    until(lambda: other.gathered > 0)
+    until(lambda: other.collected_at > 0)
     assert other.pause_s == pytest.approx(0.03 / metrics.SHARE)
 
 
@@ -170,7 +170,7 @@ def test_one_api_server_gathers_until_it_is_late(tmp_path: Path) -> None:
     assert server.load_shared_samples()
     assert names(server) == {"vllmops:repairs"}
     tell(place, metrics.SharedSamples(1, now + 3600.0, 20.0, [sample]))  # of another boot
-    server.gathered -= 1.5 * 20.0
+    server.collected_at -= 1.5 * 20.0
     assert not server.load_shared_samples()
     server.collect_samples()
     assert names(server) == {"vllmops:stalled"}

@@ -41,4 +41,4 @@ def test_whoever_says_nothing_keeps_nobody_out(
                 HOST, "GET", "/x", None, token=token, servers=["s"], timeout_s=60
             )
             assert answer == (200, b"{}")
-        assert len(server.strangers) <= nodes.MOST_AT_ONCE
+        assert len(server.unverified_connections) <= nodes.MOST_AT_ONCE

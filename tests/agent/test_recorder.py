@@ -139,8 +139,12 @@ def test_the_end_of_a_step_is_written_with_what_follows(engine: Child) -> None:
     ]
     engine.run("recorder.flush_recording = beat")
     until(lambda: history.read_live_recording(engine.process).steps[-1].is_complete)
-    engine.run("s.running, s.waiting, s.skipped_waiting = [], [], []; recorder._recorder.open = {}")
-    engine.run("recorder._recorder.later = recorder; step()")  # a heartbeat has nothing to write
+    engine.run(
+        "s.running, s.waiting, s.skipped_waiting = [], [], []; recorder._recorder.open_steps = {}"
+    )
+    engine.run(
+        "recorder._recorder.previous_unwritten_steps = recorder; step()"
+    )  # a heartbeat has nothing to write
     assert history.read_live_recording(engine.process).steps[-1].is_complete
 
 
@@ -369,7 +373,12 @@ def test_each_rank_has_its_own_also_one_that_died_alone(spawn: Spawn) -> None:
     first, second, stranger = ranks
     second.kill()
     stranger.kill()
-    until(lambda: open_agent(first.process) and read_heartbeat(first.process).beat.standing.servers)  # type: ignore[union-attr]
+
+    def has_membership() -> bool:
+        beat = open_agent(first.process) and read_heartbeat(first.process)
+        return bool(beat and beat.heartbeat.standing.servers)
+
+    until(has_membership)
     found = history.collect_history(Server(None, (first.process,))).recordings
     assert [(one.pid, one.alive) for one in found] == [
         (first.process.pid, True),

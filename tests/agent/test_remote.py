@@ -21,7 +21,7 @@ def pulses(**sizes: int) -> list[ProcessHeartbeat]:
     beat = Heartbeat(
         monotonic=0.0, sequence=0, pid=1, role="api", standing=ServerMembership(sizes=sizes)
     )
-    return [ProcessHeartbeat(role="api", pid=1, age_s=0.0, beat=beat)]
+    return [ProcessHeartbeat(role="api", pid=1, age_s=0.0, heartbeat=beat)]
 
 
 ENGINE: dict[str, Any] = {"role": "engine", "dp_rank": 0}

@@ -61,7 +61,7 @@ def repair(child: Any, **request: Any) -> Any:
 
 
 def faults(answer: Any) -> dict[str, float]:
-    return {change.fault: change.count for item in answer.caches for change in item.changes}
+    return {change.defect: change.count for item in answer.caches for change in item.changes}
 
 
 def test_a_healthy_cache_comes_out_untouched(child: Callable[..., Any]) -> None:
@@ -106,7 +106,7 @@ def test_a_thread_that_spins_goes_on(child: Callable[..., Any]) -> None:
     )
     assert process.run("import time; time.sleep(0.2); out = thread.is_alive()") == "True"
     answer = repair(process)
-    assert answer.caches[0].left is None
+    assert answer.caches[0].reason is None
     assert (
         process.run("thread.join(60); out = thread.is_alive(), 'new' in cache") == "(False, True)"
     )
@@ -137,7 +137,7 @@ for each in threads: each.start()
         ghost = f"order['ghost-{number}'] = None; cache.pinned_items.add('ghost-{number}')"
         process.run(f"with lock: {ghost}")
         answer = repair(process)
-        assert [item.left for item in answer.caches] == [None]
+        assert [item.reason for item in answer.caches] == [None]
     process.run("ended.set(); [each.join() for each in threads]")
     assert process.run("out = errors[:3]") == "[]"
     assert process.run(WHOLE) == "True"
@@ -166,7 +166,7 @@ def test_a_cache_of_another_shape_is_told(child: Callable[..., Any]) -> None:
     process = child()
     process.run("holder._cache = SimpleNamespace()")
     (item,) = repair(process).caches
-    assert "has an unknown shape" in item.left
+    assert "has an unknown shape" in item.reason
     assert process.run("from vllmops.agent import account; out = dict(account.repairs)") == "{}"
     process = child()
     process.run(GHOSTS.format(ghosts=2))
@@ -227,6 +227,6 @@ def test_two_repairs_at_once(child: Callable[..., Any]) -> None:
         process.run(GHOSTS.format(ghosts=3))
         with ThreadPoolExecutor(4) as pool:
             answers = list(pool.map(lambda _: repair(process), range(4)))
-        assert all(item.left is None for answer in answers for item in answer.caches)
+        assert all(item.reason is None for answer in answers for item in answer.caches)
         assert process.run(WHOLE) == "True"
     assert process.run("out = sys.getswitchinterval()") == usual

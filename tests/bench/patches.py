@@ -54,7 +54,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     began = time.perf_counter()
     (done,) = repair.repair_caches(RepairRequest()).caches
     took = time.perf_counter() - began
-    if done.left or done.changes[0].count != GHOSTS:
+    if done.reason or done.changes[0].count != GHOSTS:
         raise RuntimeError(f"not repaired: {done}")
     looks = repair.LOOKS * repair.APART_S
     yield Figure(

@@ -249,11 +249,11 @@ class Talk:
             began=made.created_at,
             owner=OWNER,
             items=made.input,
-            held=None,
+            hold=None,
         )
         await self.conversations.begin_turn(turn, self.conversation)
-        assert turn.held
-        await self.history.read_conversation_items(turn.held.entries)
+        assert turn.hold
+        await self.history.read_conversation_items(turn.hold.entries)
         assert await self.conversations.finish_turn(turn, made, made.body, new=True)
 
     async def link(self) -> None:
@@ -276,7 +276,7 @@ async def lists(setting: Setting, kind: str, url: str) -> Figure:
             taken = []
             for after in [None, middle] * PAGES:
                 began = time.perf_counter()
-                page = await store.list_responses(OWNER, ResponseQuery(after=after))
+                page = await store.list_responses(OWNER, ResponseQuery(after_id=after))
                 taken.append(time.perf_counter() - began)
                 assert len(page.responses) == 20
             medians[count] = statistics.median(taken)

@@ -58,7 +58,7 @@ GHOST = LruCache(
     digest="d",
     order=[HASH],
     order_only=[HASH],
-    pinned=[],
+    pinned_keys=[],
     pinned_only=[],
     entries=0,
     bytes=0,
@@ -86,7 +86,7 @@ MEMORY = MemoryRecording(
         )
         for number in range(3)
     ],
-    end=RecordingEnd(at=3.0),
+    end=RecordingEnd(ended_at=3.0),
 )
 
 RECORDED = StepsRecording(
@@ -103,15 +103,18 @@ RECORDED = StepsRecording(
 
 def stuck() -> ServerSnapshot:
     """A server that evicts for ever, with all that can be in a snapshot."""
-    waiting = {"metrics": metrics(waiting=3), "pulses": (pulse("engine", waiting=3, still_s=60),)}
+    waiting = {
+        "metrics": metrics(waiting=3),
+        "heartbeats": (pulse("engine", waiting=3, still_s=60),),
+    }
     return healthy(
-        looks=looks(waiting, waiting),
+        samples=looks(waiting, waiting),
         stacks=parse_stacks((STACKS / "mm-cache-eviction-spin.txt").read_text()).samples * 3,
         caches=CACHES,
         memory=MEMORY,
         recordings=(RECORDED,),
         machine=msgspec.structs.replace(MACHINE, gpus=(Gpu(index=0, by_pid={20: 1 << 30}),)),
-        unseen=(Gap("agent of worker 30", "agent.absent", "it has none", "attach"),),
+        gaps=(Gap("agent of worker 30", "agent.absent", "it has none", "attach"),),
     )
 
 
@@ -196,7 +199,7 @@ def test_the_index_lists_every_part(tmp_path: Path) -> None:
     assert json.loads(parts[first]) == plain(index)
     assert {item.name: item.bytes for item in index.parts} == {x: len(parts[x]) for x in rest}
     assert rest[-1] == "proc/7.txt"
-    assert all(item.about for item in index.parts)
+    assert all(item.description for item in index.parts)
     assert index.missing == (BundleGap("caches.json", "nobody told"),)
     assert index.interrupted
     assert "review it before you share it" in index.note
@@ -236,7 +239,7 @@ def test_what_a_bundle_does_not_hold_is_told(vllmops: Any, tmp_path: Path) -> No
         Gap("stacks", "pyspy.missing", "py-spy, which reads the stacks, is not installed"),
         Gap("agent of engine 7", "agent.absent", "engine 7 has no agent"),
     )
-    path, _ = bundle.write_bundle(contents(healthy(unseen=unseen)), tmp_path / "b.tar.gz")
+    path, _ = bundle.write_bundle(contents(healthy(gaps=unseen)), tmp_path / "b.tar.gz")
     for words, code, why in (
         (("stacks", "explain"), "stacks.not-found", "is not installed"),
         (("cache", "inspect"), "bundle.no-caches", "engine 7 has no agent"),
@@ -276,7 +279,7 @@ def test_on_a_full_disk_the_largest_parts_are_left_out(
     found = contents(snapshot, log=noise, metrics=noise[:200_000])
     path, index = bundle.write_bundle(found, home / "b", redact=False)
     assert [item.name for item in index.missing] == ["log.txt"]
-    assert "No space left" in index.missing[0].why
+    assert "No space left" in index.missing[0].reason
     assert bundle.load_bundle(path) == snapshot
     assert {item.name for item in home.iterdir()} == {"b"}
     full_disk()
@@ -305,7 +308,7 @@ def test_what_takes_too_long_to_redact_is_left_out(
     path, index = bundle.write_bundle(found, tmp_path / "b", redact_s=2.0)
     assert 2000 < looks < 3000  # it was given up in the midst of it
     (missing,) = index.missing
-    assert (missing.name, missing.why) == (
+    assert (missing.name, missing.reason) == (
         "log.txt",
         "not redacted within 2 s: a larger --timeout gives it more time",
     )
@@ -338,7 +341,7 @@ def test_planted_secrets_are_nowhere_in_the_archive(
     samples = (msgspec.structs.replace(snapshot.stacks[0], processes=(process,)),)
     found = contents(
         msgspec.structs.replace(
-            snapshot, stacks=samples, unseen=(Gap(key, "x", everything, password),)
+            snapshot, stacks=samples, gaps=(Gap(key, "x", everything, password),)
         ),
         metrics=f'vllm:x{{a="{key}"}} 1\n{everything}',
         log=f"(APIServer pid=1) INFO 11-20 19:05:17 [a.py:1] r: prompt: {prompt!r}, params: P()\n"
@@ -357,7 +360,7 @@ def test_planted_secrets_are_nowhere_in_the_archive(
     )
     found.pieces["proc/7.txt"] = UnredactedPart(everything, 0.1)
     found.missing.append(BundleGap("x", everything))
-    found.known = list(find_launch_secrets(environment, words))
+    found.known_secrets = list(find_launch_secrets(environment, words))
     path, index = bundle.write_bundle(found, tmp_path / "b.tar.gz", overwrite=True)
     parts = unpacked(path)
     for name, content in parts.items():
@@ -385,7 +388,7 @@ def test_what_a_watch_is_given_is_its_owner_s_alone(tmp_path: Path) -> None:
         },
         supervisor=f"(Watch pid=3) can't post to {hook}: Qx7-token-7xQ",
     )
-    found.known = list(find_launch_secrets({}, watch))
+    found.known_secrets = list(find_launch_secrets({}, watch))
     path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz")
     parts = unpacked(path)
     for name, content in parts.items():
@@ -444,7 +447,7 @@ def test_names_and_secrets_that_are_no_text(tmp_path: Path, redact: bool) -> Non
     secret = "p\udce4ssw0rd-of-vllm"  # as Python has it of an environment in Latin-1
     found = contents(healthy(server="/m/\udcff"), words="/m/\udcff", log="p\ufffdssw0rd-of-vllm")
     found.server = "/m/\udcff"
-    found.known = list(find_launch_secrets({"API_KEY": secret}, ()))
+    found.known_secrets = list(find_launch_secrets({"API_KEY": secret}, ()))
     path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz", redact=redact)
     assert bundle.load_bundle(path).server == "/m/\\udcff"
     assert unpacked(path)["words.txt"] == b"/m/\\udcff"

@@ -40,7 +40,7 @@ def make(folder):
     for name in sys.argv[3:]:
         text = collecting.read_shortened_log(folder / "server.log")
         contents.pieces[name] = collecting.UnredactedPart(text, 0.1)
-    contents.known = [f"known-secret-number-{n}-of-them" for n in range(30)]
+    contents.known_secrets = [f"known-secret-number-{n}-of-them" for n in range(30)]
     index = bundle.write_bundle(contents, folder / "b.tar.gz", redact_s=3600.0)[1]
     print(index.parts, file=sys.stderr)
 

@@ -33,7 +33,7 @@ FRAMES = (
 MESSAGE = ProcessFatalMessage(
     process="engine 20",
     thread="input thread",
-    at=1000.0,
+    failed_at=1000.0,
     error="AssertionError: Expected a cached item for mm_hash='4dfb'",
     requests=("chatcmpl-1",),
     frames=FRAMES,

@@ -466,7 +466,7 @@ def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
     values = [f"a8Dk2mXz91QwErT{n}" for n in range(1000)]
     redactor = Redactor()
     redactor.redact_text("\n".join(f"password={value}" for value in values))
-    assert list(redactor.told) == values[-TOLD:]
+    assert list(redactor.remembered_secrets) == values[-TOLD:]
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_interrupted_it_keeps_what_there_is(
     def held(self: BundleCollector, task: Any, until_s: float) -> None:
         """Once there is what the test looks for, wait until somebody interrupts."""
         if not reached.exists():
-            until(lambda: self.looking.looks)
+            until(lambda: self.looking.server_samples)
             for name in ("log.txt", "configuration.json"):
                 self.tasks[name].thread.join()
             reached.touch()
@@ -241,7 +241,7 @@ def test_interrupted_it_keeps_what_there_is(
     assert index["interrupted"]
     assert "interrupted" in {item["why"] for item in index["missing"]}
     assert {"log.txt", "configuration.json", "server.json"} <= set(found)
-    assert bundle.load_bundle(folder / "b.tar.gz").looks
+    assert bundle.load_bundle(folder / "b.tar.gz").samples
     assert "log.txt" in out
 
 
@@ -262,7 +262,7 @@ def test_whatever_hangs_it_ends_in_time(
     missing = {item["name"]: item["why"] for item in answer.data["missing"]}
     assert "Timeout" in missing["metrics.txt"]
     seen = bundle.load_bundle(Path(answer.data["file"]))
-    assert {state.state for look in seen.looks for state in look.processes} == {"T"}
+    assert {state.state for look in seen.samples for state in look.processes} == {"T"}
     found = parts(Path(answer.data["file"]))
     assert all("T (stopped)" in text for name, text in found.items() if "proc/" in name)
 

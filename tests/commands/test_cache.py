@@ -207,9 +207,9 @@ def lru(side: str, keys: list[str] = KEYS) -> LruCache:
         order=keys,
         sizes=[1024] * len(keys),
         digest="".join(keys),
-        oldest=keys[0],
-        newest=keys[-1],
-        pinned=[],
+        oldest_key=keys[0],
+        newest_key=keys[-1],
+        pinned_keys=[],
         pinned_only=[],
         entries=len(keys),
         bytes=1024 * len(keys),
@@ -227,7 +227,7 @@ def snapshot(**changes: Any) -> CacheSnapshot:
         slots=2048,
         free_slots=2036,
         freeable_slots=2048,
-        cached={key: [] for key in KEYS},
+        requests_by_key={key: [] for key in KEYS},
         slots_by_key=dict.fromkeys(KEYS, 4),
         freeable=dict.fromkeys(KEYS, 4),
         inputs={},
@@ -289,9 +289,9 @@ def test_drift_of_the_two_sides(tmp_path: Path) -> None:
 def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.json"
     silent = ProcessGap(
-        role="engine", pid=7, code="agent.stale", why="nobody listens", hint="restart"
+        role="engine", pid=7, code="agent.stale", reason="nobody listens", hint="restart"
     )
-    files.save_snapshot(path, snapshot(silent=[silent], quiet=False))
+    files.save_snapshot(path, snapshot(gaps=[silent], quiet=False))
     done = inspect(path)
     assert done.code == 0
     assert "engine 7 did not answer: nobody listens" in done.out

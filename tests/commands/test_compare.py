@@ -54,16 +54,16 @@ def test_no_time_at_all(option: str) -> None:
 def comparison() -> CacheComparison:
     front = ProcessCaches(pid=10001, parent=1, role="api", caches=[lru("P0", ["a", "b"])])
     manager = EncoderCache(
-        name="m", slots=1, free_slots=1, freeable_slots=1, cached={"a": []}, freeable={}
+        name="m", slots=1, free_slots=1, freeable_slots=1, requests_by_key={"a": []}, freeable={}
     )
     caches: list[Cache] = [lru("P1", ["a"]), manager]
     engine = ProcessCaches(
-        pid=10002, parent=10001, role="engine", caches=caches, unfinished=4, step=77
+        pid=10002, parent=10001, role="engine", caches=caches, unfinished_requests=4, step=77
     )
     outputs = WorkerEncoderCache(name="r", rank=0, keys=["a"], bytes=1)
     worker = ProcessCaches(pid=10003, parent=10002, role="worker", caches=[outputs])
-    look = ComparisonSample(front=front, engines=[engine, worker], handed=4, rendering=1)
-    return CacheComparison(looks=[look, look], after=front, end=front, settled=True)
+    look = ComparisonSample(front=front, engines=[engine, worker], engine_requests=4, rendering=1)
+    return CacheComparison(samples=[look, look], front_after=front, end=front, settled=True)
 
 
 def shown(data: dict[str, Any], width: int = 60) -> str:
@@ -73,7 +73,9 @@ def shown(data: dict[str, Any], width: int = 60) -> str:
 
 
 def test_what_a_person_sees() -> None:
-    silent = ProcessGap(role="api", pid=10004, code="agent.stale", why="nobody listens", hint="x")
+    silent = ProcessGap(
+        role="api", pid=10004, code="agent.stale", reason="nobody listens", hint="x"
+    )
     data = build_comparison_data("demo", [comparison()], [silent])
     output = shown(data)
     assert "P0: api 10001   P1: engine 10002" in output

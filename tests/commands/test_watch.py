@@ -189,7 +189,7 @@ def test_a_stopped_process_is_a_stall_where_it_holds_up_work(
 
     def stands() -> bool:  # as its heartbeat has it
         pulse = agent.read_heartbeat(engine.process)
-        return bool(pulse and pulse.beat.waiting and pulse.beat.still_s)
+        return bool(pulse and pulse.heartbeat.waiting and pulse.heartbeat.still_s)
 
     until(stands)
     os.kill(engine.process.pid, signal.SIGSTOP)
@@ -252,7 +252,7 @@ def test_the_dead_do_not_move_and_one_sample_is_enough(engine: Any) -> None:
     looks = [look(0.0, processes=(process("api"), process("engine", state="")))]
     snapshot = server.take_snapshot(looks, 10.0, threading.Event(), sure=True)
     assert len(snapshot.stacks) == 1
-    assert "cut-short" not in {item.code for item in snapshot.unseen}
+    assert "cut-short" not in {item.code for item in snapshot.gaps}
 
 
 @pytest.fixture
@@ -279,7 +279,7 @@ def test_evidence_that_ends_early_has_all_that_is_there(engine: Any, hanging: Pa
         finally:
             hanging.touch()
     assert early.stacks == ()
-    assert [gap.why for gap in early.unseen if "of 3 stacks" in gap.part] == ["late"]
+    assert [gap.reason for gap in early.gaps if "of 3 stacks" in gap.part] == ["late"]
 
 
 @pytest.mark.usefixtures("hanging")
@@ -294,10 +294,10 @@ def test_evidence_is_there_in_time_whatever_hangs(
     kept = server.save_evidence(home / "bundles")
     assert watched.CAPTURE_S < 20
     # On a busy machine there may be no time left to ask the agent.
-    codes = {item.code for item in snapshot.unseen}
+    codes = {item.code for item in snapshot.gaps}
     assert "stacks.timeout" in codes
     assert codes & {"agent.timeout", "cut-short"}
-    assert bundle.load_bundle(kept).looks
+    assert bundle.load_bundle(kept).samples
 
 
 def test_command_lines_that_are_wrong(engine: Any, vllmops: Any) -> None:

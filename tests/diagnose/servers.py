@@ -32,9 +32,9 @@ def pulse(role: str, age_s: float = 0.5, **fields: Any) -> ProcessHeartbeat:
         pid=PIDS[role],
         start_ticks=1,
         role=role,
-        **{**own.get(role, {}), **({"handed": 0} if role == "api" else {}), **fields},
+        **{**own.get(role, {}), **({"engine_requests": 0} if role == "api" else {}), **fields},
     )
-    return ProcessHeartbeat(role=role, pid=PIDS[role], age_s=age_s, beat=beat)
+    return ProcessHeartbeat(role=role, pid=PIDS[role], age_s=age_s, heartbeat=beat)
 
 
 def process(role: str, state: str = "S", **fields: Any) -> ProcessState:
@@ -45,7 +45,7 @@ def process(role: str, state: str = "S", **fields: Any) -> ProcessState:
 def look(at_s: float, **fields: Any) -> ServerSample:
     """A look at a server that is well, as far as nothing else is told."""
     whole: dict[str, Any] = {
-        "pulses": tuple(map(pulse, PIDS)),
+        "heartbeats": tuple(map(pulse, PIDS)),
         "metrics": QUIET,
         "health": 200,
         "processes": tuple(map(process, PIDS)),
@@ -75,7 +75,7 @@ def healthy(**fields: Any) -> ServerSnapshot:
         url="http://127.0.0.1:8000",
         state="ready",
         vllm_version="0.32.0",
-        looks=(look(0.0), look(1.0)),
+        samples=(look(0.0), look(1.0)),
         reports=tuple(map(told, PIDS)),
         machine=MACHINE,
     )

@@ -190,7 +190,7 @@ def lru(side: str, order: str = "abc", **changes: Any) -> LruCache:
         order=list(order),
         sizes=[1] * len(order),
         digest=order,
-        pinned=[],
+        pinned_keys=[],
         pinned_only=[],
         entries=len(order),
         bytes=len(order),
@@ -209,7 +209,7 @@ def encoder(**changes: Any) -> EncoderCache:
         slots=10,
         free_slots=3,
         freeable_slots=6,
-        cached={"a": ["r1"], "b": []},
+        requests_by_key={"a": ["r1"], "b": []},
         slots_by_key={"a": 4, "b": 3},
         freeable={"b": 3},
         inputs={"r1": ["a"]},
@@ -307,7 +307,7 @@ def test_caches_that_mirror_nothing_are_not_compared(alone: LruCache) -> None:
         ({"slots": 5, "free_slots": -2, "freeable_slots": 1}, "encoder-cache.slot-bounds"),
         ({"inputs": {"r1": []}}, "encoder-cache.references"),
         ({"inputs": {"r1": ["a"], "r2": ["b"]}}, "encoder-cache.references"),
-        ({"inputs": {}, "strangers": ["r1"]}, "encoder-cache.finished-references"),
+        ({"inputs": {}, "unknown_requests": ["r1"]}, "encoder-cache.finished-references"),
     ],
 )
 def test_each_encoder_fault_gives_its_finding(changes: dict[str, Any], code: str) -> None:
@@ -344,7 +344,11 @@ def test_later_stages_do_not_encode() -> None:
 def test_each_engine_against_its_own_workers() -> None:
     def engine(pid: int, key: str) -> list[ProcessCaches]:
         cache = encoder(
-            cached={key: []}, slots_by_key={key: 7}, freeable={key: 7}, inputs={}, freeable_slots=10
+            requests_by_key={key: []},
+            slots_by_key={key: 7},
+            freeable={key: 7},
+            inputs={},
+            freeable_slots=10,
         )
         return [
             ProcessCaches(pid=pid, parent=1, role="engine", caches=[cache]),
@@ -363,7 +367,7 @@ def test_each_engine_against_the_workers_of_its_rank() -> None:
 
     def engine(rank: int, keys: str) -> list[ProcessCaches]:
         cache = encoder(
-            cached={key: [] for key in keys},
+            requests_by_key={key: [] for key in keys},
             slots_by_key=dict.fromkeys(keys, 7),
             freeable=dict.fromkeys(keys, 7),
             inputs={},
@@ -428,9 +432,9 @@ def test_encoder_decoder_over_freeing_is_known() -> None:
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"unpaired": ["a"]}, "mm-cache.shm-index"),
-        ({"unflagged": [1]}, "mm-cache.shm-index"),
-        ({"unmapped": [1]}, "mm-cache.shm-index"),
+        ({"unpaired_keys": ["a"]}, "mm-cache.shm-index"),
+        ({"unflagged_ids": [1]}, "mm-cache.shm-index"),
+        ({"unmapped_ids": [1]}, "mm-cache.shm-index"),
         ({"bytes": 11}, "mm-cache.shm-ring"),
         ({"bytes": -1}, "mm-cache.shm-ring"),
         ({"without_updates": ["a"]}, "mm-cache.shm-updates"),
@@ -518,7 +522,7 @@ def test_a_server_at_work_is_told_to_be_compared_less() -> None:
 
 def test_the_catalogue_has_every_rule_under_its_code() -> None:
     assert len(CATALOGUE) == sum(isinstance(item, Rule) for item in vars(judge).values())
-    assert all(rule.code == code and rule.next for code, rule in CATALOGUE.items())
+    assert all(rule.code == code and rule.next_step for code, rule in CATALOGUE.items())
     assert all(code.startswith(("mm-cache.", "encoder-cache.")) for code in CATALOGUE)
 
 

@@ -36,7 +36,7 @@ def lru(side: str, order: list[str], queries: int = 0) -> LruCache:
         order=order,
         sizes=[1] * len(order),
         digest="",
-        pinned=[],
+        pinned_keys=[],
         pinned_only=[],
         entries=len(order),
         bytes=len(order),
@@ -58,7 +58,7 @@ def engine(order: str | list[str], scheduler: str = "", worker: str = "") -> lis
         slots=9,
         free_slots=9,
         freeable_slots=9,
-        cached={key: [] for key in scheduler},
+        requests_by_key={key: [] for key in scheduler},
         freeable={},
     )
     outputs = WorkerEncoderCache(name="runner", rank=0, keys=list(worker), bytes=0)
@@ -72,7 +72,7 @@ def engine(order: str | list[str], scheduler: str = "", worker: str = "") -> lis
 
 
 def look(before: ProcessCaches, engines: list[ProcessCaches]) -> ComparisonSample:
-    return ComparisonSample(front=before, engines=engines, handed=0, rendering=0)
+    return ComparisonSample(front=before, engines=engines, engine_requests=0, rendering=0)
 
 
 def compared(
@@ -85,7 +85,9 @@ def compared(
 ) -> CacheComparison:
     looks = [look(then, engines), look(now, engines)]
     after = after or now
-    return CacheComparison(looks=looks, after=after, end=after, settled=settled, waited_s=0.5)
+    return CacheComparison(
+        samples=looks, front_after=after, end=after, settled=settled, waited_s=0.5
+    )
 
 
 def codes(comparison: CacheComparison) -> list[str]:
@@ -109,14 +111,14 @@ def test_with_nothing_used_meanwhile_everything_is_judged(
 ) -> None:
     comparison = compared(front(sent, 7), front(sent, 7), engine(held))
     assert codes(comparison) == found
-    assert next(list_cache_pairs(comparison)).judged == len(sent)
+    assert next(list_cache_pairs(comparison)).judged_entries == len(sent)
 
 
 def test_what_may_have_been_used_meanwhile_is_not_judged() -> None:
     # Two queries: d is new, and a was used again; neither has come to the engine.
     comparison = compared(front("abc", 5), front("bcad", 7), engine("abc"))
     assert codes(comparison) == []
-    assert next(list_cache_pairs(comparison)).judged == 2
+    assert next(list_cache_pairs(comparison)).judged_entries == 2
     assert [note.code for note in make_comparison_notes(comparison)] == ["in-use"]
     # b has not been used: that it is missing has another reason.
     assert codes(compared(front("abc", 5), front("bcad", 7), engine("ac"))) == ["front-only"]
@@ -152,7 +154,7 @@ def test_a_request_that_never_reaches_the_engine_leaves_it_open() -> None:
     (note,) = make_comparison_notes(comparison)
     assert note.code == "unsettled"
     assert "0.5 s" in note.text
-    assert next(list_cache_pairs(comparison)).judged == 0
+    assert next(list_cache_pairs(comparison)).judged_entries == 0
 
 
 def test_a_reset_meanwhile_leaves_it_open() -> None:
@@ -167,7 +169,7 @@ def test_scheduler_and_worker_must_differ_in_both_looks() -> None:
         assert codes(compared(front(""), front(""), engines)) == [code]
         once = msgspec.structs.replace(
             compared(front(""), front(""), engines),
-            looks=[look(front(""), engine("", "a", "a")), look(front(""), engines)],
+            samples=[look(front(""), engine("", "a", "a")), look(front(""), engines)],
         )
         assert codes(once) == []
 
@@ -245,8 +247,8 @@ class Simulated:
         if self.half:
             self.render()
         return CacheComparison(
-            looks=[look(then, first), look(now, last)],
-            after=after,
+            samples=[look(then, first), look(now, last)],
+            front_after=after,
             end=self.front(),
             settled=True,
         )
@@ -260,7 +262,7 @@ def test_requests_on_their_way_are_never_taken_for_drift(capacity: int) -> None:
         server.go(6)
         comparison = server.compared()
         assert codes(comparison) == []
-        judged += next(list_cache_pairs(comparison)).judged
+        judged += next(list_cache_pairs(comparison)).judged_entries
     assert judged > 0
 
 
@@ -293,5 +295,5 @@ def test_what_is_damaged_is_not_compared() -> None:
         damaged = msgspec.structs.replace(cache, sizes=sizes)
         spoilt = [msgspec.structs.replace(engines[0], caches=[damaged, *rest]), *engines[1:]]
         assert codes(compared(front("abc"), front("abc"), spoilt)) == []
-    nothing = CacheComparison(looks=[], after=front("a"), end=front("a"), settled=True)
+    nothing = CacheComparison(samples=[], front_after=front("a"), end=front("a"), settled=True)
     assert diagnose_snapshot(healthy(comparisons=(nothing,))).findings == ()

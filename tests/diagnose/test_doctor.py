@@ -34,7 +34,7 @@ def found(snapshot: ServerSnapshot) -> list[str]:
 
 
 STILL = {"running": 1, "waiting": 2, "still_s": 30.0}
-NO_AGENTS: dict[str, Any] = {"pulses": (), "metrics": metrics(running=1)}
+NO_AGENTS: dict[str, Any] = {"heartbeats": (), "metrics": metrics(running=1)}
 
 
 def test_codes_are_listed_once_and_none_is_missing() -> None:
@@ -65,7 +65,7 @@ def test_drift_of_a_server_at_work() -> None:
 
 def test_what_the_stacks_say_comes_before_what_shows_it() -> None:
     snapshot = healthy(
-        looks=looks({}, {"pulses": (pulse("engine", **STILL),)}),
+        samples=looks({}, {"heartbeats": (pulse("engine", **STILL),)}),
         stacks=stacks("mm-cache-eviction-spin.txt"),
     )
     assert found(snapshot) == ["stack.mm-cache-eviction-spin", "engine.no-progress"]
@@ -74,14 +74,14 @@ def test_what_the_stacks_say_comes_before_what_shows_it() -> None:
 def test_metrics_that_stand_still_while_all_is_idle_are_stale() -> None:
     # The gauge of running requests keeps its value when the last one is aborted.
     shown = looks(*[NO_AGENTS] * 40)
-    assert found(healthy(looks=shown)) == ["engine.no-progress"]
-    assert found(healthy(looks=shown, stacks=stacks("idle-spin-normal.txt"))) == []
+    assert found(healthy(samples=shown)) == ["engine.no-progress"]
+    assert found(healthy(samples=shown, stacks=stacks("idle-spin-normal.txt"))) == []
 
 
 def test_steps_without_tokens_are_told_to_the_stacks() -> None:
     def paces(step: int, **fields: float) -> dict[str, str]:
         seen = [
-            look(at_s, pulses=(pulse("engine", current_step=at, waiting=1, **fields),))
+            look(at_s, heartbeats=(pulse("engine", current_step=at, waiting=1, **fields),))
             for at_s, at in ((0.0, 5), (4.0, step))
         ]
         known = doctor.collect_facts(seen, 10.0)
@@ -96,8 +96,8 @@ def test_a_stopped_process_hides_what_it_causes() -> None:
     halted = tuple(process(role, "T" if role == "worker" else "S") for role in PIDS)
     unseen = Gap("agent of worker 30", "agent.timeout", "no answer")
     snapshot = healthy(
-        looks=looks(*[{"processes": halted, "pulses": (pulse("worker", age_s=20),)}] * 2),
-        unseen=(unseen,),
+        samples=looks(*[{"processes": halted, "heartbeats": (pulse("worker", age_s=20),)}] * 2),
+        gaps=(unseen,),
     )
     assert found(snapshot) == ["process.stopped"]
 
@@ -105,7 +105,7 @@ def test_a_stopped_process_hides_what_it_causes() -> None:
 def test_the_worst_comes_first() -> None:
     snapshot = healthy(
         vllmops="2.0",
-        looks=looks({}, {"pulses": (pulse("engine", **STILL),)}),
+        samples=looks({}, {"heartbeats": (pulse("engine", **STILL),)}),
         vllm_version="0.20.0",
         reports=(),
     )
@@ -123,7 +123,7 @@ def test_a_server_that_gets_on_is_never_told_to_hang_by_a_possibility(file: Path
 
 def test_a_snapshot_says_the_same_once_it_was_saved() -> None:
     snapshot = healthy(
-        looks=looks({}, {"pulses": (pulse("engine", **STILL),)}),
+        samples=looks({}, {"heartbeats": (pulse("engine", **STILL),)}),
         stacks=stacks("mm-cache-eviction-spin.txt"),
     )
     again = msgspec.json.decode(msgspec.json.encode(snapshot), type=ServerSnapshot)

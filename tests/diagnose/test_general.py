@@ -412,7 +412,7 @@ def test_one_dump_is_possible_and_a_log_line_makes_it_likely() -> None:
     text = ENGINE + worker(0, DEEP) + worker(1, BEFORE)
     assert explain_stacks(parse_stacks(text)).verdict == "maybe"
     assert first(text).confidence == "possible"
-    assert first(text).sure
+    assert first(text).confirmation
     found = explain_stacks(
         parse_stacks("TimeoutError: RPC call to execute_model timed out.\n" + text)
     )
@@ -492,5 +492,5 @@ def test_of_a_core_file_no_further_dumps_are_asked_for() -> None:
     core = replace(pasted, samples=(structs.replace(sample, processes=tuple(ended)),))
     for made, asks in ((pasted, True), (core, False)):
         found = explain_stacks(made)
-        words = " ".join([*found.notes, *(finding.sure for finding in found.findings)])
+        words = " ".join([*found.notes, *(finding.confirmation for finding in found.findings)])
         assert ("three dumps" in words or "take 3" in words) is asks

@@ -79,7 +79,7 @@ def test_the_table_of_the_seed() -> None:
     # EngineCore's growth by #34183: 11.10 GB after R1, 18.08 GB after R5.
     made = recording([0, 7430, 9150, 10920, 12660, 14410])
     found = engine(made)
-    assert (found.verdict, found.per, found.steps) == (GROWING, "round", 4)
+    assert (found.result, found.per, found.steps) == (GROWING, "round", 4)
     assert found.rss_growth == 6980 * MIB
     assert found.rss_mean == found.mean == 1745 * MIB
     # By hand: steps 1720 1770 1740 1750; s = 20.817, t(3) = 3.18245.
@@ -90,27 +90,27 @@ def test_the_table_of_the_seed() -> None:
 
 def test_the_warm_up_does_not_count() -> None:
     made = recording([0, 500, 500, 500.1, 500.1, 500.1])
-    assert [item.verdict for item in compute_trends(made)] == [FLAT] * 3
+    assert [item.result for item in compute_trends(made)] == [FLAT] * 3
     assert codes(made) == []
 
 
 def test_one_leap_is_not_a_trend() -> None:
     found = engine(recording([0, 500, 500, 540, 540, 540]))
-    assert found.verdict == OPEN
-    assert found.more is not None
-    assert found.more > 0
+    assert found.result == OPEN
+    assert found.remaining_length is not None
+    assert found.remaining_length > 0
 
 
 def test_a_negative_slope_is_flat() -> None:
-    assert engine(recording([0, 900, 800, 700, 600, 500])).verdict == FLAT
+    assert engine(recording([0, 900, 800, 700, 600, 500])).result == FLAT
 
 
 @pytest.mark.parametrize("sizes", [[0], [0, 5], [0, 5, 5], [0, 5, 5, 5]])
 def test_too_few_rounds(sizes: list[float]) -> None:
     made = recording(sizes)
-    assert {item.verdict for item in compute_trends(made)} <= {OPEN}
+    assert {item.result for item in compute_trends(made)} <= {OPEN}
     if len(sizes) > 1:
-        assert engine(made).more == 3 - max(len(sizes) - 2, 0)
+        assert engine(made).remaining_length == 3 - max(len(sizes) - 2, 0)
     assert codes(made) == []
 
 
@@ -119,49 +119,51 @@ def test_rounds_that_go_back() -> None:
     made = recording([0, 500, 510, 520])
     *rest, last = made.samples
     samples = (*rest, msgspec.structs.replace(last, round=1))
-    assert engine(msgspec.structs.replace(made, samples=samples)).verdict == OPEN
+    assert engine(msgspec.structs.replace(made, samples=samples)).result == OPEN
 
 
 def test_the_tolerance_can_be_told() -> None:
     made = recording([0, 500, 502, 504, 506, 508])
-    assert engine(made).verdict == GROWING
-    assert engine(made, 5 * MIB).verdict == FLAT
-    assert engine(made, 2 * MIB).verdict == OPEN
-    assert engine(made, 2 * MIB).more is None  # it is just what is tolerated
+    assert engine(made).result == GROWING
+    assert engine(made, 5 * MIB).result == FLAT
+    assert engine(made, 2 * MIB).result == OPEN
+    assert engine(made, 2 * MIB).remaining_length is None  # it is just what is tolerated
 
 
 def test_what_fills_a_cache_is_no_leak() -> None:
     def told(held: float) -> AgentMemory:
-        cache = CacheUsage(kind="mm-lru", name="C", entries=1, bytes=int(held * MIB), here=True)
+        cache = CacheUsage(
+            kind="mm-lru", name="C", entries=1, bytes=int(held * MIB), is_own_memory=True
+        )
         mirror = CacheUsage(kind="mm-lru", name="P", entries=1, bytes=7 * MIB)
         return AgentMemory(caches=(cache, mirror))
 
     sizes = [0, 100, 110, 120, 130, 140]
     found = engine(recording(sizes, agents=[told(item) for item in sizes]))
-    assert (found.verdict, found.cache_growth, found.rss_growth) == (FLAT, 40 * MIB, 40 * MIB)
+    assert (found.result, found.cache_growth, found.rss_growth) == (FLAT, 40 * MIB, 40 * MIB)
 
 
 def test_the_total_alone_can_grow() -> None:
     # Neither is sure by itself; what one gives the other takes, up to a trend.
     made = recording([0, 0, 30, 10, 40, 20, 50], beside=[0, 0, -25, 0, -25, 0, -25])
-    assert [item.verdict for item in compute_trends(made)] == [GROWING, OPEN, OPEN]
+    assert [item.result for item in compute_trends(made)] == [GROWING, OPEN, OPEN]
     assert codes(made) == [("memory.rss-growing", "total")]
 
 
 def test_by_time_the_slope_is_for_an_hour() -> None:
     made = recording([0.1 * number for number in range(61)], rounds=False)
     found = engine(made)
-    assert (found.per, found.verdict, found.steps) == ("hour", GROWING, 20)
+    assert (found.per, found.result, found.steps) == ("hour", GROWING, 20)
     assert found.mean == pytest.approx(36 * MIB, rel=0.01)
     assert found.rss_growth == 6 * MIB
 
 
 def test_a_moment_without_a_change_is_no_proof() -> None:
     found = engine(recording([0] * 6, rounds=False, interval_s=1))
-    assert found.verdict == OPEN
-    assert found.more is not None
-    assert found.more > 10
-    assert engine(recording([0] * 60, rounds=False)).verdict == FLAT
+    assert found.result == OPEN
+    assert found.remaining_length is not None
+    assert found.remaining_length > 10
+    assert engine(recording([0] * 60, rounds=False)).result == FLAT
 
 
 def test_a_random_walk_is_seldom_taken_for_growth() -> None:
@@ -172,7 +174,7 @@ def test_a_random_walk_is_seldom_taken_for_growth() -> None:
         for _ in range(200):
             size += dice.gauss(0, 1)
             sizes.append(size)
-        verdicts.append(engine(recording(sizes, rounds=False)).verdict)
+        verdicts.append(engine(recording(sizes, rounds=False)).result)
     # One-sided 2.5 %, and a half as much again for chance.
     assert verdicts.count(GROWING) < 0.0375 * 300
 
@@ -180,7 +182,9 @@ def test_a_random_walk_is_seldom_taken_for_growth() -> None:
 def counted(finished: Sequence[int]) -> MemoryRecording:
     agents = [
         AgentMemory(
-            requests=RequestCounts(alive=item + 1, finished_alive=item, known=1, late_s=1.0)
+            requests=RequestCounts(
+                alive_requests=item + 1, finished_alive=item, known_requests=1, late_s=1.0
+            )
         )
         for item in finished
     ]
@@ -218,7 +222,7 @@ def test_the_end_of_a_process_is_left_out() -> None:
     made.samples.append(
         MemorySample(taken_at=99.0, round=6, processes=[made.samples[-1].processes[0], gone])
     )
-    assert engine(made).verdict == FLAT
+    assert engine(made).result == FLAT
 
 
 def test_rules_have_codes_of_their_own() -> None:

@@ -89,7 +89,7 @@ def test_a_batch_of_prompts_is_like_the_ones_before_it() -> None:
     steps = 10 * [*20 * [(10, 0.01)], (334, 0.04), (334, 0.04)]
     found = compute_step_deadline(recording(*steps, open_=334, **fields))
     assert found
-    assert "by 20 earlier steps of its size" in found.why
+    assert "by 20 earlier steps of its size" in found.reason
     assert found.after_s == pytest.approx(20 * 0.04)
 
 

@@ -67,28 +67,36 @@ TWO_WORKERS = CacheSnapshot(
         )
     ],
 )
-EXPOSED = Exposure(addresses=("0.0.0.0:8000",), exposed=True, open=True, dev_routes=False)
+EXPOSED = Exposure(addresses=("0.0.0.0:8000",), exposed=True, is_open=True, dev_routes=False)
 LATENCY = {"queue_n": 10.0, "prefill_n": 10.0, "first_n": 10.0, "whole_n": 10.0}
 
-SPINNING: dict[str, Any] = {"busy": 0.97, "memory_busy": 0.0, "watts": 22.0, "limit_watts": 140.0}
+SPINNING: dict[str, Any] = {
+    "utilization": 0.97,
+    "memory_busy": 0.0,
+    "watts": 22.0,
+    "limit_watts": 140.0,
+}
 
 FOUND: list[tuple[str, dict[str, Any]]] = [
     ("server.failed", {"state": "failed"}),
-    ("engine.missing", {"looks": looks({}, {"processes": without("engine"), "health": 503})}),
-    ("engine.missing", {"looks": looks({}, {"processes": (process("api"),)})}),
-    ("api.unhealthy", {"looks": looks({}, {"health": 503})}),
+    ("engine.missing", {"samples": looks({}, {"processes": without("engine"), "health": 503})}),
+    ("engine.missing", {"samples": looks({}, {"processes": (process("api"),)})}),
+    ("api.unhealthy", {"samples": looks({}, {"health": 503})}),
     ("worker.missing", {"caches": TWO_WORKERS}),
-    ("process.dead", {"looks": looks({}, {"processes": changed("worker", "Z")})}),
-    ("process.stopped", {"looks": looks(*[{"processes": changed("worker", "T")}] * 2)}),
-    ("process.uninterruptible", {"looks": looks(*[{"processes": changed("worker", "D")}] * 2)}),
+    ("process.dead", {"samples": looks({}, {"processes": changed("worker", "Z")})}),
+    ("process.stopped", {"samples": looks(*[{"processes": changed("worker", "T")}] * 2)}),
+    ("process.uninterruptible", {"samples": looks(*[{"processes": changed("worker", "D")}] * 2)}),
     (
         "process.no-python",
-        {"looks": looks({}, {"pulses": (pulse("engine", age_s=12),)}), "reports": (told("api"),)},
+        {
+            "samples": looks({}, {"heartbeats": (pulse("engine", age_s=12),)}),
+            "reports": (told("api"),),
+        },
     ),
     ("process.orphaned", {"machine": machine(orphans=(process("engine", pid=7),))}),
-    ("agent.silent", {"unseen": (Gap("agent of engine 20", "agent.timeout", "no answer"),)}),
+    ("agent.silent", {"gaps": (Gap("agent of engine 20", "agent.timeout", "no answer"),)}),
     ("agent.version", {"vllmops": "2.0"}),
-    ("agent.version", {"unseen": (Gap("agent of api 10", "agent.older", "older"),)}),
+    ("agent.version", {"gaps": (Gap("agent of api 10", "agent.older", "older"),)}),
     ("agent.problem", {"reports": (told("engine", problems=("another shape",)),)}),
     ("patch.failed", {"patches": patches(PatchState.FAILED, reason="another shape")}),
     ("patch.off", {"patches": patches(PatchState.OFF)}),
@@ -109,31 +117,31 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     ),
     (
         "responses.store-unavailable",
-        {"looks": looks({}, {"pulses": (pulse("api", unready=STORE_AWAY),)})},
+        {"samples": looks({}, {"heartbeats": (pulse("api", unready=STORE_AWAY),)})},
     ),
     ("security.no-api-key", {"guard": EXPOSED}),
     (
         "security.dev-routes",
-        {"guard": msgspec.structs.replace(EXPOSED, open=False, dev_routes=True)},
+        {"guard": msgspec.structs.replace(EXPOSED, is_open=False, dev_routes=True)},
     ),
     ("security.signing-key", {"guard": Exposure(signing_key="weak")}),
-    ("tools.py-spy", {"unseen": (Gap("stacks", "pyspy.missing", "not installed"),)}),
+    ("tools.py-spy", {"gaps": (Gap("stacks", "pyspy.missing", "not installed"),)}),
     ("canary.failed", {"canary": Canary("timeout", 15.0, "no answer")}),
     ("canary.failed", {"canary": Canary("refused", 0.1, "it answered 500")}),
-    ("canary.late", {"canary": Canary("timeout", 15.0), "looks": over(tokens=500)}),
+    ("canary.late", {"canary": Canary("timeout", 15.0), "samples": over(tokens=500)}),
     (
         "kv-cache.pressure",
-        {"looks": looks(*[{"metrics": metrics(kv_cache_usage=0.99, waiting=3)}] * 2)},
+        {"samples": looks(*[{"metrics": metrics(kv_cache_usage=0.99, waiting=3)}] * 2)},
     ),
-    ("kv-cache.preemptions", {"looks": over(preemptions=20)}),
-    ("latency.queueing", {"looks": over(**LATENCY, queue_s=80.0, whole_s=100.0)}),
-    ("latency.first-token", {"looks": over(**LATENCY, queue_s=1.0, prefill_s=2.0, first_s=30.0)}),
+    ("kv-cache.preemptions", {"samples": over(preemptions=20)}),
+    ("latency.queueing", {"samples": over(**LATENCY, queue_s=80.0, whole_s=100.0)}),
+    ("latency.first-token", {"samples": over(**LATENCY, queue_s=1.0, prefill_s=2.0, first_s=30.0)}),
     (
         "latency.next-token",
-        {"looks": over(between_s=100.0, between_n=100.0, decode_s=10.0, decode_n=5.0)},
+        {"samples": over(between_s=100.0, between_n=100.0, decode_s=10.0, decode_n=5.0)},
     ),
-    ("requests.errors", {"looks": over(errors=5, answers=50)}),
-    ("requests.errors", {"looks": over(failed=5, finished=50)}),
+    ("requests.errors", {"samples": over(errors=5, answers=50)}),
+    ("requests.errors", {"samples": over(failed=5, finished=50)}),
 ]
 
 
@@ -158,7 +166,7 @@ def test_stacks_that_the_kernel_refuses_are_a_finding(code: str, fields: dict[st
     assert error.code == code
     parts = ["stacks of engine 20", "stacks of worker 30"]
     unseen = tuple(Gap(part, error.code, error.message, error.hint) for part in parts)
-    (finding,) = diagnose_server(healthy(unseen=unseen))
+    (finding,) = diagnose_server(healthy(gaps=unseen))
     assert (finding.code, finding.subject) == ("tools.py-spy", ", ".join(parts))
     assert finding.evidence == error.message
 
@@ -203,19 +211,19 @@ WELL: dict[str, dict[str, Any]] = {
     "idle": {},
     "without agents": {
         "reports": (),
-        "looks": looks({"pulses": ()}, {"pulses": ()}),
-        "unseen": (Gap("agent of engine 20", "agent.absent", "no agent"),),
+        "samples": looks({"heartbeats": ()}, {"heartbeats": ()}),
+        "gaps": (Gap("agent of engine 20", "agent.absent", "no agent"),),
     },
-    "starting": {"state": "starting", "looks": looks({"processes": (process("api"),)})},
-    "no look": {"looks": ()},
-    "busy": {"looks": over(**BUSY)},
+    "starting": {"state": "starting", "samples": looks({"processes": (process("api"),)})},
+    "no look": {"samples": ()},
+    "busy": {"samples": over(**BUSY)},
     "a GPU that works": {
         "machine": machine(
             gpus=(
-                Gpu(index=0, busy=1.0, memory_busy=0.4, watts=120.0, limit_watts=140.0),
-                Gpu(index=1, busy=1.0, memory_busy=0.0, watts=130.0, limit_watts=140.0),
-                Gpu(index=2, busy=0.3, memory_busy=0.0, watts=20.0, limit_watts=140.0),
-                Gpu(index=3, busy=1.0),
+                Gpu(index=0, utilization=1.0, memory_busy=0.4, watts=120.0, limit_watts=140.0),
+                Gpu(index=1, utilization=1.0, memory_busy=0.0, watts=130.0, limit_watts=140.0),
+                Gpu(index=2, utilization=0.3, memory_busy=0.0, watts=20.0, limit_watts=140.0),
+                Gpu(index=3, utilization=1.0),
             )
         )
     },
@@ -229,23 +237,25 @@ WELL: dict[str, dict[str, Any]] = {
     },
     "workers on another node": {"caches": spread_out(TWO_WORKERS)},
     "good versions": {"reports": (with_packages({"flashinfer-python": "0.6.15.post1"}),)},
-    "full and nobody waits": {"looks": looks(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)},
-    "one look caught it in the kernel": {"looks": looks({}, {"processes": changed("worker", "D")})},
-    "it reads from a disk": {"looks": looks(*({"processes": reading(n)} for n in (5, 9)))},
+    "full and nobody waits": {"samples": looks(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)},
+    "one look caught it in the kernel": {
+        "samples": looks({}, {"processes": changed("worker", "D")})
+    },
+    "it reads from a disk": {"samples": looks(*({"processes": reading(n)} for n in (5, 9)))},
     "a version that Python can't read": {
         "reports": (with_packages({"flashinfer-python": "7" * 5000}),),
         "patches": (),
         "vllm_version": "7" * 5000,
     },
     "built without tags": {"reports": (), "vllm_version": "0.1.dev9012+g0123abc"},
-    "a long step": {"looks": looks({}, {"pulses": (pulse("engine", age_s=4),)})},
+    "a long step": {"samples": looks({}, {"heartbeats": (pulse("engine", age_s=4),)})},
     "the engine inside the API server": {
-        "looks": looks(*[{"processes": (process("api"),)}] * 2),
+        "samples": looks(*[{"processes": (process("api"),)}] * 2),
         "reports": (msgspec.structs.replace(told("engine"), role="api", pid=10),),
     },
-    "no metrics": {"looks": looks({"metrics": None}, {"metrics": None})},
+    "no metrics": {"samples": looks({"metrics": None}, {"metrics": None})},
     "loopback": {"guard": Exposure(addresses=("127.0.0.1:8000",), exposed=False)},
-    "exposed and guarded": {"guard": msgspec.structs.replace(EXPOSED, open=False)},
+    "exposed and guarded": {"guard": msgspec.structs.replace(EXPOSED, is_open=False)},
     "a large disk, nearly full for years": {
         "machine": machine(disks=(DiskSpace("/", "state", 4000 * GIB, 100 * GIB),))
     },
@@ -259,7 +269,7 @@ WELL: dict[str, dict[str, Any]] = {
     "a canary that could not be sent": {"canary": Canary("unable", 0.1)},
     "a canary": {"canary": Canary("answered", 0.1)},
     "counters that began anew": {
-        "looks": looks({"metrics": metrics(errors=50.0)}, {"metrics": metrics(errors=0.0)})
+        "samples": looks({"metrics": metrics(errors=50.0)}, {"metrics": metrics(errors=0.0)})
     },
 }
 
@@ -270,5 +280,5 @@ def test_a_healthy_server_has_no_findings(name: str) -> None:
 
 
 def test_figures_are_told() -> None:
-    (found,) = diagnose_server(healthy(looks=(look(0.0, metrics=QUIET), look(2.0, health=503))))
+    (found,) = diagnose_server(healthy(samples=(look(0.0, metrics=QUIET), look(2.0, health=503))))
     assert found.evidence == "/health answers 503"

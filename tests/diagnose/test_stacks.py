@@ -71,7 +71,7 @@ def test_an_engine_alone_that_schedules_is_no_livelock_yet() -> None:
     text = re.sub(r"(?m)^.*throughput.*\n", "", text)
     found = answer(text)
     assert {finding.confidence for finding in found.findings} == {"possible"}
-    assert any("no worker is here" in finding.sure for finding in found.findings)
+    assert any("no worker is here" in finding.confirmation for finding in found.findings)
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=name)
@@ -88,7 +88,7 @@ def test_what_a_sample_is(path: Path) -> None:
     finding = found.findings[0]
     assert finding.confidence in {"likely", "sure"}
     assert finding.lines
-    assert (finding.sure == "") == (finding.confidence == "sure")
+    assert (finding.confirmation == "") == (finding.confidence == "sure")
 
 
 def test_an_engine_that_died_while_it_was_looked_at() -> None:
@@ -139,7 +139,7 @@ def test_one_dump_cannot_tell_a_livelock_from_work(name: str) -> None:
     assert f"stack.{name}" in [finding.code for finding in found.findings[:2]]
     for finding in found.findings:
         assert (finding.confidence, finding.severity) == ("possible", Severity.INFO)
-        assert "one dump can't tell" in finding.sure
+        assert "one dump can't tell" in finding.confirmation
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ def seen(vigil: StallDetector, *looks: ServerSample) -> list[list[Stall]]:
 
 def stuck(at_s: float, since_s: float = 0.0, **fields: Any) -> ServerSample:
     """A look at an engine that has stood since a moment."""
-    pulses = beats(api={"loop_s": 0.0, "handed": 2}, engine=engine(at_s - since_s))
-    return look(at_s, pulses=pulses, **{**AGENTS, **fields})
+    pulses = beats(api={"loop_s": 0.0, "engine_requests": 2}, engine=engine(at_s - since_s))
+    return look(at_s, heartbeats=pulses, **{**AGENTS, **fields})
 
 
 def test_it_takes_patience_and_several_looks() -> None:
@@ -62,16 +62,18 @@ def test_a_token_in_between_begins_it_anew() -> None:
 
 def test_a_machine_that_was_suspended_comes_to_itself() -> None:
     vigil = StallDetector()
-    late = beats(api={"handed": 1, "age_s": 60}, engine={"age_s": 60}, worker={"age_s": 60})
-    assert not vigil.add_sample(look(0.0, pulses=late, **AGENTS))
-    assert not vigil.add_sample(look(2.0, pulses=ALL_WELL, **AGENTS))
+    late = beats(
+        api={"engine_requests": 1, "age_s": 60}, engine={"age_s": 60}, worker={"age_s": 60}
+    )
+    assert not vigil.add_sample(look(0.0, heartbeats=late, **AGENTS))
+    assert not vigil.add_sample(look(2.0, heartbeats=ALL_WELL, **AGENTS))
     assert not vigil.current_stalls
 
 
 def test_a_server_that_is_well_is_asked_nothing() -> None:
     vigil = StallDetector()
     for number in range(100):
-        vigil.add_sample(look(2.0 * number, pulses=ALL_WELL, **AGENTS))
+        vigil.add_sample(look(2.0 * number, heartbeats=ALL_WELL, **AGENTS))
         step = vigil.plan_next_sample()
         assert (step.after_s, step.ask) == (2.0, False)
 
@@ -90,24 +92,24 @@ def test_an_older_agent_does_not_tell_of_the_event_loop() -> None:
     asked: list[bool] = []
     for number in range(60):
         shown = {"health": 200} if asked[-1:] == [True] else {"health": None}
-        vigil.add_sample(look(2.0 * number, pulses=beats(), metrics=None, **shown))
+        vigil.add_sample(look(2.0 * number, heartbeats=beats(), metrics=None, **shown))
         asked.append(vigil.plan_next_sample().ask)
     assert 6 <= sum(asked) <= 2 * 60 / ASK_S
 
 
 def test_an_api_server_that_takes_connections_only_is_asked_at_once_again() -> None:
     vigil = StallDetector()
-    vigil.add_sample(look(0.0, pulses=beats(), metrics=None, health=0))
+    vigil.add_sample(look(0.0, heartbeats=beats(), metrics=None, health=0))
     assert (vigil.plan_next_sample().after_s, vigil.plan_next_sample().ask) == (2.0, True)
     shown = seen(
-        vigil, *(look(2.0 * n, pulses=beats(), metrics=None, health=0) for n in range(1, 7))
+        vigil, *(look(2.0 * n, heartbeats=beats(), metrics=None, health=0) for n in range(1, 7))
     )
     assert [item.code for item in shown[-1]] == ["api.silent"]
 
 
 def test_without_agents_it_is_asked_seldom_while_it_is_well() -> None:
     vigil = StallDetector()
-    vigil.add_sample(look(0.0, pulses=()))
+    vigil.add_sample(look(0.0, heartbeats=()))
     assert (vigil.plan_next_sample().after_s, vigil.plan_next_sample().ask) == (ASK_S, True)
     vigil.add_sample(look(15.0, **BLIND))
     assert vigil.plan_next_sample().after_s == ASK_S
@@ -120,14 +122,14 @@ def test_without_agents_it_is_asked_seldom_while_it_is_well() -> None:
 def test_that_its_processes_have_ended_is_told_soon_also_without_agents() -> None:
     vigil = StallDetector()
     ended = tuple(msgspec.structs.replace(item, state="") for item in look(0.0).processes)
-    vigil.add_sample(look(0.0, pulses=(), processes=ended))
+    vigil.add_sample(look(0.0, heartbeats=(), processes=ended))
     assert vigil.plan_next_sample().after_s == 2.0
 
 
 def test_a_server_on_another_machine_that_does_not_answer_is_asked_again_soon() -> None:
     vigil = StallDetector()
     hidden = tuple(process(role, state="?") for role in ("api", "engine"))
-    vigil.add_sample(look(0.0, pulses=(), processes=hidden, **AGENTS))
+    vigil.add_sample(look(0.0, heartbeats=(), processes=hidden, **AGENTS))
     assert (vigil.plan_next_sample().after_s, vigil.plan_next_sample().ask) == (2.0, True)
 
 
@@ -135,12 +137,14 @@ def bereft(at_s: float, health: int | None = None) -> ServerSample:
     """A look at an API server whose engine and worker were killed; their heartbeats are gone."""
     dead = process("engine", state=""), process("worker", state="")
     front = beats(api={"loop_s": 0.0})[:1]
-    return look(at_s, pulses=front, processes=(process("api"), *dead), metrics=None, health=health)
+    return look(
+        at_s, heartbeats=front, processes=(process("api"), *dead), metrics=None, health=health
+    )
 
 
 def test_an_engine_that_is_gone_is_asked_about_at_once() -> None:
     vigil = StallDetector()
-    vigil.add_sample(look(0.0, pulses=ALL_WELL, **AGENTS))
+    vigil.add_sample(look(0.0, heartbeats=ALL_WELL, **AGENTS))
     vigil.add_sample(bereft(2.0))
     assert (vigil.plan_next_sample().after_s, vigil.plan_next_sample().ask) == (2.0, True)
 
@@ -156,7 +160,7 @@ def test_the_dead_do_not_rise_and_are_not_looked_at_again_and_again() -> None:
 def test_what_was_dismissed_is_left_in_peace_until_it_changes() -> None:
     vigil = StallDetector()
     *_, found = seen(vigil, *(look(2.0 * n, **BLIND) for n in range(17)))
-    assert [item.doubt for item in found] == ["idle"]
+    assert [item.alternative for item in found] == ["idle"]
     vigil.dismiss(found)
     assert not any(seen(vigil, *(look(34.0 + 15 * n, **BLIND) for n in range(60))))
     assert vigil.plan_next_sample().after_s == ASK_S
@@ -171,17 +175,17 @@ def test_compiling_is_waited_for_however_long_it_takes() -> None:
     vigil, shown = StallDetector(), []
     for number in range(60):
         # Compilers are looked for where it is asked.
-        ask = vigil.looks and vigil.plan_next_sample().ask
+        ask = vigil.samples and vigil.plan_next_sample().ask
         shown += vigil.add_sample(stuck(2.0 * number, compilers=("cc1plus",) if ask else ()))
     assert shown == []
 
 
 def test_a_fresh_start_forgets() -> None:
     vigil = StallDetector()
-    seen(vigil, *(look(2.0 * n, pulses=HANDED, **AGENTS) for n in range(5)))
+    seen(vigil, *(look(2.0 * n, heartbeats=HANDED, **AGENTS) for n in range(5)))
     assert vigil.row
     vigil.reset()
-    assert not vigil.add_sample(look(10.0, pulses=HANDED, **AGENTS))
+    assert not vigil.add_sample(look(10.0, heartbeats=HANDED, **AGENTS))
     assert vigil.row == 0
 
 
@@ -190,4 +194,4 @@ def test_it_remembers_as_much_as_it_needs(patience_s: float) -> None:
     vigil = StallDetector(patience_s=patience_s)
     shown = seen(vigil, *(look(2.0 * n, **BLIND) for n in range(400)))
     assert bool(shown[-1])
-    assert len(vigil.looks) <= 3 * (patience_s + ASK_S) / 2 + 1
+    assert len(vigil.samples) <= 3 * (patience_s + ASK_S) / 2 + 1

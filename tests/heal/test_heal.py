@@ -46,7 +46,9 @@ def test_what_is_healed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
         name, state, does, risk = "stopped", "", "", ""
 
         def find_cases(self, server: Server) -> list[HealCase]:
-            return [HealCase(process, HealProof(subject="process", what="T"))] if stopped else []
+            return (
+                [HealCase(process, HealProof(subject="process", evidence="T"))] if stopped else []
+            )
 
         def heal_or_explain(self, server: Server, cases: object) -> dict[str, str]:
             stopped.clear()
@@ -58,4 +60,4 @@ def test_what_is_healed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent, "read_heartbeat", lambda _: SimpleNamespace(age_s=9.0, is_late=True))
     healed = heal.heal_server(Server(name="demo", processes=(process,)), [Resumed()])
     assert [outcome.done for outcome in healed.outcomes] == [True]
-    assert healed.silent == []
+    assert healed.gaps == []

@@ -20,7 +20,7 @@ SERVER = Server("demo", (API, ENGINE))
 @pytest.mark.parametrize("level", [1, 2])
 def test_who_has_lost_its_weights_is_not_woken(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     woken: list[Process] = []
-    gone = [HealCase(ENGINE, HealProof(subject="engine", what="its weights are gone"))]
+    gone = [HealCase(ENGINE, HealProof(subject="engine", evidence="its weights are gone"))]
 
     def asked(processes: Any, action: str) -> list[HealCase]:
         assert {process.role for process in processes} <= {Role.ENGINE, Role.WORKER}
@@ -34,7 +34,7 @@ def test_who_has_lost_its_weights_is_not_woken(level: int, monkeypatch: pytest.M
     monkeypatch.setattr(paused, "collect_cases", asked)
     monkeypatch.setattr(paused, "send_heal_request", ask)
     left = paused.PausedEngine().heal_or_explain(
-        SERVER, [HealCase(ENGINE, HealProof(subject="engine", what="it is asleep"))]
+        SERVER, [HealCase(ENGINE, HealProof(subject="engine", evidence="it is asleep"))]
     )
     if level == 2:
         assert woken == []

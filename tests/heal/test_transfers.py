@@ -29,7 +29,10 @@ ENGINE, FIRST, SECOND = (
     Process(role, 11 + number, 1)
     for number, role in enumerate((Role.ENGINE, Role.WORKER, Role.WORKER))
 )
-WAITS = (HealProof(subject="lost", what=""), HealProof(subject="left", what="", why="it is gone"))
+WAITS = (
+    HealProof(subject="lost", evidence=""),
+    HealProof(subject="left", evidence="", client_message="it is gone"),
+)
 
 
 @pytest.mark.parametrize(
@@ -49,18 +52,18 @@ def test_only_what_no_worker_knows_is_lost(
 ) -> None:
     def ask(process: Process, request: HealRequest) -> HealAnswer:
         proofs: tuple[HealProof, ...] = ()
-        if not request.among:
+        if not request.request_ids:
             proofs = WAITS
         elif process.role == Role.WORKER:
-            assert request.among == ["lost"]
+            assert request.request_ids == ["lost"]
             known = workers[process.pid]
             if known is None:
                 raise VllmopsError("agent.timeout", "it does not answer", "")
-            proofs = (HealProof(subject="connector", what="", requests=known),)
+            proofs = (HealProof(subject="connector", evidence="", requests=known),)
         return HealAnswer(pid=process.pid, role=process.role, proofs=proofs)
 
     beat = SimpleNamespace(standing=SimpleNamespace(sizes=ranks))
-    pulse = SimpleNamespace(beat=beat, age_s=0.5)
+    pulse = SimpleNamespace(heartbeat=beat, age_s=0.5)
     monkeypatch.setattr(agent, "read_heartbeat", lambda _: pulse)
     monkeypatch.setattr(proofs, "is_running_python", lambda _: True)
     for module in (proofs, loads):
@@ -75,7 +78,7 @@ def test_a_load_that_is_lost_is_a_finding_of_list_and_doctor(
 ) -> None:
     held = [EngineRequest(id=name, state=RequestState.WAITING_FOR_KV) for name in ("lost", "slow")]
     processes = [ProcessRequests(pid=11, role="engine", engine=held, still_s=0.0)]
-    proof = HealProof(subject="lost", what="nobody knows it", rises=5)
+    proof = HealProof(subject="lost", evidence="nobody knows it", rises=5)
     steps = count(step=5)
 
     def look(_: Server) -> list[HealCase]:
@@ -96,4 +99,4 @@ def test_a_load_that_is_lost_is_a_finding_of_list_and_doctor(
     )
     snapshot = msgspec.structs.replace(healthy(), lost_loads=(proof,) if heard else ())
     (told,) = doctor.diagnose_snapshot(snapshot).findings if heard else (None,)
-    assert told is None or told.next.startswith("vllmops heal --only transfers")
+    assert told is None or told.next_step.startswith("vllmops heal --only transfers")

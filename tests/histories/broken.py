@@ -77,7 +77,7 @@ class ReadsStale(Broken):
 class LosesOldest(Broken):
     async def list_items(self, *args: Any, **given: Any) -> ItemPage | None:
         found = await super().list_items(*args, **given)
-        return found and ItemPage(found.entries[1:], found.more)
+        return found and ItemPage(found.entries[1:], found.has_more)
 
 
 class ForgetsHold(Broken):
@@ -164,13 +164,16 @@ class DoublesEvent(Broken):
         found = await super().read_events(owner, response_id, after - 1)
         if found is None or after < 0:
             return found
-        later = [EventChunk(one.first + 1, one.last + 1, one.events) for one in found.chunks[:1]]
+        later = [
+            EventChunk(one.first_number + 1, one.last_number + 1, one.events)
+            for one in found.chunks[:1]
+        ]
         return EventLog([*later, *found.chunks[1:]], found.running)
 
 
 class LosesEvents(Broken):
     async def append_events(self, response: Response, chunk: EventChunk) -> bool:
-        return chunk.first > 0 or await super().append_events(response, chunk)
+        return chunk.first_number > 0 or await super().append_events(response, chunk)
 
 
 class ForgetsBeginning(Broken):

@@ -240,7 +240,7 @@ def serve(port: int, url: str, kind: str) -> None:
     limits = Limits(lease_s=LEASE_S, events_kept_s=2 * STEP_S)
     backend = opening.make_backend(url, limits)
     StoreBackedServing.open_store = staticmethod(lambda: ResponseStore(backend))
-    StoreBackedServing.ring = staticmethod(lambda: None)
+    StoreBackedServing.get_keyring = staticmethod(lambda: None)
     app = FastAPI(lifespan=functools.partial(routes.lifespan, routes.router))
     app.include_router(routes.router)
     app.state.args = Namespace(api_key=KEYS)

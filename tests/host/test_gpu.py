@@ -142,7 +142,12 @@ def test_gpus_of_amd(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setitem(sys.modules, "amdsmi", found)
     (gpu,) = AmdGpus().observe_gpus()
-    assert (gpu.busy, gpu.memory_busy, gpu.watts, gpu.limit_watts) == (1.0, None, 140.0, 750.0)
+    assert (gpu.utilization, gpu.memory_busy, gpu.watts, gpu.limit_watts) == (
+        1.0,
+        None,
+        140.0,
+        750.0,
+    )
     assert (gpu.used_bytes, gpu.total_bytes, gpu.name) == (3 << 20, 1 << 30, "")
     assert (gpu.clock_mhz, gpu.most_mhz, gpu.celsius) == (132, 2100, 61)
     assert (gpu.throttled, gpu.slowed_by) == (True, ("hbm_thrm", "ppt_pwr"))
@@ -154,4 +159,4 @@ def test_no_amd_or_one_that_says_nothing(
     monkeypatch: pytest.MonkeyPatch, found: SimpleNamespace | None
 ) -> None:
     monkeypatch.setitem(sys.modules, "amdsmi", found)
-    assert [(gpu.busy, gpu.name) for gpu in AmdGpus().observe_gpus()] in ([], [(None, "")])
+    assert [(gpu.utilization, gpu.name) for gpu in AmdGpus().observe_gpus()] in ([], [(None, "")])

@@ -180,7 +180,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_nobody_uses_is_cleaned(segment: str, how: str | None, patient: None) -> None:
     holder = hold(how, segment) if how else None
     found, removed = remove_stale_segments()
-    assert found.doubt == ""
+    assert found.uncertainty == ""
     assert [item.name for item in removed] == ([] if holder else [segment])
     assert (SHM / segment).exists() == bool(holder)
     if holder:
@@ -240,7 +240,7 @@ import sys
 from vllmops.host import shm
 shm.OLD_S = 0.0
 found, removed = shm.remove_stale_segments()
-print(removed if not found.doubt else found.doubt)
+print(removed if not found.uncertainty else found.uncertainty)
 """
 
 

@@ -88,7 +88,13 @@ class Agent:
         self.tree = [Process(role, os.getpid(), started) for role in (Role.API, Role.ENGINE)]
 
     def fetch_traffic(self) -> Traffic:
-        return Traffic(in_flight=self.in_flight, handed=0, started=9, draining=False, serves=False)
+        return Traffic(
+            in_flight=self.in_flight,
+            engine_requests=0,
+            started_requests=9,
+            draining=False,
+            serves=False,
+        )
 
     def set_draining(self, *, leave: bool = False, **_: object) -> Traffic:
         if leave:
@@ -100,7 +106,7 @@ class Agent:
     def fetch_engine_state(self) -> Any:
         if not self.engine_answers:
             raise VllmopsError("agent.timeout", "no answer")
-        return SimpleNamespace(unfinished=0)
+        return SimpleNamespace(unfinished_requests=0)
 
     def emptied(self, seconds: float) -> str:
         return handover.drain_first_server(self.tree, seconds, lambda _: None, lambda: False, {})

@@ -206,7 +206,7 @@ def test_a_reused_pid_that_is_another_server_is_a_stranger(table: Table, put: Pu
     for number in range(3):
         seen = table[pid + number]
         table[pid + number] = ProcessEntry(
-            seen.pid, seen.ppid, seen.start_ticks + 60, seen.words, 1, zombie=False
+            seen.pid, seen.ppid, seen.start_ticks + 60, seen.arguments, 1, zombie=False
         )
     ours, stranger = list_servers()
     assert (ours.name, ours.processes) == ("a", ())

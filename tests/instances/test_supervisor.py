@@ -423,7 +423,11 @@ def test_a_hand_over(handing: Any) -> None:
     first = handing.serve("a")
     assert handing.vllmops("restart", "a", "--hand-over").code == 0
     second = handing.record("a")
-    assert (second.state, second.beside, second.session != first.session) == ("ready", (), True)
+    assert (second.state, second.hand_over_processes, second.session != first.session) == (
+        "ready",
+        (),
+        True,
+    )
     assert not any(map(is_alive, first.processes))
     until(lambda: alone(handing) and handing.record("a").segments)
     second = handing.record("a")
@@ -447,7 +451,7 @@ def test_an_error_in_a_hand_over_leaves_no_second_server(
     answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
     assert "of all things" in answer.error["message"]
-    assert (handing.record("a").beside, handing.state("a")) == ((), "ready")
+    assert (handing.record("a").hand_over_processes, handing.state("a")) == ((), "ready")
     assert alone(handing)
     assert handing.vllmops("stop", "a").code == 0
     handing.nothing_left(first)
@@ -478,7 +482,7 @@ def test_a_supervisor_that_dies_while_the_first_server_leaves_has_the_second_one
     first = handing.serve("a")
     answer = handing.vllmops("restart", "a", "--hand-over", timeout_s=60)
     assert answer.code == 0, answer
-    assert not handing.record("a").beside
+    assert not handing.record("a").hand_over_processes
     assert not any(map(is_alive, first.processes))
     assert handing.record("a").session != first.session
     assert urllib.request.urlopen(f"{first.url}/health").status == 200
@@ -554,7 +558,11 @@ def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
     try:
         there = identity.read_identity(bystander.pid)
         old = Process(Role.API, there.pid, there.start_ticks, boot="another")
-        beside = {"beside": (old,), "beside_session": bystander.pid, "hand_over": "it starts"}
+        beside = {
+            "hand_over_processes": (old,),
+            "beside_session": bystander.pid,
+            "hand_over": "it starts",
+        }
         InstanceFolder("a").save_record(msgspec.structs.replace(record, **beside))
         assert lab.vllmops("ps").code == 0
         until(lambda: lab.record("a").hand_over.startswith("failed: "))
@@ -757,14 +765,14 @@ def test_of_long_lines_it_keeps_the_beginning(lab: Any) -> None:
     lab.vllmops("stop", "a", "--force")
     folder = InstanceFolder("a")
     keeper = Supervisor(folder, record, 0, None)
-    keeper.scanned = math.inf
+    keeper.scanned_at = math.inf
     keeper.tail = logs.LogTail(folder.server_log)
     with folder.server_log.open("a") as file:
         file.writelines(f"{'y' * (1 << 20)}\n" for _ in range(9))
         file.write("z" * (1 << 22))
     keeper.refresh_record()
-    assert sum(len(line) for _, line in keeper.recent) < 1 << 18
-    assert len(keeper.tail.rest) < 1 << 20
+    assert sum(len(line) for _, line in keeper.recent_lines) < 1 << 18
+    assert len(keeper.tail.partial_line) < 1 << 20
 
 
 # -- full disk -----------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_a_tree_goes_with_its_port_and_its_segment(
     assert [p.role for p in tree] == ["api", "engine", "worker"]
     lab.kill(server.pid)  # so that nobody unlinks the segment in order
     server.wait()
-    removed = take_down(tree, session=server.pid).removed
+    removed = take_down(tree, session=server.pid).removed_segments
     assert len(removed) == 1
     assert not any(map(is_alive, tree))
     assert not Path("/dev/shm", removed[0]).exists()
@@ -66,7 +66,7 @@ def test_one_that_ignores_sigterm_is_killed(lab: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.3)
     server = lab.stranger(stubborn=True)
     tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
-    removed = take_down(tree, session=server.pid).removed
+    removed = take_down(tree, session=server.pid).removed_segments
     assert len(tree) == 3
     assert not any(map(is_alive, tree))
     assert len(removed) == 1
@@ -90,7 +90,7 @@ def test_a_segment_that_somebody_else_maps_stays(lab: Any) -> None:
     with segment.open("r+b"):
         lab.kill(server.pid)
         server.wait()
-        assert take_down(tree, session=server.pid).removed == ()
+        assert take_down(tree, session=server.pid).removed_segments == ()
         assert segment.exists()
     assert not any(map(is_alive, tree))
 
@@ -160,9 +160,12 @@ def test_a_drain_waits_for_requests_in_flight(lab: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("traffic", "count"),
     [
-        (Traffic(in_flight=1, handed=1), 1),
-        (Traffic(in_flight=2, handed=1), 2),
-        (Traffic(in_flight=0, handed=1), 1),  # in the background; the engine is in a long step
+        (Traffic(in_flight=1, engine_requests=1), 1),
+        (Traffic(in_flight=2, engine_requests=1), 2),
+        (
+            Traffic(in_flight=0, engine_requests=1),
+            1,
+        ),  # in the background; the engine is in a long step
         (Traffic(in_flight=3), 3),
         (Traffic(), None),
     ],
@@ -172,7 +175,7 @@ def test_what_a_front_end_has_not_finished(traffic: Traffic, count: int | None) 
 
 
 SILENT = -1
-IDLE, BUSY = Traffic(in_flight=0, handed=0), Traffic(in_flight=5, handed=5)
+IDLE, BUSY = Traffic(in_flight=0, engine_requests=0), Traffic(in_flight=5, engine_requests=5)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +212,7 @@ def test_requests_in_flight_where_an_agent_does_not_answer(
     def answers(*_: object) -> list[Any]:
         if asked.pop() is Role.API:
             return [traffic]
-        return [SimpleNamespace(unfinished=unfinished) if unfinished != SILENT else None]
+        return [SimpleNamespace(unfinished_requests=unfinished) if unfinished != SILENT else None]
 
     asked = [Role.ENGINE, Role.API]
     monkeypatch.setattr(takedown, "collect_agent_answers", answers)

@@ -435,7 +435,7 @@ class Prone(Stock):
         """Requests that the API server has handed to the engine and that are not over."""
         pulse = agent.read_heartbeat(self.processes["api"])
         assert pulse
-        return pulse.beat.handed or 0
+        return pulse.heartbeat.engine_requests or 0
 
     @contextmanager
     def defect(self, name: str) -> Iterator[None]:

@@ -194,7 +194,7 @@ def test_draining_refuses_new_requests(vision_server: Any) -> None:
     assert httpx.get(f"{url}/health").status_code == 200
     assert ask(url, 1).status_code == 200
     # Neither what was refused nor the probes.
-    assert api.fetch_traffic().started == (before.started or 0) + 1
+    assert api.fetch_traffic().started_requests == (before.started_requests or 0) + 1
 
 
 def test_engine_state(vision_server: Any) -> None:
@@ -203,7 +203,7 @@ def test_engine_state(vision_server: Any) -> None:
     before = engine.fetch_engine_state()
     assert ask(vision_server.url, 2).status_code == 200
     after = engine.fetch_engine_state()
-    assert (after.running, after.waiting, after.unfinished) == (0, 0, 0)
+    assert (after.running, after.waiting, after.unfinished_requests) == (0, 0, 0)
     assert (after.current_step or 0) > (before.current_step or 0)
     assert (after.pause_state, after.sleeping) == ("unpaused", False)
     assert 0 <= (after.kv_cache_usage or 0.0) < 1
@@ -213,7 +213,7 @@ def test_engine_state(vision_server: Any) -> None:
     time.sleep(1.2)
     pulse = agent.read_heartbeat(engine.process)
     assert pulse is not None
-    assert pulse.beat.current_step == after.current_step
+    assert pulse.heartbeat.current_step == after.current_step
     assert not pulse.is_late
 
 

@@ -341,7 +341,7 @@ def holds(server: Prone) -> tuple[float, int]:
     (cache,) = (one for one in engine.fetch_caches().caches if isinstance(one, EncoderCache))
     usage = engine.fetch_engine_state().kv_cache_usage
     assert usage is not None
-    return usage, sum(map(len, cache.cached.values()))
+    return usage, sum(map(len, cache.requests_by_key.values()))
 
 
 @pytest.mark.parametrize("made", [larger_than_the_cache, livelock])
@@ -355,7 +355,7 @@ def test_requests_that_nothing_schedules_can_be_ended(
         server = resolve_server(stock.name)
         rows = listing.list_requests(server, 1).rows
         began = time.monotonic()
-        assert {one.left for one in abort_requests(server, rows, "")} == {""}
+        assert {one.reason for one in abort_requests(server, rows, "")} == {""}
         assert {one.answer(ENDED_S) for one in asked} == {410}
         assert holds(stock) == (0.0, 0)
         took_s = time.monotonic() - began

@@ -194,7 +194,7 @@ def test_a_stopped_process_is_a_finding_and_its_end_is_seen(server: Live) -> Non
     def row() -> rows.ServerRow:
         follower.take_sample()
         time.sleep(0.2)
-        return rows.make_server_row(server.name, follower.looks, time.monotonic())
+        return rows.make_server_row(server.name, follower.samples, time.monotonic())
 
     assert row().findings == ()
     api = server.pids()["api"]
@@ -221,7 +221,7 @@ def test_looks_cost_two_per_cent_of_a_core(server: Live) -> None:
         for _ in range(count):
             follower.asked_s = float("-inf") if asks else time.monotonic()
             follower.take_sample()
-            rows.make_server_row(server.name, follower.looks, time.monotonic())
+            rows.make_server_row(server.name, follower.samples, time.monotonic())
         return (spent() - began) / count
 
     assert cost_s(LOOKS, asks=False) + cost_s(10, asks=True) / METRICS_S <= MOST

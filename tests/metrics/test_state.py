@@ -43,7 +43,7 @@ def pulse(
     where: dict[str, Any], age_s: float = 0.5, pid: int = 7, **fields: Any
 ) -> ProcessHeartbeat:
     beat = Heartbeat(monotonic=0.0, sequence=1, pid=pid, role=where["role"], **fields)
-    return ProcessHeartbeat(**where, pid=pid, age_s=age_s, beat=beat)
+    return ProcessHeartbeat(**where, pid=pid, age_s=age_s, heartbeat=beat)
 
 
 def lru(side: str, order: list[str] | None = None, **fields: Any) -> LruCache:
@@ -51,7 +51,7 @@ def lru(side: str, order: list[str] | None = None, **fields: Any) -> LruCache:
         "kind": "mm-lru",
         "name": "LRU",
         "digest": "all",
-        "pinned": [],
+        "pinned_keys": [],
         "pinned_only": [],
         "entries": 2,
         "bytes": 20,
@@ -127,7 +127,7 @@ def shortest(name: str) -> str:
 def test_processes_with_the_same_labels_are_one_row() -> None:
     view = MetricsSnapshot(
         processes=(state(API), state(API, 8), state(ENGINE, 9), state(WORKER, 10, state="Z")),
-        pulses=(pulse(API, loop_s=0.0), pulse(API, 9.0, 8, loop_s=4.0)),
+        heartbeats=(pulse(API, loop_s=0.0), pulse(API, 9.0, 8, loop_s=4.0)),
     )
     found = read(view)
     assert found["processes"] == {"role=api node=one": 2, "role=engine node=one": 1}
@@ -142,7 +142,7 @@ def test_processes_with_the_same_labels_are_one_row() -> None:
     ("still_s", "age_s", "shown"), [(0.0, 9.0, 0.0), (12.0, 0.5, 12.5), (None, 0.5, None)]
 )
 def test_progress(still_s: float | None, age_s: float, shown: float | None) -> None:
-    found = read(MetricsSnapshot(pulses=(pulse(ENGINE, age_s, still_s=still_s),)))
+    found = read(MetricsSnapshot(heartbeats=(pulse(ENGINE, age_s, still_s=still_s),)))
     expected = {} if shown is None else {"role=engine node=one dp_rank=1": shown}
     assert found.get("no_progress_seconds", {}) == expected
 
@@ -186,12 +186,12 @@ def test_caches() -> None:
     ghosts = lru("P1", order_only=["x", "y"], unsized=["y", "z"])
     shm = ShmCache(
         kind="mm-shm", side="P0", name="S", writer=True, capacity_bytes=9, max_object_bytes=1,
-        keys=["k"], bytes=4, unpaired=["k"], unflagged=[1], hits=1, queries=2,
+        keys=["k"], bytes=4, unpaired_keys=["k"], unflagged_ids=[1], hits=1, queries=2,
     )  # fmt: skip
     reader = msgspec.structs.replace(shm, side="worker", writer=False)
     encoder = EncoderCache(
-        name="E", slots=10, free_slots=4, freeable_slots=5, cached={"k": []}, freeable={},
-        strangers=["r"],
+        name="E", slots=10, free_slots=4, freeable_slots=5, requests_by_key={"k": []}, freeable={},
+        unknown_requests=["r"],
     )  # fmt: skip
     whisper = EncoderDecoderCache(name="D", slots=10, free_slots=12, passing=[])
     tensors = WorkerEncoderCache(name="W", rank=0, keys=["k", "l"], bytes=64)
@@ -319,7 +319,10 @@ def test_a_counter_does_not_go_down_where_one_of_several_api_servers_does_not_an
 
 
 def test_a_gpu_shows_what_its_driver_tells() -> None:
-    gpus = (Gpu(index=0, busy=1.0, memory_busy=0.0, watts=210.0, limit_watts=700.0), Gpu(index=1))
+    gpus = (
+        Gpu(index=0, utilization=1.0, memory_busy=0.0, watts=210.0, limit_watts=700.0),
+        Gpu(index=1),
+    )
     found = read(MetricsSnapshot(gpus={"one": gpus}))
     first = "node=one gpu=0"
     assert found["gpu_busy_ratio"] == {first: 1}

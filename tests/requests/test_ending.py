@@ -45,7 +45,7 @@ def test_a_finished_request_is_gone_although_it_holds_blocks(
 def test_a_request_is_not_over_while_its_engine_does_not_answer(
     monkeypatch: pytest.MonkeyPatch, role: str, engine: int | None, left: str
 ) -> None:
-    silent = ProcessGap(role=role, pid=13, code="agent.timeout", why="", hint="")
+    silent = ProcessGap(role=role, pid=13, code="agent.timeout", reason="", hint="")
     api = ProcessRequests(pid=11, role="api", front=[])
     monkeypatch.setattr(ending, "collect_process_requests", lambda _: ([api], [silent]))
     monkeypatch.setattr(ending, "send_abort", lambda *_: {})
@@ -54,4 +54,4 @@ def test_a_request_is_not_over_while_its_engine_does_not_answer(
     (ended,) = ending.abort_requests(
         server, [InFlightRequest(id="a", state=RequestState.RUNNING, engine=engine)], ""
     )
-    assert (ended.done, ended.left) == (not left, left)
+    assert (ended.done, ended.reason) == (not left, left)

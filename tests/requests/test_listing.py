@@ -62,7 +62,7 @@ def test_a_request_on_its_way_is_none() -> None:
 
 
 def test_nothing_is_said_of_a_side_that_is_not_whole() -> None:
-    silent = ProcessGap(role="api", pid=10, code="agent.timeout", why="", hint="", exit_code=3)
+    silent = ProcessGap(role="api", pid=10, code="agent.timeout", reason="", hint="", exit_code=3)
     assert compare_request_sides([api(), engine(ONE)], [silent]) == {}
     assert compare_request_sides([engine(ONE), worker(ONE)], []) == {}
     blind = ProcessRequests(pid=API + 1, role="api")  # its agent has found no engine client

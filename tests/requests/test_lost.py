@@ -37,7 +37,7 @@ LOST = [
 def test_only_what_nobody_can_still_bring_is_lost(
     monkeypatch: pytest.MonkeyPatch, quiet: list[Process], ranks: int, lost_: list[str]
 ) -> None:
-    beat = SimpleNamespace(beat=SimpleNamespace(standing=SimpleNamespace(sizes={"DP": ranks})))
+    beat = SimpleNamespace(heartbeat=SimpleNamespace(standing=SimpleNamespace(sizes={"DP": ranks})))
     monkeypatch.setattr(lost, "is_at_rest", lambda process: process in quiet)
     monkeypatch.setattr(listing, "collect_process_requests", lambda _: (LOST, []))
     monkeypatch.setattr(agent, "read_heartbeat", lambda _: beat)

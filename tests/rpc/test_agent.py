@@ -163,7 +163,7 @@ def test_a_busy_main_thread_does_not_hinder_it(spawn: Spawn) -> None:
     until(
         lambda: (
             (pulse := read_heartbeat(child.process))
-            and pulse.beat.sequence >= before.beat.sequence + 2
+            and pulse.heartbeat.sequence >= before.heartbeat.sequence + 2
             and not pulse.is_late
         )
     )

@@ -65,7 +65,7 @@ def ready(*children: Child) -> None:
 
     def known(child: Child) -> bool:
         pulse = agent.read_heartbeat(child.process)
-        return bool(pulse and pulse.beat.standing.servers)
+        return bool(pulse and pulse.heartbeat.standing.servers)
 
     until(lambda: all(known(child) for child in children))
 

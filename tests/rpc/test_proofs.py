@@ -13,7 +13,7 @@ ENGINE, OTHER = Process(Role.ENGINE, 12, 1), Process(Role.ENGINE, 13, 1)
 
 
 def case(steps: int | None, *, same: str = "a", process: Process = ENGINE) -> HealCase:
-    return HealCase(process, HealProof(subject="one", what="", same=same, rises=steps))
+    return HealCase(process, HealProof(subject="one", evidence="", progress_key=same, rises=steps))
 
 
 FAR, FURTHER = LEAST_STEPS, 2 * LEAST_STEPS

@@ -35,7 +35,7 @@ class Agent:
         listed = ["a", "b"] if path.endswith("keys=1") else None
         cache = LruCache(
             kind="mm-lru", side="P1" if self.digest == "one" else "P0", name="C", order=listed,
-            digest=self.digest, pinned=[], pinned_only=[], entries=2, bytes=1, sum_bytes=1,
+            digest=self.digest, pinned_keys=[], pinned_only=[], entries=2, bytes=1, sum_bytes=1,
             capacity_bytes=9, hits=0, queries=0,
         )  # fmt: skip
         answers: dict[Any, Any] = {
@@ -55,11 +55,11 @@ def look(at_s: float, age_s: float, *others: ProcessState, **beat: Any) -> Serve
     fields = {"still_s": 0.0, "running": 0, "waiting": 0, "current_step": 1} | beat
     given = Heartbeat(monotonic=at_s - age_s, sequence=1, pid=7, role="engine", **fields)
     process = ProcessState(**ENGINE, create_time=0.0, state="S")
-    pulses = [ProcessHeartbeat(**ENGINE, age_s=age_s, beat=given)]
+    pulses = [ProcessHeartbeat(**ENGINE, age_s=age_s, heartbeat=given)]
     for other in others:
         where = {name: getattr(other, name) for name in ("role", "pid", "node")}
-        pulses.append(ProcessHeartbeat(**where, age_s=0.1, beat=given))
-    return ServerSample(at_s=at_s, pulses=tuple(pulses), processes=(process, *others))
+        pulses.append(ProcessHeartbeat(**where, age_s=0.1, heartbeat=given))
+    return ServerSample(at_s=at_s, heartbeats=tuple(pulses), processes=(process, *others))
 
 
 def test_answers_have_the_place_that_the_process_table_knows() -> None:

@@ -81,7 +81,7 @@ def ours(url: str, keys: list[str]) -> FastAPI:
     serving = StoreBackedServing.__new__(StoreBackedServing)
     serving.store = ResponseStore(opening.make_backend(url), deadline_s=60)
     serving.conversations = ConversationTurns(serving.store)
-    serving.stored = StoredResponsesApi(
+    serving.stored_responses = StoredResponsesApi(
         serving.store, serving.conversations, serving.store.wake_followers
     )
     assert conversation_routes  # which adds to the others

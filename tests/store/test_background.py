@@ -113,7 +113,7 @@ def test_what_a_run_raises_when_it_is_stopped_is_told(caplog: pytest.LogCaptureF
             await store.create(RUN)
             store.track_run(RUN, stop)
             await store.delete("", RUN.id)
-            await until_async(lambda: not store.attended)
+            await until_async(lambda: not store.tracked_runs)
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(asyncio.wait_for(play(), 60))
@@ -125,7 +125,7 @@ def test_events_go_on_behind_those_that_can_not_be_stored(
 ) -> None:
     class Picky(Memory):
         async def append_events(self, response: Response, chunk: EventChunk) -> bool:
-            if chunk.first == 0:
+            if chunk.first_number == 0:
                 raise TypeError("not these")
             return await super().append_events(response, chunk)
 
@@ -141,7 +141,9 @@ def test_events_go_on_behind_those_that_can_not_be_stored(
                     await asyncio.sleep(0.1)
             log = await store.read_events("", RUN.id, -1)
             assert log
-            return [n for chunk in log.chunks for n in range(chunk.first, chunk.last + 1)]
+            return [
+                n for chunk in log.chunks for n in range(chunk.first_number, chunk.last_number + 1)
+            ]
 
     with caplog.at_level(logging.ERROR):
         assert asyncio.run(play()) == [1, 2, 3]

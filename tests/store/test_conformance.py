@@ -102,7 +102,7 @@ class SwapsTwice(Careless):
         error: str = "",
     ) -> Any:
         swap = await super().set_status(owner, response_id, status, allowed=allowed, error=error)
-        return replace(swap, changed=swap.now is not None)
+        return replace(swap, changed=swap.response is not None)
 
 
 class ShowsEverybodyEverything(Careless):
@@ -129,9 +129,9 @@ class EvictsTheOldest(Careless):
 class EvictsWhatRuns(Careless):
     def evict_lru(self, owner: str, spared: str) -> None:
         share = self.shares[owner]
-        share.finished, share.under_way = share.under_way, share.finished
+        share.finished_ids, share.under_way = share.under_way, share.finished_ids
         super().evict_lru(owner, spared)
-        share.finished, share.under_way = share.under_way, share.finished
+        share.finished_ids, share.under_way = share.under_way, share.finished_ids
 
 
 class KnowsNoShares(Careless):
@@ -172,7 +172,7 @@ class RunsOn(Careless):
 
 class LosesEvents(Careless):
     async def append_events(self, response: Response, chunk: EventChunk) -> bool:
-        return chunk.first == 50 or await super().append_events(response, chunk)
+        return chunk.first_number == 50 or await super().append_events(response, chunk)
 
 
 class KeepsEveryEvent(Careless):
@@ -230,7 +230,7 @@ class HoldsForEver(Careless):
     ) -> tuple[ConversationResult, list[ConversationItem]]:
         done = await super().hold_conversation(owner, conversation_id, holder)
         if found := self.find_conversation(owner, conversation_id):
-            found.until += 1e9
+            found.held_until += 1e9
         return done
 
 

@@ -52,7 +52,7 @@ def test_a_caller_that_leaves_leaves_no_hold_behind() -> None:
                 await task
             backend.goes_on.set()
             await asyncio.wait(store.conversations.releases)
-            assert not backend.kept["conv"].is_held
+            assert not backend.stored_conversations["conv"].is_held
 
     asyncio.run(run())
 
@@ -72,7 +72,9 @@ def test_a_hold_that_has_lapsed_does_not_keep_the_next_from_being_renewed() -> N
                     given = await kept.hold("", name, holder)
                     assert isinstance(given, ConversationHold)
                     holds.append(given)
-                    backend.kept[name].until = 0.0  # as if the store had been away for that long
+                    backend.stored_conversations[
+                        name
+                    ].held_until = 0.0  # as if the store had been away for that long
             await kept.renew_holds()
             assert backend.renewed == [dict.fromkeys(names, "second")]
             for one in lapsed:

@@ -97,7 +97,7 @@ def test_uses_of_a_very_long_conversation(url: str) -> None:
             await store.create(turns(1)[0])
             assert isinstance(backend, Redis)
             await backend.uses.mark_used(["r0", *(f"gone{number}" for number in range(10_000))])
-            assert backend.uses.noted == {}
+            assert backend.uses.pending_uses == {}
 
     asyncio.run(main())
 

@@ -307,8 +307,8 @@ def test_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             await store.create(response(name))
         for name in names:
             await store.get("me", name)
-            assert store.recent
-            assert len(store.recent.kept) <= sqlite.KEPT
+            assert store.recent_responses
+            assert len(store.recent_responses.responses) <= sqlite.KEPT
 
     with_store(tmp_path / "a.db", work)
 

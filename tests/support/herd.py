@@ -51,7 +51,7 @@ def content(path: str) -> object:
         case "engine":
             return EngineState(running=1, waiting=2)
         case "traffic":
-            return Traffic(in_flight=0, started=0)
+            return Traffic(in_flight=0, started_requests=0)
         case "caches":
             return ProcessCaches(pid=int(pid), parent=1, role=role)
         case "repair":

@@ -16,7 +16,10 @@ from vllmops.host.roles import find_title_role
 
 def foreign(seen: ProcessEntry, home: Path) -> bool:
     """Whether a process is one of vLLM, and of another state directory."""
-    vllm = find_title_role(seen.words) or processes.parse_serve_arguments(seen.words) is not None
+    vllm = (
+        find_title_role(seen.arguments)
+        or processes.parse_serve_arguments(seen.arguments) is not None
+    )
     return bool(vllm) and not in_home(seen.pid, home)
 
 

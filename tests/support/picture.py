@@ -42,7 +42,7 @@ def draw() -> str:
         uptime_s=14_070.0,
         reports=(told("api"), engine, told("worker")),
         stacks=(sample,) * 3,
-        guard=Exposure(addresses=("0.0.0.0",), exposed=True, open=True),
+        guard=Exposure(addresses=("0.0.0.0",), exposed=True, is_open=True),
     )
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print("[bold]$[/] vllmops doctor", highlight=False)

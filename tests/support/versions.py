@@ -30,7 +30,9 @@ MINORS = (
 WITHOUT_CPU_BUILD = {"0.33.0": ("orjson",)}
 # Those of them of which the table of tested versions says that servers run.
 RUN = [
-    name for name, found in features.load_tested_versions().items() if found.live and name in MINORS
+    name
+    for name, found in features.load_tested_versions().items()
+    if found.has_live_run and name in MINORS
 ]
 INSTALLED = "installed"
 # Imports what takes long, and is the same for every version. Then, for each folder it is sent, a

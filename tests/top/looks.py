@@ -38,7 +38,7 @@ CACHE = LruCache(
     side="P0",
     name="MultiModalCache",
     digest="",
-    pinned=[],
+    pinned_keys=[],
     pinned_only=[],
     entries=3,
     bytes=1 << 30,
@@ -61,7 +61,7 @@ def seen(
 ) -> ServerSample:
     """Three processes at work on some requests; the engine may make no progress."""
     pulses = (
-        pulse("api", handed=running + 1, loop_s=0.0),
+        pulse("api", engine_requests=running + 1, loop_s=0.0),
         pulse("engine", running=running, waiting=1, still_s=still_s, current_step=4711),
         pulse("worker"),
     )
@@ -76,7 +76,7 @@ def seen(
         prefix_hits=80,
         prefix_queries=100,
     )
-    whole = {"pulses": pulses, "processes": processes, "metrics": metrics, "health": 200}
+    whole = {"heartbeats": pulses, "processes": processes, "metrics": metrics, "health": 200}
     return look(at_s, **{**whole, **fields})
 
 
@@ -86,8 +86,8 @@ def one(at_s: float, target: str = "demo", **fields: Any) -> TargetSample:
         "state": "ready",
         "url": "http://127.0.0.1:8000",
         "model": "Qwen/Qwen3-0.6B",
-        "seen": seen(at_s),
-        "asked": ServerDetails(requests=ROWS, caches=CACHES),
+        "server_sample": seen(at_s),
+        "details": ServerDetails(requests=ROWS, caches=CACHES),
     }
     return TargetSample(target=target, at_s=at_s, **{**whole, **fields})
 
@@ -105,9 +105,9 @@ def stalled(target: str = "demo") -> list[TargetSample]:
         one(
             item.at_s,
             target,
-            seen=item,
+            server_sample=item,
             stalls=tuple(find_stalls([item])),
-            asked=ServerDetails(requests=ROWS, findings=(lone,), caches=CACHES),
+            details=ServerDetails(requests=ROWS, findings=(lone,), caches=CACHES),
         )
         for item in observed
     ]
@@ -129,12 +129,17 @@ def hostile(target: str = "demo") -> TargetSample:
         RULES[0].make_finding(ESCAPES, ESCAPES),
         severity=Severity.ERROR,
         title=ESCAPES,
-        next=ESCAPES,
+        next_step=ESCAPES,
     )
-    asked = ServerDetails(requests=rows, findings=(found,), unseen=(why,), note=ESCAPES)
+    asked = ServerDetails(requests=rows, findings=(found,), gaps=(why,), note=ESCAPES)
     node = tuple(process(role, node=ESCAPES) for role in ("api", "engine"))
     return one(
-        1.0, target, state=ESCAPES, model=ESCAPES, asked=asked, seen=seen(1.0, processes=node)
+        1.0,
+        target,
+        state=ESCAPES,
+        model=ESCAPES,
+        details=asked,
+        server_sample=seen(1.0, processes=node),
     )
 
 
@@ -153,7 +158,7 @@ def board(**looks: list[TargetSample]) -> FollowedServers:
 
     def make(target: str, server: Server | None) -> ServerFollower:
         made = Fake(target, server)
-        made.looks = tuple(looks[target])
+        made.samples = tuple(looks[target])
         return made
 
     return FollowedServers(tuple(looks), make)

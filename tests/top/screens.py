@@ -57,7 +57,7 @@ def lively() -> Iterator[TargetSample]:
         wave = (1 + math.sin(at_s / 3)) / 2
         tokens += 400 + 2000 * wave
         load = observed(at_s, running=round(8 * wave), kv=0.2 + 0.6 * wave, tokens=tokens)
-        yield one(float(at_s), "chat", seen=load)
+        yield one(float(at_s), "chat", server_sample=load)
 
 
 async def shown() -> str:

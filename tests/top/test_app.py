@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_not_cut_in_the_middle_of_a_number() -> None:
         (line,) = [line for line in shown if "engine 20" in line]
         assert line[:54].endswith("…"), line
 
-    play(board(demo=[one(30.0, seen=seen(30.0, pulses=pulses))]), script)
+    play(board(demo=[one(30.0, server_sample=seen(30.0, heartbeats=pulses))]), script)
 
 
 @pytest.mark.parametrize("colour", ["no", "yes"])
@@ -173,8 +173,8 @@ def test_the_chosen_request_is_ended(ran: list[tuple[str, ...]]) -> None:
         await pilot.press("a")
         # Another look may come, and the order change, before somebody decides.
         first = app.board.followers["demo"]
-        rows = first.looks[-1].asked.requests
-        first.looks = (one(31.0, asked=type(first.looks[-1].asked)(requests=rows[::-1])),)
+        rows = first.samples[-1].details.requests
+        first.samples = (one(31.0, details=type(first.samples[-1].details)(requests=rows[::-1])),)
         app.refresh_rows()
         await pilot.press("y")
         await settled(app, pilot, "exit code 1")
@@ -199,7 +199,7 @@ def test_no_requests_are_told_from_those_that_are_not_seen() -> None:
         await pilot.press("f")
         shown = await settled(app, pilot, f"{AWAY}: gpu7.example does not answer")
         assert not [line for line in shown if f"{AWAY}: {AWAY}" in line]
-        app.board.followers[AWAY].looks = (one(31.0, asked=ServerDetails()),)
+        app.board.followers[AWAY].samples = (one(31.0, details=ServerDetails()),)
         app.refresh_rows()
         await pilot.press("r")
         await settled(app, pilot, "none in flight", "u Resume")

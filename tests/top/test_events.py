@@ -15,15 +15,15 @@ def test_a_finding_keeps_its_beginning_and_its_evidence_is_the_last() -> None:
     events = update_events((), [row(FIRST.make_finding("engine 1", "for 10 s"))], 100.0)
     events = update_events(events, [row(FIRST.make_finding("engine 1", "for 11 s"))], 101.0)
     (event,) = events
-    assert (event.began, event.ended, event.finding.evidence) == (100.0, None, "for 11 s")
+    assert (event.began, event.ended_at, event.finding.evidence) == (100.0, None, "for 11 s")
 
 
 def test_one_that_is_over_stays_and_may_come_again() -> None:
     events = update_events((), [row(FIRST.make_finding("engine 1", ""))], 100.0)
     events = update_events(events, [row()], 105.0)
-    assert [(event.began, event.ended) for event in events] == [(100.0, 105.0)]
+    assert [(event.began, event.ended_at) for event in events] == [(100.0, 105.0)]
     events = update_events(events, [row(FIRST.make_finding("engine 1", ""))], 110.0)
-    assert [(event.began, event.ended) for event in events] == [(110.0, None), (100.0, 105.0)]
+    assert [(event.began, event.ended_at) for event in events] == [(110.0, None), (100.0, 105.0)]
 
 
 def test_servers_and_subjects_are_told_apart() -> None:
@@ -35,7 +35,7 @@ def test_servers_and_subjects_are_told_apart() -> None:
     events = update_events(
         events, [row(SECOND.make_finding("engine 1", "")), row(FIRST.make_finding("x", ""))], 2.0
     )
-    assert [event.finding.code for event in events if event.ended is not None] == [FIRST.code]
+    assert [event.finding.code for event in events if event.ended_at is not None] == [FIRST.code]
 
 
 def test_only_the_last_ones_are_kept() -> None:

@@ -46,13 +46,13 @@ def test_a_look_that_fails_is_told_and_the_next_one_is_taken(
 ) -> None:
     class Failing(Fake):
         def take_sample(self) -> None:
-            self.looks = (*self.looks, *working(until_s=0))
+            self.samples = (*self.samples, *working(until_s=0))
             raise RuntimeError("broken")
 
     monkeypatch.setattr(look, "LOOK_S", 0.01)
     board = FollowedServers(("demo",), Failing)
     board.start_following()
-    until(lambda: len(board.followers["demo"].looks) > 1)
+    until(lambda: len(board.followers["demo"].samples) > 1)
     assert "RuntimeError: broken" in board.failures[0]
     board.stop_following()
 
@@ -70,25 +70,25 @@ def test_an_instance_is_followed_from_its_start_to_its_end(
     follower.resolved_s = float("-inf")
     follower.reads_log = True
     follower.take_sample()
-    row = rows.make_server_row("demo", follower.looks, 0.0)
+    row = rows.make_server_row("demo", follower.samples, 0.0)
     assert (row.state, follower.failure) == ("ready", None)
     assert {item.role for node in row.nodes for item in node.processes} == {
         "api",
         "engine",
         "worker",
     }
-    assert follower.last_sample.seen
-    assert follower.last_sample.seen.metrics is not None
+    assert follower.last_sample.server_sample
+    assert follower.last_sample.server_sample.metrics is not None
     follower.take_sample()  # soon after: the server is not asked again
-    assert follower.last_sample.seen
-    assert follower.last_sample.seen.metrics is None
+    assert follower.last_sample.server_sample
+    assert follower.last_sample.server_sample.metrics is None
     assert follower.log
     assert follower.lines_read == len(follower.log)
     assert lab.vllmops("stop", "demo", "--force").code == 0
     follower.take_sample()
-    row = rows.make_server_row("demo", follower.looks, 0.0)
+    row = rows.make_server_row("demo", follower.samples, 0.0)
     assert row.state == "stopped"
-    assert row.unseen[0].hint == "vllmops logs demo"
+    assert row.gaps[0].hint == "vllmops logs demo"
 
 
 @pytest.mark.parametrize(
@@ -100,10 +100,12 @@ def test_no_agent_is_recommended_for_processes_that_have_ended(
     server = Server(None, ())
     processes = [SimpleNamespace(state=state) for state in states]
     follower: Any = ServerFollower("11", server)
-    follower.watched, follower.phase = SimpleNamespace(server=server), ServerPhase.UP
-    follower.looks = (SimpleNamespace(seen=SimpleNamespace(pulses=(), processes=processes)),)
+    follower.watched_server, follower.phase = SimpleNamespace(server=server), ServerPhase.UP
+    follower.samples = (
+        SimpleNamespace(server_sample=SimpleNamespace(heartbeats=(), processes=processes)),
+    )
     follower.fetch_details()
-    assert [each.hint for each in follower.asked.unseen] == hints
+    assert [each.hint for each in follower.details.gaps] == hints
 
 
 def test_new_servers_are_discovered_and_strangers_that_ended_forgotten(lab: Any) -> None:
@@ -138,16 +140,16 @@ def test_a_server_on_another_machine_is_seen_by_its_url(spawn: Any, tmp_path: An
         follower.take_sample()
         follower.fetch_details()
         follower.take_sample()
-        row = rows.make_server_row(fleet.url, follower.looks, 0.0)
-        assert (row.state, row.unseen) == ("up", ())
+        row = rows.make_server_row(fleet.url, follower.samples, 0.0)
+        assert (row.state, row.gaps) == ("up", ())
         (node,) = row.nodes
         assert {item.role for item in node.processes} == {"api", "engine", "worker"}
-        assert follower.asked.caches
+        assert follower.details.caches
         os.kill(fleet.api, signal.SIGKILL)
 
         def state() -> str | None:
             follower.take_sample()
-            return rows.make_server_row(fleet.url, follower.looks, 0.0).severity
+            return rows.make_server_row(fleet.url, follower.samples, 0.0).severity
 
         until(lambda: state() == "error")
     finally:

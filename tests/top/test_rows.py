@@ -24,12 +24,12 @@ def test_a_server_at_work_has_its_processes_and_figures() -> None:
     assert engine.cpu == pytest.approx(0.5)
     assert row.figures == rows.ServerFigures(100.0, 1, 1, 0.45, 0.8, None)
     (cache,) = row.caches
-    assert (cache.name, cache.entries, cache.used) == ("mm-lru P0", 3, 1 << 30)
-    assert (len(row.requests), row.findings, row.unseen) == (2, (), ())
+    assert (cache.name, cache.entries, cache.usage) == ("mm-lru P0", 3, 1 << 30)
+    assert (len(row.requests), row.findings, row.gaps) == (2, (), ())
 
 
 def test_figures_are_unknown_before_metrics_are_read_twice() -> None:
-    blind = [one(float(at_s), seen=seen(at_s, metrics=None)) for at_s in range(3)]
+    blind = [one(float(at_s), server_sample=seen(at_s, metrics=None)) for at_s in range(3)]
     figures = rows.make_server_row("demo", blind, 3.0).figures
     assert figures == rows.ServerFigures(running=1, waiting=1)
     (once,) = working(until_s=0)
@@ -37,14 +37,18 @@ def test_figures_are_unknown_before_metrics_are_read_twice() -> None:
 
 
 def test_counters_that_start_anew_give_no_rate() -> None:
-    looks = [one(0.0, seen=seen(50.0)), one(1.0, seen=seen(0.0)), one(2.0, seen=seen(1.0))]
+    looks = [
+        one(0.0, server_sample=seen(50.0)),
+        one(1.0, server_sample=seen(0.0)),
+        one(2.0, server_sample=seen(1.0)),
+    ]
     assert rows.compute_figures(looks[:2]).tokens_per_s is None
     assert rows.compute_figures(looks).tokens_per_s == 100.0
 
 
 def test_rates_are_per_second_however_far_readings_are_apart() -> None:
     looks = [
-        one(at_s, seen=seen(at_s) if at_s % 5 == 0 else seen(at_s, metrics=None))
+        one(at_s, server_sample=seen(at_s) if at_s % 5 == 0 else seen(at_s, metrics=None))
         for at_s in map(float, range(11))
     ]
     assert rows.compute_figures(looks).tokens_per_s == 100.0
@@ -66,7 +70,7 @@ def test_a_stall_is_a_finding_and_the_state() -> None:
 def test_what_only_stacks_can_decide_is_a_warning() -> None:
     from vllmops.diagnose.progress import Stall
 
-    doubt = Stall("api.no-progress", "api 10", 12.0, "an HTTP request arrived", doubt="work")
+    doubt = Stall("api.no-progress", "api 10", 12.0, "an HTTP request arrived", alternative="work")
     row = rows.make_server_row("demo", [one(1.0, stalls=(doubt,))], 1.0)
     assert (row.state, row.severity) == ("perhaps stalled for 12 s", Severity.WARNING)
     assert row.findings[0].severity is Severity.WARNING
@@ -96,8 +100,10 @@ def test_what_a_process_does(
 
 
 def test_a_server_that_drains_says_so() -> None:
-    drains = seen(1.0, health=503, pulses=(pulse("api", handed=1, unready="draining"),))
-    row = rows.make_server_row("demo", [one(1.0, seen=drains)], 1.0)
+    drains = seen(
+        1.0, health=503, heartbeats=(pulse("api", engine_requests=1, unready="draining"),)
+    )
+    row = rows.make_server_row("demo", [one(1.0, server_sample=drains)], 1.0)
     assert (row.state, row.severity, row.findings) == (
         "ready, draining",
         Severity.WARNING,
@@ -110,27 +116,29 @@ def test_nodes_and_ranks_make_a_tree() -> None:
         process("worker", pid=number, node=f"n{number // 2}", ranks=f"TP{number}")
         for number in range(4)
     )
-    row = rows.make_server_row("demo", [one(1.0, seen=seen(1.0, processes=placed, pulses=()))], 1.0)
+    row = rows.make_server_row(
+        "demo", [one(1.0, server_sample=seen(1.0, processes=placed, heartbeats=()))], 1.0
+    )
     found = {node.name: [item.ranks for item in node.processes] for node in row.nodes}
     assert found == {"n0": ["TP0", "TP1"], "n1": ["TP2", "TP3"]}
 
 
 def test_a_server_that_starts_fails_or_is_not_reached() -> None:
-    starting = one(1.0, state="starting", stage="loading weights", why="starting")
+    starting = one(1.0, state="starting", stage="loading weights", reason="starting")
     row = rows.make_server_row("demo", [starting], 1.0)
-    assert (screen.format_state(row), row.severity, row.unseen) == (
+    assert (screen.format_state(row), row.severity, row.gaps) == (
         "starting: loading weights",
         None,
         (),
     )
     failed = rows.make_server_row(
-        "demo", [one(1.0, state="failed", why="it failed: OOM", seen=None)], 1.0
+        "demo", [one(1.0, state="failed", reason="it failed: OOM", server_sample=None)], 1.0
     )
     assert (failed.state, failed.severity) == ("failed", Severity.ERROR)
-    assert failed.unseen == (Gap("demo", "target.over", "it failed: OOM", "vllmops logs demo"),)
+    assert failed.gaps == (Gap("demo", "target.over", "it failed: OOM", "vllmops logs demo"),)
     away = rows.make_server_row("x", [unreachable()], 40.0)
     assert (away.state, away.severity) == ("not seen", Severity.ERROR)
-    assert away.unseen[0].code == "admin.unreachable"
+    assert away.gaps[0].code == "admin.unreachable"
     late = rows.make_server_row("x", working(), 40.0)
     assert screen.format_state(late) == "ready (seen 10s ago)"
     assert rows.make_server_row("x", [], 1.0).state == "not seen yet"
@@ -139,7 +147,7 @@ def test_a_server_that_starts_fails_or_is_not_reached() -> None:
 @pytest.mark.parametrize(("state", "text"), [("?", "not reached"), ("", "ended")])
 def test_a_server_whose_processes_are_all_lost_is_not_up(state: str, text: str) -> None:
     lost = seen(1.0, processes=(process("api", state), process("engine", state)))
-    row = rows.make_server_row("x", [one(1.0, state="", seen=lost)], 1.0)
+    row = rows.make_server_row("x", [one(1.0, state="", server_sample=lost)], 1.0)
     assert (row.state, row.severity) == (text, Severity.ERROR)
 
 

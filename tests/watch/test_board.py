@@ -56,7 +56,7 @@ def test_a_watch_that_does_not_look_any_more(folder: InstanceFolder) -> None:
     assert not board.get_current_result().ready
     board.publish(WELL, 5.0)
     assert board.get_current_result() == WELL
-    board.until = time.monotonic() - 1
+    board.valid_until = time.monotonic() - 1
     assert board.get_current_result()[:3] == (True, False, True)
 
 

@@ -25,7 +25,7 @@ from ..support.waiting import until
 
 EVENT = WatchEvent(
     event="stalled",
-    at=1e9,
+    happened_at=1e9,
     server="demo",
     url="http://127.0.0.1:8000",
     text="demo has stalled; 'quoted' $HOME",
@@ -227,7 +227,9 @@ def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
 
     carrier = Messenger([broken, slow], trouble.append)
     for number in range(3):
-        carrier.send(WatchEvent(event="stalled", at=0.0, server="demo", text="", number=number))
+        carrier.send(
+            WatchEvent(event="stalled", happened_at=0.0, server="demo", text="", number=number)
+        )
     carrier.flush(0.1)
     assert order == []
     gate.set()

@@ -21,7 +21,7 @@ from ..support.otlp import PROTOCOL, Collector, attributes
 
 STALLED = WatchEvent(
     event="stalled",
-    at=1_700_000_000.5,
+    happened_at=1_700_000_000.5,
     server="demo",
     text="demo stalls: resp_of_somebody",
     url="http://user:secret@localhost:8000",
@@ -33,7 +33,7 @@ STALLED = WatchEvent(
     subject="engine DP0",
     victims=("api",),
     evidence="a secret of a user",
-    next="vllmops cache repair",
+    next_step="vllmops cache repair",
     findings=("stack.mm-cache-eviction-spin",),
     bundle="/home/somebody/bundle",
 )
@@ -54,7 +54,11 @@ def test_a_stall_and_its_end(collector: Collector) -> None:
     send(STALLED)
     send(
         WatchEvent(
-            event="recovered", at=1_700_000_040, server="demo", text="demo recovered", number=2
+            event="recovered",
+            happened_at=1_700_000_040,
+            server="demo",
+            text="demo recovered",
+            number=2,
         )
     )
     stalled, recovered = collector.records
@@ -151,6 +155,7 @@ service.add_LogsServiceServicer_to_server(Logs(), server)
 port = server.add_insecure_port("127.0.0.1:0")
 server.start()
 os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = f"http://127.0.0.1:{port}"
-otlp.make_otlp_sender(os.environ)(WatchEvent(event="stalled", at=1.0, server="demo", text=""))
+send = otlp.make_otlp_sender(os.environ)
+send(WatchEvent(event="stalled", happened_at=1.0, server="demo", text=""))
 server.stop(0).wait()
 """

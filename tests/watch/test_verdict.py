@@ -62,12 +62,14 @@ def at(words: list[Said], seconds: float) -> ProbeResult:
 def resting(why: str, role: str = "engine") -> Any:
     def seen(at_s: float) -> Any:
         pulses = [
-            msgspec.structs.replace(pulse, beat=msgspec.structs.replace(pulse.beat, unready=why))
+            msgspec.structs.replace(
+                pulse, heartbeat=msgspec.structs.replace(pulse.heartbeat, unready=why)
+            )
             if pulse.role == role
             else pulse
-            for pulse in stuck(20.0)(at_s).pulses
+            for pulse in stuck(20.0)(at_s).heartbeats
         ]
-        return look(at_s, pulses=tuple(pulses))
+        return look(at_s, heartbeats=tuple(pulses))
 
     return seen
 
@@ -193,7 +195,7 @@ def test_a_process_that_has_left_is_none_that_computes() -> None:
 
     looks = tuple(map(leaving, (26.0, 28.0, 30.0)))
     snapshot = msgspec.structs.replace(
-        Scene(leaving).take_snapshot([], 10.0, threading.Event(), sure=True), looks=looks
+        Scene(leaving).take_snapshot([], 10.0, threading.Event(), sure=True), samples=looks
     )
     names_nobody = SimpleNamespace(subject="the server")
     assert not is_computing(snapshot, names_nobody)  # type: ignore[arg-type]
@@ -202,7 +204,7 @@ def test_a_process_that_has_left_is_none_that_computes() -> None:
 @pytest.mark.parametrize("state", ["R", "S"])
 def test_a_step_that_is_too_long_for_its_size_is_not_live(state: str) -> None:
     seen = busy(state, 1.0 if state == "R" else 0.0)
-    gpu = Gpu(index=0, busy=1.0)
+    gpu = Gpu(index=0, utilization=1.0)
     words = published(Scene(seen, stacks=forward(), recordings=[recorded(10)], gpus=[gpu]))
     (red, *_) = [item for item in words if not item.verdict.live]
     assert red.at <= 20 + 30
@@ -330,7 +332,7 @@ def test_a_life() -> None:
     def loads(at_s: float) -> Any:
         if at_s >= 40:
             return well(at_s)
-        return look(at_s, pulses=(beat("api"), beat("engine")))
+        return look(at_s, heartbeats=(beat("api"), beat("engine")))
 
     words = published(Scene(loads))
     assert at(words, 30) == ProbeResult(

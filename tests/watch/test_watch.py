@@ -50,20 +50,20 @@ Look_ = Callable[[float], ServerSample]
 
 def beat(role: str, **fields: Any) -> ProcessHeartbeat:
     shown = Heartbeat(monotonic=1.0, sequence=1, pid=PIDS[role], start_ticks=1, role=role, **fields)
-    return ProcessHeartbeat(role=role, pid=PIDS[role], age_s=0.5, beat=shown)
+    return ProcessHeartbeat(role=role, pid=PIDS[role], age_s=0.5, heartbeat=shown)
 
 
 def look(at_s: float, still_s: float = 0.0, **fields: Any) -> ServerSample:
     waiting = 1 if still_s else 0
     pulses = (
-        beat("api", handed=waiting, loop_s=0.0),
+        beat("api", engine_requests=waiting, loop_s=0.0),
         beat("engine", running=0, waiting=waiting, still_s=still_s, current_step=7),
         beat("worker"),
     )
     states = tuple(
         ProcessState(role=role, pid=pid, create_time=1.0, state="S") for role, pid in PIDS.items()
     )
-    return ServerSample(at_s=at_s, **{"pulses": pulses, "processes": states, **fields})
+    return ServerSample(at_s=at_s, **{"heartbeats": pulses, "processes": states, **fields})
 
 
 def well(at_s: float) -> ServerSample:
@@ -77,7 +77,7 @@ def stuck(since_s: float, until_s: float = float("inf")) -> Look_:
 
 def blind(at_s: float) -> ServerSample:
     """A server without agents whose gauge says that a request runs."""
-    return look(at_s, pulses=(), metrics=Metrics(running=1, tokens=5))
+    return look(at_s, heartbeats=(), metrics=Metrics(running=1, tokens=5))
 
 
 def idle() -> StacksSnapshot:
@@ -170,7 +170,7 @@ class Scene:
             taken_at=1.0,
             vllmops="1",
             server="demo",
-            looks=(*looks, self.looks(self.time)),
+            samples=(*looks, self.looks(self.time)),
             caches=caches,
             stacks=self.stacks,
             recordings=self.recordings,
@@ -185,7 +185,7 @@ class Scene:
 
     def repair_caches(self) -> RepairReport:
         self.done.append("repair")
-        change = CacheChange(fault=CacheDefect.GHOST_KEYS, count=2)
+        change = CacheChange(defect=CacheDefect.GHOST_KEYS, count=2)
         fixed = CacheRepair(name="LRU", side="P1", changes=[change])
         process = ProcessRepair(role="engine", pid=20, dry_run=False, caches=[fixed], seconds=0.1)
         self.ghosts, self.looks = False, well
@@ -203,7 +203,7 @@ class Scene:
             action="admission",
             process="engine 20",
             subject="a",
-            seen="too large",
+            evidence="too large",
             done=True,
             did="x",
         )
@@ -229,7 +229,7 @@ def sample(*, ghosts: bool) -> CacheSample:
         name="LRU",
         digest="",
         order_only=["gone"] if ghosts else [],
-        pinned=[],
+        pinned_keys=[],
         pinned_only=[],
         entries=0,
         bytes=0,
@@ -238,8 +238,8 @@ def sample(*, ghosts: bool) -> CacheSample:
         hits=0,
         queries=0,
     )
-    process = ProcessCaches(role="engine", pid=20, parent=10, caches=[cache], unfinished=1)
-    return CacheSample(taken_at=1.0, processes=[process], silent=[], quiet=False)
+    process = ProcessCaches(role="engine", pid=20, parent=10, caches=[cache], unfinished_requests=1)
+    return CacheSample(taken_at=1.0, processes=[process], gaps=[], quiet=False)
 
 
 def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[WatchEvent]:
@@ -278,7 +278,7 @@ def test_a_stall_is_captured_told_and_told_to_be_over() -> None:
     assert (stalled.number, stalled.code, stalled.subject) == (1, "engine.no-progress", "engine 20")
     assert stalled.bundle == "bundles/1.tar.gz"
     assert "1 waiting requests, no token for" in stalled.evidence
-    assert stalled.next
+    assert stalled.next_step
     assert (stalled.server, stalled.url, stalled.model) == ("demo", "http://127.0.0.1:8000", "m")
     # With the time that the evidence took.
     assert 15 <= stalled.seconds <= 20
@@ -331,7 +331,7 @@ def test_a_full_disk_is_told_and_watching_goes_on() -> None:
     trouble, stalled, recovered = shown = watched(scene, restart=True)[:3]
     assert kinds(shown) == ["trouble", "stalled", "trouble"]
     assert "the disk is full" in trouble.text
-    assert trouble.next
+    assert trouble.next_step
     assert stalled.bundle == ""
     assert "not restarted" in recovered.text
     assert scene.done == []
@@ -459,9 +459,9 @@ def uploads(looks: Look_) -> Look_:
     """A server as elsewhere, in which at any time a slow upload has been for some seconds."""
 
     def seen(at_s: float) -> ServerSample:
-        api, *others = looks(at_s).pulses
-        taking = msgspec.structs.replace(api.beat, monotonic=at_s, rendering_s=5.0 + at_s % 4)
-        return look(at_s, pulses=(msgspec.structs.replace(api, beat=taking), *others))
+        api, *others = looks(at_s).heartbeats
+        taking = msgspec.structs.replace(api.heartbeat, monotonic=at_s, rendering_s=5.0 + at_s % 4)
+        return look(at_s, heartbeats=(msgspec.structs.replace(api, heartbeat=taking), *others))
 
     return seen
 
@@ -475,9 +475,11 @@ def test_a_stall_is_over_however_slow_the_uploads_are_that_go_on() -> None:
 
 def test_an_upload_that_began_before_a_stall_does_not_prolong_it() -> None:
     def half_open(at_s: float) -> ServerSample:
-        api, *others = stuck(20.0, until_s=50.0)(at_s).pulses
-        taking = msgspec.structs.replace(api.beat, monotonic=at_s, rendering_s=max(at_s - 19, 0))
-        return look(at_s, pulses=(msgspec.structs.replace(api, beat=taking), *others))
+        api, *others = stuck(20.0, until_s=50.0)(at_s).heartbeats
+        taking = msgspec.structs.replace(
+            api.heartbeat, monotonic=at_s, rendering_s=max(at_s - 19, 0)
+        )
+        return look(at_s, heartbeats=(msgspec.structs.replace(api, heartbeat=taking), *others))
 
     shown = watched(Scene(half_open))
     assert kinds(shown) == ["stalled", "recovered"]
@@ -489,18 +491,18 @@ def test_a_long_step_of_another_engine_does_not_prolong_a_stall() -> None:
         other = Heartbeat(
             monotonic=1.0, sequence=1, pid=21, start_ticks=1, role="engine", running=1, still_s=4.0
         )
-        pulse = ProcessHeartbeat(role="engine", pid=21, age_s=0.5, beat=other)
-        return look(at_s, pulses=(*stuck(20.0, until_s=50.0)(at_s).pulses, pulse))
+        pulse = ProcessHeartbeat(role="engine", pid=21, age_s=0.5, heartbeat=other)
+        return look(at_s, heartbeats=(*stuck(20.0, until_s=50.0)(at_s).heartbeats, pulse))
 
     assert kinds(watched(Scene(seen))) == ["stalled", "recovered"]
 
 
 def test_a_heartbeat_that_stops_during_a_stall_does_not_end_it() -> None:
     def seen(at_s: float) -> ServerSample:
-        api, engine, worker = stuck(20.0)(at_s).pulses
+        api, engine, worker = stuck(20.0)(at_s).heartbeats
         age_s = at_s - 40 if at_s > 43 else 0.5
         engine = msgspec.structs.replace(engine, age_s=age_s)
-        return look(at_s, pulses=(api, engine, worker))
+        return look(at_s, heartbeats=(api, engine, worker))
 
     assert kinds(watched(Scene(seen))) == ["stalled"]
 
@@ -513,7 +515,7 @@ def test_who_can_not_be_asked_for_a_moment_has_not_recovered() -> None:
         if not 40 <= at_s < 48:
             return shown
         states = (msgspec.structs.replace(item, state="?") for item in shown.processes)
-        return look(at_s, pulses=(), processes=tuple(states))
+        return look(at_s, heartbeats=(), processes=tuple(states))
 
     stalled, recovered = shown = watched(Scene(seen))
     assert kinds(shown) == ["stalled", "recovered"]
@@ -526,10 +528,10 @@ def test_a_request_that_is_proven_to_be_stuck_before_the_engine_is_a_stall_as_lo
 ) -> None:
     def seen(at_s: float) -> ServerSample:
         age_s = at_s - 20 if 20 <= at_s < 60 else 5.0 + at_s % 4
-        taking = beat("api", handed=0, loop_s=0.0, rendering_s=age_s).beat
+        taking = beat("api", engine_requests=0, loop_s=0.0, rendering_s=age_s).heartbeat
         taking = msgspec.structs.replace(taking, monotonic=at_s)
-        pulse = ProcessHeartbeat(role="api", pid=PIDS["api"], age_s=0.5, beat=taking)
-        return look(at_s, pulses=(pulse, *well(at_s).pulses[1:]))
+        pulse = ProcessHeartbeat(role="api", pid=PIDS["api"], age_s=0.5, heartbeat=taking)
+        return look(at_s, heartbeats=(pulse, *well(at_s).heartbeats[1:]))
 
     monkeypatch.setattr(Stall, "is_confirmed", lambda *_: True)
     stalled, recovered = shown = watched(Scene(seen), for_s=65)
@@ -540,8 +542,11 @@ def test_a_request_that_is_proven_to_be_stuck_before_the_engine_is_a_stall_as_lo
 
 def busy(at_s: float) -> ServerSample:
     """An engine that gets on."""
-    pulses = (beat("api", handed=2, loop_s=0.0), beat("engine", running=2, waiting=0, still_s=0.0))
-    return look(at_s, pulses=pulses)
+    pulses = (
+        beat("api", engine_requests=2, loop_s=0.0),
+        beat("engine", running=2, waiting=0, still_s=0.0),
+    )
+    return look(at_s, heartbeats=pulses)
 
 
 def test_a_request_that_is_lost_while_others_go_on_is_healed_without_a_stall() -> None:
@@ -555,8 +560,8 @@ def test_a_request_that_is_lost_while_others_go_on_is_healed_without_a_stall() -
     watched(scene, for_s=60, heal=True)
     assert scene.done.count("sweep") >= 4
     scene = Scene(busy)
-    scene.lost = [Outcome(action="zombies", process="engine 20", subject="a", seen="one-sided",
-                          done=False, did="x", left="it is still there")]  # fmt: skip
+    scene.lost = [Outcome(action="zombies", process="engine 20", subject="a", evidence="one-sided",
+                          done=False, did="x", reason="it is still there")]  # fmt: skip
     shown = watched(scene, for_s=3600, heal=True)
     assert set(kinds(shown)) == {"healed"}
     assert len(shown) < 10  # what can't be healed is not told again and again
@@ -639,12 +644,12 @@ def mute(since_s: float, until_s: float, waited: float) -> Look_:
     def seen(at_s: float) -> ServerSample:
         late_s = at_s - since_s if since_s <= at_s < until_s else 0.5
         found = look(at_s)
-        pulses = (msgspec.structs.replace(found.pulses[0], age_s=late_s), *found.pulses[1:])
+        pulses = (msgspec.structs.replace(found.heartbeats[0], age_s=late_s), *found.heartbeats[1:])
         states = tuple(
             msgspec.structs.replace(state, main=ThreadTimeslices(0.0, waited * at_s, 0))
             for state in found.processes
         )
-        return msgspec.structs.replace(found, pulses=pulses, processes=states)
+        return msgspec.structs.replace(found, heartbeats=pulses, processes=states)
 
     return seen
 
@@ -664,8 +669,8 @@ def test_a_heartbeat_that_is_late_is_no_proof(until_s: float, waited: float, tol
 def test_doubts_cost_no_more_than_a_look_a_minute() -> None:
     # Each time another request is the oldest, and stays for a while.
     def slow(at_s: float) -> ServerSample:
-        api = beat("api", handed=0, loop_s=0.0, rendering_s=8.0 + at_s % 20)
-        return look(at_s, pulses=(api, beat("engine", running=0, waiting=0, still_s=0.0)))
+        api = beat("api", engine_requests=0, loop_s=0.0, rendering_s=8.0 + at_s % 20)
+        return look(at_s, heartbeats=(api, beat("engine", running=0, waiting=0, still_s=0.0)))
 
     scene = Scene(slow, takes_s=1.0)
     assert watched(scene, for_s=600) == []
@@ -733,7 +738,7 @@ def test_a_stall_that_a_restart_ends_is_not_told_to_recover() -> None:
 
 
 def test_whoever_watches_was_suspended() -> None:
-    scene = Scene(lambda at_s: look(at_s, pulses=HANDED if at_s < 8 or at_s > 60 else CALM))
+    scene = Scene(lambda at_s: look(at_s, heartbeats=HANDED if at_s < 8 or at_s > 60 else CALM))
     wait = scene.pass_
 
     def sleepy(seconds: float) -> None:
@@ -745,8 +750,8 @@ def test_whoever_watches_was_suspended() -> None:
     assert not [at for at in scene.captured if at < 70]
 
 
-CALM = (beat("api", handed=0), beat("engine", running=0, waiting=0, still_s=0.0))
-HANDED = (beat("api", handed=2), beat("engine", running=0, waiting=0, still_s=0.0))
+CALM = (beat("api", engine_requests=0), beat("engine", running=0, waiting=0, still_s=0.0))
+HANDED = (beat("api", engine_requests=2), beat("engine", running=0, waiting=0, still_s=0.0))
 
 
 def test_it_can_be_stopped_at_any_time() -> None:

@@ -33,7 +33,7 @@ class Admin:
     def send_request(self, *_: Any) -> httpx.Response:
         if self.code:
             raise VllmopsError(self.code, "no answer")
-        members = ServerProcesses(vllmops="1", node="far", processes=(API,), pulses=())
+        members = ServerProcesses(vllmops="1", node="far", processes=(API,), heartbeats=())
         return httpx.Response(200, content=msgspec.json.encode(members))
 
 

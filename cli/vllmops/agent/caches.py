@@ -60,10 +60,10 @@ def observe_caches(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
         **make_process_fields(),
         caches=caches,
         setup=find_cache_setup(),
-        unfinished=state.unfinished,
+        unfinished_requests=state.unfinished_requests,
         step=state.current_step,
         in_flight=traffic.in_flight,
-        started=traffic.started,
+        started_requests=traffic.started_requests,
         problems=problems,
     )
 
@@ -152,10 +152,10 @@ def observe_lru_cache(holder: Any, *, keys: bool = False) -> LruCache:
         sizes=list(map(sizes.get, order)) if keys else None,
         # While requests are in flight the sides are not compared, and the digest costs time.
         digest="" if engine.is_busy() else hash_key_order(order),
-        oldest=order[0] if order else None,
-        newest=order[-1] if order else None,
+        oldest_key=order[0] if order else None,
+        newest_key=order[-1] if order else None,
         **differences,
-        pinned=pinned,
+        pinned_keys=pinned,
         pinned_only=sorted(set(pinned).difference(data)) if pinned else [],
         entries=len(data),
         bytes=own["_Cache__currsize"],
@@ -214,9 +214,9 @@ def observe_shm_cache(holder: Any) -> ShmCache:
         **{name: getattr(reader, name) for name in BOTH_SIDES},
         keys=list(by_key),
         bytes=buffer["data_buffer_end"] - buffer["data_buffer_start"],
-        unpaired=sorted(set(unpaired)),
-        unflagged=sorted(by_id.keys() ^ set(flags)),
-        unmapped=sorted(by_id.keys() ^ set(places)),
+        unpaired_keys=sorted(set(unpaired)),
+        unflagged_ids=sorted(by_id.keys() ^ set(flags)),
+        unmapped_ids=sorted(by_id.keys() ^ set(places)),
         without_updates=sorted(by_key.keys() - set(updates)),
         hits=own["_hits"],
         queries=own["_total"],
@@ -258,7 +258,7 @@ def observe_encoder_cache(scheduler: Any) -> EncoderCache | EncoderDecoderCache 
         slots=own["cache_size"],
         free_slots=own["num_free_slots"],
         freeable_slots=own["num_freeable_slots"],
-        cached=cached,
+        requests_by_key=cached,
         slots_by_key=None if embeds is None else by_key,
         freeable=freeable,
         inputs=None
@@ -268,7 +268,7 @@ def observe_encoder_cache(scheduler: Any) -> EncoderCache | EncoderDecoderCache 
             for name, held in zip(holders, numbers, strict=True)
             if name in requests
         },
-        strangers=sorted({name for ids in cached.values() for name in ids} - known),
+        unknown_requests=sorted({name for ids in cached.values() for name in ids} - known),
     )
 
 

@@ -133,11 +133,15 @@ def compare_caches(request: CompareRequest) -> CacheComparison:
         waited = time.monotonic() - began
         looks.append(observe_both_sides(client, loop, deadline))
     except TimeoutError:
-        return CacheComparison(looks=looks)
+        return CacheComparison(samples=looks)
     after = caches.observe_caches(keys=True)
     time.sleep(POLL_S)
     return CacheComparison(
-        looks=looks, after=after, end=caches.observe_caches(), settled=settled, waited_s=waited
+        samples=looks,
+        front_after=after,
+        end=caches.observe_caches(),
+        settled=settled,
+        waited_s=waited,
     )
 
 
@@ -171,7 +175,7 @@ def observe_both_sides(
     return ComparisonSample(
         front=front,
         engines=[DECODER.decode(answer) for answer in answers if isinstance(answer, bytes)],
-        handed=handed,
+        engine_requests=handed,
         rendering=rendering,
         problems=[answer for answer in answers if isinstance(answer, str)],
     )

@@ -30,7 +30,7 @@ def observe_engine() -> EngineState:
     return EngineState(
         running=running,
         waiting=waiting,
-        unfinished=read_or_none(lambda: len(scheduler.requests)),
+        unfinished_requests=read_or_none(lambda: len(scheduler.requests)),
         current_step=find_current_step(scheduler),
         pause_state=read_or_none(lambda: str(scheduler.pause_state.name).lower()),
         sleeping=read_or_none(lambda: executor and bool(executor.is_sleeping)),
@@ -49,8 +49,8 @@ class ProgressTracker:
     """
 
     def __init__(self) -> None:
-        self.seen: object = None
-        self.since = 0.0
+        self.last_progress: object = None
+        self.unchanged_since = 0.0
         self.pending = False
         # By id: a running request's computed tokens, and since when it has had them.
         self.requests: dict[str, tuple[int, float]] = {}
@@ -79,10 +79,10 @@ class ProgressTracker:
         listening = read_or_none(lambda: int(scheduler.num_waiting_for_streaming_input)) or 0
         pending = (running or 0) + (waiting or 0) > listening
         waits = pending and not is_paused_or_asleep(scheduler)
-        if seen != self.seen or not (waits and self.pending):
-            self.seen, self.since = seen, now
+        if seen != self.last_progress or not (waits and self.pending):
+            self.last_progress, self.unchanged_since = seen, now
         self.pending = waits
-        return find_current_step(scheduler), running, waiting, now - self.since
+        return find_current_step(scheduler), running, waiting, now - self.unchanged_since
 
     def measure_stall_s(self, request: Any, now: float) -> float | None:
         """For how many seconds a running request has made no progress; None if unknown."""
@@ -99,7 +99,7 @@ class EventLoopMonitor:
     """Whether an API server's event loop runs, checked with each heartbeat."""
 
     def __init__(self) -> None:
-        self.asked: float | None = None
+        self.scheduled_at: float | None = None
 
     def measure_blocked_s(self, now: float) -> float | None:
         """For how many seconds it has run nothing; None if this process is no API server.
@@ -107,19 +107,19 @@ class EventLoopMonitor:
         Args:
             now: monotonic, in seconds.
         """
-        asked = self.asked
+        asked = self.scheduled_at
         try:
             _, loop = require_front_end()
             if asked is None:
-                self.asked = now  # before `note_iteration` can run
+                self.scheduled_at = now  # before `note_iteration` can run
                 loop.call_soon_threadsafe(self.note_iteration)
         except RuntimeError:  # there is none, or it is closed
-            self.asked = None
+            self.scheduled_at = None
             return None
         return 0.0 if asked is None else now - asked
 
     def note_iteration(self) -> None:
-        self.asked = None
+        self.scheduled_at = None
 
 
 def is_paused_or_asleep(scheduler: Any) -> bool:
@@ -178,8 +178,8 @@ def observe_traffic() -> Traffic:
         return Traffic()
     return Traffic(
         in_flight=gate.in_flight,
-        handed=count_handed_requests(),
-        started=gate.started,
+        engine_requests=count_handed_requests(),
+        started_requests=gate.started_requests,
         draining=gate.is_closed,
         serves=handover.is_accepting_connections(),
     )
@@ -187,7 +187,7 @@ def observe_traffic() -> Traffic:
 
 def is_busy() -> bool:
     """Whether this process knows of requests in flight."""
-    return bool(observe_traffic().in_flight or observe_engine().unfinished)
+    return bool(observe_traffic().in_flight or observe_engine().unfinished_requests)
 
 
 def require_front_end() -> tuple[Any, asyncio.AbstractEventLoop]:

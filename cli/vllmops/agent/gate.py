@@ -37,7 +37,7 @@ class Arrival:
     """A request in flight.
 
     Args:
-        at: when it arrived, monotonic, in seconds.
+        arrived_at: when it arrived, monotonic, in seconds.
         rendering: whether it has not reached the engine yet.
         scope: of ASGI; None if unknown.
         task: that answers it; None if unknown.
@@ -45,10 +45,10 @@ class Arrival:
         cut: whether nothing else that the application says reaches the client.
     """
 
-    __slots__ = ("answer", "at", "cut", "rendering", "scope", "task")
+    __slots__ = ("answer", "arrived_at", "cut", "rendering", "scope", "task")
 
     def __init__(self, at: float, *, rendering: bool, scope: Scope | None = None) -> None:
-        self.at = at
+        self.arrived_at = at
         self.rendering = rendering
         self.scope = scope
         self.task: asyncio.Task[Any] | None = None
@@ -58,7 +58,7 @@ class Arrival:
     @property
     def has_known_age(self) -> bool:
         """Whether its age is known."""
-        return self.at < math.inf
+        return self.arrived_at < math.inf
 
     @property
     def route(self) -> str | None:
@@ -79,7 +79,7 @@ class Gate:
 
     Args:
         arrivals: requests in flight.
-        started: requests so far.
+        started_requests: requests so far.
         draining: whether new requests are refused until an operator resumes the server.
         rerun: whether the server is about to start again, and then runs its background responses.
         leaving: whether each answer asks its client for a new connection: another process takes it.
@@ -90,7 +90,7 @@ class Gate:
     """
 
     arrivals: set[Arrival] = field(default_factory=set)
-    started: int = 0
+    started_requests: int = 0
     draining: bool = False
     rerun: bool = False
     leaving: bool = False
@@ -154,7 +154,9 @@ class Gate:
 
     def measure_rendering_s(self, now: float) -> float:
         """Seconds since the oldest HTTP request arrived that has not reached the engine."""
-        return max(0.0, now - min((arrival.at for arrival in self.rendering_requests), default=now))
+        return max(
+            0.0, now - min((arrival.arrived_at for arrival in self.rendering_requests), default=now)
+        )
 
 
 gate = Gate()
@@ -202,7 +204,7 @@ def hook_fastapi(module: ModuleType) -> None:
                 await send(message)
 
         arrival.task = asyncio.current_task()
-        gate.started += 1
+        gate.started_requests += 1
         gate.arrivals.add(arrival)
         try:
             await call(self, scope, receive, send_unless_cut)
@@ -232,7 +234,7 @@ def count_websocket_request(scope: Scope, *, rendering: bool) -> Iterator[Arriva
     arrival = Arrival(monotonic(), rendering=rendering, scope=scope)
     arrival.task = asyncio.current_task()
     _current.set(arrival)
-    gate.started += 1
+    gate.started_requests += 1
     gate.arrivals.add(arrival)
     try:
         yield arrival

@@ -25,14 +25,14 @@ class HeartbeatWriter:
 
     Args:
         path: the file; an existing one is overwritten.
-        beat: what to write, given the sequence number and the monotonic time in seconds.
+        make_heartbeat: what to write, given the sequence number and the monotonic time in seconds.
     """
 
     def __init__(self, path: Path, beat: Callable[[int, float], Heartbeat]) -> None:
         self.path = path
-        self.beat = beat
+        self.make_heartbeat = beat
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        self.stopped = threading.Event()
+        self.stop_requested = threading.Event()
         self.reporter = ErrorReporter(
             f"the heartbeat can't be written to {path}: vllmops shows this process as stuck",
             log.warning,
@@ -44,17 +44,17 @@ class HeartbeatWriter:
 
     def run_until_stopped(self) -> None:
         sequence = 0
-        while not self.stopped.wait(BEAT_INTERVAL_S):
+        while not self.stop_requested.wait(BEAT_INTERVAL_S):
             sequence += 1
             self.write_heartbeat(sequence)
 
     def write_heartbeat(self, sequence: int) -> None:
         # An error must not end the thread: the next write may succeed.
         try:
-            beat = self.beat(sequence, time.monotonic())
+            beat = self.make_heartbeat(sequence, time.monotonic())
             record = encode_json(beat)
             if len(record) > BEAT_BYTES:
-                record = encode_json(msgspec.structs.replace(beat, oldest=""))
+                record = encode_json(msgspec.structs.replace(beat, oldest_request_id=""))
             if len(record) > BEAT_BYTES:
                 # Nobody could read a part of it.
                 raise ValueError(f"a record of {len(record)} bytes is too long")
@@ -63,4 +63,4 @@ class HeartbeatWriter:
             self.reporter.report(error)
 
     def stop(self) -> None:
-        self.stopped.set()
+        self.stop_requested.set()

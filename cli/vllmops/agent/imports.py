@@ -18,12 +18,12 @@ class ImportWatcher:
     """A meta path finder that calls functions after a watched module has run."""
 
     def __init__(self) -> None:
-        self.acts: dict[str, list[Act]] = {}
+        self.callbacks: dict[str, list[Act]] = {}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self.acts:
+        if name not in self.callbacks:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
@@ -32,7 +32,7 @@ class ImportWatcher:
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            for act in self.acts.pop(name, ()):
+            for act in self.callbacks.pop(name, ()):
                 act(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -53,7 +53,7 @@ def when_imported(name: str, act: Act) -> None:
     if module is not None:
         act(module)
         return
-    _watcher.acts.setdefault(name, []).append(act)
+    _watcher.callbacks.setdefault(name, []).append(act)
     if _watcher not in sys.meta_path:
         # vLLM's modules are plain files, which the path finder would have found anyway.
         sys.meta_path.insert(0, _watcher)

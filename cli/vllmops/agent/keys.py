@@ -44,11 +44,11 @@ class KeyHolder:
 
     def __init__(self, source: file.KeyringSource) -> None:
         self.source = source
-        self.ring: KeyRing | None = None
+        self.keyring: KeyRing | None = None
         self.loaded_at: float | None = None
         self.problem = ""
         self.reload = False
-        self.seen: tuple[int, ...] | None = None
+        self.last_fingerprint: tuple[int, ...] | None = None
         self.checking = threading.Lock()
 
     def follow_file(self) -> None:
@@ -65,12 +65,12 @@ class KeyHolder:
         with self.checking:
             try:
                 mark = self.read_fingerprint()
-                if mark != self.seen or mark is None or reload or self.reload:
+                if mark != self.last_fingerprint or mark is None or reload or self.reload:
                     self.reload = False
                     self.replace_keyring(self.source.load())
-                self.seen, self.problem = mark, ""
+                self.last_fingerprint, self.problem = mark, ""
             except Exception as error:
-                self.seen = None
+                self.last_fingerprint = None
                 self.report_error(error)
 
     def read_fingerprint(self) -> tuple[int, ...] | None:
@@ -84,20 +84,20 @@ class KeyHolder:
         return at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns
 
     def replace_keyring(self, ring: KeyRing) -> None:
-        if ring != self.ring:
+        if ring != self.keyring:
             log.info("vllmops: keys loaded: %s", format_kids(ring.keys) or "none")
             self.loaded_at = time.time()
-        self.ring = ring
+        self.keyring = ring
 
     def report_error(self, error: Exception) -> None:
         problem = f"{type(error).__name__}: {error}"
         if isinstance(error, VllmopsError):
-            if error.code == "keys.no-ring" and self.ring is None:
+            if error.code == "keys.no-ring" and self.keyring is None:
                 self.problem = ""  # a server without keys needs no file
                 return
             problem = f"{error.message}; hint: {error.hint}"
         if problem != self.problem:
-            effect = "the keys loaded before stay in use" if self.ring else "no keys are loaded"
+            effect = "the keys loaded before stay in use" if self.keyring else "no keys are loaded"
             log.warning("vllmops: keys: %s; %s", problem, effect)
         self.problem = problem
 
@@ -132,7 +132,7 @@ def start_key_holder() -> None:
 
 def get_keyring() -> KeyRing | None:
     """The keys that seal and open carriers now; None if this process has none."""
-    return _holder.ring if _holder else None
+    return _holder.keyring if _holder else None
 
 
 def observe_keys(*, reload: bool = False) -> ProcessKeys:
@@ -151,7 +151,9 @@ def observe_keys(*, reload: bool = False) -> ProcessKeys:
         **make_process_fields(),
         keyring=None if path is None else str(path),
         source="environment" if path is None else "file",
-        keys=tuple(key.without_secret() for key in (_holder.ring.keys if _holder.ring else ())),
+        keys=tuple(
+            key.without_secret() for key in (_holder.keyring.keys if _holder.keyring else ())
+        ),
         loaded_at=_holder.loaded_at,
         problem=_holder.problem,
     )

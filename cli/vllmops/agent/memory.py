@@ -38,7 +38,7 @@ def observe_memory() -> AgentMemory:
         caches=tuple(held),
         gc=list_gc_generations(),
         store=read_or_report("the size of the Responses store", count_store_entries),
-        unfinished=engine.observe_engine().unfinished,
+        unfinished_requests=engine.observe_engine().unfinished_requests,
         in_flight=engine.observe_traffic().in_flight,
         problems=tuple(problems),
     )
@@ -56,7 +56,9 @@ def count_live_requests() -> RequestCounts | None:
     else:
         finished = sum(is_released(request, known) for request in objects.list_objects("request"))
     late_s = round(since - create_time(), 1)
-    return RequestCounts(alive=alive, finished_alive=finished, known=len(known), late_s=late_s)
+    return RequestCounts(
+        alive_requests=alive, finished_alive=finished, known_requests=len(known), late_s=late_s
+    )
 
 
 def is_released(request: Any, known: dict[str, Any]) -> bool:
@@ -87,7 +89,7 @@ def measure_multimodal_cache(holder: Any) -> CacheUsage | None:
             entries=len(cache._Cache__data),
             bytes=int(cache._Cache__currsize),
             # The front end's mirror holds only the sizes.
-            here=kind != "mm-lru" or caches.find_cache_side(holder) == "P1",
+            is_own_memory=kind != "mm-lru" or caches.find_cache_side(holder) == "P1",
         )
     if "_shm_cache" in own:
         storage = holder._shm_cache
@@ -125,14 +127,16 @@ def measure_encoder_outputs(worker: Any) -> CacheUsage | None:
         name=cache.name,
         entries=len(cache.keys),
         bytes=cache.bytes,
-        here=cache.device == "cpu",
+        is_own_memory=cache.device == "cpu",
     )
 
 
 def list_gc_generations() -> tuple[GcGeneration, ...]:
     """The figures of the garbage collector."""
     return tuple(
-        GcGeneration(count=count, collections=stats["collections"], collected=stats["collected"])
+        GcGeneration(
+            count=count, collections=stats["collections"], collected_objects=stats["collected"]
+        )
         for count, stats in zip(gc.get_count(), gc.get_stats(), strict=True)
     )
 

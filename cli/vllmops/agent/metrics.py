@@ -46,7 +46,7 @@ class ForwardedAgent:
     """
 
     def __init__(self, process: ServerProcess) -> None:
-        self.at = f"{process.pid}{process.at and '@'}{process.at}"
+        self.pid_and_address = f"{process.pid}{process.node_address and '@'}{process.node_address}"
 
     def fetch_answer(self, method: str, path: str, kind: type[Any]) -> Any:
         """What it answers; raises VllmopsError."""
@@ -54,12 +54,14 @@ class ForwardedAgent:
         from . import remote  # noqa: PLC0415
 
         try:
-            status, content = remote.forward_to_agent(method, self.at + path, None, TIMEOUT_S)
+            status, content = remote.forward_to_agent(
+                method, self.pid_and_address + path, None, TIMEOUT_S
+            )
         except remote.NO_ANSWER as error:
             raise VllmopsError("agent.broken", str(error)) from error
         if status != remote.OK:
             raise VllmopsError("agent.broken", f"it answered {status} to {path}")
-        return agent.decode_answer(f"the agent of pid {self.at}", content, kind)
+        return agent.decode_answer(f"the agent of pid {self.pid_and_address}", content, kind)
 
 
 class StoreUsageCounter:
@@ -69,7 +71,7 @@ class StoreUsageCounter:
         self.counting: Future[StoreStats] | None = None
         self.due = 0.0
         self.began = 0.0
-        self.last: StoreUsage | None = None
+        self.last_usage: StoreUsage | None = None
 
     def poll_usage(self) -> StoreUsage | None:
         """What was counted last; never waits."""
@@ -79,7 +81,7 @@ class StoreUsageCounter:
             counting, self.counting = self.counting, None
             self.due = now + max(STORE_S, (now - self.began) / STORE_SHARE)
             failed = store is None or counting.exception()
-            self.last = None if failed else make_store_use(store, counting.result())
+            self.last_usage = None if failed else make_store_use(store, counting.result())
         if store is not None and self.counting is None and now >= self.due:
             from ..store.backend import EVERYBODY  # noqa: PLC0415
             from ..store.store import ResponseStore  # noqa: PLC0415
@@ -89,10 +91,10 @@ class StoreUsageCounter:
             try:
                 _, loop = engine.require_front_end()
             except RuntimeError:  # not up yet
-                return self.last
+                return self.last_usage
             self.began = now
             self.counting = asyncio.run_coroutine_threadsafe(store.collect_stats(EVERYBODY), loop)
-        return self.last
+        return self.last_usage
 
 
 def make_store_use(store: ResponseStore, found: StoreStats) -> StoreUsage:
@@ -140,7 +142,7 @@ def make_server_observer() -> Callable[[], tuple[MetricsSnapshot, int]]:
         found = remote.observe_server_processes()
         seen = ServerSample(
             at_s=time.monotonic(),
-            pulses=found.pulses,
+            heartbeats=found.heartbeats,
             processes=found.processes,
             compilers=found.compilers,
         )

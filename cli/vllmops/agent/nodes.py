@@ -121,9 +121,9 @@ class NodeServer(DaemonThreadingMixIn, TCPServer):
         self.reporter = reporter
         self.token = token
         self.respond = respond
-        self.seats = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self.connection_slots = threading.BoundedSemaphore(MOST_AT_ONCE)
         self.lock = threading.Lock()
-        self.strangers: dict[socket.socket, None] = {}
+        self.unverified_connections: dict[socket.socket, None] = {}
         if socket.has_dualstack_ipv6():
             self.address_family = socket.AF_INET6
         super().__init__(("", port), NodeHandler)
@@ -135,10 +135,10 @@ class NodeServer(DaemonThreadingMixIn, TCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         with self.lock:
-            self.strangers[request] = None
-            if len(self.strangers) > MOST_AT_ONCE:
-                oldest = next(iter(self.strangers))
-                del self.strangers[oldest]
+            self.unverified_connections[request] = None
+            if len(self.unverified_connections) > MOST_AT_ONCE:
+                oldest = next(iter(self.unverified_connections))
+                del self.unverified_connections[oldest]
                 with suppress(OSError):  # its other end has gone
                     # Not the method of TLS, which forgets the encryption at once.
                     socket.socket.shutdown(oldest, socket.SHUT_RDWR)
@@ -151,26 +151,26 @@ class NodeServer(DaemonThreadingMixIn, TCPServer):
         made = make_tls_context(admin_token.read_admin_token(self.token), server=True)
         request.settimeout(HANDSHAKE_S)
         with self.lock:
-            if request not in self.strangers:
+            if request not in self.unverified_connections:
                 return  # it was the oldest
-            del self.strangers[request]
+            del self.unverified_connections[request]
             secured = made.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
-            self.strangers[secured] = None
+            self.unverified_connections[secured] = None
         with secured:
             try:
                 secured.do_handshake()
             finally:
                 with self.lock:  # another connection may get the descriptor
-                    self.strangers.pop(secured, None)
-            if self.seats.acquire(blocking=False):
+                    self.unverified_connections.pop(secured, None)
+            if self.connection_slots.acquire(blocking=False):
                 try:
                     super().finish_request(secured, client_address)
                 finally:
-                    self.seats.release()
+                    self.connection_slots.release()
 
     def close_request(self, request: Any) -> None:
         with self.lock:
-            self.strangers.pop(request, None)
+            self.unverified_connections.pop(request, None)
             super().close_request(request)
 
 

@@ -104,18 +104,20 @@ class StepRecorder:
         os.pwrite(fd, msgspec.json.encode(self.head).ljust(steps.HEAD_BYTES), 0)
         self.reporter = ErrorReporter("the engine's steps can't be recorded", log.warning)
         self.run: StepAccumulator | None = None
-        self.open: dict[int, StepAccumulator] = {}
-        self.late: StepAccumulator | None = None  # its end is not written
-        self.later: StepAccumulator | None = None  # the same at the heartbeat before
+        self.open_steps: dict[int, StepAccumulator] = {}
+        self.unwritten_steps: StepAccumulator | None = None  # its end is not written
+        self.previous_unwritten_steps: StepAccumulator | None = (
+            None  # the same at the heartbeat before
+        )
         self.turn = threading.Lock()
         # What the heartbeat's thread is to write; None where the engine's does.
-        self.aside: Aside | None = (
+        self.queued_writes: Aside | None = (
             None if is_local_filesystem(directory) else Aside(maxlen=steps.SLOTS)
         )
 
     def begin_step(self, scheduler: Any) -> StepAccumulator:
         """A step begins: it is about to be scheduled."""
-        now, run, late = monotonic(), self.run, self.late
+        now, run, late = monotonic(), self.run, self.unwritten_steps
         if run is None or now - run.began >= SHARED_S:
             sequence = 0 if run is None else run.sequence + 1
             number = getattr(scheduler, "current_step", sequence) + 1
@@ -129,7 +131,7 @@ class StepRecorder:
         else:
             self.write_record(pack_record(late), late.offset)
             self.write_record(pack_record(run), run.offset)
-        self.late = None
+        self.unwritten_steps = None
         return run
 
     def record_schedule(self, run: StepAccumulator, scheduler: Any, output: Any) -> None:
@@ -141,14 +143,14 @@ class StepRecorder:
             run.kv_cache_usage = max(run.kv_cache_usage or 0.0, usage)
         run.phase = EXECUTING
         run.running, run.waiting, run.deferred = count_requests_by_state(scheduler)
-        self.open[id(output)] = run
-        if len(self.open) > OPEN:
-            del self.open[next(iter(self.open))]
+        self.open_steps[id(output)] = run
+        if len(self.open_steps) > OPEN:
+            del self.open_steps[next(iter(self.open_steps))]
         self.write_record(pack_record(run), run.offset)
 
     def end_step(self, scheduler: Any, output: Any) -> None:
         """A step's output has been taken."""
-        run = self.open.pop(id(output), None)
+        run = self.open_steps.pop(id(output), None)
         if run is None:
             return  # it began before the hooks were there
         run.seconds = monotonic() - run.began
@@ -156,28 +158,28 @@ class StepRecorder:
         if run.ended == run.steps:
             run.phase = ENDED
         run.running, run.waiting, run.deferred = count_requests_by_state(scheduler)
-        if self.late is not None and self.late is not run:
-            self.write_record(pack_record(self.late), self.late.offset)
-        self.late = run
-        if not (run.running or run.waiting or self.open):
+        if self.unwritten_steps is not None and self.unwritten_steps is not run:
+            self.write_record(pack_record(self.unwritten_steps), self.unwritten_steps.offset)
+        self.unwritten_steps = run
+        if not (run.running or run.waiting or self.open_steps):
             self.write_record(pack_record(run), run.offset)
-            self.late = None
+            self.unwritten_steps = None
 
     def flush_pending(self) -> None:
         """Write such an end where no step has begun since the last heartbeat.
 
         Called by another thread, so it changes nothing that the engine's uses.
         """
-        late = self.late
-        if late is not None and late is self.later:
+        late = self.unwritten_steps
+        if late is not None and late is self.previous_unwritten_steps:
             self.write_record(pack_record(late), late.offset)
-        self.later = late
+        self.previous_unwritten_steps = late
         if not self.turn.acquire(blocking=False):
             return  # another thread writes
         try:
-            while self.aside:
-                os.pwrite(self.fd, *self.aside[0])  # lets go of the GIL
-                self.aside.popleft()
+            while self.queued_writes:
+                os.pwrite(self.fd, *self.queued_writes[0])  # lets go of the GIL
+                self.queued_writes.popleft()
         except OSError as error:
             self.reporter.report(error)
         finally:
@@ -186,22 +188,22 @@ class StepRecorder:
     def read_content(self) -> bytes:
         """Of the file, with what is not written yet."""
         found = bytearray(read_private_file(self.path, None, steps.FILE_BYTES))
-        for content, offset in tuple(self.aside or ()):
+        for content, offset in tuple(self.queued_writes or ()):
             found[offset : offset + len(content)] = content
-        if late := self.late:
+        if late := self.unwritten_steps:
             found[late.offset : late.offset + SIZE] = pack_record(late)
         return bytes(found)
 
     def write_record(self, content: bytes, offset: int) -> None:
-        if self.aside is not None:
-            self.aside.append((content, offset))
+        if self.queued_writes is not None:
+            self.queued_writes.append((content, offset))
             return
         began = monotonic()
         if _pwrite(self.fd, content, len(content), offset) < 0:
             number = ctypes.get_errno()
             self.reporter.report(OSError(number, os.strerror(number)))
         if (took_s := monotonic() - began) > SLOW_S:
-            self.aside = Aside(maxlen=steps.SLOTS)
+            self.queued_writes = Aside(maxlen=steps.SLOTS)
             log.warning(
                 "vllmops: the engine's steps are written once a second from now on: a write to %s "
                 "took %.1f s",

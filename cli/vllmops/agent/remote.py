@@ -101,12 +101,12 @@ class LocalProcesses:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.tree: tuple[Process, ...] = ()
-        self.at = -FRESH_S
+        self.listed_at = -FRESH_S
 
     def list_processes(self) -> tuple[Process, ...]:
         """Its processes, root first; Ray's actors and headless engines are among them."""
         with self.lock:
-            if time.monotonic() - self.at > FRESH_S:
+            if time.monotonic() - self.listed_at > FRESH_S:
                 table = processes.read_process_table()
                 if detect_role() == "api":
                     tree = processes.build_process_tree(table, [find_root_pid(os.getpid())])
@@ -115,7 +115,7 @@ class LocalProcesses:
                     self.tree = membership.collect_server_processes(
                         table, find_standing().servers, os.geteuid()
                     )
-                self.at = time.monotonic()
+                self.listed_at = time.monotonic()
             return self.tree
 
     def find_process(self, pid: int) -> Process | None:
@@ -138,12 +138,12 @@ def observe_node_processes() -> ServerProcesses:
         node=os.uname().nodename,
         model=find_option(arguments, "--model") or (None if first.startswith("-") else first),
         processes=tuple(map(export_process, local)),
-        pulses=tuple(
+        heartbeats=tuple(
             ProcessHeartbeat(
                 **agent.get_process_fields(process),
                 pid=process.pid,
                 age_s=pulse.age_s,
-                beat=pulse.beat,
+                heartbeat=pulse.heartbeat,
             )
             for process, pulse in beats.items()
             if pulse
@@ -175,9 +175,9 @@ class RemoteNode:
         self.token = token
         self.servers: list[str] = []
         self.members: ServerProcesses | None = None
-        self.why = ""  # it does not answer, in words
-        self.refused = False  # so the host is there, and its agents are not
-        self.asked = -AGAIN_S
+        self.no_answer_reason = ""  # it does not answer, in words
+        self.has_refused = False  # so the host is there, and its agents are not
+        self.last_request_at = -AGAIN_S
 
     def make_gap(self, why: str) -> NodeGap:
         return NodeGap(self.address, self.members.node if self.members else "", why)
@@ -185,7 +185,9 @@ class RemoteNode:
     def refresh_processes(self, servers: list[str]) -> None:
         """Ask what it has; not again right after it did not answer."""
         self.servers = servers
-        if time.monotonic() - self.asked < (AGAIN_S if self.why else FRESH_S):
+        if time.monotonic() - self.last_request_at < (
+            AGAIN_S if self.no_answer_reason else FRESH_S
+        ):
             return
         try:
             status, content = self.send_request("GET", PROCESSES, None, NODE_S)
@@ -194,13 +196,13 @@ class RemoteNode:
             self.members = agent.decode_answer(
                 f"the agent of {self.address}", content, ServerProcesses
             )
-            self.why, self.refused = "", False
+            self.no_answer_reason, self.has_refused = "", False
         except (VllmopsError, *NO_ANSWER, *DAMAGE) as error:
-            self.why, self.refused = (
+            self.no_answer_reason, self.has_refused = (
                 explain_no_answer(error),
                 isinstance(error, ConnectionRefusedError),
             )
-        self.asked = time.monotonic()
+        self.last_request_at = time.monotonic()
 
     def send_request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
@@ -225,8 +227,8 @@ class RemoteNode:
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, bytes]:
         """What one of its processes answers; raises VllmopsError ``agent.node-lost``."""
-        if self.why and time.monotonic() - self.asked < AGAIN_S:
-            raise self.make_lost_error(self.why)
+        if self.no_answer_reason and time.monotonic() - self.last_request_at < AGAIN_S:
+            raise self.make_lost_error(self.no_answer_reason)
         try:
             return self.send_request(method, f"{PROCESSES}/{path}", body, timeout_s)
         except NO_ANSWER as error:
@@ -250,7 +252,7 @@ class RemoteNodes:
         place = os.environ.get(admin_token.PLACE)
         if not place or detect_role() != "api" or not can_span_nodes():
             return []
-        servers = sorted({one for pulse in pulses for one in pulse.beat.standing.servers})
+        servers = sorted({one for pulse in pulses for one in pulse.heartbeat.standing.servers})
         with self.lock:
             if time.monotonic() - self.learnt > LEARN_S:
                 self.learnt = time.monotonic()
@@ -268,7 +270,7 @@ class RemoteNodes:
     def find_node(self, address: str) -> RemoteNode | None:
         """The node with that address; None if it is none of this server's."""
         if address not in self.nodes:  # another API server has listed its processes
-            self.list_nodes(observe_node_processes().pulses)
+            self.list_nodes(observe_node_processes().heartbeats)
         return self.nodes.get(address)
 
     def discover_nodes(self, token: Path) -> None:
@@ -280,7 +282,7 @@ class RemoteNodes:
         kept = {
             a: node
             for a, node in self.nodes.items()
-            if a in addresses or (node.members and not node.refused)
+            if a in addresses or (node.members and not node.has_refused)
         }
         self.nodes = {a: kept.get(a) or RemoteNode(a, token) for a in {*addresses, *kept}}
 
@@ -293,11 +295,11 @@ def observe_server_processes() -> ServerProcesses:
     own = observe_node_processes()
     seen = identify_processes(own)
     names = {own.node}
-    processes_, pulses, silent = list(own.processes), list(own.pulses), list[NodeGap]()
-    for node in _afar.list_nodes(own.pulses):
+    processes_, pulses, silent = list(own.processes), list(own.heartbeats), list[NodeGap]()
+    for node in _afar.list_nodes(own.heartbeats):
         there, at = node.members, node.address
-        if node.why:
-            silent.append(node.make_gap(node.why))
+        if node.no_answer_reason:
+            silent.append(node.make_gap(node.no_answer_reason))
         if there is None or seen & (
             new := identify_processes(there)
         ):  # a node may have several addresses
@@ -305,18 +307,18 @@ def observe_server_processes() -> ServerProcesses:
         seen |= new
         name = there.node if there.node not in names else f"{there.node} ({at})"
         names.add(name)
-        state = {"state": "?"} if node.why else {}
+        state = {"state": "?"} if node.no_answer_reason else {}
         processes_ += (
-            msgspec.structs.replace(process, node=name, at=at, **state)
+            msgspec.structs.replace(process, node=name, node_address=at, **state)
             for process in there.processes
         )
-        if not node.why:
-            pulses += (msgspec.structs.replace(pulse, node=name) for pulse in there.pulses)
+        if not node.no_answer_reason:
+            pulses += (msgspec.structs.replace(pulse, node=name) for pulse in there.heartbeats)
     if has_all_ranks(processes_, pulses):
         # Who was never heard is a host of something else, as the head of Ray's cluster may be.
         silent = [node for node in silent if node.node]
     return msgspec.structs.replace(
-        own, processes=tuple(processes_), pulses=tuple(pulses), silent=tuple(silent)
+        own, processes=tuple(processes_), heartbeats=tuple(pulses), gaps=tuple(silent)
     )
 
 
@@ -324,7 +326,7 @@ def has_all_ranks(ranks: Sequence[ServerProcess], pulses: Sequence[ProcessHeartb
     """Whether all ranks of a server are there, as far as its agents know how many there are."""
     sizes = dict.fromkeys(DIMENSIONS, 1)
     for pulse in pulses:
-        for name, size in pulse.beat.standing.sizes.items():
+        for name, size in pulse.heartbeat.standing.sizes.items():
             sizes[name] = max(size, sizes.get(name, 1))
     count = math.prod(sizes.values())
     workers = {(p.dp_rank, p.tp_rank, p.pp_rank) for p in ranks if p.role == Role.WORKER}
@@ -357,7 +359,7 @@ def find_root_pid(pid: int) -> int:
     top = pid
     while pid := proc.read_parent_pid(pid):
         with suppress(OSError):
-            words = processes.read_process_entry(pid).words
+            words = processes.read_process_entry(pid).arguments
             if processes.parse_serve_arguments(words) is not None or find_title_role(words):
                 top = pid
     return top

@@ -69,11 +69,11 @@ class CacheFaults:
 
     def list_changes(self) -> list[CacheChange]:
         changes = [
-            CacheChange(fault=fault, count=len(keys), keys=[str(key) for key in keys[:SHOWN]])
+            CacheChange(defect=fault, count=len(keys), keys=[str(key) for key in keys[:SHOWN]])
             for fault, keys in self.keys.items()
         ]
         if self.excess:
-            changes.append(CacheChange(fault=CacheDefect.SIZE_SUM, count=self.excess))
+            changes.append(CacheChange(defect=CacheDefect.SIZE_SUM, count=self.excess))
         return changes
 
 
@@ -99,7 +99,7 @@ def repair_caches(request: RepairRequest) -> ProcessRepair:
             name=type(holder).__name__,
             side=find_cache_side(holder),
             changes=faults.list_changes(),
-            left=left,
+            reason=left,
         )
         repaired.append(change)
         if left is not None:

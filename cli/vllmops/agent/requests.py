@@ -73,7 +73,7 @@ def list_front_requests(client: Any) -> list[FrontRequest]:
         make_front_request(request, now, at) for request in adapter.list_front_end_requests(client)
     ]
     rendering = [
-        FrontRequest(age_s=now - arrival.at, route=arrival.route, owner=find_owner(arrival))
+        FrontRequest(age_s=now - arrival.arrived_at, route=arrival.route, owner=find_owner(arrival))
         for arrival in gate.rendering_requests
         if arrival.has_known_age
     ]
@@ -91,7 +91,9 @@ def make_front_request(request: Any, now: float, at: float) -> FrontRequest:
     arrival: Arrival | None = getattr(request.queue, ARRIVAL, None)
     stats = request.stats
     began = (
-        now - arrival.at if arrival and arrival.has_known_age else stats and at - stats.arrival_time
+        now - arrival.arrived_at
+        if arrival and arrival.has_known_age
+        else stats and at - stats.arrival_time
     )
     return FrontRequest(
         id=request.request_id,
@@ -173,7 +175,7 @@ def reveal_prompt(request: PromptRequest) -> PromptAnswer:
     if front is None:
         return PromptAnswer()
     tokens = tuple((front.prompt_token_ids or [])[:PROMPT_TOKENS])
-    return PromptAnswer(text=front.prompt, tokens=tokens, known=True)
+    return PromptAnswer(text=front.prompt, tokens=tokens, is_known=True)
 
 
 def abort_requests(request: AbortRequest) -> AbortAnswer:
@@ -187,7 +189,7 @@ def abort_requests(request: AbortRequest) -> AbortAnswer:
     ]
     if not known:
         return AbortAnswer(pid=os.getpid(), ids=[])
-    why = request.why or ABORTED
+    why = request.client_message or ABORTED
     done = asyncio.run_coroutine_threadsafe(adapter.abort_with_error(client, known, why), loop)
     try:
         done.result(request.timeout_s)

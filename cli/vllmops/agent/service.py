@@ -133,13 +133,13 @@ class DrainRequest(msgspec.Struct, frozen=True):
     """The body of ``POST /drain``.
 
     Args:
-        on: whether to refuse new requests.
+        should_drain: whether to refuse new requests.
         cut: whether to answer those in flight with 503, too.
         rerun: as in `Gate`.
         leave: whether to take no more connections: another process does.
     """
 
-    on: bool
+    should_drain: bool = msgspec.field(name="on")
     cut: bool = False
     rerun: bool = False
     leave: bool = False
@@ -168,8 +168,8 @@ class RunningAgent:
         )
         self.server = AgentServer(os.fspath(self.path), reporter)
         self.path.chmod(0o600)
-        self.heart = HeartbeatWriter(self.path.with_suffix(".beat"), make_heartbeat)
-        self.heart.start()
+        self.heartbeat_writer = HeartbeatWriter(self.path.with_suffix(".beat"), make_heartbeat)
+        self.heartbeat_writer.start()
         # Nothing calls shutdown(), so a long poll interval is fine.
         background.start_repeating_thread(
             "vllmops-agent", partial(self.server.serve_forever, 3600), reporter
@@ -178,9 +178,9 @@ class RunningAgent:
     def remove_files(self) -> None:
         """Remove the files, unless this is a forked child: they are its parent's."""
         if self.pid == os.getpid():
-            self.heart.stop()
+            self.heartbeat_writer.stop()
             recorder.flush_recording()
-            for path in (self.path, self.heart.path):
+            for path in (self.path, self.heartbeat_writer.path):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
 
@@ -188,7 +188,7 @@ class RunningAgent:
         """In a forked child: close the inherited socket, so that callers reach only the parent."""
         with suppress(OSError):
             self.server.socket.close()
-            os.close(self.heart.fd)
+            os.close(self.heartbeat_writer.fd)
 
 
 _running: RunningAgent | None = None
@@ -331,8 +331,8 @@ def make_heartbeat(sequence: int, now: float) -> Heartbeat:
         running=running,
         waiting=waiting,
         still_s=still_s,
-        handed=engine.count_handed_requests(),
-        oldest=engine.find_oldest_request_id(),
+        engine_requests=engine.count_handed_requests(),
+        oldest_request_id=engine.find_oldest_request_id(),
         rendering_s=engine.measure_rendering_s(now),
         loop_s=turns.measure_blocked_s(now),
         interrupt=event_loop.find_interrupt_signal(),
@@ -356,7 +356,7 @@ def answer_hello() -> Hello:
 
 def set_draining(request: DrainRequest) -> Traffic:
     """``POST /drain``."""
-    gate.draining, gate.rerun = request.on, request.rerun
+    gate.draining, gate.rerun = request.should_drain, request.rerun
     if request.leave:
         handover.stop_accepting_connections()
     if request.cut:

@@ -123,7 +123,7 @@ def count_response_bytes(value: Any) -> int:
         case Response():
             return len(value.body) + len(value.input)
         case StatusChange():
-            return count_response_bytes(value.now)
+            return count_response_bytes(value.response)
         case ResponsePage():
             return count_response_bytes(value.responses)
         case list():

@@ -48,12 +48,12 @@ class LimitedReader(io.RawIOBase):
 
     def __init__(self, source: gzip.GzipFile) -> None:
         self.source = source
-        self.left = LIMIT_BYTES
+        self.remaining_bytes = LIMIT_BYTES
 
     def read(self, size: int = -1, /) -> bytes:
         content = self.source.read(size)
-        self.left -= len(content)
-        if self.left < 0:
+        self.remaining_bytes -= len(content)
+        if self.remaining_bytes < 0:
             raise tarfile.TarError(f"it unfolds to more than {LIMIT_BYTES >> 20} MiB")
         return content
 

@@ -99,7 +99,7 @@ def write_bundle(
     Raises:
         VllmopsError: ``bundle.not-written``.
     """
-    redactor = Redactor(contents.known, time.monotonic() + redact_s) if redact else None
+    redactor = Redactor(contents.known_secrets, time.monotonic() + redact_s) if redact else None
     parts: dict[str, bytes] = {}
     missing = contents.missing
     # The log comes last: clients can make it long, and it must not take the time of the others.
@@ -110,7 +110,7 @@ def write_bundle(
             why = f"not redacted within {redact_s:g} s: a larger --timeout gives it more time"
             missing = [*missing, BundleGap(name, why)]
     if redactor:
-        redactor.until = math.inf  # for what the index says
+        redactor.deadline = math.inf  # for what the index says
     number = 1
     place = path
     while True:
@@ -176,7 +176,7 @@ def build_index(
             for name in order
         ),
         missing=tuple(
-            BundleGap(part.name, redactor.redact_text(part.why) if redactor else part.why)
+            BundleGap(part.name, redactor.redact_text(part.reason) if redactor else part.reason)
             for part in missing
         ),
         redactions={k: count for k, count in sorted(redactor.counts.items()) if count}
@@ -263,7 +263,7 @@ def load_bundle(path: Path) -> ServerSnapshot:
         raise archive.make_damaged_error(path, f"there is no {INDEX} in it")
     index = parse_part(path, INDEX, parts, BundleIndex)
     if "server.json" not in parts:
-        whys = [gap.why for gap in index.missing if gap.name == "server.json"]
+        whys = [gap.reason for gap in index.missing if gap.name == "server.json"]
         raise VllmopsError(
             "bundle.no-snapshot",
             f"{path} holds no snapshot of the server: {(*whys, 'the index gives no reason')[0]}",

@@ -87,7 +87,7 @@ class BundleContents:
         server: the server's name, or the pid of its first process.
         made_at: seconds since the epoch.
         findings: doctor's, worst first; None where it was not done in time.
-        known: secrets that are known by their place.
+        known_secrets: secrets that are known by their place.
         pieces: by the part's name.
         missing: what is not there, and why.
         seconds: how long it took.
@@ -97,7 +97,7 @@ class BundleContents:
     server: str
     made_at: float
     findings: tuple[Finding, ...] | None = None
-    known: list[str] = field(default_factory=list)
+    known_secrets: list[str] = field(default_factory=list)
     pieces: dict[str, UnredactedPart] = field(default_factory=dict)
     missing: list[BundleGap] = field(default_factory=list)
     seconds: float = 0.0
@@ -182,9 +182,9 @@ class BundleCollector:
         looking: at the server.
         timeout_s: seconds for everything but vLLM's collect_env, from now on.
         collect_env_s: seconds for that.
-        tell: takes what the capture waits for, in words.
+        report_progress: takes what the capture waits for, in words.
         stop: once it is set nothing is waited for any more.
-        begun: vLLM's collect_env, if it was begun before.
+        environment_task: vLLM's collect_env, if it was begun before.
     """
 
     def __init__(
@@ -196,22 +196,24 @@ class BundleCollector:
         stop: threading.Event,
         begun: ThreadTask | None = None,
     ) -> None:
-        self.begun = begun
+        self.environment_task = begun
         self.looking = looking
         self.server = looking.server
-        self.tell = tell
+        self.report_progress = tell
         self.made_at, self.began = time.time(), time.monotonic()
         self.until_looked = self.began + compute_snapshot_s(timeout_s)
-        self.until = self.began + timeout_s
+        self.deadline = self.began + timeout_s
         self.until_collected = self.began + collect_env_s
         self.stop = stop
-        self.over = False
+        self.interpreters_stopped = False
         self.tasks: dict[str, ThreadTask] = {}
         self.facts: dict[str, list[str]] = {}
         self.runs: list[interpreter.InterpreterRun] = []
         # Those that were found before one that hangs or fails count, too.
         self.secrets: list[str] = []
-        self.known = ThreadTask(lambda: self.secrets.extend(collect_server_secrets(self.server)))
+        self.secrets_task = ThreadTask(
+            lambda: self.secrets.extend(collect_server_secrets(self.server))
+        )
 
     def take_snapshot(self, *, alone: bool = False) -> ServerSnapshot:
         """Look at the server.
@@ -224,7 +226,7 @@ class BundleCollector:
         """
         looked = None
         if self.server.processes:
-            self.tell(
+            self.report_progress(
                 f"looking at {format_count(len(self.server.processes), 'process', 'processes')} "
                 "and stacks"
             )
@@ -257,10 +259,10 @@ class BundleCollector:
         if server.record:
             self.start_part("supervisor.txt", lambda: read_supervisor_log(server))
         self.start_part("configuration.json", lambda: collect_configuration(server))
-        self.start_part("versions.json", lambda: self.collect_versions(self.until))
+        self.start_part("versions.json", lambda: self.collect_versions(self.deadline))
         # The slowest runs beside, at the lowest priority: it tells nothing that changes.
-        if self.begun:
-            self.tasks["collect_env.txt"] = self.begun
+        if self.environment_task:
+            self.tasks["collect_env.txt"] = self.environment_task
         else:
             self.start_part("collect_env.txt", lambda: self.run_collect_env(self.until_collected))
 
@@ -269,16 +271,16 @@ class BundleCollector:
         self.start_remaining_parts()
         # Not before: a process that py-spy stops for a moment looks stopped here, too.
         if not self.server.fleet:
-            self.tell("reading /proc")
+            self.report_progress("reading /proc")
             for process in self.server.processes:
                 self.start_part(f"proc/{process.pid}.txt", self.make_facts_reader(process.pid))
         collect_env = self.tasks.get("collect_env.txt")
-        for task in (self.known, *self.tasks.values()):
+        for task in (self.secrets_task, *self.tasks.values()):
             if task is not collect_env:
-                self.wait_for_task(task, self.until)
+                self.wait_for_task(task, self.deadline)
         if collect_env and not collect_env.is_done and not self.stop.is_set():
             left_s = self.until_collected - time.monotonic()
-            self.tell(f"waiting for vLLM's collect_env, {left_s:.0f} s at most")
+            self.report_progress(f"waiting for vLLM's collect_env, {left_s:.0f} s at most")
             self.wait_for_task(collect_env, self.until_collected)
 
     def wait_for_task(self, task: ThreadTask, until: float) -> None:
@@ -292,7 +294,7 @@ class BundleCollector:
 
     def stop_interpreters(self) -> None:
         """End what was started."""
-        self.over = True
+        self.interpreters_stopped = True
         for run in self.runs:
             run.kill_group()
 
@@ -300,7 +302,7 @@ class BundleCollector:
         """What the server's interpreter prints, see `interpreter.InterpreterRun`."""
         run = interpreter.InterpreterRun(interpreter.find_interpreter(self.server), words)
         self.runs.append(run)
-        if self.over:
+        if self.interpreters_stopped:
             run.kill_group()
         return run.wait_for_output(until)
 
@@ -348,9 +350,9 @@ class BundleCollector:
         finally:
             self.stop_interpreters()
         contents = BundleContents(self.server.label, self.made_at, interrupted=self.stop.is_set())
-        contents.known = list(self.secrets)
-        if not self.known.is_done or self.known.error:
-            why = self.known.error or "the server's environment was not read in time"
+        contents.known_secrets = list(self.secrets)
+        if not self.secrets_task.is_done or self.secrets_task.error:
+            why = self.secrets_task.error or "the server's environment was not read in time"
             contents.missing.append(BundleGap("known secrets", f"{why}: redacted by form alone"))
         about = {
             f"proc/{p.pid}.txt": format_role_and_ranks(p.role, p.place)
@@ -420,8 +422,8 @@ class BundleCollector:
             contents.missing.append(
                 BundleGap("doctor.json", judging.error or self.explain_lateness())
             )
-        contents.missing += [BundleGap(unseen.part, unseen.why) for unseen in snapshot.unseen]
-        if not snapshot.stacks and not snapshot.unseen:
+        contents.missing += [BundleGap(unseen.part, unseen.reason) for unseen in snapshot.gaps]
+        if not snapshot.stacks and not snapshot.gaps:
             contents.missing.append(BundleGap("stacks.jsonl", "the server has no process"))
 
 
@@ -648,10 +650,10 @@ def render_findings(snapshot: ServerSnapshot, findings: Sequence[Finding]) -> st
             f"{number}. {finding.severity}: {finding.title} [{finding.code}]",
             f"   where: {finding.subject}",
             f"   seen: {finding.evidence}",
-            f"   next: {finding.next}",
+            f"   next: {finding.next_step}",
             *([f"   see: {finding.reference}"] if finding.reference else []),
             "",
         ]
     if not findings:
-        lines.append("No findings" + (" in what could be seen." if snapshot.unseen else "."))
+        lines.append("No findings" + (" in what could be seen." if snapshot.gaps else "."))
     return "\n".join(lines) + "\n"

@@ -57,7 +57,7 @@ class LogLineClassifier:
     """Tells what of each line of a log may stay, one after the other."""
 
     def __init__(self) -> None:
-        self.inside: set[str] = set()  # processes in the midst of a block
+        self.processes_in_block: set[str] = set()  # processes in the midst of a block
 
     def compute_known_length(self, line: str) -> int:
         """How much of a line is known: all its characters, or those before what anybody wrote."""
@@ -65,12 +65,12 @@ class LogLineClassifier:
         assert match is not None  # all of it is optional
         process, at = match.group(), match.end()
         if BLOCK.match(line, at):
-            self.inside.add(process)
+            self.processes_in_block.add(process)
             return len(line)
-        if process in self.inside:
+        if process in self.processes_in_block:
             if line[at : at + 1].isspace():
                 return len(line)
-            self.inside.discard(process)
+            self.processes_in_block.discard(process)
             if RAISED.match(line, at):
                 return len(line)
         if KNOWN.match(line, at):

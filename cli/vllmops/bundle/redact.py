@@ -102,19 +102,21 @@ class Redactor:
 
     Args:
         secrets: known ones, taken out wherever they stand.
-        until: by the monotonic clock, when to give up; texts that take minutes can be made.
+        deadline: by the monotonic clock, when to give up; texts that take minutes can be made.
 
     Raises:
         TimeoutError: from any method, at a line that comes later.
     """
 
     def __init__(self, secrets: Iterable[str] = (), until: float = math.inf) -> None:
-        self.until = until
+        self.deadline = until
         self.counts: Counter[str] = Counter()
         forms = {form for secret in secrets for form in list_written_forms(secret)}
-        self.known = re.compile(build_alternation(forms)) if forms else None
-        self.longest = max(map(len, forms), default=0)
-        self.told: deque[str] = deque(maxlen=TOLD)  # secrets that the text itself has named
+        self.known_secrets_pattern = re.compile(build_alternation(forms)) if forms else None
+        self.max_secret_length = max(map(len, forms), default=0)
+        self.remembered_secrets: deque[str] = deque(
+            maxlen=TOLD
+        )  # secrets that the text itself has named
 
     def redact_text(self, text: str) -> str:
         """A text without secrets; prompts stay, see `redact_log`."""
@@ -133,7 +135,7 @@ class Redactor:
         for line, _ in iterate_with_lookahead(
             self.redact_detected_secrets(lines), 1
         ):  # what the next one tells is known then
-            for secret in [secret for secret in self.told if secret in line]:
+            for secret in [secret for secret in self.remembered_secrets if secret in line]:
                 line = line.replace(secret, MARK)  # noqa: PLW2901
                 self.counts["known secret"] += 1
             yield line
@@ -175,7 +177,7 @@ class Redactor:
     def normalize_lines(self, lines: Iterable[str]) -> Iterator[str]:
         """Lines without colours, of a bounded length: what is longer is cut off before a word."""
         for line in lines:
-            if time.monotonic() > self.until:
+            if time.monotonic() > self.deadline:
                 raise TimeoutError
             if "[" in line:
                 line = COLOUR.sub("", line)  # noqa: PLW2901
@@ -184,8 +186,8 @@ class Redactor:
             else:
                 self.counts["long line"] += 1
                 # What begins before the cut and ends behind it is no known secret any more.
-                head = self.redact_known_secrets(line[: LINE + self.longest])
-                head = head[: min(LINE, len(head) - self.longest)].rpartition(" ")[0]
+                head = self.redact_known_secrets(line[: LINE + self.max_secret_length])
+                head = head[: min(LINE, len(head) - self.max_secret_length)].rpartition(" ")[0]
                 yield f"{head} {CUT}"
 
     def redact_line(self, line: str, coded: int = CODED) -> str:
@@ -235,7 +237,7 @@ class Redactor:
         if not all(letter.isprintable() or letter.isspace() for letter in plain):
             return word
         redactor = Redactor()
-        redactor.known = self.known
+        redactor.known_secrets_pattern = self.known_secrets_pattern
         if (
             "\n".join(
                 redactor.redact_known_secrets(redactor.redact_line(x, coded))
@@ -260,13 +262,17 @@ class Redactor:
 
     def remember_secret(self, value: str) -> None:
         """Remember a secret that was found by its place, unless it may be a common word."""
-        if WORD.fullmatch(value) and is_unusual_word(value) and value not in self.told:
-            self.told.append(value)
+        if (
+            WORD.fullmatch(value)
+            and is_unusual_word(value)
+            and value not in self.remembered_secrets
+        ):
+            self.remembered_secrets.append(value)
 
     def redact_known_secrets(self, text: str) -> str:
         """A text without what is known to be secret."""
-        if self.known:
-            text, count = self.known.subn(MARK, text)
+        if self.known_secrets_pattern:
+            text, count = self.known_secrets_pattern.subn(MARK, text)
             self.counts["known secret"] += count
         return text
 

@@ -94,17 +94,20 @@ class SecretBlockTracker:
 
     def __init__(self) -> None:
         self.pem = 0  # lines that may still belong to a key
-        self.until: re.Pattern[str] | None = None
+        self.end_pattern: re.Pattern[str] | None = None
         self.indent: int | None = None  # of the name whose value is a block below it
-        self.all = False  # of that block, also what looks like another name
+        self.is_all_secret = False  # of that block, also what looks like another name
         self.fields: tuple[int, re.Pattern[str]] | None = None  # indent above, and how they look
         self.record = 0  # lines that may still be of what a line has named
-        self.named = 0, Secrecy.NONE  # the indent of that line's fields, and what the name says
-        self.before: deque[str] = deque(maxlen=LINES_BEFORE)
+        self.record_secrecy = (
+            0,
+            Secrecy.NONE,
+        )  # the indent of that line's fields, and what the name says
+        self.previous_lines: deque[str] = deque(maxlen=LINES_BEFORE)
         self.lines = 0  # since what that ends began
         self.document = False  # whether that is a shell's, whose end is no secret
         self.code = ""  # the last line that no values are drawn below, or not yet
-        self.last: str | None = None  # what the line before ended with: an option, a field
+        self.last_ending: str | None = None  # what the line before ended with: an option, a field
 
     def find_secret_start(self, line: str, after: Iterable[str] = ()) -> int | None:
         """From where a line is to be hidden, None where it is no part of a secret.
@@ -115,10 +118,10 @@ class SecretBlockTracker:
         """
         if self.is_in_private_key(line):
             return 0
-        if self.until:
+        if self.end_pattern:
             self.lines += 1
-            if self.until.search(line) or self.lines > PEM_LINES:
-                self.until = None
+            if self.end_pattern.search(line) or self.lines > PEM_LINES:
+                self.end_pattern = None
                 return None if self.document else 0
             return 0
         if (start := self.find_drawn_value(line)) is not None:
@@ -127,8 +130,8 @@ class SecretBlockTracker:
         if start is None:
             start = self.find_record_value(line)
         if start is None:
-            start = find_lone_secret(line, self.before, after)
-        self.before.append(line)
+            start = find_lone_secret(line, self.previous_lines, after)
+        self.previous_lines.append(line)
         return self.find_indented_value(line) if start is None and line.strip() else start
 
     def find_drawn_value(self, line: str) -> int | None:
@@ -153,16 +156,18 @@ class SecretBlockTracker:
 
     def find_value_below_name(self, line: str) -> int | None:
         """Where the value of a name in the line before begins."""
-        if self.last:
+        if self.last_ending:
             match = ITEM.match(line)
-            field = self.last == "field" or (self.last == "shown" and len(line.split()) > 1)
+            field = self.last_ending == "field" or (
+                self.last_ending == "shown" and len(line.split()) > 1
+            )
             if (
                 field
-                or self.last in {"shown", "answer"}
+                or self.last_ending in {"shown", "answer"}
                 or not match
                 or line.rstrip().endswith("\\")
             ):
-                self.last = None
+                self.last_ending = None
             if match and (not field or is_plausible_secret(match["value"])):
                 return match.start("value")
         return None
@@ -172,7 +177,7 @@ class SecretBlockTracker:
         if not self.record or COMMENT.match(line):
             return None
         value = BELOW.match(line)
-        indent, what = self.named
+        indent, what = self.record_secrecy
         ends = not line.strip() or (not value and len(line) - len(line.lstrip()) < indent)
         self.record = 0 if ends else self.record - 1
         if value and not BLOCK.match(line, value.end()):
@@ -184,7 +189,7 @@ class SecretBlockTracker:
         indent = len(line) - len(line.lstrip())
         if self.indent is not None:
             if indent > self.indent or (indent == self.indent and line[indent:].startswith("- ")):
-                if self.all or not KEY_BELOW.match(line):
+                if self.is_all_secret or not KEY_BELOW.match(line):
                     return indent
             else:
                 self.indent = None
@@ -208,29 +213,36 @@ class SecretBlockTracker:
                 self.pem = PEM_LINES
                 return
         if self.record and (match := BELOW.match(line)) and BLOCK.match(line, match.end()):
-            self.indent, self.all = len(line) - len(line.lstrip()), True
+            self.indent, self.is_all_secret = len(line) - len(line.lstrip()), True
             return
         if "<<" in line and (match := DOCUMENT.search(line)) and has_secret_file_name(line):
-            self.lines, self.until, self.document = 0, re.compile(rf"^\s*{match['end']}\s*$"), True
+            self.lines, self.end_pattern, self.document = (
+                0,
+                re.compile(rf"^\s*{match['end']}\s*$"),
+                True,
+            )
             return
         if (
             line.endswith(("is:", "was:"))
             and (said := SAYS.match(line))
             and classify_name(said["name"], said["before"] or "") is Secrecy.SECRET
         ):
-            self.indent, self.all = len(said["indent"]), True  # it may go on in the next line
+            self.indent, self.is_all_secret = (
+                len(said["indent"]),
+                True,
+            )  # it may go on in the next line
             return
         if line.rstrip().endswith(ASKED):
-            self.last = "answer"
+            self.last_ending = "answer"
             return
         name = NAME_LINE.match(line) if len(line) <= NAME_LINE_LENGTH else None
         if name and (what := classify_name(name["name"])) >= Secrecy.LIKELY:
-            self.record, self.named = RECORD_LINES, (len(name["indent"]), what)
+            self.record, self.record_secrecy = RECORD_LINES, (len(name["indent"]), what)
         if not line.rstrip().endswith(BEGINS) and not SHOWS.search(line):
             return
         last = LAST_NAME.search(line)
         if last and (what := classify_name(last[last.lastgroup or 0])) >= Secrecy.LIKELY:
-            self.last = last.lastgroup if what is Secrecy.SECRET else "field"
+            self.last_ending = last.lastgroup if what is Secrecy.SECRET else "field"
         if match := PARENT.match(line):
             self.note_parent_name(match)
 
@@ -242,15 +254,15 @@ class SecretBlockTracker:
             self.fields = None
         if (what := classify_name(name)) >= Secrecy.LIKELY:
             if style == "[":
-                self.lines, self.until, self.document = 0, re.compile(r"^\s*\]"), False
+                self.lines, self.end_pattern, self.document = 0, re.compile(r"^\s*\]"), False
             elif style in {'"""', "'''"}:
-                self.lines, self.until, self.document = 0, re.compile(style), False
+                self.lines, self.end_pattern, self.document = 0, re.compile(style), False
             else:
                 self.fields = indent, DEFAULT if match["block"] else FIELD
                 certain = bool(style) or what is Secrecy.SECRET  # or a model's tokens
                 if certain and style != "{" and not match["section"]:
                     self.indent = len(match["indent"].replace("-", " ").rstrip("\t"))
-                    self.all = bool(style)
+                    self.is_all_secret = bool(style)
         elif name in {"data", "binaryData"} and not style:
             self.fields = indent, CODED_FIELD
         elif name in {"stringData", "secureJsonData"} and not style:  # Kubernetes', Grafana's

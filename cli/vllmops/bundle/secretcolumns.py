@@ -57,7 +57,7 @@ class SecretColumnTracker:
     """Tells where secrets stand in the rows of a table, once a line has named its columns."""
 
     def __init__(self) -> None:
-        self.sign = ""
+        self.separator = ""
         self.count = 0
         self.secret: dict[int, Secrecy] = {}
         self.pair: tuple[int, int] | None = None  # the columns of names and of their values
@@ -66,7 +66,7 @@ class SecretColumnTracker:
     def find_secrets(self, line: str) -> Iterator[tuple[int, int]]:
         """The places of the secrets in a line."""
         if (self.secret or self.pair) and not RULE.fullmatch(line):
-            found = find_field_spans(line, self.sign)
+            found = find_field_spans(line, self.separator)
             if len(found) == self.count and self.rows:
                 self.rows -= 1
                 for number, what in (self.secret or self.find_named_column(line, found)).items():
@@ -99,7 +99,11 @@ class SecretColumnTracker:
                 kinds = [classify_name(name.replace(" ", "_")) for name in names]
                 secret = {n: what for n, what in enumerate(kinds) if what >= Secrecy.LIKELY}
                 self.pair = find_name_value_columns([name.lower() for name in names])
-                self.sign, self.count, self.secret = sign, len(names), {} if self.pair else secret
+                self.separator, self.count, self.secret = (
+                    sign,
+                    len(names),
+                    {} if self.pair else secret,
+                )
                 self.rows = MOST_ROWS
                 return
 

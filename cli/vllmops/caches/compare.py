@@ -56,7 +56,7 @@ def compare_caches(
         raise agent.make_no_answer_error(
             "compare.no-agent", f"no API server of {server.label} made a comparison", silent
         )
-    if any(comparison.after is None or not comparison.looks for comparison in comparisons):
+    if any(comparison.front_after is None or not comparison.samples for comparison in comparisons):
         raise VllmopsError(
             "compare.timeout",
             f"the engine of {server.label} did not finish a step in time: the step is long, or the "
@@ -84,9 +84,9 @@ def set_process_ranks(comparison: CacheComparison, server: Server) -> CacheCompa
             front=set_ranks(look.front),
             engines=[set_ranks(engine) for engine in look.engines],
         )
-        for look in comparison.looks
+        for look in comparison.samples
     ]
-    return msgspec.structs.replace(comparison, looks=looks)
+    return msgspec.structs.replace(comparison, samples=looks)
 
 
 def request_comparison(process: Process, request: CompareRequest) -> CacheComparison:

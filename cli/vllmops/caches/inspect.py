@@ -58,7 +58,7 @@ class CacheAgents:
         return CacheSample(
             taken_at=time.time(),
             processes=caches,
-            silent=silent,
+            gaps=silent,
             quiet=not silent and self.is_quiet(caches),
         )
 
@@ -72,7 +72,7 @@ class CacheAgents:
 
     def is_quiet(self, processes: list[ProcessCaches]) -> bool:
         """Whether no request was in flight at the sample, and none has started since."""
-        if any(process.unfinished for process in processes):
+        if any(process.unfinished_requests for process in processes):
             return False
         agents = {make_process_key(process): asked for process, asked in self.agents.items()}
         for process in processes:
@@ -84,7 +84,7 @@ class CacheAgents:
                 now = agents[make_process_key(process)].fetch_traffic()
             except VllmopsError:
                 return False
-            if now.in_flight or now.started != process.started:
+            if now.in_flight or now.started_requests != process.started_requests:
                 return False
         return True
 

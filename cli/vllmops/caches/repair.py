@@ -25,13 +25,13 @@ class RepairReport:
 
     Args:
         repairs: those of the processes that had a fault.
-        silent: the processes that did not answer, and why.
-        after: a snapshot of the caches, taken after the repair.
+        gaps: the processes that did not answer, and why.
+        snapshot_after: a snapshot of the caches, taken after the repair.
     """
 
     repairs: list[ProcessRepair]
-    silent: list[ProcessGap]
-    after: CacheSnapshot
+    gaps: list[ProcessGap]
+    snapshot_after: CacheSnapshot
 
 
 def repair_caches(server: Server, *, dry_run: bool = False) -> RepairReport:

@@ -145,7 +145,7 @@ def render_attach_report(
         table.add_row(*row)
     parts: list[RenderableType] = [table] if done else []
     for missing in silent:
-        parts.append(output.style_text(f"{format_process(missing)}: {missing.why}", "bold red"))
+        parts.append(output.style_text(f"{format_process(missing)}: {missing.reason}", "bold red"))
         parts.append(f"  hint: {missing.hint}")
     if done:
         parts.append(f"Next: vllmops cache inspect -t {server.label}")

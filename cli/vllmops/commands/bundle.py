@@ -191,7 +191,7 @@ def render_index(
         codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
         yield output.style_text(f"doctor: {codes or 'no findings'}", "bold" if findings else "")
     for missing in index.missing:
-        yield output.style_text(f"not captured: {missing.name}: {missing.why}", "yellow")
+        yield output.style_text(f"not captured: {missing.name}: {missing.reason}", "yellow")
     redactions = ", ".join(f"{count} x {kind}" for kind, count in index.redactions.items())
     if index.redacted:
         yield f"redacted: {redactions or 'nothing: no secrets were found'}"

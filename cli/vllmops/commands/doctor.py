@@ -166,7 +166,7 @@ def doctor(
         "stalls": diagnosis.stalls,
         "stacks": diagnosis.explanation.verdict if diagnosis.explanation else None,
         "figures": format_figures(snapshot),
-        "unseen": snapshot.unseen,
+        "unseen": snapshot.gaps,
     }
     return Result(
         data,
@@ -197,7 +197,8 @@ def clean_shared_memory(*, alone: bool) -> Result:
             "bytes": segment.bytes,
             "age_s": segment.age_s,
             "owner": format_user(segment.uid),
-            "why": left.doubt or (young if segment.age_s < shm.OLD_S else "a process uses it now"),
+            "why": left.uncertainty
+            or (young if segment.age_s < shm.OLD_S else "a process uses it now"),
         }
         for segment in left.segments
     ]
@@ -271,12 +272,12 @@ def render_diagnosis(
         rows = make_facts_table(told.items())
         rows.box = None
         yield rows
-    if snapshot.unseen:
+    if snapshot.gaps:
         yield ""
         yield FoldedLines(tuple(render_gaps(snapshot)))
     if not findings:
         yield ""
-        where = " in what could be seen" if snapshot.unseen else ""
+        where = " in what could be seen" if snapshot.gaps else ""
         of_checks = " of the selected checks" if skipped else ""
         yield style_text(f"No findings{of_checks}{where}.", "green")
 
@@ -308,7 +309,7 @@ def render_finding(number: int, finding: Finding) -> Iterator[IndentedLine]:
             yield from lines_of(line, 5)
     else:
         yield IndentedLine(3, f"seen: {finding.evidence}")
-    yield IndentedLine(3, f"next: {finding.next}", "bold")
+    yield IndentedLine(3, f"next: {finding.next_step}", "bold")
     if finding.reference:
         yield IndentedLine(3, f"see: {finding.reference}")
 
@@ -316,18 +317,18 @@ def render_finding(number: int, finding: Finding) -> Iterator[IndentedLine]:
 def render_gaps(snapshot: ServerSnapshot) -> Iterator[IndentedLine]:
     """What could not be seen; parts with one reason share a line."""
     alike: dict[str, list[Gap]] = {}
-    for part in snapshot.unseen:
+    for part in snapshot.gaps:
         alike.setdefault(part.code, []).append(part)
     for first, *others in alike.values():
         more = f", {', '.join(other.part for other in others)}" if others else ""
-        yield IndentedLine(0, f"not seen: {first.part}{more}: {first.why}", "yellow")
+        yield IndentedLine(0, f"not seen: {first.part}{more}: {first.reason}", "yellow")
         if first.hint:
             yield IndentedLine(2, f"hint: {first.hint}")
 
 
 def format_figures(snapshot: ServerSnapshot) -> dict[str, str]:
     """The server's figures, as far as they are known."""
-    looks = [look for look in snapshot.looks if look.metrics]
+    looks = [look for look in snapshot.samples if look.metrics]
     rows: dict[str, str] = {}
     engines = [report.engine for report in snapshot.reports if report.engine.running is not None]
     last = looks[-1].metrics if looks else None

@@ -34,6 +34,6 @@ def render_findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
         yield style_text(f"{finding.severity}: {finding.title} [{finding.code}]", style)
         yield f"  where: {finding.subject}"
         yield f"  seen: {finding.evidence}"
-        yield f"  next: {finding.next}"
+        yield f"  next: {finding.next_step}"
         if finding.reference:
             yield f"  see: {finding.reference}"

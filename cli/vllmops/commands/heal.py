@@ -93,7 +93,7 @@ def heal(
         "server": server.label,
         "dry_run": dry_run,
         "actions": healed.outcomes,
-        "silent": healed.silent,
+        "silent": healed.gaps,
         "problems": healed.problems,
         "stuck": rest,
     }
@@ -141,17 +141,19 @@ def render_outcomes(
     """What was done, for a person."""
     for outcome in healed.outcomes:
         verb, style = ("healed", "green") if outcome.done else ("not healed", "yellow")
-        if dry_run and not outcome.left:
+        if dry_run and not outcome.reason:
             verb = "would heal"
         yield output.style_text(
             f"{verb}: {outcome.action}, {outcome.process}, {outcome.subject}", style
         )
-        yield f"  seen: {outcome.seen}"
+        yield f"  seen: {outcome.evidence}"
         yield f"  action: {outcome.did}"
-        if outcome.left:
-            yield f"  left: {outcome.left}"
-    for silent in healed.silent:
-        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
+        if outcome.reason:
+            yield f"  left: {outcome.reason}"
+    for silent in healed.gaps:
+        yield output.style_text(
+            f"{format_process(silent)} did not answer: {silent.reason}", "yellow"
+        )
     for problem in healed.problems:
         yield output.style_text(problem, "yellow")
     if not healed.outcomes:

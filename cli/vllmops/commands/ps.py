@@ -129,7 +129,9 @@ def ps(
 def mark_hand_over(one: InstanceRow, servers: Sequence[Server]) -> InstanceRow:
     """A row, which may be of the other server of a hand-over: at its URL the first one answers."""
     for server in servers:
-        if server.record and one.pid in {process.pid for process in server.record.beside}:
+        if server.record and one.pid in {
+            process.pid for process in server.record.hand_over_processes
+        }:
             note = f"the other server in the hand-over of {server.label}"
             return replace(one, state="handing over", started_by_vllmops=True, note=note)
     return one

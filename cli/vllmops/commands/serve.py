@@ -191,7 +191,7 @@ def serve(
         create_coredump_folder(cuda_coredump)
     for row in packages.find_bad_versions(read_package_versions()):
         print_to_stderr(
-            f"{row.package} {row.versions} is installed: {row.title}; {row.next}", "yellow"
+            f"{row.package} {row.versions} is installed: {row.title}; {row.next_step}", "yellow"
         )
     create_default_keyring(order.environment, quiet=json_)
     reserved = launch.reserve_instance(order)
@@ -223,14 +223,14 @@ def build_demo_model(demo: demos.DemoKind, *, quiet: bool) -> None:
 def describe_port_claims(reserved: launch.Reservation) -> Iterator[str]:
     """What to know of ports that other users have claimed: a line for each of these users."""
     using = reserved.record.port
-    if (user := reserved.strangers.get(using or 0)) is not None:
+    if (user := reserved.claimant_by_port.get(using or 0)) is not None:
         yield (
             f"port {using} is claimed by {user}, and used all the same: until this server listens,"
             " another instance may be given the same port"
         )
         return
-    for user in sorted(set(reserved.strangers.values())):
-        passed = [port for port, whose in reserved.strangers.items() if whose == user]
+    for user in sorted(set(reserved.claimant_by_port.values())):
+        passed = [port for port, whose in reserved.claimant_by_port.items() if whose == user]
         which = f"port {passed[0]} is"
         if len(passed) > 1:
             which = f"{len(passed)} ports from {passed[0]} to {passed[-1]} are"
@@ -435,7 +435,7 @@ def validate_store(order: launch.LaunchOptions) -> None:
 async def print_store_caveats(store: ResponseStore) -> None:
     """Open a store, and print how it could lose responses that it has acknowledged, or is away."""
     async with store:
-        if not store.opened:
+        if not store.is_open:
             print_to_stderr(
                 f"warning: {store.problem}; until it is back, what must be stored gets 503"
             )
@@ -612,22 +612,22 @@ class StopSignals:
 
     def __init__(self, session: ControlSession, tell: Callable[[], None]) -> None:
         self.session = session
-        self.tell = tell
+        self.notify_stopping = tell
         self.count = 0
         self.interrupted = False
 
     def __enter__(self) -> Self:
-        self.before = {n: signal.signal(n, self.handle_signal) for n in STOPS}
+        self.previous_handlers = {n: signal.signal(n, self.handle_signal) for n in STOPS}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.previous_handlers.items():
             signal.signal(number, handler)
 
     def handle_signal(self, number: int, _: FrameType | None) -> None:
         self.interrupted |= number == signal.SIGINT
         at_once = self.count or number == signal.SIGABRT
-        self.tell()
+        self.notify_stopping()
         self.session.send_request(ControlRequest(stop=0.0 if at_once else STOP_TIMEOUT_S))
         self.count += 1
 
@@ -644,7 +644,7 @@ class LogFollower:
         self.all_lines = all_lines
         self.name = folder.name
         self.tail = logs.LogTail(folder.server_log)
-        self.ended = threading.Event()
+        self.stop_requested = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
 
     def start(self) -> None:
@@ -655,14 +655,14 @@ class LogFollower:
             self.thread.start()
 
     def stop(self) -> None:
-        self.ended.set()
+        self.stop_requested.set()
         if self.thread.is_alive():
             self.thread.join()
 
     def run(self) -> None:
         last = False
         while not last:
-            last = self.ended.wait(LOG_POLL_S)
+            last = self.stop_requested.wait(LOG_POLL_S)
             try:
                 print_parts(
                     *map(

@@ -79,7 +79,7 @@ def render_recordings(
         )
         yield from render_recording(recording)
     for part in unseen:
-        yield style_text(f"not seen: {part.part}: {part.why}", "yellow")
+        yield style_text(f"not seen: {part.part}: {part.reason}", "yellow")
         if part.hint:
             yield f"  hint: {part.hint}"
 
@@ -96,7 +96,7 @@ def render_recording(recording: StepsRecording) -> Iterator[RenderableType]:
     for row in rows:
         used = row.kv_cache_usage
         shown.add_row(
-            history.format_utc_time(row.at)[:8],
+            history.format_utc_time(row.began_at)[:8],
             f"{row.steps:,}",
             f"{1000 * row.longest_s:,.0f} ms" if row.steps else "-",
             f"{row.tokens:,}",
@@ -110,7 +110,7 @@ def render_recording(recording: StepsRecording) -> Iterator[RenderableType]:
     yield shown
     for pause in [*history.find_pauses(recording)][-PAUSES:]:
         why = f"with {format_count(pause.pending, 'request')} pending" if pause.pending else "idle"
-        yield f"{history.format_utc_time(pause.at)}: no step for {pause.seconds:.1f} s, {why}"
+        yield f"{history.format_utc_time(pause.began_at)}: no step for {pause.seconds:.1f} s, {why}"
     style = "bold red" if recording.open_step and not recording.alive else "bold"
     yield style_text(history.describe_recording_end(recording), style)
     if earlier := history.describe_previous_step(recording):

@@ -64,7 +64,7 @@ def make_screen_result(targets: list[str]) -> Result:
         followers = [ServerFollower(server.label, server) for server in running]
     look.take_two_samples(followers, ONCE_S)
     now_s = time.monotonic()
-    servers = [rows.make_server_row(each.target, each.looks, now_s) for each in followers]
+    servers = [rows.make_server_row(each.target, each.samples, now_s) for each in followers]
     errors = tuple(filter(None, map(find_failure, followers)))
     return Result(
         {"servers": servers},
@@ -76,7 +76,7 @@ def make_screen_result(targets: list[str]) -> Result:
 
 def find_failure(follower: look.ServerFollower) -> VllmopsError | None:
     """Why nothing is known of a server; None where something is."""
-    if follower.looks or follower.failure:
+    if follower.samples or follower.failure:
         return follower.failure
     return VllmopsError(
         "top.timeout",

@@ -291,8 +291,8 @@ def render_event(event: WatchEvent) -> Iterator[str]:
         yield f"  waiting for it: {', '.join(event.victims)}"
     if event.evidence:
         yield f"  seen: {event.evidence}"
-    if event.next:
-        yield f"  next: {event.next}"
+    if event.next_step:
+        yield f"  next: {event.next_step}"
     if event.reference:
         yield f"  see: {event.reference}"
     if event.bundle:

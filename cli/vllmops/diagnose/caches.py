@@ -276,11 +276,12 @@ def check_lru_cache(cache: LruCache) -> Iterator[Evidence]:
 
 
 def check_shm_cache(cache: ShmCache) -> Iterator[Evidence]:
-    if cache.unpaired or cache.unflagged or cache.unmapped:
+    if cache.unpaired_keys or cache.unflagged_ids or cache.unmapped_ids:
         yield (
             SHM_INDEX,
-            f"{len(cache.unpaired)} keys without an id that leads back to them, "
-            f"{len(cache.unflagged)} ids without a writer's flag, {len(cache.unmapped)} ids "
+            f"{len(cache.unpaired_keys)} keys without an id that leads back to them, "
+            f"{len(cache.unflagged_ids)} ids without a writer's flag, {len(cache.unmapped_ids)} "
+            "ids "
             "without an address",
         )
     if cache.bytes is not None and not 0 <= cache.bytes <= cache.capacity_bytes:
@@ -299,14 +300,14 @@ def check_encoder_cache(cache: EncoderCache) -> Iterator[Evidence]:
     taken = cache.slots - cache.free_slots
     by_key = cache.slots_by_key
     if by_key is not None:
-        if cache.cached.keys() != by_key.keys():
+        if cache.requests_by_key.keys() != by_key.keys():
             yield (
                 ENCODER_KEYS,
                 format_key_lists(
                     "without slots",
-                    cache.cached.keys() - by_key.keys(),
+                    cache.requests_by_key.keys() - by_key.keys(),
                     "without an entry",
-                    by_key.keys() - cache.cached.keys(),
+                    by_key.keys() - cache.requests_by_key.keys(),
                 ),
             )
         if sum(by_key.values()) != taken:
@@ -318,7 +319,7 @@ def check_encoder_cache(cache: EncoderCache) -> Iterator[Evidence]:
             f"{freeable} slots are freeable, the freeable entries have "
             f"{sum(cache.freeable.values())}",
         )
-    unused = {key for key, requests in cache.cached.items() if not requests}
+    unused = {key for key, requests in cache.requests_by_key.items() if not requests}
     if cache.freeable.keys() != unused:
         yield (
             FREEABLE_KEYS,
@@ -339,17 +340,17 @@ def check_encoder_cache(cache: EncoderCache) -> Iterator[Evidence]:
             f"{cache.free_slots} free, {cache.freeable_slots} freeable, {cache.slots} in total",
         )
     if cache.inputs is not None:
-        entries = {(name, key) for key, names in cache.cached.items() for name in names}
+        entries = {(name, key) for key, names in cache.requests_by_key.items() for name in names}
         inputs = {(name, key) for name, keys in cache.inputs.items() for key in keys}
-        known = {(name, key) for name, key in entries if name not in cache.strangers}
+        known = {(name, key) for name, key in entries if name not in cache.unknown_requests}
         if known != inputs:
             yield (
                 REFERENCES,
                 f"{len(known - inputs)} references of entries to requests without such an input, "
                 f"{len(inputs - known)} inputs of requests without such a reference",
             )
-    if cache.strangers:
-        yield STRANGERS, f"requests {format_keys(cache.strangers)}"
+    if cache.unknown_requests:
+        yield STRANGERS, f"requests {format_keys(cache.unknown_requests)}"
 
 
 def check_encoder_decoder_cache(cache: EncoderDecoderCache) -> Iterator[Evidence]:
@@ -455,7 +456,7 @@ def compare_encoder_caches(sample: CacheSample) -> Iterator[Finding]:
             if isinstance(cache, EncoderDecoderCache):
                 allowed, required = frozenset(cache.passing), frozenset[str]()
             else:
-                allowed = frozenset(cache.cached)
+                allowed = frozenset(cache.requests_by_key)
                 required = allowed if runs_encoder(outputs, setup) else frozenset()
             if required - held:
                 yield WORKER_MISSES.make_finding(subject, format_keys(required - held))

@@ -54,10 +54,10 @@ class CachePair(msgspec.Struct, frozen=True, kw_only=True):
         pids: theirs.
         ranks: theirs, for a person.
         entries: keys of each.
-        common: keys that both have.
-        only: keys that only the one side has.
+        common_keys: keys that both have.
+        exclusive_keys: keys that only the one side has.
         same_order: whether the common keys have the same order; None if order means nothing.
-        judged: how many of the first side's entries could be compared.
+        judged_entries: how many of the first side's entries could be compared.
     """
 
     kind: str
@@ -66,10 +66,10 @@ class CachePair(msgspec.Struct, frozen=True, kw_only=True):
     pids: tuple[int, int]
     ranks: tuple[str, str] = ("", "")
     entries: tuple[int, int]
-    common: int
-    only: tuple[int, int]
+    common_keys: int = msgspec.field(name="common")
+    exclusive_keys: tuple[int, int] = msgspec.field(name="only")
     same_order: bool | None = None
-    judged: int
+    judged_entries: int = msgspec.field(name="judged")
 
 
 def should_compare(sample: CacheSample) -> bool:
@@ -80,7 +80,7 @@ def should_compare(sample: CacheSample) -> bool:
 
 def explain_missing_comparison(comparison: CacheComparison) -> Iterator[CacheNote]:
     """Why no entry of front end and engine could be compared; nothing if some could."""
-    if not any(mirror.judged for mirror in select_mirrored_pairs(comparison)):
+    if not any(mirror.judged_entries for mirror in select_mirrored_pairs(comparison)):
         yield from (note for note in make_comparison_notes(comparison) if note.code in PARTLY)
 
 
@@ -91,7 +91,9 @@ def select_mirrored_pairs(comparison: CacheComparison) -> Iterator[CachePair]:
 
 def diagnose_comparison(comparison: CacheComparison) -> list[Finding]:
     """What differs, worst first; scheduler and worker must differ in every sample."""
-    *earlier, last = (list(compare_encoder_caches(make_sample(look))) for look in comparison.looks)
+    *earlier, last = (
+        list(compare_encoder_caches(make_sample(look))) for look in comparison.samples
+    )
     findings_ = select_persistent_findings(earlier, last)
     if (reduced := select_provable_keys(comparison)) is not None:
         findings_ += compare_mirrored_caches(reduced)
@@ -110,10 +112,10 @@ def select_provable_keys(comparison: CacheComparison) -> CacheSample | None:
         None if there is nothing to compare, or nothing that can be compared.
     """
     earlier, later = (
-        find_mirrored_caches(make_sample(comparison.looks[0])),
-        find_mirrored_caches(make_sample(comparison.looks[-1])),
+        find_mirrored_caches(make_sample(comparison.samples[0])),
+        find_mirrored_caches(make_sample(comparison.samples[-1])),
     )
-    after, end = find_front_cache(comparison.after), find_front_cache(comparison.end)
+    after, end = find_front_cache(comparison.front_after), find_front_cache(comparison.end)
     if not (earlier and later and after and end and comparison.settled):
         return None
     (_, then), _ = earlier
@@ -151,7 +153,7 @@ def select_cache_keys(cache: LruCache, keys: set[str]) -> LruCache:
 
 def list_cache_pairs(comparison: CacheComparison) -> Iterator[CachePair]:
     """The sides that can be compared."""
-    last = make_sample(comparison.looks[-1])
+    last = make_sample(comparison.samples[-1])
     if (sides := find_mirrored_caches(last)) is not None:
         (one, sent), (other, held) = sides
         reduced = select_provable_keys(comparison)
@@ -168,7 +170,11 @@ def list_cache_pairs(comparison: CacheComparison) -> Iterator[CachePair]:
         return
     for process, cache in list_scheduler_caches(last):
         for worker, outputs in select_worker_caches(process, last):
-            keys = cache.passing if isinstance(cache, EncoderDecoderCache) else list(cache.cached)
+            keys = (
+                cache.passing
+                if isinstance(cache, EncoderDecoderCache)
+                else list(cache.requests_by_key)
+            )
             comparable = isinstance(cache, EncoderCache) and runs_encoder(outputs, setup)
             yield make_cache_pair(
                 "encoder",
@@ -196,16 +202,16 @@ def make_cache_pair(
         pids=(process.pid, peer.pid),
         ranks=(process.ranks, peer.ranks),
         entries=(len(keys), len(others)),
-        common=len(shared),
-        only=(len(mine - theirs), len(theirs - mine)),
+        common_keys=len(shared),
+        exclusive_keys=(len(mine - theirs), len(theirs - mine)),
         same_order=shared == [key for key in others if key in mine] if ordered else None,
-        judged=judged,
+        judged_entries=judged,
     )
 
 
 def make_comparison_notes(comparison: CacheComparison) -> list[CacheNote]:
     """What is not there to compare, and what could not be compared."""
-    last = make_sample(comparison.looks[-1])
+    last = make_sample(comparison.samples[-1])
     notes_ = make_setup_notes(find_setup(last))
     if find_mirrored_caches(last) is None:
         return notes_
@@ -224,11 +230,12 @@ def make_comparison_notes(comparison: CacheComparison) -> list[CacheNote]:
         )
     else:
         (front_end, *_) = list_cache_pairs(comparison)
-        if front_end.judged < front_end.entries[0]:
+        if front_end.judged_entries < front_end.entries[0]:
             notes_.append(
                 CacheNote(
                     "in-use",
-                    f"{front_end.entries[0] - front_end.judged} of P0's {front_end.entries[0]} "
+                    f"{front_end.entries[0] - front_end.judged_entries} of P0's "
+                    f"{front_end.entries[0]} "
                     "entries were not compared, because requests may have used them in between",
                 )
             )

@@ -84,7 +84,7 @@ def diagnose_snapshot(
     if snapshot.caches:
         findings += caches.diagnose_caches(snapshot.caches)
     for comparison in snapshot.comparisons:
-        findings += compares.diagnose_comparison(comparison) if comparison.looks else []
+        findings += compares.diagnose_comparison(comparison) if comparison.samples else []
     if snapshot.memory:
         findings += memory.diagnose_memory(snapshot.memory, memory.compute_trends(snapshot.memory))
     return Diagnosis(tuple(rank_findings(findings)), tuple(stopped), explained)
@@ -105,7 +105,7 @@ def explain_snapshot(
     """What the stacks show, together with the samples' figures; None without stacks."""
     if not snapshot.stacks:
         return None
-    return explain_samples(snapshot.stacks, snapshot.looks, patience_s, snapshot.ras)
+    return explain_samples(snapshot.stacks, snapshot.samples, patience_s, snapshot.ras)
 
 
 def explain_samples(
@@ -131,8 +131,8 @@ def explain_samples(
 
 def list_engine_heartbeats(looks: Sequence[ServerSample]) -> list[Heartbeat]:
     """The last heartbeats of processes that have a scheduler."""
-    last = looks[-1].pulses if looks else ()
-    return [pulse.beat for pulse in last if pulse.beat.still_s is not None]
+    last = looks[-1].heartbeats if looks else ()
+    return [pulse.heartbeat for pulse in last if pulse.heartbeat.still_s is not None]
 
 
 def collect_facts(looks: Sequence[ServerSample], patience_s: float) -> dict[str, str]:
@@ -145,7 +145,9 @@ def collect_facts(looks: Sequence[ServerSample], patience_s: float) -> dict[str,
         known["waiting"] = str(sum(beat.waiting or 0 for beat in beats))
         if known.get("progress") == "frozen":
             del known["progress"]
-    if any(stall.doubt in {"", "writing"} for stall in progress.find_stalls(looks, patience_s)):
+    if any(
+        stall.alternative in {"", "writing"} for stall in progress.find_stalls(looks, patience_s)
+    ):
         known["progress"] = "frozen"
     return known | collect_pace_facts(looks)
 
@@ -158,9 +160,9 @@ def collect_pace_facts(looks: Sequence[ServerSample]) -> dict[str, str]:
         if pulse.age_s < progress.LATE_S
     ]
     still = {
-        make_process_key(pulse): pulse.beat.still_s
+        make_process_key(pulse): pulse.heartbeat.still_s
         for pulse in fresh
-        if pulse.beat.still_s is not None
+        if pulse.heartbeat.still_s is not None
     }
     if not still or len(looks) < 2:
         return {}
@@ -178,7 +180,7 @@ def select_confirmed_stalls(
     """What has stopped; a doubtful stall counts only if stacks and agents confirm it."""
     verdict = explained.verdict if explained else None
     answered = {progress.format_role_and_pid(report) for report in snapshot.reports}
-    stalls_ = progress.find_stalls(snapshot.looks, patience_s)
+    stalls_ = progress.find_stalls(snapshot.samples, patience_s)
     return [stall for stall in stalls_ if stall.is_confirmed(verdict, answered)]
 
 

@@ -30,7 +30,7 @@ class Finding(msgspec.Struct, frozen=True):
         subject: what it is about, such as ``P1 mm-lru of engine 123``.
         title: what is wrong, in one line.
         evidence: what was seen, with figures.
-        next: what to do.
+        next_step: what to do.
         page: the name that ``vllmops help`` takes for its page: its code.
         reference: a public report or pull request; empty without one.
     """
@@ -40,7 +40,7 @@ class Finding(msgspec.Struct, frozen=True):
     subject: str
     title: str
     evidence: str
-    next: str
+    next_step: str = msgspec.field(name="next")
     page: str
     reference: str = ""
 
@@ -52,7 +52,7 @@ class Rule:
     code: str
     severity: Severity
     title: str
-    next: str
+    next_step: str
     reference: str = ""
 
     def make_finding(self, subject: str, evidence: str, then: str = "") -> Finding:
@@ -63,7 +63,7 @@ class Rule:
             subject=subject,
             title=self.title,
             evidence=evidence,
-            next=then or self.next,
+            next_step=then or self.next_step,
             page=self.code,
             reference=self.reference,
         )

@@ -60,26 +60,26 @@ def find_hypotheses(scene: DiagnosisInput) -> list[SignatureMatch]:
         return []
     hits = [
         hit
-        for clue in find_text_evidence(scene.pasted.text, scene.log)
+        for clue in find_text_evidence(scene.pasted_stacks.text, scene.log)
         for hit in _make_evidence_matches(clue)
     ]
-    samples = scene.pasted.samples
+    samples = scene.pasted_stacks.samples
     for sample in reversed(samples):
         if chain_ := find_wait_chain(sample, scene.facts):
-            if chain_.roots[0].wait == "compile" and has_compiler_process(scene.pasted.text):
+            if chain_.roots[0].wait == "compile" and has_compiler_process(scene.pasted_stacks.text):
                 continue
             hits += _make_chain_matches(chain_, samples, scene)
             break
     if not hits:
         # A traceback that breaks off tells less than the words around it.
         served = any(_is_server_process(p) for sample in samples for p in sample.processes)
-        stacks = served or any(crash.error for crash in scene.pasted.crashes)
-        weaker = find_weak_evidence(scene.pasted.text, scene.facts, stacks=stacks)
+        stacks = served or any(crash.error for crash in scene.pasted_stacks.crashes)
+        weaker = find_weak_evidence(scene.pasted_stacks.text, scene.facts, stacks=stacks)
         hits += [hit for clue in weaker for hit in _make_evidence_matches(clue)]
     if scene.facts.get("progress") == "frozen":
         hits += [
             hit
-            for clue in find_ras_evidence(scene.pasted.ras)
+            for clue in find_ras_evidence(scene.pasted_stacks.ras)
             for hit in _make_evidence_matches(clue)
         ]
     best: dict[str, SignatureMatch] = {}
@@ -101,7 +101,7 @@ def _merge_matches(hit: SignatureMatch, other: SignatureMatch) -> SignatureMatch
     return dataclasses.replace(
         named,
         confidence=surer.confidence,
-        doubts=surer.doubts,
+        uncertainties=surer.uncertainties,
         lines=tuple(dict.fromkeys((*hit.lines, *other.lines))),
     )
 
@@ -122,7 +122,7 @@ def _make_evidence_matches(clue: TextEvidence) -> Iterator[SignatureMatch]:
             victims=clue.victims,
             phase=clue.phase,
             waits_for=clue.waits_for,
-            doubts=("two captures some seconds apart that do not move make it likely",)
+            uncertainties=("two captures some seconds apart that do not move make it likely",)
             if clue.confidence == "possible"
             else (),
         )
@@ -159,7 +159,9 @@ def _make_chain_matches(
             victims=tuple(
                 dict.fromkeys(format_process_name(victim.process) for victim in chain_.victims)
             ),
-            doubts=tuple(_list_doubts(chain_, agreeing, scene)) if confidence == "possible" else (),
+            uncertainties=tuple(_list_doubts(chain_, agreeing, scene))
+            if confidence == "possible"
+            else (),
             phase=root.phase.title,
             waits_for=root.waits_for,
         )
@@ -187,7 +189,7 @@ def _classify_confidence(chain_: WaitChain, agreeing: int, scene: DiagnosisInput
 
 def _list_doubts(chain_: WaitChain, agreeing: int, scene: DiagnosisInput) -> Iterator[str]:
     if agreeing < ENOUGH:
-        yield explain_too_few_samples(scene.pasted, agreeing, ENOUGH)
+        yield explain_too_few_samples(scene.pasted_stacks, agreeing, ENOUGH)
     if chain_.relation in {"unseen", "remote"}:
         yield "the workers' stacks tell the rest: dump them, too"
     if not chain_.relation and chain_.roots[0].wait in COLLECTIVES:

@@ -21,7 +21,7 @@ class StepInterval(msgspec.Struct, frozen=True):
     """The steps that began within some seconds.
 
     Args:
-        at: seconds since the epoch.
+        began_at: seconds since the epoch.
         seconds: how long.
         steps, tokens: how many began, and what they scheduled.
         longest_s: the longest record.
@@ -30,7 +30,7 @@ class StepInterval(msgspec.Struct, frozen=True):
         kv_cache_usage: the highest, None if unknown.
     """
 
-    at: float
+    began_at: float = msgspec.field(name="at")
     seconds: float
     steps: int
     tokens: int
@@ -46,12 +46,12 @@ class Pause(msgspec.Struct, frozen=True):
     """A time without steps.
 
     Args:
-        at: seconds since the epoch.
+        began_at: seconds since the epoch.
         seconds: how long.
         pending: requests that were there meanwhile; 0 if the engine was idle.
     """
 
-    at: float
+    began_at: float = msgspec.field(name="at")
     seconds: float
     pending: int
 

@@ -35,7 +35,7 @@ class DiagnosisInput:
     """All that is known of a server.
 
     Args:
-        pasted: the stacks.
+        pasted_stacks: the stacks.
         facts: figures, by the names in `facts.FACTS`.
         log: the text around the stacks, without blanks.
 
@@ -44,7 +44,7 @@ class DiagnosisInput:
     """
 
     def __init__(self, pasted: PastedStacks, facts: Mapping[str, str], log: str) -> None:
-        self.pasted = pasted
+        self.pasted_stacks = pasted
         self.facts = facts
         self.log = log
         self.threads = {id(sample): _ThreadIndex(sample) for sample in pasted.samples}
@@ -54,9 +54,11 @@ class _ThreadIndex:
     """The threads of a sample, by their functions: most have none of a pattern's."""
 
     def __init__(self, sample: StacksSnapshot) -> None:
-        self.all = [(process, thread) for process in sample.processes for thread in process.threads]
+        self.all_threads = [
+            (process, thread) for process in sample.processes for thread in process.threads
+        ]
         self.having: defaultdict[str, set[int]] = defaultdict(set)
-        for number, (_, thread) in enumerate(self.all):
+        for number, (_, thread) in enumerate(self.all_threads):
             for name in _list_function_names(thread):
                 self.having[name].add(number)
 
@@ -70,7 +72,7 @@ class _ThreadIndex:
             numbers = calling if numbers is None else numbers & calling
             if not numbers:
                 return []
-        return [self.all[number] for number in sorted(numbers or ())]
+        return [self.all_threads[number] for number in sorted(numbers or ())]
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class SignatureMatch:
         confidence: how certain it is.
         lines: the evidence.
         subject: the processes with the threads that match.
-        doubts: why it is no more than possible.
+        uncertainties: why it is no more than possible.
         victims: the processes that wait for the subject.
         phase: what the thread at the root was doing.
         waits_for: what that thread waits for.
@@ -106,7 +108,7 @@ class SignatureMatch:
     confidence: Confidence
     lines: tuple[str, ...]
     subject: str
-    doubts: tuple[str, ...] = ()
+    uncertainties: tuple[str, ...] = ()
     victims: tuple[str, ...] = ()
     phase: str = ""
     waits_for: str = ""
@@ -121,7 +123,7 @@ def match_signature(signature: Signature, scene: DiagnosisInput) -> SignatureMat
 def _match_case(
     signature: Signature, case: SignatureCase, scene: DiagnosisInput
 ) -> SignatureMatch | None:
-    pasted = scene.pasted
+    pasted = scene.pasted_stacks
     facts = _select_case_facts(case, scene.facts)
     samples = _select_usable_samples(case, pasted)
     if facts is None or not samples or _has_extra_process(case, pasted.samples[-1]):
@@ -171,7 +173,7 @@ def _select_usable_samples(case: SignatureCase, pasted: PastedStacks) -> list[St
     One process may have been dumped once and the others three times. None are enough where the
     case is about the GIL and needs more: in most dumps of a process at work some thread holds it.
     """
-    needed = [pattern.roles for pattern in case.threads if pattern.who == "some"]
+    needed = [pattern.roles for pattern in case.threads if pattern.quantifier == "some"]
     samples = [
         sample
         for sample in pasted.samples
@@ -213,13 +215,13 @@ def _list_doubts(
         and not all(has_line_numbers(spot.thread) for spot in spots)
     ):
         yield "the dumps have no line numbers, so they can't tell whether the thread moves"
-    if case.corroborate and not corroborated:
+    if case.needs_corroboration and not corroborated:
         yield "stacks alone can't tell this from work: a figure or a log line must agree"
     if case.complete and not (pasted.complete or corroborated):
         yield "some of the server's processes may be missing here"
     if any(spot.process.role == "other" for spot in spots):
         yield "the dump does not show which process it is of"
-    if any(pattern.who != "some" for pattern in case.threads) and _is_truncated_dump(pasted):
+    if any(pattern.quantifier != "some" for pattern in case.threads) and _is_truncated_dump(pasted):
         yield "some threads seem to be missing here"
 
 
@@ -240,7 +242,7 @@ def _explain_missing_roles(case: SignatureCase, sample: StacksSnapshot) -> Itera
     """The roles of which every process must match, and none is there."""
     present = {process.role for process in sample.processes}
     for pattern in case.threads:
-        if pattern.who == "every" and present.isdisjoint(pattern.roles):
+        if pattern.quantifier == "every" and present.isdisjoint(pattern.roles):
             yield f"no {' or '.join(pattern.roles)} is here, so what it does is not known"
 
 
@@ -262,9 +264,9 @@ def _find_persistent_matches(
         by_sample: list[list[ThreadMatch]] = []
         for sample in samples:
             by_sample.append(list(_match_threads(pattern, sample, scene)))
-            if pattern.who == "some" and not by_sample[-1]:
+            if pattern.quantifier == "some" and not by_sample[-1]:
                 return None
-        match pattern.who:
+        match pattern.quantifier:
             case "none":
                 if any(by_sample):
                     return None
@@ -351,7 +353,7 @@ def _match_frames(pattern: ThreadPattern, thread: ThreadStack) -> tuple[Frame, .
     current = next(patterns)
     matching: list[Frame] = []
     for depth, frame in enumerate(frames):
-        if not matching and pattern.within and depth >= pattern.within:
+        if not matching and pattern.max_depth and depth >= pattern.max_depth:
             return None
         if matches_frame_pattern(frame, current):
             matching.append(frame)
@@ -361,8 +363,8 @@ def _match_frames(pattern: ThreadPattern, thread: ThreadStack) -> tuple[Frame, .
             current = following
     else:
         return None
-    if pattern.without:
-        excluded = "|".join(pattern.without)
+    if pattern.excluded_frames:
+        excluded = "|".join(pattern.excluded_frames)
         if any(matches_frame_pattern(frame, excluded) for frame in frames):
             return None
     return tuple(matching)
@@ -403,7 +405,7 @@ def describe_thread(process: ProcessStacks, thread: ThreadStack, frames: Sequenc
 def _describe_absences(case: SignatureCase, sample: StacksSnapshot) -> Iterator[str]:
     """What a case demands to be missing, and is."""
     for pattern in case.threads:
-        if pattern.who == "none":
+        if pattern.quantifier == "none":
             for process in sample.processes:
                 if process.role in pattern.roles:
                     yield (

@@ -68,7 +68,7 @@ class MemoryTrend(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         subject: ``total``, or a role and a pid.
         per: the unit of `mean`, `low`, `high` and `tolerance`: ``round`` or ``hour``.
-        verdict: ``growing``, ``flat`` or ``can't say yet``.
+        result: ``growing``, ``flat`` or ``can't say yet``.
         rss_growth: of RSS since the warm-up, from the first sample to the last; None without two.
         rss_mean: the same per round or hour.
         cache_growth: the part of `rss_growth` that filling caches explain; the rest is judged.
@@ -77,13 +77,13 @@ class MemoryTrend(msgspec.Struct, frozen=True, kw_only=True):
             out what new items in caches may take beyond their bytes.
         tolerance: growth that counts as none.
         steps: the number of steps between points.
-        more: further rounds, or seconds, after which a verdict is likely; None if there is one, or
-            if no recording of reasonable length is enough.
+        remaining_length: further rounds, or seconds, after which a verdict is likely; None if there
+            is one, or if no recording of reasonable length is enough.
     """
 
     subject: str
     per: str
-    verdict: str
+    result: str = msgspec.field(name="verdict")
     rss_growth: int | None = None
     rss_mean: float | None = None
     cache_growth: int | None = None
@@ -92,7 +92,7 @@ class MemoryTrend(msgspec.Struct, frozen=True, kw_only=True):
     high: float | None = None
     tolerance: float
     steps: int = 0
-    more: float | None = None
+    remaining_length: float | None = msgspec.field(default=None, name="more")
 
 
 Point = tuple[float, float]
@@ -107,7 +107,7 @@ def diagnose_memory(recording: MemoryRecording, trends: Sequence[MemoryTrend]) -
 
 
 def check_growth(trends: Sequence[MemoryTrend]) -> Iterator[Finding]:
-    grown = [trend for trend in trends if trend.verdict == GROWING]
+    grown = [trend for trend in trends if trend.result == GROWING]
     # If a process can be named, the total adds nothing.
     for trend in [trend for trend in grown if trend.subject != TOTAL] or grown:
         yield RSS_GROWING.make_finding(
@@ -210,7 +210,7 @@ def count_cache_bytes(process: ProcessMemory) -> int:
     """Bytes of a process that caches hold: caches stop growing by themselves."""
     if process.agent is None:
         return 0
-    return sum(cache.bytes or 0 for cache in process.agent.caches if cache.here)
+    return sum(cache.bytes or 0 for cache in process.agent.caches if cache.is_own_memory)
 
 
 def count_cached_items(process: ProcessMemory) -> int:
@@ -238,10 +238,10 @@ def compute_trend(
     trend_ = MemoryTrend(
         subject=subject,
         per="round" if by_rounds else "hour",
-        verdict=OPEN,
+        result=OPEN,
         tolerance=tolerance,
         steps=len(slopes),
-        more=float(LEAST_STEPS - len(slopes)) if by_rounds else None,
+        remaining_length=float(LEAST_STEPS - len(slopes)) if by_rounds else None,
     )
     if not slopes or rss[-1][0] <= rss[0][0]:
         return trend_
@@ -266,7 +266,9 @@ def compute_trend(
         most = MOST_STEPS if by_rounds else BLOCKS
         steps = compute_missing_steps(scatter, len(slopes), apart, abs(mean - tolerance), most)
         more = steps and steps * (1 if by_rounds else 3600 * apart)
-    return msgspec.structs.replace(trend_, verdict=verdict, low=low, high=high, more=more)
+    return msgspec.structs.replace(
+        trend_, result=verdict, low=low, high=high, remaining_length=more
+    )
 
 
 def pool_points(points: Sequence[Point]) -> list[Point]:

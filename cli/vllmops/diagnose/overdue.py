@@ -25,11 +25,11 @@ class StepDeadline(NamedTuple):
 
     Args:
         after_s: seconds that it may take.
-        why: the step and what it is compared with, in words.
+        reason: the step and what it is compared with, in words.
     """
 
     after_s: float
-    why: str
+    reason: str
 
 
 def compute_step_deadline(

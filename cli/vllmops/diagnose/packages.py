@@ -25,7 +25,7 @@ class BadVersionRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     package: str
     versions: str
     title: str
-    next: str
+    next_step: str = msgspec.field(name="next")
     references: tuple[str, ...]
     machine: str = ""
     nodes: bool = False
@@ -67,4 +67,4 @@ def check_versions(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[F
     for row in find_bad_versions(versions, nodes=nodes):
         subject = f"{row.package} {versions[row.package]}"
         finding = BAD_VERSION.make_finding(subject, f"{row.title}; {', '.join(row.references)}")
-        yield msgspec.structs.replace(finding, next=row.next, reference=row.references[0])
+        yield msgspec.structs.replace(finding, next_step=row.next_step, reference=row.references[0])

@@ -121,7 +121,7 @@ class ThreadPosition:
         phase: of its life; `NOWHERE` if no frame tells.
         wait: the id of what it waits for; ``call`` for what no table names, ``rest`` for work.
         frame: the frame that shows the wait; None without frames.
-        entered: whether it is inside the library that does a collective.
+        is_in_collective: whether it is inside the library that does a collective.
     """
 
     process: ProcessStacks
@@ -129,7 +129,7 @@ class ThreadPosition:
     phase: Phase
     wait: str
     frame: Frame | None
-    entered: bool = False
+    is_in_collective: bool = False
 
     @property
     def waits_for(self) -> str:
@@ -171,15 +171,15 @@ class _FrameIndex:
     """A table to look frames up in; each of the parts gives row numbers.
 
     Args:
-        plain: by names that are no pattern.
-        worded: of other functions a word that is in a name if it matches, or nothing, and what
-            tells whether it does.
-        filed: patterns of files, each with one of functions.
+        rows_by_name: by names that are no pattern.
+        word_patterns: of other functions a word that is in a name if it matches, or nothing, and
+            what tells whether it does.
+        file_patterns: patterns of files, each with one of functions.
     """
 
-    plain: dict[str, set[int]]
-    worded: list[tuple[str, Callable[[str], object], int]]
-    filed: list[tuple[re.Pattern[str], re.Pattern[str], int]]
+    rows_by_name: dict[str, set[int]]
+    word_patterns: list[tuple[str, Callable[[str], object], int]]
+    file_patterns: list[tuple[re.Pattern[str], re.Pattern[str], int]]
 
 
 @functools.cache
@@ -211,11 +211,11 @@ def _find_row_ids(kind: str, function: str, path: str) -> tuple[str, ...]:
     name = strip_qualifiers(function)
     lower = name.lower()
     index = _build_index(kind)
-    rows = [row for word, matches, row in index.worded if word in lower and matches(name)]
+    rows = [row for word, matches, row in index.word_patterns if word in lower and matches(name)]
     file = f"{path} {function}" if "::" in function else path
     rows += [row for known, row in _select_file_patterns(kind, file) if known.fullmatch(name)]
     return tuple(
-        _get_table(kind)[row].id for row in sorted(index.plain.get(name, set()).union(rows))
+        _get_table(kind)[row].id for row in sorted(index.rows_by_name.get(name, set()).union(rows))
     )
 
 
@@ -223,7 +223,9 @@ def _find_row_ids(kind: str, function: str, path: str) -> tuple[str, ...]:
 def _select_file_patterns(kind: str, file: str) -> list[tuple[re.Pattern[str], int]]:
     """What a function must match for a row, for each row that a file matches."""
     return [
-        (function, row) for known, function, row in _build_index(kind).filed if known.search(file)
+        (function, row)
+        for known, function, row in _build_index(kind).file_patterns
+        if known.search(file)
     ]
 
 

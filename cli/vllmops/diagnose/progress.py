@@ -89,9 +89,9 @@ class Stall(msgspec.Struct, frozen=True):
         subject: what has stopped.
         since_s: for how many seconds at least.
         evidence: of that finding.
-        doubt: what else it may be. ``idle``: the figures may be stale. ``work``: work may take as
-            long. The stacks decide both. ``writing``: only the heartbeat's file may be late; the
-            agent's answer decides.
+        alternative: what else it may be. ``idle``: the figures may be stale. ``work``: work may
+            take as long. The stacks decide both. ``writing``: only the heartbeat's file may be
+            late; the agent's answer decides.
         mark: stays the same while the stall is the same one.
     """
 
@@ -99,7 +99,7 @@ class Stall(msgspec.Struct, frozen=True):
     subject: str
     since_s: float
     evidence: str
-    doubt: Literal["", "idle", "work", "writing"] = ""
+    alternative: Literal["", "idle", "work", "writing"] = msgspec.field(default="", name="doubt")
     mark: str = ""
 
     def is_confirmed(self, verdict: str | None, answered: Collection[str]) -> bool:
@@ -109,7 +109,7 @@ class Stall(msgspec.Struct, frozen=True):
             verdict: what the stacks say; None without stacks.
             answered: the processes whose agents answered, as `format_role_and_pid` gives them.
         """
-        match self.doubt:
+        match self.alternative:
             case "idle":
                 return verdict != "idle"
             case "work":
@@ -142,7 +142,7 @@ def find_stalls(looks: Sequence[ServerSample], patience_s: float = PATIENCE_S) -
     found += [] if mute else find_unreached_requests(looks, patience_s)
     found += find_stopped_heartbeats(looks, patience_s, bool(found))
     found += find_stuck_rendering(looks, patience_s)
-    if not any(pulse.beat.still_s is not None for pulse in looks[-1].pulses):
+    if not any(pulse.heartbeat.still_s is not None for pulse in looks[-1].heartbeats):
         found += find_frozen_counters(looks, patience_s * METRICS_FACTOR)
     return found
 
@@ -159,7 +159,9 @@ def classify_certainty(looks: Sequence[ServerSample], answers: Callable[[str], b
     def is_sure(stall: Stall) -> bool:
         if stall.since_s < SURE_S:
             return False
-        return not stall.doubt or (stall.doubt == "writing" and not answers(stall.subject))
+        return not stall.alternative or (
+            stall.alternative == "writing" and not answers(stall.subject)
+        )
 
     stalls_ = find_stalls(looks)
     if any(map(is_sure, stalls_)):
@@ -185,9 +187,9 @@ def can_confirm_stall(looks: Sequence[ServerSample], within_s: float) -> bool:
 
 def is_making_progress(pulses: Sequence[ProcessHeartbeat]) -> bool:
     """Whether heartbeats are fresh and engines make progress, so that agents will answer."""
-    engines = [pulse for pulse in pulses if pulse.beat.still_s is not None]
+    engines = [pulse for pulse in pulses if pulse.heartbeat.still_s is not None]
     return bool(engines) and all(
-        pulse.age_s < LATE_S and pulse.age_s + (pulse.beat.still_s or 0.0) < LATE_S
+        pulse.age_s < LATE_S and pulse.age_s + (pulse.heartbeat.still_s or 0.0) < LATE_S
         for pulse in pulses
     )
 
@@ -195,13 +197,13 @@ def is_making_progress(pulses: Sequence[ProcessHeartbeat]) -> bool:
 def select_live_heartbeats(look: ServerSample) -> list[ProcessHeartbeat]:
     """The heartbeats of live processes; a heartbeat's file may outlive its process."""
     dead = {make_process_key(process) for process in look.processes if process.state in DEAD}
-    return [pulse for pulse in look.pulses if make_process_key(pulse) not in dead]
+    return [pulse for pulse in look.heartbeats if make_process_key(pulse) not in dead]
 
 
 def find_frozen_engines(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Engines that report no progress with their requests."""
     for pulse in select_live_heartbeats(looks[-1]):
-        beat = pulse.beat
+        beat = pulse.heartbeat
         if not beat.still_s or pulse.age_s >= LATE_S:
             continue  # a late heartbeat does not show the present
         still_s = beat.still_s + pulse.age_s
@@ -218,11 +220,11 @@ def find_frozen_engines(looks: Sequence[ServerSample], patience_s: float) -> Ite
 def has_step_progress(looks: Sequence[ServerSample], pulse: ProcessHeartbeat) -> bool:
     """Whether an engine's steps go on although its requests make no progress."""
     # The heartbeat of the last token is left out: its step may not have been counted yet.
-    began_s = looks[-1].at_s - pulse.age_s - (pulse.beat.still_s or 0.0) + SAME_BEAT_S
+    began_s = looks[-1].at_s - pulse.age_s - (pulse.heartbeat.still_s or 0.0) + SAME_BEAT_S
     steps = {
-        earlier.beat.current_step
+        earlier.heartbeat.current_step
         for look in looks
-        for earlier in look.pulses
+        for earlier in look.heartbeats
         if make_process_key(earlier) == make_process_key(pulse)
         and look.at_s - earlier.age_s >= began_s
     }
@@ -243,9 +245,9 @@ def find_unreached_requests(looks: Sequence[ServerSample], patience_s: float) ->
     since_s = looks[-1].at_s - began
     if since_s < patience_s:
         return
-    pulses = looks[-1].pulses
-    handed = sum(pulse.beat.handed or 0 for pulse in pulses)
-    engines = [pulse for pulse in pulses if pulse.beat.still_s is not None]
+    pulses = looks[-1].heartbeats
+    handed = sum(pulse.heartbeat.engine_requests or 0 for pulse in pulses)
+    engines = [pulse for pulse in pulses if pulse.heartbeat.still_s is not None]
     yield Stall(
         UNREACHED.code,
         ", ".join(map(format_role_and_pid, engines)),
@@ -254,7 +256,9 @@ def find_unreached_requests(looks: Sequence[ServerSample], patience_s: float) ->
         "the "
         "scheduler has none running and none waiting",
         # Other engines, perhaps on other machines, may have them.
-        doubt="idle" if any("_DP" in process.title for process in looks[-1].processes) else "",
+        alternative="idle"
+        if any("_DP" in process.title for process in looks[-1].processes)
+        else "",
         mark=repr((sorted(requests), way.steps)),
     )
 
@@ -275,15 +279,15 @@ class RequestsInTransit(NamedTuple):
 
 def find_requests_in_transit(look: ServerSample) -> RequestsInTransit | None:
     """What is on its way in a look; None where nothing is, or an engine has a request."""
-    engines = [pulse.beat for pulse in look.pulses if pulse.beat.still_s is not None]
-    handed = sum(pulse.beat.handed or 0 for pulse in look.pulses)
+    engines = [pulse.heartbeat for pulse in look.heartbeats if pulse.heartbeat.still_s is not None]
+    handed = sum(pulse.heartbeat.engine_requests or 0 for pulse in look.heartbeats)
     if not engines or not handed or any(beat.running or beat.waiting for beat in engines):
         return None
-    if any(pulse.age_s >= LATE_S for pulse in look.pulses):
+    if any(pulse.age_s >= LATE_S for pulse in look.heartbeats):
         return None  # a late heartbeat does not show the present
-    fronts = [pulse.beat for pulse in look.pulses if pulse.beat.handed]
+    fronts = [pulse.heartbeat for pulse in look.heartbeats if pulse.heartbeat.engine_requests]
     return RequestsInTransit(
-        frozenset(beat.oldest or str(beat.handed) for beat in fronts),
+        frozenset(beat.oldest_request_id or str(beat.engine_requests) for beat in fronts),
         tuple(beat.current_step for beat in engines),
     )
 
@@ -292,7 +296,7 @@ def find_silent_api_servers(looks: Sequence[ServerSample], patience_s: float) ->
     """API servers that do not answer: their agents say so, or ``/health`` does not answer."""
     reported = False
     for pulse in select_live_heartbeats(looks[-1]):
-        blocked_s = pulse.beat.loop_s or 0.0
+        blocked_s = pulse.heartbeat.loop_s or 0.0
         if blocked_s and blocked_s >= patience_s and pulse.age_s < LATE_S:
             reported = True
             evidence = f"its event loop has run nothing for {blocked_s:.0f} s"
@@ -317,7 +321,7 @@ def find_unhealthy_api_servers(looks: Sequence[ServerSample], patience_s: float)
 
 def has_dead_engine(look: ServerSample) -> object:
     """Whether ``/health`` says that the engine is dead; a server that drains answers the same."""
-    drains = any(pulse.beat.unready == "draining" for pulse in look.pulses)
+    drains = any(pulse.heartbeat.unready == "draining" for pulse in look.heartbeats)
     return (look.health == 503 and not drains) or None
 
 
@@ -339,15 +343,15 @@ def find_ended_processes(looks: Sequence[ServerSample], patience_s: float) -> It
 def find_stuck_rendering(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Requests that stay in an API server; a slow download of an image looks the same."""
     for pulse in select_live_heartbeats(looks[-1]):
-        since_s, blocked_s = pulse.beat.rendering_s or 0.0, pulse.beat.loop_s or 0.0
+        since_s, blocked_s = pulse.heartbeat.rendering_s or 0.0, pulse.heartbeat.loop_s or 0.0
         if since_s >= max(patience_s, RENDERING_S) and max(blocked_s, pulse.age_s) < LATE_S:
             yield Stall(
                 RENDERING.code,
                 format_role_and_pid(pulse),
                 since_s,
                 f"an HTTP request arrived {since_s:.0f} s ago and has not reached the engine",
-                doubt="work",
-                mark=f"{pulse.pid} {pulse.beat.monotonic - since_s:.2f}",
+                alternative="work",
+                mark=f"{pulse.pid} {pulse.heartbeat.monotonic - since_s:.2f}",
             )
 
 
@@ -366,7 +370,8 @@ def find_stopped_heartbeats(
     """
     pulses = select_live_heartbeats(looks[-1])
     work = stuck or any(
-        pulse.beat.handed or pulse.beat.running or pulse.beat.waiting for pulse in pulses
+        pulse.heartbeat.engine_requests or pulse.heartbeat.running or pulse.heartbeat.waiting
+        for pulse in pulses
     )
     for pulse in pulses:
         if (work or pulse.role == "api") and pulse.age_s >= max(patience_s, LATE_S):
@@ -375,8 +380,8 @@ def find_stopped_heartbeats(
                 format_role_and_pid(pulse),
                 pulse.age_s,
                 describe_heartbeat_age(pulse),
-                doubt="writing",
-                mark=f"{pulse.pid} {pulse.beat.sequence}",
+                alternative="writing",
+                mark=f"{pulse.pid} {pulse.heartbeat.sequence}",
             )
 
 
@@ -398,7 +403,7 @@ def find_frozen_counters(looks: Sequence[ServerSample], patience_s: float) -> It
         since_s,
         f"its metrics show {last.running or 0:.0f} running and {last.waiting or 0:.0f} waiting "
         f"requests, and its counters have not changed for {since_s:.0f} s",
-        doubt="idle",
+        alternative="idle",
         mark=repr(get_pending_counters(looks[-1])),
     )
 

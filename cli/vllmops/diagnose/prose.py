@@ -49,7 +49,7 @@ ROLES = {"engine": "engine", "scheduler": "engine", "api": "api", "worker": "wor
 class ReportPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Words of a report; see the head of the file."""
 
-    words: str
+    pattern: str = msgspec.field(name="words")
     example: str
 
 
@@ -86,7 +86,9 @@ def load_report_tables() -> ReportTables:
 
 @functools.cache
 def _compile_patterns(kind: str) -> list[re.Pattern[str]]:
-    return [compile_lazily(row.words, re.MULTILINE) for row in getattr(load_report_tables(), kind)]
+    return [
+        compile_lazily(row.pattern, re.MULTILINE) for row in getattr(load_report_tables(), kind)
+    ]
 
 
 def _matches_pattern(kind: str, text: str) -> bool:

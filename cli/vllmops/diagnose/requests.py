@@ -42,7 +42,7 @@ def check_zombie_requests(looks: Sequence[dict[str, str]]) -> list[Finding]:
 
 def make_lost_load_findings(proofs: Sequence[HealProof]) -> list[Finding]:
     """Requests of which three looks have proven that nobody will report the end of their load."""
-    return [LOST_LOAD.make_finding(proof.subject, proof.what) for proof in proofs]
+    return [LOST_LOAD.make_finding(proof.subject, proof.evidence) for proof in proofs]
 
 
 def compare_request_sides(

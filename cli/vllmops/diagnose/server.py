@@ -274,9 +274,9 @@ def check_missing_processes(snapshot: ServerSnapshot) -> Iterator[Finding]:
     if snapshot.state == "failed":
         yield FAILED.make_finding(snapshot.server, snapshot.failure or "its state is failed")
         return
-    if not snapshot.looks or snapshot.state == "starting":
+    if not snapshot.samples or snapshot.state == "starting":
         return
-    last = snapshot.looks[-1]
+    last = snapshot.samples[-1]
     roles = [process.role for process in last.processes if process.state not in {"", "Z"}]
     apis = [process for process in last.processes if process.role == "api"]
     # Without multiprocessing the engine runs inside the API server.
@@ -314,10 +314,10 @@ def count_expected_workers(snapshot: ServerSnapshot) -> int:
 
 def check_halted_processes(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Processes that can't run, in both of the last two samples: any process may be so in one."""
-    if len(snapshot.looks) < 2:
+    if len(snapshot.samples) < 2:
         return
-    earlier = {make_process_key(process): process for process in snapshot.looks[-2].processes}
-    for process in snapshot.looks[-1].processes:
+    earlier = {make_process_key(process): process for process in snapshot.samples[-2].processes}
+    for process in snapshot.samples[-1].processes:
         before = earlier.get(make_process_key(process))
         # Who ran in between waits each time for something that comes, such as a disk.
         if before is None or (process.state, process.main) != (before.state, before.main):
@@ -331,7 +331,7 @@ def check_halted_processes(snapshot: ServerSnapshot) -> Iterator[Finding]:
             )
     # If the agent answers, only its heartbeat file is late: the disk may be full.
     answered = {make_process_key(report) for report in snapshot.reports}
-    for pulse in snapshot.looks[-1].pulses:
+    for pulse in snapshot.samples[-1].heartbeats:
         if pulse.age_s >= PATIENCE_S and make_process_key(pulse) not in answered:
             yield NO_PYTHON.make_finding(format_role_and_pid(pulse), describe_heartbeat_age(pulse))
 
@@ -346,11 +346,11 @@ def check_orphaned_processes(snapshot: ServerSnapshot) -> Iterator[Finding]:
 
 def check_agents(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Agents that are there and do not work as they should."""
-    for unseen in snapshot.unseen:
+    for unseen in snapshot.gaps:
         if unseen.code in AGENT_BROKEN:
-            yield AGENT.make_finding(unseen.part, unseen.why)
+            yield AGENT.make_finding(unseen.part, unseen.reason)
         elif unseen.code in AGENT_OTHER_VERSION:
-            yield AGENT_VERSION.make_finding(unseen.part, unseen.why)
+            yield AGENT_VERSION.make_finding(unseen.part, unseen.reason)
     versions: dict[str, list[str]] = {}
     for report in snapshot.reports:
         if report.hello.agent != snapshot.vllmops:
@@ -427,7 +427,7 @@ def check_machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
                 subject, f"{clock}{gpu.celsius} °C, {gpu.watts} W{why}"
             )
         if is_gpu_spinning(gpu) and not is_foreign_gpu(gpu, snapshot):
-            share = f"busy {gpu.busy:.0%}, memory {gpu.memory_busy:.0%}"
+            share = f"busy {gpu.utilization:.0%}, memory {gpu.memory_busy:.0%}"
             yield GPU_SPINNING.make_finding(
                 subject, f"{share}, {gpu.watts:.0f} of {gpu.limit_watts:.0f} W"
             )
@@ -441,7 +441,7 @@ def check_machine(snapshot: ServerSnapshot) -> Iterator[Finding]:
 
 def is_gpu_spinning(gpu: Gpu) -> bool:
     """Whether a kernel runs all the time and does nothing: work reads memory and draws power."""
-    figures = (gpu.busy, gpu.memory_busy, gpu.watts, gpu.limit_watts)
+    figures = (gpu.utilization, gpu.memory_busy, gpu.watts, gpu.limit_watts)
     if None in figures:
         return False
     busy, memory, watts, limit = (figure or 0.0 for figure in figures)
@@ -450,7 +450,7 @@ def is_gpu_spinning(gpu: Gpu) -> bool:
 
 def is_foreign_gpu(gpu: Gpu, snapshot: ServerSnapshot) -> bool:
     """Whether a GPU is surely not this server's: the driver knows its processes, on other GPUs."""
-    own = {process.pid for look in snapshot.looks for process in look.processes}
+    own = {process.pid for look in snapshot.samples for process in look.processes}
     shown = any(own & used.by_pid.keys() for used in snapshot.machine.gpus)
     return shown and not own & gpu.by_pid.keys()
 
@@ -472,7 +472,7 @@ def describe_leftovers(left: Sequence[ShmLeftover]) -> Iterator[str]:
             f"{segment.name}: {format_bytes(segment.bytes)}, of {segment.owner}, {minutes:.0f} min "
             "old"
         )
-    doubt = next((segment.doubt for segment in left if segment.doubt), "")
+    doubt = next((segment.uncertainty for segment in left if segment.uncertainty), "")
     yield (
         f"no process that vllmops can see maps or opens them; {doubt}"
         if doubt
@@ -487,8 +487,8 @@ def is_nearly_full(disk: DiskSpace) -> bool:
 
 def check_response_store(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """API servers whose last call to the store of responses has failed."""
-    for pulse in snapshot.looks[-1].pulses if snapshot.looks else ():
-        if pulse.beat.unready == STORE_AWAY:
+    for pulse in snapshot.samples[-1].heartbeats if snapshot.samples else ():
+        if pulse.heartbeat.unready == STORE_AWAY:
             yield UNSTORED.make_finding(format_role_and_pid(pulse), "what must be stored gets 503")
 
 
@@ -496,7 +496,7 @@ def check_security(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Who can reach the server, and what they can do."""
     guard = snapshot.guard
     addresses = ", ".join(guard.addresses)
-    if guard.exposed and guard.open:
+    if guard.exposed and guard.is_open:
         yield NO_KEY.make_finding(addresses, "/v1/models answers without an API key")
     if guard.exposed and guard.dev_routes:
         yield DEV_ROUTES.make_finding(
@@ -516,18 +516,18 @@ def check_security(snapshot: ServerSnapshot) -> Iterator[Finding]:
 def check_stack_access(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Stacks that can't be read; processes that are refused for one reason are one finding."""
     refused: dict[str, list[Gap]] = {}
-    for unseen in snapshot.unseen:
+    for unseen in snapshot.gaps:
         if unseen.code in NO_STACKS:
             refused.setdefault(unseen.code, []).append(unseen)
     for parts in refused.values():
-        yield PYSPY.make_finding(", ".join(unseen.part for unseen in parts), parts[0].why)
+        yield PYSPY.make_finding(", ".join(unseen.part for unseen in parts), parts[0].reason)
 
 
 def check_canary(snapshot: ServerSnapshot) -> Iterator[Finding]:
     result = snapshot.canary
     if result is None or result.outcome in {"answered", "unable"}:
         return
-    tokens = [look.metrics.tokens for look in snapshot.looks if look.metrics]
+    tokens = [look.metrics.tokens for look in snapshot.samples if look.metrics]
     moving = len({count for count in tokens if count is not None}) > 1
     rule = CANARY_LATE if result.outcome == "timeout" and moving else CANARY
     yield rule.make_finding(
@@ -537,7 +537,7 @@ def check_canary(snapshot: ServerSnapshot) -> Iterator[Finding]:
 
 def check_traffic(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """What the metrics show for the time between the first sample and the last."""
-    with_metrics = [look for look in snapshot.looks if look.metrics]
+    with_metrics = [look for look in snapshot.samples if look.metrics]
     if len(with_metrics) < 2:
         return
     first, last = with_metrics[0].metrics, with_metrics[-1].metrics

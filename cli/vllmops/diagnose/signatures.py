@@ -25,10 +25,10 @@ class ThreadPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             function, bare or as ``Class.function``, or several with ``|``;
             ``function@end/of/path.py`` also demands the file; ``*`` is any function. A thread's
             name counts as its outermost frame.
-        without: functions that the thread must not have.
-        within: the first frame must be among so many innermost ones; 0 for anywhere.
+        excluded_frames: functions that the thread must not have.
+        max_depth: the first frame must be among so many innermost ones; 0 for anywhere.
         state: ``active`` or ``idle``; empty for either.
-        who: whether some process must have such a thread, every process, or none.
+        quantifier: whether some process must have such a thread, every process, or none.
         frozen: whether the thread must be at the same frames in all samples.
         gil: whether the thread must hold the GIL, in what may be a call into C; only py-spy's dumps
             show who holds it.
@@ -36,10 +36,10 @@ class ThreadPattern(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     roles: tuple[str, ...]
     frames: tuple[str, ...]
-    without: tuple[str, ...] = ()
-    within: int = 0
+    excluded_frames: tuple[str, ...] = msgspec.field(default=(), name="without")
+    max_depth: int = msgspec.field(default=0, name="within")
     state: Literal["", "active", "idle"] = ""
-    who: Literal["some", "every", "none"] = "some"
+    quantifier: Literal["some", "every", "none"] = msgspec.field(default="some", name="who")
     frozen: bool = False
     gil: bool = False
 
@@ -57,7 +57,8 @@ class SignatureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         facts: figures that must not contradict, such as ``waiting = ">0"``; a frozen progress
             corroborates.
         needs: facts that must be known.
-        corroborate: whether a fact or a log line must agree, because stacks alone are not enough.
+        needs_corroboration: whether a fact or a log line must agree, because stacks alone are not
+            enough.
     """
 
     threads: tuple[ThreadPattern, ...]
@@ -67,7 +68,7 @@ class SignatureCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     complete: bool = False
     facts: dict[str, str] = {}
     needs: tuple[str, ...] = ()
-    corroborate: bool = False
+    needs_corroboration: bool = msgspec.field(default=False, name="corroborate")
 
 
 class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"cases": "case"}):
@@ -79,8 +80,8 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
         severity: of a finding that is at least likely.
         cause: why it happens.
         references: public reports and pull requests.
-        next: what to do.
-        sure: what would make it sure.
+        next_step: what to do.
+        confirmation: what would make it sure.
         cases: one of them must match; without any, only the general way names it.
         fixed_in: version of vLLM; empty if none is known.
         logs: patterns of log lines that corroborate.
@@ -94,8 +95,8 @@ class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename=
     severity: Severity
     cause: str
     references: tuple[str, ...]
-    next: str
-    sure: str
+    next_step: str = msgspec.field(name="next")
+    confirmation: str = msgspec.field(name="sure")
     cases: tuple[SignatureCase, ...] = ()
     fixed_in: str = ""
     logs: tuple[str, ...] = ()

@@ -54,7 +54,7 @@ def match_sentences(text: str) -> list[SentenceMatch]:
     for sign in load_report_tables().sign:
         if not (stuck or sign.proof) or (sign.part and votes and not weak):
             continue
-        matching = filter(re.compile(sign.words).search, sentences)
+        matching = filter(re.compile(sign.pattern).search, sentences)
         best = sorted(matching, key=weights.__getitem__, reverse=True)[
             : 1 if sign.part else COUNTED
         ]

@@ -65,7 +65,7 @@ class StackFinding(Finding, frozen=True, kw_only=True):
         confidence: ``possible``, ``likely`` or ``sure``.
         lines: the evidence, line by line.
         cause: why it happens.
-        sure: what would make it sure; empty if it is sure.
+        confirmation: what would make it sure; empty if it is sure.
         references: public reports and pull requests.
         fixed_in: version of vLLM; empty if none is known.
         hang: whether something is stuck.
@@ -82,7 +82,7 @@ class StackFinding(Finding, frozen=True, kw_only=True):
     waits_for: str = ""
     work: str = ""
     cause: str = ""
-    sure: str = ""
+    confirmation: str = msgspec.field(default="", name="sure")
     references: tuple[str, ...] = ()
     fixed_in: str = ""
     hang: bool = True
@@ -282,7 +282,7 @@ def _make_finding(hit: SignatureMatch) -> StackFinding:
         subject=hit.subject,
         title=signature.title,
         evidence="; ".join(hit.lines),
-        next=signature.next,
+        next_step=signature.next_step,
         page=signature.code,
         reference=signature.references[0] if signature.references else "",
         confidence=hit.confidence,
@@ -292,7 +292,9 @@ def _make_finding(hit: SignatureMatch) -> StackFinding:
         waits_for=hit.waits_for,
         work=signature.work if hit.confidence != "sure" else "",
         cause=signature.cause,
-        sure="; ".join((*hit.doubts, signature.sure)) if hit.confidence != "sure" else "",
+        confirmation="; ".join((*hit.uncertainties, signature.confirmation))
+        if hit.confidence != "sure"
+        else "",
         references=signature.references,
         fixed_in=signature.fixed_in,
         hang=signature.hang,
@@ -303,7 +305,7 @@ def _has_reported_hang(scene: DiagnosisInput) -> bool:
     """Whether a text says that something was stuck or timed out."""
     from . import prose  # noqa: PLC0415 - slow to import, and not needed for most stacks
 
-    told = prose.is_hang_report(prose.select_statements(scene.pasted.text))
+    told = prose.is_hang_report(prose.select_statements(scene.pasted_stacks.text))
     return told or TIMED_OUT_LINE.search(scene.log) is not None
 
 
@@ -330,7 +332,7 @@ def _match_tracebacks(crashes: Sequence[CrashTraceback], text: str) -> Iterator[
         confidence: Confidence = "possible" if cut else "likely"
         subject = crash.process or "EngineCore"
         yield SignatureMatch(
-            get_signature(name), confidence, _format_traceback(crash), subject, doubts=cut
+            get_signature(name), confidence, _format_traceback(crash), subject, uncertainties=cut
         )
 
 
@@ -355,11 +357,11 @@ def _make_crash_finding(crash: CrashTraceback) -> StackFinding:
         subject=crash.process or "a process",
         title=f"a crash, not a hang: {crash.error or 'an exception'}",
         evidence="; ".join(lines),
-        next="vllmops logs shows what happened before; then vllmops restart",
+        next_step="vllmops logs shows what happened before; then vllmops restart",
         page="stack.crash",
         confidence="sure" if crash.error else "likely",
         lines=lines,
-        sure="" if crash.error else CUT,
+        confirmation="" if crash.error else CUT,
         hang=False,
     )
 

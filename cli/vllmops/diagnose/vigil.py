@@ -67,21 +67,23 @@ class StallDetector:
 
     def reset(self) -> None:
         """Forget all samples: it is another server, or the last sample is old."""
-        self.looks: list[ServerSample] = []
+        self.samples: list[ServerSample] = []
         self.row = 0
         self.stood_s = 0.0
         self.asked_s = -ASK_S
-        self.dismissed: set[tuple[str, str]] = set()
+        self.dismissed_stall_keys: set[tuple[str, str]] = set()
 
     def add_sample(self, look: ServerSample) -> list[Stall]:
         """Add a sample; returns the stalls that were not dismissed before."""
-        self.looks.append(look)
+        self.samples.append(look)
         if look.metrics or look.health is not None:
             self.asked_s = look.at_s
         kept_s = METRICS_FACTOR * (self.patience_s + ASK_S)
-        while look.at_s - self.looks[0].at_s > kept_s:
-            del self.looks[0]
-        self.dismissed &= {make_stall_key(stall) for stall in find_stalls(self.looks, 0.0)}
+        while look.at_s - self.samples[0].at_s > kept_s:
+            del self.samples[0]
+        self.dismissed_stall_keys &= {
+            make_stall_key(stall) for stall in find_stalls(self.samples, 0.0)
+        }
         self.row = self.row + 1 if self.current_stalls else 0
         if self.row <= 1:
             self.stood_s = look.at_s
@@ -92,12 +94,14 @@ class StallDetector:
 
     def list_undismissed_stalls(self, seconds: float) -> list[Stall]:
         """What has stopped for so many seconds, without what was dismissed."""
-        stalls_ = find_stalls(self.looks, seconds)
-        return [stall for stall in stalls_ if make_stall_key(stall) not in self.dismissed]
+        stalls_ = find_stalls(self.samples, seconds)
+        return [
+            stall for stall in stalls_ if make_stall_key(stall) not in self.dismissed_stall_keys
+        ]
 
     def dismiss(self, stalls_: list[Stall]) -> None:
         """These are no stalls: ignore them until they change."""
-        self.dismissed |= {make_stall_key(stall) for stall in stalls_}
+        self.dismissed_stall_keys |= {make_stall_key(stall) for stall in stalls_}
         self.row = 0
 
     @property
@@ -115,14 +119,14 @@ class StallDetector:
             stall.code not in USUAL or get_stall_subject(stall) in about
             for stall in self.current_stalls
         )
-        return is_node_unreachable(self.looks[-1]) or any(lasting)
+        return is_node_unreachable(self.samples[-1]) or any(lasting)
 
     def plan_next_sample(self) -> SamplingPlan:
         """When and how to sample again; a server that makes progress is not asked."""
-        last = self.looks[-1]
-        beats = [pulse.beat for pulse in last.pulses]
+        last = self.samples[-1]
+        beats = [pulse.heartbeat for pulse in last.heartbeats]
         blind = not any(beat.still_s is not None for beat in beats)
-        dead = has_fatal_stall(self.looks)
+        dead = has_fatal_stall(self.samples)
         if self.current_stalls or dead or last.health in {0, 503}:
             late = bool(self.list_undismissed_stalls(self.patience_s / 2))
             return SamplingPlan(self.interval_s, blind or dead or last.health in {0, 503} or late)
@@ -144,15 +148,15 @@ def make_stall_key(stall: Stall) -> tuple[str, str]:
 
 def is_node_unreachable(look: ServerSample) -> bool:
     """Whether nobody on the server's machine answered, which shows neither a stall nor progress."""
-    return {process.state for process in look.processes} == {UNSEEN} and not look.pulses
+    return {process.state for process in look.processes} == {UNSEEN} and not look.heartbeats
 
 
 def list_stall_subjects(stalls_: Sequence[Stall]) -> frozenset[str]:
     """What some stalls are about; work only if that is all, because it may go on without them."""
-    others = [stall for stall in stalls_ if stall.doubt != "work"]
+    others = [stall for stall in stalls_ if stall.alternative != "work"]
     return frozenset(map(get_stall_subject, others or stalls_))
 
 
 def get_stall_subject(stall: Stall) -> str:
     """What has stopped: of work the request, else the process, whatever it shows."""
-    return stall.mark if stall.doubt == "work" else stall.subject
+    return stall.mark if stall.alternative == "work" else stall.subject

@@ -232,8 +232,8 @@ def _find_roots(
         return ("not-entered" if same else "elsewhere"), _select_smallest_group(outside)
     if not inside:
         return "", _select_smallest_group(outside)
-    entered = [place for place in inside if place.entered]
-    late = [place for place in inside if not place.entered]
+    entered = [place for place in inside if place.is_in_collective]
+    late = [place for place in inside if not place.is_in_collective]
     if (
         entered
         and late

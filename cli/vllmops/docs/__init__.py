@@ -70,9 +70,10 @@ def render_signature_page(signature: Signature) -> str:
     parts = [
         f"# stack.{signature.id}: {signature.title}",
         f"## What it means\n\n{format_sentence(signature.cause)} {fixed}".rstrip(),
-        f"## How vllmops knows\n\nThe stacks show it. It is sure with this: {signature.sure}."
+        "## How vllmops knows\n\nThe stacks show it. It is sure with this: "
+        f"{signature.confirmation}."
         + (f"\n\nIf nothing is stuck: {signature.work}." if signature.work else ""),
-        f"## What to do\n\n{format_sentence(signature.next)}",
+        f"## What to do\n\n{format_sentence(signature.next_step)}",
         "## Where it was reported\n\n" + "\n".join(f"- {url}" for url in signature.references),
     ]
     return "\n\n".join(parts) + "\n"

@@ -126,7 +126,7 @@ class Examination:
         server: as discovery found it.
         options: how thorough.
         show: takes what the examination waits for, in words.
-        looks: earlier samples that belong to it.
+        server_samples: earlier samples that belong to it.
         began: when the first sample was taken, by the monotonic clock.
     """
 
@@ -144,10 +144,10 @@ class Examination:
         self.taken_at = time.time()
         self.began = time.monotonic() if began is None else began
         self.until_sampled = time.monotonic() + options.stacks_s
-        self.looks = list(looks)
+        self.server_samples = list(looks)
         self.samples: list[StacksSnapshot] = []
         self.ras: list[RasCapture] = []
-        self.unseen: list[Gap] = []
+        self.gaps: list[Gap] = []
         self.parts: SnapshotParts | None = None
 
     def run(self) -> ServerSnapshot:
@@ -176,7 +176,7 @@ class Examination:
         return time.monotonic() - self.began
 
     def take_sample(self) -> None:
-        self.looks.append(observe_server(self.server, self.began))
+        self.server_samples.append(observe_server(self.server, self.began))
 
     def collect_ras_captures(self) -> None:
         """Ask NCCL's RAS service, where one of the server's processes has it."""
@@ -214,12 +214,12 @@ class Examination:
 
     def add_gap(self, what: Gap) -> None:
         """Keep what could not be seen, once."""
-        if what not in self.unseen:
-            self.unseen.append(what)
+        if what not in self.gaps:
+            self.gaps.append(what)
 
     def seems_stuck(self) -> bool:
         """Whether only a longer examination can decide."""
-        if progress.is_possibly_stalled(self.looks):
+        if progress.is_possibly_stalled(self.server_samples):
             return True
         if not self.samples:
             return False
@@ -245,12 +245,12 @@ class Examination:
     def is_undecided(self) -> bool:
         """Whether something has made no progress, but not for long enough yet."""
         patience_s = self.options.patience_s
-        stalls = progress.find_stalls(self.looks, patience_s)
+        stalls = progress.find_stalls(self.server_samples, patience_s)
         within_s = 1.5 * patience_s
         return (
             not stalls
             and self.age_s < within_s
-            and progress.can_confirm_stall(self.looks[-3:], within_s)
+            and progress.can_confirm_stall(self.server_samples[-3:], within_s)
         )
 
     def build_partial_snapshot(self, why: str) -> ServerSnapshot:
@@ -264,11 +264,11 @@ class Examination:
         rest = [Gap(late, "cut-short", why)] if late else []
         if self.options.always and (missing := self.options.samples - len(self.samples)):
             rest.append(Gap(f"{missing} of {self.options.samples} stacks", "cut-short", why))
-        gaps = (*self.unseen, *known, *(rest if self.server.processes else []))
+        gaps = (*self.gaps, *known, *(rest if self.server.processes else []))
         errors = () if self.server.processes else collect_xids(self.server)
         return self.make_snapshot(
             **{"machine": Machine(memory_total=0, memory_available=0, xids=errors), **parts},
-            unseen=tuple(dict.fromkeys(gaps)),
+            gaps=tuple(dict.fromkeys(gaps)),
         )
 
     def make_snapshot(self, **fields: Any) -> ServerSnapshot:
@@ -283,7 +283,7 @@ class Examination:
             state=record.state.value if record else "",
             stage=record.stage if record else "",
             failure=record.failure.cause if record and record.failure else "",
-            looks=tuple(self.looks),
+            samples=tuple(self.server_samples),
             stacks=tuple(self.samples),
             ras=tuple(self.ras),
             **fields,
@@ -303,7 +303,7 @@ class Examination:
             vllm_version=version or (http.fetch_version(server.url) if server.url else None),
             memory=None if began is None else memory.load_newest_recording(server.label, began),
             canary=probe,
-            unseen=tuple(self.unseen),
+            gaps=tuple(self.gaps),
         )
 
 
@@ -312,8 +312,8 @@ class SnapshotParts:
 
     def __init__(self, pool: ThreadPoolExecutor, server: Server) -> None:
         self.server = server
-        self.silent: list[Gap] = []
-        self.unseen: list[Gap] = []
+        self.agent_gaps: list[Gap] = []
+        self.other_gaps: list[Gap] = []
         own = server.select_processes(*ROLES)
         self.caches: Future[CacheSnapshot | None] = pool.submit(self.observe_caches)
         self.fields: dict[str, Future[Any]] = {
@@ -329,10 +329,10 @@ class SnapshotParts:
         if server.fleet:
             what = "the machine: memory, disks, GPUs, log, and who can reach the server"
             why = "the server is on another machine"
-            self.unseen.append(Gap(what, "remote", why, "run vllmops doctor there"))
+            self.other_gaps.append(Gap(what, "remote", why, "run vllmops doctor there"))
         starts_or_ends = server.record and server.record.state is not InstanceState.READY
         if not starts_or_ends and (note := server.describe_silent_nodes()):
-            self.unseen.append(Gap("other nodes", LOST, note, LOST_HINT))
+            self.other_gaps.append(Gap("other nodes", LOST, note, LOST_HINT))
 
     def wait_for_fields(self) -> dict[str, Any]:
         """The fields of a snapshot, once all are known."""
@@ -346,13 +346,13 @@ class SnapshotParts:
     @property
     def gaps(self) -> tuple[Gap, ...]:
         """What could not be seen, first the agents that did not answer."""
-        return (*self.silent, *self.unseen)
+        return (*self.agent_gaps, *self.other_gaps)
 
     def fetch_reports(self, own: Sequence[Process]) -> tuple[AgentReport, ...]:
         answers, silent = agent.collect_answers(own, fetch_agent_report)
         for each in silent:
             part = f"agent of {format_process(each)}"
-            self.silent.append(Gap(part, each.code, each.why, each.hint))
+            self.agent_gaps.append(Gap(part, each.code, each.reason, each.hint))
         return tuple(answers)
 
     def fetch_patches(self, own: Sequence[Process]) -> tuple[ProcessPatches, ...]:
@@ -375,11 +375,11 @@ class SnapshotParts:
         caches = self.caches.result()
         sample = caches.samples[-1] if caches else None
         # `agents` names who did not answer.
-        if sample is None or sample.silent or not judge.should_compare(sample):
+        if sample is None or sample.gaps or not judge.should_compare(sample):
             return ()
-        if not progress.is_making_progress(list(observe_processes(self.server).pulses)):
+        if not progress.is_making_progress(list(observe_processes(self.server).heartbeats)):
             why = "the engine is in a long step or hangs, so it was not asked"
-            self.unseen.append(Gap(SIDES, "compare.standing", why))
+            self.other_gaps.append(Gap(SIDES, "compare.standing", why))
             return ()
         try:
             compared, silent = compares.compare_caches(self.server, COMPARE)
@@ -387,15 +387,15 @@ class SnapshotParts:
             late = error.code == "compare.timeout"
             why = "the engine's steps take too long to wait for" if late else error.message
             hint = COMPARE_LONGER if late else error.hint
-            self.unseen.append(Gap(SIDES, error.code, why, hint))
+            self.other_gaps.append(Gap(SIDES, error.code, why, hint))
             return ()
         for api in silent:
-            self.unseen.append(Gap(f"{SIDES} of api {api.pid}", "compare.silent", api.why))
+            self.other_gaps.append(Gap(f"{SIDES} of api {api.pid}", "compare.silent", api.reason))
         notes = (
             note for comparison in compared for note in judge.explain_missing_comparison(comparison)
         )
         for note in dict.fromkeys(notes):
-            self.unseen.append(Gap(SIDES, f"compare.{note.code}", note.text, COMPARE_LONGER))
+            self.other_gaps.append(Gap(SIDES, f"compare.{note.code}", note.text, COMPARE_LONGER))
         return tuple(compared)
 
 
@@ -432,12 +432,12 @@ def observe_server(server: Server, began: float, *, web: bool = True) -> ServerS
     metrics = health = None
     if web and server.url:
         answer = http.fetch_health(server.url)
-        health = None if answer.later else answer.status  # who drains is not unhealthy
+        health = None if answer.has_retry_after else answer.status  # who drains is not unhealthy
         metrics = http.fetch_metrics(server.url) if answer.status else None
     state = observe_processes(server, compiling=True)
     return ServerSample(
         at_s=at_s,
-        pulses=state.pulses,
+        heartbeats=state.heartbeats,
         metrics=metrics,
         health=health,
         processes=state.states,
@@ -449,7 +449,7 @@ class ProcessesSnapshot(NamedTuple):
     """The processes of a server, as the kernel and their heartbeats show them."""
 
     states: tuple[ProcessState, ...]
-    pulses: tuple[ProcessHeartbeat, ...]
+    heartbeats: tuple[ProcessHeartbeat, ...]
     compilers: tuple[str, ...] = ()
 
 
@@ -470,7 +470,7 @@ def observe_processes(server: Server, *, compiling: bool = False) -> ProcessesSn
                 tuple(make_unreachable_state(process, gone=gone) for process in server.processes),
                 (),
             )
-        return ProcessesSnapshot(members.processes, members.pulses, members.compilers)
+        return ProcessesSnapshot(members.processes, members.heartbeats, members.compilers)
     below = tuple(find_compilers(server.processes)) if compiling else ()
     return ProcessesSnapshot(
         tuple(map(observe_process, server.processes)), tuple(read_heartbeats(server)), below
@@ -502,7 +502,7 @@ def read_heartbeats(server: Server) -> Iterator[ProcessHeartbeat]:
                     **agent.get_process_fields(process),
                     pid=process.pid,
                     age_s=pulse.age_s,
-                    beat=pulse.beat,
+                    heartbeat=pulse.heartbeat,
                 )
 
 
@@ -564,13 +564,13 @@ def list_shm_leftovers() -> Iterator[ShmLeftover]:
     unused = shm.find_unused_segments()
     for segment in unused.segments:
         owner = format_user(segment.uid)
-        yield ShmLeftover(segment.name, segment.bytes, segment.age_s, owner, unused.doubt)
+        yield ShmLeftover(segment.name, segment.bytes, segment.age_s, owner, unused.uncertainty)
 
 
 def find_orphaned_processes(table: processes.Table) -> Iterator[ProcessState]:
     """Processes of dead servers: what has started those of a live one is there."""
     for tree in membership.group_server_trees(table)[1]:
-        if find_title_role(table[tree[0].pid].words) and processes.is_orphaned(tree[0].pid):
+        if find_title_role(table[tree[0].pid].arguments) and processes.is_orphaned(tree[0].pid):
             yield observe_process(tree[0])
 
 
@@ -585,7 +585,7 @@ def check_exposure(server: Server) -> Exposure:
     return Exposure(
         addresses=addresses,
         exposed=exposed,
-        open=http.fetch_status_code(f"{server.url}/v1/models") == 200 if exposed else None,
+        is_open=http.fetch_status_code(f"{server.url}/v1/models") == 200 if exposed else None,
         # A path that exists answers another method with 405.
         dev_routes=http.fetch_status_code(f"{server.url}/reset_mm_cache", "OPTIONS") == 405
         if exposed

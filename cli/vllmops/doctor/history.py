@@ -38,12 +38,12 @@ class StepsHistory(NamedTuple):
     Args:
         server: its name, or a pid.
         recordings: by data parallel rank.
-        unseen: what could not be read.
+        gaps: what could not be read.
     """
 
     server: str
     recordings: tuple[StepsRecording, ...]
-    unseen: tuple[Gap, ...] = ()
+    gaps: tuple[Gap, ...] = ()
 
 
 def load_history(target: str | None) -> StepsHistory:
@@ -68,7 +68,7 @@ def load_history(target: str | None) -> StepsHistory:
         else:
             raise
     if not history.recordings:
-        why = "".join(f"; {part.part}: {part.why}" for part in history.unseen)
+        why = "".join(f"; {part.part}: {part.reason}" for part in history.gaps)
         raise VllmopsError(
             "steps.none",
             f"there is no recording of the steps of {history.server}{why}",
@@ -85,7 +85,7 @@ def collect_history(server: Server) -> StepsHistory:
             lambda process: agent.open_agent(process).fetch_recording(),
         )
         missed = (
-            Gap(f"steps of {format_process(one)}", one.code, one.why, one.hint) for one in silent
+            Gap(f"steps of {format_process(one)}", one.code, one.reason, one.hint) for one in silent
         )
         # Nobody there reads the files of dead processes for an operator on another machine.
         return StepsHistory(server.label, sort_recordings(answers), (*missed, AWAY))
@@ -95,7 +95,7 @@ def collect_history(server: Server) -> StepsHistory:
     for process in server.select_processes(*ROLES):
         with suppress(VllmopsError, OSError):
             if pulse := agent.read_heartbeat(process):
-                ids |= {*pulse.beat.standing.servers}
+                ids |= {*pulse.heartbeat.standing.servers}
             folders[agent.find_socket_path(process).parents[1]] = agent.read_process_uid(process)
             recordings.append(read_live_recording(process))
     known = {recording.head.identity for recording in recordings if recording.head}

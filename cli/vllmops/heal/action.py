@@ -56,7 +56,7 @@ class AgentAction(Action):
             subjects = [case.proof.subject for case in cases if case.process == process]
             left |= send_heal_request(
                 process, HealRequest(action=self.name, subjects=subjects)
-            ).left
+            ).reason_by_subject
         return left
 
 
@@ -67,16 +67,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         action: its name.
         process: where, for a person.
         subject: what it is about.
-        seen: what was seen, with figures.
+        evidence: what was seen, with figures.
         done: whether it was healed: the last look does not show it any more.
         did: what was changed, or would be.
-        left: why it was not healed; empty if it was, or with ``--dry-run``.
+        reason: why it was not healed; empty if it was, or with ``--dry-run``.
     """
 
     action: str
     process: str
     subject: str
-    seen: str
+    evidence: str = msgspec.field(name="seen")
     done: bool
     did: str
-    left: str = ""
+    reason: str = msgspec.field(default="", name="left")

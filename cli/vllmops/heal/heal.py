@@ -54,12 +54,12 @@ class HealResult(NamedTuple):
 
     Args:
         outcomes: of everything that was proven.
-        silent: the processes whose agents did not answer.
+        gaps: the processes whose agents did not answer.
         problems: actions that could not look or act, and why.
     """
 
     outcomes: list[Outcome]
-    silent: list[ProcessGap]
+    gaps: list[ProcessGap]
     problems: list[str]
 
 
@@ -151,10 +151,10 @@ def run_action(
                 process=f"{format_role_and_ranks(case.process.role, case.process.place)}"
                 f" {case.process.pid}",
                 subject=subject,
-                seen=case.proof.what,
+                evidence=case.proof.evidence,
                 done=act and not why,
                 did=action.does,
-                left=why,
+                reason=why,
             )
         )
     return outcomes
@@ -174,10 +174,10 @@ def wait_until_gone(server: Server, action: Action, cases: Sequence[HealCase]) -
 def log_outcomes(server: Server, outcomes: Sequence[Outcome], by: str) -> None:
     """Write what was done into the log of the first process that takes it."""
     for outcome in outcomes:
-        result = "healed" if outcome.done else f"not healed: {outcome.left}"
+        result = "healed" if outcome.done else f"not healed: {outcome.reason}"
         line = (
             f"{by} by {format_user(os.geteuid())}: {outcome.action}, {outcome.process}, "
-            f"{outcome.subject}: {outcome.seen}; {outcome.did}; {result}"
+            f"{outcome.subject}: {outcome.evidence}; {outcome.did}; {result}"
         )
         for process in server.select_processes(*ROLES):
             try:

@@ -29,7 +29,7 @@ class NvidiaGpus:
     def __init__(self) -> None:
         self.handles: list[Any] = []
         self.events: Any = None
-        self.reported: list[tuple[str, int, float]] = []
+        self.reported_xids: list[tuple[str, int, float]] = []
         try:
             import pynvml  # noqa: PLC0415
         except ImportError:
@@ -64,11 +64,13 @@ class NvidiaGpus:
                 address = nvml.nvmlDeviceGetPciInfo(event.device).busId
             except (nvml.NVMLError, AttributeError):  # a time-out: there is no more
                 break
-            self.reported.append(
+            self.reported_xids.append(
                 (format_pci_address(address), int(event.eventData), time.monotonic())
             )
         now = time.monotonic()
-        return [Xid(gpu, number, "told by NVML", now - at) for gpu, number, at in self.reported]
+        return [
+            Xid(gpu, number, "told by NVML", now - at) for gpu, number, at in self.reported_xids
+        ]
 
     def read_used_memory(self) -> tuple[list[int], dict[int, int]]:
         """Bytes in use of each GPU, and by pid on all of them.
@@ -111,7 +113,7 @@ class NvidiaGpus:
             name=str(query_or_none(lambda: nvml.nvmlDeviceGetName(handle)) or ""),
             used_bytes=memory and memory.used,
             total_bytes=memory and memory.total,
-            busy=None if rates is None else rates.gpu / 100,
+            utilization=None if rates is None else rates.gpu / 100,
             memory_busy=None if rates is None else rates.memory / 100,
             watts=None if watts is None else watts / 1000,
             limit_watts=None if limit is None else limit / 1000,
@@ -202,7 +204,7 @@ class AmdGpus:
             name=str(name.get("market_name", "")),
             used_bytes=None if used is None else int(used) << 20,
             total_bytes=None if total is None else int(total) << 20,
-            busy=None if busy is None else busy / 100,
+            utilization=None if busy is None else busy / 100,
             memory_busy=None if memory_busy is None else memory_busy / 100,
             watts=find_number(
                 power, "current_socket_power", "average_socket_power", "socket_power"

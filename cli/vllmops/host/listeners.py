@@ -98,14 +98,14 @@ class PortOwners:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.taken = -FRESH_S
+        self.read_at = -FRESH_S
         self.uids: dict[int, set[int]] = {}
 
     def find_uids(self, port: int) -> set[int]:
         """The uids of those who listen on a port."""
         with self.lock:
-            if port not in self.uids or time.monotonic() - self.taken > FRESH_S:
-                self.uids, self.taken = {}, time.monotonic()
+            if port not in self.uids or time.monotonic() - self.read_at > FRESH_S:
+                self.uids, self.read_at = {}, time.monotonic()
                 for number, uid in list_listener_uids():
                     self.uids.setdefault(number, set()).add(uid)
             return self.uids.get(port, set())

@@ -79,7 +79,7 @@ class ProcessEntry:
     pid: int
     ppid: int
     start_ticks: int
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     rss_bytes: int | None
     zombie: bool
 
@@ -124,7 +124,7 @@ def read_process_entry(pid: int, words: Sequence[str] | None = None) -> ProcessE
         pid=pid,
         ppid=int(fields[1]),
         start_ticks=int(fields[19]),
-        words=tuple(words),
+        arguments=tuple(words),
         rss_bytes=int(fields[21]) * mmap.PAGESIZE,
         zombie=fields[0] == "Z",
     )
@@ -172,15 +172,17 @@ def build_process_tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...
         if seen.pid not in by_pid and not seen.zombie:
             by_pid[seen.pid] = seen
             queue += sorted(children.get(seen.pid, []), key=lambda child: child.start_ticks)
-    many_api_servers = any(find_title_role(seen.words) is Role.API for seen in by_pid.values())
+    many_api_servers = any(find_title_role(seen.arguments) is Role.API for seen in by_pid.values())
     return tuple(
         Process(
             role=infer_role(seen, by_pid.get(seen.ppid), many_api_servers=many_api_servers),
             pid=seen.pid,
             start_ticks=seen.start_ticks,
-            title=" ".join(seen.words).rstrip(),
+            title=" ".join(seen.arguments).rstrip(),
             rss_bytes=seen.rss_bytes,
-            place=parse_title(seen.words[0]) if find_title_role(seen.words) else Placement(),
+            place=parse_title(seen.arguments[0])
+            if find_title_role(seen.arguments)
+            else Placement(),
         )
         for seen in by_pid.values()
     )
@@ -208,11 +210,11 @@ def infer_role(seen: ProcessEntry, parent: ProcessEntry | None, *, many_api_serv
     A fork looks like its parent until it executes something: it does not count as
     a process of the server.
     """
-    if parent is not None and seen.words == parent.words:
+    if parent is not None and seen.arguments == parent.arguments:
         return Role.OTHER
-    if by_title := find_title_role(seen.words):
+    if by_title := find_title_role(seen.arguments):
         return by_title
-    if (arguments := parse_serve_arguments(seen.words)) is not None:
+    if (arguments := parse_serve_arguments(seen.arguments)) is not None:
         return (
             Role.LAUNCHER
             if many_api_servers or parse_serving_mode(arguments).headless

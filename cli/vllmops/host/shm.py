@@ -161,12 +161,12 @@ class UnusedSegments:
 
     Args:
         segments: those.
-        doubt: why a process that can't be seen may use them, in words; empty if
+        uncertainty: why a process that can't be seen may use them, in words; empty if
             none can.
     """
 
     segments: tuple[Segment, ...] = ()
-    doubt: str = ""
+    uncertainty: str = ""
 
 
 def find_unused_segments(include: Callable[[Segment], bool] = lambda _: True) -> UnusedSegments:
@@ -217,11 +217,11 @@ def remove_stale_segments() -> tuple[UnusedSegments, list[Segment]]:
     """
     unused_ = find_unused_segments()
     old = {segment.file for segment in unused_.segments if segment.age_s >= OLD_S}
-    if unused_.doubt or not old:
+    if unused_.uncertainty or not old:
         return unused_, []
     # Once more: somebody may have opened one since that process was looked into.
     again = find_unused_segments(lambda segment: segment.file in old and segment.age_s >= OLD_S)
-    names = [] if again.doubt else unlink_segments(again.segments)
+    names = [] if again.uncertainty else unlink_segments(again.segments)
     left = tuple(segment for segment in unused_.segments if segment.name not in names)
     removed = [segment for segment in unused_.segments if segment.name in names]
-    return UnusedSegments(left, again.doubt), removed
+    return UnusedSegments(left, again.uncertainty), removed

@@ -14,17 +14,17 @@ class SwapMonitor:
     """How much the machine swaps between two looks."""
 
     def __init__(self) -> None:
-        self.at = time.monotonic()
+        self.read_at = time.monotonic()
         self.bytes = read_swapped_bytes()
-        self.much = False
+        self.has_swapped_much = False
 
     def is_swapping(self) -> bool:
         """Whether it has swapped much since the last look."""
         at, total = time.monotonic(), read_swapped_bytes()
-        if at - self.at >= SHORT_S:
-            self.much = (total - self.bytes) / (at - self.at) >= MUCH
-            self.at, self.bytes = at, total
-        return self.much
+        if at - self.read_at >= SHORT_S:
+            self.has_swapped_much = (total - self.bytes) / (at - self.read_at) >= MUCH
+            self.read_at, self.bytes = at, total
+        return self.has_swapped_much
 
 
 def read_swapped_bytes() -> int:

@@ -110,10 +110,10 @@ class ControlSession:
         self.folder = folder
         self.control = control
         self.request = request
-        self.asked = NOTHING  # what the supervisor has not begun to do
+        self.pending_request = NOTHING  # what the supervisor has not begun to do
 
     def send_request(self, request: ControlRequest) -> None:
-        self.asked = request
+        self.pending_request = request
         self.control.send_request(request)
 
     def follow_records(self, until: float | None = None) -> Iterator[InstanceRecord]:
@@ -131,10 +131,10 @@ class ControlSession:
             try:
                 for record in self.control.follow_records(until):
                     begun = before not in {None, record.state}
-                    if run := self.asked.run:  # others may ask for a hand-over, too
+                    if run := self.pending_request.run:  # others may ask for a hand-over, too
                         begun = record.hand_over_run == run
                     if begun:
-                        self.asked = NOTHING
+                        self.pending_request = NOTHING
                     before = record.state
                     yield record
             except TimeoutError:
@@ -155,8 +155,8 @@ class ControlSession:
                 )
             died_mute = record is None
             self.control = connect_supervisor(self.folder, self.request)
-            if self.asked != NOTHING:
-                self.control.send_request(self.asked)
+            if self.pending_request != NOTHING:
+                self.control.send_request(self.pending_request)
 
     def close(self) -> None:
         self.control.close()

@@ -48,6 +48,6 @@ def explain_unreadiness(server: Server) -> str:
     for process in server.select_processes(*ROLES):
         with suppress(VllmopsError):
             pulse = agent.read_heartbeat(process)
-            if pulse and pulse.beat.unready:
-                reasons[pulse.beat.unready] = None
+            if pulse and pulse.heartbeat.unready:
+                reasons[pulse.heartbeat.unready] = None
     return ", ".join(reasons)

@@ -144,7 +144,7 @@ def drain_first_server(
 def count_started_requests(tree: Sequence[Process]) -> int:
     """How many requests its API servers have got so far."""
     answers = takedown.collect_agent_answers(
-        takedown.select_by_role(tree, Role.API), lambda api: api.fetch_traffic().started
+        takedown.select_by_role(tree, Role.API), lambda api: api.fetch_traffic().started_requests
     )
     return sum(count or 0 for count in answers)
 

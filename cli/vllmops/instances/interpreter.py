@@ -108,7 +108,7 @@ class InterpreterRun:
 
     def __init__(self, interpreter: Interpreter, words: Sequence[str]) -> None:
         # Files, not pipes: a process that is late and can't be killed does not block.
-        self.out = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as it runs
+        self.output = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as it runs
         self.complaint = tempfile.TemporaryFile()  # noqa: SIM115
         uid, gid = interpreter.owner or (None, None)
         try:
@@ -119,7 +119,7 @@ class InterpreterRun:
                 env={**interpreter.environment, "PYTHONSAFEPATH": "1"},
                 cwd=interpreter.directory,
                 stdin=subprocess.DEVNULL,
-                stdout=self.out,
+                stdout=self.output,
                 stderr=self.complaint,
                 # Its own, so that it can be ended with all it starts, and Ctrl-C is not for it. And
                 # where the kernel shares by sessions it has a share on a busy machine, too.
@@ -152,7 +152,7 @@ class InterpreterRun:
         if code:
             lines = read_output(self.complaint).strip().splitlines() or [f"exit code {code}"]
             raise VllmopsError("interpreter.failed", lines[-1][:TOLD])
-        return read_output(self.out)
+        return read_output(self.output)
 
     def kill_group(self) -> None:
         """End it, and all that it has started."""

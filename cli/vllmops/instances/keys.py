@@ -34,13 +34,13 @@ class KeyringUser:
     Args:
         server: how messages name its server.
         keys: its own word.
-        inside: where its ring is as seen from here, if it sees other files than we do, as in a
-            container; else None.
+        visible_path: where its ring is as seen from here, if it sees other files than we do, as in
+            a container; else None.
     """
 
     server: str
     keys: ProcessKeys
-    inside: Path | None = None
+    visible_path: Path | None = None
 
     @property
     def display_name(self) -> str:
@@ -55,10 +55,10 @@ class KeyringUser:
         """
         if self.keys.keyring is None:
             return False
-        if self.inside is None:
+        if self.visible_path is None:
             return is_same_path(Path(self.keys.keyring), path)
         with suppress(OSError):
-            if os.path.samefile(self.inside, path):
+            if os.path.samefile(self.visible_path, path):
                 return True
         # A file that is mounted alone stays the old one where ours is replaced.
         return primary in {key.fingerprint for key in self.keys.keys}
@@ -69,12 +69,12 @@ class KeyringUsers:
     """What the processes that serve HTTP hold, and those that did not answer.
 
     Args:
-        reported: what those that have keys reported.
-        silent: those that may hold some, and did not answer, each with its server's name.
+        users: what those that have keys reported.
+        gaps: those that may hold some, and did not answer, each with its server's name.
     """
 
-    reported: list[KeyringUser]
-    silent: list[tuple[str, ProcessGap]]
+    users: list[KeyringUser]
+    gaps: list[tuple[str, ProcessGap]]
 
     def select_by_keyring(self, path: Path) -> KeyringUsers:
         """Those that follow one ring, and those that may."""
@@ -82,8 +82,8 @@ class KeyringUsers:
         with suppress(VllmopsError):
             if primary := file.load_keyring(path).primary:
                 mark = primary.fingerprint
-        reported = [holding for holding in self.reported if holding.is_using_keyring(path, mark)]
-        return KeyringUsers(reported, self.silent)
+        reported = [holding for holding in self.users if holding.is_using_keyring(path, mark)]
+        return KeyringUsers(reported, self.gaps)
 
 
 def collect_keyring_users(

@@ -107,15 +107,15 @@ class Reservation:
         record: what is written there.
         lock: an open file that holds the name.
         port: one that holds the port.
-        strangers: by port, who else has claimed it: of the ports that were passed over, and of the
-            instance's own if it was asked for, or if there was no other.
+        claimant_by_port: by port, who else has claimed it: of the ports that were passed over, and
+            of the instance's own if it was asked for, or if there was no other.
     """
 
     folder: InstanceFolder
     record: InstanceRecord
     lock: int
     port: int | None
-    strangers: Mapping[int, str]
+    claimant_by_port: Mapping[int, str]
 
 
 def validate_options(order: LaunchOptions) -> None:

@@ -216,8 +216,8 @@ class LogTail:
     def __init__(self, path: Path, *, offset: int = 0) -> None:
         self.path = path
         self.offset = offset
-        self.rest = b""
-        self.aside = read_inode(get_part_path(path, 1))
+        self.partial_line = b""
+        self.rotated_inode = read_inode(get_part_path(path, 1))
 
     def read_new_lines(self, *, ended: bool = False) -> list[str]:
         """Complete lines since the last call; one of more than `CHUNK_BYTES` comes in parts.
@@ -228,22 +228,22 @@ class LogTail:
         added = b""
         now = read_inode(get_part_path(self.path, 1))
         with contextlib.suppress(OSError):
-            if now != self.aside and now is not None:  # rotated
+            if now != self.rotated_inode and now is not None:  # rotated
                 with open_log(get_part_path(self.path, 1)) as file:
                     file.seek(self.offset)
                     added = file.read()
             with open_log(self.path) as file:
-                if now != self.aside or os.fstat(file.fileno()).st_size < self.offset:
+                if now != self.rotated_inode or os.fstat(file.fileno()).st_size < self.offset:
                     self.offset = 0
-                self.aside = now
+                self.rotated_inode = now
                 file.seek(self.offset)
                 fresh = file.read()
                 self.offset += len(fresh)
                 added += fresh
-        *complete, self.rest = (self.rest + added).split(b"\n")
-        if self.rest and (ended or len(self.rest) > CHUNK_BYTES):
-            complete.append(self.rest)
-            self.rest = b""
+        *complete, self.partial_line = (self.partial_line + added).split(b"\n")
+        if self.partial_line and (ended or len(self.partial_line) > CHUNK_BYTES):
+            complete.append(self.partial_line)
+            self.partial_line = b""
         return [line.decode(errors="replace") for line in complete]
 
     def read_backwards(self, *, ended: bool = False) -> Iterator[str]:
@@ -256,15 +256,15 @@ class LogTail:
         for block in self.read_blocks_backwards():
             rest, *lines = (block + rest).split(b"\n")
             if unfinished and lines:
-                unfinished, self.rest = False, lines.pop()
-                if ended and self.rest:
-                    lines.append(self.rest)
-                    self.rest = b""
+                unfinished, self.partial_line = False, lines.pop()
+                if ended and self.partial_line:
+                    lines.append(self.partial_line)
+                    self.partial_line = b""
             yield from (line.decode(errors="replace") for line in reversed(lines))
         if not unfinished or (ended and rest):
             yield rest.decode(errors="replace")
         else:
-            self.rest = rest
+            self.partial_line = rest
 
     def read_blocks_backwards(self) -> Iterator[bytes]:
         """The log up to now and its rotated parts, in blocks from the end."""

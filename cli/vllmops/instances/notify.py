@@ -24,11 +24,11 @@ class SystemdNotifier:
 
     def __init__(self, folder: InstanceFolder, environment: Mapping[str, str] = os.environ) -> None:
         self.folder = folder
-        self.place = environment.get(SOCKET, "")
+        self.socket_address = environment.get(SOCKET, "")
         period, pid = environment.get(PERIOD, ""), environment.get(FOR_PID, "")
-        self.said = (False, "")
-        self.over = threading.Event()
-        if self.place and period.isdecimal() and pid in {"", str(os.getpid())}:
+        self.last_status = (False, "")
+        self.stop_requested = threading.Event()
+        if self.socket_address and period.isdecimal() and pid in {"", str(os.getpid())}:
             wait_s = int(period) / 1e6 / 3
             threading.Thread(target=self.feed_watchdog, args=(wait_s,), daemon=True).start()
 
@@ -39,7 +39,7 @@ class SystemdNotifier:
             wait_s: seconds between two looks.
         """
         stuck = False
-        while not self.over.wait(wait_s):
+        while not self.stop_requested.wait(wait_s):
             found = None
             with suppress(Exception):  # what can't be read proves no stall
                 found = read_verdict(self.folder.path)
@@ -49,7 +49,7 @@ class SystemdNotifier:
                 continue
             self.send_message("WATCHDOG=1")
             if stuck:
-                self.send_status(self.said[1])
+                self.send_status(self.last_status[1])
                 stuck = False
 
     def send_progress(self, record: InstanceRecord) -> None:
@@ -61,9 +61,9 @@ class SystemdNotifier:
         ready, said = record.state is InstanceState.READY, record.note or record.stage
         if record.state.is_over:  # it stands beside a service that failed, until that starts again
             said = f"{record.state}: {record.failure.cause}" if record.failure else record.state
-        if (ready, said) != self.said:
+        if (ready, said) != self.last_status:
             self.send_status(said, "READY=1\n" if ready else "")
-        self.said = (ready, said)
+        self.last_status = (ready, said)
 
     def send_status(self, text: str, before: str = "") -> None:
         """Tell one line, which `systemctl status` shows.
@@ -80,13 +80,17 @@ class SystemdNotifier:
 
     def send_message(self, text: str) -> None:
         """Send one message; an error is ignored, for the server works all the same."""
-        if not self.place:
+        if not self.socket_address:
             return
-        address = f"\0{self.place[1:]}" if self.place.startswith("@") else self.place
+        address = (
+            f"\0{self.socket_address[1:]}"
+            if self.socket_address.startswith("@")
+            else self.socket_address
+        )
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
             made.setblocking(False)
             made.sendto(text.encode(errors="replace"), address)
 
     def close(self) -> None:
         """Feed no more."""
-        self.over.set()
+        self.stop_requested.set()

@@ -25,7 +25,7 @@ class PeerNodes:
     """The other nodes, by their addresses, and how many answers in a row each has missed."""
 
     def __init__(self) -> None:
-        self.missed: dict[str, int] = {}
+        self.missed_answers: dict[str, int] = {}
         self.learnt = -LEARN_S
 
     async def check_nodes(self, tree: Sequence[Process], port: int | None) -> None:
@@ -35,25 +35,27 @@ class PeerNodes:
             tree: the server's processes.
             port: where it serves HTTP: who connects to that is no node.
         """
-        asked = set(self.missed)
+        asked = set(self.missed_answers)
         if time.monotonic() - self.learnt >= LEARN_S:
             self.learnt = time.monotonic()
             now = await asyncio.to_thread(find_node_addresses, tree, port)
             # A host without a connection is forgotten, unless it is missing: its connections end.
-            self.missed = {a: missed for a, missed in self.missed.items() if missed or a in now}
-            asked = now | self.missed.keys()
+            self.missed_answers = {
+                a: missed for a, missed in self.missed_answers.items() if missed or a in now
+            }
+            asked = now | self.missed_answers.keys()
         for address, there in zip(
             asked, await asyncio.gather(*map(is_reachable, asked)), strict=True
         ):
             if there:
-                self.missed[address] = 0
-            elif there is False and address in self.missed:
-                self.missed[address] += 1
+                self.missed_answers[address] = 0
+            elif there is False and address in self.missed_answers:
+                self.missed_answers[address] += 1
 
     @property
     def lost_addresses(self) -> list[str]:
         """The addresses of the nodes that have ceased to answer."""
-        return sorted(address for address, count in self.missed.items() if count >= MISSED)
+        return sorted(address for address, count in self.missed_answers.items() if count >= MISSED)
 
 
 async def is_reachable(address: str) -> bool | None:

@@ -65,7 +65,7 @@ def has_scheduler(engine: Process) -> bool:
         pulse = agent.read_heartbeat(engine)
     except VllmopsError:
         return False
-    return pulse is not None and pulse.beat.current_step is not None
+    return pulse is not None and pulse.heartbeat.current_step is not None
 
 
 def parse_ready_pid(raw: str) -> int | None:

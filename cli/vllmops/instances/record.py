@@ -92,7 +92,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
         hand_over: how far a hand-over is; empty if none is going on. Or `FAILED` and why.
         hand_over_run: names the start of the second server of the last hand-over; that of the
             server once the second one has taken over.
-        beside: processes of the other one of two servers during a hand-over.
+        hand_over_processes: processes of the other one of two servers during a hand-over.
         beside_session: their session.
     """
 
@@ -127,7 +127,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     rerun: str = ""
     hand_over: str = ""
     hand_over_run: str = ""
-    beside: tuple[Process, ...] = ()
+    hand_over_processes: tuple[Process, ...] = msgspec.field(default=(), name="beside")
     beside_session: int | None = None
 
     @property

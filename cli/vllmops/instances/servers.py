@@ -82,7 +82,7 @@ class Server:
         """Which of its nodes do not answer, as its supervisor has found or by what can be seen."""
         if self.fleet is not None:
             try:
-                return "; ".join(node.text for node in self.fleet.fetch_snapshot().silent)
+                return "; ".join(node.text for node in self.fleet.fetch_snapshot().gaps)
             except VllmopsError:
                 return ""
         if self.record:
@@ -141,7 +141,7 @@ def is_in_table(table: processes.Table, process: Process) -> bool:
 def build_unmanaged_server(table: processes.Table, tree: membership.Tree) -> Server:
     """A server that vllmops did not start, by its command line and its sockets."""
     pid = tree[0].pid
-    arguments = processes.parse_serve_arguments(table[pid].words)
+    arguments = processes.parse_serve_arguments(table[pid].arguments)
     if arguments is None:
         return Server(name=None, processes=tree)
     port = find_option(arguments, "--port")

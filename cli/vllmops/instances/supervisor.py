@@ -97,7 +97,7 @@ class TakedownPlan:
     """How the server is to be taken down."""
 
     drain_s: float = 0.0
-    again: bool = False
+    should_restart: bool = False
     rerun: bool = False
 
 
@@ -130,14 +130,14 @@ class Supervisor:
             logs.LogRotation(folder.supervisor_log, limit=OWN_LOG_LIMIT_BYTES, keep=1),
         )
         self.tail = logs.LogTail(folder.server_log)
-        self.recent: deque[tuple[float, str]] = deque(maxlen=RECENT_LINES)
-        self.scanned = 0.0
+        self.recent_lines: deque[tuple[float, str]] = deque(maxlen=RECENT_LINES)
+        self.scanned_at = 0.0
         self.watch_due = 0.0
-        self.unsaved = False
+        self.has_unsaved_record = False
         self.reporter = ErrorReporter(
             "the supervisor continues after an unexpected error", write_log
         )
-        self.up: set[int] = set()
+        self.ready_pids: set[int] = set()
         self.raylets: dict[Process, str] = {}  # below which it has actors, with their nodes' names
         self.peers = PeerNodes()
         self.socket: int | None = None  # the inode of the control socket
@@ -200,7 +200,9 @@ class Supervisor:
         if request.stop is not None:
             self.requests.put_nowait(TakedownPlan(request.stop))
         if request.restart is not None:
-            self.requests.put_nowait(TakedownPlan(request.restart, again=True, rerun=request.rerun))
+            self.requests.put_nowait(
+                TakedownPlan(request.restart, should_restart=True, rerun=request.rerun)
+            )
         if request.hand_over is not None and request.run != self.record.hand_over_run:
             self.hand_overs[request.run] = request.hand_over
         return True
@@ -214,16 +216,16 @@ class Supervisor:
     def update_record(self, **changes: Any) -> None:
         """Change the record, tell the clients, and save it; a full disk can't stop any of it."""
         changed = msgspec.structs.replace(self.record, **changes)
-        if changed == self.record and not self.unsaved:
+        if changed == self.record and not self.has_unsaved_record:
             return
         differs, self.record = changed != self.record, changed
         try:
             self.folder.save_record(self.record)
-            self.unsaved = False
+            self.has_unsaved_record = False
         except OSError as error:
-            if not self.unsaved:
+            if not self.has_unsaved_record:
                 write_log(f"the record is not saved, trying again: {error}")
-            self.unsaved = True
+            self.has_unsaved_record = True
         for writer in list(self.clients) if differs else ():
             self.send_record(writer)
 
@@ -272,8 +274,8 @@ class Supervisor:
 
     def start_server(self) -> None:
         """Start the server; raises OSError, or ValueError for a NUL in an argument, say."""
-        self.recent.clear()
-        self.up.clear()
+        self.recent_lines.clear()
+        self.ready_pids.clear()
         self.raylets.clear()
         self.peers = PeerNodes()
         run, rerun = uuid4().hex, self.record.rerun
@@ -330,8 +332,8 @@ class Supervisor:
     async def take_over(self) -> None:
         """Continue where a supervisor died; take the server down if its holder is gone."""
         record = self.record
-        if record.beside:
-            if is_session_reused(record.beside, record.beside_session):
+        if record.hand_over_processes:
+            if is_session_reused(record.hand_over_processes, record.beside_session):
                 self.update_record(beside_session=None)
             await self.take_down_other_server()
         if record.hand_over and not record.hand_over.startswith(FAILED):
@@ -381,7 +383,7 @@ class Supervisor:
                 ready_s=identity.compute_age_s(took.start_ticks),
             )
         await self.restore_files()
-        if self.unsaved:
+        if self.has_unsaved_record:
             self.update_record()
         if self.record.state is InstanceState.READY or "--listen" in (self.record.watch or ()):
             self.ensure_watch()
@@ -396,7 +398,7 @@ class Supervisor:
         if self.record.state is InstanceState.READY:
             await self.peers.check_nodes(self.record.processes, self.record.port)
         # Beside another server the note is about that one.
-        if self.record.state is InstanceState.READY and not self.record.beside:
+        if self.record.state is InstanceState.READY and not self.record.hand_over_processes:
             self.update_record(
                 note=", ".join(f"node {name} does not answer" for name in self.peers.lost_addresses)
             )
@@ -417,7 +419,7 @@ class Supervisor:
                     raise SystemExit(0)
                 os.close(self.lock)
                 self.lock = lock
-            self.unsaved |= not folder.record_file.exists()
+            self.has_unsaved_record |= not folder.record_file.exists()
             if self.socket is None or read_inode(folder.control_socket) != self.socket:
                 if self.server:
                     self.server.close()
@@ -446,7 +448,7 @@ class Supervisor:
         """Whether the server is ready."""
         record = self.record
         if record.headless:
-            return readiness.are_engines_up(record.processes, self.up)
+            return readiness.are_engines_up(record.processes, self.ready_pids)
         return readiness.is_serving(record.processes, record.url, port=record.port, uds=record.uds)
 
     def refresh_record(self, *, ended: bool = False) -> None:
@@ -457,11 +459,11 @@ class Supervisor:
         """
         starting = self.record.state is InstanceState.STARTING
         now = time.monotonic()
-        if now - self.scanned >= (SCAN_STARTING_S if starting else SCAN_READY_S):
-            self.scanned = now
+        if now - self.scanned_at >= (SCAN_STARTING_S if starting else SCAN_READY_S):
+            self.scanned_at = now
             self.scan_processes()
         for line in self.tail.read_new_lines(ended=ended):
-            self.recent.append((now, line[:RECENT_LETTERS]))
+            self.recent_lines.append((now, line[:RECENT_LETTERS]))
             self.note_ready_process(line)
             stage = logs.parse_stage(line) if starting else None
             if stage and logs.STAGES.index(stage) > logs.STAGES.index(self.record.stage):
@@ -469,7 +471,7 @@ class Supervisor:
 
     def note_ready_process(self, line: str) -> None:
         if self.record.state is InstanceState.STARTING and (up := readiness.parse_ready_pid(line)):
-            self.up.add(up)
+            self.ready_pids.add(up)
 
     def scan_processes(self) -> tuple[Process, ...]:
         """Take stock of the tree; a dead process stays listed until its death is handled."""
@@ -499,11 +501,11 @@ class Supervisor:
         code = self.child.poll() if self.child else None  # before we signal it ourselves
         root = next((p for p in self.record.processes if p.pid == self.record.session), None)
         self.refresh_record()
-        asked = any("API server: shutdown triggered" in line for _, line in self.recent)
+        asked = any("API server: shutdown triggered" in line for _, line in self.recent_lines)
         self.update_record(state=InstanceState.STOPPING, note="a process has died")
         await self.take_down()
         self.refresh_record(ended=True)
-        lines = [line for moment, line in self.recent if moment >= since]
+        lines = [line for moment, line in self.recent_lines if moment >= since]
         try:
             failure = self.explain_failure(lines, dead, root, code, asked=asked)
         except Exception as error:  # to end comes first
@@ -565,8 +567,8 @@ class Supervisor:
                 self.reporter.report(error)
                 note = "not drained"
         self.update_record(note="stopping")
-        await self.take_down(again=ending.again)
-        if ending.again and (self.holders or self.record.detached):
+        await self.take_down(again=ending.should_restart)
+        if ending.should_restart and (self.holders or self.record.detached):
             self.update_record(rerun=self.record.run if ending.rerun else "")
             self.launch_server()
         else:
@@ -594,7 +596,7 @@ class Supervisor:
             why = await self.hand_over(run, drain_s)
         except Exception as error:  # who asked for it waits for an answer
             self.reporter.report(error)
-            why = self.reporter.last
+            why = self.reporter.last_error
         self.update_record(hand_over=why and f"{FAILED}{why}")
 
     async def hand_over(self, run: str, drain_s: float) -> str:
@@ -627,7 +629,7 @@ class Supervisor:
         started = identity.read_identity(second.pid).start_ticks
         self.update_record(
             hand_over="the second server starts",
-            beside=(Process(Role.OTHER, second.pid, started),),
+            hand_over_processes=(Process(Role.OTHER, second.pid, started),),
             beside_session=second.pid,
         )
         try:
@@ -672,8 +674,8 @@ class Supervisor:
         self.refresh_record()
         table = processes.read_process_table()
         roots = takedown.find_session_members(table, self.record.beside_session)
-        self.update_record(beside=processes.build_process_tree(table, roots))
-        return self.record.beside
+        self.update_record(hand_over_processes=processes.build_process_tree(table, roots))
+        return self.record.hand_over_processes
 
     def explain_hand_over_failure(self, second: subprocess.Popen[bytes], log: Path) -> str:
         """Why a hand-over does not go on; empty if it does."""
@@ -698,7 +700,7 @@ class Supervisor:
         with contextlib.suppress(OSError):  # somebody deleted it
             log.rename(self.folder.server_log)
         self.tail, self.child = logs.LogTail(self.folder.server_log), second
-        self.recent.clear()
+        self.recent_lines.clear()
         self.update_record(
             run=run,
             rerun="",
@@ -707,12 +709,12 @@ class Supervisor:
             ready_s=now - started_at,
             stage_at=now,
             session=second.pid,
-            processes=first.beside,
+            processes=first.hand_over_processes,
             segments=(),
-            beside=first.processes,
+            hand_over_processes=first.processes,
             beside_session=first.session,
         )
-        self.scanned = 0.0
+        self.scanned_at = 0.0
 
     async def take_down_other_server(self) -> None:
         """Take the other server of a hand-over down."""
@@ -720,12 +722,13 @@ class Supervisor:
         own = set(record.segments)
         await asyncio.to_thread(
             takedown.take_down,
-            record.beside,
+            record.hand_over_processes,
             record.beside_session,
-            {name for p in record.beside for name in shm.find_used_segments(p.pid)} - own,
+            {name for p in record.hand_over_processes for name in shm.find_used_segments(p.pid)}
+            - own,
         )
         self.reap_children()
-        self.update_record(beside=(), beside_session=None)
+        self.update_record(hand_over_processes=(), beside_session=None)
 
     def stop_headless_nodes(self, *, again: bool) -> None:
         """Have the supervisors of its headless nodes on this machine end them, or restart them."""
@@ -760,8 +763,8 @@ class Supervisor:
                 await asyncio.sleep(RETRY_S)
         if self.record.uds:
             shape.remove_stale_socket(self.record.uds)
-        if remains.removed:
-            write_log(f"removed from /dev/shm: {', '.join(remains.removed)}")
+        if remains.removed_segments:
+            write_log(f"removed from /dev/shm: {', '.join(remains.removed_segments)}")
         self.reap_children()
         self.update_record(processes=remains.unkillable, segments=(), note=str(remains))
 

@@ -127,10 +127,12 @@ def count_in_flight(tree: Sequence[Process], url: str | None) -> int | None:
         select_by_role(tree, Role.ENGINE), lambda core: core.fetch_engine_state()
     )
     http = [count_unfinished(traffic) if traffic else None for traffic in fronts]
-    engine = [core.unfinished if core else None for core in engines]
+    engine = [core.unfinished_requests if core else None for core in engines]
     known = max(sum(count or 0 for count in http), sum(count or 0 for count in engine))
     # What an engine has is from API servers, where they are in this tree.
-    told = bool(fronts) and all(traffic and traffic.handed is not None for traffic in fronts)
+    told = bool(fronts) and all(
+        traffic and traffic.engine_requests is not None for traffic in fronts
+    )
     if http + engine and None not in http and (told or None not in engine):
         return known
     counted = client_http.fetch_metrics(url) if url else None
@@ -143,7 +145,9 @@ def count_in_flight(tree: Sequence[Process], url: str | None) -> int | None:
 
 def count_unfinished(traffic: Traffic) -> int | None:
     """Requests of an API server that have not finished; None if it can't tell."""
-    return None if traffic.in_flight is None else max(traffic.in_flight, traffic.handed or 0)
+    return (
+        None if traffic.in_flight is None else max(traffic.in_flight, traffic.engine_requests or 0)
+    )
 
 
 def select_by_role(tree: Sequence[Process], role: Role) -> list[Process]:
@@ -170,11 +174,11 @@ class TakedownResult:
     """The result of taking a server down.
 
     Args:
-        removed: segments that were removed.
+        removed_segments: segments that were removed.
         unkillable: processes that SIGKILL did not end, as in a driver call that does not return.
     """
 
-    removed: tuple[str, ...]
+    removed_segments: tuple[str, ...]
     unkillable: tuple[Process, ...]
 
     def __str__(self) -> str:

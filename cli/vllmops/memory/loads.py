@@ -53,11 +53,11 @@ class CommandLoad:
     """A command of the user, run without a shell.
 
     Args:
-        words: the command and its arguments.
+        arguments: the command and its arguments.
         environment: variables in addition to this process's own.
     """
 
-    words: list[str]
+    arguments: list[str]
     environment: dict[str, str]
 
     def run_round(self, number: int, stop: threading.Event) -> None:
@@ -65,14 +65,16 @@ class CommandLoad:
         with tempfile.TemporaryFile() as output:
             try:
                 process = subprocess.Popen(
-                    self.words,
+                    self.arguments,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=output,
                 )
             except OSError as error:
-                raise make_load_error(f"{self.words[0]} can't be run: {error.strerror}") from error
+                raise make_load_error(
+                    f"{self.arguments[0]} can't be run: {error.strerror}"
+                ) from error
             try:
                 while process.poll() is None and not stop.wait(LOOK_S):
                     pass
@@ -82,7 +84,7 @@ class CommandLoad:
                 output.seek(0)
                 last = output.read().decode(errors="replace").strip().splitlines()[-1:]
                 raise make_load_error(
-                    f"{shlex.join(self.words)} ended with exit code {process.returncode}"
+                    f"{shlex.join(self.arguments)} ended with exit code {process.returncode}"
                     + "".join(f": {line}" for line in last)
                 )
 

@@ -169,8 +169,8 @@ class MemorySampler:
         for process in () if self.fleet else self.processes:
             with suppress(psutil.NoSuchProcess):
                 self.handles[process] = psutil.Process(process.pid)
-        self.reached: dict[Process, agent.Agent] = {}
-        self.silent: dict[tuple[str, int], tuple[float, str]] = {}
+        self.agents: dict[Process, agent.Agent] = {}
+        self.gaps_by_process: dict[tuple[str, int], tuple[float, str]] = {}
 
     def take_sample(
         self, round_: int | None = None, *, ask: bool = True, full: bool = True
@@ -211,7 +211,7 @@ class MemorySampler:
                     pid=process.pid,
                     rss_bytes=rss.get(make_process_key(process)),
                     agent=answers.get(process),
-                    silent=self.silent.get(make_process_key(process), (0.0, ""))[1],
+                    gap_reason=self.gaps_by_process.get(make_process_key(process), (0.0, ""))[1],
                 )
                 for process in self.processes
             ],
@@ -225,20 +225,23 @@ class MemorySampler:
             process
             for process in self.processes
             if process.role in ROLES
-            and now >= self.silent.get(make_process_key(process), (0.0, ""))[0]
+            and now >= self.gaps_by_process.get(make_process_key(process), (0.0, ""))[0]
         ]
         answers, silent = agent.collect_answers(asked, self.fetch_report)
         for process, _ in answers:
-            self.silent.pop(make_process_key(process), None)
+            self.gaps_by_process.pop(make_process_key(process), None)
         for process_ in silent:
-            self.silent[make_process_key(process_)] = (time.monotonic() + SILENCE_S, process_.why)
+            self.gaps_by_process[make_process_key(process_)] = (
+                time.monotonic() + SILENCE_S,
+                process_.reason,
+            )
         return dict(answers)
 
     def fetch_report(self, process: Process) -> tuple[Process, AgentMemory]:
         # An agent that does not answer is not kept: the next sample locates it again.
-        reached = self.reached.pop(process, None) or agent.open_agent(process)
+        reached = self.agents.pop(process, None) or agent.open_agent(process)
         answer = reached.fetch_memory()
-        self.reached[process] = reached
+        self.agents[process] = reached
         return process, answer
 
     def measure_process(
@@ -260,7 +263,7 @@ class MemorySampler:
             uss_bytes=uss,
             gpu_bytes=gpu,
             agent=answer,
-            silent=self.silent.get(make_process_key(process), (0.0, ""))[1],
+            gap_reason=self.gaps_by_process.get(make_process_key(process), (0.0, ""))[1],
         )
 
     def take_settled_sample(self, round_: int) -> MemorySample:
@@ -274,7 +277,7 @@ class MemorySampler:
 
 def is_quiet(answers: dict[Process, AgentMemory]) -> bool:
     """Whether nothing was in flight, as far as the agents know."""
-    return not any(answer.unfinished or answer.in_flight for answer in answers.values())
+    return not any(answer.unfinished_requests or answer.in_flight for answer in answers.values())
 
 
 class MemoryRecorder:
@@ -285,7 +288,7 @@ class MemoryRecorder:
         head: the options of the recording.
         load: the load to run, None for none.
         journal: gets each sample at once; None if the recording is not saved.
-        tell: gets a line of progress and the sample.
+        on_sample: gets a line of progress and the sample.
     """
 
     def __init__(
@@ -300,7 +303,7 @@ class MemoryRecorder:
         self.recording = MemoryRecording(head=head)
         self.load = load
         self.journal = journal
-        self.tell = tell
+        self.on_sample = tell
 
     def run(self) -> VllmopsError | None:
         """Record to the end; returns the error that cut it short, None without one."""
@@ -314,7 +317,9 @@ class MemoryRecorder:
             failure = VllmopsError("interrupted", "interrupted")
         except VllmopsError as error:
             failure = error
-        self.recording.end = RecordingEnd(at=time.time(), why=failure.message if failure else "")
+        self.recording.end = RecordingEnd(
+            ended_at=time.time(), reason=failure.message if failure else ""
+        )
         if self.journal:
             self.journal.append(self.recording.end)
             failure = failure or self.journal.failure
@@ -372,7 +377,7 @@ class MemoryRecorder:
                 f"{', '.join(gone)} ended: the recording ends here",
                 "vllmops ps --all shows the server's state; record again once the server is ready",
             )
-        self.tell(what, sample)
+        self.on_sample(what, sample)
 
 
 class BackgroundLoad:

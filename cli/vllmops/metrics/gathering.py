@@ -38,13 +38,13 @@ class SharedSamples(msgspec.Struct, frozen=True):
 
     Args:
         pid: of the process that gathered it.
-        at: when, by the monotonic clock, which is that of all processes of a machine.
+        collected_at: when, by the monotonic clock, which is that of all processes of a machine.
         pause_s: seconds until it gathers again.
         samples: each as `families.MetricSample`.
     """
 
     pid: int
-    at: float
+    collected_at: float = msgspec.field(name="at")
     pause_s: float
     samples: Sequence[tuple[str, float, Mapping[str, str]]]
 
@@ -60,7 +60,8 @@ class BackgroundCollector:
         gather: one look at the server, and how many API servers it has.
         say: takes what does not work, in words.
         wait: waits for the given seconds; where it returns True, the thread ends.
-        shared: the file that the API servers of one server share; None where there is one.
+        locate_shared_file: the file that the API servers of one server share; None where there is
+            one.
     """
 
     def __init__(
@@ -72,13 +73,13 @@ class BackgroundCollector:
     ) -> None:
         self.gather = gather
         self.wait = wait
-        self.shared = shared
-        self.shown: list[Metric] = []
-        self.gathered = self.scraped = 0.0
+        self.locate_shared_file = shared
+        self.shown_metrics: list[Metric] = []
+        self.collected_at = self.scraped_at = 0.0
         self.pause_s = LOOK_S
         self.pid = 0
-        self.told: object = None  # the shared file, as it was read
-        self.by = 0  # the process that wrote it
+        self.shared_fingerprint: object = None  # the shared file, as it was read
+        self.writer_pid = 0  # the process that wrote it
         self.lock = threading.Lock()
         self.reporter = ErrorReporter("the server's state is not in /metrics", say)
 
@@ -89,7 +90,7 @@ class BackgroundCollector:
     def collect(self) -> list[Metric]:
         """What was gathered last, nothing if that is old; begins to gather."""
         try:
-            self.scraped = now = time.monotonic()
+            self.scraped_at = now = time.monotonic()
             if self.lock.acquire(blocking=False):
                 try:
                     self.load_shared_samples()
@@ -101,14 +102,14 @@ class BackgroundCollector:
                         self.pid = os.getpid()
                 finally:
                     self.lock.release()
-            return self.shown if now - self.gathered < OLD * self.pause_s else []
+            return self.shown_metrics if now - self.collected_at < OLD * self.pause_s else []
         except Exception as error:
             self.reporter.report(error)
             return []
 
     def run_while_scraped(self) -> None:
         """Gather until nobody scrapes any more."""
-        while time.monotonic() - self.scraped < IDLE_S:
+        while time.monotonic() - self.scraped_at < IDLE_S:
             try:
                 with self.lock:
                     others = self.load_shared_samples()
@@ -133,32 +134,32 @@ class BackgroundCollector:
         self.pause_s = max(LOOK_S * max(servers, 1), spent_s / SHARE)
         at = time.monotonic()
         try:
-            if place := self.shared():
+            if place := self.locate_shared_file():
                 told = SharedSamples(os.getpid(), at, self.pause_s, samples)
                 write_atomically(place, msgspec.json.encode(told), durable=False)
         finally:
-            self.shown, self.gathered = shown, at
+            self.shown_metrics, self.collected_at = shown, at
 
     def load_shared_samples(self) -> bool:
         """Take what is in the shared file; whether another process has just gathered it."""
-        if (place := self.shared()) is None:
+        if (place := self.locate_shared_file()) is None:
             return False
         now = time.monotonic()
         try:
             found = place.stat()
-            if self.told != (mark := (found.st_ino, found.st_mtime_ns)):
+            if self.shared_fingerprint != (mark := (found.st_ino, found.st_mtime_ns)):
                 from . import families  # noqa: PLC0415 - as above
 
                 told = TOLD.decode(read_private_file(place, None, MOST_BYTES))
-                self.told, self.by = mark, told.pid
-                if self.gathered < told.at <= now:
-                    self.shown = families.build_metrics(
+                self.shared_fingerprint, self.writer_pid = mark, told.pid
+                if self.collected_at < told.collected_at <= now:
+                    self.shown_metrics = families.build_metrics(
                         families.MetricSample(*one) for one in told.samples
                     )
-                    self.gathered, self.pause_s = told.at, told.pause_s
+                    self.collected_at, self.pause_s = told.collected_at, told.pause_s
         except FileNotFoundError:
             return False
         except Exception as error:
             self.reporter.report(error)
             return False
-        return self.by != os.getpid() and now - self.gathered < MISSED * self.pause_s
+        return self.writer_pid != os.getpid() and now - self.collected_at < MISSED * self.pause_s

@@ -70,8 +70,8 @@ def make_process_samples(view: MetricsSnapshot) -> Iterator[MetricSample]:
         yield MetricSample("process_cpu_seconds_total", process.cpu_s, where)
         if process.rss_bytes is not None:
             yield MetricSample("process_resident_memory_bytes", process.rss_bytes, where)
-    for pulse in view.pulses:
-        where, beat = make_process_labels(pulse), pulse.beat
+    for pulse in view.heartbeats:
+        where, beat = make_process_labels(pulse), pulse.heartbeat
         yield MetricSample("heartbeat_age_seconds", pulse.age_s, where)
         yield MetricSample("agents", float(pulse.age_s < LATE_S), where)
         if beat.still_s is not None:
@@ -152,11 +152,15 @@ def make_cache_samples(process: ProcessCaches) -> Iterator[MetricSample]:
                         yield MetricSample(f"mm_cache_{name}", value, labels)
             case EncoderCache():
                 yield MetricSample(
-                    "encoder_cache_entries", len(cache.cached), {**where, "side": "scheduler"}
+                    "encoder_cache_entries",
+                    len(cache.requests_by_key),
+                    {**where, "side": "scheduler"},
                 )
                 yield MetricSample("encoder_cache_slots", cache.slots, where)
                 yield MetricSample("encoder_cache_free_slots", cache.free_slots, where)
-                yield MetricSample("encoder_cache_stray_requests", len(cache.strangers), where)
+                yield MetricSample(
+                    "encoder_cache_stray_requests", len(cache.unknown_requests), where
+                )
             case EncoderDecoderCache():
                 yield MetricSample("encoder_cache_slots", cache.slots, where)
                 yield MetricSample("encoder_cache_free_slots", cache.free_slots, where)
@@ -186,7 +190,12 @@ def build_lru_figures(cache: LruCache) -> dict[str, float | None]:
 def build_shm_figures(cache: ShmCache) -> dict[str, float | None]:
     if not cache.writer:  # a reader has no index
         return {"capacity_bytes": cache.capacity_bytes}
-    differing = (cache.unpaired, cache.unflagged, cache.unmapped, cache.without_updates)
+    differing = (
+        cache.unpaired_keys,
+        cache.unflagged_ids,
+        cache.unmapped_ids,
+        cache.without_updates,
+    )
     return {
         "entries": len(cache.keys),
         "bytes": cache.bytes,
@@ -252,7 +261,7 @@ def make_store_samples(store: StoreUsage) -> Iterator[MetricSample]:
 def make_gpu_samples(node: str, gpus: Sequence[Gpu]) -> Iterator[MetricSample]:
     for gpu in gpus:
         values = {
-            "busy_ratio": gpu.busy,
+            "busy_ratio": gpu.utilization,
             "memory_busy_ratio": gpu.memory_busy,
             "power_watts": gpu.watts,
             "power_limit_watts": gpu.limit_watts,

@@ -16,14 +16,14 @@ class BundlePart(msgspec.Struct, frozen=True):
         name: its name.
         bytes: its size.
         seconds: how long it took to capture.
-        about: what it holds.
+        description: what it holds.
         process: whose, such as ``worker TP1``; empty for the whole server.
     """
 
     name: str
     bytes: int
     seconds: float
-    about: str
+    description: str = msgspec.field(name="about")
     process: str = ""
 
 
@@ -32,11 +32,11 @@ class BundleGap(msgspec.Struct, frozen=True):
 
     Args:
         name: the part's.
-        why: in words.
+        reason: in words.
     """
 
     name: str
-    why: str
+    reason: str = msgspec.field(name="why")
 
 
 class BundleIndex(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,8 +28,8 @@ class LruCache(msgspec.Struct, frozen=True, kw_only=True, tag="lru"):
         sizes: each key's bytes, aligned with `order`; None if the cache does not know.
         digest: stands for `order`: two caches with the same keys in the same order have the same;
             empty if requests are in flight, and the two sides can't be compared.
-        oldest: the first key of the order, None without any.
-        newest: the last one.
+        oldest_key: the first key of the order, None without any.
+        newest_key: the last one.
         order_only: keys in the order without data: eviction spins on them.
         data_only: keys with data that are not in the order: they can't be evicted.
         unsized: keys with data and no size.
@@ -38,7 +38,7 @@ class LruCache(msgspec.Struct, frozen=True, kw_only=True, tag="lru"):
         bytes: the size that the cache counts.
         sum_bytes: what the sizes add up to; None if the cache keeps none.
         capacity_bytes: the most it may hold.
-        pinned: keys that eviction passes over.
+        pinned_keys: keys that eviction passes over.
         pinned_only: those of them without data.
         hits: queries that were answered.
         queries: queries so far.
@@ -50,13 +50,13 @@ class LruCache(msgspec.Struct, frozen=True, kw_only=True, tag="lru"):
     order: list[str] | None = None
     sizes: list[int | float | None] | None = None
     digest: str
-    oldest: str | None = None
-    newest: str | None = None
+    oldest_key: str | None = msgspec.field(default=None, name="oldest")
+    newest_key: str | None = msgspec.field(default=None, name="newest")
     order_only: list[str] = []
     data_only: list[str] = []
     unsized: list[str] = []
     sized_only: list[str] = []
-    pinned: list[str]
+    pinned_keys: list[str] = msgspec.field(name="pinned")
     pinned_only: list[str]
     entries: int
     bytes: int | float
@@ -78,9 +78,9 @@ class ShmCache(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):
         bytes: of the ring buffer in use, gaps included.
         capacity_bytes: size of the ring buffer.
         max_object_bytes: the largest item that is cached at all.
-        unpaired: keys and ids whose two indexes do not lead to each other.
-        unflagged: ids without a writer's flag, or flags without an id.
-        unmapped: ids without a place in the ring buffer, or places without an id.
+        unpaired_keys: keys and ids whose two indexes do not lead to each other.
+        unflagged_ids: ids without a writer's flag, or flags without an id.
+        unmapped_ids: ids without a place in the ring buffer, or places without an id.
         without_updates: keys without prompt updates: a hit on them fails.
         hits: queries that were answered.
         queries: queries so far.
@@ -94,9 +94,9 @@ class ShmCache(msgspec.Struct, frozen=True, kw_only=True, tag="shm"):
     max_object_bytes: int
     keys: list[str] = []
     bytes: int | None = None
-    unpaired: list[str] = []
-    unflagged: list[int] = []
-    unmapped: list[int] = []
+    unpaired_keys: list[str] = msgspec.field(default=[], name="unpaired")
+    unflagged_ids: list[int] = msgspec.field(default=[], name="unflagged")
+    unmapped_ids: list[int] = msgspec.field(default=[], name="unmapped")
     without_updates: list[str] = []
     hits: int | None = None
     queries: int | None = None
@@ -110,23 +110,24 @@ class EncoderCache(msgspec.Struct, frozen=True, kw_only=True, tag="encoder"):
         slots: capacity.
         free_slots: not taken by any entry.
         freeable_slots: free, or taken by an entry that no request refers to.
-        cached: each entry's key with the requests that refer to it.
+        requests_by_key: each entry's key with the requests that refer to it.
         slots_by_key: each entry's slots; None in a vLLM that keeps no such record.
         freeable: entries that no request refers to with their slots, next to go first.
         inputs: for each request, the keys of those inputs that it holds in the cache; None in a
             vLLM that keeps no such record.
-        strangers: requests with references that the scheduler does not know, or has finished.
+        unknown_requests: requests with references that the scheduler does not know, or has
+            finished.
     """
 
     name: str
     slots: int
     free_slots: int
     freeable_slots: int
-    cached: dict[str, list[str]]
+    requests_by_key: dict[str, list[str]] = msgspec.field(name="cached")
     freeable: dict[str, int]
     slots_by_key: dict[str, int] | None = None
     inputs: dict[str, list[str]] | None = None
-    strangers: list[str] = []
+    unknown_requests: list[str] = msgspec.field(default=[], name="strangers")
 
 
 class EncoderDecoderCache(msgspec.Struct, frozen=True, kw_only=True, tag="encoder-decoder"):
@@ -205,10 +206,10 @@ class ProcessCaches(AgentAnswer, frozen=True, kw_only=True):
         role: what the process is; the agent's own word until the CLI puts the true one in.
         caches: what was found.
         setup: None if the process has no engine and no worker.
-        unfinished: requests its scheduler has not finished, None without a scheduler.
+        unfinished_requests: requests its scheduler has not finished, None without a scheduler.
         step: calls of ``schedule()`` so far, None without a scheduler.
         in_flight: HTTP requests being answered, None if not counted.
-        started: HTTP requests so far, None if not counted.
+        started_requests: HTTP requests so far, None if not counted.
         problems: what could not be read, in words.
     """
 
@@ -217,10 +218,10 @@ class ProcessCaches(AgentAnswer, frozen=True, kw_only=True):
     role: str
     caches: list[Cache] = msgspec.field(default_factory=list)
     setup: CacheSetup | None = None
-    unfinished: int | None = None
+    unfinished_requests: int | None = msgspec.field(default=None, name="unfinished")
     step: int | None = None
     in_flight: int | None = None
-    started: int | None = None
+    started_requests: int | None = msgspec.field(default=None, name="started")
     problems: list[str] = msgspec.field(default_factory=list)
 
 
@@ -231,7 +232,7 @@ class ProcessGap(Placement, frozen=True, kw_only=True):
         role: what it is.
         pid: process id.
         code: a stable word, such as ``agent.stale``.
-        why: in words.
+        reason: in words.
         hint: what to do.
         exit_code: the exit code of a command that needs this answer.
         beat_age_s: seconds since its last heartbeat, None without one.
@@ -240,7 +241,7 @@ class ProcessGap(Placement, frozen=True, kw_only=True):
     role: str
     pid: int
     code: str
-    why: str
+    reason: str = msgspec.field(name="why")
     hint: str
     exit_code: int = 5
     beat_age_s: float | None = None
@@ -252,14 +253,14 @@ class CacheSample(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         taken_at: seconds since the epoch.
         processes: those that answered.
-        silent: those that did not.
+        gaps: those that did not.
         quiet: nothing was in flight and nothing began while it was taken, so that the two sides
             of a cache must agree.
     """
 
     taken_at: float
     processes: list[ProcessCaches]
-    silent: list[ProcessGap] = []
+    gaps: list[ProcessGap] = msgspec.field(default=[], name="silent")
     quiet: bool = False
 
 

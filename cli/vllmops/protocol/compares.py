@@ -26,14 +26,14 @@ class ComparisonSample(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         front: the API server.
         engines: engines and workers, each engine between two of its steps.
-        handed: requests that the front end has handed to the engine and that are not over.
+        engine_requests: requests that the front end has handed to the engine and that are not over.
         rendering: HTTP requests in flight that have not been handed over yet.
         problems: who could not be read, in words.
     """
 
     front: ProcessCaches
     engines: list[ProcessCaches]
-    handed: int
+    engine_requests: int = msgspec.field(name="handed")
     rendering: int
     problems: list[str] = []
 
@@ -42,17 +42,17 @@ class CacheComparison(AgentAnswer, frozen=True, kw_only=True):
     """Two reads, by one API server.
 
     Args:
-        looks: fewer than two if the engine did not answer in time.
-        after: the API server again, after the last read; None without one.
-        end: and a moment later, without keys: what was half-way through a request in `after` has
-            counted its queries.
+        samples: fewer than two if the engine did not answer in time.
+        front_after: the API server again, after the last read; None without one.
+        end: and a moment later, without keys: what was half-way through a request in `front_after`
+            has counted its queries.
         settled: whether every request that had not reached the engine at the first read had done
             so at the last, or was over.
         waited_s: seconds between the reads.
     """
 
-    looks: list[ComparisonSample]
-    after: ProcessCaches | None = None
+    samples: list[ComparisonSample] = msgspec.field(name="looks")
+    front_after: ProcessCaches | None = msgspec.field(default=None, name="after")
     end: ProcessCaches | None = None
     settled: bool = False
     waited_s: float = 0.0

@@ -81,9 +81,9 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
         waiting: requests waiting.
         still_s: seconds for which requests have been there and none got a token further; 0 if
             none is there and while it is paused or sleeps, None if the process has no scheduler.
-        handed: requests that an API server has handed to its engines and that are not over; None
-            where the process is none.
-        oldest: the id of the oldest of them, of a long one the ends; empty without one.
+        engine_requests: requests that an API server has handed to its engines and that are not
+            over; None where the process is none.
+        oldest_request_id: the id of the oldest of them, of a long one the ends; empty without one.
         rendering_s: seconds for which the oldest of the HTTP requests that have not come to the
             engine is there, 0 without one; None if the process takes none.
         loop_s: seconds for which an API server's event loop has run nothing; None if the process
@@ -105,8 +105,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     running: int | None = None
     waiting: int | None = None
     still_s: float | None = None
-    handed: int | None = None
-    oldest: str = ""
+    engine_requests: int | None = msgspec.field(default=None, name="handed")
+    oldest_request_id: str = msgspec.field(default="", name="oldest")
     rendering_s: float | None = None
     loop_s: float | None = None
     interrupt: int = 0
@@ -123,7 +123,7 @@ class EngineState(AgentAnswer, frozen=True, kw_only=True):
     Args:
         running: requests running.
         waiting: requests waiting.
-        unfinished: requests the scheduler knows that are not finished.
+        unfinished_requests: requests the scheduler knows that are not finished.
         current_step: calls of ``schedule()`` so far.
         pause_state: ``unpaused``, ``paused_new`` or ``paused_all``.
         sleeping: whether the executor sleeps.
@@ -135,7 +135,7 @@ class EngineState(AgentAnswer, frozen=True, kw_only=True):
 
     running: int | None = None
     waiting: int | None = None
-    unfinished: int | None = None
+    unfinished_requests: int | None = msgspec.field(default=None, name="unfinished")
     current_step: int | None = None
     pause_state: str | None = None
     sleeping: bool | None = None
@@ -150,15 +150,16 @@ class Traffic(AgentAnswer, frozen=True, kw_only=True):
 
     Args:
         in_flight: over HTTP, being answered now; None if this process can't count them.
-        handed: of those and of background responses, what the engines have and have not finished,
-            also if it still waits in front of an engine; None if this process can't count them.
-        started: since the process started.
+        engine_requests: of those and of background responses, what the engines have and have not
+            finished, also if it still waits in front of an engine; None if this process can't count
+            them.
+        started_requests: since the process started.
         draining: whether new requests are refused.
         serves: whether this process takes connections.
     """
 
     in_flight: int | None = None
-    handed: int | None = None
-    started: int | None = None
+    engine_requests: int | None = msgspec.field(default=None, name="handed")
+    started_requests: int | None = msgspec.field(default=None, name="started")
     draining: bool = False
     serves: bool = False

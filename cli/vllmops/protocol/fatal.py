@@ -24,7 +24,7 @@ class FatalMessage(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         thread: its name, for a person.
-        at: when, in seconds since the epoch.
+        failed_at: when, in seconds since the epoch.
         error: what was raised.
         requests: ids of the requests that it was about.
         frames: as vLLM received them; of outputs that could not be encoded, one that holds what
@@ -32,7 +32,7 @@ class FatalMessage(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     thread: str
-    at: float
+    failed_at: float = msgspec.field(name="at")
     error: str
     requests: tuple[str, ...]
     frames: tuple[MessageFrame, ...]

@@ -68,7 +68,7 @@ class Journal:
         try:
             place = resolve_links(path)
             special = open_special_file(place)
-            self.regular = special is None
+            self.is_regular_file = special is None
             if special is None:
                 write_atomically(place, encode_json(head) + b"\n")
                 self.file = place.open("r+b", buffering=0)
@@ -77,19 +77,19 @@ class Journal:
                 self.file.write(encode_json(head) + b"\n")
         except OSError as error:
             raise make_not_written_error(path, error) from error
-        self.size = self.file.seek(0, os.SEEK_END) if self.regular else 0
+        self.size = self.file.seek(0, os.SEEK_END) if self.is_regular_file else 0
 
     def append(self, entry: msgspec.Struct) -> None:
         """Add a line; `failure` is set if this or an older line is not in the file."""
         self.pending += encode_json(entry) + b"\n"
         try:
-            if self.regular:
+            if self.is_regular_file:
                 self.file.seek(self.size)
             while self.pending:
                 written = self.file.write(self.pending)
                 self.pending = self.pending[written:]
                 self.size += written
-            if self.regular:
+            if self.is_regular_file:
                 os.fdatasync(self.file.fileno())
             self.failure = None
         except OSError as error:

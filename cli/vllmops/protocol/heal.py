@@ -12,17 +12,17 @@ class HealProof(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         subject: what is to be healed: the id of a request, or ``PART PID``.
-        what: what was seen, with figures.
-        why: what the client of a request is told; empty where none is.
-        same: must be the same in each look: what would change if the subject got further.
+        evidence: what was seen, with figures.
+        client_message: what the client of a request is told; empty where none is.
+        progress_key: must be the same in each look: what would change if the subject got further.
         requests: ids of the requests that end with it.
         rises: steps of the engine so far, which must rise from look to look; None if none need.
     """
 
     subject: str
-    what: str
-    why: str = ""
-    same: str = ""
+    evidence: str = msgspec.field(name="what")
+    client_message: str = msgspec.field(default="", name="why")
+    progress_key: str = msgspec.field(default="", name="same")
     requests: tuple[str, ...] = ()
     rises: int | None = None
 
@@ -33,13 +33,13 @@ class HealRequest(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         action: its name.
         subjects: what to heal; None to look only. It is looked at once more before.
-        among: ids of requests, for a look at what a process knows of them.
+        request_ids: ids of requests, for a look at what a process knows of them.
         note: a line for the server's log.
     """
 
     action: str = ""
     subjects: list[str] | None = None
-    among: list[str] = []
+    request_ids: list[str] = msgspec.field(default=[], name="among")
     note: str = ""
 
 
@@ -50,10 +50,10 @@ class HealAnswer(AgentAnswer, frozen=True, kw_only=True):
         pid: process id.
         role: as in `Hello`.
         proofs: what a look shows.
-        left: why a subject was not healed, by subject.
+        reason_by_subject: why a subject was not healed, by subject.
     """
 
     pid: int
     role: str
     proofs: tuple[HealProof, ...] = ()
-    left: dict[str, str] = msgspec.field(default_factory=dict)
+    reason_by_subject: dict[str, str] = msgspec.field(default_factory=dict, name="left")

@@ -16,16 +16,16 @@ class RequestCounts(msgspec.Struct, frozen=True, kw_only=True):
     """The ``Request`` objects of an engine.
 
     Args:
-        alive: that exist.
+        alive_requests: that exist.
         finished_alive: those of them that are finished and that the scheduler no longer knows.
-        known: that the scheduler knows.
+        known_requests: that the scheduler knows.
         late_s: seconds from the process's start to the moment when counting began; what is older
             and not in use any more is not counted.
     """
 
-    alive: Count
+    alive_requests: Count = msgspec.field(name="alive")
     finished_alive: Count
-    known: Count
+    known_requests: Count = msgspec.field(name="known")
     late_s: float
 
 
@@ -38,8 +38,8 @@ class CacheUsage(msgspec.Struct, frozen=True, kw_only=True):
         name: the class's name.
         entries: items in it, None if this side does not know.
         bytes: the size that it counts, None if it does not count.
-        here: whether those bytes are this process's own memory: not of a front end that keeps
-            count of what the engine has, nor of shared memory, nor of a GPU's.
+        is_own_memory: whether those bytes are this process's own memory: not of a front end that
+            keeps count of what the engine has, nor of shared memory, nor of a GPU's.
         slots: of an encoder cache, in use.
     """
 
@@ -47,7 +47,7 @@ class CacheUsage(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     entries: Count | None
     bytes: Count | None = None
-    here: bool = False
+    is_own_memory: bool = msgspec.field(default=False, name="here")
     slots: Count | None = None
 
 
@@ -57,12 +57,12 @@ class GcGeneration(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         count: as ``gc.get_count()`` says: how near its next collection is.
         collections: so far.
-        collected: objects, so far.
+        collected_objects: objects, so far.
     """
 
     count: Count
     collections: Count
-    collected: Count
+    collected_objects: Count = msgspec.field(name="collected")
 
 
 class StoreCounts(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class AgentMemory(AgentAnswer, frozen=True, kw_only=True):
         caches: each cache that could be read.
         gc: by generation, the youngest first.
         store: None if there is none.
-        unfinished: requests that the scheduler knows, None without one.
+        unfinished_requests: requests that the scheduler knows, None without one.
         in_flight: HTTP requests being answered, None if it can't count them.
         problems: what is unknown, and why, in words.
     """
@@ -90,7 +90,7 @@ class AgentMemory(AgentAnswer, frozen=True, kw_only=True):
     caches: tuple[CacheUsage, ...] = ()
     gc: tuple[GcGeneration, ...] = ()
     store: StoreCounts | None = None
-    unfinished: Count | None = None
+    unfinished_requests: Count | None = msgspec.field(default=None, name="unfinished")
     in_flight: Count | None = None
     problems: tuple[str, ...] = ()
 
@@ -106,7 +106,7 @@ class ProcessMemory(Placement, frozen=True, kw_only=True, omit_defaults=True):
         uss_bytes: resident and its own; None if it was not measured.
         gpu_bytes: on all GPUs; None without a GPU, or where the driver does not say.
         agent: what its agent reported; None if it has none or did not answer.
-        silent: why `agent` is None, in words.
+        gap_reason: why `agent` is None, in words.
     """
 
     role: str
@@ -116,7 +116,7 @@ class ProcessMemory(Placement, frozen=True, kw_only=True, omit_defaults=True):
     uss_bytes: Count | None = None
     gpu_bytes: Count | None = None
     agent: AgentMemory | None = None
-    silent: str = ""
+    gap_reason: str = msgspec.field(default="", name="silent")
 
 
 class MemorySample(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag="sample"):
@@ -141,12 +141,12 @@ class RecordingEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     """How a recording ended.
 
     Args:
-        at: seconds since the epoch.
-        why: what cut it short, in words; empty if it ended as planned.
+        ended_at: seconds since the epoch.
+        reason: what cut it short, in words; empty if it ended as planned.
     """
 
-    at: Moment
-    why: str = ""
+    ended_at: Moment = msgspec.field(name="at")
+    reason: str = msgspec.field(default="", name="why")
 
 
 class MemoryRecordingHead(msgspec.Struct, frozen=True, kw_only=True):

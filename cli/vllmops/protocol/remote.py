@@ -29,17 +29,17 @@ class ServerProcess(ProcessState, frozen=True, kw_only=True):
 
     Args:
         start_ticks, boot: with the pid its `ProcessIdentity`.
-        at: the address of its node; empty for the node of the API server that answers.
+        node_address: the address of its node; empty for the node of the API server that answers.
     """
 
     start_ticks: int
     boot: str
-    at: str = ""
+    node_address: str = msgspec.field(default="", name="at")
 
     @property
     def route_prefix(self) -> str:
         """Of its agent's routes."""
-        return f"{PROCESSES}/{self.pid}{self.at and '@'}{self.at}"
+        return f"{PROCESSES}/{self.pid}{self.node_address and '@'}{self.node_address}"
 
 
 class NodeGap(msgspec.Struct, frozen=True):
@@ -48,17 +48,17 @@ class NodeGap(msgspec.Struct, frozen=True):
     Args:
         address: of the node.
         node: the name of the host, empty where it has never answered.
-        why: in words.
+        reason: in words.
     """
 
     address: str
     node: str
-    why: str
+    reason: str = msgspec.field(name="why")
 
     @property
     def text(self) -> str:
         name = f"{self.node} ({self.address})" if self.node else self.address
-        return f"node {name} does not answer: {self.why}"
+        return f"node {name} does not answer: {self.reason}"
 
 
 class ServerProcesses(AgentAnswer, frozen=True, kw_only=True):
@@ -69,8 +69,8 @@ class ServerProcesses(AgentAnswer, frozen=True, kw_only=True):
         node: the name of the host.
         model: as given to vLLM, None if unknown.
         processes: root first; of a node that has ceased to answer, what it had.
-        pulses: the heartbeats of those that have one.
-        silent: the nodes that do not answer.
+        heartbeats: the heartbeats of those that have one.
+        gaps: the nodes that do not answer.
         compilers: as in `ServerSample`.
     """
 
@@ -78,8 +78,8 @@ class ServerProcesses(AgentAnswer, frozen=True, kw_only=True):
     node: str
     model: str | None = None
     processes: tuple[ServerProcess, ...]
-    pulses: tuple[ProcessHeartbeat, ...] = ()
-    silent: tuple[NodeGap, ...] = ()
+    heartbeats: tuple[ProcessHeartbeat, ...] = msgspec.field(default=(), name="pulses")
+    gaps: tuple[NodeGap, ...] = msgspec.field(default=(), name="silent")
     compilers: tuple[str, ...] = ()
 
 

@@ -25,12 +25,12 @@ class CacheChange(msgspec.Struct, frozen=True, kw_only=True):
     """One fault of one cache.
 
     Args:
-        fault: which.
+        defect: which.
         count: keys concerned; bytes where the size was wrong.
         keys: the first few of them.
     """
 
-    fault: CacheDefect
+    defect: CacheDefect = msgspec.field(name="fault")
     count: float
     keys: list[str] = []
 
@@ -42,13 +42,13 @@ class CacheRepair(msgspec.Struct, frozen=True, kw_only=True):
         name: the class of the cache.
         side: as in `LruCache`.
         changes: what was repaired; with ``dry_run`` what would be.
-        left: why it was not repaired; None if it was.
+        reason: why it was not repaired; None if it was.
     """
 
     name: str
     side: str
     changes: list[CacheChange]
-    left: str | None = None
+    reason: str | None = msgspec.field(default=None, name="left")
 
 
 class ProcessRepair(AgentAnswer, frozen=True, kw_only=True):

@@ -122,12 +122,12 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         ids: vLLM's own.
-        why: the error message for the client.
+        client_message: the error message for the client.
         timeout_s: seconds to wait for the event loop; it ends them later, too.
     """
 
     ids: list[str]
-    why: str = ""
+    client_message: str = msgspec.field(default="", name="why")
     timeout_s: float = 1.0
 
 
@@ -161,12 +161,12 @@ class PromptAnswer(AgentAnswer, frozen=True, kw_only=True):
     Args:
         text: None where vLLM kept only tokens.
         tokens: their ids, the first `PROMPT_TOKENS` of them.
-        known: whether this process knows the request.
+        is_known: whether this process knows the request.
     """
 
     text: str | None = None
     tokens: tuple[int, ...] = ()
-    known: bool = False
+    is_known: bool = msgspec.field(default=False, name="known")
 
 
 PROMPT_TOKENS = 100_000

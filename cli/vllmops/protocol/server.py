@@ -29,13 +29,13 @@ class Gap(msgspec.Struct, frozen=True):
     Args:
         part: what it is about, such as ``agent of engine 7``.
         code: a stable word, such as ``agent.absent``.
-        why: in words.
+        reason: in words.
         hint: what to do about it; empty if nothing helps.
     """
 
     part: str
     code: str
-    why: str
+    reason: str = msgspec.field(name="why")
     hint: str = ""
 
 
@@ -101,13 +101,13 @@ class ProcessHeartbeat(Placement, frozen=True, kw_only=True):
     Args:
         role, pid: of the process.
         age_s: seconds since it was written.
-        beat: its content.
+        heartbeat: its content.
     """
 
     role: str
     pid: int
     age_s: float
-    beat: Heartbeat
+    heartbeat: Heartbeat = msgspec.field(name="beat")
 
 
 class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +115,7 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         at_s: seconds since the first look.
-        pulses: of the processes that have a heartbeat.
+        heartbeats: of the processes that have a heartbeat.
         metrics: None if the server gives none.
         health: status of ``/health``, 0 if it took the connection and did not answer in time;
             None if it was not asked, can't be reached, or asks to come back later.
@@ -124,7 +124,7 @@ class ServerSample(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     at_s: float
-    pulses: tuple[ProcessHeartbeat, ...] = ()
+    heartbeats: tuple[ProcessHeartbeat, ...] = msgspec.field(default=(), name="pulses")
     metrics: Metrics | None = None
     health: int | None = None
     processes: tuple[ProcessState, ...] = ()
@@ -155,7 +155,7 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         addresses: that it listens on.
         exposed: whether others than this machine reach one of them.
-        open: whether ``/v1/models`` answers without an API key.
+        is_open: whether ``/v1/models`` answers without an API key.
         dev_routes: whether vLLM's development routes are there.
         signing_key: ``absent``, ``weak`` or ``strong``.
         store: what keeps Responses: ``memory``, ``none``, or the store's URL without credentials.
@@ -163,7 +163,7 @@ class Exposure(msgspec.Struct, frozen=True, kw_only=True):
 
     addresses: tuple[str, ...] = ()
     exposed: bool | None = None
-    open: bool | None = None
+    is_open: bool | None = msgspec.field(default=None, name="open")
     dev_routes: bool | None = None
     signing_key: str | None = None
     store: str | None = None
@@ -191,14 +191,14 @@ class ShmLeftover(msgspec.Struct, frozen=True):
         bytes: its size.
         age_s: seconds since it was last changed.
         owner: the user who owns it.
-        doubt: why a process that can't be seen may use it; empty if none can.
+        uncertainty: why a process that can't be seen may use it; empty if none can.
     """
 
     name: str
     bytes: Count
     age_s: float
     owner: str = ""
-    doubt: str = ""
+    uncertainty: str = msgspec.field(default="", name="doubt")
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -208,7 +208,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
         index: as the driver counts.
         name: of the model.
         used_bytes, total_bytes: memory, whoever uses it.
-        busy: share of the time in which a kernel ran, 0 to 1.
+        utilization: share of the time in which a kernel ran, 0 to 1.
         memory_busy: share of the time in which its memory was read or written, 0 to 1.
         watts, limit_watts: power.
         clock_mhz, most_mhz: of its processors now, and at most.
@@ -224,7 +224,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     name: str = ""
     used_bytes: int | None = None
     total_bytes: int | None = None
-    busy: float | None = None
+    utilization: float | None = msgspec.field(default=None, name="busy")
     memory_busy: float | None = None
     watts: float | None = None
     limit_watts: float | None = None
@@ -312,7 +312,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         failure: why an instance failed, in vLLM's words; empty for one that has not.
         uptime_s: seconds since its first process began.
         vllm_version: None if unknown.
-        looks: some time apart, in their order.
+        samples: some time apart, in their order.
         reports: of the agents.
         caches: None if no agent reported any.
         comparisons: of both sides of its caches, by each API server; none of a quiet one, whose
@@ -326,7 +326,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         guard: who can reach it.
         machine: that it runs on.
         canary: None unless asked for.
-        unseen: what could not be examined.
+        gaps: what could not be examined.
     """
 
     kind: Literal["server"] = "server"
@@ -341,7 +341,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     failure: str = ""
     uptime_s: float | None = None
     vllm_version: str | None = None
-    looks: tuple[ServerSample, ...] = ()
+    samples: tuple[ServerSample, ...] = msgspec.field(default=(), name="looks")
     reports: tuple[AgentReport, ...] = ()
     caches: CacheSnapshot | None = None
     comparisons: tuple[CacheComparison, ...] = ()
@@ -354,4 +354,4 @@ class ServerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     guard: Exposure = Exposure()
     machine: Machine
     canary: Canary | None = None
-    unseen: tuple[Gap, ...] = ()
+    gaps: tuple[Gap, ...] = msgspec.field(default=(), name="unseen")

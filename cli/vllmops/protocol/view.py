@@ -45,7 +45,7 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         processes: as the kernel sees them.
-        pulses: the heartbeats of those that have one.
+        heartbeats: the heartbeats of those that have one.
         caches, requests, patches, keys: of the agents that answered.
         stall: whether the server makes no progress; empty if it does.
         store: of the API server that looks; None without one, or if it does not answer.
@@ -54,7 +54,7 @@ class MetricsSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     processes: tuple[ProcessState, ...] = ()
-    pulses: tuple[ProcessHeartbeat, ...] = ()
+    heartbeats: tuple[ProcessHeartbeat, ...] = msgspec.field(default=(), name="pulses")
     caches: tuple[ProcessCaches, ...] = ()
     requests: tuple[ProcessRequests, ...] = ()
     patches: tuple[ProcessPatches, ...] = ()

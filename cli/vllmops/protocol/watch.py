@@ -15,7 +15,7 @@ class WatchEvent(msgspec.Struct, frozen=True, kw_only=True):
             ended, and not because somebody wanted that), ``ended``, ``away`` (it stops, or starts),
             ``ready``, or ``trouble``: another node does not answer, or the watch could not do
             something.
-        at: seconds since the epoch.
+        happened_at: seconds since the epoch.
         server: its name, or the pid of its first process.
         text: all of it in a line.
         url: where it answers, None if unknown.
@@ -27,7 +27,7 @@ class WatchEvent(msgspec.Struct, frozen=True, kw_only=True):
         subject: what it is about.
         victims: the processes that wait for the subject, and are not the cause.
         evidence: of that finding.
-        next: what to do.
+        next_step: what to do.
         reference: an upstream issue or pull request.
         findings: codes of all findings.
         bundle: where the evidence is; empty if it could not be written.
@@ -45,7 +45,7 @@ class WatchEvent(msgspec.Struct, frozen=True, kw_only=True):
         "ready",
         "trouble",
     ]
-    at: float
+    happened_at: float = msgspec.field(name="at")
     server: str
     text: str
     url: str | None = None
@@ -57,7 +57,7 @@ class WatchEvent(msgspec.Struct, frozen=True, kw_only=True):
     subject: str = ""
     victims: tuple[str, ...] = ()
     evidence: str = ""
-    next: str = ""
+    next_step: str = msgspec.field(default="", name="next")
     reference: str = ""
     findings: tuple[str, ...] = ()
     bundle: str = ""

@@ -26,13 +26,13 @@ class AbortOutcome(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         id, http_id: as in `InFlightRequest`.
         done: whether no process knows it any more.
-        left: who still does, and why; empty if nobody does.
+        reason: who still does, and why; empty if nobody does.
     """
 
     id: str
     http_id: str
     done: bool
-    left: str = ""
+    reason: str = msgspec.field(default="", name="left")
 
 
 def abort_requests(server: Server, rows: Sequence[InFlightRequest], why: str) -> list[AbortOutcome]:
@@ -52,7 +52,7 @@ def abort_requests(server: Server, rows: Sequence[InFlightRequest], why: str) ->
     """
     ids = [row.id for row in rows if row.id]
     late = (
-        send_abort(server, AbortRequest(ids=ids, why=why, timeout_s=LOOP_S), Role.API)
+        send_abort(server, AbortRequest(ids=ids, client_message=why, timeout_s=LOOP_S), Role.API)
         if ids
         else {}
     )
@@ -65,7 +65,7 @@ def abort_requests(server: Server, rows: Sequence[InFlightRequest], why: str) ->
             id=row.id,
             http_id=row.http_id,
             done=not why_left,
-            left=why_left,
+            reason=why_left,
         )
         for row in rows
         for why_left in (explain_remaining_request(row, left.get(row.id, {}), silent, late),)

@@ -80,13 +80,13 @@ class RequestListing(NamedTuple):
     Args:
         rows: the oldest first.
         findings: requests that only one side knows, or that wait for KV blocks in vain.
-        silent: the processes that did not answer.
+        gaps: the processes that did not answer.
         problems: what could not be read.
     """
 
     rows: list[InFlightRequest]
     findings: list[Finding]
-    silent: list[ProcessGap]
+    gaps: list[ProcessGap]
     problems: list[str]
 
 
@@ -117,7 +117,7 @@ def list_requests(server: Server, stuck_s: float) -> RequestListing:
             processes, stuck_s, {finding.subject: finding.evidence for finding in found}
         ),
         findings=found,
-        silent=silent,
+        gaps=silent,
         problems=[
             f"{format_role_and_ranks(p.role, p)} {p.pid}: {why}"
             for p in processes

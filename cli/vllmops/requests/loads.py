@@ -21,9 +21,9 @@ HOLDERS = (Role.WORKER, Role.ENGINE)  # an engine without workers has the connec
 def find_lost_loads(server: Server) -> list[HealCase]:
     """What a look shows: loads that no engine and no worker knows, or whose sender is gone."""
     cases = collect_cases(server.select_processes(Role.ENGINE), ACTION)
-    names = [case.proof.subject for case in cases if not case.proof.why]
+    names = [case.proof.subject for case in cases if not case.proof.client_message]
     kept = find_known_loads(server, names) if names else set()
-    return [case for case in cases if case.proof.why or case.proof.subject not in kept]
+    return [case for case in cases if case.proof.client_message or case.proof.subject not in kept]
 
 
 def prove_lost_loads(server: Server) -> list[HealProof]:
@@ -38,7 +38,9 @@ def find_known_loads(server: Server, names: Sequence[str]) -> set[str]:
     """The requests whose load a worker may still know: all, where not every worker says so."""
 
     def fetch_proofs(process: Process) -> tuple[HealProof, ...]:
-        return send_heal_request(process, HealRequest(action=ACTION, among=list(names))).proofs
+        return send_heal_request(
+            process, HealRequest(action=ACTION, request_ids=list(names))
+        ).proofs
 
     asked = server.select_processes(*HOLDERS)
     answers, silent = agent.collect_answers(asked, fetch_proofs)
@@ -51,5 +53,5 @@ def find_known_loads(server: Server, names: Sequence[str]) -> set[str]:
 def count_workers(server: Server) -> int:
     """How many workers a server has on all its nodes, as far as its heartbeats tell."""
     pulses = [agent.read_heartbeat(process) for process in server.select_processes(*HOLDERS)]
-    sizes = [pulse.beat.standing.sizes for pulse in pulses if pulse]
+    sizes = [pulse.heartbeat.standing.sizes for pulse in pulses if pulse]
     return max((math.prod(size.values()) for size in sizes), default=1)

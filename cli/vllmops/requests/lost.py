@@ -55,4 +55,6 @@ def is_at_rest(process: Process) -> bool:
 def count_engines(server: Server) -> int:
     """How many engines a server has on all its nodes, as far as its heartbeats tell."""
     pulses = [agent.read_heartbeat(process) for process in server.select_processes(*ENDS)]
-    return max((pulse.beat.standing.sizes.get("DP", 1) for pulse in pulses if pulse), default=1)
+    return max(
+        (pulse.heartbeat.standing.sizes.get("DP", 1) for pulse in pulses if pulse), default=1
+    )

@@ -117,7 +117,7 @@ class Agent:
         self.path = path
         self.timeout_s = timeout_s
         self.uid = read_process_uid(process) if uid is None else uid
-        self.kept: AgentConnection | None = None
+        self.idle_connection: AgentConnection | None = None
 
     def fetch_hello(self) -> Hello:
         """Who it is, as it knows itself."""
@@ -246,7 +246,7 @@ class Agent:
         if method == "GET":
             # A connection costs the process a thread, so questions share one; what changes
             # something has its own, as it must not be sent twice.
-            self.kept, connection = None, self.kept or connection
+            self.idle_connection, connection = None, self.idle_connection or connection
         try:
             status, content = connection.send_request(method, path, body)
         except (TimeoutError, BlockingIOError) as error:
@@ -256,7 +256,7 @@ class Agent:
             connection.close()
             raise make_unreachable_error(self.process, self.path, error) from error
         if method == "GET":
-            self.kept = connection
+            self.idle_connection = connection
         else:
             connection.close()
         return status, content
@@ -434,7 +434,7 @@ def make_gap(process: Process, error: VllmopsError) -> ProcessGap:
         **get_process_fields(process),
         pid=process.pid,
         code=error.code,
-        why=error.message,
+        reason=error.message,
         hint=error.hint,
         exit_code=error.exit_code,
         beat_age_s=pulse.age_s if pulse else None,
@@ -451,7 +451,7 @@ def make_no_answer_error(code: ErrorCode, what: str, silent: Sequence[ProcessGap
     """
     return VllmopsError(
         code,
-        f"{what}: {'; '.join(dict.fromkeys(process.why for process in silent))}",
+        f"{what}: {'; '.join(dict.fromkeys(process.reason for process in silent))}",
         silent[0].hint,
         exit_code=ExitCode(silent[0].exit_code),
         data={"silent": msgspec.to_builtins(silent)},
@@ -463,11 +463,11 @@ class TimedHeartbeat:
     """A heartbeat as read from outside.
 
     Args:
-        beat: its content.
+        heartbeat: its content.
         age_s: seconds since it was written.
     """
 
-    beat: Heartbeat
+    heartbeat: Heartbeat
     age_s: float
 
     @property

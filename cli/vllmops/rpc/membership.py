@@ -34,7 +34,10 @@ def find_root_pids(table: Table) -> set[int]:
         pid
         for pid, seen in table.items()
         if not seen.zombie
-        and (processes.parse_serve_arguments(seen.words) is not None or find_title_role(seen.words))
+        and (
+            processes.parse_serve_arguments(seen.arguments) is not None
+            or find_title_role(seen.arguments)
+        )
     }
     pids = set()
     for pid in vllm:
@@ -159,9 +162,9 @@ def find_raylets(table: Table, tree: Tree) -> dict[Process, str]:
     names = {}
     for process in tree:
         above = table.get(table[process.pid].ppid) if process.pid in table else None
-        if above and os.path.basename(above.words[0] if above.words else "") == "raylet":
-            name = find_option(above.words, "--node-name") or find_option(
-                above.words, "--node-ip-address"
+        if above and os.path.basename(above.arguments[0] if above.arguments else "") == "raylet":
+            name = find_option(above.arguments, "--node-name") or find_option(
+                above.arguments, "--node-ip-address"
             )
             raylet = Process(Role.OTHER, above.pid, above.start_ticks, "raylet")
             names[raylet] = name or "of raylet"
@@ -223,7 +226,9 @@ def read_agent_claims(table: Table, known: Iterable[Process]) -> dict[int, Agent
                 process = Process(Role.OTHER, pid, seen.start_ticks, home=str(place))
                 with suppress(VllmopsError):
                     if pulse := agent.read_heartbeat(process):
-                        voices[pid] = AgentClaim(pulse.beat.role, pulse.beat.standing, process.home)
+                        voices[pid] = AgentClaim(
+                            pulse.heartbeat.role, pulse.heartbeat.standing, process.home
+                        )
 
     with suppress(VllmopsError):
         read_claims_in(resolve_home())
@@ -235,7 +240,7 @@ def read_agent_claims(table: Table, known: Iterable[Process]) -> dict[int, Agent
                 # In a container it has another pid for itself, and the place is below its root.
                 if process.pid not in voices and (pulse := agent.read_heartbeat(process)):
                     voices[process.pid] = AgentClaim(
-                        pulse.beat.role, pulse.beat.standing, str(place)
+                        pulse.heartbeat.role, pulse.heartbeat.standing, str(place)
                     )
     return voices
 

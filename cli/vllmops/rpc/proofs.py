@@ -30,7 +30,7 @@ class HealCase:
     @property
     def comparison_key(self) -> tuple[int, str, str]:
         """What must be the same in each look."""
-        return self.process.pid, self.proof.subject, self.proof.same
+        return self.process.pid, self.proof.subject, self.proof.progress_key
 
 
 def collect_cases(processes: Sequence[Process], action: str) -> list[HealCase]:

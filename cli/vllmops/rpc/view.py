@@ -52,7 +52,7 @@ class MetricsCollector:
     ) -> None:
         self.reach = reach
         self.differ = differ
-        self.looks: list[ServerSample] = []
+        self.samples: list[ServerSample] = []
         self.versions: dict[tuple[str, int], dict[str, str]] = {}
 
     def collect_snapshot(self, look: ServerSample) -> MetricsSnapshot:
@@ -61,10 +61,12 @@ class MetricsCollector:
         Args:
             look: at the processes, just now.
         """
-        self.looks.append(look)
-        while look.at_s - self.looks[0].at_s > HISTORY_S:
-            del self.looks[0]
-        fresh = {make_process_key(pulse) for pulse in look.pulses if pulse.age_s < progress.LATE_S}
+        self.samples.append(look)
+        while look.at_s - self.samples[0].at_s > HISTORY_S:
+            del self.samples[0]
+        fresh = {
+            make_process_key(pulse) for pulse in look.heartbeats if pulse.age_s < progress.LATE_S
+        }
         asked = [p for p in look.processes if p.role in ROLES and make_process_key(p) in fresh]
         answers: dict[str, list[Any]] = {route: [] for route in ROUTES}
         reached: list[tuple[ProcessState, AgentClient]] = []
@@ -95,18 +97,18 @@ class MetricsCollector:
         }
         return MetricsSnapshot(
             processes=look.processes,
-            pulses=look.pulses,
+            heartbeats=look.heartbeats,
             caches=tuple(answers["caches"]),
             requests=tuple(answers["requests"]),
             patches=tuple(answers["patches"]),
             keys=tuple(answers["keys"]),
-            stall=progress.classify_certainty(self.looks, self.is_answering),
+            stall=progress.classify_certainty(self.samples, self.is_answering),
             known_bad=tuple(bad),
         )
 
     def is_answering(self, name: str) -> bool:
         """Whether the agent of a process answers, although its heartbeat is late."""
-        process = next((p for p in self.looks[-1].processes if format_process(p) == name), None)
+        process = next((p for p in self.samples[-1].processes if format_process(p) == name), None)
         try:
             return process is not None and bool(
                 self.reach(process).fetch_answer("GET", "/hello", Hello)

@@ -146,7 +146,7 @@ class _ThreadDraft:
     state: str = ""
     gil: bool = False
     frames: list[Frame] = field(default_factory=list)
-    fault: bool = False  # from faulthandler, which prints the main thread last
+    is_faulthandler: bool = False  # from faulthandler, which prints the main thread last
     outermost: bool = False  # whether arrows show that the outermost frame stands first
 
 
@@ -155,8 +155,10 @@ class _ProcessDraft:
     pid: int = 0
     title: str = ""
     threads: list[_ThreadDraft] = field(default_factory=list)
-    parsed: tuple[ThreadStack, ...] = ()
-    alike: list[str] = field(default_factory=list)  # titles of others with the same stacks
+    parsed_threads: tuple[ThreadStack, ...] = ()
+    same_stack_titles: list[str] = field(
+        default_factory=list
+    )  # titles of others with the same stacks
 
 
 @dataclass
@@ -211,7 +213,7 @@ def _parse_section(text: str, name: str) -> PastedStacks:
     processes = [
         _ProcessDraft(process.pid if not number else 0, title, process.threads)
         for process in reader.processes
-        for number, title in enumerate((process.title, *process.alike))
+        for number, title in enumerate((process.title, *process.same_stack_titles))
     ]
     return PastedStacks(
         samples=_group_into_samples(processes),
@@ -274,7 +276,7 @@ def _parse_json(text: str) -> PastedStacks | None:
                 continue
             info = next((t["process_info"] for t in threads if t.get("process_info")), None)
             title = str(info.get("command_line", "")) if isinstance(info, dict) else ""
-            processes.append(_ProcessDraft(pid, title, parsed=parsed))
+            processes.append(_ProcessDraft(pid, title, parsed_threads=parsed))
     if snapshots:
         return PastedStacks(tuple(snapshots), complete=True)
     return PastedStacks(_group_into_samples(processes)) if processes else None
@@ -299,27 +301,36 @@ class _StackParser:
         self.crashes: list[_CrashDraft] = []
         self.owner = ""
         self.crash: _CrashDraft | None = None
-        self.open = False  # whether the last process may get more threads
+        self.can_add_threads = False  # whether the last process may get more threads
         self.calls: list[Frame] = []  # of a trace of calls, innermost first
-        self.first = False  # whether quoted frames are innermost first, as gdb's py-bt has them
-        self.above: Heading | None = None  # what the last line says of the stack that may follow
+        self.innermost_first = (
+            False  # whether quoted frames are innermost first, as gdb's py-bt has them
+        )
+        self.pending_heading: Heading | None = (
+            None  # what the last line says of the stack that may follow
+        )
 
     def begin_stream(self, title: str, pid: int) -> None:
         """The next lines are of this process, unless a header among them names another one."""
         self.crash = None
-        self.open = False
+        self.can_add_threads = False
         self.owner = f"{title} pid {pid}" if title else ""
         if title:
             self.begin_process(pid, title)
 
     def begin_process(self, pid: int, title: str) -> None:
-        self.crash = self.above = None
+        self.crash = self.pending_heading = None
         last = self.processes[-1] if self.processes else None
-        if last and self.open and not last.threads and (not last.pid or last.pid == pid or not pid):
-            last.pid, last.title, last.alike = pid or last.pid, title or last.title, []
+        if (
+            last
+            and self.can_add_threads
+            and not last.threads
+            and (not last.pid or last.pid == pid or not pid)
+        ):
+            last.pid, last.title, last.same_stack_titles = pid or last.pid, title or last.title, []
             return
         self.processes.append(_ProcessDraft(pid, title))
-        self.open = True
+        self.can_add_threads = True
 
     def begin_next_dump(self) -> None:
         """Another dump of the same process begins."""
@@ -330,24 +341,27 @@ class _StackParser:
     def begin_stack(self, found: Heading) -> None:
         """A stack of these processes begins."""
         self.begin_process(found.pid, found.titles[0])
-        self.processes[-1].alike = list(found.titles[1:])
+        self.processes[-1].same_stack_titles = list(found.titles[1:])
 
     def share_stack(self, found: Heading) -> None:
         """These processes have the stack of another one."""
         named = [process for process in self.processes if found.like in {"", process.title}]
         if named:
-            named[-1].alike += found.titles
+            named[-1].same_stack_titles += found.titles
 
     def add_thread(self, made: _ThreadDraft) -> None:
         self.crash = None
-        if self.above:
-            self.begin_stack(self.above)
-        if not self.processes or not self.open:
+        if self.pending_heading:
+            self.begin_stack(self.pending_heading)
+        if not self.processes or not self.can_add_threads:
             self.begin_process(0, "")
         threads = self.processes[-1].threads
         second = made.name == "MainThread" and any(t.name == "MainThread" for t in threads)
         if second or (
-            made.fault and threads and threads[-1].fault and _is_main_thread(threads[-1])
+            made.is_faulthandler
+            and threads
+            and threads[-1].is_faulthandler
+            and _is_main_thread(threads[-1])
         ):
             self.begin_process(0, "")
             threads = self.processes[-1].threads
@@ -357,10 +371,15 @@ class _StackParser:
         if self.crash:
             self.crash.frames.append(frame)
             return
-        opens = self.above is not None and self.above.opens
-        if opens or not self.processes or not self.open or not self.processes[-1].threads:
+        opens = self.pending_heading is not None and self.pending_heading.opens
+        if (
+            opens
+            or not self.processes
+            or not self.can_add_threads
+            or not self.processes[-1].threads
+        ):
             self.add_thread(_ThreadDraft())
-        self.above = None
+        self.pending_heading = None
         self.processes[-1].threads[-1].frames.append(frame)
 
     def parse_line(self, line: str) -> None:
@@ -381,7 +400,7 @@ class _StackParser:
             self.crash = None
             self.add_frame(Frame(match["function"], file, file, int(number) if number else None))
         elif 'File "' in line and (match := QUOTED.match(line)):
-            if match["comma"] and not self.crash and not self.first:
+            if match["comma"] and not self.crash and not self.innermost_first:
                 # The first line of the traceback was not pasted.
                 self._begin_crash("")
             self._add_python_frame(match)
@@ -395,7 +414,7 @@ class _StackParser:
         elif self.processes and (found := parse_same_stack(line)):
             self.share_stack(found)
         else:
-            self.above = parse_heading(line)
+            self.pending_heading = parse_heading(line)
 
     def _handle_inline_frames(self, line: str) -> None:
         """Take the frames among other words, and the rank before them."""
@@ -444,7 +463,9 @@ class _StackParser:
         return heading is not None
 
     def _handle_faulthandler_thread(self, match: re.Match[str]) -> None:
-        self.add_thread(_ThreadDraft(match["name"] or "", int(match["tid"], 16), fault=True))
+        self.add_thread(
+            _ThreadDraft(match["name"] or "", int(match["tid"], 16), is_faulthandler=True)
+        )
 
     def _handle_gdb_thread(self, match: re.Match[str]) -> None:
         self.add_thread(_ThreadDraft(match["name"] or "", int(match["tid"])))
@@ -459,15 +480,15 @@ class _StackParser:
         self.begin_process(int(match["pid"] or match["gdb"]), "")
 
     def _handle_outermost_first(self, _found: re.Match[str]) -> None:
-        self.first = False
+        self.innermost_first = False
         self._begin_crash("")
 
     def _handle_named_stack(self, match: re.Match[str]) -> None:
-        self.first = True
+        self.innermost_first = True
         self.add_thread(_ThreadDraft(match["name"]))
 
     def _handle_innermost_first(self, _found: re.Match[str]) -> None:
-        self.crash, self.first = None, True
+        self.crash, self.innermost_first = None, True
 
     def _handle_fatal_error(self, match: re.Match[str]) -> None:
         self.begin_process(0, "")
@@ -565,7 +586,9 @@ def _group_into_samples(processes: list[_ProcessDraft]) -> tuple[StacksSnapshot,
     samples: list[list[ProcessStacks]] = []
     seen: dict[object, int] = {}
     for process in processes:
-        threads = process.parsed or tuple(_build_thread(thread) for thread in process.threads)
+        threads = process.parsed_threads or tuple(
+            _build_thread(thread) for thread in process.threads
+        )
         if not threads:
             continue
         role = str(find_process_role(process.title, threads))
@@ -575,7 +598,7 @@ def _group_into_samples(processes: list[_ProcessDraft]) -> tuple[StacksSnapshot,
         seen[key] = index + 1
         if index == len(samples):
             samples.append([])
-        known = bool(process.parsed) or any(thread.state for thread in process.threads)
+        known = bool(process.parsed_threads) or any(thread.state for thread in process.threads)
         samples[index].append(
             ProcessStacks(
                 role=role,

@@ -38,7 +38,7 @@ T = TypeVar("T", bound=VersionedLine)
 class ArchivedEvents(msgspec.Struct):
     """Consecutive events, and the sequence number of the first."""
 
-    first: shape.Count
+    first_number: shape.Count = msgspec.field(name="first")
     events: list[msgspec.Raw]
 
 
@@ -75,7 +75,7 @@ def encode_line(response: Response, events: list[EventBatch]) -> bytes:
             response=remove_line_breaks(response.body),
             input=remove_line_breaks(response.input),
             events=[
-                ArchivedEvents(part.first, list(map(remove_line_breaks, part.events)))
+                ArchivedEvents(part.first_number, list(map(remove_line_breaks, part.events)))
                 for part in events
             ],
         )
@@ -161,5 +161,5 @@ def decode_line(line: bytes) -> tuple[Response, list[EventBatch]]:
         body=bytes(found.response),
         input=bytes(found.input),
     )
-    events = [EventBatch(part.first, list(map(bytes, part.events))) for part in found.events]
+    events = [EventBatch(part.first_number, list(map(bytes, part.events))) for part in found.events]
     return response, events

@@ -79,27 +79,27 @@ class StatusChange(msgspec.Struct, frozen=True):
 
     Args:
         changed: whether this call changed it.
-        now: the response after the call, None where the owner has none by that id.
+        response: the response after the call, None where the owner has none by that id.
     """
 
     changed: bool
-    now: Response | None
+    response: Response | None = msgspec.field(name="now")
 
 
 class ResponseQuery(msgspec.Struct, frozen=True, kw_only=True):
     """What to list.
 
     Args:
-        after: id of the response that the page begins behind.
-        before: id of the response that the page ends before.
+        after_id: id of the response that the page begins behind.
+        before_id: id of the response that the page ends before.
         limit: responses, from 1.
         descending: the newest first.
         model: those of this model alone.
         status: those with this status alone.
     """
 
-    after: str | None = None
-    before: str | None = None
+    after_id: str | None = msgspec.field(default=None, name="after")
+    before_id: str | None = msgspec.field(default=None, name="before")
     limit: int = 20
     descending: bool = True
     model: str | None = None
@@ -108,7 +108,7 @@ class ResponseQuery(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_backward(self) -> bool:
         """Whether the page is found by going from its end to its beginning."""
-        return self.before is not None and self.after is None
+        return self.before_id is not None and self.after_id is None
 
 
 class ResponsePage(msgspec.Struct, frozen=True):
@@ -116,24 +116,24 @@ class ResponsePage(msgspec.Struct, frozen=True):
 
     Args:
         responses: in the order that was asked for.
-        more: whether there are others in the direction that was asked for.
+        has_more: whether there are others in the direction that was asked for.
     """
 
     responses: list[Response]
-    more: bool
+    has_more: bool = msgspec.field(name="more")
 
 
 class EventChunk(msgspec.Struct, frozen=True):
     """Consecutive events of a stream.
 
     Args:
-        first: sequence number of the first.
-        last: of the last.
+        first_number: sequence number of the first.
+        last_number: of the last.
         events: all of them, packed.
     """
 
-    first: int
-    last: int
+    first_number: int = msgspec.field(name="first")
+    last_number: int = msgspec.field(name="last")
     events: bytes
 
 
@@ -152,9 +152,9 @@ class EventLog(msgspec.Struct, frozen=True):
 class SweepResult(msgspec.Struct, frozen=True):
     """What tidying up has done, in responses."""
 
-    expired: int = 0
-    evicted: int = 0
-    failed: int = 0
+    expired_count: int = msgspec.field(default=0, name="expired")
+    evicted_count: int = msgspec.field(default=0, name="evicted")
+    failed_count: int = msgspec.field(default=0, name="failed")
 
 
 class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -395,13 +395,13 @@ class LastUseBuffer:
 
     def __init__(self, write: Callable[[list[tuple[str, float]]], Awaitable[None]]) -> None:
         self.write = write
-        self.noted: dict[str, float] = {}
-        self.known, self.since = set[str](), 0.0
+        self.pending_uses: dict[str, float] = {}
+        self.marked_ids, self.marked_since = set[str](), 0.0
 
     async def mark_used(self, ids: Collection[str]) -> None:
         """Count as use, which is written down later."""
-        self.noted.update(dict.fromkeys(ids, time.time()))
-        if len(self.noted) >= NOTED:
+        self.pending_uses.update(dict.fromkeys(ids, time.time()))
+        if len(self.pending_uses) >= NOTED:
             await self.flush()
 
     async def mark_turns_used(self, ids: Sequence[str]) -> None:
@@ -410,15 +410,15 @@ class LastUseBuffer:
         Each turn uses all before it, and writing that down takes longer than to store the turn.
         """
         now = time.monotonic()
-        if now - self.since > GRAIN_S:
-            self.known, self.since = set(), now
-        before = set(ids[:-1]) - self.known
-        self.known |= before
+        if now - self.marked_since > GRAIN_S:
+            self.marked_ids, self.marked_since = set(), now
+        before = set(ids[:-1]) - self.marked_ids
+        self.marked_ids |= before
         await self.mark_used([*before, *ids[-1:]])
 
     def take_pending(self) -> list[tuple[str, float]]:
         """What is noted, for whoever writes it down."""
-        noted, self.noted = self.noted, {}
+        noted, self.pending_uses = self.pending_uses, {}
         # In one order everywhere, or two processes could wait for each other.
         return sorted(noted.items())
 

@@ -181,7 +181,9 @@ async def check_invalid_ids(bench: StoreBench) -> None:
         expect_equal(await store.delete(ANN, odd), False, "what it deletes by that id")
         expect_equal(await store.list_turns(ANN, odd), [], "the conversation by that id")
         expect_equal(await store.read_events(ANN, odd, -1), None, "the events by that id")
-        expect_equal((await store.set_status(ANN, odd, "cancelled")).now, None, "what it cancels")
+        expect_equal(
+            (await store.set_status(ANN, odd, "cancelled")).response, None, "what it cancels"
+        )
         expect_equal(
             (await store.list_responses(EVERYBODY, ResponseQuery(model=odd or "\0"))).responses,
             [],
@@ -240,7 +242,9 @@ async def check_compare_and_set(bench: StoreBench) -> None:
         *(stores[number % 2].set_status(ANN, made.id, "cancelled") for number in range(20))
     )
     expect_equal([swap.changed for swap in swaps].count(True), 1, "how many of twenty changed it")
-    expect_equal({swap.now and swap.now.status for swap in swaps}, {"cancelled"}, "their answers")
+    expect_equal(
+        {swap.response and swap.response.status for swap in swaps}, {"cancelled"}, "their answers"
+    )
     expect_equal(
         await stores[1].put(replace(made, status="completed")), False, "completing it after that"
     )
@@ -252,9 +256,13 @@ async def check_compare_and_set(bench: StoreBench) -> None:
     )
     swap = await stores[0].set_status(ANN, made.id, "failed", allowed={"cancelled"}, error="why")
     expect_equal(
-        (swap.changed, swap.now and swap.now.error), (True, "why"), "a change that is allowed"
+        (swap.changed, swap.response and swap.response.error),
+        (True, "why"),
+        "a change that is allowed",
     )
-    expect_equal((await stores[0].set_status(ANN, "resp_x", "failed")).now, None, "an unknown one")
+    expect_equal(
+        (await stores[0].set_status(ANN, "resp_x", "failed")).response, None, "an unknown one"
+    )
 
 
 @register_check("deletes for good")
@@ -290,7 +298,7 @@ async def check_owner_isolation(bench: StoreBench) -> None:
         expect_equal(await store.get(owner, made.id), None, "what another gets")
         expect_equal(await store.delete(owner, made.id), False, "what another deletes")
         expect_equal(
-            (await store.set_status(owner, made.id, "cancelled")).now, None, "what he cancels"
+            (await store.set_status(owner, made.id, "cancelled")).response, None, "what he cancels"
         )
         expect_equal(await store.list_turns(owner, made.id), [], "his conversation")
         expect_equal((await store.list_responses(owner, ResponseQuery())).responses, [], "his list")
@@ -299,7 +307,7 @@ async def check_owner_isolation(bench: StoreBench) -> None:
         )
         expect_equal((await store.collect_stats(owner)).response_count, 0, "his count")
         with contextlib.suppress(CursorUnknown):
-            await store.list_responses(owner, ResponseQuery(after=made.id))
+            await store.list_responses(owner, ResponseQuery(after_id=made.id))
             raise CheckFailed("another's id was taken as the list's beginning")
         expect_equal(await store.create(replace(made, owner=owner)), False, "taking its id")
         theirs = make_response(owner=owner, previous_id=made.id)
@@ -361,24 +369,26 @@ async def check_paging(bench: StoreBench) -> None:
             found: list[str] = []
             page = await store.list_responses(owner, replace(query, limit=limit))
             found += list_ids(page.responses)
-            while page.more:
+            while page.has_more:
                 page = await store.list_responses(
-                    owner, replace(query, limit=limit, after=found[-1])
+                    owner, replace(query, limit=limit, after_id=found[-1])
                 )
                 found += list_ids(page.responses)
             expect_equal(found, wanted, f"{query} of {len(wanted)}")
         if len(wanted) > 5:
-            page = await store.list_responses(owner, replace(query, limit=3, before=wanted[4]))
+            page = await store.list_responses(owner, replace(query, limit=3, before_id=wanted[4]))
             expect_equal(
-                (list_ids(page.responses), page.more), (wanted[1:4], True), "the three before"
+                (list_ids(page.responses), page.has_more), (wanted[1:4], True), "the three before"
             )
-            page = await store.list_responses(owner, replace(query, before=wanted[2]))
-            expect_equal((list_ids(page.responses), page.more), (wanted[:2], False), "all before")
+            page = await store.list_responses(owner, replace(query, before_id=wanted[2]))
+            expect_equal(
+                (list_ids(page.responses), page.has_more), (wanted[:2], False), "all before"
+            )
             page = await store.list_responses(
-                owner, replace(query, after=wanted[0], before=wanted[4])
+                owner, replace(query, after_id=wanted[0], before_id=wanted[4])
             )
             expect_equal(
-                (list_ids(page.responses), page.more), (wanted[1:4], False), "those between"
+                (list_ids(page.responses), page.has_more), (wanted[1:4], False), "those between"
             )
     for odd in ("", "*"):
         expect_equal(
@@ -386,7 +396,7 @@ async def check_paging(bench: StoreBench) -> None:
             [],
             f"those of model {odd!r}",
         )
-    for query in (ResponseQuery(after="resp_x"), ResponseQuery(before="resp_x")):
+    for query in (ResponseQuery(after_id="resp_x"), ResponseQuery(before_id="resp_x")):
         with contextlib.suppress(CursorUnknown):
             await store.list_responses(ANN, query)
             raise CheckFailed(f"{query} began somewhere")
@@ -586,7 +596,7 @@ async def check_expiry(bench: StoreBench) -> None:
         await store.create(item)
     await asyncio.sleep(SHORT_S)
     await store.touch(ANN, ["used"])
-    expect_equal((await store.sweep()).expired, 1, "how many expired")
+    expect_equal((await store.sweep()).expired_count, 1, "how many expired")
     expect_equal(await list_stored_ids(store), ["used", "running"], "what is left")
 
 
@@ -707,7 +717,7 @@ async def check_remote_stop(bench: StoreBench) -> None:
         raise CheckFailed(f"within a second it stopped {stopped} alone") from error
     expect_equal(sorted(stopped), ["cancelled", "deleted"], "what was stopped")
     here.untrack_run(made[2])
-    expect_equal(list(here.attended), [], "what is attended")
+    expect_equal(list(here.tracked_runs), [], "what is attended")
 
 
 @register_check("keeps a stream's events, from any number on, in any process")
@@ -750,7 +760,9 @@ async def check_event_bounds(bench: StoreBench) -> None:
         await store.append_events(made, first, [b'{"n":%d}' % (first + n) for n in range(10)])
     log = await store.read_events(ANN, made.id, -1)
     expect_equal(
-        log and [chunk.first for chunk in log.chunks], [150, 160, 170, 180, 190], "what is left"
+        log and [chunk.first_number for chunk in log.chunks],
+        [150, 160, 170, 180, 190],
+        "what is left",
     )
     await store.put(replace(made, status="failed"))
     await store.put(made, unless_status=FINISHED - {"failed"})  # it runs again

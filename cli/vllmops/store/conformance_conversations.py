@@ -92,7 +92,7 @@ async def check_conversation_round_trip(bench: StoreBench) -> None:
             )
             assert page
             found += page.entries
-            if not page.more:
+            if not page.has_more:
                 break
         expect_equal(found, wanted[::-1] if descending else wanted, "its items, page by page")
     with contextlib.suppress(CursorUnknown):

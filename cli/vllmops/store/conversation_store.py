@@ -150,7 +150,9 @@ class ConversationStore:
             page = await backend.list_items(
                 owner, conversation_id, after=after, limit=limit, descending=descending
             )
-        return page and ItemPage([await try_unpack_item(one) for one in page.entries], page.more)
+        return page and ItemPage(
+            [await try_unpack_item(one) for one in page.entries], page.has_more
+        )
 
     async def get_item(
         self, owner: str, conversation_id: str, entry_id: str

@@ -55,11 +55,11 @@ class ItemPage(msgspec.Struct, frozen=True):
 
     Args:
         entries: in the order that was asked for.
-        more: whether there are others in that direction.
+        has_more: whether there are others in that direction.
     """
 
     entries: list[ConversationItem]
-    more: bool
+    has_more: bool = msgspec.field(name="more")
 
 
 class ItemAddition(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ class DirectStore:
         VllmopsError: as `opening.make_backend`, and ``usage`` for a store of one process's own.
     """
 
-    whole = True
+    has_all_owners = True
 
     def __init__(self, url: str, *, create: bool = False) -> None:
         if url.partition(":")[0] == "memory":
@@ -105,10 +105,10 @@ class DirectStore:
     async def cancel(self, response_id: str) -> ChangeResult:
         """Stop a run: whoever runs it looks at the store a few times each second."""
         swap = await self.store.set_status(EVERYBODY, response_id, "cancelled")
-        if swap.now is None:
+        if swap.response is None:
             return make_failed_result(response_id, make_unknown_error(self.name, response_id))
-        if swap.now.status != "cancelled":
-            return make_refused_result(response_id, f"it is {swap.now.status}")
+        if swap.response.status != "cancelled":
+            return make_refused_result(response_id, f"it is {swap.response.status}")
         return ChangeResult(
             id=response_id, done=True, result="cancelled" if swap.changed else "cancelled before"
         )

@@ -35,17 +35,17 @@ LOGS_BYTES = 64 << 20
 class OwnerResponses:
     """The ids of one owner's responses, the least recently used first."""
 
-    __slots__ = ("finished", "under_way")
+    __slots__ = ("finished_ids", "under_way")
 
     def __init__(self) -> None:
-        self.finished: OrderedDict[str, None] = OrderedDict()
+        self.finished_ids: OrderedDict[str, None] = OrderedDict()
         self.under_way: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self.finished) + len(self.under_way)
+        return len(self.finished_ids) + len(self.under_way)
 
     def remove_id(self, response_id: str) -> None:
-        self.finished.pop(response_id, None)
+        self.finished_ids.pop(response_id, None)
         self.under_way.pop(response_id, None)
 
 
@@ -61,16 +61,16 @@ class Memory(MemoryConversations):
         self.shares: dict[str, OwnerResponses] = {}
         # Owners by how many they have; of as many the one first who has had so many for longest.
         self.levels: defaultdict[int, OrderedDict[str, None]] = defaultdict(OrderedDict)
-        self.fullest = 0
-        self.used: dict[str, float] = {}
+        self.largest_count = 0
+        self.last_use_by_id: dict[str, float] = {}
         self.leases: dict[str, float] = {}
         # By creation. What was deleted stays in it until there is too much of that.
         self.order: list[tuple[float, str]] = []
         self.logs: OrderedDict[str, list[EventChunk]] = OrderedDict()
-        self.written: dict[str, float] = {}
+        self.last_write_by_id: dict[str, float] = {}
         self.log_bytes = 0
         self.evictions = 0
-        self.kept = OrderedDict()
+        self.stored_conversations = OrderedDict()
 
     async def open(self) -> None:
         pass
@@ -136,8 +136,8 @@ class Memory(MemoryConversations):
 
     async def list_responses(self, owner: str, query: ResponseQuery) -> ResponsePage:
         lowest, highest = (
-            self.find_cursor(owner, query.after),
-            self.find_cursor(owner, query.before),
+            self.find_cursor(owner, query.after_id),
+            self.find_cursor(owner, query.before_id),
         )
         if query.descending:
             lowest, highest = highest, lowest
@@ -189,12 +189,12 @@ class Memory(MemoryConversations):
         if self.find_run(response) is None:
             return False
         chunks = self.logs.setdefault(response.id, [])
-        if all(stored.first != chunk.first for stored in reversed(chunks)):
+        if all(stored.first_number != chunk.first_number for stored in reversed(chunks)):
             chunks.append(chunk)
             self.log_bytes += len(chunk.events)
         self.logs.move_to_end(response.id)
-        self.written[response.id] = time.monotonic()
-        while chunks[0].last <= chunk.last - self.limits.max_events:
+        self.last_write_by_id[response.id] = time.monotonic()
+        while chunks[0].last_number <= chunk.last_number - self.limits.max_events:
             self.log_bytes -= len(chunks.pop(0).events)
         while self.log_bytes > LOGS_BYTES and len(self.logs) > 1:
             self.remove_event_log(next(iter(self.logs)))
@@ -205,7 +205,7 @@ class Memory(MemoryConversations):
         if found is None:
             return None
         chunks = self.logs.get(response_id, [])
-        return EventLog([chunk for chunk in chunks if chunk.last > after], found.is_running)
+        return EventLog([chunk for chunk in chunks if chunk.last_number > after], found.is_running)
 
     async def sweep(self) -> SweepResult:
         before = self.evictions
@@ -218,14 +218,16 @@ class Memory(MemoryConversations):
             response_id
             for share in self.shares.values()
             for response_id in takewhile(
-                lambda response_id: self.used[response_id] < oldest, share.finished
+                lambda response_id: self.last_use_by_id[response_id] < oldest, share.finished_ids
             )
         ]
         for response_id in expired:
             self.remove_response(response_id)
         written = time.monotonic() - self.limits.events_kept_s
         for response_id in [
-            i for i, at in self.written.items() if at < written and not self.responses[i].is_running
+            i
+            for i, at in self.last_write_by_id.items()
+            if at < written and not self.responses[i].is_running
         ]:
             self.remove_event_log(response_id)
         return SweepResult(len(expired), self.evictions - before, len(failed))
@@ -268,14 +270,14 @@ class Memory(MemoryConversations):
         share = self.shares.setdefault(response.owner, OwnerResponses())
         before = len(share)
         share.remove_id(response.id)
-        (share.under_way if response.is_running else share.finished)[response.id] = None
+        (share.under_way if response.is_running else share.finished_ids)[response.id] = None
         self.responses[response.id] = response
         self.update_owner_count(response.owner, before, len(share))
         if response.is_running:
             self.renew_lease(response.id)
         else:
             self.leases.pop(response.id, None)
-        self.used[response.id] = time.time()
+        self.last_use_by_id[response.id] = time.time()
 
     def update_owner_count(self, owner: str, before: int, now: int) -> None:
         """Note how many an owner has."""
@@ -289,14 +291,14 @@ class Memory(MemoryConversations):
         else:
             del self.shares[owner]
         # One more or one less: who is fullest has no more than one more or less either.
-        self.fullest = max(self.fullest, now)
-        if self.fullest not in self.levels:
-            self.fullest -= 1
+        self.largest_count = max(self.largest_count, now)
+        if self.largest_count not in self.levels:
+            self.largest_count -= 1
 
     def mark_used(self, response: Response) -> None:
         share = self.shares[response.owner]
-        (share.under_way if response.is_running else share.finished).move_to_end(response.id)
-        self.used[response.id] = time.time()
+        (share.under_way if response.is_running else share.finished_ids).move_to_end(response.id)
+        self.last_use_by_id[response.id] = time.time()
 
     def renew_lease(self, response_id: str) -> None:
         self.leases[response_id] = time.monotonic() + self.limits.lease_s
@@ -311,8 +313,8 @@ class Memory(MemoryConversations):
 
     def find_largest_owner(self, spared: Response) -> str:
         """Who has most, but for one response that is to stay."""
-        first = next(iter(self.levels[self.fullest]))
-        if self.fullest > 1 or first != spared.owner:
+        first = next(iter(self.levels[self.largest_count]))
+        if self.largest_count > 1 or first != spared.owner:
             return first
         return next(owner for owner in self.levels[1] if owner != first)
 
@@ -320,7 +322,7 @@ class Memory(MemoryConversations):
         """Drop what an owner used longest ago, and something that runs only in need."""
         share = self.shares[owner]
         self.remove_response(
-            next(i for group in (share.finished, share.under_way) for i in group if i != spared)
+            next(i for group in (share.finished_ids, share.under_way) for i in group if i != spared)
         )
         self.evictions += 1
 
@@ -331,7 +333,7 @@ class Memory(MemoryConversations):
         share.remove_id(response_id)
         self.update_owner_count(owner, before, len(share))
         self.leases.pop(response_id, None)
-        del self.used[response_id]
+        del self.last_use_by_id[response_id]
         self.remove_event_log(response_id)
         if len(self.order) > 2 * len(self) + 64:
             self.order = sorted(
@@ -340,7 +342,7 @@ class Memory(MemoryConversations):
 
     def remove_event_log(self, response_id: str) -> None:
         self.log_bytes -= sum(len(chunk.events) for chunk in self.logs.pop(response_id, ()))
-        self.written.pop(response_id, None)
+        self.last_write_by_id.pop(response_id, None)
 
     def find_cursor(self, owner: str, response_id: str | None) -> tuple[float, str] | None:
         if response_id is None:

@@ -21,18 +21,18 @@ from .conversations import (
 class StoredConversation:
     """A conversation, its items in order, and who holds it."""
 
-    __slots__ = ("conversation", "entries", "holder", "until", "used")
+    __slots__ = ("conversation", "entries", "held_until", "holder", "last_used_at")
 
     def __init__(self, conversation: Conversation, entries: Sequence[ConversationItem]) -> None:
         self.conversation = conversation
         self.entries = {entry.id: entry for entry in entries}
         self.holder = ""
-        self.until = 0.0
-        self.used = time.time()
+        self.held_until = 0.0
+        self.last_used_at = time.time()
 
     @property
     def is_held(self) -> bool:
-        return bool(self.holder) and self.until > time.monotonic()
+        return bool(self.holder) and self.held_until > time.monotonic()
 
     def can_change(self, holder: str) -> bool:
         """Whether somebody may change the items: the holder, or anybody where nobody holds it."""
@@ -45,15 +45,15 @@ class StoredConversation:
 class MemoryConversations(Backend):
     """The part of `memory.Memory` that keeps conversations, the least recently used first."""
 
-    kept: OrderedDict[str, StoredConversation]
+    stored_conversations: OrderedDict[str, StoredConversation]
 
     async def create_conversation(
         self, conversation: Conversation, entries: Sequence[ConversationItem]
     ) -> ConversationResult:
         made = StoredConversation(conversation, entries)
-        if conversation.id in self.kept or len(made.entries) < len(entries):
+        if conversation.id in self.stored_conversations or len(made.entries) < len(entries):
             return ConversationResult.TAKEN
-        self.kept[conversation.id] = made
+        self.stored_conversations[conversation.id] = made
         self.evict_conversations(conversation.id)
         return ConversationResult.DONE
 
@@ -72,7 +72,7 @@ class MemoryConversations(Backend):
 
     async def delete_conversation(self, owner: str, conversation_id: str) -> bool:
         found = self.find_conversation(owner, conversation_id)
-        return found is not None and self.kept.pop(conversation_id) is found
+        return found is not None and self.stored_conversations.pop(conversation_id) is found
 
     async def list_conversations(
         self, owner: str, after: str | None, limit: int
@@ -80,7 +80,7 @@ class MemoryConversations(Backend):
         found = sorted(
             (
                 one.to_conversation()
-                for one in self.kept.values()
+                for one in self.stored_conversations.values()
                 if owner in {EVERYBODY, one.conversation.owner}
             ),
             key=lambda one: (one.created_at, one.id),
@@ -97,16 +97,16 @@ class MemoryConversations(Backend):
             return ConversationResult.GONE, []
         if found.is_held and found.holder != holder:
             return ConversationResult.LOCKED, []
-        found.holder, found.until = holder, time.monotonic() + self.limits.lease_s
+        found.holder, found.held_until = holder, time.monotonic() + self.limits.lease_s
         return ConversationResult.DONE, list(found.entries.values())
 
     async def renew_holds(self, holders: Mapping[str, str]) -> None:
         for conversation_id, holder in holders.items():
-            if (found := self.kept.get(conversation_id)) and found.holder == holder:
-                found.until = time.monotonic() + self.limits.lease_s
+            if (found := self.stored_conversations.get(conversation_id)) and found.holder == holder:
+                found.held_until = time.monotonic() + self.limits.lease_s
 
     async def release_conversation(self, conversation_id: str, holder: str) -> None:
-        if (found := self.kept.get(conversation_id)) and found.holder == holder:
+        if (found := self.stored_conversations.get(conversation_id)) and found.holder == holder:
             found.holder = ""
 
     async def list_items(
@@ -160,35 +160,35 @@ class MemoryConversations(Backend):
 
     def find_conversation(self, owner: str, conversation_id: str) -> StoredConversation | None:
         """What the owner sees; counts as use."""
-        found = self.kept.get(conversation_id)
+        found = self.stored_conversations.get(conversation_id)
         if found is None or owner not in {EVERYBODY, found.conversation.owner}:
             return None
-        found.used = time.time()
-        self.kept.move_to_end(conversation_id)
+        found.last_used_at = time.time()
+        self.stored_conversations.move_to_end(conversation_id)
         return found
 
     def expire_conversations(self) -> None:
         """Drop what was used too long ago."""
         oldest = time.time() - self.limits.ttl_s
-        for conversation_id, one in list(self.kept.items()):
-            if one.used >= oldest:
+        for conversation_id, one in list(self.stored_conversations.items()):
+            if one.last_used_at >= oldest:
                 break
             if not one.is_held:
-                del self.kept[conversation_id]
+                del self.stored_conversations[conversation_id]
 
     def evict_conversations(self, spared: str) -> None:
         """Drop what was used longest ago until nobody, and all together, have more than may be."""
-        if len(self.kept) <= min(self.limits.max_size, self.limits.owner_limit):
+        if len(self.stored_conversations) <= min(self.limits.max_size, self.limits.owner_limit):
             return
-        counts = Counter(one.conversation.owner for one in self.kept.values())
+        counts = Counter(one.conversation.owner for one in self.stored_conversations.values())
         for owner, target in plan_evictions(counts, self.limits).items():
             theirs = [
                 (one.is_held, at, conversation_id)
-                for at, (conversation_id, one) in enumerate(self.kept.items())
+                for at, (conversation_id, one) in enumerate(self.stored_conversations.items())
                 if one.conversation.owner == owner and conversation_id != spared
             ]
             for _, _, conversation_id in sorted(theirs)[: counts[owner] - target]:
-                del self.kept[conversation_id]
+                del self.stored_conversations[conversation_id]
 
 
 def find_page_start(after: str | None, ids: list[str], what: str) -> int:

@@ -32,7 +32,7 @@ def make_backend(url: str, limits: Limits | None = None) -> Backend:
         return load_backend_class(named)(url, limits)
     found = urls.parse_store_url(url)
     scheme, rest = found.scheme, url.partition("://")[2]
-    url, _ = split_namespace(f"{scheme}{found.way}://{rest}")
+    url, _ = split_namespace(f"{scheme}{found.topology}://{rest}")
     name = found.query.get(urls.NAMESPACE, "vllmops")
     try:
         if scheme == "memory":

@@ -27,7 +27,7 @@ class ConnectionPool(Generic[Connection]):
 
     Args:
         connect: makes a connection.
-        usable: whether one that rests is still open.
+        is_usable: whether one that rests is still open.
         end: lets go of one, and waits for no server.
         most: how many are lent at once.
     """
@@ -40,20 +40,20 @@ class ConnectionPool(Generic[Connection]):
         most: int,
     ) -> None:
         self.connect = connect
-        self.usable = usable
+        self.is_usable = usable
         self.end = end
         self.room = asyncio.Semaphore(most)
         # With the time when each began to rest; the one that was used last is last.
         self.resting: list[tuple[Connection, float]] = []
         # How often all were let go of.
-        self.emptied = 0
-        self.late: set[asyncio.Task[None]] = set()
+        self.emptied_count = 0
+        self.late_tasks: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[Connection]:
         """A connection, which is not used again after trouble; after a long one none is."""
         async with self.room:
-            emptied = self.emptied
+            emptied = self.emptied_count
             connection = await self.take_idle_connection() or await self.open_connection()
             began = time.monotonic()
             try:
@@ -63,7 +63,7 @@ class ConnectionPool(Generic[Connection]):
                 if time.monotonic() - began > SILENT_S:
                     await self.close_all()
                 raise
-            if emptied == self.emptied:
+            if emptied == self.emptied_count:
                 self.resting.append((connection, time.monotonic()))
             else:
                 await self.end(connection)
@@ -77,7 +77,7 @@ class ConnectionPool(Generic[Connection]):
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            start_task(self.close_late_connection(making), self.late)
+            start_task(self.close_late_connection(making), self.late_tasks)
             raise
 
     async def close_late_connection(self, making: asyncio.Future[Connection]) -> None:
@@ -94,13 +94,13 @@ class ConnectionPool(Generic[Connection]):
             await self.end(self.resting.pop(0)[0])
         while self.resting:
             connection, _ = self.resting.pop()
-            if await self.usable(connection):
+            if await self.is_usable(connection):
                 return connection
             await self.end(connection)
         return None
 
     async def close_all(self) -> None:
         """Let go of all connections, of one that is lent when it comes back."""
-        self.emptied += 1
+        self.emptied_count += 1
         while self.resting:
             await self.end(self.resting.pop()[0])

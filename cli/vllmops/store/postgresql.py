@@ -65,7 +65,7 @@ class Postgresql(SqlBackend):
         self.hosts = [(host, port or PORT) for host, port in parts.hosts]
         given = "target_session_attrs" in parts.query or "PGTARGETSESSIONATTRS" in os.environ
         # Of several hosts only one takes writes.
-        self.wanted = None if given or len(self.hosts) < 2 else "read-write"
+        self.target_session_attrs = None if given or len(self.hosts) < 2 else "read-write"
         self.finding = CallBatcher(self.find_responses, lambda _: 0)
 
     def is_call_error(self, error: BaseException) -> bool:
@@ -102,7 +102,7 @@ class Postgresql(SqlBackend):
             return await asyncpg.connect(
                 self.url,
                 server_settings={"application_name": "vllmops"},
-                target_session_attrs=self.wanted,
+                target_session_attrs=self.target_session_attrs,
                 **given,
             )
         except (ValueError, asyncpg.ClientConfigurationError):
@@ -228,7 +228,7 @@ class Postgresql(SqlBackend):
                 # Of many rows it takes the columns.
                 values = (
                     [list(column) for column in zip(*step.values, strict=True)]
-                    if step.many
+                    if step.is_batch
                     else step.values
                 )
                 step = steps.send(await connection.fetch(self.text[step.name], *values))

@@ -126,7 +126,7 @@ class Redis(RedisConversations):
         """As `send_with_retries`; another server is looked for where this one refuses a call."""
         writes = [i for i, call in enumerate(calls) if call[4] in WRITES] if self.replicas else []
         async with self.source.lend() as connection:
-            wait_ms = GLANCE_MS if self.source.alone and not self.strict else WAIT_MS
+            wait_ms = GLANCE_MS if self.source.has_no_replica and not self.strict else WAIT_MS
             wait = [("WAIT", self.replicas, wait_ms)] if writes else []
             found = await send_commands(connection, [*calls, *wait])
             unknown = [i for i, answer in enumerate(found) if isinstance(answer, NoScriptError)]
@@ -154,9 +154,9 @@ class Redis(RedisConversations):
             connection: on which it was written.
             count: how many have confirmed it.
         """
-        glanced = self.source.alone
-        self.source.alone = unwrap_answer(count) < self.replicas
-        if self.source.alone and not self.strict:
+        glanced = self.source.has_no_replica
+        self.source.has_no_replica = unwrap_answer(count) < self.replicas
+        if self.source.has_no_replica and not self.strict:
             (role,) = await send_commands(connection, [("ROLE",)])
             if unwrap_answer(role)[0] != b"master":
                 return False
@@ -165,8 +165,8 @@ class Redis(RedisConversations):
                 return await self.source.is_still_primary(connection)
             if glanced:
                 (count,) = await send_commands(connection, [("WAIT", self.replicas, WAIT_MS)])
-            self.source.alone = unwrap_answer(count) < self.replicas
-        return not self.source.alone
+            self.source.has_no_replica = unwrap_answer(count) < self.replicas
+        return not self.source.has_no_replica
 
     async def write_uses(self, uses: list[tuple[str, float]]) -> None:
         """Write down when responses were used, where none is created with which that goes."""
@@ -286,7 +286,7 @@ class Redis(RedisConversations):
         upwards = query.descending == query.is_backward
         after, before = [
             (await self.find_cursor(owner, cursor), cursor) if cursor else ("", "")
-            for cursor in (query.after, query.before)
+            for cursor in (query.after_id, query.before_id)
         ]
         start, end = (before, after) if query.is_backward else (after, before)
         found: list[Response] = []
@@ -339,8 +339,8 @@ class Redis(RedisConversations):
             response.id,
             response.owner,
             repr(response.created_at),
-            chunk.first,
-            chunk.last,
+            chunk.first_number,
+            chunk.last_number,
             chunk.events,
             self.limits.max_events,
             self.limits.events_kept_s,

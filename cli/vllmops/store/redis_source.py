@@ -58,7 +58,7 @@ class DiscoveringConnection:
     async def connect(self) -> None:
         here: Any = self
         if not here.is_connected:
-            self.source.alone = True
+            self.source.has_no_replica = True
             try:
                 here.host, here.port = await self.source.find_address()
                 await super().connect()  # type: ignore[misc]
@@ -93,17 +93,17 @@ class ConnectionSource(ABC):
         # as is how long it may take.
         given = {**options, "socket_timeout": None, "retry": Retry(NoBackoff(), 0)}
         kind: Any = driver.ConnectionPool
-        self.made = kind(
+        self.driver_pool = kind(
             connection_class=TlsConnection if self.tls else PlainConnection, source=self, **given
         )
-        self.made.make_connection()  # so that what it does not take is refused now
+        self.driver_pool.make_connection()  # so that what it does not take is refused now
         self.pool = ConnectionPool(
             self.connect, is_usable, driver.Connection.disconnect, CONNECTIONS
         )
         # For what is seldom asked.
-        self.client = driver.Redis.from_pool(self.made)
+        self.client = driver.Redis.from_pool(self.driver_pool)
         # Whether the server is taken to have no replica: who waits for one looks first.
-        self.alone = True
+        self.has_no_replica = True
 
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[Connection]:
@@ -114,14 +114,14 @@ class ConnectionSource(ABC):
             yield connection
 
     async def connect(self) -> Connection:
-        connection: Any = self.made.make_connection()
+        connection: Any = self.driver_pool.make_connection()
         await connection.connect()
         return connection  # type: ignore[no-any-return]
 
     async def close_all(self) -> None:
         """Let go of all connections; of one that is in use when that is over."""
         await self.pool.close_all()
-        await self.made.disconnect(inuse_connections=False)
+        await self.driver_pool.disconnect(inuse_connections=False)
 
     async def abandon_server(self) -> None:
         """Use none of these any more, the one that is in use included: look for the server anew."""
@@ -152,11 +152,11 @@ class StandaloneSource(ConnectionSource):
     """One server, or whatever stands at its address."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        self.place = options.pop("host", "localhost"), options.pop("port", PORT)
+        self.address = options.pop("host", "localhost"), options.pop("port", PORT)
         super().__init__(options)
 
     async def find_address(self) -> Address:
-        return self.place
+        return self.address
 
 
 class SentinelSource(ConnectionSource):
@@ -172,11 +172,11 @@ class SentinelSource(ConnectionSource):
         self.sentinel = Sentinel(  # type: ignore[no-untyped-call]
             hosts, sentinel_kwargs={**asked, "retry": Retry(NoBackoff(), 0)}
         )
-        self.known: Address | None = None
-        self.looked = 0.0
+        self.known_address: Address | None = None
+        self.checked_at = 0.0
 
     async def find_address(self) -> Address:
-        self.looked = time.monotonic()
+        self.checked_at = time.monotonic()
         try:
             host, port = await self.sentinel.discover_master(self.service)
         except MasterNotFoundError:
@@ -186,13 +186,13 @@ class SentinelSource(ConnectionSource):
             if len(trouble) == len(states):
                 raise trouble[0] from None
             raise MasterNotFoundError(f"No master found for {self.service!r}") from None
-        self.known = host, port
+        self.known_address = host, port
         return host, port
 
     async def has_moved(self) -> bool:
-        if time.monotonic() - self.looked < LOOK_S:
+        if time.monotonic() - self.checked_at < LOOK_S:
             return False
-        before = self.known
+        before = self.known_address
         try:
             return await self.find_address() != before
         except TROUBLE:  # no Sentinel answers, which harms none of the servers
@@ -276,21 +276,23 @@ def make_connection_source(url: str, parts: StoreUrl, key: str) -> ConnectionSou
         options: dict[str, Any] = dict(parse_url(make_single_host_url(url, parts)))
         for name in (*NOT_OF_CONNECTIONS, WAIT_REPLICAS):
             options.pop(name, None)
-        if not parts.way:
+        if not parts.topology:
             return StandaloneSource(options)
         del options["host"]
-        if parts.way == CLUSTER:
+        if parts.topology == CLUSTER:
             options.pop("db", None)
             return ClusterSource(options, [(host, port or PORT) for host, port in parts.hosts], key)
         hosts = [(host, port or SENTINEL_PORT) for host, port in parts.hosts]
         return SentinelSource(options, hosts, parts.path.split("/")[1])
     except (ValueError, TypeError, RedisError):
-        reject_url(f"{redact_url(url)!r} has an invalid parameter", FORMS[parts.way or "redis"])
+        reject_url(
+            f"{redact_url(url)!r} has an invalid parameter", FORMS[parts.topology or "redis"]
+        )
 
 
 def make_single_host_url(url: str, parts: StoreUrl) -> str:
     """A URL as if it were of one server, for redis-py to read all but the hosts."""
-    if not parts.way:
+    if not parts.topology:
         return url
     user = f"{parts.userinfo}@" if parts.userinfo else ""
     path = f"/{parts.path.split('/')[-1]}" if parts.path.count("/") > 1 else ""
@@ -301,4 +303,4 @@ def parse_wait_replicas(parts: StoreUrl) -> tuple[int, bool]:
     """How many replicas have to have a write, and whether also where that many are not there."""
     if (given := parts.query.get(WAIT_REPLICAS)) is not None:
         return int(given), True
-    return (1 if parts.way in {SENTINEL, CLUSTER} else 0), False
+    return (1 if parts.topology in {SENTINEL, CLUSTER} else 0), False

@@ -39,7 +39,7 @@ class ResponseSource(Protocol):
 
     name: str
     # Whether everybody's responses are seen, rather than one API key's.
-    whole: bool
+    has_all_owners: bool
 
     async def __aenter__(self) -> Self: ...
 

@@ -61,11 +61,11 @@ class SqlBackend(SqlConversations):
         self.text = {each: text.replace("{name}", name) for each, text in texts.items()}
         self.uses = LastUseBuffer(self.write_uses)
         # Counting is slow, so it is done once in a while: of all, and of an owner.
-        self.every, self.every_one = (
+        self.count_interval, self.every_one = (
             max(1, limits.max_size // 100),
             max(1, limits.owner_limit // 100),
         )
-        self.created = Counter[str]()
+        self.created_counts = Counter[str]()
         self.adding = CallBatcher(self.insert_responses, estimate_size)
 
     @abstractmethod
@@ -118,12 +118,12 @@ class SqlBackend(SqlConversations):
 
     async def make_room(self, response: Response) -> None:
         """Evict what is too much, now that one more is stored; rows are counted once in a while."""
-        self.created[response.owner] += 1
-        if self.created.total() >= self.every:
-            self.created.clear()
+        self.created_counts[response.owner] += 1
+        if self.created_counts.total() >= self.count_interval:
+            self.created_counts.clear()
             await self.evict_lru(response.id)
-        elif self.limits.max_per_key and self.created[response.owner] >= self.every_one:
-            del self.created[response.owner]
+        elif self.limits.max_per_key and self.created_counts[response.owner] >= self.every_one:
+            del self.created_counts[response.owner]
             await self.uses.flush()
             given = (response.owner, self.limits.owner_limit, response.id)
             await self.count_evictions(len(await self.execute_named("evict", *given)))
@@ -172,7 +172,7 @@ class SqlBackend(SqlConversations):
 
     def make_store_step(self, response: Response, *, new: bool) -> TransactionStep:
         if new:
-            return TransactionStep("create", [self.build_create_args(response)], many=True)
+            return TransactionStep("create", [self.build_create_args(response)], is_batch=True)
         return TransactionStep("put", self.build_put_args(response, FINISHED))
 
     async def set_status(
@@ -208,7 +208,9 @@ class SqlBackend(SqlConversations):
 
     async def list_responses(self, owner: str, query: ResponseQuery) -> ResponsePage:
         await self.execute_named("fail", GONE, self.limits.lease_s)
-        cursors = [await self.find_cursor(owner, each) for each in (query.after, query.before)]
+        cursors = [
+            await self.find_cursor(owner, each) for each in (query.after_id, query.before_id)
+        ]
         older, newer = cursors if not query.descending else cursors[::-1]
         status = "completed" if query.status == "completed" else "status"
         parts = (
@@ -266,11 +268,11 @@ class SqlBackend(SqlConversations):
             response.id,
             response.owner,
             response.created_at,
-            chunk.first,
-            chunk.last,
+            chunk.first_number,
+            chunk.last_number,
             chunk.events,
         )
-        if (surplus := chunk.last - self.limits.max_events) >= 0:
+        if (surplus := chunk.last_number - self.limits.max_events) >= 0:
             await self.execute_named("trim", response.id, surplus)
         return bool(done)
 

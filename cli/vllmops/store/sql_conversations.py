@@ -28,12 +28,12 @@ class TransactionStep(NamedTuple):
     Args:
         name: the statement's.
         values: what it takes; or rows of that, where there are `execute_batch`.
-        many: whether it is run for each row.
+        is_batch: whether it is run for each row.
     """
 
     name: str
     values: Sequence[Any]
-    many: bool = False
+    is_batch: bool = False
 
 
 # Yields each step, gets its rows, and returns what came of all.
@@ -271,7 +271,7 @@ def append_item_steps(
     rows = [
         (conversation_id, at, one.id, one.answer, one.body) for at, one in enumerate(entries, place)
     ]
-    if rows and len((yield TransactionStep("add entries", rows, many=True))) < len(rows):
+    if rows and len((yield TransactionStep("add entries", rows, is_batch=True))) < len(rows):
         raise Rollback(ConversationResult.TAKEN)
     return ConversationResult.DONE
 

@@ -64,8 +64,8 @@ class ConnectionThread:
         self.connect = connect
         self.jobs: SimpleQueue[tuple[Job, asyncio.Future[Any]] | None] = SimpleQueue()
         # Results not yet handed over: while the event loop is busy, one call is enough for many.
-        self.done: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
-        self.telling = False
+        self.results: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
+        self.is_delivery_scheduled = False
         self.thread = threading.Thread(target=self.process_jobs, name=name, daemon=True)
         self.thread.start()
 
@@ -91,21 +91,23 @@ class ConnectionThread:
                 result = retry_while_busy(partial(job, connection), unless=future.cancelled)
             except BaseException as caught:
                 error = caught
-            self.done.append((future, result, error))
-            if not self.telling:
-                self.telling = True
+            self.results.append((future, result, error))
+            if not self.is_delivery_scheduled:
+                self.is_delivery_scheduled = True
                 try:
                     future.get_loop().call_soon_threadsafe(self.deliver_results)
                 except RuntimeError:  # that loop is closed
-                    self.telling = False
+                    self.is_delivery_scheduled = False
         if connection:
             connection.close()
 
     def deliver_results(self) -> None:
         """Give what is done to whoever waits for it, on the event loop."""
-        self.telling = False  # before the look: what comes after it needs another call
-        while self.done:
-            resolve_future(*self.done.popleft())
+        self.is_delivery_scheduled = (
+            False  # before the look: what comes after it needs another call
+        )
+        while self.results:
+            resolve_future(*self.results.popleft())
 
 
 def retry_while_busy(job: Callable[[], T], unless: Callable[[], bool] = lambda: False) -> T:
@@ -149,7 +151,7 @@ class RecentResponses:
     def __init__(self, header: mmap) -> None:
         self.header = header
         self.version = b""
-        self.kept: dict[tuple[str, str], Response] = {}
+        self.responses: dict[tuple[str, str], Response] = {}
 
     def read_version(self) -> bytes:
         """The version of the file."""
@@ -164,9 +166,9 @@ class RecentResponses:
         """
         if self.version != self.read_version():
             return None
-        known = self.kept.pop((owner, response_id), None)
+        known = self.responses.pop((owner, response_id), None)
         if known is not None:
-            self.kept[owner, response_id] = known
+            self.responses[owner, response_id] = known
         return known
 
     def find_turns(self, owner: str, response_id: str) -> list[Response] | None:
@@ -184,7 +186,7 @@ class RecentResponses:
         if version != self.read_version():
             return
         if version != self.version:
-            self.kept.clear()
+            self.responses.clear()
             self.version = version
         self.add_response(owner, response)
 
@@ -192,10 +194,10 @@ class RecentResponses:
         """Keep a response as it is in the file at this version."""
         if not is_cacheable(response):
             return
-        self.kept.pop((owner, response.id), None)
-        self.kept[owner, response.id] = response
-        if len(self.kept) > KEPT:
-            del self.kept[next(iter(self.kept))]
+        self.responses.pop((owner, response.id), None)
+        self.responses[owner, response.id] = response
+        if len(self.responses) > KEPT:
+            del self.responses[next(iter(self.responses))]
 
     def accept_commit(self, before: bytes, after: bytes) -> bool:
         """Count a commit that has changed nothing that is kept; False where that is not certain.
@@ -266,8 +268,8 @@ class Sqlite(SqlBackend):
                 )
         self.reader: ConnectionThread | None = None
         self.writer: ConnectionThread | None = None
-        self.recent: RecentResponses | None = None
-        self.sparing = {self.text[name] for name in SPARING}
+        self.recent_responses: RecentResponses | None = None
+        self.sparing_statements = {self.text[name] for name in SPARING}
 
     async def exists(self) -> bool:
         return self.path.exists() and await asyncio.to_thread(self.has_tables)
@@ -297,14 +299,14 @@ class Sqlite(SqlBackend):
         self.reader = self.reader or ConnectionThread(self.connect, "responses-reader")
         await self.writer.run_job(self.upgrade_schema)
         if header := await self.reader.run_job(map_wal_header):
-            self.recent = RecentResponses(header)
+            self.recent_responses = RecentResponses(header)
 
     async def close(self) -> None:
         try:
             if self.writer:
                 await super().close()
         finally:
-            self.recent = None
+            self.recent_responses = None
             workers = [worker for worker in (self.writer, self.reader) if worker]
             self.writer = self.reader = None
             for worker in workers:  # also where the time is over before they have ended
@@ -337,7 +339,7 @@ class Sqlite(SqlBackend):
                 connection.execute(statement)
 
     async def find_response(self, owner: str, response_id: str) -> Response | None:
-        recent = self.recent
+        recent = self.recent_responses
         if recent is None:
             return await super().find_response(owner, response_id)
         if known := recent.find_response(owner, response_id):
@@ -348,7 +350,7 @@ class Sqlite(SqlBackend):
         return found
 
     async def find_turns(self, owner: str, response_id: str) -> list[Response]:
-        recent = self.recent
+        recent = self.recent_responses
         if recent is None:
             return await super().find_turns(owner, response_id)
         if known := recent.find_turns(owner, response_id):
@@ -368,7 +370,7 @@ class Sqlite(SqlBackend):
         if statement.startswith(("SELECT", "WITH RECURSIVE")):
             assert self.reader
             return await self.reader.run_job(execute_job)
-        return await self.run_on_writer(execute_job, spares=statement in self.sparing)
+        return await self.run_on_writer(execute_job, spares=statement in self.sparing_statements)
 
     async def insert_responses(self, responses: list[Response]) -> list[bool]:
         text, rows = (
@@ -404,7 +406,7 @@ class Sqlite(SqlBackend):
             keep: keeps what it has stored.
         """
         assert self.writer
-        recent = self.recent
+        recent = self.recent_responses
         if not spares or recent is None:
             return await self.writer.run_job(job)
 
@@ -465,7 +467,7 @@ class Sqlite(SqlBackend):
     def run_step(self, connection: sqlite3.Connection, step: TransactionStep) -> Rows:
         """Run a step; its rows."""
         text = self.text[step.name]
-        given = map(bind_values, step.values if step.many else [step.values])
+        given = map(bind_values, step.values if step.is_batch else [step.values])
         return [row for one in given for row in connection.execute(text, one).fetchall()]
 
 

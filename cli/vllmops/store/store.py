@@ -111,11 +111,11 @@ class EventBatch(msgspec.Struct, frozen=True):
     """Part of a stream.
 
     Args:
-        first: sequence number of the first; greater than asked where the log has lost some.
+        first_number: sequence number of the first; greater than asked where the log has lost some.
         events: each as JSON.
     """
 
-    first: int
+    first_number: int = msgspec.field(name="first")
     events: list[bytes]
 
 
@@ -141,17 +141,17 @@ class ResponseStore:
         self.outages = outages
         self.backend = backend
         self.deadline_s = deadline_s
-        self.opened = False
+        self.is_open = False
         self.opening = asyncio.Lock()
         self.paused_until = 0.0
         # When the last call that writes succeeded, and the last one that reads: where a disk or a
         # lock stands, reads may go on.
-        self.answered = {False: -math.inf, True: -math.inf}
+        self.answered_at = {False: -math.inf, True: -math.inf}
         self.problem = ""
         self.refuses = False  # its last call failed
-        self.attended: dict[str, tuple[Response, Callable[[], object]]] = {}
-        self.news: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
-        self.renewed = 0.0
+        self.tracked_runs: dict[str, tuple[Response, Callable[[], object]]] = {}
+        self.wakeup_by_id: WeakValueDictionary[str, asyncio.Event] = WeakValueDictionary()
+        self.renewed_at = 0.0
         self.background: list[asyncio.Task[None]] = []
         self.stopping = ErrorReporter("a cancelled run may continue", log.error)
         self.conversations = ConversationStore(self)
@@ -202,7 +202,7 @@ class ResponseStore:
         with contextlib.suppress(TimeoutError, *self.backend.unavailable):
             async with asyncio.timeout(self.deadline_s):
                 await self.backend.close()
-        self.opened = False
+        self.is_open = False
 
     async def create(self, response: Response) -> bool:
         """Store a response that was not there; False where the id is taken, by whomever.
@@ -241,7 +241,9 @@ class ResponseStore:
             swap = await self.backend.set_status(
                 owner, response_id, status, allowed=allowed, error=sanitize_text(error)
             )
-        return StatusChange(swap.changed, swap.now and await try_unpack_response(swap.now))
+        return StatusChange(
+            swap.changed, swap.response and await try_unpack_response(swap.response)
+        )
 
     async def get(self, owner: str, response_id: str) -> Response | None:
         """A response, or None; counts as use."""
@@ -264,7 +266,7 @@ class ResponseStore:
         Raises:
             CursorUnknown: ``after`` or ``before`` is no response of this owner's.
         """
-        for cursor in (query.after, query.before):
+        for cursor in (query.after_id, query.before_id):
             if cursor is not None and not is_valid_id(cursor):
                 raise CursorUnknown(cursor)
         if (query.status not in {None, *STATUSES}) or not is_storable(query.model or ""):
@@ -272,7 +274,7 @@ class ResponseStore:
         async with self.backend_call(reads=True):
             page = await self.backend.list_responses(owner, query)
         return ResponsePage(
-            [await try_unpack_response(response) for response in page.responses], page.more
+            [await try_unpack_response(response) for response in page.responses], page.has_more
         )
 
     async def list_turns(self, owner: str, response_id: str) -> list[Response]:
@@ -323,12 +325,14 @@ class ResponseStore:
         Ends at once where there is no such response, or once it was deleted. Once it has begun, it
         waits for a backend that goes down.
         """
-        news = self.news.setdefault(response_id, asyncio.Event())
+        news = self.wakeup_by_id.setdefault(response_id, asyncio.Event())
         log = await self.read_events(owner, response_id, after)
         while log is not None:
             for chunk in log.chunks:
-                fresh = (await unpack_events(chunk)).events[max(0, after + 1 - chunk.first) :]
-                first, after = chunk.last + 1 - len(fresh), chunk.last
+                fresh = (await unpack_events(chunk)).events[
+                    max(0, after + 1 - chunk.first_number) :
+                ]
+                first, after = chunk.last_number + 1 - len(fresh), chunk.last_number
                 if fresh:
                     yield EventBatch(first, fresh)
             if not log.chunks:
@@ -351,12 +355,14 @@ class ResponseStore:
 
     def track_run(self, response: Response, stop: Callable[[], object]) -> None:
         """Keep a run's lease, and call `stop`, once, when it was cancelled, deleted or evicted."""
-        self.attended[response.id] = response, stop
+        self.tracked_runs[response.id] = response, stop
 
     def untrack_run(self, response: Response) -> None:
         """Attend a run no more."""
-        if (held := self.attended.get(response.id)) and held[0].created_at == response.created_at:
-            del self.attended[response.id]
+        if (held := self.tracked_runs.get(response.id)) and held[
+            0
+        ].created_at == response.created_at:
+            del self.tracked_runs[response.id]
 
     async def sweep(self) -> SweepResult:
         """Tidy up; done every `SWEEP_S` by itself."""
@@ -370,16 +376,16 @@ class ResponseStore:
 
     async def maintain_leases(self) -> None:
         """Look after what runs and what is held here; done every `BEAT_S` by itself."""
-        if not (self.attended or self.conversations.holds):
+        if not (self.tracked_runs or self.conversations.holds):
             return
         now = time.monotonic()
-        renew = now - self.renewed >= min(self.backend.limits.lease_s / 3, SWEEP_S)
+        renew = now - self.renewed_at >= min(self.backend.limits.lease_s / 3, SWEEP_S)
         with contextlib.suppress(StoreUnavailable):
-            if self.attended:
+            if self.tracked_runs:
                 await self.check_tracked_runs(renew=renew)
             if renew:
                 await self.conversations.renew_holds()
-                self.renewed = now
+                self.renewed_at = now
 
     async def try_sweep(self) -> None:
         """Sweep, unless the store is unavailable, which the caller gets as an error."""
@@ -387,7 +393,7 @@ class ResponseStore:
             await self.sweep()
 
     async def check_tracked_runs(self, *, renew: bool) -> None:
-        held = dict(self.attended)
+        held = dict(self.tracked_runs)
         async with self.backend_call():
             running = await self.backend.select_running(held.keys(), renew=renew)
         for response_id in held.keys() - running:
@@ -401,7 +407,7 @@ class ResponseStore:
 
     def wake_followers(self, response_id: str) -> None:
         """Wake whoever follows a response here."""
-        if news := self.news.get(response_id):
+        if news := self.wakeup_by_id.get(response_id):
             news.set()
 
     async def pack_response(self, response: Response) -> Response:
@@ -439,12 +445,12 @@ class BackendCall:
             raise StoreUnavailable(self.store.problem, wait, self.store.backend.hint)
         await self.timeout.__aenter__()
         self.start_timer()
-        if not self.store.opened:
+        if not self.store.is_open:
             try:
                 async with self.store.opening:
-                    if not self.store.opened:
+                    if not self.store.is_open:
                         await self.store.backend.open()
-                        self.store.opened = True
+                        self.store.is_open = True
             except BaseException as error:
                 await self.__aexit__(type(error), error, error.__traceback__)
                 raise
@@ -461,7 +467,7 @@ class BackendCall:
             await self.timeout.__aexit__(kind, error, trace)
         except TimeoutError as late:
             # While others are answered, that call alone is stuck: on a row, or on a connection.
-            alone = self.store.answered[self.reads] > self.began
+            alone = self.store.answered_at[self.reads] > self.began
             raise self.build_unavailable_error("it took too long", pauses=not alone) from late
         if isinstance(error, self.store.backend.unavailable):
             pauses = not self.store.backend.is_call_error(error)
@@ -469,7 +475,7 @@ class BackendCall:
                 self.store.backend.describe_error(error), pauses=pauses
             ) from error
         if error is None:
-            self.store.answered[self.reads] = time.monotonic()
+            self.store.answered_at[self.reads] = time.monotonic()
             if self.store.refuses:
                 self.store.refuses = False
                 self.store.outages("vllmops: the store is available again")
@@ -554,7 +560,7 @@ def encode_response(response: Response) -> bytes:
 async def unpack_events(chunk: EventChunk) -> EventBatch:
     """The events of a chunk."""
     found = msgspec.json.decode(await inflate_async(chunk.events), type=list[msgspec.Raw])
-    return EventBatch(chunk.first, [bytes(event) for event in found])
+    return EventBatch(chunk.first_number, [bytes(event) for event in found])
 
 
 async def unpack_response(response: Response) -> Response:

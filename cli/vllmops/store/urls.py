@@ -95,7 +95,7 @@ class StoreUrl(NamedTuple):
 
     Args:
         scheme: ``memory``, ``sqlite``, ``postgresql``, ``redis`` or ``rediss``.
-        way: `SENTINEL`, `CLUSTER`, or empty.
+        topology: `SENTINEL`, `CLUSTER`, or empty.
         userinfo: as it was written.
         hosts: each with its port, None where none was given.
         path: with the slash it begins with.
@@ -103,7 +103,7 @@ class StoreUrl(NamedTuple):
     """
 
     scheme: str
-    way: str
+    topology: str
     userinfo: str
     hosts: tuple[tuple[str, int | None], ...]
     path: str

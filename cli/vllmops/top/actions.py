@@ -23,16 +23,16 @@ class VllmopsCommand:
 
     Args:
         does: what it does, for the question whether to run it.
-        words: its command line, without ``vllmops``.
+        arguments: its command line, without ``vllmops``.
     """
 
     does: str
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
 
     @property
     def command_line(self) -> str:
         """The command line as a person types it."""
-        return shlex.join(("vllmops", *self.words))
+        return shlex.join(("vllmops", *self.arguments))
 
 
 def make_doctor_command(target: str) -> VllmopsCommand:

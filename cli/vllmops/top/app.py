@@ -178,9 +178,9 @@ class TopApp(App[None]):
         self.moving_to: Key | None = None  # the cursor is not there yet
         self.nodes: dict[Key, TreeNode[Key]] = {}
         self.labels: dict[Key, Text] = {}
-        self.listed: tuple[object, ...] = ()
-        self.logged: tuple[str, int, str] = ("", 0, "")
-        self.said: dict[str, Text] = {}
+        self.shown_requests: tuple[object, ...] = ()
+        self.shown_log: tuple[str, int, str] = ("", 0, "")
+        self.shown_texts: dict[str, Text] = {}
 
     # -- what is on it -----------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class TopApp(App[None]):
         """Show what the looks have kept."""
         now_s = self.monotonic()
         followers = list(self.board.followers.items())
-        self.servers = [rows.make_server_row(name, each.looks, now_s) for name, each in followers]
+        self.servers = [rows.make_server_row(name, each.samples, now_s) for name, each in followers]
         self.events = events.update_events(self.events, self.servers, self.clock())
         with suppress(NoMatches):  # as the screen is taken down, timers and events still come
             self.show_title()
@@ -241,8 +241,8 @@ class TopApp(App[None]):
 
     def update_text(self, where: str, text: Text) -> None:
         """Change a text of the screen, if it is another one."""
-        if self.said.get(where) != text:
-            self.said[where] = text
+        if self.shown_texts.get(where) != text:
+            self.shown_texts[where] = text
             self.get_main_widget(where, Static).update(text)
 
     def show_title(self) -> None:
@@ -331,7 +331,7 @@ class TopApp(App[None]):
             self.show_log(follower)
 
     def show_figures(self, row: ServerRow, follower: ServerFollower) -> None:
-        values = rows.make_sparkline_series(follower.looks)
+        values = rows.make_sparkline_series(follower.samples)
         figures = row.figures
         shown = {
             "tokens_per_s": format_number(figures.tokens_per_s),
@@ -356,23 +356,25 @@ class TopApp(App[None]):
         lines = [line for event in self.events for line in render_event(event)]
         if not self.events:
             lines.append(IndentedLine(0, "no findings so far; d runs doctor, which looks closer"))
-        for part in row.unseen:
+        for part in row.gaps:
             names = dict.fromkeys((row.target, part.part))  # of the server itself, one
-            lines.append(IndentedLine(0, ": ".join((*names, part.why)), "yellow"))
+            lines.append(IndentedLine(0, ": ".join((*names, part.reason)), "yellow"))
             lines += [IndentedLine(2, f"hint: {part.hint}")] if part.hint else []
         self.update_text("#told", make_wrapped_text(lines))
 
     def show_requests(self, row: ServerRow) -> None:
-        hidden = [each.why for each in row.unseen if each.part.startswith(("requests", row.target))]
+        hidden = [
+            each.reason for each in row.gaps if each.part.startswith(("requests", row.target))
+        ]
         none = f"not seen: {hidden[0]}" if hidden else "none in flight"
         listed = (
             row.target,
             none,
             *((each.id, *screen.make_request_cells(each)) for each in row.requests),
         )
-        if listed == self.listed:
+        if listed == self.shown_requests:
             return
-        self.listed = listed
+        self.shown_requests = listed
         table: DataTable[Text] = self.get_main_widget("#in-flight", DataTable)
         at = table.cursor_row
         chosen = self.selected_request_id
@@ -404,15 +406,15 @@ class TopApp(App[None]):
         view = self.get_main_widget("#lines", RichLog)
         wanted = self.get_main_widget("#filter", Input).value.casefold()
         log, count = follower.log, follower.lines_read
-        if self.logged[::2] != (follower.target, wanted):
+        if self.shown_log[::2] != (follower.target, wanted):
             view.clear()
             added = log
-            watched = follower.watched
+            watched = follower.watched_server
             if watched and not watched.server.name:
                 view.write(Text("vllmops did not start this server: it does not have its log"))
         else:
-            added = log[len(log) - min(count - self.logged[1], len(log)) :]
-        self.logged = follower.target, count, wanted
+            added = log[len(log) - min(count - self.shown_log[1], len(log)) :]
+        self.shown_log = follower.target, count, wanted
         for line in added:
             if wanted in line.casefold():
                 view.write(Text(clean_log_text(line)))
@@ -495,7 +497,7 @@ class TopApp(App[None]):
         """Run a command in a thread, and tell what it printed; quitting does not wait for it."""
 
         def run_and_show() -> None:
-            code, text = actions.run_command(action.words, 70)
+            code, text = actions.run_command(action.arguments, 70)
             with suppress(Exception):  # the window, or the application, may be closed
                 self.call_from_thread(told, code, text)
 
@@ -544,8 +546,8 @@ def render_event(event: FindingEvent) -> Iterable[IndentedLine]:
     """A finding with its time; one that is over is one line."""
     began = time.strftime("%H:%M:%S", time.localtime(event.began))
     title, *rest = screen.render_finding(event.finding)
-    if event.ended is not None:
-        ended = time.strftime("%H:%M:%S", time.localtime(event.ended))
+    if event.ended_at is not None:
+        ended = time.strftime("%H:%M:%S", time.localtime(event.ended_at))
         yield IndentedLine(0, f"{began} to {ended} {event.target}: {title.text.strip()}", "dim")
         return
     yield IndentedLine(0, f"{began} {event.target}: {title.text.strip()}", title.style)

@@ -19,13 +19,13 @@ class FindingEvent(msgspec.Struct, frozen=True):
         target: the server, as ``--target`` takes it.
         finding: as it was seen last.
         began: when it was first seen, in seconds since the epoch.
-        ended: when it was seen no more; None while it lasts.
+        ended_at: when it was seen no more; None while it lasts.
     """
 
     target: str
     finding: Finding
     began: float
-    ended: float | None = None
+    ended_at: float | None = msgspec.field(default=None, name="ended")
 
     @property
     def finding_key(self) -> tuple[str, str, str]:
@@ -46,7 +46,7 @@ def update_events(
     Returns:
         Those that last, worst first, then those that are over, the last one first.
     """
-    lasting = {event.finding_key: event for event in events if event.ended is None}
+    lasting = {event.finding_key: event for event in events if event.ended_at is None}
     present = [FindingEvent(row.target, found, now) for row in rows for found in row.findings]
     present = [
         msgspec.structs.replace(event, began=lasting[event.finding_key].began)
@@ -56,9 +56,9 @@ def update_events(
     ]
     keys = {event.finding_key for event in present}
     over = [
-        msgspec.structs.replace(event, ended=now)
+        msgspec.structs.replace(event, ended_at=now)
         for event in lasting.values()
         if event.finding_key not in keys
     ]
-    over += [event for event in events if event.ended is not None]
+    over += [event for event in events if event.ended_at is not None]
     return (*sorted(present, key=lambda event: -event.finding.severity.rank), *over[:KEPT])

@@ -50,14 +50,14 @@ class ServerDetails(msgspec.Struct, frozen=True, kw_only=True):
         requests: in flight, the oldest first.
         findings: requests that only one side knows.
         caches: by process.
-        unseen: what could not be asked for.
+        gaps: what could not be asked for.
         note: which nodes of the server do not answer; empty if all do.
     """
 
     requests: tuple[InFlightRequest, ...] = ()
     findings: tuple[Finding, ...] = ()
     caches: tuple[ProcessCaches, ...] = ()
-    unseen: tuple[Gap, ...] = ()
+    gaps: tuple[Gap, ...] = msgspec.field(default=(), name="unseen")
     note: str = ""
 
 
@@ -71,10 +71,10 @@ class TargetSample(msgspec.Struct, frozen=True, kw_only=True):
         stage: the stage of an instance that starts.
         url: where it answers, None if unknown.
         model: as given to vLLM.
-        why: why it is not up; empty if it is.
-        seen: its processes; None if there are none.
+        reason: why it is not up; empty if it is.
+        server_sample: its processes; None if there are none.
         stalls: what has stopped.
-        asked: what its processes told.
+        details: what its processes told.
         problem: why nothing can be seen of it; None if something can.
     """
 
@@ -84,10 +84,10 @@ class TargetSample(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
     url: str | None = None
     model: str | None = None
-    why: str = ""
-    seen: ServerSample | None = None
+    reason: str = msgspec.field(default="", name="why")
+    server_sample: ServerSample | None = msgspec.field(default=None, name="seen")
     stalls: tuple[Stall, ...] = ()
-    asked: ServerDetails = ServerDetails()
+    details: ServerDetails = msgspec.field(default=ServerDetails(), name="asked")
     problem: Gap | None = None
 
 
@@ -99,7 +99,7 @@ class ServerFollower:
         server: as discovery found it; None to resolve the target.
 
     Attributes:
-        looks: the last ones, oldest first.
+        samples: the last ones, oldest first.
         failure: why the target could not be resolved when it was last tried; None if it was.
         log: the last lines of its log, read while `reads_log` is set.
         lines_read: how many lines of it were read so far.
@@ -108,13 +108,13 @@ class ServerFollower:
     def __init__(self, target: str, server: Server | None = None) -> None:
         self.target = target
         self.server = server
-        self.watched: WatchedServer | None = None
-        self.vigil = StallDetector(LOOK_S)
+        self.watched_server: WatchedServer | None = None
+        self.stall_detector = StallDetector(LOOK_S)
         self.stalls: tuple[Stall, ...] = ()
         self.phase: ServerPhase | None = None
-        self.looks: tuple[TargetSample, ...] = ()
+        self.samples: tuple[TargetSample, ...] = ()
         self.failure: VllmopsError | None = None
-        self.asked = ServerDetails()
+        self.details = ServerDetails()
         self.asked_s = self.resolved_s = self.cached_s = float("-inf")
         self.reads_log = False
         self.log: tuple[str, ...] = ()
@@ -124,21 +124,21 @@ class ServerFollower:
     @property
     def last_sample(self) -> TargetSample | None:
         """The last look; None before the first."""
-        return self.looks[-1] if self.looks else None
+        return self.samples[-1] if self.samples else None
 
     def add_sample(self, look: TargetSample) -> None:
-        self.looks = (*self.looks[1 - KEPT :], look)
+        self.samples = (*self.samples[1 - KEPT :], look)
 
     # -- looking -----------------------------------------------------------------------------
 
     def take_sample(self) -> None:
         """Take a look, and keep it."""
         now = time.monotonic()
-        if self.watched is None:
+        if self.watched_server is None:
             if now - self.resolved_s < RETRY_S:
                 return
             try:
-                self.watched = WatchedServer(self.server or resolve_server(self.target))
+                self.watched_server = WatchedServer(self.server or resolve_server(self.target))
             except VllmopsError as error:
                 why = Gap(self.target, error.code, error.message, error.hint)
                 self.add_sample(TargetSample(target=self.target, at_s=now, problem=why))
@@ -147,15 +147,15 @@ class ServerFollower:
             finally:
                 self.resolved_s = time.monotonic()
         self.failure = None
-        self.add_sample(self.observe_server(self.watched, now))
+        self.add_sample(self.observe_server(self.watched_server, now))
         if self.reads_log:
-            self.read_log(self.watched.server)
+            self.read_log(self.watched_server.server)
 
     def observe_server(self, watched: WatchedServer, now: float) -> TargetSample:
         before, self.phase = self.phase, watched.read_phase()
-        late = bool(self.looks) and now - self.looks[-1].at_s > LOOK_S + SLIP_S
+        late = bool(self.samples) and now - self.samples[-1].at_s > LOOK_S + SLIP_S
         if self.phase is not before or late:
-            self.vigil.reset()
+            self.stall_detector.reset()
             self.stalls = ()
         seen = None
         if self.phase is not ServerPhase.OVER and watched.server.processes:
@@ -163,7 +163,7 @@ class ServerFollower:
             seen = watched.take_sample(ask=asks)
             # Without heartbeats only metrics and health show a stall: other looks are no sign.
             if self.phase is ServerPhase.UP and (asks or has_heartbeat(seen)):
-                self.stalls = tuple(self.vigil.add_sample(seen))
+                self.stalls = tuple(self.stall_detector.add_sample(seen))
         server, record = watched.server, watched.server.record
         return TargetSample(
             target=self.target,
@@ -172,16 +172,16 @@ class ServerFollower:
             stage=record.stage if record else "",
             url=server.url,
             model=server.model,
-            why="" if self.phase is ServerPhase.UP else watched.down_reason,
-            seen=seen,
+            reason="" if self.phase is ServerPhase.UP else watched.down_reason,
+            server_sample=seen,
             stalls=self.stalls,
-            asked=self.asked if self.phase is ServerPhase.UP else ServerDetails(),
+            details=self.details if self.phase is ServerPhase.UP else ServerDetails(),
         )
 
     def should_fetch_metrics(self, now: float) -> bool:
         """Whether to ask for metrics and health now: sooner if something has stopped."""
-        last = self.vigil.looks[-1] if self.vigil.looks else None
-        soon = last is None or (has_heartbeat(last) and self.vigil.plan_next_sample().ask)
+        last = self.stall_detector.samples[-1] if self.stall_detector.samples else None
+        soon = last is None or (has_heartbeat(last) and self.stall_detector.plan_next_sample().ask)
         if soon or now - self.asked_s >= METRICS_S:
             self.asked_s = now
             return True
@@ -193,28 +193,28 @@ class ServerFollower:
         """Ask the server's processes for what heartbeats do not have."""
         look = self.last_sample
         if (
-            self.watched is None
+            self.watched_server is None
             or self.phase is not ServerPhase.UP
             or look is None
-            or not look.seen
+            or not look.server_sample
         ):
-            self.asked = ServerDetails()
+            self.details = ServerDetails()
             return
-        server = self.watched.server
-        if not look.seen.pulses:
-            if all(process.state in DEAD for process in look.seen.processes):
-                self.asked = ServerDetails(note=self.asked.note)
+        server = self.watched_server.server
+        if not look.server_sample.heartbeats:
+            if all(process.state in DEAD for process in look.server_sample.processes):
+                self.details = ServerDetails(note=self.details.note)
                 return
             hint = f"vllmops attach -t {self.target}"
             why = Gap("requests and caches", "agent.absent", "no agent answers", hint)
-            self.asked = ServerDetails(unseen=(why,), note=self.asked.note)
+            self.details = ServerDetails(gaps=(why,), note=self.details.note)
             return
-        found = collect_requests(server) if has_requests(look.seen) else ServerDetails()
-        caches, note = self.asked.caches, self.asked.note
+        found = collect_requests(server) if has_requests(look.server_sample) else ServerDetails()
+        caches, note = self.details.caches, self.details.note
         if time.monotonic() - self.cached_s >= CACHES_S:
             caches, note = fetch_caches(server), server.describe_silent_nodes()
             self.cached_s = time.monotonic()
-        self.asked = msgspec.structs.replace(found, caches=caches, note=note)
+        self.details = msgspec.structs.replace(found, caches=caches, note=note)
 
     def read_log(self, server: Server) -> None:
         """Read what was added to the log of an instance."""
@@ -233,13 +233,13 @@ class ServerFollower:
 
 def has_heartbeat(seen: ServerSample) -> bool:
     """Whether heartbeats show if an engine makes progress."""
-    return any(pulse.beat.still_s is not None for pulse in seen.pulses)
+    return any(pulse.heartbeat.still_s is not None for pulse in seen.heartbeats)
 
 
 def has_requests(seen: ServerSample) -> bool:
     """Whether some process reports a request."""
-    beats = [pulse.beat for pulse in seen.pulses]
-    return any(b.running or b.waiting or b.handed or b.rendering_s for b in beats)
+    beats = [pulse.heartbeat for pulse in seen.heartbeats]
+    return any(b.running or b.waiting or b.engine_requests or b.rendering_s for b in beats)
 
 
 def collect_requests(server: Server) -> ServerDetails:
@@ -247,13 +247,13 @@ def collect_requests(server: Server) -> ServerDetails:
     try:
         found = listing.list_requests(server, STUCK_S)
     except VllmopsError as error:
-        return ServerDetails(unseen=(Gap("requests", error.code, error.message, error.hint),))
+        return ServerDetails(gaps=(Gap("requests", error.code, error.message, error.hint),))
     return ServerDetails(
         requests=tuple(found.rows),
         findings=tuple(found.findings),
-        unseen=tuple(
-            Gap(f"requests of {one.role} {one.pid}", one.code, one.why, one.hint)
-            for one in found.silent
+        gaps=tuple(
+            Gap(f"requests of {one.role} {one.pid}", one.code, one.reason, one.hint)
+            for one in found.gaps
         ),
     )
 
@@ -305,7 +305,7 @@ class FollowedServers:
             if label not in self.followers and (server.processes or is_pending(server)):
                 self.follow_server(label, server)
         for label, follower in list(self.followers.items()):
-            ended = follower.phase is ServerPhase.OVER and follower.watched
+            ended = follower.phase is ServerPhase.OVER and follower.watched_server
             if ended and not ended.folder:
                 del self.followers[label]
 

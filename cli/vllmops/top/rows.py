@@ -76,7 +76,7 @@ class CacheRow(msgspec.Struct, frozen=True):
     name: str
     process: str
     entries: int | None
-    used: float | None
+    usage: float | None = msgspec.field(name="used")
     capacity: float | None
     unit: str
     hits: int | None = None
@@ -117,7 +117,7 @@ class ServerRow(msgspec.Struct, frozen=True, kw_only=True):
         caches: of its processes.
         requests: in flight, the oldest first.
         findings: worst first.
-        unseen: what could not be seen.
+        gaps: what could not be seen.
     """
 
     target: str
@@ -132,7 +132,7 @@ class ServerRow(msgspec.Struct, frozen=True, kw_only=True):
     caches: tuple[CacheRow, ...] = ()
     requests: tuple[InFlightRequest, ...] = ()
     findings: tuple[Finding, ...] = ()
-    unseen: tuple[Gap, ...] = ()
+    gaps: tuple[Gap, ...] = msgspec.field(default=(), name="unseen")
 
 
 def make_server_row(target: str, looks: Sequence[TargetSample], now_s: float) -> ServerRow:
@@ -157,10 +157,10 @@ def make_server_row(target: str, looks: Sequence[TargetSample], now_s: float) ->
         age_s=max(now_s - look.at_s, 0.0),
         nodes=tuple(make_node_rows(looks)),
         figures=compute_figures(looks),
-        caches=tuple(row for told in look.asked.caches for row in make_cache_rows(told)),
-        requests=look.asked.requests,
+        caches=tuple(row for told in look.details.caches for row in make_cache_rows(told)),
+        requests=look.details.requests,
         findings=tuple(list_findings(look)),
-        unseen=tuple(list_gaps(look)),
+        gaps=tuple(list_gaps(look)),
     )
 
 
@@ -170,33 +170,39 @@ def describe_condition(look: TargetSample) -> tuple[str, Severity | None]:
         return "not seen", Severity.ERROR
     if look.state == "starting":
         return look.state, None
-    if look.why:
+    if look.reason:
         bad = Severity.ERROR if look.state in {"", "failed"} else Severity.WARNING
         return (look.state or "ended"), bad
-    if look.seen and (lost := {p.state for p in look.seen.processes}) and lost <= {*DEAD, "?"}:
+    if (
+        look.server_sample
+        and (lost := {p.state for p in look.server_sample.processes})
+        and lost <= {*DEAD, "?"}
+    ):
         return ("not reached" if "?" in lost else "ended"), Severity.ERROR
-    sure = [stall for stall in look.stalls if not stall.doubt]
+    sure = [stall for stall in look.stalls if not stall.alternative]
     if sure or look.stalls:
         seconds = max(stall.since_s for stall in sure or look.stalls)
         return (
             f"{'stalled' if sure else 'perhaps stalled'} for {seconds:.0f} s",
             Severity.ERROR if sure else Severity.WARNING,
         )
-    beats = [pulse.beat for pulse in look.seen.pulses] if look.seen else []
+    beats = (
+        [pulse.heartbeat for pulse in look.server_sample.heartbeats] if look.server_sample else []
+    )
     unready = {beat.unready: None for beat in beats if beat.unready}
     return ", ".join((look.state or "up", *unready)), Severity.WARNING if unready else None
 
 
 def list_findings(look: TargetSample) -> Iterator[Finding]:
     """What is wrong, the worst first, as far as looks show it."""
-    found = [*map(make_stall_finding, look.stalls), *look.asked.findings]
+    found = [*map(make_stall_finding, look.stalls), *look.details.findings]
     yield from sorted(found, key=lambda finding: -finding.severity.rank)
 
 
 def make_stall_finding(stall: Stall) -> Finding:
     """The finding that a stall is; what only stacks can decide is a warning."""
     found = RULE[stall.code].make_finding(stall.subject, stall.evidence)
-    if not stall.doubt:
+    if not stall.alternative:
         return found
     evidence = f"{stall.evidence}; only the stacks can tell whether it is stuck"
     return msgspec.structs.replace(found, severity=Severity.WARNING, evidence=evidence)
@@ -206,13 +212,13 @@ def list_gaps(look: TargetSample) -> Iterator[Gap]:
     """What could not be seen, and why."""
     if look.problem:
         yield look.problem
-    elif look.why and look.state != "starting":
+    elif look.reason and look.state != "starting":
         hint = f"vllmops logs {look.target}" if look.state else "vllmops ps --all"
-        yield Gap(look.target, "target.over", look.why, hint)
-    if look.asked.note:
+        yield Gap(look.target, "target.over", look.reason, hint)
+    if look.details.note:
         hint = "vllmops help agent.node-lost"
-        yield Gap("other nodes", "agent.node-lost", look.asked.note, hint)
-    yield from look.asked.unseen
+        yield Gap("other nodes", "agent.node-lost", look.details.note, hint)
+    yield from look.details.gaps
 
 
 # -- processes -----------------------------------------------------------------------------------
@@ -220,15 +226,17 @@ def list_gaps(look: TargetSample) -> Iterator[Gap]:
 
 def make_node_rows(looks: Sequence[TargetSample]) -> Iterator[NodeRow]:
     """The nodes of a server, in the order of their first process."""
-    seen = looks[-1].seen
+    seen = looks[-1].server_sample
     if seen is None:
         return
-    earlier = next((look for look in reversed(looks[:-1]) if look.seen), None)
+    earlier = next((look for look in reversed(looks[:-1]) if look.server_sample), None)
     before = (
-        {make_process_key(p): p for p in earlier.seen.processes} if earlier and earlier.seen else {}
+        {make_process_key(p): p for p in earlier.server_sample.processes}
+        if earlier and earlier.server_sample
+        else {}
     )
     apart_s = looks[-1].at_s - earlier.at_s if earlier else 0.0
-    pulses = {make_process_key(pulse): pulse for pulse in seen.pulses}
+    pulses = {make_process_key(pulse): pulse for pulse in seen.heartbeats}
     found: dict[str, list[ProcessRow]] = {}
     for state in seen.processes:
         if state.role == Role.OTHER:
@@ -264,9 +272,9 @@ def make_process_row(
         severity=severity,
         cpu=cpu,
         rss_bytes=state.rss_bytes,
-        step=pulse.beat.current_step if pulse else None,
-        running=pulse.beat.running if pulse else None,
-        waiting=pulse.beat.waiting if pulse else None,
+        step=pulse.heartbeat.current_step if pulse else None,
+        running=pulse.heartbeat.running if pulse else None,
+        waiting=pulse.heartbeat.waiting if pulse else None,
     )
 
 
@@ -284,14 +292,14 @@ def describe_process_state(
         )
     if pulse.age_s >= LATE_S:
         return f"no heartbeat for {pulse.age_s:.0f} s", Severity.WARNING
-    beat = pulse.beat
+    beat = pulse.heartbeat
     if (beat.loop_s or 0.0) >= LATE_S:
         return f"event loop blocked for {beat.loop_s:.0f} s", Severity.ERROR
     if (beat.still_s or 0.0) >= STILL_S:
         return f"no token for {beat.still_s:.0f} s", Severity.WARNING
     if beat.unready:
         return beat.unready, Severity.WARNING
-    if beat.running or beat.waiting or beat.handed or beat.rendering_s:
+    if beat.running or beat.waiting or beat.engine_requests or beat.rendering_s:
         return "at work", None
     return "idle" if state.role != Role.WORKER else "", None
 
@@ -303,7 +311,7 @@ def compute_figures(looks: Sequence[TargetSample]) -> ServerFigures:
     """The figures by the last looks; metrics are those that were read last."""
     read = list_timed_metrics(looks[-FRESH:])
     running, waiting = count_requests(looks[-1], read[-1][1] if read else None)
-    if not read or looks[-1].seen is None:
+    if not read or looks[-1].server_sample is None:
         return ServerFigures(running=running, waiting=waiting)
     metrics = read[-1][1]
     return ServerFigures(
@@ -318,14 +326,20 @@ def compute_figures(looks: Sequence[TargetSample]) -> ServerFigures:
 
 def list_timed_metrics(looks: Sequence[TargetSample]) -> list[tuple[float, Metrics]]:
     """The metrics that were read, with the time of each."""
-    return [(look.at_s, look.seen.metrics) for look in looks if look.seen and look.seen.metrics]
+    return [
+        (look.at_s, look.server_sample.metrics)
+        for look in looks
+        if look.server_sample and look.server_sample.metrics
+    ]
 
 
 def count_requests(
     look: TargetSample, metrics: Metrics | None
 ) -> tuple[float | None, float | None]:
     """Requests running and waiting: by heartbeats, as metrics keep their values in a hang."""
-    beats = [pulse.beat for pulse in look.seen.pulses] if look.seen else []
+    beats = (
+        [pulse.heartbeat for pulse in look.server_sample.heartbeats] if look.server_sample else []
+    )
     known = [beat for beat in beats if beat.running is not None]
     if known:
         return sum(b.running or 0 for b in known), sum(b.waiting or 0 for b in known)
@@ -351,7 +365,10 @@ def make_sparkline_series(looks: Sequence[TargetSample]) -> dict[str, list[float
     Running and waiting have a value for each look, the others one for each reading of the metrics.
     """
     read = list_timed_metrics(looks)
-    counts = [count_requests(look, look.seen.metrics if look.seen else None) for look in looks]
+    counts = [
+        count_requests(look, look.server_sample.metrics if look.server_sample else None)
+        for look in looks
+    ]
     return {
         "tokens_per_s": [compute_token_rate(first, last) or 0.0 for first, last in pairwise(read)],
         "running": [running or 0.0 for running, _ in counts],
@@ -375,7 +392,9 @@ def make_cache_rows(told: ProcessCaches) -> Iterator[CacheRow]:
                 yield CacheRow(name, process, *counts_, cache.hits, cache.queries)
             case EncoderCache():
                 used = cache.slots - cache.free_slots
-                yield CacheRow("encoder", process, len(cache.cached), used, cache.slots, "slots")
+                yield CacheRow(
+                    "encoder", process, len(cache.requests_by_key), used, cache.slots, "slots"
+                )
             case EncoderDecoderCache():
                 used = cache.slots - cache.free_slots
                 yield CacheRow("encoder", process, None, used, cache.slots, "slots")

@@ -112,9 +112,9 @@ def format_cache(row: CacheRow) -> str:
     if row.entries is not None:
         parts.append(f"{row.entries:,} entries,")
     used, capacity = (
-        (format_bytes(row.used), format_bytes(row.capacity))
+        (format_bytes(row.usage), format_bytes(row.capacity))
         if row.unit == "bytes"
-        else (f"{row.used or 0:,.0f}", f"{row.capacity or 0:,.0f} slots")
+        else (f"{row.usage or 0:,.0f}", f"{row.capacity or 0:,.0f} slots")
     )
     parts.append(f"{used} of {capacity}" if row.capacity is not None else used)
     if row.queries:
@@ -153,8 +153,8 @@ def render_problems(row: ServerRow) -> Iterator[IndentedLine]:
     """Findings, then what could not be seen."""
     for found in row.findings:
         yield from render_finding(found)
-    for part in row.unseen:
-        yield IndentedLine(2, f"not seen: {part.part}: {part.why}", "yellow")
+    for part in row.gaps:
+        yield IndentedLine(2, f"not seen: {part.part}: {part.reason}", "yellow")
         if part.hint:
             yield IndentedLine(4, f"hint: {part.hint}")
 
@@ -166,4 +166,4 @@ def render_finding(found: Finding) -> Iterator[IndentedLine]:
     )
     yield IndentedLine(4, f"where: {found.subject}")
     yield IndentedLine(4, f"seen: {found.evidence}")
-    yield IndentedLine(4, f"next: {found.next}", "bold")
+    yield IndentedLine(4, f"next: {found.next_step}", "bold")

@@ -68,7 +68,7 @@ class PortForward:
                 raise self.make_unreachable_error(error) from error
         self.core, self.forward = client.CoreV1Api(), stream.portforward
         # At once, so that a fault is reported here; the first connection takes it.
-        self.ready = [self.open_connection()]
+        self.ready_connections = [self.open_connection()]
         folder = Path(tempfile.mkdtemp(prefix="vllmops-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         self.path = folder / "pod.sock"
@@ -113,7 +113,11 @@ class PortForward:
         """Copy both ways between a connection and the pod, until one side ends it."""
         with near:
             try:
-                far = self.ready.pop() if self.ready else self.open_connection()
+                far = (
+                    self.ready_connections.pop()
+                    if self.ready_connections
+                    else self.open_connection()
+                )
             except (IndexError, VllmopsError):
                 return  # the other end sees that it is closed
             back = threading.Thread(target=copy_stream, args=(far, near), daemon=True)

@@ -106,12 +106,12 @@ class HealthResponse(NamedTuple):
     Args:
         status: 0 if a connection is taken and not answered in time; None if there is no
             connection: it may not be up yet, or not reachable from here.
-        later: whether it is 503 and says when to come back, as a server that drains does and one
-            whose engine is dead does not.
+        has_retry_after: whether it is 503 and says when to come back, as a server that drains does
+            and one whose engine is dead does not.
     """
 
     status: int | None
-    later: bool = False
+    has_retry_after: bool = False
 
 
 def fetch_health(url: str, *, timeout_s: float = TIMEOUT_S) -> HealthResponse:

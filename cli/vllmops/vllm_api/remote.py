@@ -30,7 +30,7 @@ class RemoteServer:
 
     def __init__(self, admin: AdminClient) -> None:
         self.admin = admin
-        self.last: tuple[float, ServerProcesses] | None = None
+        self.last_answer: tuple[float, ServerProcesses] | None = None
         self.lost_at: float | None = None
         self.lock = threading.Lock()
 
@@ -41,7 +41,7 @@ class RemoteServer:
             VllmopsError: as `AdminClient.send_request` and `rpc.agent.decode_answer` do.
         """
         with self.lock:
-            if self.last is None or time.monotonic() - self.last[0] > FRESH_S:
+            if self.last_answer is None or time.monotonic() - self.last_answer[0] > FRESH_S:
                 try:
                     answer = self.admin.send_request("GET", PROCESSES)
                 except VllmopsError as error:
@@ -54,8 +54,8 @@ class RemoteServer:
                 members = agent.decode_answer(
                     self.admin.endpoint.name, answer.content, ServerProcesses
                 )
-                self.last = time.monotonic(), members
-            return self.last[1]
+                self.last_answer = time.monotonic(), members
+            return self.last_answer[1]
 
     @property
     def unreachable_s(self) -> float:
@@ -103,9 +103,9 @@ class RemoteProcess(ProxiedProcess):
         return RemoteAgent(self, timeout_s)
 
     def fetch_heartbeat(self) -> TimedHeartbeat | None:
-        pulses = self.fleet.fetch_snapshot().pulses
+        pulses = self.fleet.fetch_snapshot().heartbeats
         own = (p for p in pulses if (p.node, p.pid) == (self.place.node, self.pid))
-        return next((TimedHeartbeat(p.beat, p.age_s) for p in own), None)
+        return next((TimedHeartbeat(p.heartbeat, p.age_s) for p in own), None)
 
 
 class RemoteAgent(Agent):

@@ -71,7 +71,7 @@ class HttpResponseSource:
         timeout_s: for each answer.
     """
 
-    whole = False
+    has_all_owners = False
 
     def __init__(self, endpoint: Endpoint, *, timeout_s: float = TIMEOUT_S) -> None:
         self.endpoint = endpoint
@@ -89,8 +89,8 @@ class HttpResponseSource:
 
     async def list_responses(self, query: ResponseQuery) -> ResponsePage:
         wanted = {
-            "after": query.after,
-            "before": query.before,
+            "after": query.after_id,
+            "before": query.before_id,
             "limit": min(query.limit, LIMIT),
             "order": "desc" if query.descending else "asc",
             "model": query.model,
@@ -101,10 +101,10 @@ class HttpResponseSource:
         )
         if (
             answer.status_code == httpx.codes.BAD_REQUEST
-            and query.after
+            and query.after_id
             and is_parameter_error(answer, "after")
         ):
-            raise CursorUnknown(query.after)
+            raise CursorUnknown(query.after_id)
         try:
             listing = LISTING.decode(self.require_success(answer, "list responses").content)
         except BROKEN as error:
@@ -427,7 +427,7 @@ def append_event(data: bytes, kept: list[EventBatch]) -> None:
         return  # for example [DONE]
     if event.type in TERMINAL:
         return
-    if kept and kept[-1].first + len(kept[-1].events) == event.sequence_number:
+    if kept and kept[-1].first_number + len(kept[-1].events) == event.sequence_number:
         kept[-1].events.append(data)
     else:
         kept.append(EventBatch(event.sequence_number, [data]))

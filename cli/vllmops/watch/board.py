@@ -35,11 +35,9 @@ class ProbeBoard:
     def __init__(self, folder: InstanceFolder | None, interval_s: float) -> None:
         self.folder = folder
         self.holds_s = HOLDS_S + 2 * interval_s
-        self.verdict = ProbeResult(
-            live=True, ready=False, started=False, reason="nobody has looked"
-        )
-        self.until = 0.0
-        self.written = 0.0
+        self.result = ProbeResult(live=True, ready=False, started=False, reason="nobody has looked")
+        self.valid_until = 0.0
+        self.written_at = 0.0
 
     def publish(self, verdict: ProbeResult, started_at: float | None) -> None:
         """Show a verdict from now on; on a full disk the file stays as it is, and grows old.
@@ -49,15 +47,15 @@ class ProbeBoard:
             started_at: which start of the instance it is about, as in its record.
         """
         now = time.monotonic()
-        same, self.verdict, self.until = verdict == self.verdict, verdict, now + self.holds_s
-        if self.folder is None or (same and now - self.written < REST_S):
+        same, self.result, self.valid_until = verdict == self.result, verdict, now + self.holds_s
+        if self.folder is None or (same and now - self.written_at < REST_S):
             return
         path = self.folder.path / FILE
         new = path.with_suffix(".new")
         content = {
             "start": started_at,
             "boot": read_boot_id(),
-            "until": self.until,
+            "until": self.valid_until,
             "verdict": verdict,
         }
         with suppress(OSError):
@@ -65,13 +63,13 @@ class ProbeBoard:
             with open(os.open(new, flags, 0o600), "w") as file:
                 json.dump(content, file)
             new.replace(path)
-            self.written = now
+            self.written_at = now
 
     def get_current_result(self) -> ProbeResult:
         """The verdict; a server that is not looked at any more is not said to be ready."""
-        if self.until and time.monotonic() > self.until:
-            return self.verdict._replace(ready=False, reason="its watch does not look any more")
-        return self.verdict
+        if self.valid_until and time.monotonic() > self.valid_until:
+            return self.result._replace(ready=False, reason="its watch does not look any more")
+        return self.result
 
 
 class ProbeServer(BoundedServerMixin, HTTPServer):
@@ -79,7 +77,7 @@ class ProbeServer(BoundedServerMixin, HTTPServer):
 
     Args:
         place: host and port.
-        verdict: gives the verdict, quickly.
+        get_result: gives the verdict, quickly.
 
     Raises:
         VllmopsError: ``port.taken`` or ``host.unknown``.
@@ -87,7 +85,7 @@ class ProbeServer(BoundedServerMixin, HTTPServer):
 
     def __init__(self, place: tuple[str, int], verdict: Callable[[], ProbeResult]) -> None:
         host, port = place
-        self.verdict = verdict
+        self.get_result = verdict
         if ":" in host:
             self.address_family = AF_INET6
         try:
@@ -115,7 +113,7 @@ class ProbeHandler(BaseHTTPRequestHandler):
         if kind is None:
             self.send_text(404, f"there are {', '.join(PATHS)}\n")
             return
-        found = self.server.verdict()
+        found = self.server.get_result()
         text = f"{found.format_answer(kind)}\n"
         if "verbose" in parse_qs(url.query, keep_blank_values=True):
             text += "".join(f"[{'+' if found.has_passed(k) else '-'}] {WORDS[k]}\n" for k in WORDS)

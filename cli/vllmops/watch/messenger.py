@@ -46,7 +46,7 @@ class Messenger:
         self.receivers = receivers
         self.report = report
         self.events: queue.Queue[WatchEvent] = queue.Queue()
-        self.left = 0
+        self.undelivered_count = 0
         self.idle = threading.Condition()
         background.start_repeating_thread(
             "messenger",
@@ -57,13 +57,13 @@ class Messenger:
     def send(self, event: WatchEvent) -> None:
         """Queue an event; returns at once."""
         with self.idle:
-            self.left += 1
+            self.undelivered_count += 1
         self.events.put(event)
 
     def flush(self, seconds: float = FLUSH_S) -> None:
         """Wait until every event is delivered, or until the time is up."""
         with self.idle:
-            self.idle.wait_for(lambda: not self.left, seconds)
+            self.idle.wait_for(lambda: not self.undelivered_count, seconds)
 
     def deliver_next(self) -> None:
         """Deliver one event."""
@@ -74,7 +74,7 @@ class Messenger:
                 self.call_receiver(receive, event)
         finally:
             with self.idle:
-                self.left -= 1
+                self.undelivered_count -= 1
                 self.idle.notify_all()
 
     def call_receiver(self, receive: Callable[[WatchEvent], None], event: WatchEvent) -> None:
@@ -104,10 +104,10 @@ class CommandHook:
         self.command = command
         self.limit_s = limit_s
         try:
-            self.words = shlex.split(command)
+            self.arguments = shlex.split(command)
         except ValueError as error:
             raise make_no_command_error(command, str(error).lower()) from error
-        if not self.words or not shutil.which(self.words[0]):
+        if not self.arguments or not shutil.which(self.arguments[0]):
             raise make_no_command_error(command, "no such program")
 
     def __call__(self, event: WatchEvent) -> None:
@@ -118,7 +118,7 @@ class CommandHook:
         """
         try:
             process = subprocess.Popen(
-                self.words,
+                self.arguments,
                 env={**os.environ, **build_hook_environment(event)},
                 stdin=subprocess.PIPE,
                 # Standard output is for the one envelope of --json.
@@ -126,16 +126,18 @@ class CommandHook:
                 start_new_session=True,
             )
         except OSError as error:
-            raise make_hook_error(self.words[0], f"can't be run: {error.strerror}") from error
+            raise make_hook_error(self.arguments[0], f"can't be run: {error.strerror}") from error
         try:
             process.communicate(msgspec.json.encode(event), self.limit_s)
         except subprocess.TimeoutExpired:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            raise make_hook_error(self.words[0], f"was killed after {self.limit_s:g} s") from None
+            raise make_hook_error(
+                self.arguments[0], f"was killed after {self.limit_s:g} s"
+            ) from None
         if process.returncode:
-            raise make_hook_error(self.words[0], f"ended with {process.returncode}")
+            raise make_hook_error(self.arguments[0], f"ended with {process.returncode}")
 
 
 def build_hook_environment(event: WatchEvent) -> dict[str, str]:
@@ -152,7 +154,7 @@ def build_hook_environment(event: WatchEvent) -> dict[str, str]:
         "TITLE": event.title,
         "SUBJECT": event.subject,
         "EVIDENCE": event.evidence,
-        "NEXT": event.next,
+        "NEXT": event.next_step,
         "BUNDLE": event.bundle,
         "TEXT": event.text,
     }
@@ -179,7 +181,7 @@ class Webhook:
             error.hint = "--webhook wants an http or https URL"
             raise
         # Its path and its query may be secret.
-        self.where = f"{parts.scheme}://{parts.hostname}/…"
+        self.display_url = f"{parts.scheme}://{parts.hostname}/…"
 
     def __call__(self, event: WatchEvent) -> None:
         """Post it; what may pass is tried again.
@@ -209,7 +211,7 @@ class Webhook:
             if not (answer.is_server_error or answer.status_code in {408, 429}):
                 break
         raise VllmopsError(
-            "watch.webhook", f"the webhook {self.where} did not accept the event: {why}"
+            "watch.webhook", f"the webhook {self.display_url} did not accept the event: {why}"
         )
 
 

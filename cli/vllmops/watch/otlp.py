@@ -111,7 +111,7 @@ class OtlpSender:
         values = {name: getattr(event, name) for name in SENT}
         self.sent = False
         self.logger.emit(
-            timestamp=int(event.at * 1e9),
+            timestamp=int(event.happened_at * 1e9),
             severity_number=level,
             severity_text=level.name,
             event_name=f"vllmops.{event.event}",

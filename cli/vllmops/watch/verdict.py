@@ -53,11 +53,11 @@ class StallProof(NamedTuple):
 
     Args:
         after_s: how many seconds it must have lasted.
-        why: in words; empty where only its length tells.
+        reason: in words; empty where only its length tells.
     """
 
     after_s: float
-    why: str = ""
+    reason: str = ""
 
 
 def prove_stalls(
@@ -86,14 +86,16 @@ def prove_stalls(
         return StallProof(0.0, why.title)
     if explained and explained.verdict == "hang" and not is_computing(snapshot, why):
         return StallProof(0.0, f"{why.title}, and nothing computes")
-    stuck = {stall.subject for stall in found if stall.doubt in {"", "writing"}}
+    stuck = {stall.subject for stall in found if stall.alternative in {"", "writing"}}
     engines = [each for each in snapshot.recordings if each.alive and format_process(each) in stuck]
     if not engines or can_take_long(snapshot):
         return StallProof(LONG_S)
     if is_idle(snapshot):
         return StallProof(0.0, "nothing computes, and nothing outside the server is waited for")
     # Data parallel ranks step together: each waits for the one with the longest prompt.
-    steps = {p.pid: p.beat.current_step for look in snapshot.looks[-1:] for p in look.pulses}
+    steps = {
+        p.pid: p.heartbeat.current_step for look in snapshot.samples[-1:] for p in look.heartbeats
+    }
     paces = [
         compute_step_deadline(each, steps.get(each.pid), apart)
         for each in snapshot.recordings
@@ -103,7 +105,7 @@ def prove_stalls(
     if slow is None or len(known) < len(paces):
         return StallProof(LONG_S)
     last = max(known)
-    return StallProof(min(slow * last.after_s, LONG_S), last.why)
+    return StallProof(min(slow * last.after_s, LONG_S), last.reason)
 
 
 def can_take_long(snapshot: ServerSnapshot) -> bool:
@@ -137,13 +139,13 @@ def is_outside_step(place: ThreadPosition) -> bool:
 
 def is_idle(snapshot: ServerSnapshot) -> bool:
     """Whether no process and no GPU does anything."""
-    vital = {p.pid for look in snapshot.looks[-1:] for p in look.processes if p.role in VITAL}
+    vital = {p.pid for look in snapshot.samples[-1:] for p in look.processes if p.role in VITAL}
     return bool(vital) and not is_active(snapshot, vital)
 
 
 def compute_slowdown(snapshot: ServerSnapshot) -> float | None:
     """How many times longer a step takes because others have the processors; None if unknown."""
-    last = snapshot.looks[-1].processes if snapshot.looks else ()
+    last = snapshot.samples[-1].processes if snapshot.samples else ()
     inside = {process.pid for process in last if process.role in STEPPING}
     if any(process.state == UNSEEN for process in last):
         return None
@@ -158,7 +160,7 @@ def find_hindered_pids(snapshot: ServerSnapshot) -> set[int]:
     """The processes that could go on but get no processor, wait for a disk, or can't be seen."""
     found = [
         {process.pid for process in look.processes if process.state in HINDERED}
-        for look in snapshot.looks[-FEW:]
+        for look in snapshot.samples[-FEW:]
     ]
     return set[int].intersection(*found) if found else set()
 
@@ -198,7 +200,7 @@ def compute_cpu_waits(snapshot: ServerSnapshot) -> dict[int, float]:
 
 def is_cpu_starved(snapshot: ServerSnapshot) -> bool:
     """Whether a process of the server gets next to no processor: then its stacks stand anyway."""
-    states = {p.pid: p for look in snapshot.looks[-1:] for p in look.processes if p.role in VITAL}
+    states = {p.pid: p for look in snapshot.samples[-1:] for p in look.processes if p.role in VITAL}
     used, missed, kept = (
         compute_cpu_shares(snapshot),
         compute_cpu_waits(snapshot),
@@ -216,8 +218,8 @@ def pair_recent_states(
 ) -> dict[int, tuple[ProcessState, ProcessState, float]]:
     """Each process at the first and at the last look of late, and the seconds between."""
     first, last = dict[int, tuple[float, ProcessState]](), dict[int, tuple[float, ProcessState]]()
-    for look in snapshot.looks:
-        if snapshot.looks[-1].at_s - look.at_s <= WINDOW_S:
+    for look in snapshot.samples:
+        if snapshot.samples[-1].at_s - look.at_s <= WINDOW_S:
             for process in look.processes:
                 first.setdefault(process.pid, (look.at_s, process))
                 last[process.pid] = (look.at_s, process)
@@ -248,21 +250,21 @@ def is_active(snapshot: ServerSnapshot, pids: Collection[int]) -> bool:
     return (
         max((wanted.get(pid, 0.0) for pid in pids), default=0.0) >= BUSY
         or not find_hindered_pids(snapshot).isdisjoint(pids)
-        or any(gpu.busy is None or gpu.busy >= BUSY for gpu in snapshot.machine.gpus)
+        or any(gpu.utilization is None or gpu.utilization >= BUSY for gpu in snapshot.machine.gpus)
     )
 
 
 def describe_likely_stall(found: Sequence[Stall]) -> str:
     """The first stall that can hardly be anything else, in words; empty without one."""
-    return next((stall.evidence for stall in found if not stall.doubt), "")
+    return next((stall.evidence for stall in found if not stall.alternative), "")
 
 
 def is_server_up(look: ServerSample) -> bool:
     """Whether a server that has no record is up: its front end runs, or its engines schedule."""
-    engines = [pulse.beat for pulse in look.pulses if pulse.role == "engine"]
+    engines = [pulse.heartbeat for pulse in look.heartbeats if pulse.role == "engine"]
     return (
         look.health == 200
-        or any(pulse.beat.loop_s is not None for pulse in look.pulses)
+        or any(pulse.heartbeat.loop_s is not None for pulse in look.heartbeats)
         or (bool(engines) and all(beat.current_step is not None for beat in engines))
     )
 
@@ -291,9 +293,9 @@ def judge_server(
         note: which of its nodes do not answer.
     """
     unready = dict.fromkeys(
-        pulse.beat.unready
+        pulse.heartbeat.unready
         for pulse in (select_live_heartbeats(look) if look else ())
-        if pulse.beat.unready
+        if pulse.heartbeat.unready
     )
     if record := server.record:
         state, stage = record.state, record.stage

@@ -112,20 +112,20 @@ class OngoingStall:
     Args:
         number: from 1.
         began: by the monotonic clock.
-        kept: where its evidence is; empty if it could not be written.
+        evidence_path: where its evidence is; empty if it could not be written.
         text: what makes no progress.
         proof: from when on it is sure.
-        about: what it is about, as `vigil.list_stall_subjects` gives it.
+        subjects: what it is about, as `vigil.list_stall_subjects` gives it.
         restart_at: when to restart, by the monotonic clock; None for never.
         heal_at: when to heal next, by the monotonic clock, the next times first.
     """
 
     number: int
     began: float
-    kept: str
+    evidence_path: str
     text: str
     proof: verdicts.StallProof
-    about: frozenset[str]
+    subjects: frozenset[str]
     restart_at: float | None = None
     heal_at: list[float] = field(default_factory=list)
 
@@ -149,14 +149,14 @@ class Watch:
     Args:
         subject: what is watched.
         plan: how.
-        tell: called with each event at once.
+        send_event: called with each event at once.
         stop: once it is set the watch ends.
         flush: waits until all events are delivered.
         publish: called with the verdict of each look.
         swapping: whether the machine swaps.
         now: the monotonic clock, in seconds.
         wait: waits for that many seconds, or until `stop`.
-        beside: calls something that may take long, beside the checks.
+        call_in_background: calls something that may take long, beside the checks.
     """
 
     def __init__(
@@ -177,26 +177,26 @@ class Watch:
     ) -> None:
         self.subject = subject
         self.plan = plan
-        self.tell = tell
+        self.send_event = tell
         self.stop = stop or threading.Event()
         self.flush = flush
         self.publish = publish
         self.swapping = swapping or SwapMonitor().is_swapping
         self.now = now
         self.wait = wait or self.stop.wait
-        self.beside = beside
-        self.vigil = StallDetector(plan.interval_s, plan.checks, plan.patience_s)
+        self.call_in_background = beside
+        self.stall_detector = StallDetector(plan.interval_s, plan.checks, plan.patience_s)
         self.diary = EventHistory()
         self.phase: ServerPhase | None = None
         self.note = ""
-        self.begun = False  # a server without a record has been up
-        self.ongoing: OngoingStall | None = None
+        self.was_up = False  # a server without a record has been up
+        self.ongoing_stall: OngoingStall | None = None
         self.doubt_until = 0.0
         self.heals: deque[float] = deque(maxlen=HEALS)  # that did not help
         self.sweep_at = self.sweep_s = 0.0
         self.sweeping: Future[HealResult] | None = None
         # Stalls that were sure, in seconds since the epoch.
-        self.apart: deque[tuple[float, float]] = deque(maxlen=KEPT)
+        self.stall_periods: deque[tuple[float, float]] = deque(maxlen=KEPT)
         self.ask = True  # once at the beginning, to know the processes
         self.failures = ErrorReporter("a check failed, and the watch continues", self.report_text)
 
@@ -236,25 +236,25 @@ class Watch:
         """
         server, ongoing, look = (
             self.subject.server,
-            self.ongoing,
-            next(reversed(self.vigil.looks), None),
+            self.ongoing_stall,
+            next(reversed(self.stall_detector.samples), None),
         )
         sure = False
         if ongoing:
             lasted_s = self.now() - ongoing.began
             sure = lasted_s >= ongoing.proof.after_s and not self.swapping()
-            stall = "; ".join(filter(None, (ongoing.text, ongoing.proof.why if sure else "")))
+            stall = "; ".join(filter(None, (ongoing.text, ongoing.proof.reason if sure else "")))
         found = verdicts.judge_server(
             server,
             look,
-            begun=self.begun,
+            begun=self.was_up,
             over=self.phase is ServerPhase.OVER,
             stall=stall,
             sure=sure,
-            evidence=ongoing.kept if ongoing else "",
+            evidence=ongoing.evidence_path if ongoing else "",
             note=self.note,
         )
-        self.begun = found.started
+        self.was_up = found.started
         self.publish(found, server.record.started_at if server.record else None)
 
     def report_text(self, text: str) -> None:
@@ -264,8 +264,8 @@ class Watch:
         """Wait; after a much longer pause, earlier checks no longer count."""
         due = self.now() + seconds
         self.wait(seconds)
-        if self.now() - due > SLIP_S and not self.ongoing:
-            self.vigil.reset()
+        if self.now() - due > SLIP_S and not self.ongoing_stall:
+            self.stall_detector.reset()
 
     # -- its life ----------------------------------------------------------------------------
 
@@ -276,9 +276,9 @@ class Watch:
             self.subject.prepare_evidence()
         if before is None or phase is before:
             return
-        looks = self.vigil.looks
-        self.vigil.reset()
-        self.ongoing, self.ask = None, True
+        looks = self.stall_detector.samples
+        self.stall_detector.reset()
+        self.ongoing_stall, self.ask = None, True
         self.publish_result()
         label, why = self.subject.server.label, self.subject.down_reason
         if phase is ServerPhase.UP:
@@ -303,18 +303,20 @@ class Watch:
         label, why = self.subject.server.label, self.subject.down_reason
         step = f"vllmops logs {label}; then vllmops restart {label}"
         text = f"{label} has ended: {why}"
-        self.report_event("failed", text, code="server.failed", title=why, next=step, bundle=kept)
+        self.report_event(
+            "failed", text, code="server.failed", title=why, next_step=step, bundle=kept
+        )
 
     # -- looking -----------------------------------------------------------------------------
 
     def run_check(self) -> float:
         """Check once, and act; returns the seconds until the next check."""
-        found = self.vigil.add_sample(self.subject.take_sample(ask=self.ask))
+        found = self.stall_detector.add_sample(self.subject.take_sample(ask=self.ask))
         if self.sweeping and self.sweeping.done():
             self.finish_sweep(self.sweeping)
-        if self.ongoing:
-            self.handle_ongoing_stall(self.ongoing)
-        elif found and not (all(s.doubt for s in found) and self.now() < self.doubt_until):
+        if self.ongoing_stall:
+            self.handle_ongoing_stall(self.ongoing_stall)
+        elif found and not (all(s.alternative for s in found) and self.now() < self.doubt_until):
             self.publish_result(
                 verdicts.describe_likely_stall(found)
             )  # to collect the evidence takes a while
@@ -323,24 +325,24 @@ class Watch:
             self.plan.heal
             and self.now() >= self.sweep_at
             # An image that comes slowly may be there at any time.
-            and all(stall.doubt == "work" for stall in self.vigil.current_stalls)
+            and all(stall.alternative == "work" for stall in self.stall_detector.current_stalls)
         ):
             self.start_sweep()
         self.publish_result()
-        step = self.vigil.plan_next_sample()
+        step = self.stall_detector.plan_next_sample()
         self.ask = step.ask
         return step.after_s
 
     def handle_ongoing_stall(self, ongoing: OngoingStall) -> None:
         """During a known stall: check whether it is over, or whether to restart."""
-        if not self.vigil.is_stall_ongoing(ongoing.about):
-            self.ongoing = None
+        if not self.stall_detector.is_stall_ongoing(ongoing.subjects):
+            self.ongoing_stall = None
             lasted = self.now() - ongoing.began
             label = self.subject.server.label
             text = f"{label} makes progress again after {lasted:.0f} s"
             self.report_event("recovered", text, number=ongoing.number, seconds=lasted)
             if lasted >= ongoing.proof.after_s:
-                self.apart.append((time.time() - lasted, time.time()))
+                self.stall_periods.append((time.time() - lasted, time.time()))
         elif ongoing.heal_at and self.now() >= ongoing.heal_at[0]:
             ongoing.heal_at.pop(0)
             self.heal_stall(ongoing)
@@ -351,31 +353,31 @@ class Watch:
     def handle_new_stall(self, found: list[Stall]) -> None:
         """Keep the evidence, explain it, report, and act if the plan says so."""
         began = self.now() - max(stall.since_s for stall in found)
-        before = len(self.vigil.looks)
+        before = len(self.stall_detector.samples)
         # A heartbeat that is so late is hardly ever the disk's fault.
-        sure = any(stall.doubt in {"", "writing"} for stall in found)
+        sure = any(stall.alternative in {"", "writing"} for stall in found)
         self.swapping()  # from here on
         snapshot = self.subject.take_snapshot(
-            self.vigil.looks, self.plan.patience_s, self.stop, sure=sure
+            self.stall_detector.samples, self.plan.patience_s, self.stop, sure=sure
         )
-        if any(look.compilers for look in snapshot.looks[before:]):
-            self.vigil.row = 0
+        if any(look.compilers for look in snapshot.samples[before:]):
+            self.stall_detector.row = 0
             return
         diagnosis = doctor.diagnose_snapshot(snapshot, self.plan.patience_s)
         confirmed = [stall for stall in found if is_stall_confirmed(stall, snapshot, diagnosis)]
         if not confirmed:
             if not verdicts.is_cpu_starved(snapshot):  # else it may show more later
-                self.vigil.dismiss(found)
+                self.stall_detector.dismiss(found)
             self.doubt_until = self.now() + DOUBT_S
             return
         kept = self.save_evidence()
         number = self.diary.counts["stalled"] + 1
-        self.ongoing = OngoingStall(
+        self.ongoing_stall = OngoingStall(
             number,
             began,
             kept,
             found[0].evidence,
-            verdicts.prove_stalls(found, snapshot, diagnosis, self.apart),
+            verdicts.prove_stalls(found, snapshot, diagnosis, self.stall_periods),
             list_stall_subjects(confirmed),
         )
         self.publish_result()
@@ -392,20 +394,20 @@ class Watch:
             subject=why.subject,
             victims=why.victims if isinstance(why, StackFinding) else (),
             evidence=why.evidence,
-            next=why.next,
+            next_step=why.next_step,
             reference=why.reference,
             findings=tuple(finding.code for finding in diagnosis.findings),
             bundle=kept,
         )
         repaired = self.plan.repair and self.repair_caches(diagnosis)
         if self.plan.heal:
-            self.ongoing.heal_at = [self.now() + seconds for seconds in HEAL_AFTER_S]
+            self.ongoing_stall.heal_at = [self.now() + seconds for seconds in HEAL_AFTER_S]
         if self.plan.restart:
-            self.ongoing.restart_at = self.now() + (MENDING_S if repaired else 0.0)
-        self.vigil.add_sample(
+            self.ongoing_stall.restart_at = self.now() + (MENDING_S if repaired else 0.0)
+        self.stall_detector.add_sample(
             self.subject.take_sample(ask=True)
         )  # the last look is older than the evidence
-        self.handle_ongoing_stall(self.ongoing)
+        self.handle_ongoing_stall(self.ongoing_stall)
 
     # -- acting ------------------------------------------------------------------------------
 
@@ -428,14 +430,14 @@ class Watch:
             self.report_failure(error)
             return False
         done = [
-            describe_repair(repair, cache.changes, cache.left)
+            describe_repair(repair, cache.changes, cache.reason)
             for repair in report.repairs
             for cache in repair.caches
         ]
         self.report_event(
             "repaired", f"{label}: {'; '.join(done) or 'there was nothing to repair'}"
         )
-        return any(not cache.left for repair in report.repairs for cache in repair.caches)
+        return any(not cache.reason for repair in report.repairs for cache in repair.caches)
 
     def heal_stall(self, ongoing: OngoingStall) -> None:
         """Heal what is proven; a server that stalls again and again is left alone for a while."""
@@ -460,11 +462,11 @@ class Watch:
 
     def start_sweep(self) -> None:
         """Begin to heal what is stuck while others go on, unless nothing is in flight."""
-        beats = [pulse.beat for pulse in self.vigil.looks[-1].pulses]
-        busy = any(beat.handed or beat.running or beat.waiting for beat in beats)
+        beats = [pulse.heartbeat for pulse in self.stall_detector.samples[-1].heartbeats]
+        busy = any(beat.engine_requests or beat.running or beat.waiting for beat in beats)
         if busy and not self.sweeping:
             # An agent may not answer, and the next check must not wait for that.
-            self.sweeping = self.beside(partial(self.subject.heal_server, unseen=True))
+            self.sweeping = self.call_in_background(partial(self.subject.heal_server, unseen=True))
 
     def finish_sweep(self, sweeping: Future[HealResult]) -> None:
         """Tell what was healed so; what can't be healed is tried ever less often."""
@@ -480,7 +482,7 @@ class Watch:
     def restart_instance(self, ongoing: OngoingStall) -> None:
         """Restart the instance, but never before its evidence is on the disk."""
         label = self.subject.server.label
-        if not ongoing.kept:
+        if not ongoing.evidence_path:
             self.report_event(
                 "trouble", f"{label} is not restarted, because its evidence could not be written"
             )
@@ -509,12 +511,12 @@ class Watch:
 
     def is_stall_over(self, ongoing: OngoingStall) -> bool:
         """Whether a stall is over by a new look."""
-        self.vigil.add_sample(self.subject.take_sample(ask=True))
-        return not self.vigil.is_stall_ongoing(ongoing.about)
+        self.stall_detector.add_sample(self.subject.take_sample(ask=True))
+        return not self.stall_detector.is_stall_ongoing(ongoing.subjects)
 
     def report_failure(self, error: VllmopsError) -> None:
         self.report_event(
-            "trouble", f"{self.subject.server.label}: {error.message}", next=error.hint
+            "trouble", f"{self.subject.server.label}: {error.message}", next_step=error.hint
         )
 
     def report_event(self, event: Any, text: str, **fields: Any) -> None:
@@ -526,7 +528,7 @@ class Watch:
         }
         reported = WatchEvent(
             event=event,
-            at=time.time(),
+            happened_at=time.time(),
             server=server.label,
             url=server.url,
             model=server.model,
@@ -535,13 +537,13 @@ class Watch:
         )
         self.diary.counts[reported.event] += 1
         self.diary.events.append(reported)
-        self.tell(reported)
+        self.send_event(reported)
 
 
 def is_stall_confirmed(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor.Diagnosis) -> bool:
     """Whether a stall is confirmed by stacks, agents, and what was seen meanwhile."""
-    if stall.doubt == "writing" and stall.since_s < progress.SURE_S:
-        still = map(make_stall_key, progress.find_stalls(snapshot.looks, 0.0))
+    if stall.alternative == "writing" and stall.since_s < progress.SURE_S:
+        still = map(make_stall_key, progress.find_stalls(snapshot.samples, 0.0))
         # A heartbeat may only be late: it has come, or the machine had no time for it.
         if make_stall_key(stall) not in still or verdicts.is_cpu_starved(snapshot):
             return False
@@ -554,8 +556,8 @@ def is_stall_confirmed(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor
 def describe_healing(found: HealResult) -> str:
     """What was healed, in a line."""
     done = [
-        f"{outcome.action}, {outcome.process}, {outcome.subject}: {outcome.seen}; "
-        + (f"not healed: {outcome.left}" if outcome.left else outcome.did)
+        f"{outcome.action}, {outcome.process}, {outcome.subject}: {outcome.evidence}; "
+        + (f"not healed: {outcome.reason}" if outcome.reason else outcome.did)
         for outcome in found.outcomes
     ]
     return "; ".join((*done, *found.problems)) or "nothing is proven that could be healed"
@@ -565,7 +567,7 @@ def describe_repair(
     process: ProcessRepair, changes: Sequence[CacheChange], left: str | None
 ) -> str:
     """What was repaired in a cache."""
-    repaired = ", ".join(f"{change.count:,.0f} {change.fault}" for change in changes)
+    repaired = ", ".join(f"{change.count:,.0f} {change.defect}" for change in changes)
     return f"{format_process(process)}: {repaired}" + (
         f", left as it is: {left}" if left else " repaired"
     )

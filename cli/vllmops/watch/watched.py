@@ -64,7 +64,7 @@ class WatchedServer:
         self.read_at = 0
         self.found_at = 0.0
         self.dead = not server.processes
-        self.whole = False
+        self.is_complete = False
         self.collecting: BundleCollector | None = None
         self.environment: collecting.ThreadTask | None = None
 
@@ -114,7 +114,7 @@ class WatchedServer:
         if self.follow and self.is_scan_due():
             with suppress(VllmopsError):
                 if found := self.find_successor():
-                    self.server, self.dead, self.whole = found, False, False
+                    self.server, self.dead, self.is_complete = found, False, False
                     return ServerPhase.UP
         return ServerPhase.OVER
 
@@ -176,23 +176,27 @@ class WatchedServer:
         else:
             seen = examine.observe_processes(server)
             look = ServerSample(
-                at_s=time.monotonic() - self.began, pulses=seen.pulses, processes=seen.states
+                at_s=time.monotonic() - self.began,
+                heartbeats=seen.heartbeats,
+                processes=seen.states,
             )
         vital = [process for process in look.processes if process.role in VITAL]
         self.dead = all(process.state in DEAD for process in vital)
-        if not (self.folder or self.whole or self.dead):
+        if not (self.folder or self.is_complete or self.dead):
             self.add_new_processes(look)
         return look
 
     def add_new_processes(self, look: ServerSample) -> None:
         """Add the processes that a foreign server has started since; the last time once ready."""
-        up = look.health == 200 or any(pulse.beat.loop_s is not None for pulse in look.pulses)
+        up = look.health == 200 or any(
+            pulse.heartbeat.loop_s is not None for pulse in look.heartbeats
+        )
         if not self.is_scan_due():
             return
         if fleet := self.server.fleet:
             with suppress(VllmopsError):
                 self.server = dataclasses.replace(self.server, processes=fleet.list_processes())
-                self.whole = up
+                self.is_complete = up
             return
         table = processes.read_process_table()
         tree = processes.build_process_tree(table, [p.pid for p in self.server.processes])
@@ -200,7 +204,7 @@ class WatchedServer:
         known = {process.pid for process in self.server.processes}
         new = tuple(process for process in tree if process.pid not in known)
         self.server = dataclasses.replace(self.server, processes=self.server.processes + new)
-        self.whole = up
+        self.is_complete = up
 
     # -- doing -------------------------------------------------------------------------------
 

@@ -19,10 +19,10 @@ def fail(_):
 
 async def main():
     turn = Turn(SimpleNamespace(), "", b"[]")
-    turn.latest = SimpleNamespace(id="resp_1")
+    turn.latest_response = SimpleNamespace(id="resp_1")
     background.fields.fill_response = background.set_response_conversation = lambda it, _: it
     background.encode_model = fail
-    task = asyncio.ensure_future(turn.accepted)
+    task = asyncio.ensure_future(turn.accepted_run)
     handler = SimpleNamespace(
         store=None, conversations=ConversationTurns(None), background_tasks={"resp_1": task}
     )
@@ -60,8 +60,8 @@ def runs_of(store):
 
 async def begun(runs, held=None, keep=None):
     turn = Turn(SimpleNamespace(), "", b"[]")
-    turn.held = held
-    turn.latest = SimpleNamespace(
+    turn.hold = held
+    turn.latest_response = SimpleNamespace(
         id="resp_1", model="m", status="queued", previous_response_id=None
     )
     with set_current_turn(turn):
@@ -87,7 +87,7 @@ async def main():
         runs.stop_run("resp_1")
         runs.stop_run("resp_1")
         await asyncio.wait([second], timeout=60)
-        print(second.cancelled(), runs.running, store.attended)
+        print(second.cancelled(), runs.running, store.tracked_runs)
 
 asyncio.run(main())
 """
@@ -101,9 +101,9 @@ async def main():
         await store.delete("", "resp_1")
         runs.stop_run("resp_1")  # before it has begun
         await asyncio.wait([task], timeout=60)
-        while store.backend.kept["conv"].is_held:
+        while store.backend.stored_conversations["conv"].is_held:
             await asyncio.sleep(0.01)
-        print(task.cancelled(), store.backend.kept["conv"].is_held)
+        print(task.cancelled(), store.backend.stored_conversations["conv"].is_held)
 
 asyncio.run(main())
 """
@@ -128,7 +128,7 @@ async def main():
             while (run := await store.get("", "resp_1")) is None or run.status == "queued":
                 await asyncio.sleep(0.01)
         print(request.cancelled(), (await store.get("", "resp_1")).status)
-        print(list(runs.running), store.backend.kept["conv"].is_held)
+        print(list(runs.running), store.backend.stored_conversations["conv"].is_held)
 
 asyncio.run(main())
 """
@@ -173,7 +173,7 @@ from vllmops.store.store import ResponseStore
 
 backend = opening.make_backend("memory://")
 StoreBackedServing.open_store = staticmethod(lambda: ResponseStore(backend))
-StoreBackedServing.ring = staticmethod(lambda: None)
+StoreBackedServing.get_keyring = staticmethod(lambda: None)
 
 async def main():
     handler = StoreBackedServing()
@@ -183,7 +183,8 @@ async def main():
         await store.create(run)
         store.paused_until = time.monotonic() + 0.2
         await handler.runs.rerun_response(run, {"background": True, "stream": True})
-        print(*[frame.type async for frame in handler.stored.follow_events("", "resp_1")][-1:])
+        frames = handler.stored_responses.follow_events("", "resp_1")
+        print(*[frame.type async for frame in frames][-1:])
 
 asyncio.run(main())
 """

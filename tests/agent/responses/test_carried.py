@@ -56,7 +56,7 @@ SYSTEM = {"role": "system", "content": "be brief"}
 def conversation(history: list[Item], items: list[Item]) -> list[Item]:
     """What is made of a request whose latest carrier holds `history`."""
     found = find_carrier(items, None)
-    at = found.at if found else -1
+    at = found.item_index if found else -1
     before, kept = merge_history(history, items, at)
     return [*before, *(items[n] for n in kept)]
 
@@ -173,13 +173,13 @@ def test_the_carrier_that_counts() -> None:
     assert find_carrier([sealed(FOREIGN), user("1")], None) is None
     found = find_carrier([sealed(OLD), user("2"), sealed(NEW), sealed(FOREIGN), user("3")], None)
     assert found
-    assert (found.text, found.at, found.param) == (NEW, 2, "input")
+    assert (found.text, found.item_index, found.param) == (NEW, 2, "input")
     found = find_carrier([user("3")], {"output": [sealed(FOREIGN), said("x"), sealed(NEW)]})
     assert found
-    assert (found.text, found.at, found.param) == (NEW, -1, "previous_response")
+    assert (found.text, found.item_index, found.param) == (NEW, -1, "previous_response")
     found = find_carrier([sealed(NEW), user("3")], {"output": [sealed(NEW)]})
     assert found
-    assert (found.text, found.at) == (NEW, 0)
+    assert (found.text, found.item_index) == (NEW, 0)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def turn(*items: Any, response: str = "resp_1") -> Any:
         owner="",
         began=1.0,
         items=msgspec.json.encode(items),
-        held=None,
+        hold=None,
     )
 
 

@@ -50,7 +50,7 @@ def told(
 def test_a_conversation_has_every_item_once() -> None:
     turns = [kept([USER], [REASONING, MESSAGE, CALL]), kept([], [CUSTOM])]
     items = [USER, REASONING, MESSAGE, CALL]
-    assert told(turns).items == told(turns).parsed == [*items, CUSTOM]
+    assert told(turns).items == told(turns).parsed_items == [*items, CUSTOM]
     assert told(turns, harmony=True).items == items
 
 
@@ -95,8 +95,8 @@ def test_an_answer_is_parsed_once_and_an_input_each_time() -> None:
     parser = Parser()
     history = HistoryReader(parser, harmony=False)
     turns = [kept([USER], [MESSAGE]), kept([USER], [CALL])]
-    assert told(turns[:1], history).parsed == [USER, MESSAGE]
-    assert told(turns, history).parsed == [USER, MESSAGE, USER, CALL]
+    assert told(turns[:1], history).parsed_items == [USER, MESSAGE]
+    assert told(turns, history).parsed_items == [USER, MESSAGE, USER, CALL]
     assert [parser.read.count(item) for item in (USER, MESSAGE, CALL)] == [3, 1, 1]
 
 
@@ -119,7 +119,7 @@ def test_many_small_answers_that_are_kept_ready_are_bounded() -> None:
 def test_an_answer_too_large_to_be_kept_ready_is_read() -> None:
     large = {**CUSTOM, "input": "x" * CACHE_BYTES}
     history = HistoryReader(list, harmony=False)
-    assert told([kept([USER], [large])], history).parsed == [USER, large]
+    assert told([kept([USER], [large])], history).parsed_items == [USER, large]
     assert not history.answers
 
 
@@ -134,6 +134,6 @@ def test_items_of_a_conversation_are_read_as_turns_are() -> None:
     ]
     for _ in range(2):
         part = asyncio.run(history.read_conversation_items(entries))
-        assert part.items == part.parsed == [given, answer]
+        assert part.items == part.parsed_items == [given, answer]
     # What the model made is parsed once.
     assert parser.read == [given, answer, given]

@@ -39,7 +39,7 @@ class Handler:
         self.made: list[dict[str, Any]] = []
         self.closed = 0
         self.sent = 0
-        self.stored = self
+        self.stored_responses = self
 
     async def create(
         self, given: dict[str, Any], raw_request: Request

@@ -21,7 +21,7 @@ async def stored(store: ResponseStore) -> list[int]:
     """The numbers in the log."""
     log = await store.read_events("", RUN.id, -1)
     assert log
-    return [n for chunk in log.chunks for n in range(chunk.first, chunk.last + 1)]
+    return [n for chunk in log.chunks for n in range(chunk.first_number, chunk.last_number + 1)]
 
 
 def test_all_events_are_there_at_the_end_and_few_writes_do() -> None:

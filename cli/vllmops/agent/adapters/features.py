@@ -49,11 +49,11 @@ class VersionResults(msgspec.Struct, frozen=True):
     """What the tests found with one version.
 
     Args:
-        live: whether a server ran with it, too.
+        has_live_run: whether a server ran with it, too.
         results: by feature or patch.
     """
 
-    live: bool
+    has_live_run: bool = msgspec.field(name="live")
     results: dict[str, str]
 
 

@@ -33,9 +33,9 @@ def find_blocking_requests() -> list[HealProof]:
         proofs.append(
             HealProof(
                 subject=head.request_id,
-                what=f"{why}; requests behind it: {len(waiting) - 1:,}",
-                why=told,
-                same=f"{id(head)} {head.num_tokens} {head.num_computed_tokens}",
+                evidence=f"{why}; requests behind it: {len(waiting) - 1:,}",
+                client_message=told,
+                progress_key=f"{id(head)} {head.num_tokens} {head.num_computed_tokens}",
                 rises=engine.find_current_step(scheduler),
             )
         )

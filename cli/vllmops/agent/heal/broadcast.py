@@ -45,8 +45,8 @@ def find_missed_messages() -> list[HealProof]:
     return [
         HealProof(
             subject=f"reader {queue.local_reader_rank}",
-            what="a message is in shared memory, and its reader waits for the notification",
-            same=f"{id(queue)} {queue.current_idx}",
+            evidence="a message is in shared memory, and its reader waits for the notification",
+            progress_key=f"{id(queue)} {queue.current_idx}",
         )
         for queue in find_stuck_queues()
     ]

@@ -18,12 +18,12 @@ class EncoderCacheDeadlock(NamedTuple):
     """A request without room in the encoder cache, and those that hold it and wait.
 
     Args:
-        blocked: the request.
+        blocked_request: the request.
         slots: that its next input needs.
         holders: waiting requests to release, as few as give it room.
     """
 
-    blocked: Any
+    blocked_request: Any
     slots: int
     holders: list[Any]
 
@@ -76,14 +76,14 @@ def find_deadlocked_holders() -> list[HealProof]:
     return [
         HealProof(
             subject=request.request_id,
-            what=(
+            evidence=(
                 "it waits and holds "
                 f"{sum(scheduling.count_slots_by_entry(manager, request).values()):,} slots of the "
                 "encoder cache; "
-                f"{found.blocked.request_id} needs {found.slots:,}, and "
+                f"{found.blocked_request.request_id} needs {found.slots:,}, and "
                 f"{manager.num_freeable_slots:,} are free"
             ),
-            same=f"{id(request)} {found.blocked.request_id} {far}",
+            progress_key=f"{id(request)} {found.blocked_request.request_id} {far}",
             rises=engine.find_current_step(scheduler),
         )
         for request in found.holders

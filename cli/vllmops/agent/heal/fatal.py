@@ -39,7 +39,11 @@ def keep_fatal_message(
         left -= len(frames[-1].head)
     if frames:
         kept = FatalMessage(
-            thread=thread, at=time.time(), error=error, requests=requests, frames=tuple(frames)
+            thread=thread,
+            failed_at=time.time(),
+            error=error,
+            requests=requests,
+            frames=tuple(frames),
         )
         _kept.append(kept)
 

@@ -34,12 +34,12 @@ class ThreadDeath(NamedTuple):
     Args:
         error: what it raised.
         requests: ids of the requests whose message it had.
-        rest: what of that message is still to be sent; None if nothing is.
+        unsent_part: what of that message is still to be sent; None if nothing is.
     """
 
     error: str
     requests: tuple[str, ...]
-    rest: tuple[int, Any] | None = None
+    unsent_part: tuple[int, Any] | None = None
 
 
 _deaths: dict[str, ThreadDeath] = {}
@@ -135,9 +135,9 @@ def find_dead_threads() -> list[HealProof]:
     return [
         HealProof(
             subject=title,
-            what=f"it has ended: {death.error}" if death else "it has ended, nobody knows why",
+            evidence=f"it has ended: {death.error}" if death else "it has ended, nobody knows why",
             requests=death.requests if death else (),
-            same=str(death),
+            progress_key=str(death),
         )
         for name, title in NAMES.items()
         if LOOP in running and name not in running
@@ -204,9 +204,9 @@ def restart_thread(core: Any, name: str) -> str:
     except TypeError as error:
         return f"this vLLM starts it in another way: {error}"
     death = _deaths.pop(name, None)
-    if death and death.rest:
+    if death and death.unsent_part:
         with core.output_queue.mutex:
-            core.output_queue.queue.appendleft(death.rest)
+            core.output_queue.queue.appendleft(death.unsent_part)
     thread = threading.Thread(target=target, args=arguments, daemon=True)
     thread.start()
     if name == WRITER:

@@ -25,8 +25,8 @@ def find_paused_engine() -> list[HealProof]:
     return [
         HealProof(
             subject="engine",
-            what=f"it is {sleeps}; requests that wait: {waiting:,}",
-            same=sleeps,
+            evidence=f"it is {sleeps}; requests that wait: {waiting:,}",
+            progress_key=sleeps,
         )
     ]
 
@@ -37,8 +37,8 @@ def find_pausing_request() -> list[HealProof]:
     if arrival is None or arrival.scope is None:
         return []
     client = (arrival.scope.get("client") or ("an unknown client",))[0]
-    ago = time.monotonic() - arrival.at
-    return [HealProof(subject="engine", what=f"{arrival.route} from {client}, {ago:.0f} s ago")]
+    ago = time.monotonic() - arrival.arrived_at
+    return [HealProof(subject="engine", evidence=f"{arrival.route} from {client}, {ago:.0f} s ago")]
 
 
 def find_dropped_weights() -> list[HealProof]:
@@ -46,7 +46,9 @@ def find_dropped_weights() -> list[HealProof]:
     if not any(map(has_dropped_weights, objects.list_objects("worker"))):
         return []
     return [
-        HealProof(subject="engine", what="its weights are gone: vLLM's sleep level 2 drops them")
+        HealProof(
+            subject="engine", evidence="its weights are gone: vLLM's sleep level 2 drops them"
+        )
     ]
 
 

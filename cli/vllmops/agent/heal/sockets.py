@@ -78,14 +78,14 @@ class PersistentContext:
     """A context manager of something that an error does not close."""
 
     def __init__(self, thing: Any) -> None:
-        self.thing = thing
+        self.resource = thing
 
     def __enter__(self) -> Any:
-        return self.thing
+        return self.resource
 
     def __exit__(
         self, kind: type[BaseException] | None, error: Any, traceback: TracebackType | None
     ) -> None:
         if kind is None:
-            _opened.remove(self.thing)
-            self.thing.__exit__(kind, error, traceback)
+            _opened.remove(self.resource)
+            self.resource.__exit__(kind, error, traceback)

@@ -18,15 +18,15 @@ class Action(NamedTuple):
     """What a module of this package does.
 
     Args:
-        look: what a look shows; changes nothing.
-        act: heals subjects that a look of its own still shows; returns why one was not healed, by
+        find_proofs: what a look shows; changes nothing.
+        heal: heals subjects that a look of its own still shows; returns why one was not healed, by
             subject. None where the command line heals it in another way.
-        known: what a look shows of some requests, in a process that may know them.
+        find_request_proofs: what a look shows of some requests, in a process that may know them.
     """
 
-    look: Callable[[], list[HealProof]]
-    act: Callable[[list[str]], dict[str, str]] | None = None
-    known: Callable[[Sequence[str]], list[HealProof]] | None = None
+    find_proofs: Callable[[], list[HealProof]]
+    heal: Callable[[list[str]], dict[str, str]] | None = None
+    find_request_proofs: Callable[[Sequence[str]], list[HealProof]] | None = None
 
 
 ACTIONS: Final = {
@@ -53,14 +53,20 @@ def answer_heal(request: HealRequest) -> HealAnswer:
     proofs: list[HealProof] = []
     left: dict[str, str] = {}
     if action := ACTIONS.get(request.action):
-        if request.among:
-            proofs = action.known(request.among) if action.known else []
+        if request.request_ids:
+            proofs = (
+                action.find_request_proofs(request.request_ids)
+                if action.find_request_proofs
+                else []
+            )
         elif request.subjects is None:
-            proofs = action.look()
-        elif action.act:
+            proofs = action.find_proofs()
+        elif action.heal:
             with _acting:
-                left = action.act(request.subjects)
+                left = action.heal(request.subjects)
             account.repairs[request.action] += len(set(request.subjects) - left.keys())
     if request.note:
         log.warning("vllmops: heal: %s", " ".join(request.note.split()))
-    return HealAnswer(pid=os.getpid(), **make_process_fields(), proofs=tuple(proofs), left=left)
+    return HealAnswer(
+        pid=os.getpid(), **make_process_fields(), proofs=tuple(proofs), reason_by_subject=left
+    )

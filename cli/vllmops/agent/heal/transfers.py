@@ -77,11 +77,12 @@ def prove_lost_load(
         policy = adapter.find_failure_policy(scheduler)
         what += f"; the connector knows no such load; kv_load_failure_policy: {policy}"
     steps = engine.find_current_step(scheduler)
+    progress = request.num_preemptions, request.num_computed_tokens
     return HealProof(
         subject=name,
-        what=what,
-        why=why,
-        same=f"{id(request)} {request.num_preemptions} {request.num_computed_tokens} {bool(gone)}",
+        evidence=what,
+        client_message=why,
+        progress_key=f"{id(request)} {progress[0]} {progress[1]} {bool(gone)}",
         rises=None if steps is None else steps // adapter.get_max_concurrent_steps(scheduler),
     )
 
@@ -117,7 +118,7 @@ def find_known_loads(names: Sequence[str]) -> list[HealProof]:
     if connector is None:
         return []
     kept = sorted(find_tracked_requests(connector, names))
-    return [HealProof(subject="connector", what=type(connector).__name__, requests=tuple(kept))]
+    return [HealProof(subject="connector", evidence=type(connector).__name__, requests=tuple(kept))]
 
 
 def find_tracked_requests(connector: Any, names: Sequence[str]) -> set[str]:
@@ -132,7 +133,9 @@ def find_tracked_requests(connector: Any, names: Sequence[str]) -> set[str]:
 def fail_lost_loads(subjects: list[str]) -> dict[str, str]:
     """Have the next step's output say that these loads failed; returns why that was not done."""
     scheduler = objects.find_latest("scheduler")
-    names = {proof.subject for proof in find_lost_loads() if not proof.why} & set(subjects)
+    names = {proof.subject for proof in find_lost_loads() if not proof.client_message} & set(
+        subjects
+    )
     if scheduler is None or not names:
         return {}
 

@@ -42,7 +42,7 @@ def prove_queues_empty() -> list[HealProof]:
             if time.monotonic() > until:
                 return []
             time.sleep(POLL_S)
-    return [HealProof(subject="transit", what="nothing is on its way")]
+    return [HealProof(subject="transit", evidence="nothing is on its way")]
 
 
 def is_queue_idle(queue: Any, name: str) -> bool:

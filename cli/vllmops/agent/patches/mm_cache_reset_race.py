@@ -33,16 +33,16 @@ class SlowCache:
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
-        self.entered, self.cleared = threading.Event(), threading.Event()
+        self.get_called, self.clear_called = threading.Event(), threading.Event()
         self.torn = False
 
     def get(self, key: str) -> SimpleNamespace:  # noqa: ARG002
-        self.entered.set()
-        self.torn = self.cleared.wait(self.patience_s)
+        self.get_called.set()
+        self.torn = self.clear_called.wait(self.patience_s)
         return SimpleNamespace(item=None, prompt_updates=None)
 
     def clear(self) -> None:
-        self.cleared.set()
+        self.clear_called.set()
 
 
 def has_defect(module: ModuleType) -> bool | None:
@@ -54,7 +54,7 @@ def has_defect(module: ModuleType) -> bool | None:
     holder._cache = slow = SlowCache(TEAR_PATCHED_S if patched else TEAR_S)
     user = threading.Thread(target=holder.get_and_update_item, args=(None, "vllmops-probe"))
     user.start()
-    slow.entered.wait(WAIT_S)
+    slow.get_called.wait(WAIT_S)
     holder.clear_cache()
     user.join(WAIT_S)
     return slow.torn

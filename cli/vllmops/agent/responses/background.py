@@ -92,7 +92,7 @@ class BackgroundRuns:
             ApiError: its id is taken, or it is gone.
             StoreUnavailable: the store is down.
         """
-        task: asyncio.Task[None] = self.handler.background_tasks.pop(turn.latest.id)
+        task: asyncio.Task[None] = self.handler.background_tasks.pop(turn.latest_response.id)
         turn.goes_on = True
         return await asyncio.shield(
             start_task(self.register_run(turn, task, keep, asked), self.accepting)
@@ -106,7 +106,7 @@ class BackgroundRuns:
         asked: bytes | None,
     ) -> Response:
         """Accept a run, which does its work in a task; its turn is over where that fails."""
-        queued = turn.latest
+        queued = turn.latest_response
         try:
             body = encode_model(
                 set_response_conversation(fields.fill_response(queued, turn.request), turn)
@@ -128,7 +128,7 @@ class BackgroundRuns:
         self.running[run.id] = run, task
         self.store.track_run(run, task.cancel)
         task.add_done_callback(lambda _: self.finish_run(run, turn))
-        turn.accepted.set_result(run)
+        turn.accepted_run.set_result(run)
         return run
 
     async def rerun_interrupted(self) -> None:
@@ -171,7 +171,7 @@ class BackgroundRuns:
             turn.began = run.created_at
             kept = partial(self.store.read_events, run.owner, run.id, -1)
             if request.stream and (log_ := await retry_while_unavailable(kept)) and log_.chunks:
-                turn.first = log_.chunks[-1].last + 1
+                turn.first_event_number = log_.chunks[-1].last_number + 1
             if conversation := parse_conversation_parameter(request):
                 await self.conversations.begin_turn(turn, conversation)
             current.set(turn)
@@ -195,7 +195,7 @@ class BackgroundRuns:
         """Do a run's work after the store has the run, and store its result."""
         turn = current.get()
         assert turn
-        run = await turn.accepted
+        run = await turn.accepted_run
         try:
             if not await self.mark_in_progress(run):
                 return
@@ -216,7 +216,7 @@ class BackgroundRuns:
     def finish_run(self, run: Response, turn: Turn) -> None:
         """Forget a run that is over; one that was stopped before it began has let go of nothing."""
         self.unregister_run(run)
-        if turn.held and not self.ending:
+        if turn.hold and not self.ending:
             start_task(self.conversations.release_turn(turn), self.releases)
 
     def unregister_run(self, run: Response) -> None:
@@ -231,7 +231,7 @@ class BackgroundRuns:
         Logs errors, because vLLM ignores what this task raises.
         """
         put: Callable[[], Awaitable[bool]] = partial(self.store.put, ended)
-        if turn and turn.held and ended.status in wire.ANSWERED:
+        if turn and turn.hold and ended.status in wire.ANSWERED:
             put = partial(self.conversations.finish_turn, turn, ended, ended.body, new=False)
         else:
             await self.conversations.release_turn(turn)  # first: who sees that it failed goes on

@@ -47,15 +47,15 @@ class RequestCarrier(NamedTuple):
 
     Args:
         text: the carrier.
-        at: its index among the items of the input, -1 where it is not among them.
+        item_index: its index among the items of the input, -1 where it is not among them.
         param: the request parameter that contains it.
-        what: the item that contains it, where that is no carrier.
+        carrier_name: the item that contains it, where that is no carrier.
     """
 
     text: str
-    at: int
+    item_index: int
     param: str
-    what: str = ""
+    carrier_name: str = ""
 
 
 def find_carrier(items: list[Item], previous: Any) -> RequestCarrier | None:

@@ -60,7 +60,7 @@ class SummaryUsage(NamedTuple):
     """The tokens that summaries took."""
 
     input: int = 0
-    cached: int = 0
+    cached_input: int = 0
     output: int = 0
     reasoning: int = 0
 
@@ -71,7 +71,7 @@ class SummaryUsage(NamedTuple):
         given, made = usage.input_tokens_details, usage.output_tokens_details
         return SummaryUsage(
             self.input + usage.input_tokens,
-            self.cached + (given.cached_tokens if given else 0),
+            self.cached_input + (given.cached_tokens if given else 0),
             self.output + usage.output_tokens,
             self.reasoning + (made.reasoning_tokens if made else 0),
         )
@@ -80,7 +80,7 @@ class SummaryUsage(NamedTuple):
         """In the form of the API."""
         return {
             "input_tokens": self.input,
-            "input_tokens_details": {"cached_tokens": self.cached, "cache_write_tokens": 0},
+            "input_tokens_details": {"cached_tokens": self.cached_input, "cache_write_tokens": 0},
             "output_tokens": self.output,
             "output_tokens_details": {"reasoning_tokens": self.reasoning},
             "total_tokens": self.input + self.output,

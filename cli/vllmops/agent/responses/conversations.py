@@ -132,7 +132,7 @@ class ConversationTurns:
             held = await kept.read_without_hold(turn.owner, conversation_id)
         if not isinstance(held, ConversationHold):
             raise make_outcome_error(held, conversation_id, param=PARAM)
-        turn.held = held
+        turn.hold = held
         try:
             outcome = self.check_input_items(held, RAWS.decode(turn.items))
             if outcome is not ConversationResult.DONE:
@@ -182,7 +182,7 @@ class ConversationTurns:
             ApiError: the hold has lapsed, and another request has changed the conversation.
             StoreUnavailable: the store is down.
         """
-        held: ConversationHold = turn.held
+        held: ConversationHold = turn.hold
         entries = make_conversation_items(RAWS.decode(turn.items))
         entries += make_conversation_items(
             ANSWER.decode(body).output, answer=True, used={one.id for one in entries}
@@ -198,8 +198,8 @@ class ConversationTurns:
 
     async def release_turn(self, turn: Any) -> None:
         """Let go of a turn's conversation, if it still holds one."""
-        if turn is not None and turn.held is not None:
-            await self.store.conversations.release_hold(turn.held)
+        if turn is not None and turn.hold is not None:
+            await self.store.conversations.release_hold(turn.hold)
 
     async def release_run(self, run: Response) -> None:
         """Let go of the conversation of a run that was stopped, in whatever process it runs."""
@@ -223,7 +223,7 @@ class ConversationsApi:
 
     def __init__(self, store: ResponseStore) -> None:
         self.store = store
-        self.kept = store.conversations
+        self.conversations = store.conversations
 
     async def create(self, who: str, body: bytes) -> bytes:
         """Create a conversation.
@@ -236,7 +236,7 @@ class ConversationsApi:
         metadata = encode_metadata(given.metadata or {})
         entries = validate_new_items(given.items or [])
         made_now = Conversation(id=f"conv_{uuid4().hex}", owner=who, metadata=metadata)
-        outcome = await self.kept.create(made_now, entries)
+        outcome = await self.conversations.create(made_now, entries)
         if outcome is not ConversationResult.DONE:
             raise make_outcome_error(outcome, made_now.id, param="items")
         return encode_conversation(made_now)
@@ -249,7 +249,9 @@ class ConversationsApi:
             StoreUnavailable: the store is down.
         """
         return encode_conversation(
-            require_conversation(await self.kept.get(who, conversation_id), conversation_id)
+            require_conversation(
+                await self.conversations.get(who, conversation_id), conversation_id
+            )
         )
 
     async def update(self, who: str, conversation_id: str, body: bytes) -> bytes:
@@ -260,7 +262,7 @@ class ConversationsApi:
             StoreUnavailable: the store is down.
         """
         metadata = encode_metadata(parse_request_body(UPDATED, body).metadata or {})
-        changed = await self.kept.set_metadata(who, conversation_id, metadata)
+        changed = await self.conversations.set_metadata(who, conversation_id, metadata)
         return encode_conversation(require_conversation(changed, conversation_id))
 
     async def delete(self, who: str, conversation_id: str) -> bytes:
@@ -270,7 +272,7 @@ class ConversationsApi:
             ApiError: there is none.
             StoreUnavailable: the store is down.
         """
-        if not await self.kept.delete(who, conversation_id):
+        if not await self.conversations.delete(who, conversation_id):
             raise make_outcome_error(ConversationResult.GONE, conversation_id)
         return ENCODE({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
@@ -286,7 +288,7 @@ class ConversationsApi:
         """
         validate_include(include)
         entries = validate_new_items(parse_request_body(ADDED, body).items)
-        outcome = await self.kept.add_items(who, conversation_id, entries)
+        outcome = await self.conversations.add_items(who, conversation_id, entries)
         if outcome is not ConversationResult.DONE:
             limit = self.store.backend.limits.max_items
             raise make_outcome_error(outcome, conversation_id, param="items", limit=limit)
@@ -310,7 +312,7 @@ class ConversationsApi:
         """
         validate_include(include)
         try:
-            page = await self.kept.list_items(
+            page = await self.conversations.list_items(
                 who, conversation_id, after=after, limit=limit, descending=descending
             )
         except CursorUnknown as error:
@@ -318,7 +320,7 @@ class ConversationsApi:
             raise ApiError(400, message, "after") from error
         if page is None:
             raise make_outcome_error(ConversationResult.GONE, conversation_id)
-        return encode_items_page(page.entries, include, more=page.more)
+        return encode_items_page(page.entries, include, more=page.has_more)
 
     async def retrieve_item(
         self, who: str, conversation_id: str, item_id: str, include: Collection[str] = ()
@@ -330,7 +332,7 @@ class ConversationsApi:
             StoreUnavailable: the store is down.
         """
         validate_include(include)
-        entry = await self.kept.get_item(who, conversation_id, item_id)
+        entry = await self.conversations.get_item(who, conversation_id, item_id)
         if entry is None:
             raise make_item_not_found_error(item_id)
         with wire.translate_damage_errors("item"):
@@ -344,8 +346,10 @@ class ConversationsApi:
                 progress.
             StoreUnavailable: the store is down.
         """
-        kept = require_conversation(await self.kept.get(who, conversation_id), conversation_id)
-        outcome = await self.kept.remove_item(who, conversation_id, item_id)
+        kept = require_conversation(
+            await self.conversations.get(who, conversation_id), conversation_id
+        )
+        outcome = await self.conversations.remove_item(who, conversation_id, item_id)
         if outcome is ConversationResult.GONE:
             raise make_item_not_found_error(item_id)
         if outcome is not ConversationResult.DONE:
@@ -382,8 +386,8 @@ def set_response_conversation(response: Any, turn: Any) -> Any:
         response: vLLM's, or OpenAI's in an event.
         turn: a `serving.Turn`, or None.
     """
-    if turn is not None and turn.held is not None:
-        reference = Reference(id=turn.held.conversation_id)
+    if turn is not None and turn.hold is not None:
+        reference = Reference(id=turn.hold.conversation_id)
         declared = vars(
             response
         )  # as in `fields.fill_response`; vLLM's response does not declare it

@@ -23,13 +23,13 @@ class ConversationPart(NamedTuple):
 
     Args:
         items: as a client sends them.
-        parsed: the same as vLLM reads them.
+        parsed_items: the same as vLLM reads them.
         size: in bytes, before the store compresses it.
         compaction: the sealed content of the compaction item that it begins with, empty if none.
     """
 
     items: Sequence[Item]
-    parsed: Sequence[Any]
+    parsed_items: Sequence[Any]
     size: int
     compaction: str = ""
 
@@ -91,7 +91,7 @@ class HistoryReader:
             items += part
             parsed += islice(asked_parsed, len(part))
             items += answer.items
-            parsed += answer.parsed
+            parsed += answer.parsed_items
             size += answer.size
         return ConversationPart(items, parsed, size + sum(map(len, sent)))
 
@@ -113,7 +113,7 @@ class HistoryReader:
                 continue
             part = self.answers.get(entry.body) or await self.read_output_item(entry.body)
             items += part.items
-            parsed += part.parsed
+            parsed += part.parsed_items
             size += part.size
         return ConversationPart(items, parsed, size)
 

@@ -114,5 +114,5 @@ async def list_interrupted_runs(store: ResponseStore, before: str) -> list[Respo
                     raise
                 break  # the last one was deleted meanwhile
             found |= {one.id: one for one in page.responses if extract_request(one)[0] == before}
-            query = replace(query, after=page.responses[-1].id) if page.more else None
+            query = replace(query, after_id=page.responses[-1].id) if page.has_more else None
     return sorted(found.values(), key=lambda one: one.created_at)

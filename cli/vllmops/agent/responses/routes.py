@@ -105,7 +105,7 @@ def install_routes(
         lambda: ResponseStore(backend, outages=log.warning)
     )
     StoreBackedServing.carriers = carriers
-    StoreBackedServing.ring = staticmethod(ring)
+    StoreBackedServing.get_keyring = staticmethod(ring)
     StoreBackedServing.sockets = sockets
     StoreBackedServing.compaction_prompt = load_summary_prompt()
     ours = {make_route_key(route) for route in router.routes}
@@ -221,12 +221,12 @@ async def retrieve_responses(
     include = parse_include(raw_request)
     if stream:
         if include:
-            await handler.stored.retrieve(who, response_id, include)
-        events = await handler.stored.resume_stream(
+            await handler.stored_responses.retrieve(who, response_id, include)
+        events = await handler.stored_responses.resume_stream(
             who, response_id, starting_after, obfuscate=include_obfuscation
         )
         return make_stream_response(events)
-    return make_json_response(await handler.stored.retrieve(who, response_id, include))
+    return make_json_response(await handler.stored_responses.retrieve(who, response_id, include))
 
 
 @router.post("/v1/responses", dependencies=ONLY_JSON, responses=STREAM)
@@ -317,15 +317,17 @@ async def list_responses(
 ) -> Response:
     """List responses."""
     query = StoreQuery(
-        after=after,
-        before=before,
+        after_id=after,
+        before_id=before,
         limit=limit,
         descending=order == "desc",
         model=model,
         status=status,
     )
     return make_json_response(
-        await require_handler(raw_request).stored.list_responses(find_owner(raw_request), query)
+        await require_handler(raw_request).stored_responses.list_responses(
+            find_owner(raw_request), query
+        )
     )
 
 
@@ -335,7 +337,9 @@ async def list_responses(
 async def delete_responses(response_id: str, raw_request: Request) -> Response:
     """Delete a response."""
     return make_json_response(
-        await require_handler(raw_request).stored.delete(find_owner(raw_request), response_id)
+        await require_handler(raw_request).stored_responses.delete(
+            find_owner(raw_request), response_id
+        )
     )
 
 
@@ -345,7 +349,9 @@ async def delete_responses(response_id: str, raw_request: Request) -> Response:
 async def cancel_responses(response_id: str, raw_request: Request) -> Response:
     """Cancel a response in the background."""
     return make_json_response(
-        await require_handler(raw_request).stored.cancel(find_owner(raw_request), response_id)
+        await require_handler(raw_request).stored_responses.cancel(
+            find_owner(raw_request), response_id
+        )
     )
 
 
@@ -361,7 +367,7 @@ async def list_input_items(
 ) -> Response:
     """List what a response's turn added to its conversation."""
     validate_include(parse_include(raw_request))
-    body = await require_handler(raw_request).stored.list_input_items(
+    body = await require_handler(raw_request).stored_responses.list_input_items(
         find_owner(raw_request), response_id, after=after, limit=limit, descending=order == "desc"
     )
     return make_json_response(body)

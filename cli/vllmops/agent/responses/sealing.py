@@ -75,7 +75,7 @@ async def open_carrier(
         return found
     except CarrierError as error:
         count_carrier("opened", error)
-        raise translate_carrier_error(error, brought.param, brought.what) from error
+        raise translate_carrier_error(error, brought.param, brought.carrier_name) from error
 
 
 def extract_carrier_items(opened: Carrier) -> list[Item]:

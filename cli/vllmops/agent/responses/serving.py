@@ -97,7 +97,7 @@ class PreviousResponseDict(DiscardingDict):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if turn := current.get():
-            turn.latest = value
+            turn.latest_response = value
 
 
 class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
@@ -105,7 +105,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
 
     # `routes.install_routes` sets these on the class, because vLLM makes the instance.
     open_store: Callable[[], ResponseStore]
-    ring: Callable[[], KeyRing | None]
+    get_keyring: Callable[[], KeyRing | None]
     carriers = CarrierSettings()
     sockets = WebSocketLimits()
     compaction_prompt = compaction.PROMPT
@@ -124,7 +124,9 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             self.counts = True
         self.conversations = ConversationTurns(self.store)
         self.runs = BackgroundRuns(self)
-        self.stored = StoredResponsesApi(self.store, self.conversations, self.runs.stop_run)
+        self.stored_responses = StoredResponsesApi(
+            self.store, self.conversations, self.runs.stop_run
+        )
 
     async def close(self) -> None:
         """End what runs, and close the store."""
@@ -194,7 +196,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         if turn and request.background:
             run = await self.runs.accept_run(turn, self.store.create, await raw_request.body())
             return (
-                self.stored.follow_events(run.owner, run.id)
+                self.stored_responses.follow_events(run.owner, run.id)
                 if request.stream
                 else encode_response(run)
             )
@@ -276,7 +278,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         """
         tokens_ = compaction.parse_compact_threshold(request, self.model_config.max_model_len)
         if tokens_ is not None:
-            sealing.require_sealing_key(self.ring())
+            sealing.require_sealing_key(self.get_keyring())
         return tokens_
 
     async def answer_compact_request(
@@ -297,7 +299,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         """
         await self.validate_parameters(request, raw_request)
         compaction.validate_compact_body(await raw_request.body())
-        sealing.require_sealing_key(self.ring())
+        sealing.require_sealing_key(self.get_keyring())
         tokens.reduce_to_input(request)
         turn = await self.build_turn(request, raw_request, compacts=True)
         assert turn
@@ -340,7 +342,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             items,
             sum(len(carried.extract_text(item.get("content") or "")) for item in items),
             self.carriers._replace(format=CarrierFormat.V2),
-            self.ring(),
+            self.get_keyring(),
             model=self.models.model_name(self._maybe_get_adapters(turn.request)),
             owner=turn.owner,
         )
@@ -452,7 +454,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
     def should_seal_carrier(self, request: Any) -> bool:
         """Whether a request asks for a carrier and this server can seal one."""
         asks = not request.store and carried.INCLUDE in (request.include or ())
-        return asks and sealing.can_seal(self.ring())
+        return asks and sealing.can_seal(self.get_keyring())
 
     async def validate_response_id(self, request: Any, conversation: str | None) -> None:
         """Check the id that a request chooses for its response, where it chooses one.
@@ -552,29 +554,29 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         """
         size = len(turn.items)
         items = wire.ITEMS.decode(turn.items)
-        if turn.held:
-            before = await self.history.read_conversation_items(turn.held.entries)
-            turn.held.entries = ()
+        if turn.hold:
+            before = await self.history.read_conversation_items(turn.hold.entries)
+            turn.hold.entries = ()
         else:
             before = await self.history.read_turns(
                 turn.history or (), partial(self.open_compaction, turn)
             )
         history, kept = await self.merge_carrier(turn, items)
         added = [(n, item) for n in kept if (item := carried.extract_readable_part(items[n]))]
-        if history or turn.hidden:
+        if history or turn.has_encrypted_input:
             turn.items = wire.ENCODE([*history, *(item for _, item in added)])
         readable = extract_readable_parts(history)
-        if before.items or readable or turn.hidden:
+        if before.items or readable or turn.has_encrypted_input:
             later = parse_new_items(turn.request.input, items, added)
-            turn.request.input = [*before.parsed, *parse_items(readable), *later]
+            turn.request.input = [*before.parsed_items, *parse_items(readable), *later]
         turn.conversation = [*before.items, *readable, *(item for _, item in added)]
         wire.validate_tool_outputs([item for _, item in added], turn.conversation)
         if any(map(compaction.is_summary, turn.conversation)):
             turn.request.input = parse_items(compaction.join_summary_messages(turn.conversation))
-        if turn.sealed:
+        if turn.needs_carrier:
             size += before.size
-            if turn.brought:
-                size += sealing.COMPRESSION * len(turn.brought.text)
+            if turn.request_carrier:
+                size += sealing.COMPRESSION * len(turn.request_carrier.text)
             turn.size = await sealing.validate_carrier_size(turn.conversation, size)
 
     async def open_compaction(self, turn: Turn, text: str) -> list[Item] | None:
@@ -595,15 +597,17 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         Raises:
             ApiError: the carrier is not accepted.
         """
-        if not turn.brought:
+        if not turn.request_carrier:
             return [], list(range(len(items)))
-        history = await self.open_carrier(turn, turn.brought)
-        return carried.merge_history(history, items, turn.brought.at)
+        history = await self.open_carrier(turn, turn.request_carrier)
+        return carried.merge_history(history, items, turn.request_carrier.item_index)
 
     async def open_carrier(self, turn: Turn, brought: RequestCarrier) -> list[Item]:
         """What a carrier holds; raises `ApiError` where it is not one for this turn."""
         model = self.models.model_name(self._maybe_get_adapters(turn.request))
-        return await sealing.open_carrier(brought, self.ring(), model=model, owner=turn.owner)
+        return await sealing.open_carrier(
+            brought, self.get_keyring(), model=model, owner=turn.owner
+        )
 
     async def build_carrier_item(self, turn: Turn | None, response: Any) -> Any:
         """The item with the carrier of a conversation and its answer; None if none is wanted.
@@ -611,7 +615,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         Raises:
             ApiError: the conversation is too large.
         """
-        if not (turn and turn.sealed):
+        if not (turn and turn.needs_carrier):
             return None
         output = [item.model_dump(mode="json", by_alias=True) for item in response.output]
         answer = map(
@@ -625,7 +629,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             history,
             turn.size,
             self.carriers,
-            self.ring(),
+            self.get_keyring(),
             model=response.model,
             owner=turn.owner,
         )
@@ -649,7 +653,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         body = encode_model(set_response_conversation(response, turn))
         stored = turn.make_stored_response(response, body) if turn and turn.request.store else None
         done = True
-        if turn and turn.held:
+        if turn and turn.hold:
             done = await self.conversations.finish_turn(turn, stored, body, new=True)
         elif stored:
             done = await self.store.create(stored)
@@ -716,7 +720,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
 
     async def _run_background_request_stream(self, request: Any, *args: Any, **kwargs: Any) -> None:
         turn = current.get()
-        first = turn.first if turn else 0
+        first = turn.first_event_number if turn else 0
 
         async def stream_to_store(run: Response) -> Response:
             async with EventWriter(self.store, run) as writer:

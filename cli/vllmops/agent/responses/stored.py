@@ -83,7 +83,7 @@ class StoredResponsesApi:
             if not (complete and complete.chunks):
                 message = "was not created with background and stream, or its events are gone"
                 raise ApiError(400, f"Response '{response_id}' {message}.", "stream")
-        if not kept.running and after > (end := kept.chunks[-1].last if kept.chunks else -1):
+        if not kept.running and after > (end := kept.chunks[-1].last_number if kept.chunks else -1):
             if after == end + 1:
                 return wire.make_empty_stream()
             # Of a run that was lost or cancelled, events that somebody has seen may be lost, too.
@@ -104,7 +104,7 @@ class StoredResponsesApi:
                 async for events in self.store.follow_events(who, response_id, after):
                     for data in events.events:
                         yield EncodedEvent(wire.KIND.decode(data).type, data)
-                    after = events.first + len(events.events) - 1
+                    after = events.first_number + len(events.events) - 1
                 if ended and not ended.is_running:
                     break
                 ended = await retry_while_unavailable(partial(self.store.get, who, response_id))
@@ -131,17 +131,17 @@ class StoredResponsesApi:
             StoreUnavailable: the store is down.
         """
         swap = await self.store.set_status(who, response_id, "cancelled")
-        if swap.now is None:
+        if swap.response is None:
             raise wire.make_not_found_error(response_id)
         if swap.changed:
             self.stop(response_id)
-            await self.conversations.release_run(swap.now)
-        elif swap.now.status != "cancelled":
-            if not wire.is_background_response(swap.now):
+            await self.conversations.release_run(swap.response)
+        elif swap.response.status != "cancelled":
+            if not wire.is_background_response(swap.response):
                 raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
-            message = f"Cannot cancel a response that is {swap.now.status}."
+            message = f"Cannot cancel a response that is {swap.response.status}."
             raise ApiError(400, message, "response_id")
-        return encode_response(swap.now)
+        return encode_response(swap.response)
 
     async def delete(self, who: str, response_id: str) -> bytes:
         """Delete a response, and stop it if it still runs.
@@ -165,7 +165,7 @@ class StoredResponsesApi:
         page = await self.store.list_responses(who, query)
         ids = [response.id for response in page.responses]
         return wire.encode_list_page(
-            list(map(encode_response, page.responses)), ids, more=page.more
+            list(map(encode_response, page.responses)), ids, more=page.has_more
         )
 
     async def list_input_items(

@@ -24,9 +24,9 @@ class Turn:
         items: what it adds to the conversation, a JSON array.
         history: the turns before it, as the store keeps them, oldest first; None if the
             request names no previous response.
-        hidden: whether some of the items have encrypted content.
-        brought: the carrier in the request.
-        sealed: whether the answer gets a carrier.
+        has_encrypted_input: whether some of the items have encrypted content.
+        request_carrier: the carrier in the request.
+        needs_carrier: whether the answer gets a carrier.
         compacts: whether its conversation may be compacted.
     """
 
@@ -46,9 +46,9 @@ class Turn:
         self.owner = owner
         self.items = items
         self.history = history
-        self.hidden = hidden
-        self.brought = brought
-        self.sealed = sealed
+        self.has_encrypted_input = hidden
+        self.request_carrier = brought
+        self.needs_carrier = sealed
         self.compacts = compacts
         # From how many tokens on the conversation is compacted, None if it never is.
         self.threshold: int | None = None
@@ -59,21 +59,27 @@ class Turn:
         self.size = 0
         self.began = time.time()
         # The response that vLLM wrote into its dict last.
-        self.latest: Any = None
+        self.latest_response: Any = None
         # The hold of the conversation that it is made with.
-        self.held: ConversationHold | None = None
+        self.hold: ConversationHold | None = None
         # Whether what answers goes on after the request: a stream, or a run in the background.
         self.goes_on = False
         # What the number of a background stream's first event is.
-        self.first = 0
+        self.first_event_number = 0
         # Set once a background run is in the store.
-        self.accepted: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self.accepted_run: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
     @property
     def needs_rehydration(self) -> bool:
         """Whether the request's input is more than, or other than, its own items."""
-        history = self.history or self.held
-        return bool(history or self.hidden or self.brought or self.sealed or self.compacts)
+        history = self.history or self.hold
+        return bool(
+            history
+            or self.has_encrypted_input
+            or self.request_carrier
+            or self.needs_carrier
+            or self.compacts
+        )
 
     def make_stored_response(self, response: Any, body: bytes) -> Response:
         """A response as the store keeps it.

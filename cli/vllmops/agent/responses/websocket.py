@@ -139,7 +139,7 @@ class SocketRequest:
     Args:
         stream_id: the client's name for the stream of its events; None without one.
         memory: of the connection.
-        new: whether it makes a response.
+        is_new: whether it makes a response.
         generate: whether the model's output is wanted.
         limit: the tokens of output that it asks for at most; None if it does not say.
         size: bytes of its message while it waits for its turn; 0 from then on.
@@ -157,7 +157,7 @@ class SocketRequest:
     ) -> None:
         self.stream_id = stream_id
         self.memory = memory
-        self.new = new
+        self.is_new = new
         self.generate = generate
         self.limit = limit
         self.size = size
@@ -291,7 +291,7 @@ class WebSocketConnection:
     ) -> None:
         self.socket = socket
         self.handler = handler
-        self.stored: StoredResponsesApi = handler.stored
+        self.stored_responses: StoredResponsesApi = handler.stored_responses
         self.owner = owner
         self.create = create
         self.limits = limits
@@ -300,7 +300,7 @@ class WebSocketConnection:
         self.runs: set[SocketRequest] = set()
         self.turns: WeakValueDictionary[str | None, asyncio.Lock] = WeakValueDictionary()
         self.sending = asyncio.Lock()
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.client_lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.idle_since = monotonic()
 
     async def serve(self) -> None:
@@ -322,7 +322,7 @@ class WebSocketConnection:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.memory.clear()
-            if self.lost.done():
+            if self.client_lost.done():
                 await self.close(POLICY, f"no event was taken for {STALL_S:g} s")
             opened.discard(self)
 
@@ -337,14 +337,14 @@ class WebSocketConnection:
         receiving = asyncio.ensure_future(self.socket.receive())
         try:
             while not receiving.done():
-                if self.lost.done():
+                if self.client_lost.done():
                     return None
                 idle_s = 0.0 if self.runs else monotonic() - self.idle_since
                 if idle_s >= self.limits.idle_s:
                     await self.close(GOING_AWAY, f"idle for {self.limits.idle_s:g} s")
                     return None
                 left_s = self.limits.idle_s - idle_s
-                either: set[asyncio.Future[Any]] = {receiving, self.lost}
+                either: set[asyncio.Future[Any]] = {receiving, self.client_lost}
                 await asyncio.wait(either, timeout=left_s, return_when="FIRST_COMPLETED")
         finally:
             receiving.cancel()
@@ -473,7 +473,7 @@ class WebSocketConnection:
         try:
             async with turn:
                 waiting.remove(run)
-                with count_websocket_request(self.scope, rendering=run.new) as arrival:
+                with count_websocket_request(self.scope, rendering=run.is_new) as arrival:
                     try:
                         await self.relay_events(run, frames)
                     except asyncio.CancelledError:
@@ -563,7 +563,7 @@ class WebSocketConnection:
             StoreUnavailable: the store is down.
         """
         async with aclosing(
-            await self.stored.resume_stream(self.owner, response_id, after)
+            await self.stored_responses.resume_stream(self.owner, response_id, after)
         ) as frames:
             async for frame in frames:
                 yield frame
@@ -583,7 +583,9 @@ class WebSocketConnection:
             runs = [run for run in self.runs if run.response_id == response_id]
         for run in runs:
             if run.background and run.response_id:
-                await self.stored.cancel(self.owner, run.response_id)  # its last event follows
+                await self.stored_responses.cancel(
+                    self.owner, run.response_id
+                )  # its last event follows
             elif run.task and not run.cancelled:
                 run.cancelled = True
                 run.task.cancel()
@@ -591,7 +593,7 @@ class WebSocketConnection:
             return
         if response_id is None:
             raise ApiError(404, "No response runs on this stream.", "stream_id")
-        body = await self.stored.cancel(self.owner, response_id)
+        body = await self.stored_responses.cancel(self.owner, response_id)
         await self.send_event(event.stream_id, wire.make_final_event("cancelled", 0, body))
 
     async def refuse_steer(self, event: dict[str, Any]) -> None:
@@ -635,7 +637,7 @@ class WebSocketConnection:
         if stream_id is not None:
             data = b'%b,"stream_id":%b}' % (data[:-1], wire.ENCODE(stream_id))
         async with self.sending:
-            if self.lost.done():
+            if self.client_lost.done():
                 raise WebSocketDisconnect(POLICY)
             try:
                 async with asyncio.timeout(STALL_S):
@@ -648,8 +650,8 @@ class WebSocketConnection:
 
     def mark_lost(self) -> None:
         """Note that the client takes nothing any more: the connection ends."""
-        if not self.lost.done():
-            self.lost.set_result(None)
+        if not self.client_lost.done():
+            self.client_lost.set_result(None)
 
     def make_http_request(self, body: bytes) -> Request:
         """A request of this connection, as if it had come by HTTP."""

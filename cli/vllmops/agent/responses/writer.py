@@ -36,10 +36,10 @@ class EventWriter:
         self.run = run
         # As many as the store's log keeps.
         self.waiting: deque[bytes] = deque(maxlen=store.backend.limits.max_events)
-        self.last = -1
-        self.news = asyncio.Event()
-        self.over = asyncio.Event()
-        self.gone = False
+        self.last_number = -1
+        self.wakeup = asyncio.Event()
+        self.run_ended = asyncio.Event()
+        self.is_run_gone = False
         self.reporter = ErrorReporter(f"some events of {run.id} are not stored", log.error)
 
     async def __aenter__(self) -> Self:
@@ -49,8 +49,8 @@ class EventWriter:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind and not issubclass(kind, Exception):
             self.task.cancel()  # nobody needs the events any more
-        self.over.set()
-        self.news.set()
+        self.run_ended.set()
+        self.wakeup.set()
         try:
             await asyncio.wait([self.task])
         finally:
@@ -59,31 +59,31 @@ class EventWriter:
     def queue_event(self, number: int, event: bytes) -> None:
         """Queue an event; events arrive in order."""
         self.waiting.append(event)
-        self.last = number
-        self.news.set()
+        self.last_number = number
+        self.wakeup.set()
 
     async def write_batches(self) -> None:
-        while not self.gone:
-            await self.news.wait()
-            self.news.clear()
+        while not self.is_run_gone:
+            await self.wakeup.wait()
+            self.wakeup.clear()
             if self.waiting:
                 # Events that can't be stored are left out; later ones are still written.
                 await run_and_report(self.write_batch, self.reporter)
-            elif self.over.is_set():
+            elif self.run_ended.is_set():
                 return
-            if self.over.is_set():
-                self.news.set()
+            if self.run_ended.is_set():
+                self.wakeup.set()
             else:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self.over.wait(), BATCH_S)
+                    await asyncio.wait_for(self.run_ended.wait(), BATCH_S)
 
     async def write_batch(self) -> None:
         """Write all queued events."""
         batch = list(self.waiting)
         self.waiting.clear()
-        first = self.last + 1 - len(batch)
+        first = self.last_number + 1 - len(batch)
         # A failed write may have succeeded in part: writing the same batch again does no harm.
-        self.gone = not await retry_while_unavailable(
+        self.is_run_gone = not await retry_while_unavailable(
             partial(self.store.append_events, self.run, first, batch)
         )
 

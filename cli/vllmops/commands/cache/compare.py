@@ -72,24 +72,24 @@ def build_comparison_data(
 
     Several API servers share engines, so an engine and its notes count once.
     """
-    lasts = [comparison.looks[-1] for comparison in comparisons]
+    lasts = [comparison.samples[-1] for comparison in comparisons]
     engines = {
         make_process_key(process): process
         for look in lasts
         for process in look.engines
-        if process.unfinished is not None
+        if process.unfinished_requests is not None
     }
     return {
         "server": server,
         "step": max(
             (engine.step for engine in engines.values() if engine.step is not None), default=None
         ),
-        "samples": min(len(comparison.looks) for comparison in comparisons),
+        "samples": min(len(comparison.samples) for comparison in comparisons),
         "in_flight": {
             "http": sum(look.front.in_flight or 0 for look in lasts),
             "rendering": sum(look.rendering for look in lasts),
-            "handed_over": sum(look.handed for look in lasts),
-            "engine": sum(engine.unfinished or 0 for engine in engines.values()),
+            "handed_over": sum(look.engine_requests for look in lasts),
+            "engine": sum(engine.unfinished_requests or 0 for engine in engines.values()),
         },
         "pairs": merge_unique(map(judge.list_cache_pairs, comparisons)),
         "findings": merge_unique(map(judge.diagnose_comparison, comparisons)),
@@ -118,7 +118,9 @@ def render_comparison(data: dict[str, Any]) -> Iterator[RenderableType]:
     for note in data["notes"]:
         yield f"note: {note.text}"
     for silent in data["silent"]:
-        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
+        yield output.style_text(
+            f"{format_process(silent)} did not answer: {silent.reason}", "yellow"
+        )
     for problem in data["problems"]:
         yield output.style_text(problem, "yellow")
     yield from render_findings(data["findings"])
@@ -142,8 +144,8 @@ def make_pair_table(pair: judge.CachePair) -> RenderableType:
     ]
     table = output.make_table("", *titles, right=titles)
     table.add_row("entries", *map(str, pair.entries))
-    table.add_row("on both sides", *[str(pair.common)] * 2)
-    table.add_row("only on this side", *map(str, pair.only))
+    table.add_row("on both sides", *[str(pair.common_keys)] * 2)
+    table.add_row("only on this side", *map(str, pair.exclusive_keys))
     if pair.same_order is not None:
         table.add_row("same order", *["yes" if pair.same_order else "no"] * 2)
     return table

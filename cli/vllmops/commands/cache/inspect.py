@@ -108,7 +108,7 @@ def inspect(
         if save is not None:
             files.save_snapshot(save, snapshot)
             output.print_to_stderr(f"saved to {save}")
-        if snapshot.samples[-1].silent:
+        if snapshot.samples[-1].gaps:
             agents = None
         return make_caches_result(snapshot, fail_on, keys)
 
@@ -127,7 +127,7 @@ def load_snapshot(file: Path) -> CacheSnapshot:
 
     bundled = bundle.load_bundle(file)
     if bundled.caches is None:
-        reasons = [unseen.why for unseen in bundled.unseen if unseen.code.startswith("agent.")]
+        reasons = [unseen.reason for unseen in bundled.gaps if unseen.code.startswith("agent.")]
         raise VllmopsError(
             "bundle.no-caches",
             f"{file} contains no caches: {(*reasons, 'no agent reported any')[0]}",
@@ -154,7 +154,7 @@ def make_caches_result(snapshot: CacheSnapshot, fail_on: Severity, keys: bool) -
         ],
         "findings": findings,
         "notes": judge.make_cache_notes(last),
-        "silent": last.silent,
+        "silent": last.gaps,
         "problems": [
             {**ranked(process), "problem": problem}
             for process in last.processes
@@ -189,9 +189,9 @@ def build_cache_figures(cache: Cache, keys: bool) -> dict[str, Any]:
                 "capacity_bytes": int(cache.capacity_bytes),
                 "used": compute_used_fraction(cache.bytes, cache.capacity_bytes),
                 **build_hit_figures(cache.hits, cache.queries),
-                "pinned": len(cache.pinned),
-                "oldest": cache.oldest,
-                "newest": cache.newest,
+                "pinned": len(cache.pinned_keys),
+                "oldest": cache.oldest_key,
+                "newest": cache.newest_key,
                 **({"keys": cache.order} if keys else {}),
             }
         case ShmCache():
@@ -211,13 +211,13 @@ def build_cache_figures(cache: Cache, keys: bool) -> dict[str, Any]:
             return {
                 "kind": "encoder",
                 "side": "scheduler",
-                "entries": len(cache.cached),
+                "entries": len(cache.requests_by_key),
                 "slots": cache.slots,
                 "free_slots": cache.free_slots,
                 "freeable_slots": cache.freeable_slots,
                 "used": compute_used_fraction(cache.slots - cache.free_slots, cache.slots),
-                "referenced": sum(map(bool, cache.cached.values())),
-                **select_end_keys(list(cache.cached), keys),
+                "referenced": sum(map(bool, cache.requests_by_key.values())),
+                **select_end_keys(list(cache.requests_by_key), keys),
             }
         case EncoderDecoderCache():
             return {
@@ -276,7 +276,9 @@ def render_caches(data: dict[str, Any], findings: Sequence[Finding]) -> Iterator
     for note in data["notes"]:
         yield f"note: {note.text}"
     for silent in data["silent"]:
-        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
+        yield output.style_text(
+            f"{format_process(silent)} did not answer: {silent.reason}", "yellow"
+        )
         yield f"  hint: {silent.hint}"
     for problem in data["problems"]:
         yield output.style_text(f"{format_process_name(problem)}: {problem['problem']}", "yellow")

@@ -51,9 +51,9 @@ def repair(
     with Progress(time.time(), quiet=json_) as progress:
         progress.update(f"{server.label}: searching for faults")
         report = repairs.repair_caches(server, dry_run=dry_run)
-    findings = judge.diagnose_caches(report.after)
+    findings = judge.diagnose_caches(report.snapshot_after)
     failed = find_worst_severity(findings) is Severity.ERROR or any(
-        cache.left for process in report.repairs for cache in process.caches
+        cache.reason for process in report.repairs for cache in process.caches
     )
     data = {
         "server": server.label,
@@ -63,7 +63,7 @@ def repair(
             for process in report.repairs
             for cache in process.caches
         ],
-        "silent": report.silent,
+        "silent": report.gaps,
         "seconds": sum(process.seconds for process in report.repairs),
         "findings": findings,
     }
@@ -80,13 +80,15 @@ def render_repairs(report: RepairReport, data: dict[str, Any]) -> Iterator[Rende
                 f"{format_process(process)}, {cache.side} ({cache.name})", "bold"
             )
             for change in cache.changes:
-                yield f"  {'found' if cache.left else verb}: {describe_change(change)}"
-            if cache.left:
-                yield output.style_text(f"  not repaired: {cache.left}", "yellow")
+                yield f"  {'found' if cache.reason else verb}: {describe_change(change)}"
+            if cache.reason:
+                yield output.style_text(f"  not repaired: {cache.reason}", "yellow")
     if not data["repairs"]:
         yield output.style_text("Nothing to repair.", "green")
     for silent in data["silent"]:
-        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
+        yield output.style_text(
+            f"{format_process(silent)} did not answer: {silent.reason}", "yellow"
+        )
     if data["findings"]:
         yield "Checked again:"
         yield from render_findings(data["findings"])
@@ -96,8 +98,8 @@ def render_repairs(report: RepairReport, data: dict[str, Any]) -> Iterator[Rende
 
 def describe_change(change: CacheChange) -> str:
     """A change in words."""
-    if change.fault is CacheDefect.SIZE_SUM:
-        return f"{change.fault}: {change.count:+,.0f} bytes"
+    if change.defect is CacheDefect.SIZE_SUM:
+        return f"{change.defect}: {change.count:+,.0f} bytes"
     shown = ", ".join(map(judge.shorten_key, change.keys))
     more = ", …" if change.count > len(change.keys) else ""
-    return f"{change.count:,.0f} {change.fault} ({shown}{more})"
+    return f"{change.count:,.0f} {change.defect} ({shown}{more})"

@@ -74,7 +74,7 @@ def reset(
             {"pid": process.pid, **msgspec.to_builtins(answer), **agent.get_process_fields(process)}
             for process, answer in outcome.answers
         ],
-        "silent": msgspec.to_builtins(outcome.silent),
+        "silent": msgspec.to_builtins(outcome.gaps),
         "refused_s": max((answer.refused_s for _, answer in outcome.answers), default=0.0),
     }
     if error := make_reset_error(server, outcome, timeout):
@@ -89,11 +89,11 @@ class ResetAnswers(NamedTuple):
 
     Args:
         answers: the API servers that answered, with their answers.
-        silent: those that did not answer; they may still reset their caches later.
+        gaps: those that did not answer; they may still reset their caches later.
     """
 
     answers: list[tuple[Process, ResetAnswer]]
-    silent: list[ProcessGap]
+    gaps: list[ProcessGap]
 
 
 def request_resets(server: Server, request: ResetRequest) -> ResetAnswers:
@@ -109,7 +109,7 @@ def request_resets(server: Server, request: ResetRequest) -> ResetAnswers:
         )
 
     outcome = ResetAnswers(*agent.collect_answers(server.select_processes(Role.API), request_reset))
-    if not outcome.answers and not outcome.silent:
+    if not outcome.answers and not outcome.gaps:
         raise VllmopsError(
             "reset.no-agent",
             f"{server.label} has no API server",
@@ -124,7 +124,7 @@ def make_reset_error(
     """The error that says which API servers reset their caches and which did not; None if all."""
     done = [process for process, answer in outcome.answers if answer.done]
     busy = [(process, answer.in_flight) for process, answer in outcome.answers if not answer.done]
-    if not busy and not outcome.silent:
+    if not busy and not outcome.gaps:
         return None
     why = [
         f"{agent.format_process_name(process)} still had {format_count(left, 'request')} in flight "
@@ -132,8 +132,8 @@ def make_reset_error(
         for process, left in busy
     ]
     why += [
-        silent.why + (", and may still reset later" if silent.code == "agent.timeout" else "")
-        for silent in outcome.silent
+        silent.reason + (", and may still reset later" if silent.code == "agent.timeout" else "")
+        for silent in outcome.gaps
     ]
     if done:
         code: ErrorCode = "reset.partly"
@@ -142,12 +142,12 @@ def make_reset_error(
             f"{server.label}"
         )
     else:
-        code = "reset.busy" if busy else parse_error_code(outcome.silent[0].code, "agent.broken")
+        code = "reset.busy" if busy else parse_error_code(outcome.gaps[0].code, "agent.broken")
         what = f"the caches of {server.label} were not reset"
     hint = "use a longer --timeout, or --now; if requests hang, vllmops doctor shows why"
     return VllmopsError(
         code,
         f"{what}: {'; '.join(why)}",
-        hint if busy else outcome.silent[0].hint,
-        exit_code=ExitCode.TIMED_OUT if busy else ExitCode(outcome.silent[0].exit_code),
+        hint if busy else outcome.gaps[0].hint,
+        exit_code=ExitCode.TIMED_OUT if busy else ExitCode(outcome.gaps[0].exit_code),
     )

@@ -26,11 +26,12 @@ class ExportCounts(msgspec.Struct):
 
     Args:
         count: conversations written.
-        damaged: ids of those that are damaged or too large, which are left out, and the reasons.
+        damage_by_id: ids of those that are damaged or too large, which are left out, and the
+            reasons.
     """
 
     count: int = 0
-    damaged: dict[str, str] = {}
+    damage_by_id: dict[str, str] = msgspec.field(default={}, name="damaged")
 
 
 @print_result
@@ -63,14 +64,15 @@ def export(
             f"{format_count(done.count, 'conversation')} exported" + (f" to {out}" if out else ""),
             "dim",
         )
-        for name, why in list(done.damaged.items())[:SHOWN]:
+        for name, why in list(done.damage_by_id.items())[:SHOWN]:
             output.print_to_stderr(f"left out (damaged): {name}: {why}")
-    data = {"count": done.count, "path": str(out) if out else None, "damaged": done.damaged}
+    data = {"count": done.count, "path": str(out) if out else None, "damaged": done.damage_by_id}
     failure = None
-    if done.damaged:
+    if done.damage_by_id:
         failure = VllmopsError(
             "conversations.broken",
-            f"left out, as damaged or too large: {format_count(len(done.damaged), 'conversation')}",
+            "left out, as damaged or too large: "
+            f"{format_count(len(done.damage_by_id), 'conversation')}",
             "vllmops conversations show ID shows what is readable",
         )
     return return_or_show_and_raise(Result(data), failure, as_json=json_)
@@ -94,7 +96,7 @@ async def export_conversations(
                     if len(line) >= place.LONGEST_LINE:
                         raise ValueError(f"it has more than {place.LONGEST_LINE >> 20} MiB")
             except (ValueError, CursorUnknown) as error:
-                done.damaged[one.id] = f"{error}"
+                done.damage_by_id[one.id] = f"{error}"
                 continue
             if line:
                 write([line])

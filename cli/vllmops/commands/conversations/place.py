@@ -153,7 +153,7 @@ async def load_items(
         if page is None:
             return None
         found += page.entries
-        if not page.more:
+        if not page.has_more:
             return found
 
 

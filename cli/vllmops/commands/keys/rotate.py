@@ -80,16 +80,18 @@ def plan_rotation(path: Path, spare: Key, overlap_period: OverlapPeriod) -> list
         if (coming := ring.without_expired(now).next_key)
         else "add a fresh key as next"
     )
-    if not holdings.reported and not holdings.silent:
+    if not holdings.users and not holdings.gaps:
         steps.append("no wait: no running server uses this keyring")
     else:
-        waited = [process.display_name for process in holdings.reported]
-        waited += [f"{server} {format_process(process)}" for server, process in holdings.silent]
+        waited = [process.display_name for process in holdings.users]
+        waited += [f"{server} {format_process(process)}" for server, process in holdings.gaps]
         steps.append(f"wait until these processes have loaded it: {', '.join(waited)}")
     steps.append("promote it")
     if ring.primary:
         until = format_utc_time(now + overlap_period.seconds)
-        steps.append(f"keep {ring.primary.kid} as verify-only until {until}: {overlap_period.why}")
+        steps.append(
+            f"keep {ring.primary.kid} as verify-only until {until}: {overlap_period.reason}"
+        )
     return steps
 
 

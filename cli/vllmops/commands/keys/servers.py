@@ -16,7 +16,7 @@ class OverlapPeriod(NamedTuple):
     """How many seconds an old primary stays verify-only, and why, in words."""
 
     seconds: float
-    why: str
+    reason: str
 
 
 def choose_overlap_period(overlap: str | None, path: Path) -> OverlapPeriod:
@@ -40,27 +40,25 @@ def choose_overlap_period(overlap: str | None, path: Path) -> OverlapPeriod:
 def describe_not_loaded(path: Path, kid: str) -> list[str]:
     """Which processes have not loaded a key, and why; the servers reload the file first."""
     holdings = client.collect_keyring_users(ring=path, reload=True).select_by_keyring(path)
-    lacking = rotation.find_processes_without_key(
-        kid, [process.keys for process in holdings.reported]
-    )
+    lacking = rotation.find_processes_without_key(kid, [process.keys for process in holdings.users])
     why = [
         f"{process.display_name} has not loaded it"
         + (f" ({process.keys.problem})" if process.keys.problem else "")
-        for process in holdings.reported
+        for process in holdings.users
         if process.keys in lacking
     ]
     return why + [
-        f"{server} {format_process(process)} does not answer ({process.why})"
-        for server, process in holdings.silent
+        f"{server} {format_process(process)} does not answer ({process.reason})"
+        for server, process in holdings.gaps
     ]
 
 
 def collect_load_status(path: Path, ring: KeyRing) -> tuple[dict[str, Any], list[str]]:
     """Which servers have loaded a change: fields for ``--json``, and lines for a person."""
     holdings = client.collect_keyring_users(ring=path, reload=True).select_by_keyring(path)
-    taken = [process for process in holdings.reported if rotation.is_up_to_date(process.keys, ring)]
-    late = [process.display_name for process in holdings.reported if process not in taken]
-    late += [f"{server} {format_process(process)}" for server, process in holdings.silent]
+    taken = [process for process in holdings.users if rotation.is_up_to_date(process.keys, ring)]
+    late = [process.display_name for process in holdings.users if process not in taken]
+    late += [f"{server} {format_process(process)}" for server, process in holdings.gaps]
     notes = [f"loaded by {', '.join(process.display_name for process in taken)}"] if taken else []
     notes += [f"not loaded yet by {', '.join(late)}: vllmops keys status"] if late else []
     return {"loaded": [process.display_name for process in taken], "not_loaded": late}, notes

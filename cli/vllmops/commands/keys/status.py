@@ -72,7 +72,7 @@ def status(
         if not json_:
             output.print_parts(*render_servers(holdings))
         raise
-    stage = rotation.find_stage(ring, [process.keys for process in own.reported], time.time())
+    stage = rotation.find_stage(ring, [process.keys for process in own.users], time.time())
     data = {
         "keyring": str(path),
         "stage": stage,
@@ -104,30 +104,29 @@ def build_holders_data(holdings: KeyringUsers, ring: KeyRing | None) -> dict[str
                 "up_to_date": ring is not None and rotation.is_up_to_date(process.keys, ring),
                 **msgspec.to_builtins(process.keys),
             }
-            for process in holdings.reported
+            for process in holdings.users
         ],
         "silent": [
-            {"server": server, **msgspec.to_builtins(process)}
-            for server, process in holdings.silent
+            {"server": server, **msgspec.to_builtins(process)} for server, process in holdings.gaps
         ],
     }
 
 
 def render_servers(holdings: KeyringUsers) -> Iterator[RenderableType]:
     """Human-readable output."""
-    if not holdings.reported and not holdings.silent:
+    if not holdings.users and not holdings.gaps:
         yield "no running server uses keys"
         return
     shown = make_table("server", "process", "keys", "from")
-    for process in holdings.reported:
+    for process in holdings.users:
         keys = ", ".join(f"{key.kid} ({key.status})" for key in process.keys.keys) or "none"
         where = process.keys.keyring or "its environment"
         shown.add_row(process.server, format_process(process.keys), keys, where)
-    for server, silent in holdings.silent:
+    for server, silent in holdings.gaps:
         shown.add_row(server, format_process(silent), "no answer", "")
     yield shown
-    for process in holdings.reported:
+    for process in holdings.users:
         if process.keys.problem:
             yield output.style_text(f"{process.display_name}: {process.keys.problem}", "yellow")
-    for server, silent in holdings.silent:
-        yield output.style_text(f"{server} {format_process(silent)}: {silent.why}", "yellow")
+    for server, silent in holdings.gaps:
+        yield output.style_text(f"{server} {format_process(silent)}: {silent.reason}", "yellow")

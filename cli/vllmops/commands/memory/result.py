@@ -44,8 +44,8 @@ def make_recording_result(
     findings = judge.diagnose_memory(recording, trends)
     data = {
         **msgspec.to_builtins(recording.head),
-        "ended_at": recording.end.at if recording.end else None,
-        "cut_short": recording.end.why if recording.end else "it was killed",
+        "ended_at": recording.end.ended_at if recording.end else None,
+        "cut_short": recording.end.reason if recording.end else "it was killed",
         "samples": recording.samples,
         "trends": trends,
         "findings": findings,

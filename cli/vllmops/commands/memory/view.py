@@ -40,7 +40,7 @@ def render_recording(
     yield make_figures_table(recording)
     yield ""
     for trend in trends:
-        verdict = Text.assemble(trend.subject, ": ", (trend.verdict, STYLES[trend.verdict]))
+        verdict = Text.assemble(trend.subject, ": ", (trend.result, STYLES[trend.result]))
         yield verdict.append(f"  {format_sparkline(sizes[trend.subject], trend.tolerance)}")
         for line in explain_trend(trend):
             yield f"  {line}"
@@ -122,7 +122,7 @@ def format_optional_bytes(count: int | None) -> str | None:
 
 def format_live_requests(process: ProcessMemory) -> str | None:
     requests = process.agent.requests if process.agent else None
-    return f"{requests.alive} ({requests.finished_alive})" if requests else None
+    return f"{requests.alive_requests} ({requests.finished_alive})" if requests else None
 
 
 def make_cache_formatter(kind: str) -> Callable[[ProcessMemory], str | None]:
@@ -187,10 +187,11 @@ def explain_trend(trend: MemoryTrend) -> Iterator[str]:
         )
     if trend.cache_growth:
         yield f"not counted: {format_signed_bytes(trend.cache_growth)} that caches hold"
-    if trend.more:
-        rounds = f"{trend.more:.0f} round{'s' if trend.more > 1 else ''}"
+    if trend.remaining_length:
+        rounds = f"{trend.remaining_length:.0f} round{'s' if trend.remaining_length > 1 else ''}"
         yield (
-            f"probably enough: {rounds if trend.per == 'round' else format_duration(trend.more)} "
+            "probably enough: "
+            f"{rounds if trend.per == 'round' else format_duration(trend.remaining_length)} "
             "more"
         )
 
@@ -200,10 +201,10 @@ def collect_notes(recording: MemoryRecording) -> list[str]:
     samples, remarks = recording.samples, []
     if recording.end is None:
         remarks.append("the recording has no end: it was killed, or it still runs")
-    elif recording.end.why:
-        remarks.append(f"cut short: {recording.end.why}")
+    elif recording.end.reason:
+        remarks.append(f"cut short: {recording.end.reason}")
     for name, part in group_by_process(recording).items():
-        silent = [sample.silent for sample in part if sample.silent]
+        silent = [sample.gap_reason for sample in part if sample.gap_reason]
         if silent:
             remarks.append(
                 f"{name} did not answer at {len(silent)} of {len(samples)} samples: {silent[-1]}"

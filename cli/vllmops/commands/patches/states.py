@@ -55,7 +55,7 @@ def fetch_patches(
         lambda process: agent.open_agent(process).fetch_patches(verify=verify),
     )
     if not patches:
-        reasons = "; ".join(dict.fromkeys(process.why for process in silent))
+        reasons = "; ".join(dict.fromkeys(process.reason for process in silent))
         raise VllmopsError(
             "patches.no-agent",
             f"no process of {server.label} reported its patches: {reasons or 'it has none yet'}",
@@ -157,7 +157,7 @@ def render_patches(
             shown.add_row(name, "no process has loaded it", "")
     notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     notes += collect_problems(processes)
-    notes += [f"{format_process(process)} did not answer: {process.why}" for process in silent]
+    notes += [f"{format_process(process)} did not answer: {process.reason}" for process in silent]
     return [f"vLLM {', '.join(versions)}", "", shown, *notes]
 
 

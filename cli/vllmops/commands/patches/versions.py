@@ -29,7 +29,7 @@ def build_versions_data() -> dict[str, Any]:
         }
         for name in (*FEATURES, *PATCHES)
     ]
-    live = {version: row.live for version, row in versions.items()}
+    live = {version: row.has_live_run for version, row in versions.items()}
     return {"features": rows, "live": live}
 
 
@@ -43,7 +43,9 @@ def render_versions() -> list[RenderableType]:
         shown.add_row(
             TITLES.get(name, name), *(style_text(text, STYLES.get(text, "")) for text in cells)
         )
-    shown.add_row("a server ran", *("yes" if row.live else "-" for row in versions.values()))
+    shown.add_row(
+        "a server ran", *("yes" if row.has_live_run else "-" for row in versions.values())
+    )
     return [shown, "", NOTE]
 
 

@@ -179,7 +179,7 @@ def make_abort_result(server: Server, ended: Sequence[AbortOutcome]) -> Result:
         if gone := len(ended) - len(left):
             shown.append(output.style_text(f"ended {format_count(gone, 'request')}", "green"))
         shown += [
-            output.style_text(f"{one.http_id or one.id or '-'}: {one.left}", "yellow")
+            output.style_text(f"{one.http_id or one.id or '-'}: {one.reason}", "yellow")
             for one in left
         ]
         return shown

@@ -94,7 +94,7 @@ def make_requests_result(
         "server": server.label,
         "requests": rows,
         "findings": known.findings,
-        "silent": known.silent,
+        "silent": known.gaps,
         "problems": known.problems,
     }
     return Result(
@@ -139,7 +139,9 @@ def render_requests(data: dict[str, Any], limit: int) -> Iterator[RenderableType
     if not rows:
         yield output.style_text("No requests.", "green")
     for silent in data["silent"]:
-        yield output.style_text(f"{format_process(silent)} did not answer: {silent.why}", "yellow")
+        yield output.style_text(
+            f"{format_process(silent)} did not answer: {silent.reason}", "yellow"
+        )
     for problem in data["problems"]:
         yield output.style_text(problem, "yellow")
     yield from render_findings(data["findings"])

@@ -91,7 +91,7 @@ def fetch_prompt(server: Server, row: InFlightRequest) -> PromptAnswer:
     for process in server.select_processes(Role.API):
         if (
             process.pid == row.api
-            and (prompt := agent.open_agent(process).fetch_prompt(row.id)).known
+            and (prompt := agent.open_agent(process).fetch_prompt(row.id)).is_known
         ):
             return prompt
     raise VllmopsError(

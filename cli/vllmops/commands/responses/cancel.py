@@ -68,7 +68,7 @@ def cancel(
                 chosen = list(dict.fromkeys(ids or ()))
                 if picked:
                     looked = ProgressCounter(progress, "read")
-                    running = Selection(RUNNING, None, 0.0, selection.older)
+                    running = Selection(RUNNING, None, 0.0, selection.created_before)
                     chosen = [
                         response.id
                         for response in await collect_responses(responses, running, looked)

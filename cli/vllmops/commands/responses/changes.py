@@ -50,7 +50,7 @@ async def collect_responses(
     matching = []
     # A query takes one status: one query per status reads fewer pages than a query for all.
     for status in sorted(selection.statuses) or [""]:
-        part = Selection(frozenset({status} - {""}), selection.model, 0.0, selection.older)
+        part = Selection(frozenset({status} - {""}), selection.model, 0.0, selection.created_before)
         async for page in iterate_pages(responses, part.build_query(descending=False)):
             counting.add(len(page))
             matching += [
@@ -122,7 +122,7 @@ def run_to_end(
         raise counting.make_interrupted_error({"responses": outcomes}) from error
     except VllmopsError as error:
         if outcomes:
-            error.message += f"; {counting.progress_text} {counting.what} until then"
+            error.message += f"; {counting.progress_text} {counting.participle} until then"
             error.data = {"responses": outcomes}
         raise
 

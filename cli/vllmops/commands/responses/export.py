@@ -50,12 +50,12 @@ class ExportCounts(msgspec.Struct):
     Args:
         count: responses written.
         running: running responses, which are left out.
-        damaged: ids of damaged responses, which are left out, and the reasons.
+        damage_by_id: ids of damaged responses, which are left out, and the reasons.
     """
 
     count: int = 0
     running: int = 0
-    damaged: dict[str, str] = {}
+    damage_by_id: dict[str, str] = msgspec.field(default={}, name="damaged")
 
 
 @print_result
@@ -96,11 +96,11 @@ def export(
     data: dict[str, Any] = {"count": done.count, "running": done.running}
     data["path"] = str(out) if out else None
     lacking: VllmopsError | None = None
-    if done.damaged:
-        data["damaged"] = [{"id": name, "reason": why} for name, why in done.damaged.items()]
+    if done.damage_by_id:
+        data["damaged"] = [{"id": name, "reason": why} for name, why in done.damage_by_id.items()]
         lacking = VllmopsError(
             "responses.damaged",
-            f"damaged and left out: {format_count(len(done.damaged), 'response')}",
+            f"damaged and left out: {format_count(len(done.damage_by_id), 'response')}",
             "vllmops responses show ID shows what is readable",
         )
     return return_or_show_and_raise(Result(data), lacking, as_json=json_)
@@ -114,7 +114,7 @@ def print_summary(done: ExportCounts, out: Path | None) -> None:
         output.print_to_stderr(
             f"{done.running:,} running responses left out: export again when they have finished"
         )
-    for name, why in list(done.damaged.items())[:SHOWN]:
+    for name, why in list(done.damage_by_id.items())[:SHOWN]:
         output.print_to_stderr(f"left out (damaged): {name}: {why}")
 
 
@@ -155,7 +155,7 @@ async def export_responses(
     """
     began = time.time()
     async with place as responses:
-        owner = "" if responses.whole else await responses.fetch_owner()  # type: ignore[attr-defined]
+        owner = "" if responses.has_all_owners else await responses.fetch_owner()  # type: ignore[attr-defined]
         async for page in iterate_pages(responses, selection.build_query(descending=False)):
             chosen = [
                 response
@@ -173,7 +173,7 @@ async def export_responses(
                         raise ValueError(f"it has more than {LONGEST_LINE >> 20} MiB")
                     archive.decode_line(lines[response.id])  # what cannot be read back is damaged
                 except ValueError as error:
-                    done.damaged[response.id] = f"{error}"
+                    done.damage_by_id[response.id] = f"{error}"
                     del lines[response.id]
 
             await run_concurrently(over, export_response)
@@ -200,6 +200,6 @@ async def encode_response(responses: ResponseSource, response: Response, owner: 
         events = await retry_while_unavailable(lambda: responses.read_events(response))
     items = await retry_while_unavailable(lambda: responses.list_input_items(response))
     whole = msgspec.structs.replace(response, input=items)
-    if not responses.whole:
+    if not responses.has_all_owners:
         whole = msgspec.structs.replace(whole, owner=owner)
     return archive.encode_line(whole, events)

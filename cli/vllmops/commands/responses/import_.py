@@ -281,8 +281,10 @@ async def import_line(
                 log = await retry_while_unavailable(
                     lambda: store.read_events(EVERYBODY, response.id, -1)
                 )
-                last = log.chunks[-1].last if log and log.chunks else -1
-                await append_events(store, response, [part for part in events if part.first > last])
+                last = log.chunks[-1].last_number if log and log.chunks else -1
+                await append_events(
+                    store, response, [part for part in events if part.first_number > last]
+                )
             done.skipped += 1
             return
         await retry_while_unavailable(lambda: store.delete(EVERYBODY, response.id))
@@ -312,5 +314,5 @@ async def append_events(
     """Write events of a response."""
     for part in events:
         await retry_while_unavailable(
-            partial(store.append_events, response, part.first, part.events)
+            partial(store.append_events, response, part.first_number, part.events)
         )

@@ -121,22 +121,22 @@ async def load_entries(
     """
     entries: list[ResponseEntry] = []
     query = selection.build_query(descending=True, limit=min(PAGE, (limit or PAGE) + 1))
-    query = msgspec.structs.replace(query, after=after)
+    query = msgspec.structs.replace(query, after_id=after)
     async with open_source(target, store) as responses:
         try:
             async for page in iterate_pages(responses, query):
                 for response in page:
-                    if response.created_at < selection.newer:
-                        return entries, False, responses.whole
+                    if response.created_at < selection.created_after:
+                        return entries, False, responses.has_all_owners
                     if not selection.matches(response):
                         continue
                     if len(entries) == limit:
-                        return entries, True, responses.whole
-                    entries.append(make_entry(response, whole=responses.whole))
+                        return entries, True, responses.has_all_owners
+                    entries.append(make_entry(response, whole=responses.has_all_owners))
                 counting.add(len(page))
         except CursorUnknown as error:
             raise make_unknown_cursor_error(responses.name, "response", after) from error
-        return entries, False, responses.whole
+        return entries, False, responses.has_all_owners
 
 
 def render_entries(entries: Sequence[ResponseEntry], *, more: bool) -> list[RenderableType]:

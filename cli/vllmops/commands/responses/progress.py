@@ -21,23 +21,23 @@ class ProgressCounter:
 
     Args:
         progress: shows the line.
-        what: the action, as in ``deleted``.
+        participle: the action, as in ``deleted``.
         total: number of items, None if unknown.
     """
 
     def __init__(self, progress: Progress, what: str, total: int | None = None) -> None:
         self.progress = progress
-        self.what = what
+        self.participle = what
         self.total = total
         self.done = 0
-        self.next = time.monotonic() + QUIET_S
+        self.next_update_at = time.monotonic() + QUIET_S
 
     def add(self, count: int = 1) -> None:
         self.done += count
         now = time.monotonic()
-        if now >= self.next:
-            self.next = now + (SELDOM_S if self.progress.plain else OFTEN_S)
-            self.progress.update(f"{self.progress_text} {self.what}")
+        if now >= self.next_update_at:
+            self.next_update_at = now + (SELDOM_S if self.progress.plain else OFTEN_S)
+            self.progress.update(f"{self.progress_text} {self.participle}")
 
     @property
     def progress_text(self) -> str:
@@ -47,7 +47,7 @@ class ProgressCounter:
         """The error of an interrupted command."""
         return VllmopsError(
             "interrupted",
-            f"interrupted: {self.progress_text} {self.what}",
+            f"interrupted: {self.progress_text} {self.participle}",
             "repeat the command to continue",
             data=data,
         )

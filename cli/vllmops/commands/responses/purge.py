@@ -57,7 +57,9 @@ def purge(
             "no filter is given: age, status or model",
             "--older-than 30d, --status failed, or --older-than 1s for all",
         )
-    selection = Selection(selection.statuses or FINISHED, selection.model, 0.0, selection.older)
+    selection = Selection(
+        selection.statuses or FINISHED, selection.model, 0.0, selection.created_before
+    )
     outcomes: list[ChangeResult] = []
     with Progress(time.time(), quiet=json_) as progress:
         counting = ProgressCounter(progress, "deleted")

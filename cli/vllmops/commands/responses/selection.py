@@ -136,14 +136,14 @@ class Selection:
     Args:
         statuses: with one of these; empty for any.
         model: of this one.
-        newer: made after that, seconds since the epoch.
-        older: made before that.
+        created_after: made after that, seconds since the epoch.
+        created_before: made before that.
     """
 
     statuses: frozenset[str] = frozenset()
     model: str | None = None
-    newer: float = 0.0
-    older: float = float("inf")
+    created_after: float = 0.0
+    created_before: float = float("inf")
 
     @property
     def is_unfiltered(self) -> bool:
@@ -154,7 +154,7 @@ class Selection:
         return (
             (not self.statuses or response.status in self.statuses)
             and self.model in {None, response.model}
-            and self.newer <= response.created_at < self.older
+            and self.created_after <= response.created_at < self.created_before
         )
 
     def build_query(self, *, descending: bool, limit: int = PAGE) -> ResponseQuery:

@@ -87,7 +87,7 @@ async def load_response(
         items = await responses.list_input_items(response) if given else b"[]"
         logs = await responses.read_events(response) if events else []
         return (
-            make_entry(response, whole=responses.whole),
+            make_entry(response, whole=responses.has_all_owners),
             sanitize_json(encode_response(response)),
             sanitize_json(items),
             logs,
@@ -152,7 +152,7 @@ def render_response(
         if not logs:
             yield "  no stored events: it was not a background stream, or it ended too long ago"
         for part in logs:
-            for number, event in enumerate(part.events, part.first):
+            for number, event in enumerate(part.events, part.first_number):
                 yield VerbatimText(f"{number:>7}  {format_event(event)}")
         if entry.status in {"queued", "in_progress"}:
             yield "  the response is still running"

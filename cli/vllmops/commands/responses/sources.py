@@ -74,11 +74,11 @@ async def iterate_pages(
         CursorUnknown: ``query.after`` names no response.
         VllmopsError: ``responses.refused``, the list has no end.
     """
-    trail = [query.after] if query.after else []
+    trail = [query.after_id] if query.after_id else []
     listed: set[str] = set()
     asked: set[str | None] = set()
     for number in itertools.count(1):
-        at = msgspec.structs.replace(query, after=trail[-1] if trail else None)
+        at = msgspec.structs.replace(query, after_id=trail[-1] if trail else None)
         try:
             page = await retry_while_unavailable(partial(source.list_responses, at))
         except CursorUnknown:
@@ -93,11 +93,11 @@ async def iterate_pages(
         new = set(ids) - listed
         listed |= new
         trail += ids
-        if not page.more or not ids:
+        if not page.has_more or not ids:
             return
-        if (not new and at.after in asked) or (number >= PAGES and not source.whole):
+        if (not new and at.after_id in asked) or (number >= PAGES and not source.has_all_owners):
             raise VllmopsError("responses.refused", f"{source.name} lists responses endlessly")
-        asked.add(at.after)
+        asked.add(at.after_id)
 
 
 async def retry_while_unavailable(call: Callable[[], Awaitable[T]]) -> T:

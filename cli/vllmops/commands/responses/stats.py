@@ -52,7 +52,7 @@ async def collect_stats(
         VllmopsError: as `open_source` and its methods.
     """
     async with open_source(target, store) as responses:
-        if responses.whole:
+        if responses.has_all_owners:
             from ...store.direct import DirectStore  # noqa: PLC0415
 
             assert isinstance(responses, DirectStore)

@@ -82,14 +82,14 @@ def explain_bundle(file: Path, known: dict[str, str]) -> judge.Explanation:
     snapshot = bundle.load_bundle(file)
     explanation = doctor.explain_snapshot(snapshot)
     if explanation is None:
-        reasons = [unseen.why for unseen in snapshot.unseen if unseen.part.startswith("stacks")]
+        reasons = [unseen.reason for unseen in snapshot.gaps if unseen.part.startswith("stacks")]
         raise VllmopsError(
             "stacks.not-found",
             f"{file} contains no stacks: {(*reasons, 'none were taken')[0]}",
             f"vllmops doctor {file} shows what the bundle contains",
         )
     if known:
-        figures = doctor.collect_facts(snapshot.looks, PATIENCE_S)
+        figures = doctor.collect_facts(snapshot.samples, PATIENCE_S)
         explanation = judge.explain_stacks(
             PastedStacks(snapshot.stacks, complete=True), {**figures, **known}
         )
@@ -285,9 +285,9 @@ def render_finding(finding: judge.StackFinding) -> Iterator[IndentedLine]:
         yield from render_evidence(line, 4)
     if finding.work:
         yield IndentedLine(2, f"if it is work: {finding.work}")
-    if finding.sure:
-        yield IndentedLine(2, f"to be sure: {finding.sure}")
-    yield IndentedLine(2, f"next: {finding.next}", "bold")
+    if finding.confirmation:
+        yield IndentedLine(2, f"to be sure: {finding.confirmation}")
+    yield IndentedLine(2, f"next: {finding.next_step}", "bold")
     if finding.fixed_in:
         yield IndentedLine(2, f"fixed in: vLLM {finding.fixed_in}")
     for reference in finding.references:

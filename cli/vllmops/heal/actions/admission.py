@@ -25,5 +25,8 @@ class StuckAdmission(AgentAction):
         left: dict[str, str] = {}
         for case in cases:
             row = InFlightRequest(id=case.proof.subject, state="")
-            left |= {one.id: one.left for one in abort_requests(server, [row], case.proof.why)}
+            left |= {
+                one.id: one.reason
+                for one in abort_requests(server, [row], case.proof.client_message)
+            }
         return {name: why for name, why in left.items() if why}

@@ -32,8 +32,8 @@ class FaultyCaches(Action):
                 processes[repaired.pid],
                 HealProof(
                     subject=format_subject(cache),
-                    what=", ".join(
-                        f"{change.count:,.0f} {change.fault}" for change in cache.changes
+                    evidence=", ".join(
+                        f"{change.count:,.0f} {change.defect}" for change in cache.changes
                     ),
                 ),
             )
@@ -44,10 +44,10 @@ class FaultyCaches(Action):
     def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:  # noqa: ARG002
         repairs = repair.repair_caches(server).repairs
         return {
-            format_subject(cache): cache.left
+            format_subject(cache): cache.reason
             for one in repairs
             for cache in one.caches
-            if cache.left
+            if cache.reason
         }
 
 

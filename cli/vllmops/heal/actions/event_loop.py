@@ -45,7 +45,7 @@ class BlockedEventLoop(Action):
                 (one for one in frames if is_parser_call(one.function, one.file)), None
             ):
                 what = f"its main thread is in {frames[0].function}, for {parser.function}"
-                proof = HealProof(subject="event loop", what=what, same=begins[process])
+                proof = HealProof(subject="event loop", evidence=what, progress_key=begins[process])
                 cases.append(HealCase(process, proof))
         return cases
 
@@ -53,11 +53,11 @@ class BlockedEventLoop(Action):
         left = {}
         for case in cases:
             pulse = agent.read_heartbeat(case.process)
-            number = pulse.beat.interrupt if pulse else 0
+            number = pulse.heartbeat.interrupt if pulse else 0
             if not (number and has_signal_handler(case.process.pid, number)):
                 left[case.proof.subject] = "its agent has no handler for the signal that ends it"
                 continue
-            if find_blocked_since(case.process) == case.proof.same:
+            if find_blocked_since(case.process) == case.proof.progress_key:
                 # The handler ends a call only if both meet it, and none that has begun since.
                 # The first one lets a heartbeat come, with another begin: that tells nothing more.
                 send_signal(case.process, number)
@@ -75,10 +75,10 @@ def find_blocked_since(process: Process) -> str:
         pulse = agent.read_heartbeat(process)
     except VllmopsError:
         return ""
-    loop_s = (pulse.beat.loop_s or 0.0) if pulse else 0.0
+    loop_s = (pulse.heartbeat.loop_s or 0.0) if pulse else 0.0
     if pulse is None or pulse.age_s + loop_s <= BLOCKED_S:
         return ""
-    return f"{pulse.beat.monotonic - loop_s:.3f}"
+    return f"{pulse.heartbeat.monotonic - loop_s:.3f}"
 
 
 def has_signal_handler(pid: int, number: int) -> bool:

@@ -31,6 +31,6 @@ class DeadIoThreads(AgentAction):
                 abort_requests(server, rows, WHY.format(subject=case.proof.subject))
         request = HealRequest(action=self.name, subjects=[case.proof.subject for case in cases])
         for process in server.select_processes(Role.API):
-            if left := send_heal_request(process, request).left:
+            if left := send_heal_request(process, request).reason_by_subject:
                 return left
         return super().heal_or_explain(server, cases)

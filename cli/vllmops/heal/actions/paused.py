@@ -28,13 +28,15 @@ class PausedEngine(AgentAction):
         cases = super().find_cases(server)
         more: list[str] = []
         if cases:
-            more += dict.fromkeys(case.proof.what for case in find_sleeping_weights(server))
+            more += dict.fromkeys(case.proof.evidence for case in find_sleeping_weights(server))
             more += [
-                case.proof.what
+                case.proof.evidence
                 for case in collect_cases(server.select_processes(Role.API), "pauser")
             ]
         return [
-            HealCase(case.process, replace(case.proof, what="; ".join((case.proof.what, *more))))
+            HealCase(
+                case.process, replace(case.proof, evidence="; ".join((case.proof.evidence, *more)))
+            )
             for case in cases
         ]
 
@@ -49,7 +51,7 @@ class PausedEngine(AgentAction):
         failed: dict[str, str] = dict.fromkeys(request.subjects or (), "no API server answers")
         for process in server.select_processes(Role.API):
             try:
-                failed = send_heal_request(process, request, WAKE_S).left
+                failed = send_heal_request(process, request, WAKE_S).reason_by_subject
             except VllmopsError as error:
                 failed = dict.fromkeys(failed, error.message)
             if not failed:

@@ -26,7 +26,7 @@ class StoppedProcess(Action):
             return []
         return [
             HealCase(
-                process, HealProof(subject="process", what=f"state T; kill -CONT {process.pid}")
+                process, HealProof(subject="process", evidence=f"state T; kill -CONT {process.pid}")
             )
             for process in server.select_processes(*VITAL)
             if observe_process(process).state == "T"

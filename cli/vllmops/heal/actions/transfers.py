@@ -29,9 +29,12 @@ class LostTransfers(AgentAction):
     def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:
         left: dict[str, str] = {}
         for case in cases:
-            if case.proof.why:
+            if case.proof.client_message:
                 row = InFlightRequest(id=case.proof.subject, state="")
-                left |= {one.id: one.left for one in abort_requests(server, [row], case.proof.why)}
-        if lost := [case for case in cases if not case.proof.why]:
+                left |= {
+                    one.id: one.reason
+                    for one in abort_requests(server, [row], case.proof.client_message)
+                }
+        if lost := [case for case in cases if not case.proof.client_message]:
             left |= super().heal_or_explain(server, lost)
         return {name: why for name, why in left.items() if why}

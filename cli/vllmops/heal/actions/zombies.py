@@ -34,11 +34,11 @@ class ZombieRequests(Action):
         }
         by_pid = {process.pid: process for process in server.processes}
         return [
-            HealCase(by_pid[knowing[name]], HealProof(subject=name, what=why))
+            HealCase(by_pid[knowing[name]], HealProof(subject=name, evidence=why))
             for name, why in lone.items()
             if name in knowing  # what a worker alone has goes with the next step
         ]
 
     def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:
         rows = [InFlightRequest(id=case.proof.subject, state="") for case in cases]
-        return {one.id: one.left for one in abort_requests(server, rows, WHY) if one.left}
+        return {one.id: one.reason for one in abort_requests(server, rows, WHY) if one.reason}
