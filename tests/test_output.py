@@ -64,7 +64,7 @@ def test_spans(seconds: float | None, text: str) -> None:
 
 
 def test_a_table_folds_and_does_not_cut() -> None:
-    made = make_table("name", "bytes", right=["bytes"])
+    made = make_table("name", "bytes", right_columns=["bytes"])
     made.add_row("a" * 100, "1")
     console = Console(width=60, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(made)

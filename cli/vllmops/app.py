@@ -33,10 +33,10 @@ class CommandEntry:  # not a dataclass: those cost `--version` a third of its ti
         has_subcommands: whether it is a noun with commands of its own.
     """
 
-    def __init__(self, module: str, help: str, several: bool = False) -> None:  # noqa: A002
+    def __init__(self, module: str, help: str, has_subcommands: bool = False) -> None:  # noqa: A002
         self.module = module
         self.help = help
-        self.has_subcommands = several
+        self.has_subcommands = has_subcommands
 
 
 COMMANDS = {
@@ -61,16 +61,24 @@ COMMANDS = {
     "watch": CommandEntry("watch", "Report when a server stalls, and keep the evidence."),
     "metrics": CommandEntry("metrics", "Show a server's state as metrics of Prometheus."),
     "attach": CommandEntry("attach", "Load the agent into a server that runs without it."),
-    "cache": CommandEntry("cache", "Multimodal and encoder caches.", several=True),
-    "patches": CommandEntry("patches", "Known vLLM defects and their patch status.", several=True),
-    "memory": CommandEntry("memory", "Memory of a server's processes over time.", several=True),
-    "stacks": CommandEntry("stacks", "Stacks of every process of a server.", several=True),
-    "requests": CommandEntry("requests", "Requests that a server works on.", several=True),
-    "responses": CommandEntry("responses", "Stored responses.", several=True),
-    "conversations": CommandEntry("conversations", "Stored conversations.", several=True),
-    "integrate": CommandEntry("integrate", "What systemd and Kubernetes need.", several=True),
+    "cache": CommandEntry("cache", "Multimodal and encoder caches.", has_subcommands=True),
+    "patches": CommandEntry(
+        "patches", "Known vLLM defects and their patch status.", has_subcommands=True
+    ),
+    "memory": CommandEntry(
+        "memory", "Memory of a server's processes over time.", has_subcommands=True
+    ),
+    "stacks": CommandEntry("stacks", "Stacks of every process of a server.", has_subcommands=True),
+    "requests": CommandEntry("requests", "Requests that a server works on.", has_subcommands=True),
+    "responses": CommandEntry("responses", "Stored responses.", has_subcommands=True),
+    "conversations": CommandEntry("conversations", "Stored conversations.", has_subcommands=True),
+    "integrate": CommandEntry(
+        "integrate", "What systemd and Kubernetes need.", has_subcommands=True
+    ),
     "keygen": CommandEntry("keygen", "Print a fresh random key."),
-    "keys": CommandEntry("keys", "Keys that protect client-held conversation state.", several=True),
+    "keys": CommandEntry(
+        "keys", "Keys that protect client-held conversation state.", has_subcommands=True
+    ),
     "help": CommandEntry("help", "Show a page of the manual."),
     "completions": CommandEntry("completions", "Print a shell's completion script."),
 }

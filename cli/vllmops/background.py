@@ -32,9 +32,9 @@ class ErrorReporter:
         last_error: the text of the last exception, reported or not.
     """
 
-    def __init__(self, what: str, say: Callable[[str], object]) -> None:
-        self.problem = what
-        self.write_message = say
+    def __init__(self, problem: str, write_message: Callable[[str], object]) -> None:
+        self.problem = problem
+        self.write_message = write_message
         self.report_times: dict[tuple[type[BaseException], str], float] = {}
         self.last_error = ""
 

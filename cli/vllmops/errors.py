@@ -65,16 +65,16 @@ def make_usage_error(message: str, hint: str) -> VllmopsError:
     return VllmopsError("usage", message, hint)
 
 
-def make_platform_error(what: str) -> VllmopsError:
+def make_platform_error(activity: str) -> VllmopsError:
     """The error of a command that this system can't run, because it has no /proc.
 
     Args:
-        what: what can't be done, as in "looking into processes".
+        activity: what can't be done, as in "looking into processes".
     """
     where = "no /proc is mounted here" if sys.platform == "linux" else f"this is {sys.platform}"
     return VllmopsError(
         "platform.linux",
-        f"{what} needs Linux and its /proc, and {where}",
+        f"{activity} needs Linux and its /proc, and {where}",
         "run it on the machine of the server; --help, keygen, -t URL, --store URL and commands "
         "that read a file also work here",
     )

@@ -112,7 +112,7 @@ def resolve_links(path: Path) -> Path:
         # What /proc calls a link (/dev/stdout leads there) is a file that is open.
         if is_in_proc(path) or not path.is_symlink():
             return path
-        require_trusted_owner(path, anywhere=True)
+        require_trusted_owner(path, in_any_directory=True)
         path = path.parent / path.readlink()
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
@@ -121,12 +121,12 @@ def is_in_proc(path: Path) -> bool:
     return path.parts[:2] == ("/", "proc")
 
 
-def require_trusted_owner(path: Path, *, anywhere: bool = False) -> None:
+def require_trusted_owner(path: Path, *, in_any_directory: bool = False) -> None:
     """Refuse a file that another user has put into a shared directory, such as /tmp.
 
     Args:
         path: the file, or the link itself.
-        anywhere: also into a directory of that user's own: a link may lead out of it.
+        in_any_directory: also into a directory of that user's own: a link may lead out of it.
 
     Raises:
         PermissionError: it was.
@@ -137,7 +137,7 @@ def require_trusted_owner(path: Path, *, anywhere: bool = False) -> None:
         return
     if owner in {0, os.geteuid()}:
         return
-    if anywhere or owner != path.parent.stat().st_uid:
+    if in_any_directory or owner != path.parent.stat().st_uid:
         raise PermissionError(errno.EPERM, f"it belongs to uid {owner}")
 
 
@@ -203,12 +203,12 @@ def make_not_written_error(
     )
 
 
-def read_input(path: Path, most: int) -> bytes:
+def read_input(path: Path, max_bytes: int) -> bytes:
     """The content of a file that a person named; ``-`` is standard input.
 
     Args:
         path: its name.
-        most: bytes.
+        max_bytes: bytes.
 
     Raises:
         VllmopsError: ``file.unreadable`` (exit code 1, or 4 if permission is missing), or
@@ -216,11 +216,11 @@ def read_input(path: Path, most: int) -> bytes:
     """
     with open_input(path) as file:
         try:
-            content = file.read(most + 1)
+            content = file.read(max_bytes + 1)
         except OSError as error:
             raise make_unreadable_error(path, error) from error
-    if len(content) > most:
-        raise make_too_large_error(path, most)
+    if len(content) > max_bytes:
+        raise make_too_large_error(path, max_bytes)
     return content
 
 
@@ -317,10 +317,10 @@ def make_unreadable_error(path: Path, error: Exception) -> VllmopsError:
     )
 
 
-def make_too_large_error(path: Path, most: int) -> VllmopsError:
+def make_too_large_error(path: Path, max_bytes: int) -> VllmopsError:
     return VllmopsError(
         "file.too-large",
-        f"{format_input_name(path)} is larger than the limit of {most >> 20} MiB",
+        f"{format_input_name(path)} is larger than the limit of {max_bytes >> 20} MiB",
         "check the name of the file",
     )
 

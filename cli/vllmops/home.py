@@ -95,7 +95,7 @@ def require_safe_folder(path: Path, *, sticky: bool = False) -> Path:
             break  # it does not exist; opening it reports any other reason
         if not stat.S_ISLNK(status.st_mode):
             at = step
-            require_safe_component(at, status, path, last=not left, sticky=sticky or bool(left))
+            require_safe_component(at, status, path, is_last=not left, sticky=sticky or bool(left))
             continue
         links += 1
         if status.st_uid not in {0, os.geteuid()}:
@@ -129,28 +129,32 @@ def create_missing_folders(path: Path) -> None:
 
 
 def require_safe_component(
-    at: Path, status: os.stat_result, path: Path, *, last: bool, sticky: bool
+    component: Path, status: os.stat_result, path: Path, *, is_last: bool, sticky: bool
 ) -> None:
     """Raise where a folder on the way to `path`, or it, is not as `require_safe_folder` says."""
     me = os.geteuid()
-    if status.st_uid not in ({me} if last else {0, me}):
+    if status.st_uid not in ({me} if is_last else {0, me}):
         raise make_unsafe_error(
-            at, path, f"belongs to {format_user(status.st_uid)}, not to {format_user(me)}"
+            component, path, f"belongs to {format_user(status.st_uid)}, not to {format_user(me)}"
         )
     lax = status.st_mode & OTHERS_WRITE
     if not lax or (sticky and status.st_mode & stat.S_ISVTX):
         return
     hint = ""
     if me in {0, status.st_uid}:
-        change = "g-w" if lax == stat.S_IWGRP else "700" if last else "go-w"
-        hint = f"chmod {change} {shlex.quote(str(at))}, or "
+        change = "g-w" if lax == stat.S_IWGRP else "700" if is_last else "go-w"
+        hint = f"chmod {change} {shlex.quote(str(component))}, or "
     raise make_unsafe_error(
-        at, path, f"can be written to by others (mode {status.st_mode & 0o7777:o})", hint
+        component, path, f"can be written to by others (mode {status.st_mode & 0o7777:o})", hint
     )
 
 
-def make_unsafe_error(at: Path, path: Path, why: str, hint: str = "") -> VllmopsError:
-    whose = f"{at} {why}" if at == path else f"{at}, on the way to {path}, {why}"
+def make_unsafe_error(component: Path, path: Path, reason: str, hint: str = "") -> VllmopsError:
+    whose = (
+        f"{component} {reason}"
+        if component == path
+        else f"{component}, on the way to {path}, {reason}"
+    )
     return VllmopsError(
         "home.unsafe",
         f"{whose}: vllmops would run what another user puts there",

@@ -15,34 +15,34 @@ CENTURY_S = 36_500 * DAY_S
 MOST = 1 << 53
 
 
-def parse_number(text: str, least: float, most: float) -> float:
+def parse_number(text: str, minimum: float, maximum: float) -> float:
     """A number in plain digits, finite, of the right size.
 
     Raises:
         ValueError: it is not; the text says what is valid.
     """
-    if NUMBER.fullmatch(text) and least <= (value := float(text)) <= most:
+    if NUMBER.fullmatch(text) and minimum <= (value := float(text)) <= maximum:
         return value
-    raise ValueError(f"{text!r} is not a number from {least:.10g} to {most:.10g}")
+    raise ValueError(f"{text!r} is not a number from {minimum:.10g} to {maximum:.10g}")
 
 
-def parse_whole_number(text: str, least: int, most: int = MOST) -> int:
+def parse_whole_number(text: str, minimum: int, maximum: int = MOST) -> int:
     """As `parse_number`, for a whole number.
 
     Raises:
         ValueError: it is not; the text says what is valid.
     """
-    if WHOLE.fullmatch(text) and least <= (value := int(text)) <= most:
+    if WHOLE.fullmatch(text) and minimum <= (value := int(text)) <= maximum:
         return value
-    raise ValueError(f"{text!r} is not a whole number from {least} to {most}")
+    raise ValueError(f"{text!r} is not a whole number from {minimum} to {maximum}")
 
 
-def format_count(count: int, thing: str, things: str = "") -> str:
+def format_count(count: int, noun: str, plural: str = "") -> str:
     """A number of things: ``1 request``, ``2,000 requests``.
 
     Args:
         count: how many.
-        thing: the word for one.
-        things: the word for several, if it is not that with an s.
+        noun: the word for one.
+        plural: the word for several, if it is not that with an s.
     """
-    return f"{count:,} {thing if count == 1 else things or f'{thing}s'}"
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"

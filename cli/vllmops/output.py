@@ -172,22 +172,22 @@ def print_to_stderr(message: str, style: str = "") -> None:
 
 
 def run_or_watch(
-    look: Callable[[], Result], interval_s: float, *, watch: bool, as_json: bool
+    make_result: Callable[[], Result], interval_s: float, *, watch: bool, as_json: bool
 ) -> Result:
     """The result of a look; with ``--watch`` looks repeat, and are shown, until Ctrl-C.
 
     Raises:
-        VllmopsError: ``usage``, or as `look` does.
+        VllmopsError: ``usage``, or as `make_result` does.
     """
     if watch and as_json:
         raise make_usage_error(
             "--watch cannot be combined with --json", "leave one of these options out"
         )
     if not watch:
-        return look()
+        return make_result()
     with exit_on_interrupt():
         while True:
-            result = look()
+            result = make_result()
             make_console().clear()
             print_parts(*result.text())
             time.sleep(interval_s)
@@ -231,8 +231,8 @@ class Progress:
         quiet: show nothing.
     """
 
-    def __init__(self, since: float, *, quiet: bool = False) -> None:
-        self.started_at = since
+    def __init__(self, started_at: float, *, quiet: bool = False) -> None:
+        self.started_at = started_at
         self.quiet = quiet
         self.text = ""
         self.live_display: Live | None = None
@@ -278,25 +278,28 @@ class Progress:
         return Text.assemble((f"{format_duration(self.elapsed_s):>6}  ", "bold"), self.text)
 
 
-def make_table(*columns: str, right: Sequence[str] = (), whole: Sequence[str] = ()) -> Table:
+def make_table(
+    *columns: str, right_columns: Sequence[str] = (), unfolded_columns: Sequence[str] = ()
+) -> Table:
     """A table that folds long cells rather than cutting them.
 
     Args:
         columns: their heads.
-        right: the columns whose cells are on the right.
-        whole: the columns whose cells are not folded, unless the terminal is very narrow.
+        right_columns: the columns whose cells are on the right.
+        unfolded_columns: the columns whose cells are not folded, unless the terminal is very
+            narrow.
     """
     from rich import box  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
 
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    room = bool(whole) and make_console().width >= ROOM
+    room = bool(unfolded_columns) and make_console().width >= ROOM
     for name in columns:
         made.add_column(
             name,
             overflow="fold",
-            justify="right" if name in right else "left",
-            no_wrap=room and name in whole,
+            justify="right" if name in right_columns else "left",
+            no_wrap=room and name in unfolded_columns,
         )
     return made
 

@@ -23,17 +23,17 @@ FILE = "verdict.json"
 MOST_BYTES = 16 << 20
 
 
-def answer_probe(words: list[str]) -> int | None:
+def answer_probe(arguments: list[str]) -> int | None:
     """Answer a probe; returns the exit code, None for what the command itself has to do.
 
     Args:
-        words: what was typed after ``probe``.
+        arguments: what was typed after ``probe``.
     """
-    match words:
+    match arguments:
         case [option] | [option, ("-t" | "--target" | "-t="), _] if option[2:] in WORDS:
             name = (
-                words[2]
-                if len(words) > 1
+                arguments[2]
+                if len(arguments) > 1
                 else os.environ.get("VLLMOPS_TARGET") or find_only_instance()
             )
         case _:

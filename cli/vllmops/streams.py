@@ -99,12 +99,12 @@ KEPT: list[TextIO | None] = []  # a stream that nobody holds closes its file
 
 
 def make_text_stream(
-    raw: io.FileIO, before: TextIO | None, *, line_buffering: bool = False
+    raw: io.FileIO, previous_stream: TextIO | None, *, line_buffering: bool = False
 ) -> io.TextIOWrapper:
     """A text stream like the one before; what its encoding lacks is escaped, never an error."""
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
-        encoding=before.encoding if before else None,
+        encoding=previous_stream.encoding if previous_stream else None,
         errors="backslashreplace",
         line_buffering=line_buffering or raw.isatty(),
     )

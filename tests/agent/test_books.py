@@ -101,7 +101,7 @@ def test_a_name_that_begins_as_another_one_is_found_beside_it(
 def test_what_native_code_keeps_can_not_be_seen() -> None:
     native = Holder(msgspec.msgpack.Encoder())  # of any class that is not written in Python
     assert books.find_mentioned_names([Holder({}), native], [NAME]) is None
-    assert books.find_mentioned_names([Holder({}), native], [NAME], native=True) == set()
+    assert books.find_mentioned_names([Holder({}), native], [NAME], allow_native=True) == set()
     assert (
         books.find_mentioned_names([Holder(deque()), queued(), asyncio.Queue[str]()], [NAME])
         == set()
@@ -133,9 +133,9 @@ def test_what_a_thread_has_in_hand_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         running = pool.submit(receive, NAME)
         assert begun.wait(60)
         try:
-            assert books.find_mentioned_names(books.list_thread_values(), [NAME], native=True) == {
-                NAME
-            }
+            assert books.find_mentioned_names(
+                books.list_thread_values(), [NAME], allow_native=True
+            ) == {NAME}
         finally:
             over.set()
         running.result()

@@ -126,7 +126,7 @@ def test_its_pause_follows_what_it_costs(
 
 def sharing(place: Path, gather: Callable[[], tuple[MetricsSnapshot, int]]) -> BackgroundCollector:
     """What gathers in one of several API servers, without a thread."""
-    made = BackgroundCollector(gather, log.warning, shared=lambda: place)
+    made = BackgroundCollector(gather, log.warning, locate_shared_file=lambda: place)
     made.pid = os.getpid()
     return made
 

@@ -138,7 +138,7 @@ def show(figures: list[Figure]) -> None:
         "at most",
         "n",
         "holds",
-        right=numbers,
+        right_columns=numbers,
     )
     for item in figures:
         table.add_row(

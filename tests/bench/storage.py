@@ -254,7 +254,7 @@ class Talk:
         await self.conversations.begin_turn(turn, self.conversation)
         assert turn.hold
         await self.history.read_conversation_items(turn.hold.entries)
-        assert await self.conversations.finish_turn(turn, made, made.body, new=True)
+        assert await self.conversations.finish_turn(turn, made, made.body, is_new=True)
 
     async def link(self) -> None:
         made = response(next(self.numbers))

@@ -309,7 +309,7 @@ def test_what_is_looked_at_first(lab: Any, folder: Path) -> None:
     server = resolve_server("a")
     looking = examine.Examination(server, make_examination_options(40.0), ignore_progress)
     collecting = BundleCollector(looking, 60.0, 60.0, ignore_progress, threading.Event())
-    seen = collecting.take_snapshot(alone=True)
+    seen = collecting.take_snapshot(snapshot_only=True)
     assert set(collecting.tasks) == {"server.json"}
     path, index = bundle.write_bundle(
         collecting.collect_contents(), folder / "a.tar.gz", redact=False

@@ -242,7 +242,7 @@ def test_on_a_slow_machine_all_samples_are_there(
     monkeypatch.setattr(pyspy, "find_pyspy", lambda: str(script))
     stick(engine)
     server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
-    snapshot = server.take_snapshot([], 10.0, threading.Event(), sure=False)
+    snapshot = server.take_snapshot([], 10.0, threading.Event(), needs_all_evidence=False)
     assert [item.processes[0].error for item in snapshot.stacks] == [None] * 3
     assert [item.processes[0].note for item in snapshot.stacks] == [""] * 3
 
@@ -250,7 +250,7 @@ def test_on_a_slow_machine_all_samples_are_there(
 def test_the_dead_do_not_move_and_one_sample_is_enough(engine: Any) -> None:
     server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
     looks = [look(0.0, processes=(process("api"), process("engine", state="")))]
-    snapshot = server.take_snapshot(looks, 10.0, threading.Event(), sure=True)
+    snapshot = server.take_snapshot(looks, 10.0, threading.Event(), needs_all_evidence=True)
     assert len(snapshot.stacks) == 1
     assert "cut-short" not in {item.code for item in snapshot.gaps}
 
@@ -290,7 +290,7 @@ def test_evidence_is_there_in_time_whatever_hangs(
     stick(engine)
     os.kill(engine.process.pid, signal.SIGSTOP)
     server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
-    snapshot = server.take_snapshot([], 10.0, threading.Event(), sure=True)
+    snapshot = server.take_snapshot([], 10.0, threading.Event(), needs_all_evidence=True)
     kept = server.save_evidence(home / "bundles")
     assert watched.CAPTURE_S < 20
     # On a busy machine there may be no time left to ask the agent.

@@ -160,9 +160,9 @@ class LosesResponse(Broken):
 
 
 class DoublesEvent(Broken):
-    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
-        found = await super().read_events(owner, response_id, after - 1)
-        if found is None or after < 0:
+    async def read_events(self, owner: str, response_id: str, after_number: int) -> EventLog | None:
+        found = await super().read_events(owner, response_id, after_number - 1)
+        if found is None or after_number < 0:
             return found
         later = [
             EventChunk(one.first_number + 1, one.last_number + 1, one.events)

@@ -90,7 +90,7 @@ def refusal(
     code: str, exit_code: ExitCode, target: str | None, strangers: bool = True
 ) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        resolve_server(target, strangers=strangers)
+        resolve_server(target, allow_foreign=strangers)
     assert (caught.value.code, caught.value.exit_code) == (code, exit_code)
     assert caught.value.hint
     return caught.value
@@ -160,8 +160,8 @@ def test_a_stranger_does_not_stand_in_the_way_of_an_instance(table: Table, put: 
     refusal("target.ambiguous", ExitCode.USAGE, None, strangers=False)
     put("a", serve(table, 10))
     assert resolve_server(None).name == "a"
-    assert resolve_server(None, strangers=False).name == "a"
-    assert resolve_server(str(stranger + 2), strangers=False).pid == stranger
+    assert resolve_server(None, allow_foreign=False).name == "a"
+    assert resolve_server(str(stranger + 2), allow_foreign=False).pid == stranger
     assert resolve_server("http://localhost:9000").pid == stranger
 
 

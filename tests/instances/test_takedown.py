@@ -229,9 +229,9 @@ def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
     cut.start()
     until(lambda: takedown.count_in_flight(tree, url) == 1)
     assert drain_server(tree, url, 0.3, lambda _: None) == "requests cut off: 1"
-    assert drain_server(tree, url, 600, lambda _: None, hurry=lambda: True).startswith(
-        "requests cut off"
-    )
+    assert drain_server(
+        tree, url, 600, lambda _: None, should_stop_waiting=lambda: True
+    ).startswith("requests cut off")
     lab.kill(lab.pid_of(tree, "engine"))
     # None will finish.
     assert drain_server(tree, url, 600, lambda _: None).startswith("requests cut off")

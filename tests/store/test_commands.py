@@ -382,7 +382,10 @@ def test_from_one_store_to_another(
     assert before == after
     again = take()
     assert (again.code, again.data["count"], again.data["skipped"]) == (0, 0, 121)
-    on(other_url, lambda store: store.set_status(EVERYBODY, odd.id, "failed", allowed=FINISHED_))
+    on(
+        other_url,
+        lambda store: store.set_status(EVERYBODY, odd.id, "failed", allowed_statuses=FINISHED_),
+    )
     replaced = take("--overwrite")
     assert (replaced.code, replaced.data["replaced"]) == (0, 121)
     assert kept(other_url) == {**after, odd.id: compact}

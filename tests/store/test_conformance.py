@@ -98,10 +98,12 @@ class SwapsTwice(Careless):
         response_id: str,
         status: str,
         *,
-        allowed: Collection[str] = RUNNING,
+        allowed_statuses: Collection[str] = RUNNING,
         error: str = "",
     ) -> Any:
-        swap = await super().set_status(owner, response_id, status, allowed=allowed, error=error)
+        swap = await super().set_status(
+            owner, response_id, status, allowed_statuses=allowed_statuses, error=error
+        )
         return replace(swap, changed=swap.response is not None)
 
 
@@ -127,10 +129,10 @@ class EvictsTheOldest(Careless):
 
 
 class EvictsWhatRuns(Careless):
-    def evict_lru(self, owner: str, spared: str) -> None:
+    def evict_lru(self, owner: str, spared_id: str) -> None:
         share = self.shares[owner]
         share.finished_ids, share.under_way = share.under_way, share.finished_ids
-        super().evict_lru(owner, spared)
+        super().evict_lru(owner, spared_id)
         share.finished_ids, share.under_way = share.under_way, share.finished_ids
 
 
@@ -140,13 +142,13 @@ class KnowsNoShares(Careless):
 
 
 class EvictsFromWhoHasLeast(Careless):
-    def find_largest_owner(self, spared: Response) -> str:
+    def find_largest_owner(self, spared_response: Response) -> str:
         level = min(self.levels)
         return next(iter(self.levels[level]))
 
 
 class KeepsTooMuch(Careless):
-    def evict_lru(self, owner: str, spared: str) -> None:
+    def evict_lru(self, owner: str, spared_id: str) -> None:
         self.limits = replace(self.limits, max_size=2 * self.limits.max_size)
 
 
@@ -192,10 +194,16 @@ class CountsOthers(Careless):
 
 class ListsItemsBackwards(Careless):
     async def list_items(
-        self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        after_id: str | None,
+        limit: int,
+        descending: bool,
     ) -> Any:
         return await super().list_items(
-            owner, conversation_id, after=after, limit=limit, descending=not descending
+            owner, conversation_id, after_id=after_id, limit=limit, descending=not descending
         )
 
 
@@ -207,11 +215,11 @@ class DeletesNoItems(Careless):
 
 class AddsAndStoresApart(Careless):
     async def add_items(
-        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+        self, addition: ItemAddition, response: Response | None = None, *, is_new: bool = False
     ) -> ConversationResult:
         outcome = await super().add_items(addition)
         if response is not None:
-            await (self.create(response) if new else self.put(response))
+            await (self.create(response) if is_new else self.put(response))
         return outcome
 
 
@@ -240,7 +248,7 @@ class ShowsEverybodysConversations(Careless):
 
 
 class KeepsEveryConversation(Careless):
-    def evict_conversations(self, spared: str) -> None:
+    def evict_conversations(self, spared_id: str) -> None:
         pass
 
 
@@ -254,11 +262,11 @@ class KeepsFewItems(Careless):
 
 class MakesNoRoomForTurns(Careless):
     async def add_items(
-        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+        self, addition: ItemAddition, response: Response | None = None, *, is_new: bool = False
     ) -> ConversationResult:
         limits, self.limits = self.limits, Limits()
         try:
-            return await super().add_items(addition, response, new=new)
+            return await super().add_items(addition, response, is_new=is_new)
         finally:
             self.limits = limits
 

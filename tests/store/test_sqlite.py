@@ -162,7 +162,7 @@ def test_what_this_process_adds_changes_nothing_else(tmp_path: Path) -> None:
         assert await queries(store, store.get("me", "resp_a")) == (made, 1)
         await store.create_conversation(Conversation(id="conv_a", owner="me"), [])
         await store.hold_conversation("me", "conv_a", "h")
-        await store.add_items(addition, response("resp_b"), new=True)
+        await store.add_items(addition, response("resp_b"), is_new=True)
         await store.create(response("resp_c"))
         await store.sweep()
         assert await queries(store, store.get("me", "resp_a")) == (made, 0)
@@ -367,7 +367,7 @@ def test_a_conversation_that_is_deleted_while_it_is_read_is_not_empty(tmp_path: 
         try:
             made = Conversation(id="conv_a", owner="me")
             await store.create_conversation(made, [ConversationItem("a", b"{}")])
-            page = await store.list_items("me", "conv_a", after=None, limit=9, descending=False)
+            page = await store.list_items("me", "conv_a", after_id=None, limit=9, descending=False)
             assert page is None
         finally:
             await store.close()

@@ -68,7 +68,7 @@ def test_a_turn_takes_two_statements(shared_servers: dict[str, Server]) -> None:
             outcome, entries = await backend.hold_conversation("me", "conv", "h")
             assert (outcome, len(entries)) == (ConversationResult.DONE, 2 * number)
             more = adding(f"q{number}", f"a{number}", holder="h")
-            assert await backend.add_items(more, stored, new=new) is ConversationResult.DONE
+            assert await backend.add_items(more, stored, is_new=new) is ConversationResult.DONE
             # The driver asks for the types of columns, once on each connection.
             assert len([query for query in sent if backend.name in query]) == 2
 

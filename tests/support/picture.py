@@ -46,7 +46,9 @@ def draw() -> str:
     )
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print("[bold]$[/] vllmops doctor", highlight=False)
-    for part in render_diagnosis(snapshot, diagnose_snapshot(snapshot).findings, skipped=False):
+    for part in render_diagnosis(
+        snapshot, diagnose_snapshot(snapshot).findings, has_skipped_checks=False
+    ):
         console.print(part, highlight=False, markup=False)
     picture = console.export_svg(title="vllmops doctor", theme=MONOKAI, unique_id="doctor")
     return FONT.sub("", picture)

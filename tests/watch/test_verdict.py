@@ -195,7 +195,8 @@ def test_a_process_that_has_left_is_none_that_computes() -> None:
 
     looks = tuple(map(leaving, (26.0, 28.0, 30.0)))
     snapshot = msgspec.structs.replace(
-        Scene(leaving).take_snapshot([], 10.0, threading.Event(), sure=True), samples=looks
+        Scene(leaving).take_snapshot([], 10.0, threading.Event(), needs_all_evidence=True),
+        samples=looks,
     )
     names_nobody = SimpleNamespace(subject="the server")
     assert not is_computing(snapshot, names_nobody)  # type: ignore[arg-type]

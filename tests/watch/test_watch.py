@@ -161,7 +161,12 @@ class Scene:
         """Nothing here takes long."""
 
     def take_snapshot(
-        self, looks: Sequence[ServerSample], patience_s: float, stop: threading.Event, *, sure: bool
+        self,
+        samples: Sequence[ServerSample],
+        patience_s: float,
+        stop: threading.Event,
+        *,
+        needs_all_evidence: bool,
     ) -> ServerSnapshot:
         self.captured.append(self.time)
         self.time += self.takes_s
@@ -170,7 +175,7 @@ class Scene:
             taken_at=1.0,
             vllmops="1",
             server="demo",
-            samples=(*looks, self.looks(self.time)),
+            samples=(*samples, self.looks(self.time)),
             caches=caches,
             stacks=self.stacks,
             recordings=self.recordings,
@@ -191,9 +196,9 @@ class Scene:
         self.ghosts, self.looks = False, well
         return RepairReport([process], [], CacheSnapshot(server="demo", samples=[]))
 
-    def heal_server(self, *, unseen: bool = False) -> HealResult:
-        self.done.append("sweep" if unseen else "heal")
-        if unseen:
+    def heal_server(self, *, only_without_stall: bool = False) -> HealResult:
+        self.done.append("sweep" if only_without_stall else "heal")
+        if only_without_stall:
             self.time += 3.0  # as long as a busy server may take for three looks
             return HealResult(self.lost, [], [])
         if not self.curable:
@@ -252,7 +257,7 @@ def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[WatchEvent]
         shown.append,
         now=lambda: scene.time,
         wait=scene.pass_,
-        beside=scene.beside,
+        call_in_background=scene.beside,
     ).run()
     assert list(diary.events) == shown
     return shown
@@ -609,7 +614,7 @@ def test_a_server_that_stalls_again_and_again_is_healed_as_long_as_that_helps() 
     class Again(Scene):
         """Each time it is healed it stalls a minute later."""
 
-        def heal_server(self, *, unseen: bool = False) -> HealResult:
+        def heal_server(self, *, only_without_stall: bool = False) -> HealResult:
             found, self.looks = super().heal_server(), stuck(self.time + 60)
             return found
 

@@ -73,11 +73,13 @@ def install_routes(accept: Callable[[KeyRing], ProcessKeys]) -> None:
         when_imported("fastapi.applications", objects.catch_errors(put_before))
 
 
-def hook_fastapi(place: Path, accept: Callable[[KeyRing], ProcessKeys], module: ModuleType) -> None:
+def hook_fastapi(
+    token_path: Path, accept: Callable[[KeyRing], ProcessKeys], module: ModuleType
+) -> None:
     """Wrap ``FastAPI.__call__`` in place.
 
     Args:
-        place: the file with the token.
+        token_path: the file with the token.
         accept: as in `install_routes`.
         module: ``fastapi.applications``.
     """
@@ -92,7 +94,7 @@ def hook_fastapi(place: Path, accept: Callable[[KeyRing], ProcessKeys], module: 
             return
         from starlette.requests import Request  # noqa: PLC0415 - other processes don't need it
 
-        response = await answer_admin_request(Request(scope, receive), place, accept)
+        response = await answer_admin_request(Request(scope, receive), token_path, accept)
         await response(scope, receive, send)
 
     __call__.__vllmops_admin__ = True  # type: ignore[attr-defined]
@@ -100,20 +102,20 @@ def hook_fastapi(place: Path, accept: Callable[[KeyRing], ProcessKeys], module: 
 
 
 async def answer_admin_request(
-    request: Request, place: Path, accept: Callable[[KeyRing], ProcessKeys]
+    request: Request, token_path: Path, accept: Callable[[KeyRing], ProcessKeys]
 ) -> Response:
     """Answer a request to one of the routes; never raises.
 
     Args:
         request: the request.
-        place: the file with the token.
+        token_path: the file with the token.
         accept: as in `install_routes`.
     """
     from . import remote  # noqa: PLC0415
 
     try:
         await asyncio.to_thread(
-            require_admin_token, request.headers.get("authorization", ""), place
+            require_admin_token, request.headers.get("authorization", ""), token_path
         )
         match request.method, request.scope["path"]:
             case "GET", admin.KEYS:
@@ -204,14 +206,14 @@ def make_response(status: int, content: bytes) -> Response:
     return Response(content, status, headers, "application/json")
 
 
-def require_admin_token(authorization: str, place: Path) -> None:
+def require_admin_token(authorization: str, token_path: Path) -> None:
     """Check that a request has the token that the file holds now.
 
     Raises:
         VllmopsError: ``admin.refused``, whatever the reason.
     """
     try:
-        expected = f"Bearer {admin.read_admin_token(place)}"
+        expected = f"Bearer {admin.read_admin_token(token_path)}"
     except VllmopsError as error:
         objects.report_problem(
             f"admin requests are refused: the admin token can't be read: {error.message}"
@@ -222,13 +224,13 @@ def require_admin_token(authorization: str, place: Path) -> None:
         raise VllmopsError("admin.refused", "the admin token is missing or wrong")
 
 
-async def read_body(request: Request, most: int, code: ErrorCode) -> bytes:
-    """The body of a request; raises VllmopsError if it has more than `most` bytes."""
+async def read_body(request: Request, max_bytes: int, code: ErrorCode) -> bytes:
+    """The body of a request; raises VllmopsError if it has more than `max_bytes` bytes."""
     content = bytearray()
     async for part in request.stream():
         content += part
-        if len(content) > most:
-            raise VllmopsError(code, f"the request has more than {most} bytes")
+        if len(content) > max_bytes:
+            raise VllmopsError(code, f"the request has more than {max_bytes} bytes")
     return bytes(content)
 
 

@@ -146,16 +146,16 @@ def find_event_loop(value: Any) -> asyncio.AbstractEventLoop | None:
     return None
 
 
-def list_awaited_values(awaited: Any) -> Iterator[Any]:
+def list_awaited_values(awaitable: Any) -> Iterator[Any]:
     """The values of the variables of a coroutine and of everything that it awaits."""
-    while awaited is not None:
-        match awaited:
+    while awaitable is not None:
+        match awaitable:
             case CoroutineType():
-                frame, awaited = awaited.cr_frame, awaited.cr_await
+                frame, awaitable = awaitable.cr_frame, awaitable.cr_await
             case GeneratorType():
-                frame, awaited = awaited.gi_frame, awaited.gi_yieldfrom
+                frame, awaitable = awaitable.gi_frame, awaitable.gi_yieldfrom
             case AsyncGeneratorType():
-                frame, awaited = awaited.ag_frame, awaited.ag_await
+                frame, awaitable = awaitable.ag_frame, awaitable.ag_await
             case _:
                 return
         if frame is not None:

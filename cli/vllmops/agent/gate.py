@@ -47,8 +47,8 @@ class Arrival:
 
     __slots__ = ("answer", "arrived_at", "cut", "rendering", "scope", "task")
 
-    def __init__(self, at: float, *, rendering: bool, scope: Scope | None = None) -> None:
-        self.arrived_at = at
+    def __init__(self, arrived_at: float, *, rendering: bool, scope: Scope | None = None) -> None:
+        self.arrived_at = arrived_at
         self.rendering = rendering
         self.scope = scope
         self.task: asyncio.Task[Any] | None = None

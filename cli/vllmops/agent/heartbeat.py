@@ -28,9 +28,9 @@ class HeartbeatWriter:
         make_heartbeat: what to write, given the sequence number and the monotonic time in seconds.
     """
 
-    def __init__(self, path: Path, beat: Callable[[int, float], Heartbeat]) -> None:
+    def __init__(self, path: Path, make_heartbeat: Callable[[int, float], Heartbeat]) -> None:
         self.path = path
-        self.make_heartbeat = beat
+        self.make_heartbeat = make_heartbeat
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self.stop_requested = threading.Event()
         self.reporter = ErrorReporter(

@@ -42,18 +42,18 @@ class ImportWatcher:
 _watcher = ImportWatcher()
 
 
-def when_imported(name: str, act: Act) -> None:
+def when_imported(name: str, action: Act) -> None:
     """Call ``act(module)`` once ``name`` is imported; at once if it already is.
 
     Args:
         name: the module's full name.
-        act: must not raise.
+        action: must not raise.
     """
     module = sys.modules.get(name)
     if module is not None:
-        act(module)
+        action(module)
         return
-    _watcher.callbacks.setdefault(name, []).append(act)
+    _watcher.callbacks.setdefault(name, []).append(action)
     if _watcher not in sys.meta_path:
         # vLLM's modules are plain files, which the path finder would have found anyway.
         sys.meta_path.insert(0, _watcher)

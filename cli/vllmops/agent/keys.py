@@ -83,11 +83,11 @@ class KeyHolder:
             return None
         return at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns
 
-    def replace_keyring(self, ring: KeyRing) -> None:
-        if ring != self.keyring:
-            log.info("vllmops: keys loaded: %s", format_kids(ring.keys) or "none")
+    def replace_keyring(self, keyring: KeyRing) -> None:
+        if keyring != self.keyring:
+            log.info("vllmops: keys loaded: %s", format_kids(keyring.keys) or "none")
             self.loaded_at = time.time()
-        self.keyring = ring
+        self.keyring = keyring
 
     def report_error(self, error: Exception) -> None:
         problem = f"{type(error).__name__}: {error}"
@@ -159,11 +159,11 @@ def observe_keys(*, reload: bool = False) -> ProcessKeys:
     )
 
 
-def merge_keyring(ring: KeyRing, carriers: Callable[[], CarrierSettings]) -> ProcessKeys:
+def merge_keyring(keyring: KeyRing, carriers: Callable[[], CarrierSettings]) -> ProcessKeys:
     """Merge a ring into the file that this process follows.
 
     Args:
-        ring: the ring to merge.
+        keyring: the ring to merge.
         carriers: gives how this server writes carriers: old keys open as long as carriers live.
 
     Returns:
@@ -181,7 +181,7 @@ def merge_keyring(ring: KeyRing, carriers: Callable[[], CarrierSettings]) -> Pro
         )
     overlap_s = max(CARRIER_TTL_S, carriers().ttl_s)
     file.change_keyring(
-        path, lambda own: own.adopt_primary(ring, time.time(), overlap_s), create=True
+        path, lambda own: own.adopt_primary(keyring, time.time(), overlap_s), create=True
     )
     return observe_keys(reload=True)
 

@@ -22,11 +22,11 @@ def observe_memory() -> AgentMemory:
     """The answer to ``GET /memory``; what can't be read is listed in ``problems``."""
     problems = list(objects.problems)
 
-    def read_or_report(what: str, read: Callable[[], Any]) -> Any:
+    def read_or_report(subject: str, read: Callable[[], Any]) -> Any:
         try:
             return read()
         except Exception as error:
-            problems.append(f"{what} can't be read: {error!r}")
+            problems.append(f"{subject} can't be read: {error!r}")
             return None
 
     held: list[CacheUsage] = []
@@ -61,10 +61,14 @@ def count_live_requests() -> RequestCounts | None:
     )
 
 
-def is_released(request: Any, known: dict[str, Any]) -> bool:
+def is_released(request: Any, known_requests: dict[str, Any]) -> bool:
     """Whether a request is finished and the scheduler has released it."""
     own = vars(request)  # without a status while it is being built
-    return "status" in own and request.is_finished() and known.get(own["request_id"]) is not request
+    return (
+        "status" in own
+        and request.is_finished()
+        and known_requests.get(own["request_id"]) is not request
+    )
 
 
 def list_size_readers() -> Iterator[tuple[Any, Callable[[Any], CacheUsage | None]]]:

@@ -97,12 +97,12 @@ class StoreUsageCounter:
         return self.last_usage
 
 
-def make_store_use(store: ResponseStore, found: StoreStats) -> StoreUsage:
+def make_store_use(store: ResponseStore, stats: StoreStats) -> StoreUsage:
     return StoreUsage(
         backend=type(store.backend).__name__.lower(),
-        statuses=found.statuses,
-        bytes=found.bytes,
-        evictions=found.evictions,
+        statuses=stats.statuses,
+        bytes=stats.bytes,
+        evictions=stats.evictions,
         capacity=store.backend.limits.max_size,
     )
 
@@ -113,7 +113,9 @@ def install_collector() -> None:
         lacks = places.PLACES["metrics"].name
         objects.report_unsupported(f"the server's state is not in /metrics: there is no {lacks}")
         return
-    collector = BackgroundCollector(make_server_observer(), log.warning, shared=find_shared_file)
+    collector = BackgroundCollector(
+        make_server_observer(), log.warning, locate_shared_file=find_shared_file
+    )
     for module, show in adapter.SHOWN.items():
         when_imported(module, objects.catch_errors(partial(show, collector)))
     when_imported(adapter.FORMAT, objects.catch_errors(adapter.cache_escaped_names))

@@ -35,15 +35,15 @@ KINDS = (
 LOGGED = "VLLMOPS_UNFIT_LOGGED"
 
 
-def hook_constructors(tell: Callable[[], None]) -> None:
+def hook_constructors(on_new_object: Callable[[], None]) -> None:
     """Hook the constructors, as soon as their modules are imported; idempotent.
 
     Args:
-        tell: called for each new object except requests: in a forked process, this starts the
-            agent.
+        on_new_object: called for each new object except requests: in a forked process, this starts
+            the agent.
     """
     global _tell  # noqa: PLW0603
-    _tell = tell
+    _tell = on_new_object
     for kind in KINDS:
         when_symbol_imported(
             kind, functools.partial(hook_constructor, kind, places.PLACES[kind].name)
@@ -51,13 +51,13 @@ def hook_constructors(tell: Callable[[], None]) -> None:
     when_imported("fastapi.applications", catch_errors(gate.hook_fastapi))
 
 
-def when_symbol_imported(kind: str, act: Callable[[ModuleType], None]) -> None:
+def when_symbol_imported(kind: str, action: Callable[[ModuleType], None]) -> None:
     """Call ``act(module)`` once the module is imported that defines one of `places.PLACES`.
 
     Never, where this vLLM has no such module.
     """
     if module := places.find_symbol_module(kind):
-        when_imported(module, catch_errors(act))
+        when_imported(module, catch_errors(action))
 
 
 def report_compatibility() -> None:
@@ -143,12 +143,12 @@ def track_object(kind: str, instance: Any) -> None:
         report_problem(f"{type(instance).__name__} can't be tracked: {error!r}")
 
 
-def catch_errors(act: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+def catch_errors(action: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     """``act``, except that it reports an error instead of raising it into an import of vLLM's."""
 
     def call_safely(module: ModuleType) -> None:
         try:
-            act(module)
+            action(module)
         except Exception as error:
             report_unsupported(f"{module.__name__} has an unknown shape: {error!r}")
 

@@ -229,14 +229,14 @@ def count_computed_tokens(scheduler: Any) -> int | None:
     return _computed if counts else None
 
 
-def install_recorder(place: Callable[[], Path]) -> None:
+def install_recorder(make_directory: Callable[[], Path]) -> None:
     """Record the steps of this process's scheduler, once its module is imported.
 
     Args:
-        place: makes the directory of the agents; it may raise.
+        make_directory: makes the directory of the agents; it may raise.
     """
     global _place  # noqa: PLW0603
-    _place = place
+    _place = make_directory
     objects.when_symbol_imported("scheduler", hook_scheduler)
 
 

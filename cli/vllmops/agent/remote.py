@@ -179,8 +179,8 @@ class RemoteNode:
         self.has_refused = False  # so the host is there, and its agents are not
         self.last_request_at = -AGAIN_S
 
-    def make_gap(self, why: str) -> NodeGap:
-        return NodeGap(self.address, self.members.node if self.members else "", why)
+    def make_gap(self, reason: str) -> NodeGap:
+        return NodeGap(self.address, self.members.node if self.members else "", reason)
 
     def refresh_processes(self, servers: list[str]) -> None:
         """Ask what it has; not again right after it did not answer."""
@@ -218,9 +218,9 @@ class RemoteNode:
             timeout_s=timeout_s,
         )
 
-    def make_lost_error(self, why: str) -> VllmopsError:
+    def make_lost_error(self, reason: str) -> VllmopsError:
         return VllmopsError(
-            "agent.node-lost", self.make_gap(why).text, "vllmops help agent.node-lost"
+            "agent.node-lost", self.make_gap(reason).text, "vllmops help agent.node-lost"
         )
 
     def forward_request(
@@ -243,16 +243,16 @@ class RemoteNodes:
         self.nodes: dict[str, RemoteNode] = {}
         self.learnt = -LEARN_S
 
-    def list_nodes(self, pulses: Sequence[ProcessHeartbeat]) -> list[RemoteNode]:
+    def list_nodes(self, heartbeats: Sequence[ProcessHeartbeat]) -> list[RemoteNode]:
         """The nodes that the server is connected with, or was; all have been asked just now.
 
         Args:
-            pulses: of its processes on this node.
+            heartbeats: of its processes on this node.
         """
         place = os.environ.get(admin_token.PLACE)
         if not place or detect_role() != "api" or not can_span_nodes():
             return []
-        servers = sorted({one for pulse in pulses for one in pulse.heartbeat.standing.servers})
+        servers = sorted({one for pulse in heartbeats for one in pulse.heartbeat.standing.servers})
         with self.lock:
             if time.monotonic() - self.learnt > LEARN_S:
                 self.learnt = time.monotonic()
@@ -322,10 +322,10 @@ def observe_server_processes() -> ServerProcesses:
     )
 
 
-def has_all_ranks(ranks: Sequence[ServerProcess], pulses: Sequence[ProcessHeartbeat]) -> bool:
+def has_all_ranks(ranks: Sequence[ServerProcess], heartbeats: Sequence[ProcessHeartbeat]) -> bool:
     """Whether all ranks of a server are there, as far as its agents know how many there are."""
     sizes = dict.fromkeys(DIMENSIONS, 1)
-    for pulse in pulses:
+    for pulse in heartbeats:
         for name, size in pulse.heartbeat.standing.sizes.items():
             sizes[name] = max(size, sizes.get(name, 1))
     count = math.prod(sizes.values())

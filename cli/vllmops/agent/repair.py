@@ -58,14 +58,14 @@ class CacheFaults:
     def __bool__(self) -> bool:
         return bool(self.keys or self.excess)
 
-    def intersect(self, other: CacheFaults) -> CacheFaults:
+    def intersect(self, other_faults: CacheFaults) -> CacheFaults:
         """The faults that two looks have in common."""
         keys = {}
         for fault, mine in self.keys.items():
-            theirs = set(other.keys.get(fault, ()))
+            theirs = set(other_faults.keys.get(fault, ()))
             if common := [key for key in mine if key in theirs]:
                 keys[fault] = common
-        return CacheFaults(keys, self.excess if self.excess == other.excess else 0)
+        return CacheFaults(keys, self.excess if self.excess == other_faults.excess else 0)
 
     def list_changes(self) -> list[CacheChange]:
         changes = [
@@ -172,12 +172,12 @@ def repair_cache(cache: Any, faults: CacheFaults) -> str | None:
     return f"a thread was using the cache in each of {ATTEMPTS} attempts"
 
 
-def run_exclusively(act: Callable[[], T]) -> T:
+def run_exclusively(action: Callable[[], T]) -> T:
     """Run something short while no other thread runs.
 
     A thread that waits for the GIL gets it one switch interval after the current thread took it.
-    With a long interval, and right after this thread took the GIL, that is more than `act` needs.
-    `act` must not block: that releases the GIL.
+    With a long interval, and right after this thread took the GIL, that is more than `action`
+    needs. `action` must not block: that releases the GIL.
     """
     # The interval is global: a second caller would restore the long one as if it were the usual.
     with _turn:
@@ -185,7 +185,7 @@ def run_exclusively(act: Callable[[], T]) -> T:
         sys.setswitchinterval(TURN_S)
         try:
             time.sleep(PAUSE_S)
-            return act()
+            return action()
         finally:
             sys.setswitchinterval(interval)
 

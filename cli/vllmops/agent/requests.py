@@ -80,20 +80,20 @@ def list_front_requests(client: Any) -> list[FrontRequest]:
     return handed + rendering
 
 
-def make_front_request(request: Any, now: float, at: float) -> FrontRequest:
+def make_front_request(request: Any, now: float, observed_at: float) -> FrontRequest:
     """A request that the engine has.
 
     Args:
         request: vLLM's RequestState.
         now: monotonic, in seconds.
-        at: seconds since the epoch.
+        observed_at: seconds since the epoch.
     """
     arrival: Arrival | None = getattr(request.queue, ARRIVAL, None)
     stats = request.stats
     began = (
         now - arrival.arrived_at
         if arrival and arrival.has_known_age
-        else stats and at - stats.arrival_time
+        else stats and observed_at - stats.arrival_time
     )
     return FrontRequest(
         id=request.request_id,

@@ -45,31 +45,31 @@ class Registers(ctypes.Structure):
     )
 
 
-def read_stack_pointer(given: bytes) -> int:
-    return int(Registers.from_buffer_copy(given).sp)
+def read_stack_pointer(register_bytes: bytes) -> int:
+    return int(Registers.from_buffer_copy(register_bytes).sp)
 
 
-def read_system_call(given: bytes, memory: int) -> tuple[int, int, int]:
+def read_system_call(register_bytes: bytes, memory: int) -> tuple[int, int, int]:
     """The system call that a stopped thread is in: its number, its second and third argument.
 
     The kernel does not say. But the thread stands at the instruction that makes the call, which
     the kernel is about to repeat, or right behind it.
 
     Args:
-        given: the thread's registers.
+        register_bytes: the thread's registers.
         memory: a descriptor of its memory.
     """
-    registers = Registers.from_buffer_copy(given)
+    registers = Registers.from_buffer_copy(register_bytes)
     if SVC not in (os.pread(memory, 4, registers.pc), os.pread(memory, 4, registers.pc - 4)):
         return -1, 0, 0
     return registers.x[8], registers.x[1], registers.x[2]
 
 
 def build_stub_registers(
-    given: bytes, entry: int, stack: int, argument: int, functions: tuple[int, ...]
+    register_bytes: bytes, entry: int, stack: int, argument: int, functions: tuple[int, ...]
 ) -> bytes:
     """The registers with which a thread runs `STUB`; with another pc, nothing is restarted."""
-    stub = Registers.from_buffer_copy(given)
+    stub = Registers.from_buffer_copy(register_bytes)
     stub.pc, stub.sp, stub.pstate = entry, stack, stub.pstate & ~BRANCH_TYPE
     stub.x[19], (stub.x[20], stub.x[21], stub.x[22]) = argument, functions
     stub.x[29] = stub.x[30] = 0  # nobody called it
@@ -77,7 +77,7 @@ def build_stub_registers(
 
 
 def build_signal_frame(
-    tid: int, given: bytes, argument: bytes, memory: int
+    tid: int, register_bytes: bytes, argument: bytes, memory: int
 ) -> tuple[int, bytes, int]:
     """The signal frame, with the argument above it.
 
@@ -90,12 +90,12 @@ def build_signal_frame(
     with suppress(OSError):
         if int.from_bytes(trace.read_registers(tid, NT_ARM_GCS)[:8], "little") & 1:
             raise BusyError(f"thread {tid} has a guarded control stack")
-    top = Registers.from_buffer_copy(given).sp - len(argument)
+    top = Registers.from_buffer_copy(register_bytes).sp - len(argument)
     place = (top - FRAME_BYTES) & ~15
     content = bytearray(top - place)
     struct.pack_into("<QQQiiQ", content, CONTEXT, 0, 0, 0, NO_SUCH_STACK, 0, 0)
     content[CONTEXT + MASK : CONTEXT + MASK + 8] = trace.read_signal_mask(tid)
-    back = build_resume_registers(given, memory)
+    back = build_resume_registers(register_bytes, memory)
     at = CONTEXT + MACHINE + 8  # behind the address of a fault
     content[at : at + len(back)] = back
     vectors = trace.read_registers(tid, NT_FPREGSET)
@@ -106,13 +106,13 @@ def build_signal_frame(
     return place, bytes(content) + argument, top
 
 
-def build_resume_registers(given: bytes, memory: int) -> bytes:
+def build_resume_registers(register_bytes: bytes, memory: int) -> bytes:
     """The registers with which the thread goes on: in its system call anew, or with EINTR.
 
     The kernel has already set it back to repeat the call. A signal handler would end a wait that
     has a time, as it would begin again; a futex without one is waited for again.
     """
-    back = Registers.from_buffer_copy(given)
+    back = Registers.from_buffer_copy(register_bytes)
     repeats = os.pread(memory, 4, back.pc) == SVC
     if repeats and (back.x[8] in WAITS or back.x[3]):
         back.pc += len(SVC)

@@ -265,10 +265,10 @@ def schedule_remote_exec(process: Process, code: str) -> Path:
     return script
 
 
-def make_failed_error(process: Process, why: str) -> VllmopsError:
+def make_failed_error(process: Process, reason: str) -> VllmopsError:
     return VllmopsError(
         "attach.failed",
-        f"the agent can't run in {agent.format_process_name(process)}: {why}",
+        f"the agent can't run in {agent.format_process_name(process)}: {reason}",
         f"vllmops stacks dump -t {process.pid} needs no agent",
     )
 

@@ -47,16 +47,22 @@ class Architecture(Protocol):
     STUB: bytes
     ENTRIES: tuple[bytes, ...]
 
-    def read_stack_pointer(self, given: bytes, /) -> int: ...
+    def read_stack_pointer(self, register_bytes: bytes, /) -> int: ...
 
-    def read_system_call(self, given: bytes, memory: int, /) -> tuple[int, int, int]: ...
+    def read_system_call(self, register_bytes: bytes, memory: int, /) -> tuple[int, int, int]: ...
 
     def build_stub_registers(
-        self, given: bytes, entry: int, stack: int, argument: int, functions: tuple[int, ...], /
+        self,
+        register_bytes: bytes,
+        entry: int,
+        stack: int,
+        argument: int,
+        functions: tuple[int, ...],
+        /,
     ) -> bytes: ...
 
     def build_signal_frame(
-        self, tid: int, given: bytes, argument: bytes, memory: int, /
+        self, tid: int, register_bytes: bytes, argument: bytes, memory: int, /
     ) -> tuple[int, bytes, int]: ...
 
 

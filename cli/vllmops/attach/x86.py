@@ -60,21 +60,21 @@ class Registers(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in REGISTERS)
 
 
-def read_stack_pointer(given: bytes) -> int:
-    return int(Registers.from_buffer_copy(given).rsp)
+def read_stack_pointer(register_bytes: bytes) -> int:
+    return int(Registers.from_buffer_copy(register_bytes).rsp)
 
 
-def read_system_call(given: bytes, memory: int) -> tuple[int, int, int]:  # noqa: ARG001
+def read_system_call(register_bytes: bytes, memory: int) -> tuple[int, int, int]:  # noqa: ARG001
     """The system call that a stopped thread is in: its number, its second and third argument."""
-    registers = Registers.from_buffer_copy(given)
+    registers = Registers.from_buffer_copy(register_bytes)
     return registers.orig_rax, registers.rsi, registers.rdx
 
 
 def build_stub_registers(
-    given: bytes, entry: int, stack: int, argument: int, functions: tuple[int, ...]
+    register_bytes: bytes, entry: int, stack: int, argument: int, functions: tuple[int, ...]
 ) -> bytes:
     """The registers with which a thread runs `STUB`."""
-    stub = Registers.from_buffer_copy(given)
+    stub = Registers.from_buffer_copy(register_bytes)
     stub.rip, stub.rsp, stub.eflags = entry, stack, INTERRUPTS
     stub.orig_rax = -1  # nothing is to be restarted
     stub.rbx, (stub.r12, stub.r13, stub.r14) = argument, functions
@@ -83,7 +83,7 @@ def build_stub_registers(
 
 def build_signal_frame(
     tid: int,
-    given: bytes,
+    register_bytes: bytes,
     argument: bytes,
     memory: int,  # noqa: ARG001 - arm64 needs it
 ) -> tuple[int, bytes, int]:
@@ -92,7 +92,7 @@ def build_signal_frame(
     Returns:
         Its address (where the stub's stack begins), its content, and the argument's address.
     """
-    registers = Registers.from_buffer_copy(given)
+    registers = Registers.from_buffer_copy(register_bytes)
     state = build_extended_state(trace.read_registers(tid, NT_X86_XSTATE, XSTATE_BYTES))
     top = registers.rsp - RED_ZONE - len(argument)
     state_at = (top - len(state)) & ~63
@@ -124,7 +124,7 @@ def build_resume_registers(registers: Registers) -> Registers:
     return back
 
 
-def build_extended_state(given: bytes) -> bytes:
+def build_extended_state(state_bytes: bytes) -> bytes:
     """An extended state with what the kernel wants to find in a signal frame.
 
     Where the processor has AMX, ptrace(2) gives everybody's tiles, but a frame that has them is too
@@ -134,7 +134,7 @@ def build_extended_state(given: bytes) -> bytes:
     Raises:
         BusyError: the tiles don't lie where they are known to.
     """
-    state = bytearray(given)
+    state = bytearray(state_bytes)
     (features,) = struct.unpack_from("<Q", state, FP_SOFTWARE)
     (used,) = struct.unpack_from("<Q", state, XSTATE_HEADER)
     if features & TILES and not used & TILES:

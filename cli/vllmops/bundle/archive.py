@@ -23,18 +23,18 @@ DAMAGE = (
 )
 
 
-def pack_archive(files: Mapping[str, bytes], at: float) -> bytes:
+def pack_archive(files: Mapping[str, bytes], modified_at: float) -> bytes:
     """An archive of files, in their order.
 
     Args:
         files: content by name.
-        at: their time, in seconds since the epoch.
+        modified_at: their time, in seconds since the epoch.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
         for name, content in files.items():
             member = tarfile.TarInfo(name)
-            member.size, member.mode, member.mtime = len(content), MODE, int(at)
+            member.size, member.mode, member.mtime = len(content), MODE, int(modified_at)
             archive.addfile(member, io.BytesIO(content))
     return buffer.getvalue()
 
@@ -58,12 +58,12 @@ class LimitedReader(io.RawIOBase):
         return content
 
 
-def unpack_archive(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes]:
+def unpack_archive(path: Path, is_wanted: Callable[[str], bool]) -> dict[str, bytes]:
     """Files of an archive, in memory: nothing of it comes on the disk.
 
     Args:
         path: of the archive.
-        wanted: tells by its name whether a file is to be read.
+        is_wanted: tells by its name whether a file is to be read.
 
     Raises:
         VllmopsError: ``file.unreadable``, or ``bundle.damaged`` where it is broken, too large, or
@@ -89,7 +89,7 @@ def unpack_archive(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes
                     raise tarfile.TarError(f"{member.name!r} does not belong in it")
                 if not 0 <= member.size <= LIMIT_BYTES:
                     raise tarfile.TarError(f"{member.name!r} has {member.size} bytes")
-                if wanted(str(name)) and (part := archive.extractfile(member)):
+                if is_wanted(str(name)) and (part := archive.extractfile(member)):
                     left -= member.size
                     if left < 0:
                         raise tarfile.TarError(
@@ -106,9 +106,9 @@ def unpack_archive(path: Path, wanted: Callable[[str], bool]) -> dict[str, bytes
     return parts
 
 
-def make_damaged_error(path: Path, why: str) -> VllmopsError:
+def make_damaged_error(path: Path, reason: str) -> VllmopsError:
     return VllmopsError(
         "bundle.damaged",
-        f"{path} is not a bundle, or it is damaged: {why}",
+        f"{path} is not a bundle, or it is damaged: {reason}",
         "vllmops bundle makes one",
     )

@@ -143,10 +143,10 @@ def make_numbered_path(path: Path, number: int) -> Path:
     return path.with_name(f"{stem}-{number}{dot}{ending}")
 
 
-def make_bundle_name(server: str, at: float) -> str:
+def make_bundle_name(server: str, made_at: float) -> str:
     """What a bundle of a server is called that was made then, in seconds since the epoch."""
     server = re.sub(r"[^A-Za-z0-9._-]+", "-", server)  # it may be a URL
-    return f"vllmops-bundle-{server}-{datetime.fromtimestamp(at, UTC):%Y%m%dT%H%M%SZ}.tar.gz"
+    return f"vllmops-bundle-{server}-{datetime.fromtimestamp(made_at, UTC):%Y%m%dT%H%M%SZ}.tar.gz"
 
 
 def build_index(

@@ -109,7 +109,7 @@ def collect_contents(
     *,
     timeout_s: float = TIMEOUT_S,
     collect_env_s: float = COLLECT_ENV_S,
-    tell: Callable[[str], None] = lambda _: None,
+    report_progress: Callable[[str], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> BundleContents:
     """Capture all parts; raises nothing for what hangs, is missing or is forbidden.
@@ -118,14 +118,14 @@ def collect_contents(
         server: as discovery found it; one that is over has a log, and no stacks.
         timeout_s: seconds for everything but vLLM's collect_env.
         collect_env_s: seconds for that, from the same start: it runs beside.
-        tell: takes what the capture waits for, in words.
+        report_progress: takes what the capture waits for, in words.
         stop: once it is set nothing is waited for any more, and what there is is the content.
     """
     looking = examine.Examination(
         server, make_examination_options(compute_snapshot_s(timeout_s)), ignore_progress
     )
     stop = stop or threading.Event()
-    collecting = BundleCollector(looking, timeout_s, collect_env_s, tell, stop)
+    collecting = BundleCollector(looking, timeout_s, collect_env_s, report_progress, stop)
     collecting.take_snapshot()
     return collecting.collect_contents()
 
@@ -192,14 +192,14 @@ class BundleCollector:
         looking: examine.Examination,
         timeout_s: float,
         collect_env_s: float,
-        tell: Callable[[str], None],
+        report_progress: Callable[[str], None],
         stop: threading.Event,
-        begun: ThreadTask | None = None,
+        environment_task: ThreadTask | None = None,
     ) -> None:
-        self.environment_task = begun
+        self.environment_task = environment_task
         self.looking = looking
         self.server = looking.server
-        self.report_progress = tell
+        self.report_progress = report_progress
         self.made_at, self.began = time.time(), time.monotonic()
         self.until_looked = self.began + compute_snapshot_s(timeout_s)
         self.deadline = self.began + timeout_s
@@ -215,11 +215,12 @@ class BundleCollector:
             lambda: self.secrets.extend(collect_server_secrets(self.server))
         )
 
-    def take_snapshot(self, *, alone: bool = False) -> ServerSnapshot:
+    def take_snapshot(self, *, snapshot_only: bool = False) -> ServerSnapshot:
         """Look at the server.
 
         Args:
-            alone: whether all else is left to `collect_contents`, which may not be wanted then.
+            snapshot_only: whether all else is left to `collect_contents`, which may not be wanted
+                then.
 
         Returns:
             What was seen in the time that is for that.
@@ -231,7 +232,7 @@ class BundleCollector:
                 "and stacks"
             )
             looked = self.start_part("server.json", self.looking.run)
-        if not alone:
+        if not snapshot_only:
             self.start_remaining_parts()
         if looked:
             self.wait_for_task(looked, self.until_looked)
@@ -283,9 +284,11 @@ class BundleCollector:
             self.report_progress(f"waiting for vLLM's collect_env, {left_s:.0f} s at most")
             self.wait_for_task(collect_env, self.until_collected)
 
-    def wait_for_task(self, task: ThreadTask, until: float) -> None:
+    def wait_for_task(self, task: ThreadTask, deadline: float) -> None:
         """Wait until it is done, or until then by the monotonic clock."""
-        while not (task.is_done or self.stop.is_set()) and (left_s := until - time.monotonic()) > 0:
+        while (
+            not (task.is_done or self.stop.is_set()) and (left_s := deadline - time.monotonic()) > 0
+        ):
             task.thread.join(min(left_s, LOOK_S))
 
     def start_part(self, name: str, make: Callable[[], Any]) -> ThreadTask:
@@ -298,23 +301,23 @@ class BundleCollector:
         for run in self.runs:
             run.kill_group()
 
-    def run_interpreter(self, words: Sequence[str], until: float) -> str:
+    def run_interpreter(self, arguments: Sequence[str], deadline: float) -> str:
         """What the server's interpreter prints, see `interpreter.InterpreterRun`."""
-        run = interpreter.InterpreterRun(interpreter.find_interpreter(self.server), words)
+        run = interpreter.InterpreterRun(interpreter.find_interpreter(self.server), arguments)
         self.runs.append(run)
         if self.interpreters_stopped:
             run.kill_group()
-        return run.wait_for_output(until)
+        return run.wait_for_output(deadline)
 
-    def run_collect_env(self, until: float) -> str:
-        return self.run_interpreter(COLLECT_ENV, until)
+    def run_collect_env(self, deadline: float) -> str:
+        return self.run_interpreter(COLLECT_ENV, deadline)
 
-    def collect_versions(self, until: float) -> dict[str, Any]:
+    def collect_versions(self, deadline: float) -> dict[str, Any]:
         """Versions of everything; of the server's environment as its own Python tells them."""
         packages: dict[str, str] = {}
         versions: dict[str, Any] = {"vllmops": __version__}
         try:
-            answer = msgspec.json.decode(self.run_interpreter(["-c", PACKAGES], until))
+            answer = msgspec.json.decode(self.run_interpreter(["-c", PACKAGES], deadline))
             packages = dict(
                 sorted(answer["packages"].items(), key=lambda package: package[0].lower())
             )
@@ -469,20 +472,22 @@ def collect_server_secrets(server: Server) -> Iterator[str]:
 
 
 def find_secret_files(
-    environment: Mapping[str, str], words: Sequence[str]
+    environment: Mapping[str, str], arguments: Sequence[str]
 ) -> tuple[str | None, ...]:
     """A server's keyring, its admin token's file and vLLM's configuration file."""
     return (
         environment.get(keyring.PLACE),
         environment.get(admin.PLACE),
-        find_configuration_file(words),
+        find_configuration_file(arguments),
     )
 
 
-def read_file_secrets(ring: str | None, token: str | None, configured: str | None) -> Iterator[str]:
+def read_file_secrets(
+    keyring_path: str | None, token: str | None, config_path: str | None
+) -> Iterator[str]:
     """What is secret in these files, whoever they belong to."""
     with contextlib.suppress(VllmopsError):
-        path = Path(ring) if ring else keyring.locate_default_keyring()
+        path = Path(keyring_path) if keyring_path else keyring.locate_default_keyring()
         for key in keyring.decode_keyring(read_beginning(path).encode(), path).keys:
             secret = key.secret.reveal()
             yield from (secret.hex(), secret.hex().upper())
@@ -492,15 +497,15 @@ def read_file_secrets(ring: str | None, token: str | None, configured: str | Non
             )
     if token and admin.TOKEN.fullmatch(text := read_beginning(Path(token)).strip()):
         yield text
-    if configured:
-        yield from find_secret_values(read_beginning(Path(configured)))
+    if config_path:
+        yield from find_secret_values(read_beginning(Path(config_path)))
 
 
-def find_configuration_file(words: Sequence[str]) -> str | None:
+def find_configuration_file(arguments: Sequence[str]) -> str | None:
     """The file from which vLLM reads its options."""
-    for number, word in enumerate(words):
+    for number, word in enumerate(arguments):
         if word == "--config":
-            return next(iter(words[number + 1 :]), None)
+            return next(iter(arguments[number + 1 :]), None)
         if word.startswith("--config="):
             return word.partition("=")[2]
     return None
@@ -553,21 +558,23 @@ def read_server_log(server: Server) -> str:
     return "\n".join(whole.values())
 
 
-def can_open_log(path: Path, of: int | None) -> bool:
-    """Whether a log can be opened; `of` is as for `logs.open_log`."""
+def can_open_log(path: Path, process_uid: int | None) -> bool:
+    """Whether a log can be opened; `process_uid` is as for `logs.open_log`."""
     try:
-        logs.open_log(path, of).close()
+        logs.open_log(path, process_uid).close()
     except OSError:
         return False
     return True
 
 
-def read_shortened_log(path: Path, of: int | None = None) -> str:
-    """A log without its middle, if it is long; `of` is as for `logs.open_log`."""
-    end = logs.read_last_lines(path, lines=LOG_LINES, limit=LOG_BYTES, of=of)
+def read_shortened_log(path: Path, process_uid: int | None = None) -> str:
+    """A log without its middle, if it is long; `process_uid` is as for `logs.open_log`."""
+    end = logs.read_last_lines(path, lines=LOG_LINES, limit=LOG_BYTES, process_uid=process_uid)
     if len(end) < LOG_LINES:
         return "\n".join(end)
-    beginning = logs.read_first_lines(path, lines=LOG_BEGINNING, limit=LOG_BYTES, of=of)
+    beginning = logs.read_first_lines(
+        path, lines=LOG_BEGINNING, limit=LOG_BYTES, process_uid=process_uid
+    )
     return "\n".join([*beginning, "[lines left out, and maybe some twice]", *end])
 
 

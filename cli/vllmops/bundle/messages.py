@@ -47,9 +47,9 @@ def fetch_fatal_messages(server: Server) -> list[ProcessFatalMessage]:
     ]
 
 
-def redact_messages(kept: Sequence[ProcessFatalMessage]) -> Iterator[ProcessFatalMessage]:
+def redact_messages(messages: Sequence[ProcessFatalMessage]) -> Iterator[ProcessFatalMessage]:
     """Messages with the shape of what they hold in its place."""
-    for one in kept:
+    for one in messages:
         shapes = tuple(
             describe_frame(frame.head) if len(frame.head) == frame.size else "cut off"
             for frame in one.frames
@@ -66,21 +66,21 @@ def describe_frame(content: bytes) -> Any:
         return "no msgpack"
 
 
-def describe_shape(value: Any, deep: int = 0) -> Any:
+def describe_shape(value: Any, depth: int = 0) -> Any:
     """What a value is made of: numbers and names of fields stay, texts and tokens do not."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, Mapping):
         names = [key if isinstance(key, str) and NAME.fullmatch(key) else "" for key in value]
-        if deep >= NAMES_DEEP or not all(names):
+        if depth >= NAMES_DEEP or not all(names):
             return f"map of {len(value)}"
         return {
-            name: describe_shape(item, deep + 1)
+            name: describe_shape(item, depth + 1)
             for name, item in zip(names, value.values(), strict=True)
         }
     if isinstance(value, list):
         if value and all(isinstance(item, int | float) for item in value):
             return f"{len(value)} numbers"
-        return [describe_shape(item, deep + 1) for item in value[:ITEMS]]
+        return [describe_shape(item, depth + 1) for item in value[:ITEMS]]
     size = len(value) if isinstance(value, str | bytes) else len(getattr(value, "data", b""))
     return f"{type(value).__name__} of {size}"

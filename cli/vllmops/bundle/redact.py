@@ -108,8 +108,8 @@ class Redactor:
         TimeoutError: from any method, at a line that comes later.
     """
 
-    def __init__(self, secrets: Iterable[str] = (), until: float = math.inf) -> None:
-        self.deadline = until
+    def __init__(self, secrets: Iterable[str] = (), deadline: float = math.inf) -> None:
+        self.deadline = deadline
         self.counts: Counter[str] = Counter()
         forms = {form for secret in secrets for form in list_written_forms(secret)}
         self.known_secrets_pattern = re.compile(build_alternation(forms)) if forms else None
@@ -190,7 +190,7 @@ class Redactor:
                 head = head[: min(LINE, len(head) - self.max_secret_length)].rpartition(" ")[0]
                 yield f"{head} {CUT}"
 
-    def redact_line(self, line: str, coded: int = CODED) -> str:
+    def redact_line(self, line: str, decode_depth: int = CODED) -> str:
         """A line without secrets, what is known to be one excepted."""
         if len(line) < LEAST:
             return line
@@ -201,11 +201,11 @@ class Redactor:
             line = self.replace_and_count(form.name, form.pattern, line)
         if any(stem in low for stem in STEMS):
             line = self.redact_named_values(line)
-        if coded:
-            line = self.redact_escaped(line, coded - 1)
+        if decode_depth:
+            line = self.redact_escaped(line, decode_depth - 1)
         line = RUN.sub(self.redact_random_run, line)
-        if coded:
-            line = CODED_RUN.sub(lambda match: self.redact_base64(match[0], coded - 1), line)
+        if decode_depth:
+            line = CODED_RUN.sub(lambda match: self.redact_base64(match[0], decode_depth - 1), line)
         return line
 
     def redact_random_run(self, match: re.Match[str]) -> str:
@@ -217,17 +217,17 @@ class Redactor:
         self.counts["random text"] += 1
         return MARK
 
-    def redact_escaped(self, line: str, coded: int) -> str:
+    def redact_escaped(self, line: str, decode_depth: int) -> str:
         """A line whose secrets are written with escapes: as it is, or readable and without them."""
         if not any(mark in line for mark in ESCAPES):
             return line
         plain = ESCAPE.sub(decode_escape, line)
         if plain == line:
             return line
-        redacted = self.redact_line(plain, coded)
+        redacted = self.redact_line(plain, decode_depth)
         return line if redacted == plain else redacted
 
-    def redact_base64(self, word: str, coded: int) -> str:
+    def redact_base64(self, word: str, decode_depth: int) -> str:
         """A word of base64's letters: as it is, or nothing of it, if there are secrets in it."""
         try:
             content = base64.b64decode(word.rstrip("=").translate({45: "+", 95: "/"}) + "==")
@@ -240,7 +240,7 @@ class Redactor:
         redactor.known_secrets_pattern = self.known_secrets_pattern
         if (
             "\n".join(
-                redactor.redact_known_secrets(redactor.redact_line(x, coded))
+                redactor.redact_known_secrets(redactor.redact_line(x, decode_depth))
                 for x in plain.split("\n")
             )
             == plain
@@ -284,10 +284,10 @@ class Redactor:
             line = self.redact_spans(line, places(line))
         return line
 
-    def redact_spans(self, line: str, places: Iterable[tuple[int, int]]) -> str:
+    def redact_spans(self, line: str, spans: Iterable[tuple[int, int]]) -> str:
         """A line without what stands in some places, those of nothing excepted."""
         pieces, at, past = [], 0, 0
-        for start, end in places:
+        for start, end in spans:
             if start < past or end <= start or is_ssh_destination(line, start):
                 continue
             if nothing := NOTHING.match(line, start):
@@ -339,11 +339,11 @@ class Redactor:
             return [self.redact_all_text(item) for item in value]
         return value
 
-    def redact_command_line(self, words: Sequence[str]) -> list[str]:
+    def redact_command_line(self, arguments: Sequence[str]) -> list[str]:
         """A command line without secrets."""
         redacted = []
         option, before = "", ""
-        for word in self.redact_joined_words(words):
+        for word in self.redact_joined_words(arguments):
             if OPTION.match(word):
                 option, sign, value = word.partition("=")
                 if sign and is_secret_value(option, value):
@@ -363,15 +363,15 @@ class Redactor:
             before = word
         return redacted
 
-    def redact_joined_words(self, words: Sequence[str]) -> Iterator[str]:
+    def redact_joined_words(self, arguments: Sequence[str]) -> Iterator[str]:
         """The words of a command line without what is secret by the words before it."""
-        shown = [f'"{word}"' if " " in word and '"' not in word else word for word in words]
+        shown = [f'"{word}"' if " " in word and '"' not in word else word for word in arguments]
         line = " ".join(shown)
-        if len(words) < 2 or len(line) > LINE:
-            yield from words
+        if len(arguments) < 2 or len(line) > LINE:
+            yield from arguments
             return
         hidden, at = sorted(self.find_secret_spans(line)), 0
-        for word, written_ in zip(words, shown, strict=True):
+        for word, written_ in zip(arguments, shown, strict=True):
             begin, end = at + (word != written_), at + len(written_)
             first = next((start for start, stop in hidden if at <= start < end), None)
             if first is not None:
@@ -477,7 +477,7 @@ def is_secret_value(name: str, value: Any) -> bool:
 # -- what is known ---------------------------------------------------------------------------
 
 
-def find_launch_secrets(environment: Mapping[str, str], words: Sequence[str]) -> Iterator[str]:
+def find_launch_secrets(environment: Mapping[str, str], arguments: Sequence[str]) -> Iterator[str]:
     """What is known to be secret of an environment and a command line."""
     for name, value in environment.items():
         if is_secret_value(name, value):
@@ -486,7 +486,7 @@ def find_launch_secrets(environment: Mapping[str, str], words: Sequence[str]) ->
             yield from RANDOM.findall(value)
         yield from find_secret_values(value)
     option, before = "", ""
-    for word in words:
+    for word in arguments:
         value = word
         if OPTION.match(word):
             option, _, value = word.partition("=")

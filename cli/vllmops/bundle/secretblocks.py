@@ -68,12 +68,12 @@ FILE_PART = re.compile(r"[\w.-]+")
 CODED_FIELD = re.compile(r"\s+[\"']?[\w.-]+[\"']?:\s+([\"']?[A-Za-z0-9+/]{4,}={0,2}[\"']?),?\s*$")
 
 
-def find_value_above_name(line: str, after: Iterable[str]) -> int | None:
+def find_value_above_name(line: str, following_lines: Iterable[str]) -> int | None:
     """Where the value begins of a name that stands in one of the lines after it."""
     match = BELOW.match(line)
     if not match:
         return None
-    for following in after:
+    for following in following_lines:
         if NEW_ITEM.match(following):
             return None
         if name := NAME_BELOW.match(following):
@@ -109,12 +109,12 @@ class SecretBlockTracker:
         self.code = ""  # the last line that no values are drawn below, or not yet
         self.last_ending: str | None = None  # what the line before ended with: an option, a field
 
-    def find_secret_start(self, line: str, after: Iterable[str] = ()) -> int | None:
+    def find_secret_start(self, line: str, following_lines: Iterable[str] = ()) -> int | None:
         """From where a line is to be hidden, None where it is no part of a secret.
 
         Args:
             line: the line.
-            after: some of those that follow.
+            following_lines: some of those that follow.
         """
         if self.is_in_private_key(line):
             return 0
@@ -130,7 +130,7 @@ class SecretBlockTracker:
         if start is None:
             start = self.find_record_value(line)
         if start is None:
-            start = find_lone_secret(line, self.previous_lines, after)
+            start = find_lone_secret(line, self.previous_lines, following_lines)
         self.previous_lines.append(line)
         return self.find_indented_value(line) if start is None and line.strip() else start
 

@@ -79,12 +79,14 @@ class SecretColumnTracker:
         if not (self.secret or self.pair) and HEADER.fullmatch(line):
             self.parse_header(line)
 
-    def find_named_column(self, line: str, found: list[tuple[int, int]]) -> dict[int, Secrecy]:
+    def find_named_column(
+        self, line: str, field_spans: list[tuple[int, int]]
+    ) -> dict[int, Secrecy]:
         """The column of a row that holds a secret, by the name in the row."""
         if not self.pair:
             return {}
         name, value = self.pair
-        what = classify_name(strip_quotes(line, *found[name]))
+        what = classify_name(strip_quotes(line, *field_spans[name]))
         return {value: what} if what >= Secrecy.LIKELY else {}
 
     def parse_header(self, line: str) -> None:
@@ -123,11 +125,11 @@ def is_random_value(value: str) -> bool:
     return bool(is_generated(value) or HASH.fullmatch(value) or MIXED.match(value))
 
 
-def find_field_spans(line: str, sign: str) -> list[tuple[int, int]]:
+def find_field_spans(line: str, separator: str) -> list[tuple[int, int]]:
     """Where the fields of a row stand, without the spaces around them."""
     found = []
-    for match in FIELDS[sign].finditer(line):
-        text = match[0].removesuffix(sign)
+    for match in FIELDS[separator].finditer(line):
+        text = match[0].removesuffix(separator)
         if match.end() == match.start():
             break
         start = match.start() + len(text) - len(text.lstrip())

@@ -37,11 +37,11 @@ def make_form(name: str, has: str, pattern: str, goes: str, stays: str) -> Secre
 
 
 def make_token_form(
-    name: str, start: str, rest: str, goes: str, stays: str, has: str = ""
+    name: str, start: str, rest_pattern: str, goes: str, stays: str, has: str = ""
 ) -> SecretForm:
     """A form that begins with letters of its own, in the midst of no word."""
     has = has or re.split(r"[\[(?\\]", start)[0].lower()
-    return make_form(name, has, rf"(?<![A-Za-z0-9]){start}{rest}", goes, stays)
+    return make_form(name, has, rf"(?<![A-Za-z0-9]){start}{rest_pattern}", goes, stays)
 
 
 FORMS = (

@@ -165,10 +165,10 @@ AFTER = make_word_set(
 )
 
 
-def classify_words(name: str, before: str) -> Secrecy:
+def classify_words(name: str, preceding_words: str) -> Secrecy:
     """What a name of at most a hundred characters says; ``before`` are the words before it."""
     found = [word.lower() for word in WORD.findall(name)]
-    earlier = before.lower().replace("-", " ").split()
+    earlier = preceding_words.lower().replace("-", " ").split()
     if found[-2:] in (["pull", "secrets"], ["pull", "secret"]):  # of Kubernetes, which has names
         return Secrecy.NONE
     if name.isdigit() and earlier:  # Unseal Key 1
@@ -190,85 +190,99 @@ def classify_words(name: str, before: str) -> Secrecy:
     others, capitals, alone = found[:-1] or earlier or [""], name.isupper(), len(found) == 1
     if STRONG & set(found) and found[-1] not in ABOUT:
         return Secrecy.LIKELY if found == ["pwd"] else Secrecy.SECRET  # or a directory
-    return classify_last_word(found[-1], others, capitals=capitals, alone=alone)
+    return classify_last_word(found[-1], others, capitals=capitals, is_single_word=alone)
 
 
-def classify_last_word(last: str, others: list[str], *, capitals: bool, alone: bool) -> Secrecy:
+def classify_last_word(
+    last_word: str, earlier_words: list[str], *, capitals: bool, is_single_word: bool
+) -> Secrecy:
     """What a name says by its last word and those before it, or by the one before it."""
-    qualifier = others[-1]
-    if last in {"id", "ids"}:
-        rights = {"key", "secret"} & set(others)
+    qualifier = earlier_words[-1]
+    if last_word in {"id", "ids"}:
+        rights = {"key", "secret"} & set(earlier_words)
         if qualifier in {"session", "sess"}:
             return Secrecy.MAYBE
-        return Secrecy.SECRET if rights and {"access", "private"} & set(others) else Secrecy.NONE
-    if last in ABOUT:
+        return (
+            Secrecy.SECRET
+            if rights and {"access", "private"} & set(earlier_words)
+            else Secrecy.NONE
+        )
+    if last_word in ABOUT:
         return Secrecy.NONE
-    if last in {"pin", "otp", "totp"}:
+    if last_word in {"pin", "otp", "totp"}:
         return Secrecy.NONE if qualifier in OTHER_PINS else Secrecy.SECRET
     if (
-        last.endswith(("pat", "sas"))
-        and len(last) <= 5
-        and (capitals or not alone or qualifier in GIVE_PATS)
+        last_word.endswith(("pat", "sas"))
+        and len(last_word) <= 5
+        and (capitals or not is_single_word or qualifier in GIVE_PATS)
     ):
         return Secrecy.SECRET
-    if last in {"key", "keys"} or last.endswith("key"):
-        return classify_key(last, qualifier, capitals=capitals, alone=alone)
-    if last in {"token", "tokens"}:
-        return classify_token(last, qualifier, capitals=capitals, alone=alone)
-    if last.endswith("pass"):
-        return classify_pass(last, qualifier, alone=alone)
-    if last.removesuffix("s").endswith(ENDINGS):
+    if last_word in {"key", "keys"} or last_word.endswith("key"):
+        return classify_key(last_word, qualifier, capitals=capitals, is_single_word=is_single_word)
+    if last_word in {"token", "tokens"}:
+        return classify_token(
+            last_word, qualifier, capitals=capitals, is_single_word=is_single_word
+        )
+    if last_word.endswith("pass"):
+        return classify_pass(last_word, qualifier, is_single_word=is_single_word)
+    if last_word.removesuffix("s").endswith(ENDINGS):
         return Secrecy.SECRET
-    if last in {"auth", "sig", "signature", "salt", "hmac", "session", "sid", "community"}:
+    if last_word in {"auth", "sig", "signature", "salt", "hmac", "session", "sid", "community"}:
         # "signature: (self, x)" is a function's; X-Amz-Signature is a secret.
-        return Secrecy.SECRET if capitals or "amz" in others else Secrecy.LIKELY
-    if last.endswith(("auth", "pwd", "tok", "token", "sess")):
+        return Secrecy.SECRET if capitals or "amz" in earlier_words else Secrecy.LIKELY
+    if last_word.endswith(("auth", "pwd", "tok", "token", "sess")):
         return Secrecy.LIKELY
     return Secrecy.NONE
 
 
-def classify_key(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Secrecy:
-    if last in OTHER_KEY_WORDS or qualifier in OTHER_KEYS:
+def classify_key(
+    last_word: str, qualifier: str, *, capitals: bool, is_single_word: bool
+) -> Secrecy:
+    if last_word in OTHER_KEY_WORDS or qualifier in OTHER_KEYS:
         return Secrecy.NONE
     if qualifier in {"primary", "secondary"}:  # a table's, or one of two that give rights
         return Secrecy.LIKELY
-    if last == "keys":
+    if last_word == "keys":
         if qualifier in RIGHTS_OF_KEYS or capitals:
             return Secrecy.SECRET
-        return Secrecy.MAYBE if alone or qualifier in GIVEN else Secrecy.NONE
-    if alone and last == "key" and not capitals:
+        return Secrecy.MAYBE if is_single_word or qualifier in GIVEN else Secrecy.NONE
+    if is_single_word and last_word == "key" and not capitals:
         return Secrecy.SECRET if qualifier in RIGHTS_OF_KEYS else Secrecy.MAYBE
     return Secrecy.SECRET
 
 
-def classify_token(last: str, qualifier: str, *, capitals: bool, alone: bool) -> Secrecy:
+def classify_token(
+    last_word: str, qualifier: str, *, capitals: bool, is_single_word: bool
+) -> Secrecy:
     if qualifier in RIGHTS:
         return Secrecy.SECRET
     if qualifier in OTHER_TOKENS:
-        return Secrecy.LIKELY if capitals and last == "token" else Secrecy.NONE
-    if last == "tokens":
-        return Secrecy.LIKELY if capitals or alone or qualifier in GIVEN else Secrecy.MAYBE
-    return Secrecy.LIKELY if alone and not capitals else Secrecy.SECRET
+        return Secrecy.LIKELY if capitals and last_word == "token" else Secrecy.NONE
+    if last_word == "tokens":
+        return Secrecy.LIKELY if capitals or is_single_word or qualifier in GIVEN else Secrecy.MAYBE
+    return Secrecy.LIKELY if is_single_word and not capitals else Secrecy.SECRET
 
 
-def classify_pass(last: str, qualifier: str, *, alone: bool) -> Secrecy:
-    if last in PASS_WORDS or (last == "pass" and qualifier in OTHER_PASSES):
+def classify_pass(last_word: str, qualifier: str, *, is_single_word: bool) -> Secrecy:
+    if last_word in PASS_WORDS or (last_word == "pass" and qualifier in OTHER_PASSES):
         return Secrecy.NONE
-    return Secrecy.LIKELY if alone and last == "pass" else Secrecy.SECRET
+    return Secrecy.LIKELY if is_single_word and last_word == "pass" else Secrecy.SECRET
 
 
 @functools.lru_cache(4096)
-def classify_name(name: str, before: str = "") -> Secrecy:
+def classify_name(name: str, preceding_words: str = "") -> Secrecy:
     """What a name says of its value.
 
     Args:
         name: a variable's, an option's, a field's, or the last word of several.
-        before: the words before it in a sentence.
+        preceding_words: the words before it in a sentence.
     """
     name = name.strip("-_.$")[-100:]
     if FOREIGN.search(name.lower()):
         return Secrecy.SECRET
-    if not any(stem in f"{before} {name}".lower() for stem in STEMS) or SOURCE.search(name):
+    if not any(stem in f"{preceding_words} {name}".lower() for stem in STEMS) or SOURCE.search(
+        name
+    ):
         return Secrecy.NONE
     # Of options and properties in dots the last part counts, and others where it is a word alone.
-    return classify_words(name, before if re.fullmatch(r"[A-Za-z]+|\d", name) else "")
+    return classify_words(name, preceding_words if re.fullmatch(r"[A-Za-z]+|\d", name) else "")

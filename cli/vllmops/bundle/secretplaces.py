@@ -202,7 +202,7 @@ def is_argparse_error(line: str, match: re.Match[str]) -> bool:
 
 
 def extend_to_adjacent_values(
-    line: str, start: int, end: int, sign: re.Pattern[str] = ANOTHER, *, option: bool = False
+    line: str, start: int, end: int, separator: re.Pattern[str] = ANOTHER, *, option: bool = False
 ) -> Iterator[tuple[int, int]]:
     """A value, and those that follow it and look like secrets, too.
 
@@ -210,16 +210,16 @@ def extend_to_adjacent_values(
         line: what it is in.
         start: where the value begins.
         end: where it ends.
-        sign: what stands between two of them.
+        separator: what stands between two of them.
         option: whether they are an option's: all up to the next option are.
     """
     yield start, end
     quoted = bool(OPENING.match(line, start))
-    while match := sign.match(line, end):
+    while match := separator.match(line, end):
         start = match.end()
         if bool(OPENING.match(line, start)) is not quoted:
             return
-        end = find_value_end(line, start, " \t,;)]}\"'`" if sign is ANOTHER else " \t\"'`")
+        end = find_value_end(line, start, " \t,;)]}\"'`" if separator is ANOTHER else " \t\"'`")
         value = strip_quotes(line, start, min(end, len(line)))
         if option and quoted:
             if value.startswith("-"):

@@ -223,9 +223,9 @@ def find_value_end(
     return at
 
 
-def is_literal_bracket(text: str, at: int) -> bool:
+def is_literal_bracket(text: str, position: int) -> bool:
     """Whether a bracket as XML has them begins no tag, and is part of a word."""
-    return text[at] == "<" and bool(re.match(r"<[\d!?.]", text[at : at + 2]))
+    return text[position] == "<" and bool(re.match(r"<[\d!?.]", text[position : position + 2]))
 
 
 def find_quote_end(text: str, start: int, mark: str, slashes: int) -> int:

@@ -215,30 +215,34 @@ def find_part_ends(word: str) -> Iterator[int]:
     return (sign.end() for sign in re.finditer("-", word))
 
 
-def is_secret_near_name(line: str, start: int, word: str, around: Secrecy, since: int = 0) -> bool:
+def is_secret_near_name(
+    line: str, start: int, word: str, name_secrecy: Secrecy, context_start: int = 0
+) -> bool:
     """Whether an odd word near a name is a secret, by what stands before it, ``since`` there."""
-    before = line[max(start - ELSE_BEFORE, since) : start]
+    before = line[max(start - ELSE_BEFORE, context_start) : start]
     # What it is may stand in the word itself: node-7f9b2c.
     if any(ELSE.search(before + word[:end]) for end in (0, *find_part_ends(word))):
         return False
     if HASH.fullmatch(word) or UUID.fullmatch(word):
-        if FAR_ELSE.search(before) or (around < Secrecy.LIKELY and OF_ANOTHER.search(before)):
+        if FAR_ELSE.search(before) or (name_secrecy < Secrecy.LIKELY and OF_ANOTHER.search(before)):
             return False
-        return around >= Secrecy.LIKELY or mentions_access(line)
+        return name_secrecy >= Secrecy.LIKELY or mentions_access(line)
     if is_machine_made(word):
-        return around >= Secrecy.LIKELY or len(word) >= LONG or mentions_access(line)
-    if around is Secrecy.SECRET and NUMBERED.fullmatch(word):
+        return name_secrecy >= Secrecy.LIKELY or len(word) >= LONG or mentions_access(line)
+    if name_secrecy is Secrecy.SECRET and NUMBERED.fullmatch(word):
         return True
     quoted = before[-1:] in set("\"'`(>") and not OF_ANOTHER.search(before)
-    return around is Secrecy.SECRET and (quoted or bool(SAID.search(before)))
+    return name_secrecy is Secrecy.SECRET and (quoted or bool(SAID.search(before)))
 
 
-def find_lone_secret(line: str, before: Sequence[str], after: Iterable[str]) -> int | None:
+def find_lone_secret(
+    line: str, preceding_lines: Sequence[str], following_lines: Iterable[str]
+) -> int | None:
     """Where a secret begins that stands alone in a line below one that names it.
 
     Of an exception that tells nothing else (`KeyError: 'X'`), the name may be below it, too.
     """
-    if start := find_prompted_secret(line, before, after):
+    if start := find_prompted_secret(line, preceding_lines, following_lines):
         return start
     match = LABELLED.match(line)
     if not match or not is_unusual_word(match["word"]):
@@ -246,17 +250,19 @@ def find_lone_secret(line: str, before: Sequence[str], after: Iterable[str]) -> 
     raised = bool(match["label"] and ERROR.search(match["label"]))
     if match["label"] and not raised:
         return None
-    for other in (*before, *(islice(after, 1) if raised else ())):
+    for other in (*preceding_lines, *(islice(following_lines, 1) if raised else ())):
         kinds = [classify_name_in_line(other, name) for name in NAME.finditer(other)]
         if max(kinds, default=Secrecy.NONE) >= Secrecy.LIKELY and not FAR_ELSE.search(other):
             return match.start("word")
     return None
 
 
-def find_prompted_secret(line: str, before: Sequence[str], after: Iterable[str]) -> int | None:
+def find_prompted_secret(
+    line: str, preceding_lines: Sequence[str], following_lines: Iterable[str]
+) -> int | None:
     """Where a passphrase begins below its name, or what somebody answers who was asked for it."""
-    above = before[-1].rstrip() if before else ""
-    below = next(iter(islice(after, 1)), "").lstrip()
+    above = preceding_lines[-1].rstrip() if preceding_lines else ""
+    below = next(iter(islice(following_lines, 1)), "").lstrip()
     asked = above if above.endswith("?") else below if below[:1] in {";", "#"} else ""
     if asked and (match := ANSWER.match(line)) and has_secret_name(asked):
         word = match["word"]
@@ -276,11 +282,13 @@ def has_secret_name(line: str) -> bool:
     return any(classify_name_in_line(line, name) is Secrecy.SECRET for name in NAME.finditer(line))
 
 
-def find_labelled_secret(line: str, what: Secrecy) -> int | None:
+def find_labelled_secret(line: str, name_secrecy: Secrecy) -> int | None:
     """Where a secret begins in a line of what has the name of one; ``what`` that says."""
     match = LABELLED.match(line)
     if not match or not is_unusual_word(match["word"]):
         return None
     start = match.start("word")
-    made_up = what is Secrecy.SECRET and MADE_UP.fullmatch(match["word"])
-    return start if made_up or is_secret_near_name(line, start, match["word"], what) else None
+    made_up = name_secrecy is Secrecy.SECRET and MADE_UP.fullmatch(match["word"])
+    return (
+        start if made_up or is_secret_near_name(line, start, match["word"], name_secrecy) else None
+    )

@@ -88,14 +88,14 @@ class CacheAgents:
                 return False
         return True
 
-    def make_no_answer_error(self, silent: list[ProcessGap]) -> VllmopsError:
+    def make_no_answer_error(self, gaps: list[ProcessGap]) -> VllmopsError:
         """The error for a server of which no process answered, with each one's reason."""
-        if not silent:
+        if not gaps:
             return VllmopsError(
                 "cache.no-process",
                 f"{self.server.label} has no process with a cache yet",
                 f"vllmops wait {self.server.label} --for ready",
             )
         return agent.make_no_answer_error(
-            "cache.no-agent", f"no process of {self.server.label} reported its caches", silent
+            "cache.no-agent", f"no process of {self.server.label} reported its caches", gaps
         )

@@ -122,7 +122,7 @@ def make_not_attachable_error(server: Server) -> VllmopsError:
 
 def render_plan(plans: Sequence[AttachPlan]) -> list[RenderableType]:
     """What would be done, for a person."""
-    table = output.make_table("ROLE", "PID", "HOW", right=("PID",))
+    table = output.make_table("ROLE", "PID", "HOW", right_columns=("PID",))
     for plan in plans:
         how = (
             f"by thread {plan.tids[0]} (idle threads: {len(plan.tids)})"
@@ -134,19 +134,21 @@ def render_plan(plans: Sequence[AttachPlan]) -> list[RenderableType]:
 
 
 def render_attach_report(
-    server: Server, done: Sequence[AttachResult], silent: Sequence[ProcessGap]
+    server: Server, results: Sequence[AttachResult], gaps: Sequence[ProcessGap]
 ) -> list[RenderableType]:
     """What was done, for a person."""
-    table = output.make_table("ROLE", "PID", "STOPPED", "READY AFTER", right=("PID", "STOPPED"))
-    for attached in done:
+    table = output.make_table(
+        "ROLE", "PID", "STOPPED", "READY AFTER", right_columns=("PID", "STOPPED")
+    )
+    for attached in results:
         stopped = "-" if attached.stopped_s is None else f"{1000 * attached.stopped_s:.1f} ms"
         process = attached.process
         row = (process.role, str(process.pid), stopped, f"{attached.seconds:.2f} s")
         table.add_row(*row)
-    parts: list[RenderableType] = [table] if done else []
-    for missing in silent:
+    parts: list[RenderableType] = [table] if results else []
+    for missing in gaps:
         parts.append(output.style_text(f"{format_process(missing)}: {missing.reason}", "bold red"))
         parts.append(f"  hint: {missing.hint}")
-    if done:
+    if results:
         parts.append(f"Next: vllmops cache inspect -t {server.label}")
     return parts

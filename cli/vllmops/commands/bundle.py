@@ -91,7 +91,7 @@ def bundle(
             server,
             timeout_s=timeout,
             collect_env_s=max(timeout, COLLECT_ENV_S),
-            tell=progress.update,
+            report_progress=progress.update,
             stop=stop,
         )
         progress.update("writing the file")
@@ -132,14 +132,14 @@ def find_server(target: str | None) -> Server:
     return resolve_server(target)
 
 
-def choose_bundle_path(out: Path | None, label: str) -> Path:
+def choose_bundle_path(output_path: Path | None, label: str) -> Path:
     """Where the bundle is written; checked before anything is captured.
 
     Raises:
         VllmopsError: ``bundle.not-written``.
     """
     name = bundles.make_bundle_name(label, time.time())
-    path = out or Path()
+    path = output_path or Path()
     try:
         path = path / name if path.is_dir() else path
         files.require_writable(path)
@@ -181,7 +181,7 @@ def render_index(
     path: Path, index: BundleIndex, findings: Sequence[Finding] | None
 ) -> Iterator[RenderableType]:
     """The index for a person."""
-    listed = make_table("part", "size", "took", right=("size", "took"))
+    listed = make_table("part", "size", "took", right_columns=("size", "took"))
     for part in index.parts:
         name = f"{part.name} {part.process}".rstrip()
         listed.add_row(name, format_bytes(part.bytes), f"{part.seconds:.1f} s")

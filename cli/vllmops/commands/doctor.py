@@ -131,7 +131,7 @@ def doctor(
             lambda: [make_checks_table([check for check in every if check.code in selected])],
         )
     if clean_shm:
-        return clean_shared_memory(alone=file is None and not canary and not history)
+        return clean_shared_memory(is_only_option=file is None and not canary and not history)
     if history and canary:
         raise make_usage_error(
             "--history can't be combined with --canary", "vllmops doctor --history"
@@ -170,18 +170,20 @@ def doctor(
     }
     return Result(
         data,
-        lambda: list(render_diagnosis(snapshot, findings, skipped=len(selected) < len(every))),
+        lambda: list(
+            render_diagnosis(snapshot, findings, has_skipped_checks=len(selected) < len(every))
+        ),
         choose_exit_code(findings, fail_on),
     )
 
 
-def clean_shared_memory(*, alone: bool) -> Result:
+def clean_shared_memory(*, is_only_option: bool) -> Result:
     """Remove what is left in ``/dev/shm``, and say what stays and why.
 
     Raises:
         VllmopsError: ``usage``.
     """
-    if not alone:
+    if not is_only_option:
         raise make_usage_error(
             "--clean-shm can't be combined with a FILE, --canary or --history",
             "vllmops doctor --clean-shm",
@@ -227,25 +229,25 @@ def take_live_snapshot(
 
 
 def select_codes(
-    every: Sequence[judge.Check], only: Sequence[str] | None, skip: Sequence[str] | None
+    checks: Sequence[judge.Check], only_codes: Sequence[str] | None, skip: Sequence[str] | None
 ) -> set[str]:
     """The codes of the checks to show.
 
     Raises:
         VllmopsError: ``usage`` for an unknown code.
     """
-    known = {check.code for check in every}
+    known = {check.code for check in checks}
 
-    def expand_codes(words: Sequence[str]) -> set[str]:
+    def expand_codes(prefixes: Sequence[str]) -> set[str]:
         codes: set[str] = set()
-        for word in words:
+        for word in prefixes:
             here = {code for code in known if code == word or code.startswith(f"{word}.")}
             if not here:
                 raise make_usage_error(f"unknown check {word!r}", "vllmops doctor --list")
             codes |= here
         return codes
 
-    return (expand_codes(only) if only else known) - expand_codes(skip or ())
+    return (expand_codes(only_codes) if only_codes else known) - expand_codes(skip or ())
 
 
 def make_checks_table(checks: Sequence[judge.Check]) -> RenderableType:
@@ -256,7 +258,7 @@ def make_checks_table(checks: Sequence[judge.Check]) -> RenderableType:
 
 
 def render_diagnosis(
-    snapshot: ServerSnapshot, findings: Sequence[Finding], *, skipped: bool
+    snapshot: ServerSnapshot, findings: Sequence[Finding], *, has_skipped_checks: bool
 ) -> Iterator[RenderableType]:
     """The result for a person: the server, what is wrong, its figures, what could not be seen."""
     yield style_text(format_headline(snapshot), "bold")
@@ -278,7 +280,7 @@ def render_diagnosis(
     if not findings:
         yield ""
         where = " in what could be seen" if snapshot.gaps else ""
-        of_checks = " of the selected checks" if skipped else ""
+        of_checks = " of the selected checks" if has_skipped_checks else ""
         yield style_text(f"No findings{of_checks}{where}.", "green")
 
 
@@ -350,9 +352,9 @@ def format_figures(snapshot: ServerSnapshot) -> dict[str, str]:
     return rows
 
 
-def format_rates(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]:
+def format_rates(first_metrics: Metrics, last_metrics: Metrics, seconds: float) -> Iterator[str]:
     """Rates and times between two samples."""
-    before, after = msgspec.structs.asdict(first), msgspec.structs.asdict(last)
+    before, after = msgspec.structs.asdict(first_metrics), msgspec.structs.asdict(last_metrics)
     grown: dict[str, float] = {
         name: value - before[name]
         for name, value in after.items()
@@ -380,11 +382,11 @@ def format_rates(first: Metrics, last: Metrics, seconds: float) -> Iterator[str]
         yield f"{grown['preemptions']:.0f} preemptions"
 
 
-def format_cache_use(last: Metrics) -> Iterator[str]:
+def format_cache_use(metrics: Metrics) -> Iterator[str]:
     """How full the KV cache is, and the hit rates of the caches since the start."""
-    if last.kv_cache_usage is not None:
-        yield f"KV {last.kv_cache_usage:.0%} full"
-    if last.prefix_queries:
-        yield f"prefix {(last.prefix_hits or 0) / last.prefix_queries:.0%} of tokens hit"
-    if last.mm_queries:
-        yield f"multimodal {(last.mm_hits or 0) / last.mm_queries:.0%} of items hit"
+    if metrics.kv_cache_usage is not None:
+        yield f"KV {metrics.kv_cache_usage:.0%} full"
+    if metrics.prefix_queries:
+        yield f"prefix {(metrics.prefix_hits or 0) / metrics.prefix_queries:.0%} of tokens hit"
+    if metrics.mm_queries:
+        yield f"multimodal {(metrics.mm_hits or 0) / metrics.mm_queries:.0%} of items hit"

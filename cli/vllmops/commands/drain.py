@@ -42,8 +42,8 @@ def drain(
     responses can still be read, deleted and cancelled. The server keeps running, until
     `vllmops resume` has it take requests again.
     """
-    server = resolve_server(name or target, strangers=False)
-    set_draining(server, on=True)
+    server = resolve_server(name or target, allow_foreign=False)
+    set_draining(server, draining=True)
     if not wait:
         left = count_in_flight(server.processes, server.url)
     else:
@@ -84,8 +84,8 @@ def resume(name: TargetArgument = None, target: Target = None, json_: Json = Fal
     It ends what `vllmops drain` began. An engine that was paused or put to sleep over HTTP stays
     so; `vllmops heal` says how to wake it.
     """
-    server = resolve_server(name or target, strangers=False)
-    draining = any(traffic.draining for traffic in set_draining(server, on=False))
+    server = resolve_server(name or target, allow_foreign=False)
+    draining = any(traffic.draining for traffic in set_draining(server, draining=False))
     data = {"server": server.label, "draining": draining}
     why = "is still draining: somebody resets its caches" if draining else "takes requests again"
     return Result(data, lambda: [f"{server.label} {why}"])

@@ -103,17 +103,17 @@ def heal(
     return Result(data, lambda: list(render_outcomes(healed, rest, dry_run)), code)
 
 
-def select_actions(only: Sequence[str] | None, skip: Sequence[str] | None) -> list[Action]:
+def select_actions(only_names: Sequence[str] | None, skip: Sequence[str] | None) -> list[Action]:
     """The actions that the options mean.
 
     Raises:
         VllmopsError: ``usage``.
     """
     known = {action.name for action in ACTIONS}
-    for name in (*(only or ()), *(skip or ())):
+    for name in (*(only_names or ()), *(skip or ())):
         if name not in known:
             raise make_usage_error(f"there is no action {name!r}", "vllmops heal --list")
-    meant = (set(only) if only else known) - set(skip or ())
+    meant = (set(only_names) if only_names else known) - set(skip or ())
     return [action for action in ACTIONS if action.name in meant]
 
 
@@ -136,10 +136,10 @@ def make_actions_table(actions: Sequence[Action]) -> RenderableType:
 
 
 def render_outcomes(
-    healed: HealResult, rest: RemainingStall | None, dry_run: bool
+    heal_result: HealResult, remaining_stall: RemainingStall | None, dry_run: bool
 ) -> Iterator[RenderableType]:
     """What was done, for a person."""
-    for outcome in healed.outcomes:
+    for outcome in heal_result.outcomes:
         verb, style = ("healed", "green") if outcome.done else ("not healed", "yellow")
         if dry_run and not outcome.reason:
             verb = "would heal"
@@ -150,17 +150,24 @@ def render_outcomes(
         yield f"  action: {outcome.did}"
         if outcome.reason:
             yield f"  left: {outcome.reason}"
-    for silent in healed.gaps:
+    for silent in heal_result.gaps:
         yield output.style_text(
             f"{format_process(silent)} did not answer: {silent.reason}", "yellow"
         )
-    for problem in healed.problems:
+    for problem in heal_result.problems:
         yield output.style_text(problem, "yellow")
-    if not healed.outcomes:
-        yield output.style_text("Nothing to heal.", "" if rest else "green")
-    if rest:
+    if not heal_result.outcomes:
+        yield output.style_text("Nothing to heal.", "" if remaining_stall else "green")
+    if remaining_stall:
         yield output.style_text("Still stuck:", "bold red")
-        yield from render_findings([rest.finding])
-        count = "an unknown number" if rest.in_flight is None else f"{rest.in_flight:,}"
-        yield f"  a restart loses requests in flight: {count} ({rest.background:,} in background)"
-        yield f"  a restart brings back: {rest.restart}"
+        yield from render_findings([remaining_stall.finding])
+        count = (
+            "an unknown number"
+            if remaining_stall.in_flight is None
+            else f"{remaining_stall.in_flight:,}"
+        )
+        yield (
+            f"  a restart loses requests in flight: {count} ({remaining_stall.background:,} in "
+            "background)"
+        )
+        yield f"  a restart brings back: {remaining_stall.restart}"

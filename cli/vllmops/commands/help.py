@@ -75,10 +75,10 @@ def show_page(
     )
 
 
-def find_similar_names(word: str, known: Sequence[str]) -> list[str]:
+def find_similar_names(word: str, known_names: Sequence[str]) -> list[str]:
     """Names that a word is part of, and those that are spelt nearly like it."""
-    parts = [name for name in known if word in name]
-    return list(dict.fromkeys((*parts, *difflib.get_close_matches(word, known))))[:SIMILAR]
+    parts = [name for name in known_names if word in name]
+    return list(dict.fromkeys((*parts, *difflib.get_close_matches(word, known_names))))[:SIMILAR]
 
 
 def make_topics_table(manual: dict[str, Page]) -> RenderableType:

@@ -93,9 +93,9 @@ def format_key(key: Key, format_: KeyFormat) -> str:
     return text if format_ is KeyFormat.HEX else f"{file.SIGNING_KEY}={text}"
 
 
-def format_keyring(ring: KeyRing) -> str:
+def format_keyring(keyring: KeyRing) -> str:
     """A ring as its file has it."""
-    return file.encode_keyring(ring).decode().rstrip()
+    return file.encode_keyring(keyring).decode().rstrip()
 
 
 def format_secret_manifest(name: str, content: str) -> str:

@@ -28,22 +28,22 @@ MOST_COUNTED = 1_000_000_000
 
 
 def make_seconds_parser(
-    least: float = 0.0, most: float = LONGEST_WAIT_S
+    minimum: float = 0.0, maximum: float = LONGEST_WAIT_S
 ) -> Callable[[object], float]:
     """A parser for an option in seconds: finite, and not longer than a process can wait."""
 
     def parse_seconds(value: object) -> float:
-        return translate_parse_errors(lambda: parse_number(str(value), least, most))
+        return translate_parse_errors(lambda: parse_number(str(value), minimum, maximum))
 
     parse_seconds.__name__ = "seconds"  # what --help calls the value
     return parse_seconds
 
 
-def make_count_parser(least: int = 1, most: int = MOST_COUNTED) -> Callable[[object], int]:
+def make_count_parser(minimum: int = 1, maximum: int = MOST_COUNTED) -> Callable[[object], int]:
     """A parser for an option that is a whole number."""
 
     def parse_count(value: object) -> int:
-        return translate_parse_errors(lambda: parse_whole_number(str(value), least, most))
+        return translate_parse_errors(lambda: parse_whole_number(str(value), minimum, maximum))
 
     parse_count.__name__ = "n"
     return parse_count

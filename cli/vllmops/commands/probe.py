@@ -97,11 +97,11 @@ def judge_server(target: str | None) -> tuple[str, ProbeResult]:
     over = not server.processes
     stall = verdicts.describe_likely_stall(find_stalls([seen], PATIENCE_S))
     return server.label, verdicts.judge_server(
-        server, seen, over=over, stall=stall, note=server.describe_silent_nodes()
+        server, seen, is_over=over, stall=stall, note=server.describe_silent_nodes()
     )
 
 
-def serve_probes(target: str | None, place: tuple[str, int]) -> VllmopsError:
+def serve_probes(target: str | None, address: tuple[str, int]) -> VllmopsError:
     """Answer over HTTP until Ctrl-C or SIGTERM.
 
     Raises:
@@ -131,7 +131,7 @@ def serve_probes(target: str | None, place: tuple[str, int]) -> VllmopsError:
                 last = time.monotonic(), verdict
             return last[1]
 
-    ProbeServer(place, judge_now)
-    print_to_stderr(f"{label}: {', '.join(PATHS)} at {place[0]}:{place[1]}")
+    ProbeServer(address, judge_now)
+    print_to_stderr(f"{label}: {', '.join(PATHS)} at {address[0]}:{address[1]}")
     make_stop_event(signal.SIGINT, signal.SIGTERM).wait()
     return VllmopsError("interrupted", "interrupted")

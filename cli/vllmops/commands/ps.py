@@ -126,15 +126,15 @@ def ps(
     return Result(data, lambda: render_servers(shown) if shown else ["no vLLM server runs here"])
 
 
-def mark_hand_over(one: InstanceRow, servers: Sequence[Server]) -> InstanceRow:
+def mark_hand_over(row: InstanceRow, servers: Sequence[Server]) -> InstanceRow:
     """A row, which may be of the other server of a hand-over: at its URL the first one answers."""
     for server in servers:
-        if server.record and one.pid in {
+        if server.record and row.pid in {
             process.pid for process in server.record.hand_over_processes
         }:
             note = f"the other server in the hand-over of {server.label}"
-            return replace(one, state="handing over", started_by_vllmops=True, note=note)
-    return one
+            return replace(row, state="handing over", started_by_vllmops=True, note=note)
+    return row
 
 
 def find_registry_errors() -> list[VllmopsError]:
@@ -213,18 +213,18 @@ def find_state(server: Server) -> str:
     return f"unhealthy ({health})" if health else "not answering"
 
 
-def format_origin(one: InstanceRow) -> str:
+def format_origin(row: InstanceRow) -> str:
     """Where a server comes from, unless vllmops started it on this machine."""
-    if one.remote:
+    if row.remote:
         return "on another machine"
-    return "" if one.started_by_vllmops else "not started by vllmops"
+    return "" if row.started_by_vllmops else "not started by vllmops"
 
 
-def format_address(one: InstanceRow) -> str:
+def format_address(row: InstanceRow) -> str:
     """Where it is reached, for a person."""
-    if one.url:
-        return format_url(one.url)
-    return "headless" if one.headless else "no port"
+    if row.url:
+        return format_url(row.url)
+    return "headless" if row.headless else "no port"
 
 
 def render_servers(rows: Sequence[InstanceRow]) -> list[RenderableType]:
@@ -251,7 +251,7 @@ def render_servers(rows: Sequence[InstanceRow]) -> list[RenderableType]:
             shown.append(Text(f"  {one.failure}", style="red", overflow="fold"))
         if one.note:
             shown.append(Text(f"  {one.note}", style="yellow", overflow="fold"))
-        processes = make_table("  process", "pid", "rss", "agent", right=["pid", "rss"])
+        processes = make_table("  process", "pid", "rss", "agent", right_columns=["pid", "rss"])
         for process in one.processes:
             if process.role != Role.OTHER:
                 processes.add_row(

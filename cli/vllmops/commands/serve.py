@@ -220,17 +220,17 @@ def build_demo_model(demo: demos.DemoKind, *, quiet: bool) -> None:
         demos.build_missing_model(demo)
 
 
-def describe_port_claims(reserved: launch.Reservation) -> Iterator[str]:
+def describe_port_claims(reservation: launch.Reservation) -> Iterator[str]:
     """What to know of ports that other users have claimed: a line for each of these users."""
-    using = reserved.record.port
-    if (user := reserved.claimant_by_port.get(using or 0)) is not None:
+    using = reservation.record.port
+    if (user := reservation.claimant_by_port.get(using or 0)) is not None:
         yield (
             f"port {using} is claimed by {user}, and used all the same: until this server listens,"
             " another instance may be given the same port"
         )
         return
-    for user in sorted(set(reserved.claimant_by_port.values())):
-        passed = [port for port, whose in reserved.claimant_by_port.items() if whose == user]
+    for user in sorted(set(reservation.claimant_by_port.values())):
+        passed = [port for port, whose in reservation.claimant_by_port.items() if whose == user]
         which = f"port {passed[0]} is"
         if len(passed) > 1:
             which = f"{len(passed)} ports from {passed[0]} to {passed[-1]} are"
@@ -366,9 +366,9 @@ def make_carrier_variables(
     return format_variables({settings.CARRIER: form, settings.CARRIER_TTL: seconds})
 
 
-def format_variables(given: Mapping[str, object]) -> list[str]:
+def format_variables(variables: Mapping[str, object]) -> list[str]:
     """Environment variables as ``--env`` takes them, without those that have no value."""
-    return [f"{name}={value}" for name, value in given.items() if value is not None]
+    return [f"{name}={value}" for name, value in variables.items() if value is not None]
 
 
 def make_compaction_variables(prompt: Path | None) -> list[str]:
@@ -454,14 +454,14 @@ def build_order(
     port: int | None,
     detach: bool,
     env: Sequence[str],
-    behind: tuple[str, ...],
+    vllm_arguments: tuple[str, ...],
 ) -> launch.LaunchOptions:
     """Turn the command line into an order.
 
     Raises:
         VllmopsError: ``usage``.
     """
-    for word in filter(None, (model, name, host, *env, *behind)):
+    for word in filter(None, (model, name, host, *env, *vllm_arguments)):
         if has_invalid_utf8(word):
             raise make_usage_error(
                 f"{word!r} is not UTF-8: the record of the instance can't contain it"
@@ -474,14 +474,17 @@ def build_order(
         if not word.partition("=")[0] or "=" not in word:
             raise make_usage_error(f"--env {word}: write it as K=V")
     environment = dict(word.split("=", 1) for word in env)
-    arguments = behind
+    arguments = vllm_arguments
     if demo:
         model = str(demos.locate_model(demo))
-        arguments = (*demos.make_serve_arguments(demo), *behind)
+        arguments = (*demos.make_serve_arguments(demo), *vllm_arguments)
         environment = {**demos.make_serve_environment(), **environment}
     assert model
     # vLLM takes the last value, so arguments after -- win; two different values are a mistake.
-    behind_host, behind_port = find_option(behind, "--host"), find_option(behind, "--port")
+    behind_host, behind_port = (
+        find_option(vllm_arguments, "--host"),
+        find_option(vllm_arguments, "--port"),
+    )
     if behind_host and host and behind_host != host:
         raise make_usage_error(f"--host {host} and, after --, --host {behind_host}: give one")
     if behind_port and port and behind_port != str(port):
@@ -500,9 +503,9 @@ def build_order(
     )
 
 
-def has_invalid_utf8(word: str) -> bool:
+def has_invalid_utf8(argument: str) -> bool:
     try:
-        word.encode()
+        argument.encode()
     except UnicodeEncodeError:
         return True
     return False
@@ -513,13 +516,18 @@ def make_usage_error(message: str) -> VllmopsError:
 
 
 def follow_instance(
-    session: ControlSession, before: InstanceRecord, *, detach: bool, log: bool, quiet: bool = False
+    session: ControlSession,
+    previous_record: InstanceRecord,
+    *,
+    detach: bool,
+    log: bool,
+    quiet: bool = False,
 ) -> InstanceRecord:
     """Show how an instance starts, and wait until it ends, or, with `detach`, until it is ready.
 
     Args:
         session: of the instance.
-        before: its record before this start.
+        previous_record: its record before this start.
         detach: whether to leave the instance once it is ready.
         log: whether to show its log; otherwise only the lines of its watch.
         quiet: whether to show nothing.
@@ -530,9 +538,9 @@ def follow_instance(
     Raises:
         VllmopsError: ``serve.failed``, or ``interrupted`` after Ctrl-C.
     """
-    record = before
+    record = previous_record
     follower = None
-    if not detach and not quiet and (log or before.watch is not None):
+    if not detach and not quiet and (log or previous_record.watch is not None):
         follower = LogFollower(session.folder, all_lines=log)
     notifier = SystemdNotifier(session.folder, {} if detach else os.environ)
     with (
@@ -542,7 +550,7 @@ def follow_instance(
     ):
         for record in session.follow_records():
             notifier.send_progress(record)
-            started = record.started_at != before.started_at
+            started = record.started_at != previous_record.started_at
             if started:
                 display.show_start()
             if started and record.state is InstanceState.READY:
@@ -610,9 +618,9 @@ class StopSignals:
     A closed terminal (SIGHUP) is not caught: the supervisor sees that the holder has gone.
     """
 
-    def __init__(self, session: ControlSession, tell: Callable[[], None]) -> None:
+    def __init__(self, session: ControlSession, notify_stopping: Callable[[], None]) -> None:
         self.session = session
-        self.notify_stopping = tell
+        self.notify_stopping = notify_stopping
         self.count = 0
         self.interrupted = False
 

@@ -146,21 +146,21 @@ def parse_variables(value: object) -> Iterator[str]:
         yield f"{name}={content}"
 
 
-def drop_overridden_keys(ctx: typer.Context, behind: Sequence[str]) -> None:
+def drop_overridden_keys(ctx: typer.Context, vllm_arguments: Sequence[str]) -> None:
     """Drop keys of the file that the command line sets under another name.
 
     Args:
         ctx: of a command line that is parsed.
-        behind: the arguments of vLLM on the command line.
+        vllm_arguments: the arguments of vLLM on the command line.
     """
     model = is_on_command_line(ctx, "model")
     if model != is_on_command_line(ctx, "demo"):
         ctx.params["demo" if model else "model"] = None
     config = get_config(ctx)
     for name in ("host", "port"):
-        if is_on_command_line(ctx, name) or find_option(behind, f"--{name}"):
+        if is_on_command_line(ctx, name) or find_option(vllm_arguments, f"--{name}"):
             config = replace(config, arguments=remove_option(config.arguments, f"--{name}"))
-        if not is_on_command_line(ctx, name) and find_option(behind, f"--{name}"):
+        if not is_on_command_line(ctx, name) and find_option(vllm_arguments, f"--{name}"):
             ctx.params[name] = None
     ctx.meta[META] = config
 
@@ -189,8 +189,8 @@ def format_config(ctx: typer.Context, env: Sequence[str], arguments: Sequence[st
     hidden = Redactor()
     lines = ["# For vllmops serve --config FILE"]
 
-    def add_line(key: str, value: object, name: str, shown: object) -> None:
-        secret = shown != value
+    def add_line(key: str, value: object, name: str, redacted_value: object) -> None:
+        secret = redacted_value != value
         lines.append(
             f"# {name} is left out: it contains a secret."
             if secret
@@ -221,17 +221,19 @@ def format_config(ctx: typer.Context, env: Sequence[str], arguments: Sequence[st
     return "\n".join(lines)
 
 
-def remove_secrets(arguments: Sequence[str], shown: Sequence[str]) -> tuple[list[str], list[str]]:
+def remove_secrets(
+    arguments: Sequence[str], redacted_arguments: Sequence[str]
+) -> tuple[list[str], list[str]]:
     """Arguments without those that hold secrets, and the names of these.
 
     Args:
         arguments: as they are.
-        shown: the same, redacted.
+        redacted_arguments: the same, redacted.
     """
     kept: list[str] = []
     secrets: list[str] = []
     name = ""
-    for word, redacted in zip(arguments, shown, strict=True):
+    for word, redacted in zip(arguments, redacted_arguments, strict=True):
         if word.startswith("-"):
             name = word.partition("=")[0]
         if word == redacted:

@@ -107,14 +107,14 @@ def make_repeatable(annotation: Any) -> Any:
     return Annotated[list[str] | None, option]
 
 
-def expand_targets(words: Sequence[str]) -> dict[str, None]:
+def expand_targets(arguments: Sequence[str]) -> dict[str, None]:
     """The targets that were given, each once, those in files included.
 
     Raises:
         VllmopsError: ``usage``, ``file.unreadable`` or ``file.too-large``.
     """
     targets: dict[str, None] = {}
-    for word in words:
+    for word in arguments:
         if not word.startswith("@"):
             targets[word] = None
             continue
@@ -155,12 +155,12 @@ def run_concurrently(targets: Sequence[str], run: Callable[..., Result]) -> Resu
             with suppress(IndexError):  # another thread was faster
                 copy_context().run(run_target, *waiting.popleft())
 
-    def run_target(target: str, done: Future[Result]) -> None:
+    def run_target(target: str, future: Future[Result]) -> None:
         output.speaker.set(target)
         try:
-            done.set_result(run(target=target))
+            future.set_result(run(target=target))
         except BaseException as error:
-            done.set_exception(error)
+            future.set_exception(error)
 
     for _ in range(min(len(targets), MOST_AT_ONCE)):
         # Daemons: at a Ctrl-C the process does not wait for them.
@@ -182,10 +182,10 @@ def run_concurrently(targets: Sequence[str], run: Callable[..., Result]) -> Resu
     )
 
 
-def wait_for_result(done: Future[Result]) -> Result:
+def wait_for_result(future: Future[Result]) -> Result:
     """The result for one target, its failure included."""
     try:
-        return done.result()
+        return future.result()
     except VllmopsError as error:
         return Result(error.data, exit_code=error.exit_code, errors=(error,))
     except Exception as error:

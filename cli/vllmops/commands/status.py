@@ -102,11 +102,11 @@ def collect_cache_uses(answers: Iterable[ProcessCaches]) -> list[CacheUse]:
 
 def render_status(
     server: Server,
-    seen: InstanceRow,
+    row: InstanceRow,
     engines: list[EngineState],
     metrics: Metrics | None,
     caches: list[CacheUse],
-    patched: dict[str, list[str]],
+    patch_states: dict[str, list[str]],
 ) -> list[RenderableType]:
     facts = output.make_facts_table(())
     facts.box = None
@@ -122,15 +122,15 @@ def render_status(
         )
     for cells in make_cache_rows(caches):
         facts.add_row(*cells)
-    facts.add_row("patches", format_patches(patched))
-    if seen.supervised is False:
+    facts.add_row("patches", format_patches(patch_states))
+    if row.supervised is False:
         facts.add_row("supervision", "its supervisor had died; a new one has started")
-    elif seen.supervised is None and not seen.remote:
+    elif row.supervised is None and not row.remote:
         facts.add_row("supervision", "none: vllmops did not start it")
     if record and record.watch is not None:
         running = InstanceFolder(record.name).has_watch()
         facts.add_row("watch", "on" if running else "not running")
-    return [*render_servers([seen]), "", facts]
+    return [*render_servers([row]), "", facts]
 
 
 def make_cache_rows(caches: list[CacheUse]) -> Iterator[tuple[str, str]]:

@@ -38,16 +38,16 @@ class Bar:
 
 
 def make_steps_result(
-    server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Gap]
+    server: str, recordings: Sequence[StepsRecording], gaps: Sequence[Gap]
 ) -> Result:
     """The last steps of a server's engines."""
     data = {
         "server": server,
         "columns": Step.__struct_fields__,
         "recordings": [build_recording_data(recording) for recording in recordings],
-        "unseen": unseen,
+        "unseen": gaps,
     }
-    return Result(data, lambda: list(render_recordings(server, recordings, unseen)))
+    return Result(data, lambda: list(render_recordings(server, recordings, gaps)))
 
 
 def build_recording_data(recording: StepsRecording) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def build_recording_data(recording: StepsRecording) -> dict[str, Any]:
 
 
 def render_recordings(
-    server: str, recordings: Sequence[StepsRecording], unseen: Sequence[Gap]
+    server: str, recordings: Sequence[StepsRecording], gaps: Sequence[Gap]
 ) -> Iterator[RenderableType]:
 
     if not recordings:
@@ -78,7 +78,7 @@ def render_recordings(
             "bold",
         )
         yield from render_recording(recording)
-    for part in unseen:
+    for part in gaps:
         yield style_text(f"not seen: {part.part}: {part.reason}", "yellow")
         if part.hint:
             yield f"  hint: {part.hint}"
@@ -91,7 +91,9 @@ def render_recording(recording: StepsRecording) -> Iterator[RenderableType]:
         return
     most = max(row.tokens for row in rows) or 1
     names = ("time", "steps", "longest", "tokens", "running", "waiting", "deferred", "KV")
-    shown = make_table(*names, f"tokens per {format_duration(rows[0].seconds)}", right=names[1:])
+    shown = make_table(
+        *names, f"tokens per {format_duration(rows[0].seconds)}", right_columns=names[1:]
+    )
     shown.collapse_padding = True  # 80 columns have room for it all
     for row in rows:
         used = row.kv_cache_usage

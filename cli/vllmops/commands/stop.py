@@ -67,7 +67,7 @@ def stop(
     is stopped, and the port and the shared memory are freed. It also works on a server that
     vllmops did not start.
     """
-    server = resolve_server(name or target, strangers=False)
+    server = resolve_server(name or target, allow_foreign=False)
     wait_s = 0.0 if force else timeout
     with Progress(time.time(), quiet=json_) as progress:
         if server.record is None:
@@ -178,17 +178,18 @@ def restart(
 
 
 def run_hand_over(
-    folder: InstanceFolder, before: InstanceRecord, timeout: float, *, quiet: bool
+    folder: InstanceFolder, previous_record: InstanceRecord, timeout: float, *, quiet: bool
 ) -> Result:
     """Have a second server take over; raises VllmopsError: ``restart.no-hand-over``."""
-    if before.state is not InstanceState.READY:
+    if previous_record.state is not InstanceState.READY:
         raise VllmopsError(
             "restart.no-hand-over",
-            f"{before.name} is {before.state}: only a server that is ready hands over",
-            f"vllmops restart {before.name}",
+            f"{previous_record.name} is {previous_record.state}: only a server that is ready hands "
+            "over",
+            f"vllmops restart {previous_record.name}",
         )
     session = ControlSession(folder, connect_supervisor(folder))
-    record, run = before, uuid4().hex
+    record, run = previous_record, uuid4().hex
     session.send_request(ControlRequest(hand_over=timeout, run=run))
     with Progress(time.time(), quiet=quiet) as progress:
         for record in session.follow_records():
@@ -228,7 +229,9 @@ def save_hang_evidence(record: InstanceRecord, *, quiet: bool) -> str:
     subject = WatchedServer(server, follow=False)
     with Progress(time.time(), quiet=quiet) as progress_:
         progress_.update(f"{record.name} hangs: keeping the evidence")
-        subject.take_snapshot(looks, progress.PATIENCE_S, threading.Event(), sure=True)
+        subject.take_snapshot(
+            looks, progress.PATIENCE_S, threading.Event(), needs_all_evidence=True
+        )
         try:
             return str(subject.save_evidence(require_safe_folder(resolve_home() / "bundles")))
         except VllmopsError as error:

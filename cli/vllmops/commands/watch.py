@@ -93,7 +93,7 @@ def watch(
     for_: Annotated[
         float | None,
         typer.Option(
-            "--for", parser=make_seconds_parser(most=YEAR_S), help="End after this many seconds."
+            "--for", parser=make_seconds_parser(maximum=YEAR_S), help="End after this many seconds."
         ),
     ] = None,
     exec_: Annotated[

@@ -40,9 +40,9 @@ def locate_model(kind: DemoKind) -> Path:
     return require_safe_folder(resolve_home() / "demo" / f"{kind}-{RECIPE}")
 
 
-def is_model_built(place: Path) -> bool:
+def is_model_built(model_folder: Path) -> bool:
     """Whether a demo model lies there."""
-    return (place / "config.json").is_file()
+    return (model_folder / "config.json").is_file()
 
 
 def build_missing_model(kind: DemoKind) -> Path:
@@ -81,21 +81,22 @@ def build_missing_model(kind: DemoKind) -> Path:
     return place
 
 
-def make_build_command(kind: DemoKind, place: Path) -> list[str]:
+def make_build_command(kind: DemoKind, model_folder: Path) -> list[str]:
     # -P: what lies in the working directory is no module of ours.
-    return [sys.executable, "-P", "-m", "vllmops.demo.build", kind, str(place)]
+    return [sys.executable, "-P", "-m", "vllmops.demo.build", kind, str(model_folder)]
 
 
-def make_not_built_error(kind: DemoKind, place: Path, why: str) -> VllmopsError:
-    if "No module named" in why:
+def make_not_built_error(kind: DemoKind, model_folder: Path, reason: str) -> VllmopsError:
+    if "No module named" in reason:
         hint = "pip install 'vllmops-cli[gpu]', or without a GPU 'vllmops-cli[cpu]'"
-    elif "Errno" in why or "os error" in why:
+    elif "Errno" in reason or "os error" in reason:
         hint = (
-            f"{place.parent} must be writable and have 10 MB free; VLLMOPS_HOME sets another place"
+            f"{model_folder.parent} must be writable and have 10 MB free; VLLMOPS_HOME sets "
+            "another place"
         )
     else:
-        hint = f"to see the full error, run: {shlex.join(make_build_command(kind, place))}"
-    return VllmopsError("demo.not-built", f"the {kind} demo model was not built: {why}", hint)
+        hint = f"to see the full error, run: {shlex.join(make_build_command(kind, model_folder))}"
+    return VllmopsError("demo.not-built", f"the {kind} demo model was not built: {reason}", hint)
 
 
 def make_serve_arguments(kind: DemoKind) -> tuple[str, ...]:

@@ -47,46 +47,46 @@ TEXT_SIZE = {
 }
 
 
-def train_tokenizer(special: Sequence[str], **roles: str) -> Any:
+def train_tokenizer(special_tokens: Sequence[str], **roles: str) -> Any:
     """A byte-level BPE tokenizer trained on a few lines; it can write down any text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY + len(special),
-        special_tokens=list(special),
+        vocab_size=VOCABULARY + len(special_tokens),
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     bpe.train_from_iterator(LINES * 5, trainer)
     made = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=bpe, additional_special_tokens=list(special), **roles
+        tokenizer_object=bpe, additional_special_tokens=list(special_tokens), **roles
     )
     made.chat_template = TEMPLATE
     return made
 
 
-def build_text_model(place: Path) -> None:
+def build_text_model(model_folder: Path) -> None:
     """Qwen2."""
     words = train_tokenizer([BOS, EOS, PAD], bos_token=BOS, eos_token=EOS, pad_token=PAD)
-    words.save_pretrained(place)
+    words.save_pretrained(model_folder)
     config = transformers.Qwen2Config(
         vocab_size=len(words), **TEXT_SIZE, **collect_token_ids(words)
     )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(place)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(model_folder)
 
 
-def build_moe_model(place: Path) -> None:
+def build_moe_model(model_folder: Path) -> None:
     """Mixtral."""
     words = train_tokenizer([BOS, EOS, PAD], bos_token=BOS, eos_token=EOS, pad_token=PAD)
-    words.save_pretrained(place)
+    words.save_pretrained(model_folder)
     config = transformers.MixtralConfig(
         vocab_size=len(words), num_local_experts=4, **TEXT_SIZE, **collect_token_ids(words)
     )
-    transformers.MixtralForCausalLM(config).save_pretrained(place)
+    transformers.MixtralForCausalLM(config).save_pretrained(model_folder)
 
 
-def build_vision_model(place: Path) -> None:
+def build_vision_model(model_folder: Path) -> None:
     """Idefics3; an image is one tile of 4 tokens."""
     # The processor asks for the tokens of a split image, though this one never splits.
     tiles = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
@@ -105,7 +105,7 @@ def build_vision_model(place: Path) -> None:
         tokenizer=words,
         image_seq_len=(IMAGE_PIXELS // PATCH_PIXELS) ** 2 // IMAGE_SCALE**2,
         chat_template=TEMPLATE,
-    ).save_pretrained(place)
+    ).save_pretrained(model_folder)
     config = transformers.Idefics3Config(
         text_config={
             "model_type": "llama",
@@ -126,10 +126,10 @@ def build_vision_model(place: Path) -> None:
         pad_token_id=words.pad_token_id,
     )
     model = transformers.Idefics3ForConditionalGeneration(config)
-    model.save_pretrained(place)
+    model.save_pretrained(model_folder)
 
 
-def build_audio_model(place: Path) -> None:
+def build_audio_model(model_folder: Path) -> None:
     """Whisper."""
     # All of them: asked without a language, vLLM takes the likeliest of those it knows.
     languages = [f"<|{code}|>" for code in LANGUAGES]
@@ -151,7 +151,7 @@ def build_audio_model(place: Path) -> None:
             eos_token=end,
         )
         features = transformers.WhisperFeatureExtractor(feature_size=80)
-        transformers.WhisperProcessor(features, words).save_pretrained(place)
+        transformers.WhisperProcessor(features, words).save_pretrained(model_folder)
     number = words.convert_tokens_to_ids
     config = transformers.WhisperConfig(
         vocab_size=len(words),
@@ -173,14 +173,14 @@ def build_audio_model(place: Path) -> None:
     with torch.no_grad():
         # The likeliest token would be a special one for ever, and every transcript empty.
         model.get_output_embeddings().weight[number(special)] = 0
-    model.save_pretrained(place)
+    model.save_pretrained(model_folder)
 
 
-def collect_token_ids(words: Any) -> dict[str, int]:
+def collect_token_ids(tokenizer: Any) -> dict[str, int]:
     return {
-        "bos_token_id": words.bos_token_id,
-        "eos_token_id": words.eos_token_id,
-        "pad_token_id": words.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
     }
 
 

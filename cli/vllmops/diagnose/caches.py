@@ -224,12 +224,14 @@ def diagnose_caches(snapshot: CacheSnapshot) -> list[Finding]:
 
 
 def select_persistent_findings(
-    earlier: Sequence[Sequence[Finding]], last: Sequence[Finding]
+    earlier_findings: Sequence[Sequence[Finding]], last_findings: Sequence[Finding]
 ) -> list[Finding]:
     """The last findings that all earlier ones have, too."""
-    seen = [{(finding.code, finding.subject) for finding in sample} for sample in earlier]
+    seen = [{(finding.code, finding.subject) for finding in sample} for sample in earlier_findings]
     return [
-        finding for finding in last if all((finding.code, finding.subject) in keys for keys in seen)
+        finding
+        for finding in last_findings
+        if all((finding.code, finding.subject) in keys for keys in seen)
     ]
 
 
@@ -610,9 +612,11 @@ def format_keys(keys: Iterable[object]) -> str:
     return f"{len(listed)}: " + ", ".join(shorten_key(key) for key in listed[:SHOWN]) + more
 
 
-def format_key_lists(one: str, keys: Iterable[object], other: str, others: Iterable[object]) -> str:
+def format_key_lists(
+    label: str, keys: Iterable[object], other_label: str, other_keys: Iterable[object]
+) -> str:
     """Two lists of keys with their names; an empty list is left out."""
-    pairs = ((one, list(keys)), (other, list(others)))
+    pairs = ((label, list(keys)), (other_label, list(other_keys)))
     return "; ".join(f"{name}: {format_keys(listed)}" for name, listed in pairs if listed)
 
 

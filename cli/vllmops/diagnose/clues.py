@@ -155,13 +155,13 @@ def find_weak_evidence(text: str, facts: Mapping[str, str], *, stacks: bool) -> 
     return late + found + said
 
 
-def _list_process_titles(places: Sequence[ThreadPosition]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(place.process.title or "a process" for place in places))
+def _list_process_titles(positions: Sequence[ThreadPosition]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(place.process.title or "a process" for place in positions))
 
 
-def _describe_position(place: ThreadPosition) -> str:
-    names = " ← ".join(frame.function for frame in place.thread.frames)
-    return f"{place.process.title or 'a process'} in {names}"
+def _describe_position(position: ThreadPosition) -> str:
+    names = " ← ".join(frame.function for frame in position.thread.frames)
+    return f"{position.process.title or 'a process'} in {names}"
 
 
 def _explain_frozen_engine(facts: Mapping[str, str]) -> TextEvidence:
@@ -208,8 +208,10 @@ def _parse_preceding_number(row: re.Match[str]) -> float | None:
     return float(match[0]) if match else None
 
 
-def _classify_gpu_load(busy: float, cold: bool) -> str:
-    return "spins" if busy >= BUSY and cold else "idle" if busy <= IDLE else "works"
+def _classify_gpu_load(utilization: float, is_cold: bool) -> str:
+    return (
+        "spins" if utilization >= BUSY and is_cold else "idle" if utilization <= IDLE else "works"
+    )
 
 
 def _parse_watchdog(_text: str, log: str) -> Iterator[TextEvidence]:
@@ -234,26 +236,37 @@ def _format_lowest_ranks(ranks: Mapping[int, Any]) -> str:
 
 
 def _compare_rank_counts(
-    ranks: Mapping[int, int], what: str, *, aborted: bool, others: Mapping[int, int] | None = None
+    ranks: Mapping[int, int],
+    count_name: str,
+    *,
+    aborted: bool,
+    unnamed_rank_counts: Mapping[int, int] | None = None,
 ) -> Iterator[TextEvidence]:
     """Ranks by their number of operations: far apart is a mismatch; else they wait together.
 
     Args:
         ranks: the number of operations by rank.
-        what: is counted.
+        count_name: is counted.
         aborted: whether a communicator was aborted.
-        others: how many ranks without a name have a number of operations.
+        unnamed_rank_counts: how many ranks without a name have a number of operations.
     """
-    counts = {*ranks.values(), *(others or {})}
+    counts = {*ranks.values(), *(unnamed_rank_counts or {})}
     if not counts:
         return
     shown = ", ".join(
         [f"rank {rank}: {count}" for rank, count in sorted(ranks.items())]
-        + [f"{number} ranks: {count}" for count, number in sorted((others or {}).items())]
+        + [
+            f"{number} ranks: {count}"
+            for count, number in sorted((unnamed_rank_counts or {}).items())
+        ]
     )
     least = min(counts)
-    lowest = f"{others[least]} ranks" if others and least in others else _format_lowest_ranks(ranks)
-    line = f"{what}: {shown}"
+    lowest = (
+        f"{unnamed_rank_counts[least]} ranks"
+        if unnamed_rank_counts and least in unnamed_rank_counts
+        else _format_lowest_ranks(ranks)
+    )
+    line = f"{count_name}: {shown}"
     if aborted:
         line += "; after an abort the counts may have run on"
     if max(counts) - least > SPREAD:
@@ -280,7 +293,9 @@ def _parse_launched_operations(text: str, log: str) -> Iterator[TextEvidence]:
         else:
             others[int(row["seq"])] = int(row["count"])
     aborted = re.search(ABORTED, text) is not None
-    yield from _compare_rank_counts(ranks, "NCCL RAS, operations", aborted=aborted, others=others)
+    yield from _compare_rank_counts(
+        ranks, "NCCL RAS, operations", aborted=aborted, unnamed_rank_counts=others
+    )
 
 
 def _parse_ras_json(text: str, _log: str) -> Iterator[TextEvidence]:

@@ -100,9 +100,9 @@ def diagnose_comparison(comparison: CacheComparison) -> list[Finding]:
     return sorted(findings_, key=lambda finding: -finding.severity.rank)
 
 
-def make_sample(look: ComparisonSample) -> CacheSample:
+def make_sample(sample: ComparisonSample) -> CacheSample:
     """A comparison's sample, as `diagnose.caches` takes it."""
-    return CacheSample(taken_at=0.0, processes=[look.front, *look.engines])
+    return CacheSample(taken_at=0.0, processes=[sample.front, *sample.engines])
 
 
 def select_provable_keys(comparison: CacheComparison) -> CacheSample | None:
@@ -162,7 +162,7 @@ def list_cache_pairs(comparison: CacheComparison) -> Iterator[CachePair]:
             "mm-lru",
             ("P0", one, sent.order or []),
             ("P1", other, held.order or []),
-            judged=len(judged[0][1].order or ()) if judged else 0,
+            judged_entries=len(judged[0][1].order or ()) if judged else 0,
             ordered=True,
         )
     setup = find_setup(last)
@@ -180,19 +180,19 @@ def list_cache_pairs(comparison: CacheComparison) -> Iterator[CachePair]:
                 "encoder",
                 ("scheduler", process, keys),
                 ("worker", worker, outputs.keys),
-                judged=len(keys) if comparable else 0,
+                judged_entries=len(keys) if comparable else 0,
             )
 
 
 def make_cache_pair(
     kind: str,
-    one: tuple[str, ProcessCaches, list[str]],
-    other: tuple[str, ProcessCaches, list[str]],
+    first_side: tuple[str, ProcessCaches, list[str]],
+    second_side: tuple[str, ProcessCaches, list[str]],
     *,
-    judged: int,
+    judged_entries: int,
     ordered: bool = False,
 ) -> CachePair:
-    (first, process, keys), (second, peer, others) = one, other
+    (first, process, keys), (second, peer, others) = first_side, second_side
     mine, theirs = set(keys), set(others)
     shared = [key for key in keys if key in theirs]
     return CachePair(
@@ -205,7 +205,7 @@ def make_cache_pair(
         common_keys=len(shared),
         exclusive_keys=(len(mine - theirs), len(theirs - mine)),
         same_order=shared == [key for key in others if key in mine] if ordered else None,
-        judged_entries=judged,
+        judged_entries=judged_entries,
     )
 
 

@@ -110,53 +110,55 @@ def explain_snapshot(
 
 def explain_samples(
     samples: Sequence[StacksSnapshot],
-    looks: Sequence[ServerSample],
+    server_samples: Sequence[ServerSample],
     patience_s: float = progress.PATIENCE_S,
     ras: Sequence[RasCapture] = (),
 ) -> stacks.Explanation:
     """What the stacks of all processes show, together with the samples' figures and NCCL's."""
     pasted = PastedStacks(tuple(samples), complete=True, ras=tuple(ras))
-    known = collect_facts(looks, patience_s)
+    known = collect_facts(server_samples, patience_s)
     alone = stacks.explain_stacks(pasted)
     # The gauge of running requests keeps its value when the last request is aborted, so stacks that
     # show an idle engine count more. An engine that waits for deferred requests looks idle, too.
     if (
         alone.verdict == "idle"
-        and not list_engine_heartbeats(looks)
+        and not list_engine_heartbeats(server_samples)
         and known.get("deferred", "0") == "0"
     ):
         return alone
     return stacks.explain_stacks(pasted, known)
 
 
-def list_engine_heartbeats(looks: Sequence[ServerSample]) -> list[Heartbeat]:
+def list_engine_heartbeats(samples: Sequence[ServerSample]) -> list[Heartbeat]:
     """The last heartbeats of processes that have a scheduler."""
-    last = looks[-1].heartbeats if looks else ()
+    last = samples[-1].heartbeats if samples else ()
     return [pulse.heartbeat for pulse in last if pulse.heartbeat.still_s is not None]
 
 
-def collect_facts(looks: Sequence[ServerSample], patience_s: float) -> dict[str, str]:
+def collect_facts(samples: Sequence[ServerSample], patience_s: float) -> dict[str, str]:
     """Facts for the stacks' signatures; an agent's are fresh, those of metrics may be stale."""
-    if not looks:
+    if not samples:
         return {}
-    known = make_metrics_facts(looks[0].metrics, looks[-1].metrics, looks[-1].at_s - looks[0].at_s)
-    if beats := list_engine_heartbeats(looks):
+    known = make_metrics_facts(
+        samples[0].metrics, samples[-1].metrics, samples[-1].at_s - samples[0].at_s
+    )
+    if beats := list_engine_heartbeats(samples):
         known["running"] = str(sum(beat.running or 0 for beat in beats))
         known["waiting"] = str(sum(beat.waiting or 0 for beat in beats))
         if known.get("progress") == "frozen":
             del known["progress"]
     if any(
-        stall.alternative in {"", "writing"} for stall in progress.find_stalls(looks, patience_s)
+        stall.alternative in {"", "writing"} for stall in progress.find_stalls(samples, patience_s)
     ):
         known["progress"] = "frozen"
-    return known | collect_pace_facts(looks)
+    return known | collect_pace_facts(samples)
 
 
-def collect_pace_facts(looks: Sequence[ServerSample]) -> dict[str, str]:
+def collect_pace_facts(samples: Sequence[ServerSample]) -> dict[str, str]:
     """How long the slowest engine has made no progress, and whether its steps go on."""
     fresh = [
         pulse
-        for pulse in progress.select_live_heartbeats(looks[-1])
+        for pulse in progress.select_live_heartbeats(samples[-1])
         if pulse.age_s < progress.LATE_S
     ]
     still = {
@@ -164,21 +166,21 @@ def collect_pace_facts(looks: Sequence[ServerSample]) -> dict[str, str]:
         for pulse in fresh
         if pulse.heartbeat.still_s is not None
     }
-    if not still or len(looks) < 2:
+    if not still or len(samples) < 2:
         return {}
     slowest = max(
         (p for p in fresh if make_process_key(p) in still),
         key=lambda pulse: still[make_process_key(pulse)],
     )
-    steps = "moving" if progress.has_step_progress(looks, slowest) else "frozen"
+    steps = "moving" if progress.has_step_progress(samples, slowest) else "frozen"
     return {"steps": steps, "still": f"{still[make_process_key(slowest)]:.0f}"}
 
 
 def select_confirmed_stalls(
-    snapshot: ServerSnapshot, explained: stacks.Explanation | None, patience_s: float
+    snapshot: ServerSnapshot, explanation: stacks.Explanation | None, patience_s: float
 ) -> list[progress.Stall]:
     """What has stopped; a doubtful stall counts only if stacks and agents confirm it."""
-    verdict = explained.verdict if explained else None
+    verdict = explanation.verdict if explanation else None
     answered = {progress.format_role_and_pid(report) for report in snapshot.reports}
     stalls_ = progress.find_stalls(snapshot.samples, patience_s)
     return [stall for stall in stalls_ if stall.is_confirmed(verdict, answered)]
@@ -196,9 +198,9 @@ def make_stall_findings(
         )
 
 
-def select_hang_findings(explained: stacks.Explanation | None) -> Iterator[Finding]:
+def select_hang_findings(explanation: stacks.Explanation | None) -> Iterator[Finding]:
     """The hangs that the stacks show; a possible one is none, because work looks the same."""
-    for finding in explained.findings if explained else ():
+    for finding in explanation.findings if explanation else ():
         if finding.hang and finding.confidence != "possible":
             yield finding
 

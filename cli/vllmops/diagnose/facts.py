@@ -92,25 +92,25 @@ def _has_pending_requests(line: re.Match[str]) -> bool:
 
 
 def make_metrics_facts(
-    before: Metrics | None, after: Metrics | None, seconds: float
+    first_metrics: Metrics | None, last_metrics: Metrics | None, seconds: float
 ) -> dict[str, str]:
     """Facts from metrics; a number of requests only if it is the same before and after."""
-    if before is None or after is None:
+    if first_metrics is None or last_metrics is None:
         return {}
     facts = {}
     for name, was, now in (
-        ("running", before.running, after.running),
-        ("waiting", before.waiting, after.waiting),
-        ("deferred", before.deferred, after.deferred),
+        ("running", first_metrics.running, last_metrics.running),
+        ("waiting", first_metrics.waiting, last_metrics.waiting),
+        ("deferred", first_metrics.deferred, last_metrics.deferred),
     ):
         if now is not None and was == now:
             facts[name] = f"{now:g}"
-    if after.kv_cache_usage is not None:
-        facts["kv_usage"] = f"{100 * after.kv_cache_usage:g}"
-    if before.tokens is not None and after.tokens is not None:
-        if after.tokens != before.tokens:
+    if last_metrics.kv_cache_usage is not None:
+        facts["kv_usage"] = f"{100 * last_metrics.kv_cache_usage:g}"
+    if first_metrics.tokens is not None and last_metrics.tokens is not None:
+        if last_metrics.tokens != first_metrics.tokens:
             facts["progress"] = "moving"
-        elif seconds >= FROZEN_S and (after.running or after.waiting):
+        elif seconds >= FROZEN_S and (last_metrics.running or last_metrics.waiting):
             facts["progress"] = "frozen"
     return facts
 

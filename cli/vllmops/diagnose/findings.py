@@ -55,15 +55,15 @@ class Rule:
     next_step: str
     reference: str = ""
 
-    def make_finding(self, subject: str, evidence: str, then: str = "") -> Finding:
-        """A finding of this kind; `then` is what to do next here, if not what the kind says."""
+    def make_finding(self, subject: str, evidence: str, next_step: str = "") -> Finding:
+        """A finding of this kind; `next_step` is what to do here, if not what the kind says."""
         return Finding(
             code=self.code,
             severity=self.severity,
             subject=subject,
             title=self.title,
             evidence=evidence,
-            next_step=then or self.next_step,
+            next_step=next_step or self.next_step,
             page=self.code,
             reference=self.reference,
         )

@@ -54,32 +54,36 @@ ENOUGH = 3
 TIMED_OUT_LINE = compile_lazily("|".join(TIMED_OUT))
 
 
-def find_hypotheses(scene: DiagnosisInput) -> list[SignatureMatch]:
+def find_hypotheses(diagnosis_input: DiagnosisInput) -> list[SignatureMatch]:
     """What may be stuck, the most probable first; nothing where tokens are produced."""
-    if scene.facts.get("progress") == "moving":
+    if diagnosis_input.facts.get("progress") == "moving":
         return []
     hits = [
         hit
-        for clue in find_text_evidence(scene.pasted_stacks.text, scene.log)
+        for clue in find_text_evidence(diagnosis_input.pasted_stacks.text, diagnosis_input.log)
         for hit in _make_evidence_matches(clue)
     ]
-    samples = scene.pasted_stacks.samples
+    samples = diagnosis_input.pasted_stacks.samples
     for sample in reversed(samples):
-        if chain_ := find_wait_chain(sample, scene.facts):
-            if chain_.roots[0].wait == "compile" and has_compiler_process(scene.pasted_stacks.text):
+        if chain_ := find_wait_chain(sample, diagnosis_input.facts):
+            if chain_.roots[0].wait == "compile" and has_compiler_process(
+                diagnosis_input.pasted_stacks.text
+            ):
                 continue
-            hits += _make_chain_matches(chain_, samples, scene)
+            hits += _make_chain_matches(chain_, samples, diagnosis_input)
             break
     if not hits:
         # A traceback that breaks off tells less than the words around it.
         served = any(_is_server_process(p) for sample in samples for p in sample.processes)
-        stacks = served or any(crash.error for crash in scene.pasted_stacks.crashes)
-        weaker = find_weak_evidence(scene.pasted_stacks.text, scene.facts, stacks=stacks)
+        stacks = served or any(crash.error for crash in diagnosis_input.pasted_stacks.crashes)
+        weaker = find_weak_evidence(
+            diagnosis_input.pasted_stacks.text, diagnosis_input.facts, stacks=stacks
+        )
         hits += [hit for clue in weaker for hit in _make_evidence_matches(clue)]
-    if scene.facts.get("progress") == "frozen":
+    if diagnosis_input.facts.get("progress") == "frozen":
         hits += [
             hit
-            for clue in find_ras_evidence(scene.pasted_stacks.ras)
+            for clue in find_ras_evidence(diagnosis_input.pasted_stacks.ras)
             for hit in _make_evidence_matches(clue)
         ]
     best: dict[str, SignatureMatch] = {}
@@ -94,15 +98,15 @@ def _is_server_process(process: ProcessStacks) -> bool:
     return process.role != "other" or find_decisive_position(process).phase != NOWHERE
 
 
-def _merge_matches(hit: SignatureMatch, other: SignatureMatch) -> SignatureMatch:
+def _merge_matches(hit: SignatureMatch, other_hit: SignatureMatch) -> SignatureMatch:
     """One hit with the evidence of two that say the same, and the higher confidence."""
-    surer = max(hit, other, key=lambda hit_: RANKS.index(hit_.confidence))
-    named = min(hit, other, key=lambda hit_: _compute_vagueness(hit_.subject))
+    surer = max(hit, other_hit, key=lambda hit_: RANKS.index(hit_.confidence))
+    named = min(hit, other_hit, key=lambda hit_: _compute_vagueness(hit_.subject))
     return dataclasses.replace(
         named,
         confidence=surer.confidence,
         uncertainties=surer.uncertainties,
-        lines=tuple(dict.fromkeys((*hit.lines, *other.lines))),
+        lines=tuple(dict.fromkeys((*hit.lines, *other_hit.lines))),
     )
 
 
@@ -111,19 +115,19 @@ def _compute_vagueness(subject: str) -> int:
     return 2 if subject == "the server" else 1 if subject.startswith("the ") else 0
 
 
-def _make_evidence_matches(clue: TextEvidence) -> Iterator[SignatureMatch]:
+def _make_evidence_matches(evidence: TextEvidence) -> Iterator[SignatureMatch]:
     """What a log line or a figure says of itself."""
-    for index, name in enumerate(clue.ids):
+    for index, name in enumerate(evidence.ids):
         yield SignatureMatch(
             get_signature(name),
-            "possible" if index else clue.confidence,
-            (clue.line,),
-            clue.subject,
-            victims=clue.victims,
-            phase=clue.phase,
-            waits_for=clue.waits_for,
+            "possible" if index else evidence.confidence,
+            (evidence.line,),
+            evidence.subject,
+            victims=evidence.victims,
+            phase=evidence.phase,
+            waits_for=evidence.waits_for,
             uncertainties=("two captures some seconds apart that do not move make it likely",)
-            if clue.confidence == "possible"
+            if evidence.confidence == "possible"
             else (),
         )
 
@@ -134,10 +138,10 @@ def get_signature(name: str) -> Signature:
 
 
 def _make_chain_matches(
-    chain_: WaitChain, samples: Sequence[StacksSnapshot], scene: DiagnosisInput
+    chain_: WaitChain, samples: Sequence[StacksSnapshot], diagnosis_input: DiagnosisInput
 ) -> Iterator[SignatureMatch]:
     agreeing = _count_agreeing_samples(chain_, samples)
-    confidence = _classify_confidence(chain_, agreeing, scene)
+    confidence = _classify_confidence(chain_, agreeing, diagnosis_input)
     lines = [_describe_root(root) for root in chain_.roots[:SHOWN_FRAMES]]
     if chain_.relation in TOGETHER:
         lines += [f"meanwhile {_describe_root(place)}" for place in chain_.victims[:1]]
@@ -159,7 +163,7 @@ def _make_chain_matches(
             victims=tuple(
                 dict.fromkeys(format_process_name(victim.process) for victim in chain_.victims)
             ),
-            uncertainties=tuple(_list_doubts(chain_, agreeing, scene))
+            uncertainties=tuple(_list_doubts(chain_, agreeing, diagnosis_input))
             if confidence == "possible"
             else (),
             phase=root.phase.title,
@@ -167,7 +171,9 @@ def _make_chain_matches(
         )
 
 
-def _classify_confidence(chain_: WaitChain, agreeing: int, scene: DiagnosisInput) -> Confidence:
+def _classify_confidence(
+    chain_: WaitChain, agreeing: int, diagnosis_input: DiagnosisInput
+) -> Confidence:
     """One dump is possible; dumps that agree, a figure or a log line make it likely."""
     alone = not chain_.relation and chain_.roots[0].wait in COLLECTIVES
     # Names without files, as somebody types them, of which no table says what they wait for.
@@ -176,9 +182,9 @@ def _classify_confidence(chain_: WaitChain, agreeing: int, scene: DiagnosisInput
     )
     if alone or vague or chain_.relation == "connector":
         return "possible"  # whom it waits for is not in the text; a connector's thread may rest
-    proof = any(scene.facts.get(name) == "frozen" for name in PROOF)
-    proof = proof or scene.facts.get("gpu") == "spins"
-    agrees = proof or TIMED_OUT_LINE.search(scene.log) is not None
+    proof = any(diagnosis_input.facts.get(name) == "frozen" for name in PROOF)
+    proof = proof or diagnosis_input.facts.get("gpu") == "spins"
+    agrees = proof or TIMED_OUT_LINE.search(diagnosis_input.log) is not None
     host = all(root.wait in HOST_BOUND for root in chain_.roots)
     if agrees and agreeing >= ENOUGH:
         return "sure" if host else "likely"
@@ -187,9 +193,11 @@ def _classify_confidence(chain_: WaitChain, agreeing: int, scene: DiagnosisInput
     return "possible"
 
 
-def _list_doubts(chain_: WaitChain, agreeing: int, scene: DiagnosisInput) -> Iterator[str]:
+def _list_doubts(
+    chain_: WaitChain, agreeing: int, diagnosis_input: DiagnosisInput
+) -> Iterator[str]:
     if agreeing < ENOUGH:
-        yield explain_too_few_samples(scene.pasted_stacks, agreeing, ENOUGH)
+        yield explain_too_few_samples(diagnosis_input.pasted_stacks, agreeing, ENOUGH)
     if chain_.relation in {"unseen", "remote"}:
         yield "the workers' stacks tell the rest: dump them, too"
     if not chain_.relation and chain_.roots[0].wait in COLLECTIVES:

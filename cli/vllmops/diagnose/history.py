@@ -56,9 +56,9 @@ class Pause(msgspec.Struct, frozen=True):
     pending: int
 
 
-def format_utc_time(at: float) -> str:
+def format_utc_time(timestamp: float) -> str:
     """A time of the day; UTC, as it may be read on another machine."""
-    return f"{datetime.fromtimestamp(at, UTC):%H:%M:%S.%f}"[:-3] + "Z"
+    return f"{datetime.fromtimestamp(timestamp, UTC):%H:%M:%S.%f}"[:-3] + "Z"
 
 
 def describe_step_work(step: Step) -> str:
@@ -69,8 +69,8 @@ def describe_step_work(step: Step) -> str:
     return f"{format_count(step.requests, 'request')}, {format_count(step.tokens, 'token')}{shared}"
 
 
-def format_step_range(first: int, last: int) -> str:
-    return f"step {first}" if first == last else f"steps {first} to {last}"
+def format_step_range(first_step: int, last_step: int) -> str:
+    return f"step {first_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
 
 
 def describe_recording_end(recording: StepsRecording) -> str:
@@ -135,10 +135,10 @@ def group_steps_by_time(recording: StepsRecording) -> list[StepInterval]:
     ]
 
 
-def make_step_interval(at: float, width: float, steps: Sequence[Step]) -> StepInterval:
+def make_step_interval(began_at: float, width: float, steps: Sequence[Step]) -> StepInterval:
     usages = [step.kv_cache_usage for step in steps if step.kv_cache_usage is not None]
     return StepInterval(
-        at,
+        began_at,
         width,
         sum(step.steps for step in steps),
         sum(step.tokens for step in steps),

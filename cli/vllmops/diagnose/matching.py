@@ -43,11 +43,11 @@ class DiagnosisInput:
         threads: those of each sample, by its ``id``.
     """
 
-    def __init__(self, pasted: PastedStacks, facts: Mapping[str, str], log: str) -> None:
-        self.pasted_stacks = pasted
+    def __init__(self, pasted_stacks: PastedStacks, facts: Mapping[str, str], log: str) -> None:
+        self.pasted_stacks = pasted_stacks
         self.facts = facts
         self.log = log
-        self.threads = {id(sample): _ThreadIndex(sample) for sample in pasted.samples}
+        self.threads = {id(sample): _ThreadIndex(sample) for sample in pasted_stacks.samples}
 
 
 class _ThreadIndex:
@@ -114,24 +114,28 @@ class SignatureMatch:
     waits_for: str = ""
 
 
-def match_signature(signature: Signature, scene: DiagnosisInput) -> SignatureMatch | None:
+def match_signature(signature: Signature, diagnosis_input: DiagnosisInput) -> SignatureMatch | None:
     """The most certain of a signature's cases that match; None if none does."""
-    hits = [hit for case in signature.cases if (hit := _match_case(signature, case, scene))]
+    hits = [
+        hit for case in signature.cases if (hit := _match_case(signature, case, diagnosis_input))
+    ]
     return max(hits, key=lambda hit: RANKS.index(hit.confidence), default=None)
 
 
 def _match_case(
-    signature: Signature, case: SignatureCase, scene: DiagnosisInput
+    signature: Signature, case: SignatureCase, diagnosis_input: DiagnosisInput
 ) -> SignatureMatch | None:
-    pasted = scene.pasted_stacks
-    facts = _select_case_facts(case, scene.facts)
+    pasted = diagnosis_input.pasted_stacks
+    facts = _select_case_facts(case, diagnosis_input.facts)
     samples = _select_usable_samples(case, pasted)
     if facts is None or not samples or _has_extra_process(case, pasted.samples[-1]):
         return None
-    spots = _find_persistent_matches(case, samples, scene)
+    spots = _find_persistent_matches(case, samples, diagnosis_input)
     if spots is None:
         return None
-    logs = [words for words in signature.logs if re.search(words.replace(" ", ""), scene.log)]
+    logs = [
+        words for words in signature.logs if re.search(words.replace(" ", ""), diagnosis_input.log)
+    ]
     corroborated = bool(logs) or not PROOF.isdisjoint(facts)
     doubts = tuple(_list_doubts(case, pasted, len(samples), spots, corroborated=corroborated))
     if signature.hang and not (pasted.complete or corroborated):
@@ -154,8 +158,8 @@ def _match_case(
     )
 
 
-def _find_phase_title(spot: ThreadMatch) -> str:
-    return find_thread_position(spot.process, spot.thread).phase.title
+def _find_phase_title(thread_match: ThreadMatch) -> str:
+    return find_thread_position(thread_match.process, thread_match.thread).phase.title
 
 
 def _select_case_facts(case: SignatureCase, facts: Mapping[str, str]) -> dict[str, str] | None:
@@ -167,7 +171,9 @@ def _select_case_facts(case: SignatureCase, facts: Mapping[str, str]) -> dict[st
     return None if contradicted or not facts.keys() >= set(case.needs) else known
 
 
-def _select_usable_samples(case: SignatureCase, pasted: PastedStacks) -> list[StacksSnapshot]:
+def _select_usable_samples(
+    case: SignatureCase, pasted_stacks: PastedStacks
+) -> list[StacksSnapshot]:
     """The samples that can show a case: those with a process of each role that it needs.
 
     One process may have been dumped once and the others three times. None are enough where the
@@ -176,7 +182,7 @@ def _select_usable_samples(case: SignatureCase, pasted: PastedStacks) -> list[St
     needed = [pattern.roles for pattern in case.threads if pattern.quantifier == "some"]
     samples = [
         sample
-        for sample in pasted.samples
+        for sample in pasted_stacks.samples
         if all(
             any(_can_have_role(process, roles) for process in sample.processes) for roles in needed
         )
@@ -198,44 +204,50 @@ def _classify_confidence(case: SignatureCase, samples: int, *, corroborated: boo
 
 def _list_doubts(
     case: SignatureCase,
-    pasted: PastedStacks,
+    pasted_stacks: PastedStacks,
     samples: int,
-    spots: Sequence[ThreadMatch],
+    thread_matches: Sequence[ThreadMatch],
     *,
     corroborated: bool,
 ) -> Iterator[str]:
     """Why a case is no more than possible."""
     if samples < case.samples and not corroborated:
-        yield explain_too_few_samples(pasted, samples, max(3, case.samples))
+        yield explain_too_few_samples(pasted_stacks, samples, max(3, case.samples))
     frozen = any(pattern.frozen for pattern in case.threads)
     if (
         frozen
         and samples > 1
         and not corroborated
-        and not all(has_line_numbers(spot.thread) for spot in spots)
+        and not all(has_line_numbers(spot.thread) for spot in thread_matches)
     ):
         yield "the dumps have no line numbers, so they can't tell whether the thread moves"
     if case.needs_corroboration and not corroborated:
         yield "stacks alone can't tell this from work: a figure or a log line must agree"
-    if case.complete and not (pasted.complete or corroborated):
+    if case.complete and not (pasted_stacks.complete or corroborated):
         yield "some of the server's processes may be missing here"
-    if any(spot.process.role == "other" for spot in spots):
+    if any(spot.process.role == "other" for spot in thread_matches):
         yield "the dump does not show which process it is of"
-    if any(pattern.quantifier != "some" for pattern in case.threads) and _is_truncated_dump(pasted):
+    if any(pattern.quantifier != "some" for pattern in case.threads) and _is_truncated_dump(
+        pasted_stacks
+    ):
         yield "some threads seem to be missing here"
 
 
-def explain_too_few_samples(pasted: PastedStacks, seen: int, needed: int) -> str:
+def explain_too_few_samples(
+    pasted_stacks: PastedStacks, sample_count: int, needed_count: int
+) -> str:
     """That so few samples can't tell a hang from work, and what would."""
-    if is_core_dump(pasted):
+    if is_core_dump(pasted_stacks):
         return "a core file shows one moment: only figures or the log can tell this from work"
-    dumps = "one dump" if seen == 1 else f"{seen} dumps"
-    return f"{dumps} can't tell this from work: take {needed} some seconds apart into one file"
+    dumps = "one dump" if sample_count == 1 else f"{sample_count} dumps"
+    return (
+        f"{dumps} can't tell this from work: take {needed_count} some seconds apart into one file"
+    )
 
 
-def is_core_dump(pasted: PastedStacks) -> bool:
+def is_core_dump(pasted_stacks: PastedStacks) -> bool:
     """Whether stacks are of a process that has ended: there will be no others."""
-    return any(p.source == "pystack" for sample in pasted.samples for p in sample.processes)
+    return any(p.source == "pystack" for sample in pasted_stacks.samples for p in sample.processes)
 
 
 def _explain_missing_roles(case: SignatureCase, sample: StacksSnapshot) -> Iterator[str]:
@@ -246,24 +258,24 @@ def _explain_missing_roles(case: SignatureCase, sample: StacksSnapshot) -> Itera
             yield f"no {' or '.join(pattern.roles)} is here, so what it does is not known"
 
 
-def _is_truncated_dump(pasted: PastedStacks) -> bool:
+def _is_truncated_dump(pasted_stacks: PastedStacks) -> bool:
     """Whether a dump seems to be cut: each process has at most one thread, no ids."""
     return all(
         len(process.threads) < 2
         and all(not thread.frames or thread.tid is None for thread in process.threads)
-        for process in pasted.samples[-1].processes
+        for process in pasted_stacks.samples[-1].processes
     )
 
 
 def _find_persistent_matches(
-    case: SignatureCase, samples: Sequence[StacksSnapshot], scene: DiagnosisInput
+    case: SignatureCase, samples: Sequence[StacksSnapshot], diagnosis_input: DiagnosisInput
 ) -> list[ThreadMatch] | None:
     """The threads that match in all samples, as in the last one; None if a pattern fails."""
     kept: list[ThreadMatch] = []
     for pattern in case.threads:
         by_sample: list[list[ThreadMatch]] = []
         for sample in samples:
-            by_sample.append(list(_match_threads(pattern, sample, scene)))
+            by_sample.append(list(_match_threads(pattern, sample, diagnosis_input)))
             if pattern.quantifier == "some" and not by_sample[-1]:
                 return None
         match pattern.quantifier:
@@ -291,10 +303,10 @@ def _find_persistent_matches(
 
 
 def _is_in_every_process(
-    pattern: ThreadPattern, sample: StacksSnapshot, spots: Sequence[ThreadMatch]
+    pattern: ThreadPattern, sample: StacksSnapshot, thread_matches: Sequence[ThreadMatch]
 ) -> bool:
     """Whether every process of the pattern's roles that was read has a thread that matches."""
-    matching = {id(spot.process) for spot in spots}
+    matching = {id(spot.process) for spot in thread_matches}
     return all(
         id(process) in matching
         for process in sample.processes
@@ -303,13 +315,16 @@ def _is_in_every_process(
 
 
 def _has_earlier_match(
-    pattern: ThreadPattern, spot: ThreadMatch, earlier: Sequence[ThreadMatch]
+    pattern: ThreadPattern, thread_match: ThreadMatch, earlier_matches: Sequence[ThreadMatch]
 ) -> bool:
     """Whether an earlier sample has the same thread; of a frozen one, at the same places."""
     return any(
-        before.thread_key == spot.thread_key
-        and (not pattern.frozen or list_frame_lines(before.thread) == list_frame_lines(spot.thread))
-        for before in earlier
+        before.thread_key == thread_match.thread_key
+        and (
+            not pattern.frozen
+            or list_frame_lines(before.thread) == list_frame_lines(thread_match.thread)
+        )
+        for before in earlier_matches
     )
 
 
@@ -325,10 +340,10 @@ def list_frame_lines(thread: ThreadStack) -> list[tuple[str, int | None]]:
 
 
 def _match_threads(
-    pattern: ThreadPattern, sample: StacksSnapshot, scene: DiagnosisInput
+    pattern: ThreadPattern, sample: StacksSnapshot, diagnosis_input: DiagnosisInput
 ) -> Iterator[ThreadMatch]:
     """The threads of a sample that match a pattern."""
-    for process, thread in scene.threads[id(sample)].select_threads(
+    for process, thread in diagnosis_input.threads[id(sample)].select_threads(
         parse_function_names(pattern.frames)
     ):
         if not _can_have_role(process, pattern.roles):
@@ -388,10 +403,10 @@ def _is_gone(process: ProcessStacks) -> bool:
     return process.error is not None and process.error.code in GONE
 
 
-def _describe_thread_match(spot: ThreadMatch) -> str:
-    shown = list(spot.thread.frames[:SHOWN_FRAMES])
-    shown += [frame for frame in spot.frames if frame.file and frame not in shown]
-    return describe_thread(spot.process, spot.thread, shown)
+def _describe_thread_match(thread_match: ThreadMatch) -> str:
+    shown = list(thread_match.thread.frames[:SHOWN_FRAMES])
+    shown += [frame for frame in thread_match.frames if frame.file and frame not in shown]
+    return describe_thread(thread_match.process, thread_match.thread, shown)
 
 
 def describe_thread(process: ProcessStacks, thread: ThreadStack, frames: Sequence[Frame]) -> str:
@@ -420,10 +435,10 @@ def _describe_absences(case: SignatureCase, sample: StacksSnapshot) -> Iterator[
                 yield f"{format_process_name(process)}: {process.error.message}"
 
 
-def _find_log_line(words: str, text: str) -> str:
+def _find_log_line(pattern: str, text: str) -> str:
     """The log line that holds some words; the words alone if the line was cut."""
-    match = re.search(f"^.*{words}.*$", text, re.MULTILINE)
-    return match[0].strip()[:LOG_SHOWN] if match else words
+    match = re.search(f"^.*{pattern}.*$", text, re.MULTILINE)
+    return match[0].strip()[:LOG_SHOWN] if match else pattern
 
 
 def format_frame(frame: Frame) -> str:

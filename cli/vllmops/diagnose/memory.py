@@ -223,7 +223,7 @@ def compute_trend(
     recording: MemoryRecording,
     subject: str,
     rss: Sequence[Point],
-    held: Sequence[float],
+    cache_bytes: Sequence[float],
     entries: Sequence[int],
     tolerance_bytes: int | None,
 ) -> MemoryTrend:
@@ -231,7 +231,7 @@ def compute_trend(
     by_rounds = recording.head.rounds is not None
     share = SHARE_PER_ROUND if by_rounds else SHARE_PER_HOUR
     tolerance = share * rss[-1][1] if tolerance_bytes is None else float(tolerance_bytes)
-    points = [(at, size - cached) for (at, size), cached in zip(rss, held, strict=True)]
+    points = [(at, size - cached) for (at, size), cached in zip(rss, cache_bytes, strict=True)]
     if not by_rounds:
         points = pool_points(points)
     slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points) if x1 > x0]
@@ -252,7 +252,7 @@ def compute_trend(
         mean=mean,
         rss_growth=int(rss[-1][1] - rss[0][1]),
         rss_mean=(rss[-1][1] - rss[0][1]) / (rss[-1][0] - rss[0][0]),
-        cache_growth=int(held[-1] - held[0]),
+        cache_growth=int(cache_bytes[-1] - cache_bytes[0]),
     )
     if len(slopes) < LEAST_STEPS:
         return trend_
@@ -281,37 +281,38 @@ def pool_points(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def compute_halfwidth(scatter: float, count: int, apart: float) -> float:
+def compute_halfwidth(scatter: float, count: int, slope_span: float) -> float:
     """Half the confidence interval of a mean slope.
 
     Args:
         scatter: the standard deviation of the slopes.
         count: the number of slopes.
-        apart: the rounds or hours that each slope spans.
+        slope_span: the rounds or hours that each slope spans.
     """
     return (
         compute_t_quantile(CONFIDENCE, count - 1)
-        * max(scatter, STEP_BYTES / apart)
+        * max(scatter, STEP_BYTES / slope_span)
         / math.sqrt(count)
     )
 
 
 def compute_missing_steps(
-    scatter: float, count: int, apart: float, distance: float, most: int
+    scatter: float, count: int, slope_span: float, distance: float, max_blocks: int
 ) -> int | None:
     """How many more steps make half the interval smaller than a distance; None if too many.
 
     Args:
         scatter: as in `compute_halfwidth`.
         count: as in `compute_halfwidth`.
-        apart: as in `compute_halfwidth`.
+        slope_span: as in `compute_halfwidth`.
         distance: in bytes per round or hour.
-        most: steps in a trend; more are pooled, and then the slopes of a random walk scatter less.
+        max_blocks: steps in a trend; more are pooled, and then the slopes of a random walk scatter
+            less.
     """
     for steps in range(count + 1, MOST_STEPS):
-        blocks = min(steps, most)
+        blocks = min(steps, max_blocks)
         wide = steps / blocks
-        if compute_halfwidth(scatter / math.sqrt(wide), blocks, apart * wide) < distance:
+        if compute_halfwidth(scatter / math.sqrt(wide), blocks, slope_span * wide) < distance:
             return steps - count
     return None
 

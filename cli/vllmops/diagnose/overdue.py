@@ -35,14 +35,15 @@ class StepDeadline(NamedTuple):
 def compute_step_deadline(
     recording: StepsRecording,
     current_step: int | None = None,
-    apart: Sequence[tuple[float, float]] = (),
+    stall_periods: Sequence[tuple[float, float]] = (),
 ) -> StepDeadline | None:
     """How long a step may take that does not end, or does not begin.
 
     Args:
         recording: of an engine that has requests.
         current_step: as its scheduler counts them; it tells whether the recording is complete.
-        apart: from when to when steps were stalled, in seconds since the epoch; those tell no pace.
+        stall_periods: from when to when steps were stalled, in seconds since the epoch; those tell
+            no pace.
 
     Returns:
         None with too little to compare it with.
@@ -63,7 +64,7 @@ def compute_step_deadline(
         if step.is_complete
         and step.tokens
         and step.number < last.number
-        and not any(begin <= step.ended_at and step.began_at <= end for begin, end in apart)
+        and not any(begin <= step.ended_at and step.began_at <= end for begin, end in stall_periods)
     )
     if len(known) < FEWEST:
         return None
@@ -77,7 +78,7 @@ def compute_step_deadline(
     )
 
 
-def compute_time_ratio(step: Step, other: Step) -> float:
+def compute_time_ratio(step: Step, other_step: Step) -> float:
     """How many times longer than another one a step may take, by their sizes; 1 at least.
 
     A part of a step's time is always the same, one grows with its tokens, and one with what they
@@ -85,17 +86,17 @@ def compute_time_ratio(step: Step, other: Step) -> float:
     in the other step the same share for each. Of two steps of one size that is known no better for
     one than for the other.
     """
-    if has_similar_size(step, other):
+    if has_similar_size(step, other_step):
         return 1.0
     back = max(step.tokens - step.requests + 1, 1) * (step.kv_cache_usage or 0.0)
-    before = other.tokens * (other.kv_cache_usage or 0.0) / max(other.running, 1)
-    return max(step.tokens / max(other.tokens, 1), back / max(before, LEAST_USAGE), 1.0)
+    before = other_step.tokens * (other_step.kv_cache_usage or 0.0) / max(other_step.running, 1)
+    return max(step.tokens / max(other_step.tokens, 1), back / max(before, LEAST_USAGE), 1.0)
 
 
-def has_similar_size(step: Step, other: Step) -> bool:
+def has_similar_size(step: Step, other_step: Step) -> bool:
     sizes = (
-        (step.tokens, other.tokens),
-        (step.requests, other.requests),
-        (step.kv_cache_usage or LEAST_USAGE, other.kv_cache_usage or LEAST_USAGE),
+        (step.tokens, other_step.tokens),
+        (step.requests, other_step.requests),
+        (step.kv_cache_usage or LEAST_USAGE, other_step.kv_cache_usage or LEAST_USAGE),
     )
     return all(max(pair) <= ONE_SIZE * min(pair) for pair in sizes)

@@ -316,12 +316,12 @@ NATIVE = compile_lazily(r"torch/_ops\.py$")
 ENTERED = compile_lazily(r"torch/distributed|distributed_c10d|lib\w*ccl|pynccl|gloo|c10d|libtorch")
 
 
-def _find_thread_phase(shown: Sequence[str]) -> Phase:
+def _find_thread_phase(phase_names: Sequence[str]) -> Phase:
     """The phase of a thread, from those that its frames show, innermost first."""
-    phases = [_index_phases()[name] for name in shown]
-    if "dummy" in shown:  # it runs what a trial runs
+    phases = [_index_phases()[name] for name in phase_names]
+    if "dummy" in phase_names:  # it runs what a trial runs
         return _index_phases()["dummy"]
-    if "draft" in shown and all(phase.stage == "serve" for phase in phases):
+    if "draft" in phase_names and all(phase.stage == "serve" for phase in phases):
         return _index_phases()["draft"]  # the same
     for stage in ("end", "start", "serve"):
         for phase in phases:
@@ -372,7 +372,7 @@ ENTRIES = {"main", "cmd", "serve", "run_server", "run_server_worker", "serve_htt
            "wait_for_completion_or_failure", "run_multi_api_server"}  # fmt: skip
 
 
-def _guess_wait(thread: ThreadStack, frames: Sequence[Frame], telling: Frame) -> str:
+def _guess_wait(thread: ThreadStack, frames: Sequence[Frame], specific_frame: Frame) -> str:
     """The wait of a thread that no table names."""
     first = frames[0]
     if DRIVERS.search(first.short_file):
@@ -380,7 +380,7 @@ def _guess_wait(thread: ThreadStack, frames: Sequence[Frame], telling: Frame) ->
     name = strip_qualifiers(first.function)
     if name in SLEEPS and thread.state == "idle":
         return "sleep"
-    if telling is not first and name in LOCKS:
+    if specific_frame is not first and name in LOCKS:
         return "lock"
     return "call"
 

@@ -102,56 +102,59 @@ class Stall(msgspec.Struct, frozen=True):
     alternative: Literal["", "idle", "work", "writing"] = msgspec.field(default="", name="doubt")
     mark: str = ""
 
-    def is_confirmed(self, verdict: str | None, answered: Collection[str]) -> bool:
+    def is_confirmed(self, stacks_result: str | None, answering_processes: Collection[str]) -> bool:
         """Whether it is a stall, by what else is known.
 
         Args:
-            verdict: what the stacks say; None without stacks.
-            answered: the processes whose agents answered, as `format_role_and_pid` gives them.
+            stacks_result: what the stacks say; None without stacks.
+            answering_processes: the processes whose agents answered, as `format_role_and_pid` gives
+                them.
         """
         match self.alternative:
             case "idle":
-                return verdict != "idle"
+                return stacks_result != "idle"
             case "work":
-                return verdict == "hang"
+                return stacks_result == "hang"
             case "writing":
-                return self.subject not in answered
+                return self.subject not in answering_processes
         return True
 
 
-def find_stalls(looks: Sequence[ServerSample], patience_s: float = PATIENCE_S) -> list[Stall]:
+def find_stalls(samples: Sequence[ServerSample], patience_s: float = PATIENCE_S) -> list[Stall]:
     """What has stopped, by the last sample.
 
     Args:
-        looks: oldest first; what an agent does not report needs older samples.
+        samples: oldest first; what an agent does not report needs older samples.
         patience_s: seconds that a server may make no progress while requests are pending.
 
     Returns:
         The most certain first; nothing while a compiler runs, because its end is waited for.
     """
-    if not looks or any(look.compilers for look in looks[-2:]):
+    if not samples or any(look.compilers for look in samples[-2:]):
         return []
-    mute = [*find_silent_api_servers(looks, patience_s)]
+    mute = [*find_silent_api_servers(samples, patience_s)]
     found = [
-        *find_frozen_engines(looks, patience_s),
+        *find_frozen_engines(samples, patience_s),
         *mute,
-        *find_ended_processes(looks, patience_s),
+        *find_ended_processes(samples, patience_s),
     ]
-    found += find_unhealthy_api_servers(looks, patience_s)
+    found += find_unhealthy_api_servers(samples, patience_s)
     # A silent API server reads no responses, so finished requests still count as handed over.
-    found += [] if mute else find_unreached_requests(looks, patience_s)
-    found += find_stopped_heartbeats(looks, patience_s, bool(found))
-    found += find_stuck_rendering(looks, patience_s)
-    if not any(pulse.heartbeat.still_s is not None for pulse in looks[-1].heartbeats):
-        found += find_frozen_counters(looks, patience_s * METRICS_FACTOR)
+    found += [] if mute else find_unreached_requests(samples, patience_s)
+    found += find_stopped_heartbeats(samples, patience_s, bool(found))
+    found += find_stuck_rendering(samples, patience_s)
+    if not any(pulse.heartbeat.still_s is not None for pulse in samples[-1].heartbeats):
+        found += find_frozen_counters(samples, patience_s * METRICS_FACTOR)
     return found
 
 
-def classify_certainty(looks: Sequence[ServerSample], answers: Callable[[str], bool]) -> Certainty:
+def classify_certainty(
+    samples: Sequence[ServerSample], answers: Callable[[str], bool]
+) -> Certainty:
     """How sure it is that the server has stalled, by what it says of itself and without stacks.
 
     Args:
-        looks: oldest first.
+        samples: oldest first.
         answers: whether the agent of a process answers, named as `format_role_and_pid` does; only
             asked where that decides.
     """
@@ -163,46 +166,48 @@ def classify_certainty(looks: Sequence[ServerSample], answers: Callable[[str], b
             stall.alternative == "writing" and not answers(stall.subject)
         )
 
-    stalls_ = find_stalls(looks)
+    stalls_ = find_stalls(samples)
     if any(map(is_sure, stalls_)):
         return "sure"
     return "likely" if stalls_ else ""
 
 
-def has_fatal_stall(looks: Sequence[ServerSample]) -> bool:
+def has_fatal_stall(samples: Sequence[ServerSample]) -> bool:
     """Whether a part of the server seems to have died."""
-    return any(stall.code in FINAL for stall in find_stalls(looks, patience_s=0.0))
+    return any(stall.code in FINAL for stall in find_stalls(samples, patience_s=0.0))
 
 
-def is_possibly_stalled(looks: Sequence[ServerSample]) -> bool:
+def is_possibly_stalled(samples: Sequence[ServerSample]) -> bool:
     """Whether a longer time could show a stall: requests are pending and nothing has moved."""
-    return bool(find_stalls(looks, patience_s=0.0)) and len(looks) > 1
+    return bool(find_stalls(samples, patience_s=0.0)) and len(samples) > 1
 
 
-def can_confirm_stall(looks: Sequence[ServerSample], within_s: float) -> bool:
+def can_confirm_stall(samples: Sequence[ServerSample], within_s: float) -> bool:
     """Whether more samples within some seconds could show a stall: counters need more patience."""
-    slow = {*find_frozen_counters(looks, 0.0)} if within_s < PATIENCE_S * METRICS_FACTOR else set()
-    return len(looks) > 1 and bool({*find_stalls(looks, patience_s=0.0)} - slow)
+    slow = (
+        {*find_frozen_counters(samples, 0.0)} if within_s < PATIENCE_S * METRICS_FACTOR else set()
+    )
+    return len(samples) > 1 and bool({*find_stalls(samples, patience_s=0.0)} - slow)
 
 
-def is_making_progress(pulses: Sequence[ProcessHeartbeat]) -> bool:
+def is_making_progress(heartbeats: Sequence[ProcessHeartbeat]) -> bool:
     """Whether heartbeats are fresh and engines make progress, so that agents will answer."""
-    engines = [pulse for pulse in pulses if pulse.heartbeat.still_s is not None]
+    engines = [pulse for pulse in heartbeats if pulse.heartbeat.still_s is not None]
     return bool(engines) and all(
         pulse.age_s < LATE_S and pulse.age_s + (pulse.heartbeat.still_s or 0.0) < LATE_S
-        for pulse in pulses
+        for pulse in heartbeats
     )
 
 
-def select_live_heartbeats(look: ServerSample) -> list[ProcessHeartbeat]:
+def select_live_heartbeats(sample: ServerSample) -> list[ProcessHeartbeat]:
     """The heartbeats of live processes; a heartbeat's file may outlive its process."""
-    dead = {make_process_key(process) for process in look.processes if process.state in DEAD}
-    return [pulse for pulse in look.heartbeats if make_process_key(pulse) not in dead]
+    dead = {make_process_key(process) for process in sample.processes if process.state in DEAD}
+    return [pulse for pulse in sample.heartbeats if make_process_key(pulse) not in dead]
 
 
-def find_frozen_engines(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
+def find_frozen_engines(samples: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Engines that report no progress with their requests."""
-    for pulse in select_live_heartbeats(looks[-1]):
+    for pulse in select_live_heartbeats(samples[-1]):
         beat = pulse.heartbeat
         if not beat.still_s or pulse.age_s >= LATE_S:
             continue  # a late heartbeat does not show the present
@@ -212,40 +217,42 @@ def find_frozen_engines(looks: Sequence[ServerSample], patience_s: float) -> Ite
                 f"{beat.running} running and {beat.waiting} waiting requests, no token for "
                 f"{still_s:.0f} s; step {beat.current_step}"
             )
-            if has_step_progress(looks, pulse):
+            if has_step_progress(samples, pulse):
                 evidence += "; steps go on but schedule nothing"
             yield Stall(NO_PROGRESS.code, format_role_and_pid(pulse), still_s, evidence)
 
 
-def has_step_progress(looks: Sequence[ServerSample], pulse: ProcessHeartbeat) -> bool:
+def has_step_progress(samples: Sequence[ServerSample], heartbeat: ProcessHeartbeat) -> bool:
     """Whether an engine's steps go on although its requests make no progress."""
     # The heartbeat of the last token is left out: its step may not have been counted yet.
-    began_s = looks[-1].at_s - pulse.age_s - (pulse.heartbeat.still_s or 0.0) + SAME_BEAT_S
+    began_s = (
+        samples[-1].at_s - heartbeat.age_s - (heartbeat.heartbeat.still_s or 0.0) + SAME_BEAT_S
+    )
     steps = {
         earlier.heartbeat.current_step
-        for look in looks
+        for look in samples
         for earlier in look.heartbeats
-        if make_process_key(earlier) == make_process_key(pulse)
+        if make_process_key(earlier) == make_process_key(heartbeat)
         and look.at_s - earlier.age_s >= began_s
     }
     return len(steps) > 1
 
 
-def find_unreached_requests(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
+def find_unreached_requests(samples: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Requests that left the API server and do not arrive in the engine."""
-    way = find_requests_in_transit(looks[-1])
+    way = find_requests_in_transit(samples[-1])
     if way is None:
         return
-    requests, began = way.requests, looks[-1].at_s
-    for look in reversed(looks):
+    requests, began = way.requests, samples[-1].at_s
+    for look in reversed(samples):
         before = find_requests_in_transit(look)
         if before is None or before.steps != way.steps or not (requests & before.requests):
             break
         requests, began = requests & before.requests, look.at_s
-    since_s = looks[-1].at_s - began
+    since_s = samples[-1].at_s - began
     if since_s < patience_s:
         return
-    pulses = looks[-1].heartbeats
+    pulses = samples[-1].heartbeats
     handed = sum(pulse.heartbeat.engine_requests or 0 for pulse in pulses)
     engines = [pulse for pulse in pulses if pulse.heartbeat.still_s is not None]
     yield Stall(
@@ -257,7 +264,7 @@ def find_unreached_requests(looks: Sequence[ServerSample], patience_s: float) ->
         "scheduler has none running and none waiting",
         # Other engines, perhaps on other machines, may have them.
         alternative="idle"
-        if any("_DP" in process.title for process in looks[-1].processes)
+        if any("_DP" in process.title for process in samples[-1].processes)
         else "",
         mark=repr((sorted(requests), way.steps)),
     )
@@ -277,72 +284,78 @@ class RequestsInTransit(NamedTuple):
     steps: tuple[int | None, ...]
 
 
-def find_requests_in_transit(look: ServerSample) -> RequestsInTransit | None:
+def find_requests_in_transit(sample: ServerSample) -> RequestsInTransit | None:
     """What is on its way in a look; None where nothing is, or an engine has a request."""
-    engines = [pulse.heartbeat for pulse in look.heartbeats if pulse.heartbeat.still_s is not None]
-    handed = sum(pulse.heartbeat.engine_requests or 0 for pulse in look.heartbeats)
+    engines = [
+        pulse.heartbeat for pulse in sample.heartbeats if pulse.heartbeat.still_s is not None
+    ]
+    handed = sum(pulse.heartbeat.engine_requests or 0 for pulse in sample.heartbeats)
     if not engines or not handed or any(beat.running or beat.waiting for beat in engines):
         return None
-    if any(pulse.age_s >= LATE_S for pulse in look.heartbeats):
+    if any(pulse.age_s >= LATE_S for pulse in sample.heartbeats):
         return None  # a late heartbeat does not show the present
-    fronts = [pulse.heartbeat for pulse in look.heartbeats if pulse.heartbeat.engine_requests]
+    fronts = [pulse.heartbeat for pulse in sample.heartbeats if pulse.heartbeat.engine_requests]
     return RequestsInTransit(
         frozenset(beat.oldest_request_id or str(beat.engine_requests) for beat in fronts),
         tuple(beat.current_step for beat in engines),
     )
 
 
-def find_silent_api_servers(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
+def find_silent_api_servers(samples: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """API servers that do not answer: their agents say so, or ``/health`` does not answer."""
     reported = False
-    for pulse in select_live_heartbeats(looks[-1]):
+    for pulse in select_live_heartbeats(samples[-1]):
         blocked_s = pulse.heartbeat.loop_s or 0.0
         if blocked_s and blocked_s >= patience_s and pulse.age_s < LATE_S:
             reported = True
             evidence = f"its event loop has run nothing for {blocked_s:.0f} s"
             yield Stall(API_SILENT.code, format_role_and_pid(pulse), blocked_s, evidence)
-    since_s = compute_unchanged_seconds(looks, lambda look: "silent" if look.health == 0 else None)
-    apis = [process for process in looks[-1].processes if process.role == "api"]
+    since_s = compute_unchanged_seconds(
+        samples, lambda look: "silent" if look.health == 0 else None
+    )
+    apis = [process for process in samples[-1].processes if process.role == "api"]
     if since_s is not None and since_s >= patience_s and apis and not reported:
         subject = ", ".join(f"api {process.pid}" for process in apis)
         evidence = f"/health accepts connections and has not answered for {since_s:.0f} s"
         yield Stall(API_SILENT.code, subject, since_s, evidence)
 
 
-def find_unhealthy_api_servers(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
+def find_unhealthy_api_servers(
+    samples: Sequence[ServerSample], patience_s: float
+) -> Iterator[Stall]:
     """API servers that report a dead engine."""
-    asked = [look for look in looks if look.health is not None]
+    asked = [look for look in samples if look.health is not None]
     since_s = compute_unchanged_seconds(asked, has_dead_engine) if asked else None
     if since_s is not None and since_s >= min(patience_s, UNHEALTHY_S):
-        apis = [process for process in looks[-1].processes if process.role == "api"]
+        apis = [process for process in samples[-1].processes if process.role == "api"]
         subject = ", ".join(f"api {process.pid}" for process in apis) or "the server"
         yield Stall(UNHEALTHY.code, subject, since_s, "/health answers 503")
 
 
-def has_dead_engine(look: ServerSample) -> object:
+def has_dead_engine(sample: ServerSample) -> object:
     """Whether ``/health`` says that the engine is dead; a server that drains answers the same."""
-    drains = any(pulse.heartbeat.unready == "draining" for pulse in look.heartbeats)
-    return (look.health == 503 and not drains) or None
+    drains = any(pulse.heartbeat.unready == "draining" for pulse in sample.heartbeats)
+    return (sample.health == 503 and not drains) or None
 
 
-def find_ended_processes(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
+def find_ended_processes(samples: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Dead processes beside live ones; in a clean shutdown the others end soon, too."""
 
-    def list_dead_pids(look: ServerSample) -> object:
-        vital = [process for process in look.processes if process.role in probe.VITAL]
+    def list_dead_pids(sample: ServerSample) -> object:
+        vital = [process for process in sample.processes if process.role in probe.VITAL]
         gone = [process.pid for process in vital if process.state in DEAD]
         return gone if 0 < len(gone) < len(vital) else None
 
-    since_s = compute_unchanged_seconds(looks, list_dead_pids)
+    since_s = compute_unchanged_seconds(samples, list_dead_pids)
     if since_s is not None and since_s >= patience_s:
-        last = [p for p in looks[-1].processes if p.role in probe.VITAL and p.state in DEAD]
+        last = [p for p in samples[-1].processes if p.role in probe.VITAL and p.state in DEAD]
         subject = ", ".join(format_process(process) for process in last)
         yield Stall(ENDED.code, subject, since_s, f"dead for {since_s:.0f} s")
 
 
-def find_stuck_rendering(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
+def find_stuck_rendering(samples: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Requests that stay in an API server; a slow download of an image looks the same."""
-    for pulse in select_live_heartbeats(looks[-1]):
+    for pulse in select_live_heartbeats(samples[-1]):
         since_s, blocked_s = pulse.heartbeat.rendering_s or 0.0, pulse.heartbeat.loop_s or 0.0
         if since_s >= max(patience_s, RENDERING_S) and max(blocked_s, pulse.age_s) < LATE_S:
             yield Stall(
@@ -356,7 +369,7 @@ def find_stuck_rendering(looks: Sequence[ServerSample], patience_s: float) -> It
 
 
 def find_stopped_heartbeats(
-    looks: Sequence[ServerSample], patience_s: float, stuck: bool
+    samples: Sequence[ServerSample], patience_s: float, stuck: bool
 ) -> Iterator[Stall]:
     """Live processes whose heartbeat has stopped.
 
@@ -364,11 +377,11 @@ def find_stopped_heartbeats(
     and no stall. An API server without one delays every request.
 
     Args:
-        looks: oldest first.
+        samples: oldest first.
         patience_s: as in `find_stalls`.
         stuck: whether something else has stopped.
     """
-    pulses = select_live_heartbeats(looks[-1])
+    pulses = select_live_heartbeats(samples[-1])
     work = stuck or any(
         pulse.heartbeat.engine_requests or pulse.heartbeat.running or pulse.heartbeat.waiting
         for pulse in pulses
@@ -385,17 +398,17 @@ def find_stopped_heartbeats(
             )
 
 
-def describe_heartbeat_age(pulse: ProcessHeartbeat) -> str:
+def describe_heartbeat_age(heartbeat: ProcessHeartbeat) -> str:
     """How old a process's last heartbeat is, in words."""
-    return f"its last heartbeat is {pulse.age_s:.0f} s old; one per second is expected"
+    return f"its last heartbeat is {heartbeat.age_s:.0f} s old; one per second is expected"
 
 
-def find_frozen_counters(looks: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
+def find_frozen_counters(samples: Sequence[ServerSample], patience_s: float) -> Iterator[Stall]:
     """Without agents: the counters do not change while the metrics show pending requests."""
-    since_s = compute_unchanged_seconds(looks, get_pending_counters)
+    since_s = compute_unchanged_seconds(samples, get_pending_counters)
     if since_s is None or since_s < patience_s:
         return
-    last = looks[-1].metrics
+    last = samples[-1].metrics
     assert last is not None
     yield Stall(
         NO_PROGRESS.code,
@@ -404,33 +417,33 @@ def find_frozen_counters(looks: Sequence[ServerSample], patience_s: float) -> It
         f"its metrics show {last.running or 0:.0f} running and {last.waiting or 0:.0f} waiting "
         f"requests, and its counters have not changed for {since_s:.0f} s",
         alternative="idle",
-        mark=repr(get_pending_counters(looks[-1])),
+        mark=repr(get_pending_counters(samples[-1])),
     )
 
 
-def get_pending_counters(look: ServerSample) -> object:
+def get_pending_counters(sample: ServerSample) -> object:
     """The counters while requests are pending; None without such requests, or in sleep mode."""
-    metrics = look.metrics
+    metrics = sample.metrics
     if metrics is None or not (metrics.running or metrics.waiting) or metrics.awake == 0:
         return None
     return metrics.running, metrics.waiting, metrics.tokens, metrics.finished, metrics.preemptions
 
 
 def compute_unchanged_seconds(
-    looks: Sequence[ServerSample], sign: Callable[[ServerSample], object]
+    samples: Sequence[ServerSample], get_value: Callable[[ServerSample], object]
 ) -> float | None:
     """For how many seconds a sign has had its last value; None if that is None."""
-    current = sign(looks[-1])
+    current = get_value(samples[-1])
     if current is None:
         return None
-    since_s = looks[-1].at_s
-    for look in reversed(looks):
-        if sign(look) != current:
+    since_s = samples[-1].at_s
+    for look in reversed(samples):
+        if get_value(look) != current:
             break
         since_s = look.at_s
-    return looks[-1].at_s - since_s
+    return samples[-1].at_s - since_s
 
 
-def format_role_and_pid(pulse: ProcessHeartbeat | AgentReport) -> str:
+def format_role_and_pid(process: ProcessHeartbeat | AgentReport) -> str:
     """Role and pid, as findings name a process."""
-    return format_process(pulse)
+    return format_process(process)

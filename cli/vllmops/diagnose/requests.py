@@ -27,16 +27,16 @@ LOST_LOAD = Rule(
 RULES = (ZOMBIE, LOST_LOAD)
 
 
-def check_zombie_requests(looks: Sequence[dict[str, str]]) -> list[Finding]:
+def check_zombie_requests(snapshots: Sequence[dict[str, str]]) -> list[Finding]:
     """Requests that one side alone knows in every look.
 
     Args:
-        looks: by id who has it; between them, nothing was on its way.
+        snapshots: by id who has it; between them, nothing was on its way.
     """
     return [
-        ZOMBIE.make_finding(name, f"{why}, in {len(looks)} looks")
-        for name, why in looks[-1].items()
-        if all(name in look for look in looks)
+        ZOMBIE.make_finding(name, f"{why}, in {len(snapshots)} looks")
+        for name, why in snapshots[-1].items()
+        if all(name in look for look in snapshots)
     ]
 
 
@@ -46,7 +46,7 @@ def make_lost_load_findings(proofs: Sequence[HealProof]) -> list[Finding]:
 
 
 def compare_request_sides(
-    processes: Sequence[ProcessRequests], silent: Sequence[ProcessGap]
+    processes: Sequence[ProcessRequests], gaps: Sequence[ProcessGap]
 ) -> dict[str, str]:
     """The ids that one side alone knows at this moment, and who it is.
 
@@ -56,7 +56,7 @@ def compare_request_sides(
     engines = [process for process in processes if process.engine is not None]
     workers = [process for process in processes if process.worker is not None]
     unread = {process.role for process in processes if process.problems}
-    unread |= {process.role for process in silent}
+    unread |= {process.role for process in gaps}
     # An agent that has not found its engine client knows nothing of the requests there.
     apis = [process for process in processes if process.role == "api"]
     unread |= {process.role for process in apis if process.front is None}

@@ -463,16 +463,16 @@ def group_xids_by_gpu(xids: Sequence[Xid]) -> dict[str, list[Xid]]:
     return by_gpu
 
 
-def describe_leftovers(left: Sequence[ShmLeftover]) -> Iterator[str]:
+def describe_leftovers(leftovers: Sequence[ShmLeftover]) -> Iterator[str]:
     """What is left, the largest segments first, and how certain it is that nobody uses them."""
-    yield f"{len(left)} segments, {format_bytes(sum(segment.bytes for segment in left))}"
-    for segment in sorted(left, key=lambda segment: -segment.bytes)[:SHOWN_LEFTOVERS]:
+    yield f"{len(leftovers)} segments, {format_bytes(sum(segment.bytes for segment in leftovers))}"
+    for segment in sorted(leftovers, key=lambda segment: -segment.bytes)[:SHOWN_LEFTOVERS]:
         minutes = segment.age_s / 60
         yield (
             f"{segment.name}: {format_bytes(segment.bytes)}, of {segment.owner}, {minutes:.0f} min "
             "old"
         )
-    doubt = next((segment.uncertainty for segment in left if segment.uncertainty), "")
+    doubt = next((segment.uncertainty for segment in leftovers if segment.uncertainty), "")
     yield (
         f"no process that vllmops can see maps or opens them; {doubt}"
         if doubt

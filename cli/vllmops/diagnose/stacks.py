@@ -125,21 +125,25 @@ class Explanation(msgspec.Struct, frozen=True):
     notes: tuple[str, ...]
 
 
-def explain_stacks(pasted: PastedStacks, facts: Mapping[str, str] | None = None) -> Explanation:
+def explain_stacks(
+    pasted_stacks: PastedStacks, facts: Mapping[str, str] | None = None
+) -> Explanation:
     """Say what is stuck.
 
     Args:
-        pasted: stacks, from a text or from a live server.
+        pasted_stacks: stacks, from a text or from a live server.
         facts: what else is known, by the names in `facts.FACTS`; they count more than those from a
             log in the text.
     """
-    if pasted.sections:
-        return _merge_explanations([explain_stacks(section, facts) for section in pasted.sections])
-    log = "".join(pasted.text.split())
-    seen = {"gpu": state} if (state := parse_gpu_state(pasted.text)) else {}
-    told = parse_metrics_facts(pasted.text) | parse_log_facts(log)
-    scene = DiagnosisInput(pasted, {**seen, **told, **(facts or {})}, log)
-    last = pasted.samples[-1].processes if pasted.samples else ()
+    if pasted_stacks.sections:
+        return _merge_explanations(
+            [explain_stacks(section, facts) for section in pasted_stacks.sections]
+        )
+    log = "".join(pasted_stacks.text.split())
+    seen = {"gpu": state} if (state := parse_gpu_state(pasted_stacks.text)) else {}
+    told = parse_metrics_facts(pasted_stacks.text) | parse_log_facts(log)
+    scene = DiagnosisInput(pasted_stacks, {**seen, **told, **(facts or {})}, log)
+    last = pasted_stacks.samples[-1].processes if pasted_stacks.samples else ()
     stopped = [process for process in last if process.stopped]
     # If a process is stopped by a signal, all others wait for it.
     matches = [
@@ -147,11 +151,11 @@ def explain_stacks(pasted: PastedStacks, facts: Mapping[str, str] | None = None)
         for signature in load_signatures()
         if (hit := match_signature(signature, scene))
         # A compiler that runs is work.
-        and not (signature.id == COMPILE and has_compiler_process(pasted.text))
+        and not (signature.id == COMPILE and has_compiler_process(pasted_stacks.text))
     ]
     hits = [] if stopped else _select_best_matches(matches, find_hypotheses(scene))
-    crashes = _deduplicate_crashes(pasted.crashes)
-    ended = [*_match_tracebacks(crashes, pasted.text)]
+    crashes = _deduplicate_crashes(pasted_stacks.crashes)
+    ended = [*_match_tracebacks(crashes, pasted_stacks.text)]
     codes = {hit.signature.id for hit in ended}
     hits = ended + [hit for hit in hits if hit.signature.id not in codes]
     others = [crash for crash in crashes if not find_hang_id(crash)]
@@ -172,9 +176,9 @@ def explain_stacks(pasted: PastedStacks, facts: Mapping[str, str] | None = None)
         verdict=verdict,
         findings=tuple(findings),
         seen=tuple(map(_make_process_summary, last)),
-        samples=len(pasted.samples),
+        samples=len(pasted_stacks.samples),
         facts=dict(scene.facts),
-        notes=tuple(_make_notes(pasted, idle=verdict == "idle")),
+        notes=tuple(_make_notes(pasted_stacks, idle=verdict == "idle")),
     )
 
 
@@ -205,20 +209,21 @@ VERDICTS = ("hang", "crash", "maybe", "working", "idle", "unknown")
 
 
 def _select_best_matches(
-    matches: Sequence[SignatureMatch], general: Sequence[SignatureMatch]
+    matches: Sequence[SignatureMatch], general_matches: Sequence[SignatureMatch]
 ) -> list[SignatureMatch]:
     """The hits to show: a hang comes before an idle server, and both before what is possible.
 
     Args:
         matches: signatures that match.
-        general: what the phases and waits of the threads say, the most probable first. A signature
-            that says the same adds its evidence.
+        general_matches: what the phases and waits of the threads say, the most probable first. A
+            signature that says the same adds its evidence.
     """
     by_id = {hit.signature.id: hit for hit in matches}
-    joined = [_merge_matches(hit, by_id.get(hit.signature.id)) for hit in general]
+    joined = [_merge_matches(hit, by_id.get(hit.signature.id)) for hit in general_matches]
     best = {hit.signature.id: hit for hit in joined}
     matches = [
-        best.get(hit.signature.id) or _remove_waiting_processes(hit, general[:1]) for hit in matches
+        best.get(hit.signature.id) or _remove_waiting_processes(hit, general_matches[:1])
+        for hit in matches
     ]
     strong = [hit for hit in matches if hit.confidence != "possible"]
     # What the process at the root waits for tells more than that somebody waits for it.
@@ -245,31 +250,31 @@ def _select_best_matches(
 
 
 def _remove_waiting_processes(
-    match: SignatureMatch, general: Sequence[SignatureMatch]
+    match: SignatureMatch, general_matches: Sequence[SignatureMatch]
 ) -> SignatureMatch:
     """A signature's hit without the processes that only wait, as far as the waits tell."""
     names = set(match.subject.split(", "))
-    for hit in general:
+    for hit in general_matches:
         if names > set(hit.subject.split(", ")) or names <= set(hit.victims):
             return _copy_root_details(match, hit)
     return match
 
 
-def _merge_matches(general: SignatureMatch, match: SignatureMatch | None) -> SignatureMatch:
+def _merge_matches(general_match: SignatureMatch, match: SignatureMatch | None) -> SignatureMatch:
     """One hit from a general answer and the signature that says the same."""
-    if match is None or RANKS.index(match.confidence) < RANKS.index(general.confidence):
-        return general
-    return _copy_root_details(match, general)
+    if match is None or RANKS.index(match.confidence) < RANKS.index(general_match.confidence):
+        return general_match
+    return _copy_root_details(match, general_match)
 
 
-def _copy_root_details(match: SignatureMatch, general: SignatureMatch) -> SignatureMatch:
+def _copy_root_details(match: SignatureMatch, general_match: SignatureMatch) -> SignatureMatch:
     """A signature's hit with the root, victims and phase of a general answer."""
     return dataclasses.replace(
         match,
-        subject=general.subject,
-        victims=general.victims,
-        phase=general.phase,
-        waits_for=general.waits_for,
+        subject=general_match.subject,
+        victims=general_match.victims,
+        phase=general_match.phase,
+        waits_for=general_match.waits_for,
     )
 
 
@@ -301,12 +306,12 @@ def _make_finding(hit: SignatureMatch) -> StackFinding:
     )
 
 
-def _has_reported_hang(scene: DiagnosisInput) -> bool:
+def _has_reported_hang(diagnosis_input: DiagnosisInput) -> bool:
     """Whether a text says that something was stuck or timed out."""
     from . import prose  # noqa: PLC0415 - slow to import, and not needed for most stacks
 
-    told = prose.is_hang_report(prose.select_statements(scene.pasted_stacks.text))
-    return told or TIMED_OUT_LINE.search(scene.log) is not None
+    told = prose.is_hang_report(prose.select_statements(diagnosis_input.pasted_stacks.text))
+    return told or TIMED_OUT_LINE.search(diagnosis_input.log) is not None
 
 
 def _deduplicate_crashes(crashes: Sequence[CrashTraceback]) -> list[CrashTraceback]:
@@ -436,20 +441,23 @@ def _select_significant_frames(frames: Sequence[Frame]) -> Sequence[Frame]:
     ]
 
 
-def _make_notes(pasted: PastedStacks, *, idle: bool) -> Iterator[str]:
-    if len(pasted.samples) == 1 and not idle and not is_core_dump(pasted):
+def _make_notes(pasted_stacks: PastedStacks, *, idle: bool) -> Iterator[str]:
+    if len(pasted_stacks.samples) == 1 and not idle and not is_core_dump(pasted_stacks):
         yield (
             "one dump can't tell an endless loop from work; three dumps, some seconds apart and in "
             "one file, can"
         )
-    moved = list(dict.fromkeys(_find_moved_processes(pasted.samples)))
+    moved = list(dict.fromkeys(_find_moved_processes(pasted_stacks.samples)))
     if moved:
         yield f"did something else in another sample: {', '.join(moved)}"
-    for process in pasted.samples[-1].processes if pasted.samples else ():
+    for process in pasted_stacks.samples[-1].processes if pasted_stacks.samples else ():
         if process.error:
             yield f"{format_process_name(process)} was not read: {process.error.message}"
     yield from dict.fromkeys(
-        process.note for sample in pasted.samples for process in sample.processes if process.note
+        process.note
+        for sample in pasted_stacks.samples
+        for process in sample.processes
+        if process.note
     )
 
 

@@ -73,21 +73,21 @@ class StallDetector:
         self.asked_s = -ASK_S
         self.dismissed_stall_keys: set[tuple[str, str]] = set()
 
-    def add_sample(self, look: ServerSample) -> list[Stall]:
+    def add_sample(self, sample: ServerSample) -> list[Stall]:
         """Add a sample; returns the stalls that were not dismissed before."""
-        self.samples.append(look)
-        if look.metrics or look.health is not None:
-            self.asked_s = look.at_s
+        self.samples.append(sample)
+        if sample.metrics or sample.health is not None:
+            self.asked_s = sample.at_s
         kept_s = METRICS_FACTOR * (self.patience_s + ASK_S)
-        while look.at_s - self.samples[0].at_s > kept_s:
+        while sample.at_s - self.samples[0].at_s > kept_s:
             del self.samples[0]
         self.dismissed_stall_keys &= {
             make_stall_key(stall) for stall in find_stalls(self.samples, 0.0)
         }
         self.row = self.row + 1 if self.current_stalls else 0
         if self.row <= 1:
-            self.stood_s = look.at_s
-        long = look.at_s - self.stood_s >= (self.checks - 1) * self.interval_s
+            self.stood_s = sample.at_s
+        long = sample.at_s - self.stood_s >= (self.checks - 1) * self.interval_s
         enough = self.row >= self.checks or (long and self.row >= FEWEST)
         found = self.list_undismissed_stalls(self.patience_s)
         return [stall for stall in found if enough or stall.code in FINAL]
@@ -109,14 +109,14 @@ class StallDetector:
         """What has stopped, for however short a time."""
         return self.list_undismissed_stalls(min(self.interval_s, self.patience_s))
 
-    def is_stall_ongoing(self, about: Collection[str]) -> bool:
+    def is_stall_ongoing(self, subjects: Collection[str]) -> bool:
         """Whether a stall goes on; what a server at work shows, too, counts only if it is the same.
 
         Args:
-            about: what the stall is about, as `list_stall_subjects` gives it.
+            subjects: what the stall is about, as `list_stall_subjects` gives it.
         """
         lasting = (
-            stall.code not in USUAL or get_stall_subject(stall) in about
+            stall.code not in USUAL or get_stall_subject(stall) in subjects
             for stall in self.current_stalls
         )
         return is_node_unreachable(self.samples[-1]) or any(lasting)
@@ -146,9 +146,9 @@ def make_stall_key(stall: Stall) -> tuple[str, str]:
     return stall.code, stall.mark
 
 
-def is_node_unreachable(look: ServerSample) -> bool:
+def is_node_unreachable(sample: ServerSample) -> bool:
     """Whether nobody on the server's machine answered, which shows neither a stall nor progress."""
-    return {process.state for process in look.processes} == {UNSEEN} and not look.heartbeats
+    return {process.state for process in sample.processes} == {UNSEEN} and not sample.heartbeats
 
 
 def list_stall_subjects(stalls_: Sequence[Stall]) -> frozenset[str]:

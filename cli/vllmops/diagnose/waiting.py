@@ -167,24 +167,27 @@ def find_gil_holders(process: ProcessStacks, waiting: ThreadStack) -> list[Threa
     ]
 
 
-def _is_helper_position(place: ThreadPosition) -> bool:
+def _is_helper_position(position: ThreadPosition) -> bool:
     """Whether a place is that of a helper thread, and no name says what it does."""
     return (
-        place.wait == "call"
-        and place.phase == NOWHERE
-        and (not is_main_thread(place.process, place.thread) or is_helper_thread(place.thread))
+        position.wait == "call"
+        and position.phase == NOWHERE
+        and (
+            not is_main_thread(position.process, position.thread)
+            or is_helper_thread(position.thread)
+        )
     )
 
 
-def _rank_position(process: ProcessStacks, place: ThreadPosition) -> tuple[bool, ...]:
-    main = is_main_thread(process, place.thread)
+def _rank_position(process: ProcessStacks, position: ThreadPosition) -> tuple[bool, ...]:
+    main = is_main_thread(process, position.thread)
     return (
-        place.wait == "rest",
-        place.wait in {"ipc-read", "sleep"},
+        position.wait == "rest",
+        position.wait in {"ipc-read", "sleep"},
         # What no name explains tells less than what one does; a scheduler that runs may be at work.
-        place.wait == "call" and place.phase.id in {"", "schedule", "step"},
+        position.wait == "call" and position.phase.id in {"", "schedule", "step"},
         # Who waits for another thread of the process is not the one that is stuck.
-        place.wait == "lock",
+        position.wait == "lock",
         not main,
     )
 
@@ -202,7 +205,9 @@ def _find_lost_transfer(sample: StacksSnapshot) -> WaitChain | None:
 
 
 def _find_unanswered_engines(
-    waiting: Sequence[ThreadPosition], rest: Sequence[ThreadPosition], facts: Mapping[str, str]
+    waiting: Sequence[ThreadPosition],
+    other_positions: Sequence[ThreadPosition],
+    facts: Mapping[str, str],
 ) -> WaitChain | None:
     """Engines that wait for a message while no worker of the text is busy."""
     engines = [place for place in waiting if place.phase.id not in {"", "api", "spawn"}] or [
@@ -214,17 +219,17 @@ def _find_unanswered_engines(
     remote = "recv" in names or any(
         "ray" in frame.short_file.split("/")[0] for p in engines for frame in p.thread.frames
     )
-    relation = "lost" if rest else "remote" if remote else "unseen"
+    relation = "lost" if other_positions else "remote" if remote else "unseen"
     ids = _find_hang_ids(relation, engines[0], facts)
     return WaitChain(ids, relation, tuple(engines), ()) if ids else None
 
 
 def _find_roots(
-    busy: Sequence[ThreadPosition], rest: Sequence[ThreadPosition]
+    busy_positions: Sequence[ThreadPosition], other_positions: Sequence[ThreadPosition]
 ) -> tuple[str, list[ThreadPosition]]:
     """What busy processes do together, and which of them the others wait for."""
-    inside = [place for place in busy if place.wait in COLLECTIVES]
-    outside = [place for place in busy if place.wait not in COLLECTIVES]
+    inside = [place for place in busy_positions if place.wait in COLLECTIVES]
+    outside = [place for place in busy_positions if place.wait not in COLLECTIVES]
     if inside and outside:
         same = {_make_step_key(place) for place in inside} & {
             _make_step_key(place) for place in outside
@@ -247,32 +252,36 @@ def _find_roots(
     if len(inside) > 1:
         return "same", inside
     parallel = any(place.wait == "dp-collective" for place in inside)
-    return ("absent-dp" if parallel else "absent", list(rest)) if rest else ("", inside)
+    return (
+        ("absent-dp" if parallel else "absent", list(other_positions))
+        if other_positions
+        else ("", inside)
+    )
 
 
-def _find_collective_name(place: ThreadPosition) -> str:
+def _find_collective_name(position: ThreadPosition) -> str:
     """The collective that a thread is in, by the outermost frame that names it."""
     frames = [
         frame
-        for frame in drop_parent_frames(place.thread.frames)
-        if place.wait in find_wait_ids(frame)
+        for frame in drop_parent_frames(position.thread.frames)
+        if position.wait in find_wait_ids(frame)
     ]
-    innermost = frames[-1] if frames else place.frame
+    innermost = frames[-1] if frames else position.frame
     return strip_qualifiers(innermost.function) if innermost else ""
 
 
-def _make_step_key(place: ThreadPosition) -> str:
-    return f"{place.phase.id} {_find_collective_name(place)}"
+def _make_step_key(position: ThreadPosition) -> str:
+    return f"{position.phase.id} {_find_collective_name(position)}"
 
 
-def _select_smallest_group(places: Sequence[ThreadPosition]) -> list[ThreadPosition]:
+def _select_smallest_group(positions: Sequence[ThreadPosition]) -> list[ThreadPosition]:
     """Those of the smallest group that stands at one place; all if the groups have one size."""
     groups: dict[str, list[ThreadPosition]] = {}
-    for place in places:
+    for place in positions:
         groups.setdefault(f"{place.wait} {_find_collective_name(place)}", []).append(place)
     smallest = min(map(len, groups.values()))
     few = [place for group in groups.values() if len(group) == smallest for place in group]
-    return few if len(few) < len(places) else list(places)
+    return few if len(few) < len(positions) else list(positions)
 
 
 def _find_hang_ids(

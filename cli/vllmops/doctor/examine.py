@@ -135,7 +135,7 @@ class Examination:
         server: Server,
         options: ExaminationOptions,
         show: Callable[[str], None],
-        looks: Sequence[ServerSample] = (),
+        server_samples: Sequence[ServerSample] = (),
         began: float | None = None,
     ) -> None:
         self.server = server
@@ -144,7 +144,7 @@ class Examination:
         self.taken_at = time.time()
         self.began = time.monotonic() if began is None else began
         self.until_sampled = time.monotonic() + options.stacks_s
-        self.server_samples = list(looks)
+        self.server_samples = list(server_samples)
         self.samples: list[StacksSnapshot] = []
         self.ras: list[RasCapture] = []
         self.gaps: list[Gap] = []
@@ -212,10 +212,10 @@ class Examination:
         left_s = self.until_sampled - time.monotonic() - more * self.options.apart_s
         return max(left_s / 2 if more else left_s, LEAST_S)
 
-    def add_gap(self, what: Gap) -> None:
+    def add_gap(self, gap: Gap) -> None:
         """Keep what could not be seen, once."""
-        if what not in self.gaps:
-            self.gaps.append(what)
+        if gap not in self.gaps:
+            self.gaps.append(gap)
 
     def seems_stuck(self) -> bool:
         """Whether only a longer examination can decide."""
@@ -253,17 +253,17 @@ class Examination:
             and progress.can_confirm_stall(self.server_samples[-3:], within_s)
         )
 
-    def build_partial_snapshot(self, why: str) -> ServerSnapshot:
+    def build_partial_snapshot(self, reason: str) -> ServerSnapshot:
         """What has been seen until now.
 
         Args:
-            why: why the examination ends early, in words.
+            reason: why the examination ends early, in words.
         """
         parts, known = (self.parts.finished_fields(), self.parts.gaps) if self.parts else ({}, ())
         late = ", ".join(word for name, word in PARTS.items() if name not in parts)
-        rest = [Gap(late, "cut-short", why)] if late else []
+        rest = [Gap(late, "cut-short", reason)] if late else []
         if self.options.always and (missing := self.options.samples - len(self.samples)):
-            rest.append(Gap(f"{missing} of {self.options.samples} stacks", "cut-short", why))
+            rest.append(Gap(f"{missing} of {self.options.samples} stacks", "cut-short", reason))
         gaps = (*self.gaps, *known, *(rest if self.server.processes else []))
         errors = () if self.server.processes else collect_xids(self.server)
         return self.make_snapshot(
@@ -348,16 +348,16 @@ class SnapshotParts:
         """What could not be seen, first the agents that did not answer."""
         return (*self.agent_gaps, *self.other_gaps)
 
-    def fetch_reports(self, own: Sequence[Process]) -> tuple[AgentReport, ...]:
-        answers, silent = agent.collect_answers(own, fetch_agent_report)
+    def fetch_reports(self, agent_processes: Sequence[Process]) -> tuple[AgentReport, ...]:
+        answers, silent = agent.collect_answers(agent_processes, fetch_agent_report)
         for each in silent:
             part = f"agent of {format_process(each)}"
             self.agent_gaps.append(Gap(part, each.code, each.reason, each.hint))
         return tuple(answers)
 
-    def fetch_patches(self, own: Sequence[Process]) -> tuple[ProcessPatches, ...]:
+    def fetch_patches(self, agent_processes: Sequence[Process]) -> tuple[ProcessPatches, ...]:
         answers, _ = agent.collect_answers(
-            own, lambda process: agent.open_agent(process).fetch_patches()
+            agent_processes, lambda process: agent.open_agent(process).fetch_patches()
         )
         return tuple(answers)
 
@@ -412,10 +412,10 @@ def fetch_agent_report(process: Process) -> AgentReport:
     )
 
 
-def fetch_package_versions(reached: agent.Agent) -> dict[str, str]:
+def fetch_package_versions(agent_client: agent.Agent) -> dict[str, str]:
     """What is installed beside a process; nothing where its agent is too old to say."""
     try:
-        return reached.fetch_packages().versions
+        return agent_client.fetch_packages().versions
     except VllmopsError:
         return {}
 
@@ -467,7 +467,10 @@ def observe_processes(server: Server, *, compiling: bool = False) -> ProcessesSn
             # A gateway may restart: as with a process that has died, it has ended if that lasts.
             gone = server.fleet.unreachable_s >= progress.PATIENCE_S
             return ProcessesSnapshot(
-                tuple(make_unreachable_state(process, gone=gone) for process in server.processes),
+                tuple(
+                    make_unreachable_state(process, is_server_gone=gone)
+                    for process in server.processes
+                ),
                 (),
             )
         return ProcessesSnapshot(members.processes, members.heartbeats, members.compilers)
@@ -477,14 +480,14 @@ def observe_processes(server: Server, *, compiling: bool = False) -> ProcessesSn
     )
 
 
-def make_unreachable_state(process: Process, *, gone: bool) -> ProcessState:
+def make_unreachable_state(process: Process, *, is_server_gone: bool) -> ProcessState:
     """A process of another machine that can't be asked about.
 
     Args:
         process: the process.
-        gone: whether nobody answers any more for its server.
+        is_server_gone: whether nobody answers any more for its server.
     """
-    state = "" if gone else progress.UNSEEN
+    state = "" if is_server_gone else progress.UNSEEN
     return ProcessState(
         **agent.get_process_fields(process),
         pid=process.pid,

@@ -158,7 +158,7 @@ def is_from_last_run(record: InstanceRecord, head: StepsHead) -> bool:
 
 
 def read_ended_recordings(
-    folder: Path, uid: int | None, wanted: Callable[[StepsHead], bool]
+    folder: Path, uid: int | None, should_read: Callable[[StepsHead], bool]
 ) -> Iterator[StepsRecording]:
     """The wanted recordings of ended processes in a directory; only files of `uid` are read."""
     for path in folder.glob(f"*{steps.SUFFIX}"):
@@ -167,7 +167,7 @@ def read_ended_recordings(
             head = steps.parse_head(content)
             if head is None or path.name != steps.make_recording_name(head.identity):
                 continue
-            if wanted(head) and not is_process_alive(head):
+            if should_read(head) and not is_process_alive(head):
                 yield steps.parse_recording(content, head.pid, Role.ENGINE, alive=False)
 
 

@@ -69,7 +69,7 @@ def heal_server(
     *,
     dry_run: bool = False,
     resume: bool = False,
-    by: str = "vllmops heal",
+    initiator: str = "vllmops heal",
     show: Callable[[str], None] = lambda _: None,
 ) -> HealResult:
     """Heal what is proven, and nothing else.
@@ -79,7 +79,7 @@ def heal_server(
         actions: which to try, in this order.
         dry_run: look only.
         resume: act on states that somebody may have wanted, too.
-        by: what the line in the server's log names.
+        initiator: what the line in the server's log names.
         show: called with what happens now.
 
     Raises:
@@ -98,13 +98,13 @@ def heal_server(
                     break
                 if not dry_run:
                     show(f"{server.label}: healing {action.name}")
-                done = run_action(server, action, cases, act=not dry_run, resume=resume)
+                done = run_action(server, action, cases, should_act=not dry_run, resume=resume)
             except VllmopsError as error:
                 problems.append(f"{action.name}: {error.message}")
                 break
             outcomes += done
             if not dry_run:
-                log_outcomes(server, done, by)
+                log_outcomes(server, done, initiator)
             if not all(outcome.done for outcome in done):
                 break
     if silent and any(outcome.done for outcome in outcomes):  # what was healed may answer now
@@ -128,22 +128,22 @@ def ping_agent(process: Process) -> HealAnswer:
 
 
 def run_action(
-    server: Server, action: Action, cases: Sequence[HealCase], *, act: bool, resume: bool
+    server: Server, action: Action, cases: Sequence[HealCase], *, should_act: bool, resume: bool
 ) -> list[Outcome]:
     """Act on proven cases, if that may be, and look again; raises VllmopsError."""
     if action.asks and not resume:
         left = dict.fromkeys((case.proof.subject for case in cases), "only with --resume")
-        act = False
-    elif act:
+        should_act = False
+    elif should_act:
         left = action.heal_or_explain(server, cases)
     else:
         left = {}
-    still = wait_until_gone(server, action, cases) if act else cases
+    still = wait_until_gone(server, action, cases) if should_act else cases
     outcomes = []
     for case in cases:
         subject = case.proof.subject
         why = left.get(subject, "")
-        if act and case in still:
+        if should_act and case in still:
             why = why or f"it is still there {GONE_S:g} s later"
         outcomes.append(
             Outcome(
@@ -152,7 +152,7 @@ def run_action(
                 f" {case.process.pid}",
                 subject=subject,
                 evidence=case.proof.evidence,
-                done=act and not why,
+                done=should_act and not why,
                 did=action.does,
                 reason=why,
             )
@@ -171,12 +171,12 @@ def wait_until_gone(server: Server, action: Action, cases: Sequence[HealCase]) -
         time.sleep(POLL_S)
 
 
-def log_outcomes(server: Server, outcomes: Sequence[Outcome], by: str) -> None:
+def log_outcomes(server: Server, outcomes: Sequence[Outcome], initiator: str) -> None:
     """Write what was done into the log of the first process that takes it."""
     for outcome in outcomes:
         result = "healed" if outcome.done else f"not healed: {outcome.reason}"
         line = (
-            f"{by} by {format_user(os.geteuid())}: {outcome.action}, {outcome.process}, "
+            f"{initiator} by {format_user(os.geteuid())}: {outcome.action}, {outcome.process}, "
             f"{outcome.subject}: {outcome.evidence}; {outcome.did}; {result}"
         )
         for process in server.select_processes(*ROLES):

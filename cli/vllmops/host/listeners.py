@@ -49,7 +49,7 @@ def explain_distrust(url: str) -> str:
     return f"{url} is not an address"
 
 
-def is_this_machine(host: str, *, surely: bool = False) -> bool:
+def is_this_machine(host: str, *, exclusive: bool = False) -> bool:
     """Whether a host name can be this machine; with ``surely`` whether it can be no other one."""
     if host in {"", "localhost"}:
         return True
@@ -64,7 +64,7 @@ def is_this_machine(host: str, *, surely: bool = False) -> bool:
         if address.family in {socket.AF_INET, socket.AF_INET6}
     }
     named = {parse_address(str(address[0])) for *_, address in resolved}
-    judge = all if surely else any
+    judge = all if exclusive else any
     return judge(
         address.is_loopback or address.is_unspecified or address in own for address in named
     )

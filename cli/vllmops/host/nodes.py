@@ -55,10 +55,11 @@ def find_unresponsive_nodes(tree: Sequence[Process], port: int | None) -> set[st
     return peers & find_node_addresses(tree, port) if peers else peers
 
 
-def parse_kernel_address(words: str) -> str:
+def parse_kernel_address(hex_text: str) -> str:
     """An address as the kernel's tables have it: words of four bytes, each in the CPU's order."""
     raw = b"".join(
-        int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8)
+        int(hex_text[at : at + 8], 16).to_bytes(4, sys.byteorder)
+        for at in range(0, len(hex_text), 8)
     )
     family = socket.AF_INET if len(raw) == 4 else socket.AF_INET6
     return socket.inet_ntop(family, raw).removeprefix(MAPPED)

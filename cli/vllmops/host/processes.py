@@ -103,28 +103,28 @@ def read_process_table() -> Table:
     return processes
 
 
-def read_process_entry(pid: int, words: Sequence[str] | None = None) -> ProcessEntry:
+def read_process_entry(pid: int, arguments: Sequence[str] | None = None) -> ProcessEntry:
     """One process.
 
     Args:
         pid: its id.
-        words: its command line, if that is known already.
+        arguments: its command line, if that is known already.
 
     Raises:
         ProcessLookupError: it is gone.
         OSError: as `identity.read_identity` does.
     """
     fields = identity.read_stat_fields(pid)
-    if words is None:
+    if arguments is None:
         try:
-            words = psutil.Process(pid).cmdline()
+            arguments = psutil.Process(pid).cmdline()
         except psutil.Error:
-            words = ()
+            arguments = ()
     return ProcessEntry(
         pid=pid,
         ppid=int(fields[1]),
         start_ticks=int(fields[19]),
-        arguments=tuple(words),
+        arguments=tuple(arguments),
         rss_bytes=int(fields[21]) * mmap.PAGESIZE,
         zombie=fields[0] == "Z",
     )
@@ -144,15 +144,15 @@ def is_alive(process: Process) -> bool:
     return same and fields[0] not in {"Z", "X"}
 
 
-def parse_serve_arguments(words: Sequence[str]) -> Sequence[str] | None:
+def parse_serve_arguments(arguments: Sequence[str]) -> Sequence[str] | None:
     """What a vLLM server was given on its command line, None for any other process."""
-    python = bool(words) and Path(words[0]).name.startswith("python")
-    for index, word in enumerate(words[:6]):
-        rest = words[index + 1 :]
-        module = index and python and words[index - 1] == "-m"
+    python = bool(arguments) and Path(arguments[0]).name.startswith("python")
+    for index, word in enumerate(arguments[:6]):
+        rest = arguments[index + 1 :]
+        module = index and python and arguments[index - 1] == "-m"
         if module and API_SERVER.fullmatch(word):
             return rest
-        script = index == 0 or (python and all(w.startswith("-") for w in words[1:index]))
+        script = index == 0 or (python and all(w.startswith("-") for w in arguments[1:index]))
         if (module and COMMAND_LINE.fullmatch(word)) or (script and Path(word).name == "vllm"):
             return rest[1:] if rest and rest[0] == "serve" else None
         if word == "-c":
@@ -189,32 +189,34 @@ def build_process_tree(table: Table, roots: Iterable[int]) -> tuple[Process, ...
 
 
 def retain_vital_processes(
-    known: Iterable[Process], seen: Sequence[Process]
+    known_processes: Iterable[Process], current_processes: Sequence[Process]
 ) -> tuple[Process, ...]:
     """What was seen, with whatever is vital of what was known: until its death is noticed.
 
     A process that is being killed loses its command line, and so its role, before it is a zombie.
     """
-    vital = {process.pid: process for process in known if process.role in VITAL}
+    vital = {process.pid: process for process in known_processes if process.role in VITAL}
     now = [
         vital.get(process.pid, process) if process.role is Role.OTHER else process
-        for process in seen
+        for process in current_processes
     ]
-    pids = {process.pid for process in seen}
+    pids = {process.pid for process in current_processes}
     return (*now, *(process for pid, process in vital.items() if pid not in pids))
 
 
-def infer_role(seen: ProcessEntry, parent: ProcessEntry | None, *, many_api_servers: bool) -> Role:
+def infer_role(
+    process: ProcessEntry, parent: ProcessEntry | None, *, many_api_servers: bool
+) -> Role:
     """What a process does, by its title or its command line.
 
     A fork looks like its parent until it executes something: it does not count as
     a process of the server.
     """
-    if parent is not None and seen.arguments == parent.arguments:
+    if parent is not None and process.arguments == parent.arguments:
         return Role.OTHER
-    if by_title := find_title_role(seen.arguments):
+    if by_title := find_title_role(process.arguments):
         return by_title
-    if (arguments := parse_serve_arguments(seen.arguments)) is not None:
+    if (arguments := parse_serve_arguments(process.arguments)) is not None:
         return (
             Role.LAUNCHER
             if many_api_servers or parse_serving_mode(arguments).headless

@@ -38,16 +38,16 @@ def read_or_explain(path: Path) -> str:
         return f"({error.strerror})"
 
 
-def render_descriptors(place: Path) -> str:
+def render_descriptors(process_folder: Path) -> str:
     """How many files of each kind are open; their names could contain what users sent."""
     kinds: Counter[str] = Counter()
     try:
-        names = os.listdir(place / "fd")
+        names = os.listdir(process_folder / "fd")
     except OSError as error:
         return f"({error.strerror})"
     for name in names:
         try:
-            target = os.readlink(place / "fd" / name)
+            target = os.readlink(process_folder / "fd" / name)
         except OSError:
             continue  # closed meanwhile
         kinds["/".join(target.split("/")[:2]) if "/" in target else target.partition(":")[0]] += 1
@@ -55,10 +55,10 @@ def render_descriptors(place: Path) -> str:
     return f"{len(names):6} open\n{lines}"
 
 
-def render_threads(place: Path) -> Iterator[str]:
+def render_threads(process_folder: Path) -> Iterator[str]:
     """A line for each thread, below it the kernel's stack where that may be read."""
     try:
-        tasks = sorted((place / "task").iterdir(), key=lambda task: int(task.name))
+        tasks = sorted((process_folder / "task").iterdir(), key=lambda task: int(task.name))
     except OSError as error:
         yield f"({error.strerror})"
         return

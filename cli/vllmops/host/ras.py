@@ -26,15 +26,15 @@ ANSWER_BYTES = 8 << 20
 PID = re.compile(r'(?:"pid": ?|managed by process )(\d+)')
 
 
-def collect_captures(own: Iterable[Process], began: float) -> Iterator[RasCapture]:
+def collect_captures(server_processes: Iterable[Process], began: float) -> Iterator[RasCapture]:
     """What the RAS services of a server answer; nothing where NCCL has none.
 
     Args:
-        own: the processes of the server; a service of anybody else is not asked.
+        server_processes: the processes of the server; a service of anybody else is not asked.
         began: of the examination, by the monotonic clock.
     """
     pids, asked = set[int](), dict[tuple[str, int], int]()
-    for process in own:
+    for process in server_processes:
         with suppress(OSError, ValueError):
             pids |= {process.pid, proc.read_namespace_pid(process.pid)}
             for address in find_service_addresses(process.pid):
@@ -75,43 +75,43 @@ def get_client_address(address: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
 
 
-def fetch_status(address: tuple[str, int], until: float) -> str:
+def fetch_status(address: tuple[str, int], deadline: float) -> str:
     """The status of all communicators: JSON, or text of an older NCCL.
 
     Args:
         address: of the service.
-        until: when it is given up, by the monotonic clock.
+        deadline: when it is given up, by the monotonic clock.
 
     Raises:
         OSError: nobody answers in time.
         ValueError: it is another service.
     """
     with socket.create_connection(address, timeout=1.0) as peer:
-        exchange_line(peer, "CLIENT PROTOCOL 2", b"SERVER PROTOCOL", until)
-        exchange_line(peer, f"TIMEOUT {ASKED_S}", b"OK", until)
+        exchange_line(peer, "CLIENT PROTOCOL 2", b"SERVER PROTOCOL", deadline)
+        exchange_line(peer, f"TIMEOUT {ASKED_S}", b"OK", deadline)
         # Older ones refuse it, and go on in text.
         with suppress(ValueError):
-            exchange_line(peer, "SET FORMAT json", b"OK", until)
+            exchange_line(peer, "SET FORMAT json", b"OK", deadline)
         peer.sendall(b"VERBOSE STATUS\n")
         content = b""
-        while part := receive_part(peer, until):
+        while part := receive_part(peer, deadline):
             content += part
             if len(content) > ANSWER_BYTES:
                 raise ValueError("the answer is too long")
     return content.decode("utf-8", "replace")
 
 
-def exchange_line(peer: socket.socket, words: str, answer: bytes, until: float) -> None:
+def exchange_line(peer: socket.socket, line: str, answer: bytes, deadline: float) -> None:
     """Send one line, and expect one.
 
     Raises:
         OSError: as `fetch_status` does.
         ValueError: the answer begins otherwise.
     """
-    peer.sendall(f"{words}\n".encode())
+    peer.sendall(f"{line}\n".encode())
     content = b""
     while not content.endswith(b"\n") and len(content) < 1 << 10:
-        part = receive_part(peer, until)
+        part = receive_part(peer, deadline)
         if not part:
             raise ConnectionError("the service hung up")
         content += part
@@ -119,9 +119,9 @@ def exchange_line(peer: socket.socket, words: str, answer: bytes, until: float) 
         raise ValueError(f"it answered {content[:60]!r}")
 
 
-def receive_part(peer: socket.socket, until: float) -> bytes:
+def receive_part(peer: socket.socket, deadline: float) -> bytes:
     """The next part of an answer; empty at its end."""
-    left_s = until - time.monotonic()
+    left_s = deadline - time.monotonic()
     if left_s <= 0:
         raise TimeoutError
     peer.settimeout(left_s)

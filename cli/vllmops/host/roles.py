@@ -31,7 +31,7 @@ TITLES = {
 }
 
 
-def find_title_role(words: Sequence[str]) -> Role | None:
+def find_title_role(arguments: Sequence[str]) -> Role | None:
     """The role in a process title, None for a command line without a title."""
-    first = words[0] if words else ""
+    first = arguments[0] if arguments else ""
     return next((role for title, role in TITLES.items() if first.startswith(title)), None)

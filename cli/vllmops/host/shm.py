@@ -134,19 +134,19 @@ def remove_unused_segments(names: Iterable[str]) -> list[str]:
     return unlink_segments(segment for segment in left if segment.file not in used)
 
 
-def find_files_in_use(among: Iterable[Segment]) -> set[File]:
+def find_files_in_use(segments: Iterable[Segment]) -> set[File]:
     """Which files live processes use, as far as they can be looked into; raises OSError."""
     used: set[File] = set()
-    for pid in psutil.pids() if among else ():
+    for pid in psutil.pids() if segments else ():
         with contextlib.suppress(ProcessLookupError, FileNotFoundError, PermissionError):
             used |= find_used_files(pid)
     return used
 
 
-def unlink_segments(doomed: Iterable[Segment]) -> list[str]:
+def unlink_segments(segments: Iterable[Segment]) -> list[str]:
     """Unlink segments, each if its name is still that file's; returns the names of those."""
     removed = []
-    for segment in sorted(doomed, key=lambda segment: segment.name):
+    for segment in sorted(segments, key=lambda segment: segment.name):
         with contextlib.suppress(OSError):
             at = (SHM / segment.name).lstat()
             if (at.st_dev, at.st_ino) == segment.file:

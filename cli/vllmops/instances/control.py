@@ -73,19 +73,19 @@ class ControlConnection:
         with contextlib.suppress(OSError):
             self.connection.sendall(msgspec.json.encode(request) + b"\n")
 
-    def follow_records(self, until: float | None = None) -> Iterator[InstanceRecord]:
+    def follow_records(self, deadline: float | None = None) -> Iterator[InstanceRecord]:
         """Each state of the instance, until the supervisor ends.
 
         Args:
-            until: when to give up, by the monotonic clock.
+            deadline: when to give up, by the monotonic clock.
 
         Raises:
             TimeoutError: it was time to give up.
         """
         with self.connection.makefile("rb") as lines, contextlib.suppress(ConnectionError):
             while True:
-                if until is not None:
-                    self.connection.settimeout(max(until - time.monotonic(), 0.01))
+                if deadline is not None:
+                    self.connection.settimeout(max(deadline - time.monotonic(), 0.01))
                 line = lines.readline()
                 if not line.endswith(b"\n"):
                     return
@@ -116,11 +116,11 @@ class ControlSession:
         self.pending_request = request
         self.control.send_request(request)
 
-    def follow_records(self, until: float | None = None) -> Iterator[InstanceRecord]:
+    def follow_records(self, deadline: float | None = None) -> Iterator[InstanceRecord]:
         """Each state until it is over.
 
         Args:
-            until: when to give up, by the monotonic clock.
+            deadline: when to give up, by the monotonic clock.
 
         Raises:
             VllmopsError: ``supervisor.unreachable``, or ``supervisor.silent``.
@@ -129,7 +129,7 @@ class ControlSession:
         while True:
             record = None
             try:
-                for record in self.control.follow_records(until):
+                for record in self.control.follow_records(deadline):
                     begun = before not in {None, record.state}
                     if run := self.pending_request.run:  # others may ask for a hand-over, too
                         begun = record.hand_over_run == run

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 def start_detached(
     module: str,
-    words: Sequence[str],
+    arguments: Sequence[str],
     keep: Sequence[int],
     log: int | None = None,
     directory: str | None = None,
@@ -18,7 +18,7 @@ def start_detached(
 
     Args:
         module: its name.
-        words: its arguments.
+        arguments: its arguments.
         keep: open files that it gets, by the same numbers.
         log: the open file that it writes to, None for this process's own output.
         directory: where it runs, None for this process's own.
@@ -27,7 +27,7 @@ def start_detached(
         OSError: it can't be started.
     """
     subprocess.Popen(
-        [sys.executable, "-P", "-m", module, *words],
+        [sys.executable, "-P", "-m", module, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,

@@ -12,12 +12,12 @@ from ..rpc import agent
 from .servers import Server
 
 
-def set_draining(server: Server, *, on: bool) -> list[Traffic]:
+def set_draining(server: Server, *, draining: bool) -> list[Traffic]:
     """Make every API server refuse new requests with 503, or take them again.
 
     Args:
         server: on this machine or another one.
-        on: whether to refuse.
+        draining: whether to refuse.
 
     Returns:
         The traffic of each API server.
@@ -34,7 +34,7 @@ def set_draining(server: Server, *, on: bool) -> list[Traffic]:
             "drain the server whose API server takes its requests; vllmops ps shows it",
         )
     told, silent = agent.collect_answers(
-        apis, lambda process: agent.open_agent(process).set_draining(on)
+        apis, lambda process: agent.open_agent(process).set_draining(draining)
     )
     if silent:
         what = f"{len(silent)} of {len(apis)} API servers of {server.label} could not be told"

@@ -96,7 +96,8 @@ def is_accepting_connections(tree: Sequence[Process]) -> bool:
 def stop_accepting(tree: Sequence[Process]) -> bool:
     """Have all API servers of a tree take no more connections; False if one can't be told."""
     answers = takedown.collect_agent_answers(
-        takedown.select_by_role(tree, Role.API), lambda api: api.set_draining(on=False, leave=True)
+        takedown.select_by_role(tree, Role.API),
+        lambda api: api.set_draining(draining=False, leave=True),
     )
     return all(traffic and not traffic.serves for traffic in answers)
 
@@ -104,8 +105,8 @@ def stop_accepting(tree: Sequence[Process]) -> bool:
 def drain_first_server(
     tree: Sequence[Process],
     seconds: float,
-    tell: Callable[[str], None],
-    hurry: Callable[[], bool],
+    report_progress: Callable[[str], None],
+    should_stop_waiting: Callable[[], bool],
     environment: dict[str, str],
 ) -> str:
     """Have a server take no more connections, and finish what it has; what is cut off gets 503.
@@ -113,8 +114,8 @@ def drain_first_server(
     Args:
         tree: its processes.
         seconds: how long to wait at most.
-        tell: called with what is waited for.
-        hurry: whether to wait no longer.
+        report_progress: called with what is waited for.
+        should_stop_waiting: whether to wait no longer.
         environment: of the server.
 
     Returns:
@@ -125,7 +126,11 @@ def drain_first_server(
     until, since, before = time.monotonic() + seconds + quiet_s, time.monotonic(), -1
     has_left = False
     tree = [process for process in tree if process.role in VITAL]
-    while time.monotonic() < until and not hurry() and (tree := list(filter(is_alive, tree))):
+    while (
+        time.monotonic() < until
+        and not should_stop_waiting()
+        and (tree := list(filter(is_alive, tree)))
+    ):
         has_left = has_left or stop_accepting(tree)
         left, now = takedown.count_in_flight(tree, None), count_started_requests(tree)
         if not has_left or left != 0 or now != before:
@@ -134,7 +139,7 @@ def drain_first_server(
             return "no request was lost"
         known = "an unknown number of requests" if left is None else format_count(left, "request")
         still = "" if has_left else ", and still takes connections: an agent does not answer"
-        tell(f"the first server finishes {known}{still}")
+        report_progress(f"the first server finishes {known}{still}")
         time.sleep(POLL_S)
     left = takedown.count_in_flight(tree, None)
     takedown.refuse_requests(tree, cut=True)
@@ -149,9 +154,9 @@ def count_started_requests(tree: Sequence[Process]) -> int:
     return sum(count or 0 for count in answers)
 
 
-def make_hand_over_error(name: str, why: str) -> VllmopsError:
+def make_hand_over_error(name: str, reason: str) -> VllmopsError:
     return VllmopsError(
         "restart.no-hand-over",
-        f"{name} was not handed over, and serves on: {why}",
+        f"{name} was not handed over, and serves on: {reason}",
         f"vllmops restart {name} stops it first; vllmops logs {name} shows the server",
     )

@@ -106,14 +106,14 @@ class InterpreterRun:
         VllmopsError: ``interpreter.failed`` if it can't be started.
     """
 
-    def __init__(self, interpreter: Interpreter, words: Sequence[str]) -> None:
+    def __init__(self, interpreter: Interpreter, arguments: Sequence[str]) -> None:
         # Files, not pipes: a process that is late and can't be killed does not block.
         self.output = tempfile.TemporaryFile()  # noqa: SIM115 - for as long as it runs
         self.complaint = tempfile.TemporaryFile()  # noqa: SIM115
         uid, gid = interpreter.owner or (None, None)
         try:
             self.popen = subprocess.Popen(
-                [interpreter.name, *words],
+                [interpreter.name, *arguments],
                 executable=interpreter.program,
                 # As -P, which only Python 3.11 has: a vllm in that directory is not the server's.
                 env={**interpreter.environment, "PYTHONSAFEPATH": "1"},
@@ -135,17 +135,17 @@ class InterpreterRun:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self.popen.pid, NICENESS)
 
-    def wait_for_output(self, until: float) -> str:
+    def wait_for_output(self, deadline: float) -> str:
         """What it has printed once it is done.
 
         Args:
-            until: when to give it up, by the monotonic clock.
+            deadline: when to give it up, by the monotonic clock.
 
         Raises:
             VllmopsError: ``interpreter.late`` or ``interpreter.failed``.
         """
         try:
-            code = self.popen.wait(max(until - time.monotonic(), 0.0))
+            code = self.popen.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
             self.kill_group()
             raise VllmopsError("interpreter.late", "not finished in time") from None

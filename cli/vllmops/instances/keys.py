@@ -87,13 +87,16 @@ class KeyringUsers:
 
 
 def collect_keyring_users(
-    servers: Sequence[Server] | None = None, *, ring: Path | None = None, reload: bool = False
+    servers: Sequence[Server] | None = None,
+    *,
+    keyring_path: Path | None = None,
+    reload: bool = False,
 ) -> KeyringUsers:
     """Ask servers.
 
     Args:
         servers: None for every server of this machine.
-        ring: leave those out, of the silent ones, that were started with another ring.
+        keyring_path: leave those out, of the silent ones, that were started with another ring.
         reload: whether they are to read their file first.
     """
     asked: dict[Process, Server] = {
@@ -120,19 +123,19 @@ def collect_keyring_users(
             (by_pid[process.pid].label, process)
             for process in silent
             if process.code not in KEYLESS
-            and can_use_keyring(by_pid[process.pid], ring)
-            and can_read_keyring(process.pid, ring)
+            and can_use_keyring(by_pid[process.pid], keyring_path)
+            and can_read_keyring(process.pid, keyring_path)
         ],
     )
 
 
-def find_longest_carrier_ttl(ring: Path) -> tuple[float, str]:
+def find_longest_carrier_ttl(keyring_path: Path) -> tuple[float, str]:
     """For how long servers accept carriers that they seal with a ring.
 
     Servers that don't run count, too: clients still hold their carriers.
 
     Args:
-        ring: its file.
+        keyring_path: its file.
 
     Returns:
         Seconds, the default at least, and the instance that wants so many; empty for the default.
@@ -141,7 +144,7 @@ def find_longest_carrier_ttl(ring: Path) -> tuple[float, str]:
     for server in list_servers():
         # A time that is none has kept its server from starting.
         with suppress(VllmopsError):
-            if server.record and can_use_keyring(server, ring):
+            if server.record and can_use_keyring(server, keyring_path):
                 seconds = parse_carrier_settings(server.record.environment).ttl_s
                 if seconds > longest:
                     longest, whose = seconds, server.label
@@ -166,5 +169,5 @@ def can_read_keyring(pid: int, path: Path | None) -> bool:
     return uid in {0, at.st_uid} or bool(at.st_mode & 0o044)
 
 
-def is_same_path(one: Path, other: Path) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)
+def is_same_path(path: Path, other_path: Path) -> bool:
+    return os.path.realpath(path) == os.path.realpath(other_path)

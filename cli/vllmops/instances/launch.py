@@ -239,11 +239,11 @@ def claim_requested_port(host: str, port: int) -> int:
     return held
 
 
-def make_port_claimed_error(host: str, port: int, claimed: set[int]) -> VllmopsError:
+def make_port_claimed_error(host: str, port: int, claimed_ports: set[int]) -> VllmopsError:
     return VllmopsError(
         "port.taken",
         f"port {port} belongs to another instance, which is starting{describe_port_user(port)}",
-        f"use a free port: --port {find_free_port(host, claimed)}",
+        f"use a free port: --port {find_free_port(host, claimed_ports)}",
     )
 
 
@@ -290,28 +290,28 @@ def describe_port_user(port: int) -> str:
     return f" (a vLLM server, pid {pids[0]}, was started with it)" if pids else ""
 
 
-def find_free_port(host: str, claimed: set[int]) -> int:
+def find_free_port(host: str, claimed_ports: set[int]) -> int:
     """A port that is free now; raises as `claim_free_port`."""
-    port, held, _ = claim_free_port(host, claimed)
+    port, held, _ = claim_free_port(host, claimed_ports)
     os.close(held)
     return port
 
 
-def claim_free_port(host: str, claimed: set[int]) -> tuple[int, int, dict[int, str]]:
+def claim_free_port(host: str, claimed_ports: set[int]) -> tuple[int, int, dict[int, str]]:
     """A free port, an open file that holds it, and the ports whose claim another user holds.
 
     Those are passed over. Where there are no others, the first of them is taken.
 
     Args:
         host: the address.
-        claimed: ports of instances, even if no process holds them.
+        claimed_ports: ports of instances, even if no process holds them.
 
     Raises:
         VllmopsError: ``port.none``.
     """
     strangers: dict[int, str] = {}
     for port in range(FIRST_PORT, LAST_PORT + 1):
-        if port in claimed or try_bind(host, port, strict=True) is not None:
+        if port in claimed_ports or try_bind(host, port, strict=True) is not None:
             continue
         held = ports.claim_port(port)
         if held is None:

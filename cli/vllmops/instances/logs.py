@@ -193,9 +193,9 @@ def get_signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def join_message(first: str, following: Sequence[LogLine]) -> str:
+def join_message(first_line: str, following: Sequence[LogLine]) -> str:
     """An exception's message with its further lines, as pydantic writes them."""
-    text = [first]
+    text = [first_line]
     for line in following:
         if not line.text.startswith("  ") or line.text.lstrip().startswith(
             ("File ", "For further")
@@ -282,31 +282,33 @@ class LogTail:
                     yield file.read(end - start)
 
 
-def open_log(path: Path, of: int | None = None) -> IO[bytes]:
+def open_log(path: Path, process_uid: int | None = None) -> IO[bytes]:
     """A log: this user's own, or what a process writes to, by the kernel's link in ``/proc``.
 
     Args:
         path: its name.
-        of: the uid of that process. A file of another user's than that is not read: root would
-            show what the process itself may not read.
+        process_uid: the uid of that process. A file of another user's than that is not read: root
+            would show what the process itself may not read.
 
     Raises:
         OSError: as `open_regular_file` does.
     """
-    if of is None:
+    if process_uid is None:
         return open(open_regular_file(path), "rb")
-    owner = ANYBODY if of == os.geteuid() else of
+    owner = ANYBODY if process_uid == os.geteuid() else process_uid
     return open(open_regular_file(path, owner, follow=True), "rb")
 
 
-def read_first_lines(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[str]:
+def read_first_lines(
+    path: Path, *, lines: int, limit: int, process_uid: int | None = None
+) -> list[str]:
     """The first lines of a log, from its oldest part; arguments as for `read_last_lines`."""
     number = 1
     while get_part_path(path, number).exists():
         number += 1
     oldest = get_part_path(path, number - 1) if number > 1 else path
     try:
-        with open_log(oldest, of) as file:
+        with open_log(oldest, process_uid) as file:
             content = file.read(limit)
     except OSError:
         return []
@@ -315,19 +317,21 @@ def read_first_lines(path: Path, *, lines: int, limit: int, of: int | None = Non
     return content.decode(errors="replace").splitlines()[:lines]
 
 
-def read_last_lines(path: Path, *, lines: int, limit: int, of: int | None = None) -> list[str]:
+def read_last_lines(
+    path: Path, *, lines: int, limit: int, process_uid: int | None = None
+) -> list[str]:
     """The last lines of a log, its rotated parts included.
 
     Args:
         path: the log; one that is not there has no lines.
         lines: how many, at most.
         limit: bytes to read, at most; a line that is cut off by it is left out.
-        of: as for `open_log`.
+        process_uid: as for `open_log`.
     """
     content, number, place = b"", 0, path
     while len(content) < limit and content.count(b"\n") <= lines:
         try:
-            with open_log(place, of) as file:
+            with open_log(place, process_uid) as file:
                 size = file.seek(0, os.SEEK_END)
                 start = max(size - (limit - len(content)), 0)
                 file.seek(start)

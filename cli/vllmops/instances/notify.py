@@ -65,14 +65,14 @@ class SystemdNotifier:
             self.send_status(said, "READY=1\n" if ready else "")
         self.last_status = (ready, said)
 
-    def send_status(self, text: str, before: str = "") -> None:
+    def send_status(self, text: str, prefix: str = "") -> None:
         """Tell one line, which `systemctl status` shows.
 
         Args:
             text: it may have several, say an error's; systemd would obey the others.
-            before: what else is to be told, each with the end of its line.
+            prefix: what else is to be told, each with the end of its line.
         """
-        self.send_message(f"{before}STATUS={' '.join(text.split())}")
+        self.send_message(f"{prefix}STATUS={' '.join(text.split())}")
 
     def send_stopping(self) -> None:
         """Tell that the service ends because somebody wants that."""

@@ -42,7 +42,7 @@ def is_serving(
     )
 
 
-def are_engines_up(tree: Sequence[Process], up: Collection[int] = ()) -> bool:
+def are_engines_up(tree: Sequence[Process], ready_pids: Collection[int] = ()) -> bool:
     """Whether every engine of a headless server has what it needs to work.
 
     An engine begins to load after the handshake with its API server's node, so one that is up has
@@ -50,13 +50,13 @@ def are_engines_up(tree: Sequence[Process], up: Collection[int] = ()) -> bool:
 
     Args:
         tree: the server's processes.
-        up: pids whose log lines announce it, for processes without an agent.
+        ready_pids: pids whose log lines announce it, for processes without an agent.
     """
     engines = [process for process in tree if process.role is Role.ENGINE]
     if engines:
-        return all(process.pid in up or has_scheduler(process) for process in engines)
+        return all(process.pid in ready_pids or has_scheduler(process) for process in engines)
     workers = [process for process in tree if process.role is Role.WORKER]
-    return bool(workers) and all(process.pid in up for process in workers)
+    return bool(workers) and all(process.pid in ready_pids for process in workers)
 
 
 def has_scheduler(engine: Process) -> bool:

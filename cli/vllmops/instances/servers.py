@@ -169,14 +169,14 @@ def find_first_positional(arguments: Sequence[str]) -> str | None:
     return None if first is None or first.startswith("-") else first
 
 
-def resolve_server(target: str | None, *, strangers: bool = True) -> Server:
+def resolve_server(target: str | None, *, allow_foreign: bool = True) -> Server:
     """The running server that a target names: an instance name, a pid of its tree, or a URL.
 
     With an admin token, a URL is asked over HTTP, on whatever machine it is.
 
     Args:
         target: None means ``VLLMOPS_TARGET``, or else the only instance that runs.
-        strangers: where no instance runs and none was named, take the only server that vllmops
+        allow_foreign: where no instance runs and none was named, take the only server that vllmops
             did not start. What does harm does not do that.
 
     Raises:
@@ -199,7 +199,7 @@ def resolve_server(target: str | None, *, strangers: bool = True) -> Server:
     servers = [server for server in every if server.processes or is_pending(server)]
     if target is None or asked is None:
         own = [server for server in servers if server.record]
-        return require_single_server(own or (servers if strangers else []), servers)
+        return require_single_server(own or (servers if allow_foreign else []), servers)
     for server in servers:
         if matches_target(server, asked):
             return server
@@ -209,7 +209,7 @@ def resolve_server(target: str | None, *, strangers: bool = True) -> Server:
     raise make_unknown_target_error(target, asked, format_choices(servers))
 
 
-def find_remote_server(asked: ServerUrl | Pod) -> Server | None:
+def find_remote_server(target: ServerUrl | Pod) -> Server | None:
     """The server behind a URL or in a pod, by its admin routes; None without an admin token.
 
     Raises:
@@ -224,39 +224,39 @@ def find_remote_server(asked: ServerUrl | Pod) -> Server | None:
     from ..vllm_api.remote import RemoteServer  # noqa: PLC0415
 
     token = admin_token.read_admin_token(reach.token)
-    fleet = RemoteServer(AdminClient(open_remote_endpoint(asked), token))
+    fleet = RemoteServer(AdminClient(open_remote_endpoint(target), token))
     model = fleet.fetch_snapshot().model
-    return Server(None, fleet.list_processes(), port=asked.port, model=model, fleet=fleet)
+    return Server(None, fleet.list_processes(), port=target.port, model=model, fleet=fleet)
 
 
-def open_remote_endpoint(asked: ServerUrl | Pod) -> Endpoint:
+def open_remote_endpoint(target: ServerUrl | Pod) -> Endpoint:
     """Where a server on another machine is reached; raises VllmopsError."""
-    if isinstance(asked, ServerUrl):
-        return Endpoint.from_url(asked)
+    if isinstance(target, ServerUrl):
+        return Endpoint.from_url(target)
     from ..vllm_api import forward  # noqa: PLC0415
 
-    return forward.open_pod_endpoint(asked)
+    return forward.open_pod_endpoint(target)
 
 
-def is_remote_target(asked: str | ServerUrl | Pod | None) -> bool:
+def is_remote_target(target: str | ServerUrl | Pod | None) -> bool:
     """Whether a target is on another machine, as far as its name shows."""
-    return isinstance(asked, Pod) or (
-        isinstance(asked, ServerUrl) and not is_this_machine(asked.host)
+    return isinstance(target, Pod) or (
+        isinstance(target, ServerUrl) and not is_this_machine(target.host)
     )
 
 
 def make_unknown_target_error(
-    target: str, asked: str | ServerUrl | Pod | None, why: str
+    target: str, parsed_target: str | ServerUrl | Pod | None, choices: str
 ) -> VllmopsError:
     """The error for a target that names no server of this machine.
 
     Args:
         target: as it was given.
-        asked: the same, parsed.
-        why: what runs on this machine.
+        parsed_target: the same, parsed.
+        choices: what runs on this machine.
     """
     label = redact_url(target) if "://" in target else target
-    if is_remote_target(asked):
+    if is_remote_target(parsed_target):
         there = f"{label} is on another machine"
         if access.get() is None:
             return VllmopsError(
@@ -273,7 +273,7 @@ def make_unknown_target_error(
     whence = " of VLLMOPS_TARGET" if target == os.environ.get("VLLMOPS_TARGET") else ""
     return VllmopsError(
         "target.unknown",
-        f"no running vLLM server matches {label!r}{whence}; {why}",
+        f"no running vLLM server matches {label!r}{whence}; {choices}",
         "vllmops ps --all",
     )
 
@@ -335,13 +335,13 @@ def matches_target(server: Server, target: str | ServerUrl | Pod) -> bool:
     return False
 
 
-def is_local(asked: str, listening: str) -> bool:
+def is_local(url_host: str, listening: str) -> bool:
     """Whether a URL's host can mean a server here that listens on that address."""
     loopback = {"localhost", "127.0.0.1", "::1"}
-    if asked in loopback:
+    if url_host in loopback:
         return listening in loopback | {"", "0.0.0.0", "::"}
     own = {address.address for addresses in psutil.net_if_addrs().values() for address in addresses}
-    return asked == listening or (asked in own and listening in {"", "0.0.0.0", "::"})
+    return url_host == listening or (url_host in own and listening in {"", "0.0.0.0", "::"})
 
 
 def make_over_error(record: InstanceRecord) -> VllmopsError:

@@ -306,13 +306,13 @@ class Supervisor:
         )
 
     def spawn_server(
-        self, path: Path, added: Mapping[str, str], files: Sequence[int] = ()
+        self, path: Path, extra_environment: Mapping[str, str], files: Sequence[int] = ()
     ) -> subprocess.Popen[bytes]:
         """Run the recorded command; raises OSError or ValueError.
 
         Args:
             path: of its log.
-            added: to its environment.
+            extra_environment: to its environment.
             files: open ones that it gets.
         """
         # Of another server that this one was started from, say.
@@ -324,7 +324,7 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 cwd=self.record.directory,
-                env={**inherited, **self.record.environment, **added},
+                env={**inherited, **self.record.environment, **extra_environment},
                 start_new_session=True,
                 pass_fds=files,
             )
@@ -494,7 +494,7 @@ class Supervisor:
 
     # -- endings -----------------------------------------------------------------------------
 
-    async def handle_process_death(self, dead: Sequence[Process]) -> None:
+    async def handle_process_death(self, dead_processes: Sequence[Process]) -> None:
         """A process has died unasked: nothing of the server may be left behind."""
         starting = self.record.state is InstanceState.STARTING
         since = 0.0 if starting else time.monotonic() - LAST_WORDS_S
@@ -507,7 +507,9 @@ class Supervisor:
         self.refresh_record(ended=True)
         lines = [line for moment, line in self.recent_lines if moment >= since]
         try:
-            failure = self.explain_failure(lines, dead, root, code, asked=asked)
+            failure = self.explain_failure(
+                lines, dead_processes, root, code, stopped_by_signal=asked
+            )
         except Exception as error:  # to end comes first
             self.reporter.report(error)
             failure = Failure("a process has died; why is not known")
@@ -516,11 +518,11 @@ class Supervisor:
     def explain_failure(
         self,
         lines: Sequence[str],
-        dead: Sequence[Process],
+        dead_processes: Sequence[Process],
         root: Process | None,
         code: int | None,
         *,
-        asked: bool,
+        stopped_by_signal: bool,
     ) -> Failure:
         """The cause, by a node that is gone, the root's exit code, the log, the missing process."""
         for raylet, node in self.raylets.items():
@@ -538,14 +540,14 @@ class Supervisor:
             name = logs.get_signal_name(-code)
             victim = format_role_and_ranks(root.role, root.place) if root else Role.API
             return Failure(f"{victim} (pid {self.record.session}) was killed by {name}")
-        if asked and not any("EngineDeadError" in line for line in lines):
+        if stopped_by_signal and not any("EngineDeadError" in line for line in lines):
             return Failure("vLLM was stopped by a signal that vllmops did not send", "APIServer")
         if failure := logs.find_failure(lines):
-            return add_worker_ranks(failure, dead)
-        dead = [p for p in dead if code is None or p.pid != self.record.session]
-        if dead:
+            return add_worker_ranks(failure, dead_processes)
+        dead_processes = [p for p in dead_processes if code is None or p.pid != self.record.session]
+        if dead_processes:
             names = ", ".join(
-                f"{format_role_and_ranks(p.role, p.place)} (pid {p.pid})" for p in dead
+                f"{format_role_and_ranks(p.role, p.place)} (pid {p.pid})" for p in dead_processes
             )
             return Failure(f"{names} died without an error in the log: killed, or out of memory?")
         if echo := logs.find_failure(lines, echoes=True):
@@ -567,7 +569,7 @@ class Supervisor:
                 self.reporter.report(error)
                 note = "not drained"
         self.update_record(note="stopping")
-        await self.take_down(again=ending.should_restart)
+        await self.take_down(should_restart=ending.should_restart)
         if ending.should_restart and (self.holders or self.record.detached):
             self.update_record(rerun=self.record.run if ending.rerun else "")
             self.launch_server()
@@ -586,7 +588,7 @@ class Supervisor:
             self.record.url,
             seconds,
             update_note,
-            hurry=lambda: not self.requests.empty(),
+            should_stop_waiting=lambda: not self.requests.empty(),
             rerun=rerun,
         )
 
@@ -647,11 +649,11 @@ class Supervisor:
                 await asyncio.sleep(RETRY_S)
         return ""
 
-    async def drain_first_server(self, first: InstanceRecord, drain_s: float) -> None:
+    async def drain_first_server(self, first_record: InstanceRecord, drain_s: float) -> None:
         """Have the first server of a hand-over take no more connections, and finish its requests.
 
         Args:
-            first: its record.
+            first_record: its record.
             drain_s: how long to wait for them at most.
         """
         loop = asyncio.get_running_loop()
@@ -661,11 +663,11 @@ class Supervisor:
 
         note = await asyncio.to_thread(
             handover.drain_first_server,
-            first.processes,
+            first_record.processes,
             drain_s,
             update_progress,
             lambda: not self.requests.empty(),
-            {**os.environ, **first.environment},
+            {**os.environ, **first_record.environment},
         )
         self.update_record(note=note)
 
@@ -730,7 +732,7 @@ class Supervisor:
         self.reap_children()
         self.update_record(hand_over_processes=(), beside_session=None)
 
-    def stop_headless_nodes(self, *, again: bool) -> None:
+    def stop_headless_nodes(self, *, should_restart: bool) -> None:
         """Have the supervisors of its headless nodes on this machine end them, or restart them."""
         ours = {process.identity for process in self.record.processes}
         for folder in list_instance_folders():
@@ -739,17 +741,21 @@ class Supervisor:
                 if record and record.headless and not record.state.is_over:
                     theirs = {process.identity for process in record.processes}
                     if folder.name != self.folder.name and ours & theirs:
-                        request = ControlRequest(restart=0.0) if again else ControlRequest(stop=0.0)
+                        request = (
+                            ControlRequest(restart=0.0)
+                            if should_restart
+                            else ControlRequest(stop=0.0)
+                        )
                         send_and_wait_until_begun(folder, request, OTHERS_S)
             except Exception as error:  # to end comes first
                 self.reporter.report(error)
 
-    async def take_down(self, *, again: bool = False) -> None:
+    async def take_down(self, *, should_restart: bool = False) -> None:
         """Stop the server; on an error, for example no free descriptor, try again."""
         while True:
             try:
                 with contextlib.suppress(VllmopsError):  # of the state directory: ours ends anyhow
-                    await asyncio.to_thread(self.stop_headless_nodes, again=again)
+                    await asyncio.to_thread(self.stop_headless_nodes, should_restart=should_restart)
                 self.scan_processes()
                 remains = await asyncio.to_thread(
                     takedown.take_down,
@@ -823,11 +829,11 @@ def is_session_reused(tree: Sequence[Process], session: int | None) -> bool:
         return False
 
 
-def add_worker_ranks(failure: Failure, dead: Sequence[Process]) -> Failure:
+def add_worker_ranks(failure: Failure, dead_processes: Sequence[Process]) -> Failure:
     """A failure with the ranks of the workers that died, where the log has a number of vLLM's."""
     if not failure.process.startswith("VllmWorker"):
         return failure
-    workers = [p for p in dead if p.role is Role.WORKER and p.place.ranks]
+    workers = [p for p in dead_processes if p.role is Role.WORKER and p.place.ranks]
     names = ", ".join(f"{format_role_and_ranks(p.role, p.place)} (pid {p.pid})" for p in workers)
     cause = f"{names}: {failure.cause}" if names else failure.cause
     return msgspec.structs.replace(failure, cause=cause)

@@ -35,8 +35,8 @@ def drain_server(
     tree: Sequence[Process],
     url: str | None,
     seconds: float,
-    tell: Callable[[str], None],
-    hurry: Callable[[], bool] = lambda: False,
+    report_progress: Callable[[str], None],
+    should_stop_waiting: Callable[[], bool] = lambda: False,
     *,
     rerun: bool = False,
 ) -> str:
@@ -48,8 +48,8 @@ def drain_server(
         tree: the server's processes.
         url: asked for vLLM's own counts where an agent does not answer.
         seconds: how long to wait at most; 0 cuts off at once, and returns nothing.
-        tell: called with a line about the progress.
-        hurry: whether to wait no longer.
+        report_progress: called with a line about the progress.
+        should_stop_waiting: whether to wait no longer.
         rerun: whether the next start runs again what now runs in the background.
     """
     refusing = refuse_requests(tree, cut=not seconds, rerun=rerun)
@@ -62,7 +62,11 @@ def drain_server(
         url or refusing or select_by_role(tree, Role.API)
     )  # else nobody can: no agent, no API server
     left = wait_for_requests(
-        tree, url, seconds if told else 0.0, lambda text: tell(f"{how}, {text}"), hurry
+        tree,
+        url,
+        seconds if told else 0.0,
+        lambda text: report_progress(f"{how}, {text}"),
+        should_stop_waiting,
     )
     if left == 0:
         return "drained"
@@ -74,8 +78,8 @@ def wait_for_requests(
     tree: Sequence[Process],
     url: str | None,
     seconds: float,
-    tell: Callable[[str], None],
-    hurry: Callable[[], bool] = lambda: False,
+    report_progress: Callable[[str], None],
+    should_stop_waiting: Callable[[], bool] = lambda: False,
 ) -> int | None:
     """Wait for the requests in flight; returns how many are left, None if unknown.
 
@@ -84,9 +88,12 @@ def wait_for_requests(
     deadline = time.monotonic() + seconds
     left = count_in_flight(tree, url)
     while (
-        left != 0 and time.monotonic() < deadline and not hurry() and not find_dead_processes(tree)
+        left != 0
+        and time.monotonic() < deadline
+        and not should_stop_waiting()
+        and not find_dead_processes(tree)
     ):
-        tell(f"requests in flight: {'unknown' if left is None else left}")
+        report_progress(f"requests in flight: {'unknown' if left is None else left}")
         time.sleep(POLL_S)
         left = count_in_flight(tree, url)
     return left
@@ -108,7 +115,7 @@ def refuse_requests(tree: Sequence[Process], *, cut: bool = False, rerun: bool =
     """
     gates = collect_agent_answers(
         select_by_role(tree, Role.API),
-        lambda gate: gate.set_draining(on=True, cut=cut, rerun=rerun),
+        lambda gate: gate.set_draining(draining=True, cut=cut, rerun=rerun),
     )
     return bool(gates) and None not in gates
 
@@ -226,10 +233,10 @@ def take_down(
     return TakedownResult(tuple(shm.remove_unused_segments(shared)), tuple(left))
 
 
-def add_used_segments(seen: Iterable[Process], shared: set[str]) -> None:
+def add_used_segments(users: Iterable[Process], segments: set[str]) -> None:
     """Take note of the segments that processes use."""
-    for process in seen:
-        shared |= shm.find_used_segments(process.pid)
+    for process in users:
+        segments |= shm.find_used_segments(process.pid)
 
 
 def find_survivors(tree: Sequence[Process], session: int | None) -> list[Process]:

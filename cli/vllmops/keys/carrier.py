@@ -178,7 +178,7 @@ def is_vllm_carrier(text: str) -> bool:
 
 def seal_history(
     history: list[Any],
-    ring: KeyRing,
+    keyring: KeyRing,
     *,
     model: str,
     owner: str,
@@ -189,7 +189,7 @@ def seal_history(
 
     Args:
         history: the items of the conversation: what JSON can hold.
-        ring: whose primary seals it.
+        keyring: whose primary seals it.
         model: what has to be served where it comes back.
         owner: whose key has to be presented with it, as a hash; ``""`` without keys.
         ttl_s: seconds from now on for which it is taken back.
@@ -199,7 +199,7 @@ def seal_history(
         VllmopsError: ``keys.no-primary``, or ``usage`` if `ttl_s` is no number of seconds.
         CarrierError: ``too-large``, or ``malformed`` if JSON can't hold the history.
     """
-    key = ring.require_primary()
+    key = keyring.require_primary()
     now = time.time() if now is None else now
     validate_seconds("the lifetime of carriers", ttl_s)
     content = {
@@ -221,10 +221,10 @@ def seal_history(
     return text
 
 
-def sign_history(history: list[Any], ring: KeyRing) -> str:
+def sign_history(history: list[Any], keyring: KeyRing) -> str:
     """A carrier of format 1, its history as messages; arguments and errors as of `seal_history`."""
     payload = base64.b64encode(encode_json(history))
-    return f"{OURS}1:{payload.decode()}:{compute_signature(ring.require_primary(), payload)}"
+    return f"{OURS}1:{payload.decode()}:{compute_signature(keyring.require_primary(), payload)}"
 
 
 def measure_history(history: list[Any]) -> int:
@@ -237,13 +237,13 @@ def measure_history(history: list[Any]) -> int:
 
 
 def unseal_carrier(
-    text: str, ring: KeyRing, *, model: str, owner: str, now: float | None = None
+    text: str, keyring: KeyRing, *, model: str, owner: str, now: float | None = None
 ) -> Carrier:
     """The content of a carrier that is valid here.
 
     Args:
         text: the carrier.
-        ring: the keys.
+        keyring: the keys.
         model: what is served here.
         owner: who presents it, as in `seal_history`.
         now: seconds since the epoch; the present.
@@ -251,14 +251,14 @@ def unseal_carrier(
     Raises:
         CarrierError: whatever is wrong with it.
     """
-    carrier = verify_carrier(text, ring)
+    carrier = verify_carrier(text, keyring)
     now = time.time() if now is None else now
-    if why := find_refusal(carrier, ring.get(carrier.kid), now, model, owner):
+    if why := find_refusal(carrier, keyring.get(carrier.kid), now, model, owner):
         raise CarrierError(*why, carrier)
     return carrier
 
 
-def verify_carrier(text: str, ring: KeyRing) -> Carrier:
+def verify_carrier(text: str, keyring: KeyRing) -> Carrier:
     """The content of a carrier that a key of the ring has sealed, also a revoked or expired one.
 
     Raises:
@@ -269,15 +269,15 @@ def verify_carrier(text: str, ring: KeyRing) -> Carrier:
     if len(text) > compute_longest_carrier():
         raise make_too_large_error()
     if match := FORMAT_2.fullmatch(text):
-        return decrypt_format_2(ring, *match.groups())
+        return decrypt_format_2(keyring, *match.groups())
     if match := FORMAT_1.fullmatch(text):
-        return verify_format_1(ring, *match.groups())
+        return verify_format_1(keyring, *match.groups())
     if re.match(r"vllm:[12]:", text):
         raise make_malformed_error("it is incomplete or contains invalid characters")
     raise make_malformed_error("its format is unknown: a newer version may have made it")
 
 
-def decrypt_format_2(ring: KeyRing, head: str, kid: str, suite: str, body: str) -> Carrier:
+def decrypt_format_2(keyring: KeyRing, head: str, kid: str, suite: str, body: str) -> Carrier:
     if suite != SUITE:
         raise make_malformed_error("its cipher is unknown: a newer version may have made it")
     sealed = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)) if len(body) % 4 != 1 else b""
@@ -287,7 +287,7 @@ def decrypt_format_2(ring: KeyRing, head: str, kid: str, suite: str, body: str) 
     last = base64.urlsafe_b64encode(sealed[len(sealed) // 3 * 3 :]).rstrip(b"=").decode()
     if not body.endswith(last):
         raise make_tampered_error("it was modified")
-    key = ring.find(kid)
+    key = keyring.find(kid)
     if key is None:
         raise CarrierError(CarrierProblem.UNKNOWN_KEY, "the key that sealed it is unknown")
     cipher, nonce = derive_cipher(key, sealed[:SALT_BYTES])
@@ -312,9 +312,9 @@ def decrypt_format_2(ring: KeyRing, head: str, kid: str, suite: str, body: str) 
     )
 
 
-def verify_format_1(ring: KeyRing, payload: str, signed: str) -> Carrier:
-    for key in ring.keys:
-        if hmac.compare_digest(compute_signature(key, payload.encode()), signed):
+def verify_format_1(keyring: KeyRing, payload: str, signature: str) -> Carrier:
+    for key in keyring.keys:
+        if hmac.compare_digest(compute_signature(key, payload.encode()), signature):
             break
     else:
         raise make_tampered_error("it was modified, or signed by an unknown key")
@@ -356,10 +356,10 @@ def find_refusal(
     return None
 
 
-def is_equal_constant_time(one: str, other: str) -> bool:
+def is_equal_constant_time(first_text: str, second_text: str) -> bool:
     """Whether two texts are equal, in a time that does not depend on where they differ."""
     return hmac.compare_digest(
-        one.encode(errors="surrogatepass"), other.encode(errors="surrogatepass")
+        first_text.encode(errors="surrogatepass"), second_text.encode(errors="surrogatepass")
     )
 
 
@@ -468,12 +468,12 @@ def decompress_content(stream: bytes) -> bytes:
     return content
 
 
-def make_malformed_error(why: str) -> CarrierError:
-    return CarrierError(CarrierProblem.MALFORMED, f"the carrier cannot be read: {why}")
+def make_malformed_error(reason: str) -> CarrierError:
+    return CarrierError(CarrierProblem.MALFORMED, f"the carrier cannot be read: {reason}")
 
 
-def make_tampered_error(why: str) -> CarrierError:
-    return CarrierError(CarrierProblem.TAMPERED, f"the carrier is not genuine: {why}")
+def make_tampered_error(reason: str) -> CarrierError:
+    return CarrierError(CarrierProblem.TAMPERED, f"the carrier is not genuine: {reason}")
 
 
 def make_too_large_error() -> CarrierError:

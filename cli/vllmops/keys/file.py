@@ -112,15 +112,15 @@ def require_safe_location(path: Path) -> None:
 
 
 def find_keyring_source(
-    environment: Mapping[str, str], chosen: Path | None = None
+    environment: Mapping[str, str], chosen_path: Path | None = None
 ) -> KeyringSource:
     """Where a process finds its ring: an explicit choice wins over a default.
 
     Args:
         environment: of the process.
-        chosen: a file that was named on the command line; `OFF` for no keys, there as here.
+        chosen_path: a file that was named on the command line; `OFF` for no keys, there as here.
     """
-    if place := chosen or environment.get(PLACE):
+    if place := chosen_path or environment.get(PLACE):
         return KeyringSource(None) if str(place) == OFF else KeyringSource(Path(place).absolute())
     if text := environment.get(SIGNING_KEY):
         return KeyringSource(None, text)
@@ -189,26 +189,28 @@ def decode_keyring(content: bytes, path: Path) -> KeyRing:
         raise make_broken_error(path, str(error)) from None
 
 
-def encode_keyring(ring: KeyRing) -> bytes:
+def encode_keyring(keyring: KeyRing) -> bytes:
     """A ring's file, secrets included."""
-    return msgspec.json.format(msgspec.json.encode(ring, enc_hook=encode_secret), indent=2) + b"\n"
+    return (
+        msgspec.json.format(msgspec.json.encode(keyring, enc_hook=encode_secret), indent=2) + b"\n"
+    )
 
 
 def change_keyring(
-    path: Path, act: Callable[[KeyRing], KeyRing], *, create: bool = False
+    path: Path, change: Callable[[KeyRing], KeyRing], *, create: bool = False
 ) -> KeyRing:
     """Change a ring's file, and nobody else at the same time.
 
     Args:
         path: the file; a link is followed.
-        act: makes the new ring from the old one; an equal one is not written.
+        change: makes the new ring from the old one; an equal one is not written.
         create: begin with an empty ring where there is no file, and no copy of one.
 
     Returns:
         The ring as it is now.
 
     Raises:
-        VllmopsError: of `load` and of `act`, which leave all as it was; ``keys.locked`` (exit
+        VllmopsError: of `load` and of `change`, which leave all as it was; ``keys.locked`` (exit
             code 3), or ``keys.not-written``, which leaves the file as it was.
     """
     require_safe_location(path)
@@ -224,14 +226,14 @@ def change_keyring(
             if create and not path.exists() and not locate_copy(path).exists()
             else load_keyring(path)
         )
-        after = act(before)
+        after = change(before)
         if after != before:
             save_keyring(path, after)
     return after
 
 
-def save_keyring(path: Path, ring: KeyRing) -> None:
-    content = encode_keyring(ring)
+def save_keyring(path: Path, keyring: KeyRing) -> None:
+    content = encode_keyring(keyring)
     left = re.compile(rf"\.{re.escape(path.name)}(\.copy)?\.[a-z0-9_]{{8}}")
     try:
         for entry in path.parent.iterdir():
@@ -283,18 +285,18 @@ def lock_keyring(path: Path) -> Iterator[None]:
         os.close(held)
 
 
-def require_private_file(path: Path, at: os.stat_result) -> None:
+def require_private_file(path: Path, file_stat: os.stat_result) -> None:
     """Check that a file's content is its owner's own, and the owner this user or root.
 
     Root's may be read by a group: it is the only way for others to be given it.
     """
-    mode, own = stat.S_IMODE(at.st_mode), os.geteuid()
-    if not stat.S_ISREG(at.st_mode):
+    mode, own = stat.S_IMODE(file_stat.st_mode), os.geteuid()
+    if not stat.S_ISREG(file_stat.st_mode):
         wrong, hint = "is not a file", "name a file"
-    elif at.st_uid not in {0, own}:
-        wrong = f"belongs to uid {at.st_uid}, but this is uid {own}"
+    elif file_stat.st_uid not in {0, own}:
+        wrong = f"belongs to uid {file_stat.st_uid}, but this is uid {own}"
         hint = f"run this as its owner, or {join(['chown', str(own), str(path)])}"
-    elif mode & (0o077 if at.st_uid else 0o037):
+    elif mode & (0o077 if file_stat.st_uid else 0o037):
         wrong = f"can be read or changed by others (mode {mode:o})"
         hint = join(["chmod", "600", str(path)])
     else:
@@ -326,10 +328,10 @@ def make_unreadable_error(path: Path, error: OSError) -> VllmopsError:
     )
 
 
-def make_broken_error(path: Path, why: str) -> VllmopsError:
+def make_broken_error(path: Path, reason: str) -> VllmopsError:
     return VllmopsError(
         "keys.broken",
-        f"{path} is not a keyring, or is damaged: {why}",
+        f"{path} is not a keyring, or is damaged: {reason}",
         "its last good content is in its copy: "
         f"{join(['cp', '-p', str(locate_copy(path)), str(path)])}"
         if locate_copy(path).exists()

@@ -289,7 +289,7 @@ class KeyRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             msgspec.structs.replace(heir, status=KeyStatus.PRIMARY, not_after=None)
         )
 
-    def merge(self, other: KeyRing) -> KeyRing:
+    def merge(self, other_keyring: KeyRing) -> KeyRing:
         """The ring with another one's keys, and the later state of each key that both have.
 
         Where both have a primary of their own, this one's stays, and the other's is next.
@@ -298,13 +298,13 @@ class KeyRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             VllmopsError: ``keys.same-kid``.
         """
         keys = {key.kid: key for key in self.keys}
-        for key in other.keys:
+        for key in other_keyring.keys:
             known = keys.get(key.kid)
             if known:
                 require_same_key(known, key)
             if known is None or AGE[key.status] > AGE[known.status]:
                 keys[key.kid] = key
-        if theirs := other.primary:
+        if theirs := other_keyring.primary:
             primaries = [key for key in keys.values() if key.status is KeyStatus.PRIMARY]
             if len(primaries) > 1:
                 keys[theirs.kid] = msgspec.structs.replace(theirs, status=KeyStatus.NEXT)
@@ -314,21 +314,21 @@ class KeyRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             keys[own.kid] = own  # they know of none that would seal instead
         return KeyRing(keys=tuple(keys.values()))
 
-    def adopt_primary(self, other: KeyRing, now: float, overlap_s: float) -> KeyRing:
+    def adopt_primary(self, other_keyring: KeyRing, now: float, overlap_s: float) -> KeyRing:
         """The ring merged with another one, and sealing as that one does.
 
         No key is lost but those that are over; a primary of its own goes on opening.
 
         Args:
-            other: the ring.
+            other_keyring: the ring.
             now: seconds since the epoch.
             overlap_s: seconds for which a primary of its own opens what it sealed.
 
         Raises:
             VllmopsError: ``keys.same-kid``.
         """
-        ring = self.merge(other).without_expired(now)
-        lead = ring.find(other.primary.kid) if other.primary else None
+        ring = self.merge(other_keyring).without_expired(now)
+        lead = ring.find(other_keyring.primary.kid) if other_keyring.primary else None
         if lead is None or lead.status is KeyStatus.REVOKED or lead.is_expired(now):
             return ring
         return ring.promote(lead.kid, now, overlap_s)
@@ -348,17 +348,17 @@ class KeyRing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return KeyRing(keys=tuple(by_kid.get(key.kid, key) for key in self.keys))
 
 
-def require_same_key(known: Key, other: Key) -> None:
+def require_same_key(known_key: Key, new_key: Key) -> None:
     """Check that two keys with one kid are one key.
 
     Raises:
         VllmopsError: ``keys.same-kid``.
     """
-    if known.fingerprint != other.fingerprint:
+    if known_key.fingerprint != new_key.fingerprint:
         raise VllmopsError(
             "keys.same-kid",
-            f"two different keys have the kid {known.kid}: the keyring's has the fingerprint "
-            f"{known.fingerprint}, the new one's is {other.fingerprint}",
+            f"two different keys have the kid {known_key.kid}: the keyring's has the fingerprint "
+            f"{known_key.fingerprint}, the new one's is {new_key.fingerprint}",
             "use a fresh key instead of the new one: vllmops keys add",
         )
 
@@ -368,12 +368,12 @@ def make_single_key_ring(secret: Secret) -> KeyRing:
     return KeyRing(keys=(Key.from_secret(secret, KeyStatus.PRIMARY),))
 
 
-def parse_hex_secret(text: str, where: str) -> Secret:
+def parse_hex_secret(text: str, source: str) -> Secret:
     """A secret that somebody wrote down.
 
     Args:
         text: hex characters, 64 or more; space around them does not count.
-        where: where it stands, for the message, which does not show it.
+        source: where it stands, for the message, which does not show it.
 
     Raises:
         VllmopsError: ``keys.not-hex`` or ``keys.too-short``.
@@ -384,33 +384,33 @@ def parse_hex_secret(text: str, where: str) -> Secret:
         # Without the cause: a traceback must not quote the text.
         raise VllmopsError(
             "keys.not-hex",
-            f"{where} is not a key: it has {len(text.strip())} characters, and not all are hex",
+            f"{source} is not a key: it has {len(text.strip())} characters, and not all are hex",
             "create one with vllmops keygen",
         ) from None
     if len(content) < SECRET_BYTES:
         raise VllmopsError(
             "keys.too-short",
-            f"{where} is too short for a key: {len(content)} bytes; {SECRET_BYTES} "
+            f"{source} is too short for a key: {len(content)} bytes; {SECRET_BYTES} "
             f"({2 * SECRET_BYTES} hex characters) are required",
             "create one with vllmops keygen",
         )
     return Secret(content)
 
 
-def validate_seconds(what: str, given: float) -> float:
+def validate_seconds(subject: str, seconds: float) -> float:
     """A time that somebody gave, in seconds.
 
     Args:
-        what: it is for, for the message.
-        given: seconds.
+        subject: it is for, for the message.
+        seconds: seconds.
 
     Raises:
         VllmopsError: ``usage``: it is below zero, not a number, or over a century.
     """
-    if 0 <= given <= LONGEST_S:
-        return given
+    if 0 <= seconds <= LONGEST_S:
+        return seconds
     raise make_usage_error(
-        f"{what} is {given:g} s, which is not between 0 and a century",
+        f"{subject} is {seconds:g} s, which is not between 0 and a century",
         "give a number of seconds, for example 30",
     )
 

@@ -27,63 +27,63 @@ class RotationStage(StrEnum):
     STEADY = "steady"
 
 
-def find_stage(ring: KeyRing, held: Collection[ProcessKeys], now: float) -> RotationStage:
+def find_stage(keyring: KeyRing, processes: Collection[ProcessKeys], now: float) -> RotationStage:
     """The stage of a ring's rotation.
 
     Args:
-        ring: of the file.
-        held: what each process that follows it holds.
+        keyring: of the file.
+        processes: what each process that follows it holds.
         now: seconds since the epoch.
     """
-    live = ring.without_expired(now)
+    live = keyring.without_expired(now)
     if coming := live.next_key:
         return (
             RotationStage.SPREADING
-            if find_processes_without_key(coming.kid, held)
+            if find_processes_without_key(coming.kid, processes)
             else RotationStage.READY
         )
-    if not ring.primary:
+    if not keyring.primary:
         return RotationStage.EMPTY
-    if any(not is_up_to_date(process, ring) for process in held):
+    if any(not is_up_to_date(process, keyring) for process in processes):
         return RotationStage.LAGGING
-    if live != ring:
+    if live != keyring:
         return RotationStage.OVER
     return (
         RotationStage.OVERLAP if live.select_keys(KeyStatus.VERIFY_ONLY) else RotationStage.STEADY
     )
 
 
-def find_processes_without_key(kid: str, held: Collection[ProcessKeys]) -> list[ProcessKeys]:
+def find_processes_without_key(kid: str, processes: Collection[ProcessKeys]) -> list[ProcessKeys]:
     """The processes that could not open what that key seals."""
     return [
         process
-        for process in held
+        for process in processes
         if not any(key.kid == kid and key.status != KeyStatus.REVOKED for key in process.keys)
     ]
 
 
-def is_up_to_date(held: ProcessKeys, ring: KeyRing) -> bool:
+def is_up_to_date(process_keys: ProcessKeys, keyring: KeyRing) -> bool:
     """Whether a process holds the keys of the ring."""
-    return list(held.keys) == [key.without_secret() for key in ring.keys]
+    return list(process_keys.keys) == [key.without_secret() for key in keyring.keys]
 
 
-def begin_rotation(ring: KeyRing, fresh: Key, now: float) -> KeyRing:
+def begin_rotation(keyring: KeyRing, new_key: Key, now: float) -> KeyRing:
     """The ring with a key that is next, a fresh one if needed, and without those that are over."""
-    ring = ring.without_expired(now)
-    return ring if ring.next_key else ring.add(fresh)
+    keyring = keyring.without_expired(now)
+    return keyring if keyring.next_key else keyring.add(new_key)
 
 
-def finish_rotation(ring: KeyRing, kid: str, now: float, overlap_s: float) -> KeyRing:
+def finish_rotation(keyring: KeyRing, kid: str, now: float, overlap_s: float) -> KeyRing:
     """The ring with the key promoted; it may have been by somebody else, too.
 
     Raises:
         VllmopsError: ``keys.overtaken`` if it was taken out or revoked meanwhile.
     """
-    key = ring.find(kid)
+    key = keyring.find(kid)
     if key is None or key.status is KeyStatus.REVOKED:
         raise VllmopsError(
             "keys.overtaken",
             f"{kid} was {'revoked' if key else 'removed'} while servers loaded it",
             "start again with vllmops keys rotate",
         )
-    return ring if key.status is not KeyStatus.NEXT else ring.promote(kid, now, overlap_s)
+    return keyring if key.status is not KeyStatus.NEXT else keyring.promote(kid, now, overlap_s)

@@ -151,9 +151,9 @@ class BuiltInLoad:
         if errors:
             raise errors[0]
 
-    def send_request(self, first: int) -> None:
+    def send_request(self, first_input: int) -> None:
         """Send one request; ``first`` is the number of its first input."""
-        path, content = KINDS[self.name](self.model, range(first, first + self.inputs))
+        path, content = KINDS[self.name](self.model, range(first_input, first_input + self.inputs))
         try:
             response = http.send_request(
                 "POST", f"{self.url}{path}", TIMEOUT_S, headers=self.headers, **content
@@ -267,10 +267,10 @@ def split_command(request: str) -> list[str]:
     return command
 
 
-def make_no_command_error(request: str, why: str) -> VllmopsError:
+def make_no_command_error(request: str, reason: str) -> VllmopsError:
     return VllmopsError(
         "load.no-command",
-        f"--load {request!r} can't be run: {why}",
+        f"--load {request!r} can't be run: {reason}",
         f"one of {', '.join(KINDS)}, or a command (sh -c '…' where it needs a shell)",
     )
 
@@ -297,7 +297,7 @@ def fetch_model_name(server: Server) -> str:
         raise make_load_error(f"{url} lists no model") from error
 
 
-def require_success(response: httpx.Response, what: str) -> None:
+def require_success(response: httpx.Response, subject: str) -> None:
     """Raise unless the response is a success."""
     if response.is_success:
         return
@@ -307,13 +307,13 @@ def require_success(response: httpx.Response, what: str) -> None:
         if withheld:
             why = f"the API key in {KEY} was not sent: {withheld}"
             hint = "run vllmops as the user who started the server"
-        raise VllmopsError("load.not-authorised", f"{what}: {why}", hint)
+        raise VllmopsError("load.not-authorised", f"{subject}: {why}", hint)
     try:
         body = response.json()
         why = body.get("error", body).get("message") or response.text
     except (ValueError, AttributeError, TypeError, RecursionError):
         why = response.text
-    raise make_load_error(f"{what}: the server answered {response.status_code}: {why[:SHOWN]}")
+    raise make_load_error(f"{subject}: the server answered {response.status_code}: {why[:SHOWN]}")
 
 
 def make_load_error(message: str) -> VllmopsError:

@@ -80,11 +80,11 @@ def open_recording(label: str, head: MemoryRecordingHead) -> Journal:
         os.close(gate)
 
 
-def delete_old_recordings(place: Path) -> None:
+def delete_old_recordings(folder: Path) -> None:
     """Delete the recordings of ended processes, except the newest ones."""
     with suppress(OSError):  # a recording begins even if nothing can be deleted
         over = sorted(
-            filter(is_obsolete_recording, place.glob("*.jsonl")),
+            filter(is_obsolete_recording, folder.glob("*.jsonl")),
             key=lambda path: path.stat().st_mtime,
         )
         for path in over[:-KEPT]:
@@ -102,19 +102,20 @@ def is_obsolete_recording(path: Path) -> bool:
         return True
 
 
-def load_newest_recording(label: str, since: float) -> MemoryRecording | None:
+def load_newest_recording(label: str, started_at: float) -> MemoryRecording | None:
     """The newest recording of a server, None if there is none.
 
     Args:
         label: the server's label.
-        since: the server's start in seconds since the epoch; an older recording is not its own.
+        started_at: the server's start in seconds since the epoch; an older recording is not its
+            own.
     """
     try:
         path = get_recording_path(label)
         recording = parse_recording(path, read_private_file(path, None, RECORDING_BYTES))
     except (OSError, VllmopsError):
         return None
-    return recording if recording.head.started_at >= since - CLOCK_SLACK_S else None
+    return recording if recording.head.started_at >= started_at - CLOCK_SLACK_S else None
 
 
 def read_recording(path: Path) -> MemoryRecording:
@@ -173,14 +174,14 @@ class MemorySampler:
         self.gaps_by_process: dict[tuple[str, int], tuple[float, str]] = {}
 
     def take_sample(
-        self, round_: int | None = None, *, ask: bool = True, full: bool = True
+        self, round_: int | None = None, *, ask: bool = True, detailed: bool = True
     ) -> MemorySample:
         """A sample of all processes.
 
         Args:
             round_: rounds of the load so far.
             ask: whether to ask the agents.
-            full: whether to measure PSS and USS too.
+            detailed: whether to measure PSS and USS too.
         """
         answers = self.fetch_reports() if ask else {}
         if self.fleet:
@@ -190,7 +191,9 @@ class MemorySampler:
             taken_at=time.time(),
             round=round_,
             processes=[
-                self.measure_process(process, answers.get(process), by_pid.get(process.pid), full)
+                self.measure_process(
+                    process, answers.get(process), by_pid.get(process.pid), detailed
+                )
                 for process in self.processes
             ],
             quiet=is_quiet(answers) if answers else None,
@@ -198,10 +201,15 @@ class MemorySampler:
         )
 
     def take_remote_sample(
-        self, now: ServerProcesses, answers: dict[Process, AgentMemory], round_: int | None
+        self,
+        server_processes: ServerProcesses,
+        answers: dict[Process, AgentMemory],
+        round_: int | None,
     ) -> MemorySample:
         """A sample of a server on another machine: what its kernel and its agents tell."""
-        rss = {make_process_key(process): process.rss_bytes for process in now.processes}
+        rss = {
+            make_process_key(process): process.rss_bytes for process in server_processes.processes
+        }
         return MemorySample(
             taken_at=time.time(),
             round=round_,
@@ -245,14 +253,14 @@ class MemorySampler:
         return process, answer
 
     def measure_process(
-        self, process: Process, answer: AgentMemory | None, gpu: int | None, full: bool
+        self, process: Process, answer: AgentMemory | None, gpu: int | None, detailed: bool
     ) -> ProcessMemory:
         rss = pss = uss = None
         handle = self.handles.get(process)
         with suppress(psutil.Error):
             if handle and handle.is_running():
                 rss = handle.memory_info().rss or None  # a zombie has none
-            if handle and rss and full:
+            if handle and rss and detailed:
                 info = handle.memory_full_info()
                 rss, pss, uss = info.rss, info.pss, info.uss
         return ProcessMemory(
@@ -297,13 +305,13 @@ class MemoryRecorder:
         head: MemoryRecordingHead,
         load: Load | None,
         journal: Journal | None,
-        tell: Callable[[str, MemorySample], None],
+        on_sample: Callable[[str, MemorySample], None],
     ) -> None:
         self.watch = watch
         self.recording = MemoryRecording(head=head)
         self.load = load
         self.journal = journal
-        self.on_sample = tell
+        self.on_sample = on_sample
 
     def run(self) -> VllmopsError | None:
         """Record to the end; returns the error that cut it short, None without one."""
@@ -346,7 +354,7 @@ class MemoryRecorder:
                 full_at = now + min(FULL_S, duration / FULL_TIMES) if full else full_at
                 tenths = min(int(10 * (now - began) / duration), 10)
                 self.add_sample(
-                    self.watch.take_sample(ask=full, full=full),
+                    self.watch.take_sample(ask=full, detailed=full),
                     f"{tenths * duration / 10:g} of {duration:g} s",
                 )
                 if background and background.error:
@@ -361,7 +369,7 @@ class MemoryRecorder:
                 background.stop.set()
                 background.thread.join(SETTLE_S)
 
-    def add_sample(self, sample: MemorySample, what: str) -> None:
+    def add_sample(self, sample: MemorySample, progress: str) -> None:
         """Keep a sample.
 
         Raises:
@@ -377,7 +385,7 @@ class MemoryRecorder:
                 f"{', '.join(gone)} ended: the recording ends here",
                 "vllmops ps --all shows the server's state; record again once the server is ready",
             )
-        self.on_sample(what, sample)
+        self.on_sample(progress, sample)
 
 
 class BackgroundLoad:

@@ -67,13 +67,13 @@ class BackgroundCollector:
     def __init__(
         self,
         gather: Callable[[], tuple[MetricsSnapshot, int]],
-        say: Callable[[str], object],
+        log_error: Callable[[str], object],
         wait: Callable[[float], object] = time.sleep,
-        shared: Callable[[], Path | None] = lambda: None,
+        locate_shared_file: Callable[[], Path | None] = lambda: None,
     ) -> None:
         self.gather = gather
         self.wait = wait
-        self.locate_shared_file = shared
+        self.locate_shared_file = locate_shared_file
         self.shown_metrics: list[Metric] = []
         self.collected_at = self.scraped_at = 0.0
         self.pause_s = LOOK_S
@@ -81,7 +81,7 @@ class BackgroundCollector:
         self.shared_fingerprint: object = None  # the shared file, as it was read
         self.writer_pid = 0  # the process that wrote it
         self.lock = threading.Lock()
-        self.reporter = ErrorReporter("the server's state is not in /metrics", say)
+        self.reporter = ErrorReporter("the server's state is not in /metrics", log_error)
 
     def describe(self) -> list[Metric]:
         """Nothing: what there is depends on the server."""

@@ -89,18 +89,18 @@ def parse_ranks(text: str) -> Iterator[int]:
         yield from range(low, min(high, low + MOST_WRITTEN) + 1)
 
 
-def format_role_and_ranks(role: str, where: Placement) -> str:
+def format_role_and_ranks(role: str, placement: Placement) -> str:
     """How a person reads a process: ``worker DP0 TP1``."""
-    return f"{role} {where.ranks}".rstrip()
+    return f"{role} {placement.ranks}".rstrip()
 
 
-def choose_process_title(title: str, role: str, where: Placement) -> str:
+def choose_process_title(title: str, role: str, placement: Placement) -> str:
     """A process for a person: by its own title, or by its role if the title lacks ranks."""
     title = title.removeprefix("VLLM::").removeprefix("sglang::")
     return (
         title
-        if title and where.ranks in {"", parse_title(title).ranks}
-        else format_role_and_ranks(role, where)
+        if title and placement.ranks in {"", parse_title(title).ranks}
+        else format_role_and_ranks(role, placement)
     )
 
 

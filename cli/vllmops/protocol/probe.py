@@ -60,7 +60,7 @@ def judge_state(
     *,
     unready: Collection[str] = (),
     stall: str = "",
-    sure: bool = False,
+    is_certain: bool = False,
     evidence: str = "",
 ) -> ProbeResult:
     """The verdict on a server, over all its ranks and nodes.
@@ -70,7 +70,7 @@ def judge_state(
         stage: of a server that starts.
         unready: why its processes are no place for new requests.
         stall: what makes no progress, or who does not answer, in words; empty without.
-        sure: whether that is a stall for sure.
+        is_certain: whether that is a stall for sure.
         evidence: as in `ProbeResult`.
     """
     if state in OVER:
@@ -80,7 +80,7 @@ def judge_state(
     if state == "stopping":
         return ProbeResult(live=True, ready=False, started=True, reason="it is stopping")
     wanted = WANTED.intersection(unready)
-    dead = bool(stall and sure and evidence and not wanted)
+    dead = bool(stall and is_certain and evidence and not wanted)
     reason = "; ".join(filter(None, (*unready, stall)))
     return ProbeResult(
         live=not dead, ready=not reason, started=True, reason=reason, evidence=evidence

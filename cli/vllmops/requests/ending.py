@@ -35,7 +35,9 @@ class AbortOutcome(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = msgspec.field(default="", name="left")
 
 
-def abort_requests(server: Server, rows: Sequence[InFlightRequest], why: str) -> list[AbortOutcome]:
+def abort_requests(
+    server: Server, rows: Sequence[InFlightRequest], reason: str
+) -> list[AbortOutcome]:
     """End requests; each client gets an error.
 
     The front end is asked first, as its abort reaches the engine, too. The engines are asked for
@@ -45,14 +47,14 @@ def abort_requests(server: Server, rows: Sequence[InFlightRequest], why: str) ->
     Args:
         server: that has them.
         rows: the requests; those that are being rendered have no id yet, and are left.
-        why: the error message for the clients; empty for a text of the agent's.
+        reason: the error message for the clients; empty for a text of the agent's.
 
     Raises:
         VllmopsError: ``requests.no-agent``, if no process answers.
     """
     ids = [row.id for row in rows if row.id]
     late = (
-        send_abort(server, AbortRequest(ids=ids, client_message=why, timeout_s=LOOP_S), Role.API)
+        send_abort(server, AbortRequest(ids=ids, client_message=reason, timeout_s=LOOP_S), Role.API)
         if ids
         else {}
     )
@@ -122,34 +124,36 @@ def find_holder_pids(
 
 def explain_remaining_request(
     row: InFlightRequest,
-    where: dict[str, int],
-    silent: Sequence[tuple[str, int]],
-    late: dict[int, str],
+    pid_by_role: dict[str, int],
+    unreachable_engines: Sequence[tuple[str, int]],
+    delay_reason_by_pid: dict[int, str],
 ) -> str:
     """Why a request is not gone; empty if it is.
 
     Args:
         row: the request.
-        where: the pids that still know it, by role.
-        silent: the nodes and pids of the engines that do not answer.
-        late: by pid why an API server has not ended it.
+        pid_by_role: the pids that still know it, by role.
+        unreachable_engines: the nodes and pids of the engines that do not answer.
+        delay_reason_by_pid: by pid why an API server has not ended it.
     """
     if not row.id:
         return "the engine does not have it yet: try again in a moment"
-    if (pid := where.get(Role.ENGINE)) is not None:
+    if (pid := pid_by_role.get(Role.ENGINE)) is not None:
         return (
             f"engine {pid} received the abort but did not act on it within {GONE_S:g} s: its step "
             "is long, or it is stuck"
         )
-    for node, pid in silent:
+    for node, pid in unreachable_engines:
         # Of a request that no engine has reported, any may be the one.
         if row.engine is None or (row.node, row.engine) == (node, pid):
             return f"engine {pid} does not answer, and may still have it"
-    for pid, why in late.items():
+    for pid, why in delay_reason_by_pid.items():
         # Of a request that only an engine reports, any API server may be the one.
         if row.api in {pid, None}:
             return (
                 f"the engine has freed it; API server {pid} {why}, and answers the client as soon "
                 "as it can"
             )
-    return f"API server {where[Role.API]} still waits for it" if Role.API in where else ""
+    return (
+        f"API server {pid_by_role[Role.API]} still waits for it" if Role.API in pid_by_role else ""
+    )

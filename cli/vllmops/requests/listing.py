@@ -153,14 +153,15 @@ def collect_process_requests(server: Server) -> tuple[list[ProcessRequests], lis
 
 
 def merge_requests(
-    processes: Sequence[ProcessRequests], stuck_s: float, lost: dict[str, str]
+    processes: Sequence[ProcessRequests], stuck_s: float, evidence_by_id: dict[str, str]
 ) -> list[InFlightRequest]:
     """A row for each request, the oldest first.
 
     Args:
         processes: of one server.
         stuck_s: as in `list_requests`.
-        lost: evidence by the id of each request that one side alone knows, or that waits in vain.
+        evidence_by_id: evidence by the id of each request that one side alone knows, or that waits
+            in vain.
     """
     fronts: dict[str, tuple[ProcessRequests, FrontRequest]] = {}
     engines: dict[str, tuple[ProcessRequests, EngineRequest]] = {}
@@ -185,7 +186,7 @@ def merge_requests(
     }
     rows = [
         msgspec.structs.replace(
-            row, stuck=lost.get(row.id) or explain_stuck_request(row, still, stuck_s)
+            row, stuck=evidence_by_id.get(row.id) or explain_stuck_request(row, still, stuck_s)
         )
         for row in rows
     ]
@@ -249,15 +250,15 @@ def explain_stuck_request(
     return ""
 
 
-def select_by_id(rows: Sequence[InFlightRequest], word: str) -> list[InFlightRequest]:
+def select_by_id(rows: Sequence[InFlightRequest], request_id: str) -> list[InFlightRequest]:
     """The requests that an id means: vLLM's own, the client's, or its ``X-Request-Id``.
 
     vLLM puts ``chatcmpl-`` and the like before that, and after it, on some routes, the number of a
     prompt. On others, such a number is a part of another client's id.
     """
-    if not word:  # as one is called that no API server knows, or no engine
+    if not request_id:  # as one is called that no API server knows, or no engine
         return []
-    name = re.escape(word)
+    name = re.escape(request_id)
     same = re.compile(rf"(?={NUMBERED})(?:{NUMBERED})?{name}-\d+|(?!{NUMBERED})(?:[a-z]+-)?{name}")
-    exact = [row for row in rows if word in {row.id, row.http_id}]
+    exact = [row for row in rows if request_id in {row.id, row.http_id}]
     return exact or [row for row in rows if same.fullmatch(row.http_id)]

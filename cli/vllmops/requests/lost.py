@@ -18,7 +18,7 @@ ENDS = (Role.API, Role.ENGINE)
 
 
 def find_one_sided_requests(
-    server: Server, processes: Sequence[ProcessRequests], silent: Sequence[ProcessGap]
+    server: Server, processes: Sequence[ProcessRequests], gaps: Sequence[ProcessGap]
 ) -> dict[str, str]:
     """The ids that one side alone knows, and who it is; none while one may be on its way.
 
@@ -28,9 +28,9 @@ def find_one_sided_requests(
     Args:
         server: that was looked at.
         processes: what each knows, as `listing.collect_process_requests` gives it.
-        silent: the processes that did not answer.
+        gaps: the processes that did not answer.
     """
-    lone = compare_request_sides(processes, silent)
+    lone = compare_request_sides(processes, gaps)
     if not lone or len(server.select_processes(Role.ENGINE)) < count_engines(server):
         return {}  # an engine on another node may have it
     rested, _ = agent.collect_answers(server.select_processes(*ENDS), is_at_rest)

@@ -198,17 +198,17 @@ class Agent:
         return self.fetch_answer("POST", "/abort", AbortAnswer, msgspec.json.encode(request))
 
     def set_draining(
-        self, on: bool = True, *, cut: bool = False, rerun: bool = False, leave: bool = False
+        self, draining: bool = True, *, cut: bool = False, rerun: bool = False, leave: bool = False
     ) -> Traffic:
         """Refuse new HTTP requests from now on, or take them again.
 
         Args:
-            on: whether to refuse them.
+            draining: whether to refuse them.
             cut: whether to refuse those in flight, too.
             rerun: whether the next start runs again what now runs in the background.
             leave: whether to take no more connections.
         """
-        body = msgspec.json.encode({"on": on, "cut": cut, "rerun": rerun, "leave": leave})
+        body = msgspec.json.encode({"on": draining, "cut": cut, "rerun": rerun, "leave": leave})
         return self.fetch_answer("POST", "/drain", Traffic, body)
 
     def repair_caches(self, request: RepairRequest) -> ProcessRepair:
@@ -333,14 +333,14 @@ class AgentConnection(http.client.HTTPConnection):
         if (uid := read_peer_uid(made)) != self.uid:
             raise PermissionError(errno.EPERM, f"is answered by {format_user(uid)}")
 
-    def connect_with_retry(self, made: DeadlineSocket, path: str) -> None:
+    def connect_with_retry(self, deadline_socket: DeadlineSocket, path: str) -> None:
         while True:
             try:
-                made.connect(path)
+                deadline_socket.connect(path)
                 return
             except BlockingIOError:
                 # The queue is full. A Unix socket says so instead of waiting.
-                if time.monotonic() > made.deadline:
+                if time.monotonic() > deadline_socket.deadline:
                     raise
                 time.sleep(0.01)
 
@@ -441,20 +441,20 @@ def make_gap(process: Process, error: VllmopsError) -> ProcessGap:
     )
 
 
-def make_no_answer_error(code: ErrorCode, what: str, silent: Sequence[ProcessGap]) -> VllmopsError:
+def make_no_answer_error(code: ErrorCode, problem: str, gaps: Sequence[ProcessGap]) -> VllmopsError:
     """One error for all processes that did not answer, if none did.
 
     Args:
         code: as in `VllmopsError`.
-        what: what can't be done.
-        silent: the processes that did not answer; at least one.
+        problem: what can't be done.
+        gaps: the processes that did not answer; at least one.
     """
     return VllmopsError(
         code,
-        f"{what}: {'; '.join(dict.fromkeys(process.reason for process in silent))}",
-        silent[0].hint,
-        exit_code=ExitCode(silent[0].exit_code),
-        data={"silent": msgspec.to_builtins(silent)},
+        f"{problem}: {'; '.join(dict.fromkeys(process.reason for process in gaps))}",
+        gaps[0].hint,
+        exit_code=ExitCode(gaps[0].exit_code),
+        data={"silent": msgspec.to_builtins(gaps)},
     )
 
 
@@ -506,10 +506,10 @@ def read_namespace_identity(process: Process) -> ProcessIdentity:
         raise make_gone_error(process) from error
 
 
-def list_agent_pids(place: Path) -> set[int]:
+def list_agent_pids(state_home: Path) -> set[int]:
     """The pids of the processes whose agents are, or were, in a state directory."""
     try:
-        names = os.listdir(get_socket_directory(place))
+        names = os.listdir(get_socket_directory(state_home))
     except OSError:
         return set()
     stems = (name.removesuffix(".beat") for name in names if name.endswith(".beat"))
@@ -599,21 +599,21 @@ def require_private_path(process: Process, path: Path, uid: int) -> None:
 
 
 def make_unsafe_error(
-    process: Process, path: Path, wrong: str, hint: str = "vllmops ps shows what runs"
+    process: Process, path: Path, problem: str, hint: str = "vllmops ps shows what runs"
 ) -> VllmopsError:
     return VllmopsError(
         "agent.unsafe",
-        f"{path} {wrong}: another program may answer there in place of "
+        f"{path} {problem}: another program may answer there in place of "
         f"{format_process_name(process)}",
         hint,
     )
 
 
-def decode_answer(who: str, content: bytes, kind: type[A]) -> A:
+def decode_answer(process_name: str, content: bytes, kind: type[A]) -> A:
     """Decode an answer, telling an older or newer agent apart from a broken one.
 
     Args:
-        who: how messages name who answered.
+        process_name: how messages name who answered.
         content: the answer.
         kind: its type.
 
@@ -626,17 +626,19 @@ def decode_answer(who: str, content: bytes, kind: type[A]) -> A:
             answer: A = DECODERS[kind].decode(content)
             return answer
     except DAMAGE as error:
-        raise make_invalid_answer_error(who, f"its answer can't be read: {error}") from error
+        raise make_invalid_answer_error(
+            process_name, f"its answer can't be read: {error}"
+        ) from error
     schemas = f"(its schema is {schema}, this one's is {SCHEMA})"
     if schema < SCHEMA:
         raise VllmopsError(
             "agent.older",
-            f"{who} is older than this vllmops {schemas}",
+            f"{process_name} is older than this vllmops {schemas}",
             "restart the server, so that it loads this vllmops",
         )
     raise VllmopsError(
         "agent.newer",
-        f"{who} is newer than this vllmops {schemas}",
+        f"{process_name} is newer than this vllmops {schemas}",
         "use the vllmops version of the server",
     )
 
@@ -710,14 +712,14 @@ def make_absent_error(process: Process, path: Path) -> VllmopsError:
     )
 
 
-def make_broken_agent_error(process: Process, why: str) -> VllmopsError:
-    return make_invalid_answer_error(f"the agent of {format_process_name(process)}", why)
+def make_broken_agent_error(process: Process, reason: str) -> VllmopsError:
+    return make_invalid_answer_error(f"the agent of {format_process_name(process)}", reason)
 
 
-def make_invalid_answer_error(who: str, why: str) -> VllmopsError:
+def make_invalid_answer_error(process_name: str, reason: str) -> VllmopsError:
     return VllmopsError(
         "agent.broken",
-        f"{who} gave an invalid answer: {why}",
+        f"{process_name} gave an invalid answer: {reason}",
         "vllmops logs shows the errors of the agent",
     )
 

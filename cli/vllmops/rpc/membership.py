@@ -50,7 +50,9 @@ def find_root_pids(table: Table) -> set[int]:
     return pids
 
 
-def group_server_trees(table: Table, known: Sequence[Tree] = ()) -> tuple[list[Tree], list[Tree]]:
+def group_server_trees(
+    table: Table, known_trees: Sequence[Tree] = ()
+) -> tuple[list[Tree], list[Tree]]:
     """Every server of a process table.
 
     A tree without an API server, such as an actor of Ray's, is added to the one with an API server
@@ -59,16 +61,16 @@ def group_server_trees(table: Table, known: Sequence[Tree] = ()) -> tuple[list[T
 
     Args:
         table: the process table.
-        known: the trees of instances; a headless one stays a server of its own, too.
+        known_trees: the trees of instances; a headless one stays a server of its own, too.
 
     Returns:
         The known trees, completed, and the other ones, the oldest first.
     """
-    trees, voices, hidden = collect_trees(table, known)
+    trees, voices, hidden = collect_trees(table, known_trees)
     ids = [collect_server_ids(tree, voices) for tree in trees]
     joined = [fill_places(tree, voices) for tree in merge_trees(trees, ids)]
     joined = [sort_tree(table, tree) for tree in joined]
-    count = len(known)
+    count = len(known_trees)
     often = Counter(process.pid for tree in joined for process in tree)
     # A program of somebody's own that has an agent, and no server, is none either.
     shown = joined[count : len(joined) - hidden]
@@ -77,19 +79,19 @@ def group_server_trees(table: Table, known: Sequence[Tree] = ()) -> tuple[list[T
 
 
 def collect_trees(
-    table: Table, known: Sequence[Tree] = ()
+    table: Table, known_trees: Sequence[Tree] = ()
 ) -> tuple[list[Tree], dict[int, AgentClaim], int]:
     """The trees of a process table, what their agents say, and how many trees have no title.
 
     Args:
         table: the process table.
-        known: the first trees.
+        known_trees: the first trees.
     """
     trees = [
-        *known,
+        *known_trees,
         *(
             processes.build_process_tree(table, [pid])
-            for pid in sorted(find_root_pids(table) - collect_pids(known))
+            for pid in sorted(find_root_pids(table) - collect_pids(known_trees))
         ),
     ]
     voices = read_agent_claims(table, [process for tree in trees for process in tree])
@@ -103,9 +105,11 @@ def collect_trees(
     )
 
 
-def collect_server_ids(tree: Tree, voices: Mapping[int, AgentClaim]) -> set[str]:
+def collect_server_ids(tree: Tree, claim_by_pid: Mapping[int, AgentClaim]) -> set[str]:
     """The ids of the servers that the processes of a tree are of."""
-    return set().union(*(voices[pid].server_ids for pid in collect_pids([tree]) & voices.keys()))
+    return set().union(
+        *(claim_by_pid[pid].server_ids for pid in collect_pids([tree]) & claim_by_pid.keys())
+    )
 
 
 def collect_server_processes(table: Table, ids: Iterable[str], uid: int) -> Tree:
@@ -207,7 +211,7 @@ class AgentClaim:
         return self.standing.servers
 
 
-def read_agent_claims(table: Table, known: Iterable[Process]) -> dict[int, AgentClaim]:
+def read_agent_claims(table: Table, known_processes: Iterable[Process]) -> dict[int, AgentClaim]:
     """What the agents of this machine say, by pid; from their heartbeats, so of stuck ones, too.
 
     A process's environment does not always show where its agent is: an actor of Ray's gets its
@@ -217,13 +221,13 @@ def read_agent_claims(table: Table, known: Iterable[Process]) -> dict[int, Agent
     voices: dict[int, AgentClaim] = {}
     homes: set[Path] = set()
 
-    def read_claims_in(place: Path) -> None:
-        if place in homes:
+    def read_claims_in(state_home: Path) -> None:
+        if state_home in homes:
             return
-        homes.add(place)
-        for pid in agent.list_agent_pids(place) - voices.keys():
+        homes.add(state_home)
+        for pid in agent.list_agent_pids(state_home) - voices.keys():
             if (seen := table.get(pid)) and not seen.zombie:
-                process = Process(Role.OTHER, pid, seen.start_ticks, home=str(place))
+                process = Process(Role.OTHER, pid, seen.start_ticks, home=str(state_home))
                 with suppress(VllmopsError):
                     if pulse := agent.read_heartbeat(process):
                         voices[pid] = AgentClaim(
@@ -232,7 +236,7 @@ def read_agent_claims(table: Table, known: Iterable[Process]) -> dict[int, Agent
 
     with suppress(VllmopsError):
         read_claims_in(resolve_home())
-    for process in known:
+    for process in known_processes:
         if process.role in WITH_AGENT and process.pid not in voices:
             with suppress(VllmopsError, OSError):
                 place = agent.find_state_home(process)
@@ -252,23 +256,26 @@ def find_tree_uid(tree: Tree) -> int | None:
     return None
 
 
-def fill_role_and_home(process: Process, voices: Mapping[int, AgentClaim]) -> Process:
+def fill_role_and_home(process: Process, claim_by_pid: Mapping[int, AgentClaim]) -> Process:
     """A process with its agent's state directory, and its role where no title shows that."""
-    if process.pid not in voices:
+    if process.pid not in claim_by_pid:
         return process
-    voice = voices[process.pid]
+    voice = claim_by_pid[process.pid]
     hidden = process.role is Role.OTHER and voice.role in {Role.ENGINE, Role.WORKER}
     role = Role(voice.role) if hidden else process.role
     return dataclasses.replace(process, role=role, home=voice.home)
 
 
-def fill_places(tree: Tree, voices: Mapping[int, AgentClaim]) -> Tree:
+def fill_places(tree: Tree, claim_by_pid: Mapping[int, AgentClaim]) -> Tree:
     """A server's processes, each with its place.
 
     A dimension has as many ranks as any process of the server shows: data parallel engines of a
     model without experts know of themselves alone.
     """
-    says = {p.pid: voices[p.pid].standing if p.pid in voices else ServerMembership() for p in tree}
+    says = {
+        p.pid: claim_by_pid[p.pid].standing if p.pid in claim_by_pid else ServerMembership()
+        for p in tree
+    }
     ranks = {p.pid: p.place.ranks_by_dimension() | says[p.pid].ranks_by_dimension() for p in tree}
     sizes: dict[str, int] = {}
     for process in tree:

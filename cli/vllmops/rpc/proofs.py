@@ -65,17 +65,17 @@ def send_heal_request(
     return agent.open_agent(process, timeout_s=timeout_s).send_heal_request(request)
 
 
-def select_proven_cases(looks: Sequence[Sequence[HealCase]]) -> list[HealCase]:
+def select_proven_cases(snapshots: Sequence[Sequence[HealCase]]) -> list[HealCase]:
     """What every look shows, unchanged, while the engine took steps in vain.
 
     Args:
-        looks: some hundred milliseconds apart.
+        snapshots: some hundred milliseconds apart.
     """
 
     def get_step_count(case: HealCase) -> float:
         return float("nan") if case.proof.rises is None else case.proof.rises
 
-    seen = [{case.comparison_key: case for case in look} for look in looks]
+    seen = [{case.comparison_key: case for case in look} for look in snapshots]
     cases = []
     for name, case in seen[-1].items() if seen else ():
         row = [look[name] for look in seen if name in look]
@@ -88,14 +88,14 @@ def select_proven_cases(looks: Sequence[Sequence[HealCase]]) -> list[HealCase]:
     return cases
 
 
-def prove_cases(look: Callable[[], list[HealCase]]) -> list[HealCase]:
+def prove_cases(find_cases: Callable[[], list[HealCase]]) -> list[HealCase]:
     """What is proven of a state: looks as often as that takes, once where there is none.
 
     Args:
-        look: at the state; may raise VllmopsError.
+        find_cases: at the state; may raise VllmopsError.
     """
-    looks = [look()]
+    looks = [find_cases()]
     while looks[-1] and len(looks) < LOOKS:
         time.sleep(APART_S)
-        looks.append(look())
+        looks.append(find_cases())
     return select_proven_cases(looks) if len(looks) == LOOKS else []

@@ -55,19 +55,19 @@ class MetricsCollector:
         self.samples: list[ServerSample] = []
         self.versions: dict[tuple[str, int], dict[str, str]] = {}
 
-    def collect_snapshot(self, look: ServerSample) -> MetricsSnapshot:
+    def collect_snapshot(self, sample: ServerSample) -> MetricsSnapshot:
         """Ask all agents whose heartbeat is fresh, one after the other.
 
         Args:
-            look: at the processes, just now.
+            sample: at the processes, just now.
         """
-        self.samples.append(look)
-        while look.at_s - self.samples[0].at_s > HISTORY_S:
+        self.samples.append(sample)
+        while sample.at_s - self.samples[0].at_s > HISTORY_S:
             del self.samples[0]
         fresh = {
-            make_process_key(pulse) for pulse in look.heartbeats if pulse.age_s < progress.LATE_S
+            make_process_key(pulse) for pulse in sample.heartbeats if pulse.age_s < progress.LATE_S
         }
-        asked = [p for p in look.processes if p.role in ROLES and make_process_key(p) in fresh]
+        asked = [p for p in sample.processes if p.role in ROLES and make_process_key(p) in fresh]
         answers: dict[str, list[Any]] = {route: [] for route in ROUTES}
         reached: list[tuple[ProcessState, AgentClient]] = []
         for process in asked:
@@ -87,7 +87,7 @@ class MetricsCollector:
         if self.differ(answers["caches"]):
             answers["caches"] = list(fetch_caches_with_keys(reached))
         self.versions = {name: self.versions[name] for name in self.versions if name in fresh}
-        nodes = len({process.node for process in look.processes})
+        nodes = len({process.node for process in sample.processes})
         bad = {
             KnownBadVersion(row.package, versions[row.package])
             for versions in map(
@@ -96,8 +96,8 @@ class MetricsCollector:
             for row in packages.find_bad_versions(versions, nodes=nodes)
         }
         return MetricsSnapshot(
-            processes=look.processes,
-            heartbeats=look.heartbeats,
+            processes=sample.processes,
+            heartbeats=sample.heartbeats,
             caches=tuple(answers["caches"]),
             requests=tuple(answers["requests"]),
             patches=tuple(answers["patches"]),
@@ -118,10 +118,10 @@ class MetricsCollector:
 
 
 def fetch_caches_with_keys(
-    reached: Iterable[tuple[ProcessState, AgentClient]],
+    reachable_agents: Iterable[tuple[ProcessState, AgentClient]],
 ) -> Iterable[ProcessCaches]:
     """The caches again, with the keys that they hold."""
-    for process, agent in reached:
+    for process, agent in reachable_agents:
         try:
             yield fill_place(agent.fetch_answer("GET", "/caches?keys=1", ProcessCaches), process)
         except VllmopsError:

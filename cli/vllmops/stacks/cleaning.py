@@ -71,13 +71,13 @@ PLAUSIBLE = compile_lazily(
 )
 
 
-def group_lines_by_process(text: str, cleaned: list[str]) -> dict[tuple[str, int], list[str]]:
+def group_lines_by_process(text: str, clean_lines: list[str]) -> dict[tuple[str, int], list[str]]:
     """The lines without log prefixes and fences, by the process that the prefix names.
 
     Args:
         text: as pasted.
-        cleaned: gets the same lines in their order in the text; of a wrapped line, only the first
-            part has the prefix.
+        clean_lines: gets the same lines in their order in the text; of a wrapped line, only the
+            first part has the prefix.
     """
     text = ESCAPES.sub("", text)
     if SPELT.search(text):
@@ -91,7 +91,7 @@ def group_lines_by_process(text: str, cleaned: list[str]) -> dict[tuple[str, int
         key, rest = _strip_prefix(line)
         if rest is not None:
             streams.setdefault(key, []).append(rest)
-            cleaned.append(rest)
+            clean_lines.append(rest)
     return streams
 
 
@@ -188,16 +188,16 @@ def _is_full_width(raw: str, width: int) -> bool:
 
 
 @functools.lru_cache(CACHED)
-def _can_be_wrapped(line: str, full: bool) -> bool:
+def _can_be_wrapped(line: str, is_full_width: bool) -> bool:
     """Whether a line can be the first part of one that a terminal has cut.
 
     Args:
         line: without indentation.
-        full: whether it is as long as the terminal is wide.
+        is_full_width: whether it is as long as the terminal is wide.
     """
     if LOCAL.match(line) and not PROCESS.match(line):
         return False
-    return bool(BEGUN.match(line) or (full and PLAUSIBLE.match(line)))
+    return bool(BEGUN.match(line) or (is_full_width and PLAUSIBLE.match(line)))
 
 
 def _is_line_start(line: str) -> bool:
@@ -205,11 +205,11 @@ def _is_line_start(line: str) -> bool:
     return bool(STARTS.match(line)) or any(head.match(line) for head in HEADS)
 
 
-def _find_complete_join(glued: str, spaced: str, alone: bool) -> str | None:
+def _find_complete_join(glued_line: str, spaced_line: str, is_complete: bool) -> str | None:
     """Which way of joining makes a complete line: without or with a blank; None if neither.
 
     A line that is complete alone is only ever continued without a blank.
     """
-    if is_complete_line(glued) and not (alone and glued == spaced):
-        return glued
-    return spaced if not alone and is_complete_line(spaced) else None
+    if is_complete_line(glued_line) and not (is_complete and glued_line == spaced_line):
+        return glued_line
+    return spaced_line if not is_complete and is_complete_line(spaced_line) else None

@@ -82,10 +82,10 @@ def read_core_stacks(path: Path, options: DumpOptions, *, timeout_s: float) -> S
     )
 
 
-def _make_unreadable_error(path: Path, why: str) -> VllmopsError:
+def _make_unreadable_error(path: Path, reason: str) -> VllmopsError:
     return VllmopsError(
         "core.unreadable",
-        f"pystack found no stacks in {path}: {why}",
+        f"pystack found no stacks in {path}: {reason}",
         f"for native stacks: gdb -c {path} -batch -ex 'thread apply all bt'",
     )
 

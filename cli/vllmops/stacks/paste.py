@@ -338,34 +338,34 @@ class _StackParser:
             last = self.processes[-1]
             self.begin_process(last.pid, last.title)
 
-    def begin_stack(self, found: Heading) -> None:
+    def begin_stack(self, heading: Heading) -> None:
         """A stack of these processes begins."""
-        self.begin_process(found.pid, found.titles[0])
-        self.processes[-1].same_stack_titles = list(found.titles[1:])
+        self.begin_process(heading.pid, heading.titles[0])
+        self.processes[-1].same_stack_titles = list(heading.titles[1:])
 
-    def share_stack(self, found: Heading) -> None:
+    def share_stack(self, heading: Heading) -> None:
         """These processes have the stack of another one."""
-        named = [process for process in self.processes if found.like in {"", process.title}]
+        named = [process for process in self.processes if heading.like in {"", process.title}]
         if named:
-            named[-1].same_stack_titles += found.titles
+            named[-1].same_stack_titles += heading.titles
 
-    def add_thread(self, made: _ThreadDraft) -> None:
+    def add_thread(self, thread: _ThreadDraft) -> None:
         self.crash = None
         if self.pending_heading:
             self.begin_stack(self.pending_heading)
         if not self.processes or not self.can_add_threads:
             self.begin_process(0, "")
         threads = self.processes[-1].threads
-        second = made.name == "MainThread" and any(t.name == "MainThread" for t in threads)
+        second = thread.name == "MainThread" and any(t.name == "MainThread" for t in threads)
         if second or (
-            made.is_faulthandler
+            thread.is_faulthandler
             and threads
             and threads[-1].is_faulthandler
             and _is_main_thread(threads[-1])
         ):
             self.begin_process(0, "")
             threads = self.processes[-1].threads
-        threads.append(made)
+        threads.append(thread)
 
     def add_frame(self, frame: Frame) -> None:
         if self.crash:
@@ -554,9 +554,9 @@ def _make_frame(function: str, file: str, line: str) -> Frame:
     return Frame(function, file, shorten_path(file), int(line) if line.isdigit() else None)
 
 
-def _is_same_call(one: Frame, other: Frame) -> bool:
+def _is_same_call(frame: Frame, other_frame: Frame) -> bool:
     """Whether two frames of a trace are one call; its line moves on."""
-    return (one.function, one.file) == (other.function, other.file)
+    return (frame.function, frame.file) == (other_frame.function, other_frame.file)
 
 
 def _make_thread_draft(match: re.Match[str]) -> _ThreadDraft:

@@ -249,9 +249,9 @@ def _try_dump_modes(
     raise first
 
 
-def _explain_dump_mode(process: Process, way: Iterable[str], error: VllmopsError) -> str:
+def _explain_dump_mode(process: Process, dump_options: Iterable[str], error: VllmopsError) -> str:
     """Why a dump was not taken as asked."""
-    if "--nonblocking" not in way:
+    if "--nonblocking" not in dump_options:
         return f"without native frames: {error.message}"
     if held := _explain_unstoppable(process.pid):
         return f"{UNSTOPPED}: {held}"

@@ -200,8 +200,8 @@ class StoreUnavailable(VllmopsError):  # noqa: N818 - the state, as messages nam
 class CursorUnknown(VllmopsError):  # noqa: N818
     """``after`` or ``before`` names nothing that the list has."""
 
-    def __init__(self, cursor: str, what: str = "response") -> None:
-        super().__init__("store.cursor", f"no {what} {cursor!r} to start the list from")
+    def __init__(self, cursor: str, subject: str = "response") -> None:
+        super().__init__("store.cursor", f"no {subject} {cursor!r} to start the list from")
         self.cursor = cursor
 
 
@@ -292,10 +292,10 @@ class Backend(ConversationBackend, ABC):
         response_id: str,
         status: str,
         *,
-        allowed: Collection[str] = RUNNING,
+        allowed_statuses: Collection[str] = RUNNING,
         error: str = "",
     ) -> StatusChange:
-        """Change the status alone, where it is one of `allowed`."""
+        """Change the status alone, where it is one of `allowed_statuses`."""
 
     @abstractmethod
     async def get(self, owner: str, response_id: str) -> Response | None:
@@ -340,7 +340,7 @@ class Backend(ConversationBackend, ABC):
         """
 
     @abstractmethod
-    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
+    async def read_events(self, owner: str, response_id: str, after_number: int) -> EventLog | None:
         """The chunks with events behind a sequence number; None where there is no response."""
 
     @abstractmethod
@@ -428,11 +428,12 @@ class LastUseBuffer:
             await self.write(noted)
 
 
-def make_schema_error(url: str, found: int, known: int) -> VllmopsError:
+def make_schema_error(url: str, store_schema: int, supported_schema: int) -> VllmopsError:
     """The refusal of a store that a newer vllmops has made."""
     return VllmopsError(
         "store.schema",
-        f"the store at {redact_url(url)} has schema {found}, but this vllmops supports up to "
-        f"{known}",
+        f"the store at {redact_url(url)} has schema {store_schema}, but this vllmops supports up "
+        "to "
+        f"{supported_schema}",
         "install the newest vllmops",
     )

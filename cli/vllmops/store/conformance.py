@@ -148,8 +148,8 @@ def list_ids(responses: list[Response]) -> list[str]:
     return [item.id for item in responses]
 
 
-async def get_status(store: ResponseStore, made: Response) -> str | None:
-    found = await store.get(made.owner, made.id)
+async def get_status(store: ResponseStore, response: Response) -> str | None:
+    found = await store.get(response.owner, response.id)
     return found.status if found else None
 
 
@@ -254,7 +254,9 @@ async def check_compare_and_set(bench: StoreBench) -> None:
         "cancelled",
         "what a client sees",
     )
-    swap = await stores[0].set_status(ANN, made.id, "failed", allowed={"cancelled"}, error="why")
+    swap = await stores[0].set_status(
+        ANN, made.id, "failed", allowed_statuses={"cancelled"}, error="why"
+    )
     expect_equal(
         (swap.changed, swap.response and swap.response.error),
         (True, "why"),
@@ -624,9 +626,9 @@ async def check_leases(bench: StoreBench) -> None:
         renewal.cancel()
 
 
-async def check_lapsed_runs(store: ResponseStore, made: Mapping[str, Response]) -> None:
+async def check_lapsed_runs(store: ResponseStore, runs: Mapping[str, Response]) -> None:
     """One of them was renewed, the others were not."""
-    expect_equal(await get_status(store, made["kept"]), "in_progress", "what was renewed")
+    expect_equal(await get_status(store, runs["kept"]), "in_progress", "what was renewed")
     found = await store.get(ANN, "queued")
     expect_equal(found and (found.status, found.error), ("failed", GONE), "what nobody renewed")
     seen = found and msgspec.json.decode(encode_response(found))
@@ -639,16 +641,16 @@ async def check_lapsed_runs(store: ResponseStore, made: Mapping[str, Response]) 
         [event async for event in store.follow_events(ANN, "followed")], [], "its events end"
     )
     expect_equal(
-        await store.backend.select_running(made, renew=True), set(made), "what may yet tell its end"
+        await store.backend.select_running(runs, renew=True), set(runs), "what may yet tell its end"
     )
-    expect_equal(await get_status(store, made["queued"]), "failed", "what lapsed, until it does")
-    ended = replace(made["queued"], status="completed")
+    expect_equal(await get_status(store, runs["queued"]), "failed", "what lapsed, until it does")
+    ended = replace(runs["queued"], status="completed")
     expect_equal(await store.put(ended), True, "its own end")
     expect_equal(await store.get(ANN, "queued"), ended, "how it ended")
     expect_equal(await store.put(replace(ended, status="failed")), False, "another end of it")
     await store.delete(ANN, "listed")
     expect_equal(
-        await store.put(replace(made["listed"], status="completed")), False, "what was deleted"
+        await store.put(replace(runs["listed"], status="completed")), False, "what was deleted"
     )
     expect_equal(
         await store.backend.select_running(["queued", "listed"], renew=True),
@@ -656,7 +658,7 @@ async def check_lapsed_runs(store: ResponseStore, made: Mapping[str, Response]) 
         "what has ended",
     )
     expect_equal(
-        await store.put(replace(made["kept"], status="completed")), True, "completing that"
+        await store.put(replace(runs["kept"], status="completed")), True, "completing that"
     )
 
 
@@ -687,9 +689,13 @@ async def check_rerun(bench: StoreBench) -> None:
         )
 
 
-async def collect_events(store: ResponseStore, made: Response, after: int) -> list[bytes]:
+async def collect_events(
+    store: ResponseStore, response: Response, after_number: int
+) -> list[bytes]:
     return [
-        event async for part in store.follow_events(ANN, made.id, after) for event in part.events
+        event
+        async for part in store.follow_events(ANN, response.id, after_number)
+        for event in part.events
     ]
 
 
@@ -849,8 +855,10 @@ async def check_redaction(bench: StoreBench) -> None:
     expect_equal(function, tools[1], "a function, which has none")
 
 
-async def follow_first_batch(store: ResponseStore, made: Response) -> AsyncIterator[list[bytes]]:
-    async for part in store.follow_events(made.owner, made.id):
+async def follow_first_batch(
+    store: ResponseStore, response: Response
+) -> AsyncIterator[list[bytes]]:
+    async for part in store.follow_events(response.owner, response.id):
         yield part.events
         return
 

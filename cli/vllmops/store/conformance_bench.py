@@ -80,9 +80,9 @@ def register_check(name: str, *, conversations: bool = False) -> Callable[[Check
     return register
 
 
-def expect_equal(found: object, wanted: object, what: str) -> None:
-    if found != wanted:
-        raise CheckFailed(f"{what}: {found!r}, not {wanted!r}"[:500])
+def expect_equal(actual_value: object, expected_value: object, subject: str) -> None:
+    if actual_value != expected_value:
+        raise CheckFailed(f"{subject}: {actual_value!r}, not {expected_value!r}"[:500])
 
 
 def make_response(

@@ -42,16 +42,18 @@ def make_item(name: str, text: str = "hello") -> ConversationItem:
     return ConversationItem(name, b'{"role":"user","content":"%b"}' % text.encode())
 
 
-async def list_item_ids(store: ResponseStore, kept: Conversation) -> list[str]:
+async def list_item_ids(store: ResponseStore, conversation: Conversation) -> list[str]:
     """The ids of a conversation's items."""
     page = await store.conversations.list_items(
-        EVERYBODY, kept.id, after=None, limit=1000, descending=False
+        EVERYBODY, conversation.id, after_id=None, limit=1000, descending=False
     )
     return [one.id for one in page.entries] if page else ["there is none"]
 
 
-async def hold_or_fail(store: ResponseStore, kept: Conversation, holder: str) -> ConversationHold:
-    found = await store.conversations.hold(kept.owner, kept.id, holder)
+async def hold_or_fail(
+    store: ResponseStore, conversation: Conversation, holder: str
+) -> ConversationHold:
+    found = await store.conversations.hold(conversation.owner, conversation.id, holder)
     if not isinstance(found, ConversationHold):
         raise CheckFailed(f"{holder!r} could not hold the conversation: {found.value}")
     return found
@@ -86,7 +88,7 @@ async def check_conversation_round_trip(bench: StoreBench) -> None:
             page = await store.conversations.list_items(
                 ANN,
                 made.id,
-                after=found[-1].id if found else None,
+                after_id=found[-1].id if found else None,
                 limit=50,
                 descending=descending,
             )
@@ -96,7 +98,7 @@ async def check_conversation_round_trip(bench: StoreBench) -> None:
                 break
         expect_equal(found, wanted[::-1] if descending else wanted, "its items, page by page")
     with contextlib.suppress(CursorUnknown):
-        await store.conversations.list_items(ANN, made.id, after="x", limit=1, descending=True)
+        await store.conversations.list_items(ANN, made.id, after_id="x", limit=1, descending=True)
         raise CheckFailed("a list began behind an unknown item")
     expect_equal(await store.conversations.get_item(ANN, made.id, odd.id), odd, "one item")
     expect_equal(await store.conversations.get_item(ANN, made.id, "x"), None, "an unknown item")
@@ -138,7 +140,7 @@ async def check_conversation_delete(bench: StoreBench) -> None:
     expect_equal(await store.conversations.get(ANN, made.id), None, "what is there")
     expect_equal(await store.conversations.get_item(ANN, made.id, "old"), None, "its item")
     run = make_response()
-    outcome = await store.conversations.finish_turn(hold, [make_item("new")], run, new=True)
+    outcome = await store.conversations.finish_turn(hold, [make_item("new")], run, is_new=True)
     expect_equal(outcome, GONE, "ending a turn after that")
     expect_equal(await store.get(ANN, run.id), None, "its response")
     await store.conversations.renew_holds()
@@ -159,7 +161,7 @@ async def check_atomic_turns(bench: StoreBench) -> None:
     first = make_response("r1")
     hold = await hold_or_fail(store, made, "h1")
     expect_equal(
-        await finish(hold, [make_item("b"), make_item("c")], first, new=True),
+        await finish(hold, [make_item("b"), make_item("c")], first, is_new=True),
         DONE,
         "a new response",
     )
@@ -171,12 +173,12 @@ async def check_atomic_turns(bench: StoreBench) -> None:
 
     hold = await hold_or_fail(store, made, "h2")
     expect_equal(
-        await finish(hold, [make_item("d")], first, new=True),
+        await finish(hold, [make_item("d")], first, is_new=True),
         ConversationResult.REFUSED,
         "a taken id",
     )
     expect_equal(
-        await finish(hold, [make_item("a")], make_response("r2"), new=True),
+        await finish(hold, [make_item("a")], make_response("r2"), is_new=True),
         TAKEN,
         "an item's id twice",
     )
@@ -189,7 +191,7 @@ async def check_atomic_turns(bench: StoreBench) -> None:
     run = make_response("r3", status="in_progress")
     await store.create(run)
     over = replace(run, status="completed", body=b'{"status":"completed"}')
-    expect_equal(await finish(hold, [make_item("d")], over, new=False), DONE, "a run that ends")
+    expect_equal(await finish(hold, [make_item("d")], over, is_new=False), DONE, "a run that ends")
     expect_equal(
         (await store.get(ANN, "r3"), await list_item_ids(store, made)),
         (over, ["a", "b", "c", "d"]),
@@ -198,13 +200,13 @@ async def check_atomic_turns(bench: StoreBench) -> None:
 
     hold = await hold_or_fail(store, made, "h4")
     expect_equal(
-        await finish(hold, [make_item("e")], over, new=False),
+        await finish(hold, [make_item("e")], over, is_new=False),
         ConversationResult.REFUSED,
         "a run that is over",
     )
     expect_equal(await list_item_ids(store, made), ["a", "b", "c", "d"], "its conversation")
     expect_equal(
-        await finish(hold, [make_item("e")], None, new=False), DONE, "a turn without a response"
+        await finish(hold, [make_item("e")], None, is_new=False), DONE, "a turn without a response"
     )
     expect_equal(await list_item_ids(store, made), ["a", "b", "c", "d", "e"], "its conversation")
 
@@ -220,7 +222,7 @@ async def check_large_turns(bench: StoreBench) -> None:
     )
     await store.conversations.create(made, [])
     hold = await hold_or_fail(store, made, "h")
-    outcome = await store.conversations.finish_turn(hold, items, make_response("r1"), new=True)
+    outcome = await store.conversations.finish_turn(hold, items, make_response("r1"), is_new=True)
     expect_equal(outcome, DONE, "ending a turn with many")
     for each in (made, other):
         expect_equal(
@@ -236,7 +238,7 @@ async def check_turn_eviction(bench: StoreBench) -> None:
     for number in range(8):
         hold = await hold_or_fail(store, made, f"h{number}")
         outcome = await store.conversations.finish_turn(
-            hold, [], make_response(f"r{number}"), new=True
+            hold, [], make_response(f"r{number}"), is_new=True
         )
         expect_equal(outcome, DONE, "ending a turn")
     page = await store.list_responses(ANN, ResponseQuery(descending=False))
@@ -259,7 +261,7 @@ async def check_exclusive_hold(bench: StoreBench) -> None:
         await asyncio.sleep(0.02)
         added = [make_item(f"q{number}"), make_item(f"a{number}")]
         expect_equal(
-            await store.conversations.finish_turn(hold, added, None, new=True),
+            await store.conversations.finish_turn(hold, added, None, is_new=True),
             DONE,
             "ending a turn",
         )
@@ -310,14 +312,14 @@ async def check_hold_lapse(bench: StoreBench) -> None:
     second = await hold_or_fail(other, made, "h2")
     finish = store.conversations.finish_turn
     expect_equal(
-        await finish(hold, [make_item("a")], make_response("r"), new=True),
+        await finish(hold, [make_item("a")], make_response("r"), is_new=True),
         LOCKED,
         "the first one's end",
     )
     expect_equal(await store.get(ANN, "r"), None, "its response")
     store.conversations.holds.add(hold)
     await store.conversations.renew_holds()
-    outcome = await other.conversations.finish_turn(second, [make_item("b")], None, new=True)
+    outcome = await other.conversations.finish_turn(second, [make_item("b")], None, is_new=True)
     expect_equal((outcome, await list_item_ids(store, made)), (DONE, ["b"]), "the second one's end")
     await hold_or_fail(store, made, "h3")
     store.conversations.holds.clear()
@@ -329,11 +331,11 @@ async def check_hold_lapse(bench: StoreBench) -> None:
     )
     lost = ConversationHold(made.id, ANN, "h3", [])
     expect_equal(
-        await finish(lost, [make_item("d")], None, new=True), LOCKED, "a turn that was overtaken"
+        await finish(lost, [make_item("d")], None, is_new=True), LOCKED, "a turn that was overtaken"
     )
     late = await hold_or_fail(store, made, "h4")
     await asyncio.sleep(SHORT_S + 0.2)
-    outcome = await finish(late, [make_item("e")], None, new=True)
+    outcome = await finish(late, [make_item("e")], None, is_new=True)
     expect_equal(
         (outcome, await list_item_ids(store, made)),
         (DONE, ["b", "c", "e"]),
@@ -351,7 +353,7 @@ async def check_conversation_owners(bench: StoreBench) -> None:
         expect_equal(await kept.get(owner, made.id), None, "what another gets")
         expect_equal(await kept.set_metadata(owner, made.id, b"{}"), None, "what he updates")
         expect_equal(await kept.delete(owner, made.id), False, "what he deletes")
-        page = await kept.list_items(owner, made.id, after=None, limit=9, descending=True)
+        page = await kept.list_items(owner, made.id, after_id=None, limit=9, descending=True)
         expect_equal(page, None, "his page")
         expect_equal(await kept.get_item(owner, made.id, "a"), None, "his item")
         expect_equal(await kept.remove_item(owner, made.id, "a"), GONE, "what he takes out")

@@ -121,21 +121,27 @@ class ConversationStore:
             return await backend.delete_conversation(owner, conversation_id)
 
     async def list_conversations(
-        self, owner: str, after: str | None, limit: int
+        self, owner: str, after_id: str | None, limit: int
     ) -> list[Conversation]:
         """The owner's conversations, the newest first.
 
         Raises:
             CursorUnknown: ``after`` is no conversation of this owner's.
         """
-        if after is not None and not is_valid_id(after):
-            raise CursorUnknown(after, "conversation")
+        if after_id is not None and not is_valid_id(after_id):
+            raise CursorUnknown(after_id, "conversation")
         async with self.backend_call(reads=True) as backend:
-            found = await backend.list_conversations(owner, after, limit)
+            found = await backend.list_conversations(owner, after_id, limit)
         return [try_unpack_conversation(one) for one in found]
 
     async def list_items(
-        self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        after_id: str | None,
+        limit: int,
+        descending: bool,
     ) -> ItemPage | None:
         """Part of a conversation's items; None where there is no such conversation.
 
@@ -144,11 +150,11 @@ class ConversationStore:
         """
         if not is_valid_id(conversation_id):
             return None
-        if not is_storable(after or ""):
-            raise CursorUnknown(after or "", "item")
+        if not is_storable(after_id or ""):
+            raise CursorUnknown(after_id or "", "item")
         async with self.backend_call(reads=True) as backend:
             page = await backend.list_items(
-                owner, conversation_id, after=after, limit=limit, descending=descending
+                owner, conversation_id, after_id=after_id, limit=limit, descending=descending
             )
         return page and ItemPage(
             [await try_unpack_item(one) for one in page.entries], page.has_more
@@ -229,7 +235,7 @@ class ConversationStore:
             return ConversationResult.GONE
         async with self.backend_call(reads=True) as backend:
             page = await backend.list_items(
-                owner, conversation_id, after=None, limit=ALL, descending=False
+                owner, conversation_id, after_id=None, limit=ALL, descending=False
             )
         return (
             ConversationHold(conversation_id, owner, "", page.entries)
@@ -239,31 +245,31 @@ class ConversationStore:
 
     async def finish_turn(
         self,
-        held: ConversationHold,
+        hold: ConversationHold,
         entries: Sequence[ConversationItem],
         response: Response | None,
         *,
-        new: bool,
+        is_new: bool,
     ) -> ConversationResult:
         """Add the items of a turn to its conversation, store its response, and let go of it.
 
         Args:
-            held: the hold.
+            hold: the hold.
             entries: what the turn added.
             response: how it ended; None where it is not stored.
-            new: whether it is stored first; else it runs.
+            is_new: whether it is stored first; else it runs.
         """
         packed = response and await self.store.pack_response(response)
         addition = ItemAddition(
-            conversation_id=held.conversation_id,
-            owner=held.owner,
+            conversation_id=hold.conversation_id,
+            owner=hold.owner,
             entries=await pack_items(entries),
-            holder=held.holder,
+            holder=hold.holder,
         )
         async with self.backend_call() as backend:
-            outcome = await backend.add_items(addition, packed, new=new)
+            outcome = await backend.add_items(addition, packed, is_new=is_new)
         if outcome is ConversationResult.DONE:
-            self.holds.discard(held)
+            self.holds.discard(hold)
             if response is not None:
                 self.store.wake_followers(response.id)
         return outcome
@@ -276,15 +282,15 @@ class ConversationStore:
         holding.cancel()
         await self.release_conversation(conversation_id, holder)
 
-    async def release_hold(self, held: ConversationHold) -> None:
+    async def release_hold(self, hold: ConversationHold) -> None:
         """Let go of a conversation, unless that was done; a store that is down is no error.
 
         Also for a caller that is cancelled: each of its awaits may be, as one of anyio's is.
         """
-        if held not in self.holds:
+        if hold not in self.holds:
             return
-        self.holds.discard(held)
-        await asyncio.shield(self.release_in_background(held.conversation_id, held.holder))
+        self.holds.discard(hold)
+        await asyncio.shield(self.release_in_background(hold.conversation_id, hold.holder))
 
     def release_in_background(self, conversation_id: str, holder: str) -> asyncio.Task[None]:
         """Let go of a conversation in a task, which outlives a caller that is cancelled."""

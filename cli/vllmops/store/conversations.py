@@ -120,7 +120,7 @@ class ConversationBackend:
         raise NotImplementedError
 
     async def list_conversations(
-        self, owner: str, after: str | None, limit: int
+        self, owner: str, after_id: str | None, limit: int
     ) -> list[Conversation]:
         """The owner's conversations, the newest first, behind one of them.
 
@@ -151,7 +151,13 @@ class ConversationBackend:
         raise NotImplementedError
 
     async def list_items(
-        self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        after_id: str | None,
+        limit: int,
+        descending: bool,
     ) -> ItemPage | None:
         """Part of a conversation's items; None where there is no such conversation.
 
@@ -173,14 +179,14 @@ class ConversationBackend:
         raise NotImplementedError
 
     async def add_items(
-        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+        self, addition: ItemAddition, response: Response | None = None, *, is_new: bool = False
     ) -> ConversationResult:
         """Add items to a conversation; and store a response, both or neither.
 
         Args:
             addition: the items.
             response: which is to be stored.
-            new: store it as ``create`` does; else as ``put`` does.
+            is_new: store it as ``create`` does; else as ``put`` does.
         """
         raise NotImplementedError
 

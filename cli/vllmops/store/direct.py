@@ -77,8 +77,8 @@ class DirectStore:
         except backend.unavailable as error:
             raise self.make_unavailable_error(backend.describe_error(error)) from error
 
-    def make_unavailable_error(self, why: str) -> StoreUnavailable:
-        message = f"{self.name} is unavailable: {why}"
+    def make_unavailable_error(self, reason: str) -> StoreUnavailable:
+        message = f"{self.name} is unavailable: {reason}"
         return StoreUnavailable(message, hint=self.store.backend.hint)
 
     async def list_responses(self, query: ResponseQuery) -> ResponsePage:

@@ -37,13 +37,15 @@ DEFAULTS: dict[str, Any] = {
 NULL = msgspec.Raw(b"null")
 
 
-def fill_defaults(found: dict[str, Any]) -> dict[str, Any]:
+def fill_defaults(stored_fields: dict[str, Any]) -> dict[str, Any]:
     """A stored response object with the defaults where a field is missing or null.
 
     For a body from before vllmops filled in its fields, or one that is damaged.
 
     Args:
-        found: the object; its values may be raw JSON.
+        stored_fields: the object; its values may be raw JSON.
     """
-    said = {name: value for name, value in found.items() if value is not None and value != NULL}
-    return {**found, **DEFAULTS, **said}
+    said = {
+        name: value for name, value in stored_fields.items() if value is not None and value != NULL
+    }
+    return {**stored_fields, **DEFAULTS, **said}

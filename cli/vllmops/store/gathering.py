@@ -38,17 +38,17 @@ class CallBatcher(Generic[Given, Got]):
         self.together: list[asyncio.Future[Got]] = []
         self.task: asyncio.Task[Sequence[Got]] | None = None
 
-    async def __call__(self, given: Given) -> Got:
+    async def __call__(self, argument: Given) -> Got:
         future: asyncio.Future[Got] = asyncio.get_running_loop().create_future()
         if self.busy:
-            self.waiting.append((given, future))
+            self.waiting.append((argument, future))
         else:
             self.busy = True
             try:
                 await asyncio.sleep(0)  # those of the same turn have come by then
                 if not self.waiting:  # no task: most calls are alone
-                    return (await self.run([given]))[0]
-                self.waiting.appendleft((given, future))
+                    return (await self.run([argument]))[0]
+                self.waiting.appendleft((argument, future))
             finally:
                 self.start_batch()
         try:

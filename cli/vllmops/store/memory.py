@@ -113,11 +113,11 @@ class Memory(MemoryConversations):
         response_id: str,
         status: str,
         *,
-        allowed: Collection[str] = RUNNING,
+        allowed_statuses: Collection[str] = RUNNING,
         error: str = "",
     ) -> StatusChange:
         now = self.find_response(owner, response_id)
-        if now is None or now.status not in allowed:
+        if now is None or now.status not in allowed_statuses:
             return StatusChange(False, now)
         changed = replace(now, status=status, error=error)
         self.store_response(changed)
@@ -200,12 +200,14 @@ class Memory(MemoryConversations):
             self.remove_event_log(next(iter(self.logs)))
         return True
 
-    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
+    async def read_events(self, owner: str, response_id: str, after_number: int) -> EventLog | None:
         found = self.find_response(owner, response_id)
         if found is None:
             return None
         chunks = self.logs.get(response_id, [])
-        return EventLog([chunk for chunk in chunks if chunk.last_number > after], found.is_running)
+        return EventLog(
+            [chunk for chunk in chunks if chunk.last_number > after_number], found.is_running
+        )
 
     async def sweep(self) -> SweepResult:
         before = self.evictions
@@ -279,19 +281,19 @@ class Memory(MemoryConversations):
             self.leases.pop(response.id, None)
         self.last_use_by_id[response.id] = time.time()
 
-    def update_owner_count(self, owner: str, before: int, now: int) -> None:
+    def update_owner_count(self, owner: str, old_count: int, new_count: int) -> None:
         """Note how many an owner has."""
-        if before == now:
+        if old_count == new_count:
             return
-        self.levels[before].pop(owner, None)
-        if not self.levels[before]:
-            del self.levels[before]
-        if now:
-            self.levels[now][owner] = None
+        self.levels[old_count].pop(owner, None)
+        if not self.levels[old_count]:
+            del self.levels[old_count]
+        if new_count:
+            self.levels[new_count][owner] = None
         else:
             del self.shares[owner]
         # One more or one less: who is fullest has no more than one more or less either.
-        self.largest_count = max(self.largest_count, now)
+        self.largest_count = max(self.largest_count, new_count)
         if self.largest_count not in self.levels:
             self.largest_count -= 1
 
@@ -311,18 +313,23 @@ class Memory(MemoryConversations):
         self.store_response(replace(self.responses[response_id], status="failed", error=GONE))
         return True
 
-    def find_largest_owner(self, spared: Response) -> str:
+    def find_largest_owner(self, spared_response: Response) -> str:
         """Who has most, but for one response that is to stay."""
         first = next(iter(self.levels[self.largest_count]))
-        if self.largest_count > 1 or first != spared.owner:
+        if self.largest_count > 1 or first != spared_response.owner:
             return first
         return next(owner for owner in self.levels[1] if owner != first)
 
-    def evict_lru(self, owner: str, spared: str) -> None:
+    def evict_lru(self, owner: str, spared_id: str) -> None:
         """Drop what an owner used longest ago, and something that runs only in need."""
         share = self.shares[owner]
         self.remove_response(
-            next(i for group in (share.finished_ids, share.under_way) for i in group if i != spared)
+            next(
+                i
+                for group in (share.finished_ids, share.under_way)
+                for i in group
+                if i != spared_id
+            )
         )
         self.evictions += 1
 

@@ -75,7 +75,7 @@ class MemoryConversations(Backend):
         return found is not None and self.stored_conversations.pop(conversation_id) is found
 
     async def list_conversations(
-        self, owner: str, after: str | None, limit: int
+        self, owner: str, after_id: str | None, limit: int
     ) -> list[Conversation]:
         found = sorted(
             (
@@ -86,7 +86,7 @@ class MemoryConversations(Backend):
             key=lambda one: (one.created_at, one.id),
             reverse=True,
         )
-        first = find_page_start(after, [one.id for one in found], "conversation")
+        first = find_page_start(after_id, [one.id for one in found], "conversation")
         return found[first : first + limit]
 
     async def hold_conversation(
@@ -110,7 +110,13 @@ class MemoryConversations(Backend):
             found.holder = ""
 
     async def list_items(
-        self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        after_id: str | None,
+        limit: int,
+        descending: bool,
     ) -> ItemPage | None:
         found = self.find_conversation(owner, conversation_id)
         if found is None:
@@ -118,7 +124,7 @@ class MemoryConversations(Backend):
         entries = list(found.entries.values())
         if descending:
             entries.reverse()
-        first = find_page_start(after, [entry.id for entry in entries], "item")
+        first = find_page_start(after_id, [entry.id for entry in entries], "item")
         return ItemPage(entries[first : first + limit], len(entries) > first + limit)
 
     async def get_item(
@@ -140,7 +146,7 @@ class MemoryConversations(Backend):
         return ConversationResult.DONE
 
     async def add_items(
-        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+        self, addition: ItemAddition, response: Response | None = None, *, is_new: bool = False
     ) -> ConversationResult:
         found = self.find_conversation(addition.owner, addition.conversation_id)
         if found is None:
@@ -152,7 +158,7 @@ class MemoryConversations(Backend):
             return ConversationResult.TAKEN
         if not addition.holder and len(found.entries) + len(added) > self.limits.max_items:
             return ConversationResult.FULL
-        if response and not await (self.create(response) if new else self.put(response)):
+        if response and not await (self.create(response) if is_new else self.put(response)):
             return ConversationResult.REFUSED
         found.entries |= added
         found.holder = ""
@@ -176,7 +182,7 @@ class MemoryConversations(Backend):
             if not one.is_held:
                 del self.stored_conversations[conversation_id]
 
-    def evict_conversations(self, spared: str) -> None:
+    def evict_conversations(self, spared_id: str) -> None:
         """Drop what was used longest ago until nobody, and all together, have more than may be."""
         if len(self.stored_conversations) <= min(self.limits.max_size, self.limits.owner_limit):
             return
@@ -185,20 +191,20 @@ class MemoryConversations(Backend):
             theirs = [
                 (one.is_held, at, conversation_id)
                 for at, (conversation_id, one) in enumerate(self.stored_conversations.items())
-                if one.conversation.owner == owner and conversation_id != spared
+                if one.conversation.owner == owner and conversation_id != spared_id
             ]
             for _, _, conversation_id in sorted(theirs)[: counts[owner] - target]:
                 del self.stored_conversations[conversation_id]
 
 
-def find_page_start(after: str | None, ids: list[str], what: str) -> int:
+def find_page_start(after_id: str | None, ids: list[str], subject: str) -> int:
     """Where a page of a list begins.
 
     Raises:
         CursorUnknown: ``after`` is not in the list.
     """
-    if after is None:
+    if after_id is None:
         return 0
-    if after not in ids:
-        raise CursorUnknown(after, what)
-    return ids.index(after) + 1
+    if after_id not in ids:
+        raise CursorUnknown(after_id, subject)
+    return ids.index(after_id) + 1

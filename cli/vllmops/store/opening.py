@@ -56,21 +56,21 @@ def make_backend(url: str, limits: Limits | None = None) -> Backend:
         ) from error
 
 
-def load_backend_class(named: str) -> type[Backend]:
+def load_backend_class(class_path: str) -> type[Backend]:
     """The class that ``VLLM_RESPONSES_STORE_BACKEND`` names.
 
     Raises:
         VllmopsError: ``usage``.
     """
-    module, _, name = named.rpartition(".")
+    module, _, name = class_path.rpartition(".")
     hint = f"{CLASS}=package.module.Class"
     try:
         found = getattr(import_module(module), name) if module else None
     except (ImportError, AttributeError) as error:
-        raise make_usage_error(f"{CLASS} is {named}: {error}", hint) from error
+        raise make_usage_error(f"{CLASS} is {class_path}: {error}", hint) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise make_usage_error(
-            f"{CLASS} is {named}, which is not a vllmops.store.backend.Backend", hint
+            f"{CLASS} is {class_path}, which is not a vllmops.store.backend.Backend", hint
         )
     return found
 

@@ -35,14 +35,14 @@ class ConnectionPool(Generic[Connection]):
     def __init__(
         self,
         connect: Callable[[], Awaitable[Connection]],
-        usable: Callable[[Connection], Awaitable[bool]],
+        is_usable: Callable[[Connection], Awaitable[bool]],
         end: Callable[[Connection], Awaitable[None]],
-        most: int,
+        max_connections: int,
     ) -> None:
         self.connect = connect
-        self.is_usable = usable
+        self.is_usable = is_usable
         self.end = end
-        self.room = asyncio.Semaphore(most)
+        self.room = asyncio.Semaphore(max_connections)
         # With the time when each began to rest; the one that was used last is last.
         self.resting: list[tuple[Connection, float]] = []
         # How often all were let go of.

@@ -135,11 +135,11 @@ class Postgresql(SqlBackend):
     async def find_response(self, owner: str, response_id: str) -> Response | None:
         return await self.finding((owner, response_id))
 
-    async def find_responses(self, wanted: list[tuple[str, str]]) -> list[Response | None]:
+    async def find_responses(self, owners_and_ids: list[tuple[str, str]]) -> list[Response | None]:
         """As `find_response`, for several owners and ids."""
-        if len(wanted) == 1:
-            return [await super().find_response(*wanted[0])]
-        ids = {response_id for _, response_id in wanted}
+        if len(owners_and_ids) == 1:
+            return [await super().find_response(*owners_and_ids[0])]
+        ids = {response_id for _, response_id in owners_and_ids}
         found = {
             response.id: response for response in await self.select_responses("get many", list(ids))
         }
@@ -147,7 +147,7 @@ class Postgresql(SqlBackend):
             response
             if (response := found.get(response_id)) and owner in {EVERYBODY, response.owner}
             else None
-            for owner, response_id in wanted
+            for owner, response_id in owners_and_ids
         ]
 
     async def insert_responses(self, responses: list[Response]) -> list[bool]:
@@ -179,14 +179,16 @@ class Postgresql(SqlBackend):
         return [row for row in rows if row[0] is not None] if rows else None
 
     async def insert_items(
-        self, addition: ItemAddition, response: Response | None, *, new: bool
+        self, addition: ItemAddition, response: Response | None, *, is_new: bool
     ) -> ConversationResult:
         """In one round trip; what hinders that is found out in several."""
         entries, storing, row = addition.entries, "nothing", tuple[Any, ...]()
         if response:
-            storing = "create" if new else "put"
+            storing = "create" if is_new else "put"
             row = (
-                self.build_create_args(response) if new else self.build_put_args(response, FINISHED)
+                self.build_create_args(response)
+                if is_new
+                else self.build_put_args(response, FINISHED)
             )
         text = "".join(self.text[name] for name in ("add", f"and {storing}", "added"))
         given = (
@@ -208,7 +210,7 @@ class Postgresql(SqlBackend):
 
         if await self.run_on_primary(run_insert):
             return ConversationResult.DONE
-        return await super().insert_items(addition, response, new=new)
+        return await super().insert_items(addition, response, is_new=is_new)
 
     async def run_transaction(self, steps: Callable[[], Steps]) -> ConversationResult:
         async def run_on_connection(connection: Connection) -> ConversationResult:

@@ -61,8 +61,8 @@ def redact_event(document: bytes) -> bytes:
     return msgspec.json.encode(found)
 
 
-def has_no_tools(found: ToolsField) -> bool:
-    return bytes(found.tools) in {b"", b"[]", b"null"}
+def has_no_tools(tools_field: ToolsField) -> bool:
+    return bytes(tools_field.tools) in {b"", b"[]", b"null"}
 
 
 def redact_value(value: Any, name: str = "", *, secret: bool = False) -> Any:

@@ -252,14 +252,14 @@ class Redis(RedisConversations):
         response_id: str,
         status: str,
         *,
-        allowed: Collection[str] = RUNNING,
+        allowed_statuses: Collection[str] = RUNNING,
         error: str = "",
     ) -> StatusChange:
         found = await self.run_operation(
             "set_status",
             response_id,
             owner,
-            join_statuses(allowed),
+            join_statuses(allowed_statuses),
             status,
             error,
             self.limits.lease_s,
@@ -347,8 +347,10 @@ class Redis(RedisConversations):
         )
         return bool(done)
 
-    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
-        found = await self.run_operation("log", response_id, owner, after, *self.failure_args)
+    async def read_events(self, owner: str, response_id: str, after_number: int) -> EventLog | None:
+        found = await self.run_operation(
+            "log", response_id, owner, after_number, *self.failure_args
+        )
         if not found:
             return None
         chunks = []
@@ -448,22 +450,22 @@ async def send_commands(connection: Connection, calls: Collection[tuple[Any, ...
     return found
 
 
-def unwrap_answer(found: Any) -> Any:
+def unwrap_answer(answer: Any) -> Any:
     """What a call gives.
 
     Raises:
         RedisError: the server's answer was an error.
     """
-    if isinstance(found, RedisError):
-        raise found
-    return found
+    if isinstance(answer, RedisError):
+        raise answer
+    return answer
 
 
-def is_retryable(found: Any) -> bool:
+def is_retryable(answer: Any) -> bool:
     """Whether an answer refuses a call that another server, or this one soon, would take."""
-    if not isinstance(found, RedisError):
+    if not isinstance(answer, RedisError):
         return False
-    return (found.status_code or f"{found}".partition(" ")[0]) in ELSEWHERE
+    return (answer.status_code or f"{answer}".partition(" ")[0]) in ELSEWHERE
 
 
 def estimate_size(value: Any) -> int:

@@ -70,11 +70,11 @@ class RedisConversations(Backend):
         return bool(await self.run_operation("delete_conversation", conversation_id, owner))
 
     async def list_conversations(
-        self, owner: str, after: str | None, limit: int
+        self, owner: str, after_id: str | None, limit: int
     ) -> list[Conversation]:
-        found = await self.run_operation("list_conversations", owner, after or "", limit)
+        found = await self.run_operation("list_conversations", owner, after_id or "", limit)
         if found is None:
-            raise CursorUnknown(after or "", "conversation")
+            raise CursorUnknown(after_id or "", "conversation")
         return list(map(conversation_from_fields, found))
 
     async def hold_conversation(
@@ -92,14 +92,20 @@ class RedisConversations(Backend):
         await self.run_operation("release", conversation_id, holder)
 
     async def list_items(
-        self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        after_id: str | None,
+        limit: int,
+        descending: bool,
     ) -> ItemPage | None:
-        given = conversation_id, owner, after or "", limit + 1, int(descending)
+        given = conversation_id, owner, after_id or "", limit + 1, int(descending)
         outcome, *fields = await self.run_operation("page_entries", *given)
         if outcome == b"gone":
             return None
         if outcome == b"unknown":
-            raise CursorUnknown(after or "", "item")
+            raise CursorUnknown(after_id or "", "item")
         await self.conversation_uses.mark_used([conversation_id])
         found = items_from_fields(fields)
         return ItemPage(found[:limit], len(found) > limit)
@@ -117,13 +123,13 @@ class RedisConversations(Backend):
         return ConversationResult(found.decode())
 
     async def add_items(
-        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+        self, addition: ItemAddition, response: Response | None = None, *, is_new: bool = False
     ) -> ConversationResult:
         storing: tuple[Any, ...] = ()
         if response is not None:
             storing = (
                 self.build_create_args(response)
-                if new
+                if is_new
                 else self.build_put_args(response, join_statuses(FINISHED))
             )
         found = await self.run_operation(
@@ -132,7 +138,7 @@ class RedisConversations(Backend):
             addition.owner,
             addition.holder,
             self.limits.max_items,
-            "" if response is None else "create" if new else "put",
+            "" if response is None else "create" if is_new else "put",
             len(storing),
             *storing,
             *flatten_items(addition.entries),

@@ -107,8 +107,8 @@ def parse_limits(environment: Mapping[str, str]) -> Limits:
     """How much is kept, and for how long."""
     known = Limits()
     return Limits(
-        max_size=int(parse_setting(environment, MAX_SIZE, known.max_size, least=1)),
-        max_per_key=int(parse_setting(environment, MAX_PER_KEY, 1000, least=1))
+        max_size=int(parse_setting(environment, MAX_SIZE, known.max_size, minimum=1)),
+        max_per_key=int(parse_setting(environment, MAX_PER_KEY, 1000, minimum=1))
         if environment.get(MAX_PER_KEY)
         else None,
         ttl_s=parse_setting(environment, TTL, known.ttl_s),
@@ -145,10 +145,10 @@ def parse_websocket_limits(environment: Mapping[str, str] = os.environ) -> WebSo
     known = WebSocketLimits()
     most = LARGEST_MESSAGE
     return WebSocketLimits(
-        int(parse_setting(environment, SOCKET_MESSAGE, known.message, least=1, most=most)),
-        parse_setting(environment, SOCKET_IDLE, known.idle_s, most=CENTURY_S),
-        int(parse_setting(environment, SOCKET_REQUESTS, known.requests, least=1)),
-        int(parse_setting(environment, SOCKET_CONNECTIONS, known.connections, least=1)),
+        int(parse_setting(environment, SOCKET_MESSAGE, known.message, minimum=1, maximum=most)),
+        parse_setting(environment, SOCKET_IDLE, known.idle_s, maximum=CENTURY_S),
+        int(parse_setting(environment, SOCKET_REQUESTS, known.requests, minimum=1)),
+        int(parse_setting(environment, SOCKET_CONNECTIONS, known.connections, minimum=1)),
     )
 
 
@@ -157,11 +157,11 @@ def parse_setting(
     name: str,
     default: float,
     *,
-    least: float = LEAST_S,
-    most: float = MOST,
+    minimum: float = LEAST_S,
+    maximum: float = MOST,
 ) -> float:
     text = environment.get(name, "")
     try:
-        return parse_number(text, least, most) if text else default
+        return parse_number(text, minimum, maximum) if text else default
     except ValueError as error:
         raise make_usage_error(f"{name}: {error}", f"{name}={default:.10g}") from error

@@ -72,8 +72,8 @@ class ResponseSource(Protocol):
         """Delete a response, and stop it where it runs."""
 
 
-def make_unknown_error(name: str, response_id: str, *, sure: bool = True) -> VllmopsError:
-    route = "" if sure else ", or no route that retrieves one"
+def make_unknown_error(name: str, response_id: str, *, is_certain: bool = True) -> VllmopsError:
+    route = "" if is_certain else ", or no route that retrieves one"
     return VllmopsError(
         "responses.unknown",
         f"{name} has no response {response_id!r}{route}",
@@ -92,7 +92,11 @@ def make_failed_result(response_id: str, error: VllmopsError) -> ChangeResult:
     )
 
 
-def make_refused_result(response_id: str, why: str) -> ChangeResult:
+def make_refused_result(response_id: str, reason: str) -> ChangeResult:
     return ChangeResult(
-        id=response_id, done=False, result=why, code="responses.refused", exit_code=ExitCode.FAILED
+        id=response_id,
+        done=False,
+        result=reason,
+        code="responses.refused",
+        exit_code=ExitCode.FAILED,
     )

@@ -55,9 +55,9 @@ class SqlBackend(SqlConversations):
         own: the file with the statements that only this database takes.
     """
 
-    def __init__(self, url: str, limits: Limits, name: str, own: str) -> None:
+    def __init__(self, url: str, limits: Limits, name: str, statements_file: str) -> None:
         super().__init__(url, limits)
-        texts = {**load_statements("statements.sql"), **load_statements(own)}
+        texts = {**load_statements("statements.sql"), **load_statements(statements_file)}
         self.text = {each: text.replace("{name}", name) for each, text in texts.items()}
         self.uses = LastUseBuffer(self.write_uses)
         # Counting is slow, so it is done once in a while: of all, and of an owner.
@@ -80,15 +80,17 @@ class SqlBackend(SqlConversations):
         """As `execute`, for the statement of that name."""
         return await self.execute(self.text[name], *values)
 
-    def list_migrations(self, found: int) -> list[str]:
+    def list_migrations(self, schema_version: int) -> list[str]:
         """The statements that lead from a schema's version to the newest; none from that.
 
         Raises:
             VllmopsError: ``store.schema``.
         """
-        if found > SCHEMA:
-            raise make_schema_error(self.url, found, SCHEMA)
-        steps = [self.text[f"schema {version}"] for version in range(found + 1, SCHEMA + 1)]
+        if schema_version > SCHEMA:
+            raise make_schema_error(self.url, schema_version, SCHEMA)
+        steps = [
+            self.text[f"schema {version}"] for version in range(schema_version + 1, SCHEMA + 1)
+        ]
         return [statement for step in steps for statement in step.split(";")]
 
     def get_lease_s(self, status: str) -> float | None:
@@ -109,10 +111,10 @@ class SqlBackend(SqlConversations):
         return done
 
     async def add_items(
-        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+        self, addition: ItemAddition, response: Response | None = None, *, is_new: bool = False
     ) -> ConversationResult:
-        outcome = await super().add_items(addition, response, new=new)
-        if new and response and outcome is ConversationResult.DONE:
+        outcome = await super().add_items(addition, response, is_new=is_new)
+        if is_new and response and outcome is ConversationResult.DONE:
             await self.make_room(response)
         return outcome
 
@@ -170,8 +172,8 @@ class SqlBackend(SqlConversations):
             join_statuses(unless_status),
         )
 
-    def make_store_step(self, response: Response, *, new: bool) -> TransactionStep:
-        if new:
+    def make_store_step(self, response: Response, *, is_new: bool) -> TransactionStep:
+        if is_new:
             return TransactionStep("create", [self.build_create_args(response)], is_batch=True)
         return TransactionStep("put", self.build_put_args(response, FINISHED))
 
@@ -181,7 +183,7 @@ class SqlBackend(SqlConversations):
         response_id: str,
         status: str,
         *,
-        allowed: Collection[str] = RUNNING,
+        allowed_statuses: Collection[str] = RUNNING,
         error: str = "",
     ) -> StatusChange:
         done = await self.execute_named(
@@ -191,7 +193,7 @@ class SqlBackend(SqlConversations):
             status,
             error,
             self.get_lease_s(status),
-            join_statuses(allowed),
+            join_statuses(allowed_statuses),
         )
         if done:
             return StatusChange(True, response_from_row(done[0]))
@@ -276,11 +278,11 @@ class SqlBackend(SqlConversations):
             await self.execute_named("trim", response.id, surplus)
         return bool(done)
 
-    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
+    async def read_events(self, owner: str, response_id: str, after_number: int) -> EventLog | None:
         found = await self.find_response(owner, response_id)
         if found is None:
             return None
-        rows = await self.execute_named("log", response_id, after)
+        rows = await self.execute_named("log", response_id, after_number)
         return EventLog([EventChunk(row[0], row[1], row[2]) for row in rows], found.is_running)
 
     async def sweep(self) -> SweepResult:
@@ -333,13 +335,13 @@ class SqlBackend(SqlConversations):
             "touch", [(response_id, EVERYBODY, at) for response_id, at in uses]
         )
 
-    async def evict_lru(self, spared: str) -> int:
+    async def evict_lru(self, spared_id: str) -> int:
         """Drop what was used longest ago until nobody, and all together, have more than may be."""
         await self.uses.flush()
         shares = dict(await self.count_by_owner(EVERYBODY))
         gone = 0
         for owner, target in plan_evictions(shares, self.limits).items():
-            gone += len(await self.execute_named("evict", owner, target, spared))
+            gone += len(await self.execute_named("evict", owner, target, spared_id))
         return await self.count_evictions(gone)
 
     async def count_evictions(self, count: int) -> int:

@@ -85,7 +85,7 @@ class SqlConversations(Backend):
         """
 
     @abstractmethod
-    def make_store_step(self, response: Response, *, new: bool) -> TransactionStep:
+    def make_store_step(self, response: Response, *, is_new: bool) -> TransactionStep:
         """The step that stores a response, and gives a row if it does."""
 
     async def create_conversation(
@@ -131,14 +131,14 @@ class SqlConversations(Backend):
         return bool(await self.execute_named("delete conversation", conversation_id, owner))
 
     async def list_conversations(
-        self, owner: str, after: str | None, limit: int
+        self, owner: str, after_id: str | None, limit: int
     ) -> list[Conversation]:
         newest: tuple[float | None, str] = (None, "")
-        if after is not None:
-            rows = await self.execute_named("get conversation", after, owner)
+        if after_id is not None:
+            rows = await self.execute_named("get conversation", after_id, owner)
             if not rows:
-                raise CursorUnknown(after, "conversation")
-            newest = conversation_from_row(rows[0]).created_at, after
+                raise CursorUnknown(after_id, "conversation")
+            newest = conversation_from_row(rows[0]).created_at, after_id
         rows = await self.execute_named("list conversations", owner, *newest, limit)
         return list(map(conversation_from_row, rows))
 
@@ -162,15 +162,21 @@ class SqlConversations(Backend):
         await self.execute_named("release", conversation_id, holder)
 
     async def list_items(
-        self, owner: str, conversation_id: str, *, after: str | None, limit: int, descending: bool
+        self,
+        owner: str,
+        conversation_id: str,
+        *,
+        after_id: str | None,
+        limit: int,
+        descending: bool,
     ) -> ItemPage | None:
         if await self.get_conversation(owner, conversation_id) is None:
             return None
         at = None
-        if after is not None:
-            rows = await self.execute_named("entry", conversation_id, owner, after)
+        if after_id is not None:
+            rows = await self.execute_named("entry", conversation_id, owner, after_id)
             if not rows:
-                raise CursorUnknown(after, "item")
+                raise CursorUnknown(after_id, "item")
             at = rows[0][3]
         name = "entries downwards" if descending else "entries upwards"
         rows = await self.execute_named(name, conversation_id, at, limit + 1)
@@ -196,15 +202,15 @@ class SqlConversations(Backend):
         return await self.run_transaction(remove_steps)
 
     async def add_items(
-        self, addition: ItemAddition, response: Response | None = None, *, new: bool = False
+        self, addition: ItemAddition, response: Response | None = None, *, is_new: bool = False
     ) -> ConversationResult:
-        outcome = await self.insert_items(addition, response, new=new)
+        outcome = await self.insert_items(addition, response, is_new=is_new)
         if not addition.holder:  # who holds it has used it
             await self.conversation_uses.mark_used([addition.conversation_id])
         return outcome
 
     async def insert_items(
-        self, addition: ItemAddition, response: Response | None, *, new: bool
+        self, addition: ItemAddition, response: Response | None, *, is_new: bool
     ) -> ConversationResult:
         """As `add_items`, and no use of the conversation."""
 
@@ -216,7 +222,7 @@ class SqlConversations(Backend):
             if not addition.holder and size > self.limits.max_items:
                 raise Rollback(ConversationResult.FULL)
             yield from append_item_steps(addition.conversation_id, place - count, addition.entries)
-            if response and not (yield self.make_store_step(response, new=new)):
+            if response and not (yield self.make_store_step(response, is_new=is_new)):
                 raise Rollback(ConversationResult.REFUSED)
             return ConversationResult.DONE
 
@@ -250,14 +256,14 @@ class SqlConversations(Backend):
             pass
         await self.evict_conversations("")
 
-    async def evict_conversations(self, spared: str) -> None:
+    async def evict_conversations(self, spared_id: str) -> None:
         """Drop what was used longest ago until nobody, and all together, have more than may be."""
         await self.conversation_uses.flush()
         counts = Counter(
             {row[0]: row[1] for row in await self.execute_named("conversation shares")}
         )
         for owner, target in plan_evictions(counts, self.limits).items():
-            await self.execute_named("evict conversations", owner, target, spared)
+            await self.execute_named("evict conversations", owner, target, spared_id)
 
     async def write_conversation_uses(self, uses: list[tuple[str, float]]) -> None:
         """Write down when conversations were used."""
@@ -265,11 +271,12 @@ class SqlConversations(Backend):
 
 
 def append_item_steps(
-    conversation_id: str, place: int, entries: Sequence[ConversationItem]
+    conversation_id: str, first_position: int, entries: Sequence[ConversationItem]
 ) -> Steps:
     """Put items at the end of a conversation, from a position on."""
     rows = [
-        (conversation_id, at, one.id, one.answer, one.body) for at, one in enumerate(entries, place)
+        (conversation_id, at, one.id, one.answer, one.body)
+        for at, one in enumerate(entries, first_position)
     ]
     if rows and len((yield TransactionStep("add entries", rows, is_batch=True))) < len(rows):
         raise Rollback(ConversationResult.TAKEN)

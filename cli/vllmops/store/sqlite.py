@@ -88,7 +88,7 @@ class ConnectionThread:
             result, error = None, None
             try:
                 connection = connection or retry_while_busy(self.connect)
-                result = retry_while_busy(partial(job, connection), unless=future.cancelled)
+                result = retry_while_busy(partial(job, connection), should_stop=future.cancelled)
             except BaseException as caught:
                 error = caught
             self.results.append((future, result, error))
@@ -110,12 +110,12 @@ class ConnectionThread:
             resolve_future(*self.results.popleft())
 
 
-def retry_while_busy(job: Callable[[], T], unless: Callable[[], bool] = lambda: False) -> T:
+def retry_while_busy(job: Callable[[], T], should_stop: Callable[[], bool] = lambda: False) -> T:
     """Do a job once nobody else holds the file.
 
     Args:
         job: what to do; it is given up after `BUSY_S`.
-        unless: whether it is given up sooner.
+        should_stop: whether it is given up sooner.
     """
     deadline = time.monotonic() + BUSY_S
     while True:
@@ -123,7 +123,7 @@ def retry_while_busy(job: Callable[[], T], unless: Callable[[], bool] = lambda: 
             return job()
         except sqlite3.OperationalError as error:
             busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
-            if not busy or time.monotonic() > deadline or unless():
+            if not busy or time.monotonic() > deadline or should_stop():
                 raise
         time.sleep(NAP_S)
 
@@ -199,16 +199,19 @@ class RecentResponses:
         if len(self.responses) > KEPT:
             del self.responses[next(iter(self.responses))]
 
-    def accept_commit(self, before: bytes, after: bytes) -> bool:
+    def accept_commit(self, old_version: bytes, new_version: bytes) -> bool:
         """Count a commit that has changed nothing that is kept; False where that is not certain.
 
         Args:
-            before: the version before it.
-            after: the version after it; of others' commits between these nothing is known.
+            old_version: the version before it.
+            new_version: the version after it; of others' commits between these nothing is known.
         """
-        known = before == self.version and count_commits(after) - count_commits(before) == 1
+        known = (
+            old_version == self.version
+            and count_commits(new_version) - count_commits(old_version) == 1
+        )
         if known:
-            self.version = after
+            self.version = new_version
         return known
 
 
@@ -384,10 +387,10 @@ class Sqlite(SqlBackend):
             with transaction(connection):
                 return [bool(connection.execute(text, row).fetchall()) for row in rows]
 
-        def cache_added(recent: RecentResponses, added: list[bool]) -> None:
-            for one, new in zip(responses, added, strict=True):
+        def cache_added(recent_responses: RecentResponses, added_flags: list[bool]) -> None:
+            for one, new in zip(responses, added_flags, strict=True):
                 if new:
-                    recent.add_response(one.owner, one)
+                    recent_responses.add_response(one.owner, one)
 
         return await self.run_on_writer(insert_job, spares=True, keep=cache_added)
 

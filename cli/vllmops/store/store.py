@@ -231,15 +231,19 @@ class ResponseStore:
         response_id: str,
         status: str,
         *,
-        allowed: Collection[str] = RUNNING,
+        allowed_statuses: Collection[str] = RUNNING,
         error: str = "",
     ) -> StatusChange:
-        """Change the status alone, where it is one of `allowed`, and only then."""
+        """Change the status alone, where it is one of `allowed_statuses`, and only then."""
         if not is_valid_id(response_id):
             return StatusChange(False, None)
         async with self.backend_call():
             swap = await self.backend.set_status(
-                owner, response_id, status, allowed=allowed, error=sanitize_text(error)
+                owner,
+                response_id,
+                status,
+                allowed_statuses=allowed_statuses,
+                error=sanitize_text(error),
             )
         return StatusChange(
             swap.changed, swap.response and await try_unpack_response(swap.response)
@@ -300,25 +304,29 @@ class ResponseStore:
                 owner, [response_id for response_id in ids if is_valid_id(response_id)]
             )
 
-    async def append_events(self, response: Response, first: int, events: Sequence[bytes]) -> bool:
+    async def append_events(
+        self, response: Response, first_number: int, events: Sequence[bytes]
+    ) -> bool:
         """Add to the log of a run; False where that run is gone.
 
         Args:
             response: the run.
-            first: sequence number of the first event; the others follow it.
+            first_number: sequence number of the first event; the others follow it.
             events: each as JSON.
         """
         if not events:
             return True
         joined = b"[" + b",".join(redaction.redact_event(event) for event in events) + b"]"
-        chunk = EventChunk(first, first + len(events) - 1, await deflate_async(joined))
+        chunk = EventChunk(
+            first_number, first_number + len(events) - 1, await deflate_async(joined)
+        )
         async with self.backend_call():
             done = await self.backend.append_events(response, chunk)
         self.wake_followers(response.id)
         return done
 
     async def follow_events(
-        self, owner: str, response_id: str, after: int = -1
+        self, owner: str, response_id: str, after_number: int = -1
     ) -> AsyncIterator[EventBatch]:
         """The events behind a sequence number as they come, until the run is over.
 
@@ -326,13 +334,13 @@ class ResponseStore:
         waits for a backend that goes down.
         """
         news = self.wakeup_by_id.setdefault(response_id, asyncio.Event())
-        log = await self.read_events(owner, response_id, after)
+        log = await self.read_events(owner, response_id, after_number)
         while log is not None:
             for chunk in log.chunks:
                 fresh = (await unpack_events(chunk)).events[
-                    max(0, after + 1 - chunk.first_number) :
+                    max(0, after_number + 1 - chunk.first_number) :
                 ]
-                first, after = chunk.last_number + 1 - len(fresh), chunk.last_number
+                first, after_number = chunk.last_number + 1 - len(fresh), chunk.last_number
                 if fresh:
                     yield EventBatch(first, fresh)
             if not log.chunks:
@@ -342,16 +350,16 @@ class ResponseStore:
                     await asyncio.wait_for(news.wait(), FOLLOW_S)
             news.clear()
             try:
-                log = await self.read_events(owner, response_id, after)
+                log = await self.read_events(owner, response_id, after_number)
             except StoreUnavailable as error:
                 await asyncio.sleep(error.retry_after_s)
                 log = EventLog([], True)
 
-    async def read_events(self, owner: str, response_id: str, after: int) -> EventLog | None:
+    async def read_events(self, owner: str, response_id: str, after_number: int) -> EventLog | None:
         if not is_valid_id(response_id):
             return None
         async with self.backend_call(reads=True):
-            return await self.backend.read_events(owner, response_id, after)
+            return await self.backend.read_events(owner, response_id, after_number)
 
     def track_run(self, response: Response, stop: Callable[[], object]) -> None:
         """Keep a run's lease, and call `stop`, once, when it was cancelled, deleted or evicted."""
@@ -493,8 +501,8 @@ class BackendCall:
         else:
             self.timeout.reschedule(now)
 
-    def build_unavailable_error(self, why: str, *, pauses: bool = True) -> StoreUnavailable:
-        problem = f"the store is unavailable: {why}"
+    def build_unavailable_error(self, reason: str, *, pauses: bool = True) -> StoreUnavailable:
+        problem = f"the store is unavailable: {reason}"
         if pauses:
             if not self.store.refuses:
                 self.store.outages(f"vllmops: {problem}; what must be stored gets 503")

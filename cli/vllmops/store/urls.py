@@ -182,7 +182,7 @@ def can_be_file_path(text: str) -> bool:
     return bool(text) and bool(PLAIN.fullmatch(text)) and ("/" in text or text.endswith(".db"))
 
 
-def parse_query(text: str, names: frozenset[str], who: str, form: str) -> dict[str, str]:
+def parse_query(text: str, names: frozenset[str], redacted_url: str, form: str) -> dict[str, str]:
     """The parameters of a URL.
 
     Raises:
@@ -191,7 +191,7 @@ def parse_query(text: str, names: frozenset[str], who: str, form: str) -> dict[s
     try:
         pairs = parse_qsl(text, keep_blank_values=True, strict_parsing=bool(text))
     except ValueError:
-        reject_url(f"{who!r} has a parameter that is not NAME=VALUE", form)
+        reject_url(f"{redacted_url!r} has a parameter that is not NAME=VALUE", form)
     known = names | {NAMESPACE}
     for index, (name, value) in enumerate(pairs):
         if name not in known:
@@ -200,34 +200,41 @@ def parse_query(text: str, names: frozenset[str], who: str, form: str) -> dict[s
             called = repr(name) if harmless and NAME.fullmatch(name) else "a parameter"
             listed = ", ".join(sorted(known))
             reject_url(
-                f"{who!r}: unknown parameter for this kind of store: {called}", f"one of {listed}"
+                f"{redacted_url!r}: unknown parameter for this kind of store: {called}",
+                f"one of {listed}",
             )
         if name in HARMLESS and not re.fullmatch(HARMLESS[name][0], value):
-            reject_url(f"{who!r}: invalid value of {name}", f"?{name}={HARMLESS[name][1]}")
+            reject_url(f"{redacted_url!r}: invalid value of {name}", f"?{name}={HARMLESS[name][1]}")
     query = dict(pairs)
     if len(query) < len(pairs):
-        reject_url(f"{who!r} has a parameter twice", form)
+        reject_url(f"{redacted_url!r} has a parameter twice", form)
     return query
 
 
-def validate_redis_url(way: str, path: str, query: dict[str, str], who: str, form: str) -> None:
+def validate_redis_url(
+    topology: str, path: str, query: dict[str, str], redacted_url: str, form: str
+) -> None:
     """Refuse a path, or a count of replicas, that can't be.
 
     Raises:
         VllmopsError: ``usage``.
     """
     database = "(/[0-9]{1,5})?"
-    wanted = {SENTINEL: f"/[A-Za-z0-9_.-]+{database}", CLUSTER: "/?0?"}.get(way, f"{database}/?")
+    wanted = {SENTINEL: f"/[A-Za-z0-9_.-]+{database}", CLUSTER: "/?0?"}.get(
+        topology, f"{database}/?"
+    )
     if not re.fullmatch(wanted, path):
         what = {SENTINEL: "a service's name", CLUSTER: "no database but 0"}
         reject_url(
-            f"{who!r}: after the hosts, expected {what.get(way, 'the number of a database')}", form
+            f"{redacted_url!r}: after the hosts, expected "
+            f"{what.get(topology, 'the number of a database')}",
+            form,
         )
-    if way == CLUSTER and query.get("db", "0") != "0":
-        reject_url(f"{who!r}: a cluster has no database but 0", form)
+    if topology == CLUSTER and query.get("db", "0") != "0":
+        reject_url(f"{redacted_url!r}: a cluster has no database but 0", form)
 
 
-def parse_host(text: str, who: str, form: str) -> tuple[str, int | None]:
+def parse_host(text: str, redacted_url: str, form: str) -> tuple[str, int | None]:
     """A host and its port.
 
     Raises:
@@ -235,7 +242,9 @@ def parse_host(text: str, who: str, form: str) -> tuple[str, int | None]:
     """
     found = HOST.fullmatch(text)
     if found is None or (found[2] and not 0 < int(found[2]) < 1 << 16):
-        reject_url(f"{who!r}: invalid host or port; a port is a number from 1 to 65535", form)
+        reject_url(
+            f"{redacted_url!r}: invalid host or port; a port is a number from 1 to 65535", form
+        )
     return unquote(found[1].strip("[]")), int(found[2]) if found[2] else None
 
 
@@ -281,9 +290,9 @@ def redact_user(userinfo: str, scheme: str) -> str:
     return f"{user}:{MARK}@" if colon else f"{user}@"
 
 
-def redact_location(place: str) -> str:
+def redact_location(location: str) -> str:
     """Hosts and path."""
-    hosts, slash, path = place.partition("/")
+    hosts, slash, path = location.partition("/")
     # Where no host is before a port, or the port is none, somebody left the host out.
     found = [HOST.fullmatch(found_host) for found_host in hosts.split(",")]
     if not all(

@@ -81,19 +81,19 @@ def make_target_options(target: str) -> tuple[str, ...]:
     return "-t", target, *token
 
 
-def run_command(words: tuple[str, ...], columns: int) -> tuple[int, str]:
+def run_command(arguments: tuple[str, ...], columns: int) -> tuple[int, str]:
     """Run a command to its end, whatever happens to this process meanwhile.
 
     Args:
-        words: as of `VllmopsCommand`.
+        arguments: as of `VllmopsCommand`.
         columns: width of its output.
 
     Returns:
         Its exit code and its output; of ``--json`` standard output alone.
     """
-    as_json = "--json" in words
+    as_json = "--json" in arguments
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "vllmops", *words],
+        [sys.executable, "-P", "-m", "vllmops", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL if as_json else subprocess.STDOUT,

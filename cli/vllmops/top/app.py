@@ -221,10 +221,14 @@ class TopApp(App[None]):
     def on_unmount(self) -> None:
         self.board.stop_following()
 
-    def get_main_widget(self, which: str | type[W], kind: type[W] = Widget) -> W:  # type: ignore[assignment]
+    def get_main_widget(self, selector: str | type[W], kind: type[W] = Widget) -> W:  # type: ignore[assignment]
         """A part of the full screen, also while a window is in front of it."""
         main = self.screen_stack[0]
-        return main.query_one(which, kind) if isinstance(which, str) else main.query_one(which)
+        return (
+            main.query_one(selector, kind)
+            if isinstance(selector, str)
+            else main.query_one(selector)
+        )
 
     # -- showing -----------------------------------------------------------------------------
 
@@ -239,11 +243,11 @@ class TopApp(App[None]):
             self.show_tree()
             self.show_selected()
 
-    def update_text(self, where: str, text: Text) -> None:
+    def update_text(self, selector: str, text: Text) -> None:
         """Change a text of the screen, if it is another one."""
-        if self.shown_texts.get(where) != text:
-            self.shown_texts[where] = text
-            self.get_main_widget(where, Static).update(text)
+        if self.shown_texts.get(selector) != text:
+            self.shown_texts[selector] = text
+            self.get_main_widget(selector, Static).update(text)
 
     def show_title(self) -> None:
         bad = sum(row.severity == "error" for row in self.servers)
@@ -470,8 +474,8 @@ class TopApp(App[None]):
             self.show_warning(str(error))
             return
 
-        def run_if_confirmed(yes: bool | None) -> None:
-            if yes:
+        def run_if_confirmed(confirmed: bool | None) -> None:
+            if confirmed:
                 shown = Output(action)
                 self.push_screen(shown)
                 self.run_in_background(action, shown.show_output)
@@ -493,13 +497,15 @@ class TopApp(App[None]):
 
         self.run_in_background(actions.make_stacks_command(target), show_stacks)
 
-    def run_in_background(self, action: VllmopsCommand, told: Callable[[int, str], None]) -> None:
+    def run_in_background(
+        self, action: VllmopsCommand, show_output: Callable[[int, str], None]
+    ) -> None:
         """Run a command in a thread, and tell what it printed; quitting does not wait for it."""
 
         def run_and_show() -> None:
             code, text = actions.run_command(action.arguments, 70)
             with suppress(Exception):  # the window, or the application, may be closed
-                self.call_from_thread(told, code, text)
+                self.call_from_thread(show_output, code, text)
 
         threading.Thread(target=copy_context().run, args=(run_and_show,), daemon=True).start()
 

@@ -126,8 +126,8 @@ class ServerFollower:
         """The last look; None before the first."""
         return self.samples[-1] if self.samples else None
 
-    def add_sample(self, look: TargetSample) -> None:
-        self.samples = (*self.samples[1 - KEPT :], look)
+    def add_sample(self, sample: TargetSample) -> None:
+        self.samples = (*self.samples[1 - KEPT :], sample)
 
     # -- looking -----------------------------------------------------------------------------
 
@@ -151,20 +151,20 @@ class ServerFollower:
         if self.reads_log:
             self.read_log(self.watched_server.server)
 
-    def observe_server(self, watched: WatchedServer, now: float) -> TargetSample:
-        before, self.phase = self.phase, watched.read_phase()
+    def observe_server(self, watched_server: WatchedServer, now: float) -> TargetSample:
+        before, self.phase = self.phase, watched_server.read_phase()
         late = bool(self.samples) and now - self.samples[-1].at_s > LOOK_S + SLIP_S
         if self.phase is not before or late:
             self.stall_detector.reset()
             self.stalls = ()
         seen = None
-        if self.phase is not ServerPhase.OVER and watched.server.processes:
+        if self.phase is not ServerPhase.OVER and watched_server.server.processes:
             asks = self.phase is ServerPhase.UP and self.should_fetch_metrics(now)
-            seen = watched.take_sample(ask=asks)
+            seen = watched_server.take_sample(ask=asks)
             # Without heartbeats only metrics and health show a stall: other looks are no sign.
             if self.phase is ServerPhase.UP and (asks or has_heartbeat(seen)):
                 self.stalls = tuple(self.stall_detector.add_sample(seen))
-        server, record = watched.server, watched.server.record
+        server, record = watched_server.server, watched_server.server.record
         return TargetSample(
             target=self.target,
             at_s=now,
@@ -172,7 +172,7 @@ class ServerFollower:
             stage=record.stage if record else "",
             url=server.url,
             model=server.model,
-            reason="" if self.phase is ServerPhase.UP else watched.down_reason,
+            reason="" if self.phase is ServerPhase.UP else watched_server.down_reason,
             server_sample=seen,
             stalls=self.stalls,
             details=self.details if self.phase is ServerPhase.UP else ServerDetails(),
@@ -231,14 +231,14 @@ class ServerFollower:
         self.lines_read += len(added)
 
 
-def has_heartbeat(seen: ServerSample) -> bool:
+def has_heartbeat(sample: ServerSample) -> bool:
     """Whether heartbeats show if an engine makes progress."""
-    return any(pulse.heartbeat.still_s is not None for pulse in seen.heartbeats)
+    return any(pulse.heartbeat.still_s is not None for pulse in sample.heartbeats)
 
 
-def has_requests(seen: ServerSample) -> bool:
+def has_requests(sample: ServerSample) -> bool:
     """Whether some process reports a request."""
-    beats = [pulse.heartbeat for pulse in seen.heartbeats]
+    beats = [pulse.heartbeat for pulse in sample.heartbeats]
     return any(b.running or b.waiting or b.engine_requests or b.rendering_s for b in beats)
 
 
@@ -320,7 +320,7 @@ class FollowedServers:
         name: str,
         work: Callable[[], object],
         pause_s: float,
-        gone: Callable[[], bool] = lambda: False,
+        is_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         """Do something at once, and again and again, with what this thread may use."""
         context = copy_context()
@@ -329,7 +329,7 @@ class FollowedServers:
             f"top: {name}",
             lambda: context.run(work),
             ErrorReporter(f"top can't {name}", self.failures.append),
-            wait=lambda _: self.stop.wait(next(pauses)) or gone(),
+            wait=lambda _: self.stop.wait(next(pauses)) or is_gone(),
         )
 
 

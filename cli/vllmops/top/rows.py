@@ -135,17 +135,17 @@ class ServerRow(msgspec.Struct, frozen=True, kw_only=True):
     gaps: tuple[Gap, ...] = msgspec.field(default=(), name="unseen")
 
 
-def make_server_row(target: str, looks: Sequence[TargetSample], now_s: float) -> ServerRow:
+def make_server_row(target: str, samples: Sequence[TargetSample], now_s: float) -> ServerRow:
     """The row of a server.
 
     Args:
         target: what ``--target`` takes.
-        looks: at it, oldest first; there may be none.
+        samples: at it, oldest first; there may be none.
         now_s: the time, by the monotonic clock.
     """
-    if not looks:
+    if not samples:
         return ServerRow(target=target, state="not seen yet", severity=Severity.WARNING)
-    look = looks[-1]
+    look = samples[-1]
     state, severity = describe_condition(look)
     return ServerRow(
         target=target,
@@ -155,8 +155,8 @@ def make_server_row(target: str, looks: Sequence[TargetSample], now_s: float) ->
         url=look.url,
         model=look.model,
         age_s=max(now_s - look.at_s, 0.0),
-        nodes=tuple(make_node_rows(looks)),
-        figures=compute_figures(looks),
+        nodes=tuple(make_node_rows(samples)),
+        figures=compute_figures(samples),
         caches=tuple(row for told in look.details.caches for row in make_cache_rows(told)),
         requests=look.details.requests,
         findings=tuple(list_findings(look)),
@@ -164,38 +164,40 @@ def make_server_row(target: str, looks: Sequence[TargetSample], now_s: float) ->
     )
 
 
-def describe_condition(look: TargetSample) -> tuple[str, Severity | None]:
+def describe_condition(sample: TargetSample) -> tuple[str, Severity | None]:
     """A server's state in words, and how bad it is."""
-    if look.problem:
+    if sample.problem:
         return "not seen", Severity.ERROR
-    if look.state == "starting":
-        return look.state, None
-    if look.reason:
-        bad = Severity.ERROR if look.state in {"", "failed"} else Severity.WARNING
-        return (look.state or "ended"), bad
+    if sample.state == "starting":
+        return sample.state, None
+    if sample.reason:
+        bad = Severity.ERROR if sample.state in {"", "failed"} else Severity.WARNING
+        return (sample.state or "ended"), bad
     if (
-        look.server_sample
-        and (lost := {p.state for p in look.server_sample.processes})
+        sample.server_sample
+        and (lost := {p.state for p in sample.server_sample.processes})
         and lost <= {*DEAD, "?"}
     ):
         return ("not reached" if "?" in lost else "ended"), Severity.ERROR
-    sure = [stall for stall in look.stalls if not stall.alternative]
-    if sure or look.stalls:
-        seconds = max(stall.since_s for stall in sure or look.stalls)
+    sure = [stall for stall in sample.stalls if not stall.alternative]
+    if sure or sample.stalls:
+        seconds = max(stall.since_s for stall in sure or sample.stalls)
         return (
             f"{'stalled' if sure else 'perhaps stalled'} for {seconds:.0f} s",
             Severity.ERROR if sure else Severity.WARNING,
         )
     beats = (
-        [pulse.heartbeat for pulse in look.server_sample.heartbeats] if look.server_sample else []
+        [pulse.heartbeat for pulse in sample.server_sample.heartbeats]
+        if sample.server_sample
+        else []
     )
     unready = {beat.unready: None for beat in beats if beat.unready}
-    return ", ".join((look.state or "up", *unready)), Severity.WARNING if unready else None
+    return ", ".join((sample.state or "up", *unready)), Severity.WARNING if unready else None
 
 
-def list_findings(look: TargetSample) -> Iterator[Finding]:
+def list_findings(sample: TargetSample) -> Iterator[Finding]:
     """What is wrong, the worst first, as far as looks show it."""
-    found = [*map(make_stall_finding, look.stalls), *look.details.findings]
+    found = [*map(make_stall_finding, sample.stalls), *sample.details.findings]
     yield from sorted(found, key=lambda finding: -finding.severity.rank)
 
 
@@ -208,34 +210,34 @@ def make_stall_finding(stall: Stall) -> Finding:
     return msgspec.structs.replace(found, severity=Severity.WARNING, evidence=evidence)
 
 
-def list_gaps(look: TargetSample) -> Iterator[Gap]:
+def list_gaps(sample: TargetSample) -> Iterator[Gap]:
     """What could not be seen, and why."""
-    if look.problem:
-        yield look.problem
-    elif look.reason and look.state != "starting":
-        hint = f"vllmops logs {look.target}" if look.state else "vllmops ps --all"
-        yield Gap(look.target, "target.over", look.reason, hint)
-    if look.details.note:
+    if sample.problem:
+        yield sample.problem
+    elif sample.reason and sample.state != "starting":
+        hint = f"vllmops logs {sample.target}" if sample.state else "vllmops ps --all"
+        yield Gap(sample.target, "target.over", sample.reason, hint)
+    if sample.details.note:
         hint = "vllmops help agent.node-lost"
-        yield Gap("other nodes", "agent.node-lost", look.details.note, hint)
-    yield from look.details.gaps
+        yield Gap("other nodes", "agent.node-lost", sample.details.note, hint)
+    yield from sample.details.gaps
 
 
 # -- processes -----------------------------------------------------------------------------------
 
 
-def make_node_rows(looks: Sequence[TargetSample]) -> Iterator[NodeRow]:
+def make_node_rows(samples: Sequence[TargetSample]) -> Iterator[NodeRow]:
     """The nodes of a server, in the order of their first process."""
-    seen = looks[-1].server_sample
+    seen = samples[-1].server_sample
     if seen is None:
         return
-    earlier = next((look for look in reversed(looks[:-1]) if look.server_sample), None)
+    earlier = next((look for look in reversed(samples[:-1]) if look.server_sample), None)
     before = (
         {make_process_key(p): p for p in earlier.server_sample.processes}
         if earlier and earlier.server_sample
         else {}
     )
-    apart_s = looks[-1].at_s - earlier.at_s if earlier else 0.0
+    apart_s = samples[-1].at_s - earlier.at_s if earlier else 0.0
     pulses = {make_process_key(pulse): pulse for pulse in seen.heartbeats}
     found: dict[str, list[ProcessRow]] = {}
     for state in seen.processes:
@@ -250,20 +252,23 @@ def make_node_rows(looks: Sequence[TargetSample]) -> Iterator[NodeRow]:
 
 
 def make_process_row(
-    state: ProcessState, pulse: ProcessHeartbeat | None, before: ProcessState | None, apart_s: float
+    state: ProcessState,
+    heartbeat: ProcessHeartbeat | None,
+    previous_state: ProcessState | None,
+    apart_s: float,
 ) -> ProcessRow:
     """The row of a process.
 
     Args:
         state: as the kernel sees it.
-        pulse: its heartbeat; None without one.
-        before: as the kernel saw it `apart_s` ago; None if unknown.
+        heartbeat: its heartbeat; None without one.
+        previous_state: as the kernel saw it `apart_s` ago; None if unknown.
         apart_s: seconds.
     """
     cpu = None
-    if before and apart_s > 0 and state.state not in DEAD:
-        cpu = max(state.cpu_s - before.cpu_s, 0.0) / apart_s
-    text, severity = describe_process_state(state, pulse)
+    if previous_state and apart_s > 0 and state.state not in DEAD:
+        cpu = max(state.cpu_s - previous_state.cpu_s, 0.0) / apart_s
+    text, severity = describe_process_state(state, heartbeat)
     return ProcessRow(
         **state.placement_fields(),
         role=state.role,
@@ -272,27 +277,27 @@ def make_process_row(
         severity=severity,
         cpu=cpu,
         rss_bytes=state.rss_bytes,
-        step=pulse.heartbeat.current_step if pulse else None,
-        running=pulse.heartbeat.running if pulse else None,
-        waiting=pulse.heartbeat.waiting if pulse else None,
+        step=heartbeat.heartbeat.current_step if heartbeat else None,
+        running=heartbeat.heartbeat.running if heartbeat else None,
+        waiting=heartbeat.heartbeat.waiting if heartbeat else None,
     )
 
 
 def describe_process_state(
-    state: ProcessState, pulse: ProcessHeartbeat | None
+    state: ProcessState, heartbeat: ProcessHeartbeat | None
 ) -> tuple[str, Severity | None]:
     """What a process does, and how bad that is."""
     if state.state in DEAD:
         return "has ended", Severity.ERROR
     if state.state in KERNEL:
         return KERNEL[state.state], Severity.WARNING if state.state == "?" else Severity.ERROR
-    if pulse is None:
+    if heartbeat is None:
         return (
             ("no agent", Severity.INFO) if state.role in {"api", "engine", "worker"} else ("", None)
         )
-    if pulse.age_s >= LATE_S:
-        return f"no heartbeat for {pulse.age_s:.0f} s", Severity.WARNING
-    beat = pulse.heartbeat
+    if heartbeat.age_s >= LATE_S:
+        return f"no heartbeat for {heartbeat.age_s:.0f} s", Severity.WARNING
+    beat = heartbeat.heartbeat
     if (beat.loop_s or 0.0) >= LATE_S:
         return f"event loop blocked for {beat.loop_s:.0f} s", Severity.ERROR
     if (beat.still_s or 0.0) >= STILL_S:
@@ -307,11 +312,11 @@ def describe_process_state(
 # -- figures -------------------------------------------------------------------------------------
 
 
-def compute_figures(looks: Sequence[TargetSample]) -> ServerFigures:
+def compute_figures(samples: Sequence[TargetSample]) -> ServerFigures:
     """The figures by the last looks; metrics are those that were read last."""
-    read = list_timed_metrics(looks[-FRESH:])
-    running, waiting = count_requests(looks[-1], read[-1][1] if read else None)
-    if not read or looks[-1].server_sample is None:
+    read = list_timed_metrics(samples[-FRESH:])
+    running, waiting = count_requests(samples[-1], read[-1][1] if read else None)
+    if not read or samples[-1].server_sample is None:
         return ServerFigures(running=running, waiting=waiting)
     metrics = read[-1][1]
     return ServerFigures(
@@ -324,21 +329,23 @@ def compute_figures(looks: Sequence[TargetSample]) -> ServerFigures:
     )
 
 
-def list_timed_metrics(looks: Sequence[TargetSample]) -> list[tuple[float, Metrics]]:
+def list_timed_metrics(samples: Sequence[TargetSample]) -> list[tuple[float, Metrics]]:
     """The metrics that were read, with the time of each."""
     return [
         (look.at_s, look.server_sample.metrics)
-        for look in looks
+        for look in samples
         if look.server_sample and look.server_sample.metrics
     ]
 
 
 def count_requests(
-    look: TargetSample, metrics: Metrics | None
+    sample: TargetSample, metrics: Metrics | None
 ) -> tuple[float | None, float | None]:
     """Requests running and waiting: by heartbeats, as metrics keep their values in a hang."""
     beats = (
-        [pulse.heartbeat for pulse in look.server_sample.heartbeats] if look.server_sample else []
+        [pulse.heartbeat for pulse in sample.server_sample.heartbeats]
+        if sample.server_sample
+        else []
     )
     known = [beat for beat in beats if beat.running is not None]
     if known:
@@ -346,28 +353,30 @@ def count_requests(
     return (metrics.running, metrics.waiting) if metrics else (None, None)
 
 
-def compute_token_rate(first: tuple[float, Metrics], last: tuple[float, Metrics]) -> float | None:
+def compute_token_rate(
+    first_sample: tuple[float, Metrics], last_sample: tuple[float, Metrics]
+) -> float | None:
     """Tokens per second between two readings of the metrics."""
-    (began_s, before), (end_s, after) = first, last
+    (began_s, before), (end_s, after) = first_sample, last_sample
     if before.tokens is None or after.tokens is None or end_s <= began_s:
         return None
     grown = after.tokens - before.tokens
     return grown / (end_s - began_s) if grown >= 0 else None  # the server was started anew
 
 
-def compute_share(part: float | None, whole: float | None) -> float | None:
-    return (part or 0.0) / whole if whole else None
+def compute_share(part: float | None, total: float | None) -> float | None:
+    return (part or 0.0) / total if total else None
 
 
-def make_sparkline_series(looks: Sequence[TargetSample]) -> dict[str, list[float]]:
+def make_sparkline_series(samples: Sequence[TargetSample]) -> dict[str, list[float]]:
     """What sparklines show, oldest first, by the names in `ServerFigures`.
 
     Running and waiting have a value for each look, the others one for each reading of the metrics.
     """
-    read = list_timed_metrics(looks)
+    read = list_timed_metrics(samples)
     counts = [
         count_requests(look, look.server_sample.metrics if look.server_sample else None)
-        for look in looks
+        for look in samples
     ]
     return {
         "tokens_per_s": [compute_token_rate(first, last) or 0.0 for first, last in pairwise(read)],
@@ -377,10 +386,15 @@ def make_sparkline_series(looks: Sequence[TargetSample]) -> dict[str, list[float
     }
 
 
-def make_cache_rows(told: ProcessCaches) -> Iterator[CacheRow]:
+def make_cache_rows(process_caches: ProcessCaches) -> Iterator[CacheRow]:
     """The caches of a process."""
-    process = " ".join(filter(None, (format_role_and_ranks(told.role, told), str(told.pid))))
-    for cache in told.caches:
+    process = " ".join(
+        filter(
+            None,
+            (format_role_and_ranks(process_caches.role, process_caches), str(process_caches.pid)),
+        )
+    )
+    for cache in process_caches.caches:
         match cache:
             case LruCache():
                 name = f"{cache.kind} {cache.side}"

@@ -59,22 +59,24 @@ def format_state(row: ServerRow) -> str:
     return f"{text} (seen {format_duration(row.age_s)} ago)" if late else text
 
 
-def format_figures(told: ServerFigures) -> str:
+def format_figures(figures: ServerFigures) -> str:
     """A server's figures in one line; empty if none is known."""
     parts = (
-        ("{:,.0f} tokens/s", told.tokens_per_s),
-        ("{:,.0f} running", told.running),
-        ("{:,.0f} waiting", told.waiting),
-        ("KV {:.0%}", told.kv),
-        ("prefix hits {:.0%}", told.prefix_hits),
-        ("multimodal hits {:.0%}", told.mm_hits),
+        ("{:,.0f} tokens/s", figures.tokens_per_s),
+        ("{:,.0f} running", figures.running),
+        ("{:,.0f} waiting", figures.waiting),
+        ("KV {:.0%}", figures.kv),
+        ("prefix hits {:.0%}", figures.prefix_hits),
+        ("multimodal hits {:.0%}", figures.mm_hits),
     )
     return ", ".join(text.format(value) for text, value in parts if value is not None)
 
 
 def make_processes_table(row: ServerRow) -> RenderableType:
     """A table of a server's processes, by node."""
-    made = make_table(*("  process", "pid", "state", "cpu", "rss"), right=["pid", "cpu", "rss"])
+    made = make_table(
+        *("  process", "pid", "state", "cpu", "rss"), right_columns=["pid", "cpu", "rss"]
+    )
     several = len(row.nodes) > 1
     for node in row.nodes:
         if several:
@@ -125,7 +127,7 @@ def format_cache(row: CacheRow) -> str:
 def make_requests_table(rows: Sequence[InFlightRequest]) -> RenderableType:
     """A line for each request, of the width of a small terminal."""
     made = make_table(
-        "  request", "state", "age", "prompt", "output", right=["age", "prompt", "output"]
+        "  request", "state", "age", "prompt", "output", right_columns=["age", "prompt", "output"]
     )
     for row in rows:
         name, *cells = make_request_cells(row)
@@ -159,11 +161,11 @@ def render_problems(row: ServerRow) -> Iterator[IndentedLine]:
             yield IndentedLine(4, f"hint: {part.hint}")
 
 
-def render_finding(found: Finding) -> Iterator[IndentedLine]:
+def render_finding(finding: Finding) -> Iterator[IndentedLine]:
     """A finding: what, where, what was seen, and what to do next."""
     yield IndentedLine(
-        2, f"{found.severity}: {found.title} [{found.code}]", FINDINGS[found.severity]
+        2, f"{finding.severity}: {finding.title} [{finding.code}]", FINDINGS[finding.severity]
     )
-    yield IndentedLine(4, f"where: {found.subject}")
-    yield IndentedLine(4, f"seen: {found.evidence}")
-    yield IndentedLine(4, f"next: {found.next_step}", "bold")
+    yield IndentedLine(4, f"where: {finding.subject}")
+    yield IndentedLine(4, f"seen: {finding.evidence}")
+    yield IndentedLine(4, f"next: {finding.next_step}", "bold")

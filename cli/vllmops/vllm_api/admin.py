@@ -41,8 +41,8 @@ class AdminClient:
             this machine that is neither this user's nor root's listens there.
     """
 
-    def __init__(self, endpoint: Endpoint, token: str, *, plain: bool = False) -> None:
-        if not (endpoint.local or plain or urlsplit(endpoint.url).scheme == "https"):
+    def __init__(self, endpoint: Endpoint, token: str, *, allow_plain_http: bool = False) -> None:
+        if not (endpoint.local or allow_plain_http or urlsplit(endpoint.url).scheme == "https"):
             raise VllmopsError(
                 "admin.plain",
                 f"{redact_url(endpoint.url)} is plain HTTP to another machine: anybody on the "
@@ -59,7 +59,7 @@ class AdminClient:
             )
         self.endpoint, self.token = endpoint, token
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self.client = http.make_client(headers, outside=not endpoint.local)
+        self.client = http.make_client(headers, is_remote=not endpoint.local)
 
     def send_request(
         self,
@@ -117,22 +117,26 @@ class AdminClient:
             )
         return self.make_refusal_error(why)
 
-    def make_refusal_error(self, why: Refusal) -> VllmopsError:
+    def make_refusal_error(self, refusal: Refusal) -> VllmopsError:
         """A server's refusal, as an error here."""
-        if why.code == "admin.refused":
+        if refusal.code == "admin.refused":
             return VllmopsError(
                 "admin.refused",
                 f"{self.endpoint.name} rejected the admin token",
                 "--admin-token with a copy of the file that the server was started with",
             )
-        hint = why.hint
-        if why.code.startswith("agent.") and hint:
+        hint = refusal.hint
+        if refusal.code.startswith("agent.") and hint:
             hint = f"on the machine of the server: {hint}"
-        elif why.code == "admin.no-route":
+        elif refusal.code == "admin.no-route":
             hint = "restart the server, so that it loads a vllmops as new as this one"
-        code = parse_error_code(why.code, "admin.failed")
-        exit_code = ExitCode(why.exit_code) if why.exit_code in set(ExitCode) else ExitCode.FAILED
-        return VllmopsError(code, f"{self.endpoint.name}: {why.message}", hint, exit_code=exit_code)
+        code = parse_error_code(refusal.code, "admin.failed")
+        exit_code = (
+            ExitCode(refusal.exit_code) if refusal.exit_code in set(ExitCode) else ExitCode.FAILED
+        )
+        return VllmopsError(
+            code, f"{self.endpoint.name}: {refusal.message}", hint, exit_code=exit_code
+        )
 
 
 class EventLoopThread:
@@ -154,15 +158,15 @@ LOOP = EventLoopThread()
 
 
 def push_keyring(
-    endpoint: Endpoint, token: str, ring: KeyRing, *, plain: bool = False
+    endpoint: Endpoint, token: str, keyring: KeyRing, *, allow_plain_http: bool = False
 ) -> ProcessKeys:
     """Give a server a ring.
 
     Args:
         endpoint: the server.
         token: its admin token.
-        ring: the keys, with their secrets.
-        plain: send them over HTTP without TLS to another machine.
+        keyring: the keys, with their secrets.
+        allow_plain_http: send them over HTTP without TLS to another machine.
 
     Returns:
         What the process that answered holds now.
@@ -171,8 +175,8 @@ def push_keyring(
         VllmopsError: as `AdminClient` and `AdminClient.send_request` do, ``admin.refused`` (4),
             ``admin.no-route``, or the server's own error.
     """
-    server = AdminClient(endpoint, token, plain=plain)
-    answer = server.send_request("POST", admin.KEYS, content=file.encode_keyring(ring))
+    server = AdminClient(endpoint, token, allow_plain_http=allow_plain_http)
+    answer = server.send_request("POST", admin.KEYS, content=file.encode_keyring(keyring))
     if answer.is_success:
         try:
             held: ProcessKeys = DECODERS[ProcessKeys].decode(answer.content)

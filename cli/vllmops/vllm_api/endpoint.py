@@ -31,7 +31,7 @@ class Endpoint:
     def from_url(url: ServerUrl) -> Endpoint:
         """The endpoint behind a URL that a person gave; it may be of any machine."""
         return Endpoint(
-            url.text, redact_url(url.text), local=is_this_machine(url.host, surely=True)
+            url.text, redact_url(url.text), local=is_this_machine(url.host, exclusive=True)
         )
 
     @property

@@ -109,9 +109,9 @@ class PortForward:
                 continue
             threading.Thread(target=self.relay_connection, args=(near,), daemon=True).start()
 
-    def relay_connection(self, near: socket.socket) -> None:
+    def relay_connection(self, local_socket: socket.socket) -> None:
         """Copy both ways between a connection and the pod, until one side ends it."""
-        with near:
+        with local_socket:
             try:
                 far = (
                     self.ready_connections.pop()
@@ -120,9 +120,9 @@ class PortForward:
                 )
             except (IndexError, VllmopsError):
                 return  # the other end sees that it is closed
-            back = threading.Thread(target=copy_stream, args=(far, near), daemon=True)
+            back = threading.Thread(target=copy_stream, args=(far, local_socket), daemon=True)
             back.start()
-            copy_stream(near, far)
+            copy_stream(local_socket, far)
             back.join()
 
 

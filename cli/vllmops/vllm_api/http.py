@@ -77,7 +77,7 @@ class UnixSocketTransport(httpx.AsyncBaseTransport):
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         path = rewrite_unix_url(request)
         if path not in self.by_path:
-            verify = make_ssl_context(outside=False)
+            verify = make_ssl_context(is_remote=False)
             self.by_path[path] = httpx.AsyncHTTPTransport(uds=path, verify=verify, limits=LIMITS)
         return await self.by_path[path].handle_async_request(request)
 
@@ -117,7 +117,7 @@ class HealthResponse(NamedTuple):
 def fetch_health(url: str, *, timeout_s: float = TIMEOUT_S) -> HealthResponse:
     """What ``/health`` answers."""
     try:
-        answer = send_request("GET", f"{url}/health", timeout_s, most=SHORT_BYTES)
+        answer = send_request("GET", f"{url}/health", timeout_s, max_bytes=SHORT_BYTES)
     except httpx.ReadTimeout:
         return HealthResponse(0)
     except (httpx.HTTPError, httpx.InvalidURL):
@@ -134,7 +134,7 @@ def fetch_health_status(url: str, *, timeout_s: float = TIMEOUT_S) -> int | None
 def fetch_status_code(url: str, method: str = "GET", *, timeout_s: float = TIMEOUT_S) -> int | None:
     """The status of any answer, None if nothing answers."""
     try:
-        return send_request(method, url, timeout_s, most=SHORT_BYTES).status_code
+        return send_request(method, url, timeout_s, max_bytes=SHORT_BYTES).status_code
     except (httpx.HTTPError, httpx.InvalidURL):
         return None
 
@@ -142,7 +142,7 @@ def fetch_status_code(url: str, method: str = "GET", *, timeout_s: float = TIMEO
 def fetch_version(url: str) -> str | None:
     """The server's vLLM version, None if unknown."""
     try:
-        answer = send_request("GET", f"{url}/version", TIMEOUT_S, most=SHORT_BYTES)
+        answer = send_request("GET", f"{url}/version", TIMEOUT_S, max_bytes=SHORT_BYTES)
         return str(answer.raise_for_status().json()["version"])
     except (httpx.HTTPError, httpx.InvalidURL, *NO_ANSWER):
         return None
@@ -200,7 +200,7 @@ def abort_requests_or_all(url: str, ids: Sequence[str]) -> int | None:
                 TIMEOUT_S,
                 headers=build_api_key_headers(url).headers,
                 json={"request_ids": list(ids)},
-                most=SHORT_BYTES,
+                max_bytes=SHORT_BYTES,
             )
             if answer.is_success:
                 return len(ids) or int(answer.json()["aborted"])
@@ -224,7 +224,7 @@ def request_one_token(url: str, timeout_s: float) -> Canary:
 
     try:
         models = send_request(
-            "GET", f"{url}/v1/models", timeout_s, headers=headers, most=SHORT_BYTES
+            "GET", f"{url}/v1/models", timeout_s, headers=headers, max_bytes=SHORT_BYTES
         )
         if models.status_code in {401, 403}:
             why = f"{KEY} was not sent: {withheld}" if withheld else f"set {KEY}"
@@ -238,7 +238,7 @@ def request_one_token(url: str, timeout_s: float) -> Canary:
             left_s,
             headers=headers,
             json=body,
-            most=SHORT_BYTES,
+            max_bytes=SHORT_BYTES,
         )
     except httpx.TimeoutException:
         return make_canary("timeout", f"no answer within {timeout_s:.0f} s")
@@ -252,7 +252,7 @@ def request_one_token(url: str, timeout_s: float) -> Canary:
 
 
 def send_request(
-    method: str, url: str, timeout_s: float, *, outside: bool | None = None, **fields: Any
+    method: str, url: str, timeout_s: float, *, is_remote: bool | None = None, **fields: Any
 ) -> httpx.Response:
     """The same as `send_request_async`, of a `make_client`; not on a thread whose event loop runs.
 
@@ -261,7 +261,7 @@ def send_request(
 
     async def send_once() -> httpx.Response:
         async with make_client(
-            outside=is_remote_url(url) if outside is None else outside
+            is_remote=is_remote_url(url) if is_remote is None else is_remote
         ) as asking:
             return await send_request_async(asking, method, url, timeout_s, **fields)
 
@@ -274,42 +274,42 @@ def is_remote_url(url: str) -> bool:
         return False
     from ..host.listeners import is_this_machine  # noqa: PLC0415 - brings psutil
 
-    return not is_this_machine(httpx.URL(url).host, surely=True)
+    return not is_this_machine(httpx.URL(url).host, exclusive=True)
 
 
 @cache
-def make_ssl_context(*, outside: bool) -> ssl.SSLContext:
+def make_ssl_context(*, is_remote: bool) -> ssl.SSLContext:
     """What certificates are trusted; to read the well-known ones takes 20 ms."""
-    return httpx.create_ssl_context(verify=outside)
+    return httpx.create_ssl_context(verify=is_remote)
 
 
 def make_client(
-    headers: dict[str, str] | None = None, *, outside: bool = False
+    headers: dict[str, str] | None = None, *, is_remote: bool = False
 ) -> httpx.AsyncClient:
     """What asks servers.
 
     Args:
         headers: of every request.
-        outside: whether the server is on another machine: a proxy for the outside is not for a
+        is_remote: whether the server is on another machine: a proxy for the outside is not for a
             server on this machine, whose certificate is its own.
     """
     return httpx.AsyncClient(
         # A small answer that is compressed can be as large as this machine's memory.
         headers={"Accept-Encoding": "identity", **(headers or {})},
-        trust_env=outside,
-        verify=make_ssl_context(outside=outside),
+        trust_env=is_remote,
+        verify=make_ssl_context(is_remote=is_remote),
         mounts={UNIX: UnixSocketTransport()},
         limits=LIMITS,
     )
 
 
 async def send_request_async(
-    asking: httpx.AsyncClient,
+    client: httpx.AsyncClient,
     method: str,
     url: str,
     timeout_s: float,
     *,
-    most: int | None = None,
+    max_bytes: int | None = None,
     **fields: Any,
 ) -> httpx.Response:
     """A server's whole answer, of at most so many bytes.
@@ -322,18 +322,18 @@ async def send_request_async(
     try:
         async with (
             asyncio.timeout(timeout_s + GRACE_S) as end,
-            asking.stream(method, url, timeout=timeout_s, **fields) as answer,
+            client.stream(method, url, timeout=timeout_s, **fields) as answer,
         ):
-            return await read_whole_answer(answer, end, most)
+            return await read_whole_answer(answer, end, max_bytes)
     except TimeoutError as error:
         raise httpx.ReadTimeout(f"no complete answer within {timeout_s:g} s") from error
 
 
 async def read_whole_answer(
-    answer: httpx.Response, end: asyncio.Timeout, most: int | None = None
+    answer: httpx.Response, end: asyncio.Timeout, max_bytes: int | None = None
 ) -> httpx.Response:
     """An answer with its content, the parts of `read_answer_parts`; the charset is UTF-8."""
-    content = b"".join([part async for part in read_answer_parts(answer, end, most)])
+    content = b"".join([part async for part in read_answer_parts(answer, end, max_bytes)])
     kept = {
         "Content-Type": answer.headers.get("Content-Type", "").partition(";")[0],
         "Retry-After": answer.headers.get("Retry-After", ""),
@@ -345,21 +345,21 @@ async def read_whole_answer(
 
 
 async def read_answer_parts(
-    answer: httpx.Response, end: asyncio.Timeout, most: int | None = None
+    answer: httpx.Response, end: asyncio.Timeout, max_bytes: int | None = None
 ) -> AsyncIterator[bytes]:
     """The parts of an answer's content; much of it puts the end off.
 
     Args:
         answer: whose.
         end: of the time for it.
-        most: bytes; `ANSWER_BYTES` unless given.
+        max_bytes: bytes; `ANSWER_BYTES` unless given.
 
     Raises:
         httpx.RemoteProtocolError: it has too many of them, or is compressed.
     """
     if answer.headers.get("Content-Encoding", "identity") != "identity":
         raise httpx.RemoteProtocolError("its answer is compressed, which was not asked for")
-    began, size, limit = end.when() or 0.0, 0, ANSWER_BYTES if most is None else most
+    began, size, limit = end.when() or 0.0, 0, ANSWER_BYTES if max_bytes is None else max_bytes
     async for part in answer.aiter_raw():
         size += len(part)
         if size > limit:
@@ -370,7 +370,7 @@ async def read_answer_parts(
 
 def fetch_metrics_text(url: str, timeout_s: float) -> str:
     """The server's metrics in Prometheus' format; raises httpx.HTTPError, httpx.InvalidURL."""
-    answer = send_request("GET", f"{url}/metrics", timeout_s, most=METRICS_BYTES)
+    answer = send_request("GET", f"{url}/metrics", timeout_s, max_bytes=METRICS_BYTES)
     return answer.raise_for_status().text
 
 

@@ -79,7 +79,7 @@ class HttpResponseSource:
         self.timeout_s = timeout_s
         headers, self.withheld = http.build_api_key_headers(endpoint.url)
         # A key is for nobody but the right server.
-        self.client = http.make_client(headers, outside=not endpoint.local)
+        self.client = http.make_client(headers, is_remote=not endpoint.local)
 
     async def __aenter__(self) -> Self:
         return self
@@ -118,7 +118,7 @@ class HttpResponseSource:
             raise make_unknown_error(self.name, response_id)
         answer = await self.request_route("GET", make_response_path(response_id))
         if answer.status_code == httpx.codes.NOT_FOUND:
-            raise make_unknown_error(self.name, response_id, sure=response_id in answer.text)
+            raise make_unknown_error(self.name, response_id, is_certain=response_id in answer.text)
         content = self.require_success(answer, "retrieve a response").content
         if parse_response_identity(content).id:
             return parse_response(content)
@@ -419,7 +419,7 @@ def parse_response_object(document: bytes) -> shape.ResponseObject | None:
         return None
 
 
-def append_event(data: bytes, kept: list[EventBatch]) -> None:
+def append_event(data: bytes, batches: list[EventBatch]) -> None:
     """Add the data of an event of a stream to those that were found."""
     try:
         event = SAID.decode(data)
@@ -427,10 +427,10 @@ def append_event(data: bytes, kept: list[EventBatch]) -> None:
         return  # for example [DONE]
     if event.type in TERMINAL:
         return
-    if kept and kept[-1].first_number + len(kept[-1].events) == event.sequence_number:
-        kept[-1].events.append(data)
+    if batches and batches[-1].first_number + len(batches[-1].events) == event.sequence_number:
+        batches[-1].events.append(data)
     else:
-        kept.append(EventBatch(event.sequence_number, [data]))
+        batches.append(EventBatch(event.sequence_number, [data]))
 
 
 def extract_error_message(answer: httpx.Response) -> str:

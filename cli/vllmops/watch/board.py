@@ -39,15 +39,15 @@ class ProbeBoard:
         self.valid_until = 0.0
         self.written_at = 0.0
 
-    def publish(self, verdict: ProbeResult, started_at: float | None) -> None:
+    def publish(self, result: ProbeResult, started_at: float | None) -> None:
         """Show a verdict from now on; on a full disk the file stays as it is, and grows old.
 
         Args:
-            verdict: the verdict.
+            result: the verdict.
             started_at: which start of the instance it is about, as in its record.
         """
         now = time.monotonic()
-        same, self.result, self.valid_until = verdict == self.result, verdict, now + self.holds_s
+        same, self.result, self.valid_until = result == self.result, result, now + self.holds_s
         if self.folder is None or (same and now - self.written_at < REST_S):
             return
         path = self.folder.path / FILE
@@ -56,7 +56,7 @@ class ProbeBoard:
             "start": started_at,
             "boot": read_boot_id(),
             "until": self.valid_until,
-            "verdict": verdict,
+            "verdict": result,
         }
         with suppress(OSError):
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -83,13 +83,13 @@ class ProbeServer(BoundedServerMixin, HTTPServer):
         VllmopsError: ``port.taken`` or ``host.unknown``.
     """
 
-    def __init__(self, place: tuple[str, int], verdict: Callable[[], ProbeResult]) -> None:
-        host, port = place
-        self.get_result = verdict
+    def __init__(self, address: tuple[str, int], get_result: Callable[[], ProbeResult]) -> None:
+        host, port = address
+        self.get_result = get_result
         if ":" in host:
             self.address_family = AF_INET6
         try:
-            super().__init__(place, ProbeHandler)
+            super().__init__(address, ProbeHandler)
         except OSError as error:
             unknown = not error.errno or error.errno < 0  # of getaddrinfo
             raise VllmopsError(

@@ -198,7 +198,7 @@ class Webhook:
                     "POST",
                     self.url,
                     POST_S,
-                    outside=True,
+                    is_remote=True,
                     content=msgspec.json.encode(event),
                     headers={"Content-Type": "application/json"},
                 )
@@ -215,14 +215,14 @@ class Webhook:
         )
 
 
-def make_no_command_error(command: str, why: str) -> VllmopsError:
+def make_no_command_error(command: str, reason: str) -> VllmopsError:
     return VllmopsError(
         "watch.no-command",
-        f"--exec {command!r} can't be run: {why}",
+        f"--exec {command!r} can't be run: {reason}",
         "a program with its arguments (sh -c '…' where it needs a shell)",
     )
 
 
-def make_hook_error(program: str, why: str) -> VllmopsError:
+def make_hook_error(program: str, reason: str) -> VllmopsError:
     """The error of a hook, without its arguments: it is logged, and they may have a token."""
-    return VllmopsError("watch.hook", f"the command {program!r} {why}")
+    return VllmopsError("watch.hook", f"the command {program!r} {reason}")

@@ -61,10 +61,10 @@ class StallProof(NamedTuple):
 
 
 def prove_stalls(
-    found: Sequence[Stall],
+    stalls: Sequence[Stall],
     snapshot: ServerSnapshot,
     diagnosis: Diagnosis,
-    apart: Sequence[tuple[float, float]] = (),
+    stall_periods: Sequence[tuple[float, float]] = (),
 ) -> StallProof:
     """From when on stalls are sure.
 
@@ -72,13 +72,13 @@ def prove_stalls(
     tells it from a hang: the processor or the GPU works, and its length agrees with its size.
 
     Args:
-        found: the stalls.
+        stalls: the stalls.
         snapshot: the evidence.
         diagnosis: of that.
-        apart: earlier stalls, from when to when in seconds since the epoch.
+        stall_periods: earlier stalls, from when to when in seconds since the epoch.
     """
-    why, explained = find_cause(found, diagnosis), diagnosis.explanation
-    if any(stall.code in FINAL for stall in found) or why.code in FACTS:
+    why, explained = find_cause(stalls, diagnosis), diagnosis.explanation
+    if any(stall.code in FINAL for stall in stalls) or why.code in FACTS:
         return StallProof(0.0, why.title)
     if is_cpu_starved(snapshot):
         return StallProof(LONG_S)
@@ -86,7 +86,7 @@ def prove_stalls(
         return StallProof(0.0, why.title)
     if explained and explained.verdict == "hang" and not is_computing(snapshot, why):
         return StallProof(0.0, f"{why.title}, and nothing computes")
-    stuck = {stall.subject for stall in found if stall.alternative in {"", "writing"}}
+    stuck = {stall.subject for stall in stalls if stall.alternative in {"", "writing"}}
     engines = [each for each in snapshot.recordings if each.alive and format_process(each) in stuck]
     if not engines or can_take_long(snapshot):
         return StallProof(LONG_S)
@@ -97,7 +97,7 @@ def prove_stalls(
         p.pid: p.heartbeat.current_step for look in snapshot.samples[-1:] for p in look.heartbeats
     }
     paces = [
-        compute_step_deadline(each, steps.get(each.pid), apart)
+        compute_step_deadline(each, steps.get(each.pid), stall_periods)
         for each in snapshot.recordings
         if each in engines or (each.alive and each.open_step)
     ]
@@ -127,13 +127,13 @@ def can_take_long(snapshot: ServerSnapshot) -> bool:
     )
 
 
-def is_outside_step(place: ThreadPosition) -> bool:
+def is_outside_step(position: ThreadPosition) -> bool:
     """Whether a thread does, or waits for, what is no part of most steps."""
     return (
-        place.wait in OUTSIDE
-        or place.phase.stage == "start"
-        or place.phase.id == "maintenance"
-        or any(ENCODER.search(frame.function) for frame in place.thread.frames)
+        position.wait in OUTSIDE
+        or position.phase.stage == "start"
+        or position.phase.id == "maintenance"
+        or any(ENCODER.search(frame.function) for frame in position.thread.frames)
     )
 
 
@@ -230,13 +230,13 @@ def pair_recent_states(
     }
 
 
-def is_computing(snapshot: ServerSnapshot, why: Finding) -> bool:
+def is_computing(snapshot: ServerSnapshot, finding: Finding) -> bool:
     """Whether the processes that a finding is about compute; all of them if it names none.
 
     An engine by itself waits for its workers, so they are meant, too, where they can be seen.
     """
     last = {pid: after for pid, (_, after, _) in pair_recent_states(snapshot).items()}
-    named = last.keys() & set(map(int, NUMBER.findall(why.subject))) or set(last)
+    named = last.keys() & set(map(int, NUMBER.findall(finding.subject))) or set(last)
     ranks = {(last[pid].node, last[pid].dp_rank) for pid in named if last[pid].role == "engine"}
     workers = {pid for pid, p in last.items() if p.role == "worker" and p.state != UNSEEN}
     if workers.isdisjoint(named):
@@ -254,29 +254,29 @@ def is_active(snapshot: ServerSnapshot, pids: Collection[int]) -> bool:
     )
 
 
-def describe_likely_stall(found: Sequence[Stall]) -> str:
+def describe_likely_stall(stalls: Sequence[Stall]) -> str:
     """The first stall that can hardly be anything else, in words; empty without one."""
-    return next((stall.evidence for stall in found if not stall.alternative), "")
+    return next((stall.evidence for stall in stalls if not stall.alternative), "")
 
 
-def is_server_up(look: ServerSample) -> bool:
+def is_server_up(sample: ServerSample) -> bool:
     """Whether a server that has no record is up: its front end runs, or its engines schedule."""
-    engines = [pulse.heartbeat for pulse in look.heartbeats if pulse.role == "engine"]
+    engines = [pulse.heartbeat for pulse in sample.heartbeats if pulse.role == "engine"]
     return (
-        look.health == 200
-        or any(pulse.heartbeat.loop_s is not None for pulse in look.heartbeats)
+        sample.health == 200
+        or any(pulse.heartbeat.loop_s is not None for pulse in sample.heartbeats)
         or (bool(engines) and all(beat.current_step is not None for beat in engines))
     )
 
 
 def judge_server(
     server: Server,
-    look: ServerSample | None,
+    sample: ServerSample | None,
     *,
-    begun: bool = False,
-    over: bool = False,
+    was_up: bool = False,
+    is_over: bool = False,
     stall: str = "",
-    sure: bool = False,
+    is_certain: bool = False,
     evidence: str = "",
     note: str = "",
 ) -> ProbeResult:
@@ -284,27 +284,27 @@ def judge_server(
 
     Args:
         server: as it is known now.
-        look: the last one; None before the first one.
-        begun: whether a server without a record was up before.
-        over: whether a server without a record is gone.
+        sample: the last one; None before the first one.
+        was_up: whether a server without a record was up before.
+        is_over: whether a server without a record is gone.
         stall: what makes no progress, in words; empty without a stall.
-        sure: whether that is proven.
+        is_certain: whether that is proven.
         evidence: the bundle that was kept of it; empty without one.
         note: which of its nodes do not answer.
     """
     unready = dict.fromkeys(
         pulse.heartbeat.unready
-        for pulse in (select_live_heartbeats(look) if look else ())
+        for pulse in (select_live_heartbeats(sample) if sample else ())
         if pulse.heartbeat.unready
     )
     if record := server.record:
         state, stage = record.state, record.stage
-    elif over:
+    elif is_over:
         state, stage = InstanceState.FAILED, ""
     else:
-        begun = begun or (look is not None and is_server_up(look))
+        was_up = was_up or (sample is not None and is_server_up(sample))
         state, stage = (
-            (InstanceState.READY if begun else InstanceState.STARTING),
+            (InstanceState.READY if was_up else InstanceState.STARTING),
             "it does not answer yet",
         )
     return judge_state(
@@ -312,6 +312,6 @@ def judge_server(
         stage,
         unready=unready,
         stall="; ".join(filter(None, (stall, note))),
-        sure=sure,
+        is_certain=is_certain,
         evidence=evidence,
     )

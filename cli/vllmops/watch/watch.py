@@ -97,11 +97,16 @@ class WatchSubject(Protocol):
     def take_sample(self, *, ask: bool) -> ServerSample: ...
     def prepare_evidence(self) -> None: ...
     def take_snapshot(
-        self, looks: Sequence[ServerSample], patience_s: float, stop: threading.Event, *, sure: bool
+        self,
+        samples: Sequence[ServerSample],
+        patience_s: float,
+        stop: threading.Event,
+        *,
+        needs_all_evidence: bool,
     ) -> ServerSnapshot: ...
     def save_evidence(self, folder: Path) -> Path: ...
     def repair_caches(self) -> RepairReport: ...
-    def heal_server(self, *, unseen: bool = False) -> HealResult: ...
+    def heal_server(self, *, only_without_stall: bool = False) -> HealResult: ...
     def restart(self) -> None: ...
 
 
@@ -163,7 +168,7 @@ class Watch:
         self,
         subject: WatchSubject,
         plan: WatchPlan,
-        tell: Callable[[WatchEvent], None],
+        send_event: Callable[[WatchEvent], None],
         *,
         stop: threading.Event | None = None,
         flush: Callable[[], None] = lambda: None,
@@ -171,20 +176,20 @@ class Watch:
         swapping: Callable[[], bool] | None = None,
         now: Callable[[], float] = time.monotonic,
         wait: Callable[[float], object] | None = None,
-        beside: Callable[
+        call_in_background: Callable[
             [Callable[[], HealResult]], Future[HealResult]
         ] = background.call_in_thread,
     ) -> None:
         self.subject = subject
         self.plan = plan
-        self.send_event = tell
+        self.send_event = send_event
         self.stop = stop or threading.Event()
         self.flush = flush
         self.publish = publish
         self.swapping = swapping or SwapMonitor().is_swapping
         self.now = now
         self.wait = wait or self.stop.wait
-        self.call_in_background = beside
+        self.call_in_background = call_in_background
         self.stall_detector = StallDetector(plan.interval_s, plan.checks, plan.patience_s)
         self.diary = EventHistory()
         self.phase: ServerPhase | None = None
@@ -247,10 +252,10 @@ class Watch:
         found = verdicts.judge_server(
             server,
             look,
-            begun=self.was_up,
-            over=self.phase is ServerPhase.OVER,
+            was_up=self.was_up,
+            is_over=self.phase is ServerPhase.OVER,
             stall=stall,
-            sure=sure,
+            is_certain=sure,
             evidence=ongoing.evidence_path if ongoing else "",
             note=self.note,
         )
@@ -296,9 +301,11 @@ class Watch:
         if note and note != before:
             self.report_text(note)
 
-    def handle_unexpected_end(self, looks: Sequence[ServerSample]) -> None:
+    def handle_unexpected_end(self, samples: Sequence[ServerSample]) -> None:
         """The server ended unexpectedly: keep what it left as evidence."""
-        self.subject.take_snapshot(looks, self.plan.patience_s, self.stop, sure=True)
+        self.subject.take_snapshot(
+            samples, self.plan.patience_s, self.stop, needs_all_evidence=True
+        )
         kept = self.save_evidence()
         label, why = self.subject.server.label, self.subject.down_reason
         step = f"vllmops logs {label}; then vllmops restart {label}"
@@ -333,41 +340,41 @@ class Watch:
         self.ask = step.ask
         return step.after_s
 
-    def handle_ongoing_stall(self, ongoing: OngoingStall) -> None:
+    def handle_ongoing_stall(self, stall: OngoingStall) -> None:
         """During a known stall: check whether it is over, or whether to restart."""
-        if not self.stall_detector.is_stall_ongoing(ongoing.subjects):
+        if not self.stall_detector.is_stall_ongoing(stall.subjects):
             self.ongoing_stall = None
-            lasted = self.now() - ongoing.began
+            lasted = self.now() - stall.began
             label = self.subject.server.label
             text = f"{label} makes progress again after {lasted:.0f} s"
-            self.report_event("recovered", text, number=ongoing.number, seconds=lasted)
-            if lasted >= ongoing.proof.after_s:
+            self.report_event("recovered", text, number=stall.number, seconds=lasted)
+            if lasted >= stall.proof.after_s:
                 self.stall_periods.append((time.time() - lasted, time.time()))
-        elif ongoing.heal_at and self.now() >= ongoing.heal_at[0]:
-            ongoing.heal_at.pop(0)
-            self.heal_stall(ongoing)
-        elif ongoing.restart_at is not None and self.now() >= ongoing.restart_at:
-            ongoing.restart_at = None
-            self.restart_instance(ongoing)
+        elif stall.heal_at and self.now() >= stall.heal_at[0]:
+            stall.heal_at.pop(0)
+            self.heal_stall(stall)
+        elif stall.restart_at is not None and self.now() >= stall.restart_at:
+            stall.restart_at = None
+            self.restart_instance(stall)
 
-    def handle_new_stall(self, found: list[Stall]) -> None:
+    def handle_new_stall(self, stalls: list[Stall]) -> None:
         """Keep the evidence, explain it, report, and act if the plan says so."""
-        began = self.now() - max(stall.since_s for stall in found)
+        began = self.now() - max(stall.since_s for stall in stalls)
         before = len(self.stall_detector.samples)
         # A heartbeat that is so late is hardly ever the disk's fault.
-        sure = any(stall.alternative in {"", "writing"} for stall in found)
+        sure = any(stall.alternative in {"", "writing"} for stall in stalls)
         self.swapping()  # from here on
         snapshot = self.subject.take_snapshot(
-            self.stall_detector.samples, self.plan.patience_s, self.stop, sure=sure
+            self.stall_detector.samples, self.plan.patience_s, self.stop, needs_all_evidence=sure
         )
         if any(look.compilers for look in snapshot.samples[before:]):
             self.stall_detector.row = 0
             return
         diagnosis = doctor.diagnose_snapshot(snapshot, self.plan.patience_s)
-        confirmed = [stall for stall in found if is_stall_confirmed(stall, snapshot, diagnosis)]
+        confirmed = [stall for stall in stalls if is_stall_confirmed(stall, snapshot, diagnosis)]
         if not confirmed:
             if not verdicts.is_cpu_starved(snapshot):  # else it may show more later
-                self.stall_detector.dismiss(found)
+                self.stall_detector.dismiss(stalls)
             self.doubt_until = self.now() + DOUBT_S
             return
         kept = self.save_evidence()
@@ -376,13 +383,13 @@ class Watch:
             number,
             began,
             kept,
-            found[0].evidence,
-            verdicts.prove_stalls(found, snapshot, diagnosis, self.stall_periods),
+            stalls[0].evidence,
+            verdicts.prove_stalls(stalls, snapshot, diagnosis, self.stall_periods),
             list_stall_subjects(confirmed),
         )
         self.publish_result()
         seconds = self.now() - began
-        why = doctor.find_cause(found, diagnosis)
+        why = doctor.find_cause(stalls, diagnosis)
         label = self.subject.server.label
         self.report_event(
             "stalled",
@@ -439,11 +446,11 @@ class Watch:
         )
         return any(not cache.reason for repair in report.repairs for cache in repair.caches)
 
-    def heal_stall(self, ongoing: OngoingStall) -> None:
+    def heal_stall(self, stall: OngoingStall) -> None:
         """Heal what is proven; a server that stalls again and again is left alone for a while."""
         label, now = self.subject.server.label, self.now()
         if len(self.heals) == HEALS and now - self.heals[0] < HOUR_S:
-            ongoing.heal_at.clear()
+            stall.heal_at.clear()
             self.report_event(
                 "trouble", f"{label} is not healed: it did not help {HEALS} times within an hour"
             )
@@ -454,11 +461,11 @@ class Watch:
             self.heals.append(now)
             self.report_failure(error)
             return
-        self.report_event("healed", f"{label}: {describe_healing(found)}", number=ongoing.number)
+        self.report_event("healed", f"{label}: {describe_healing(found)}", number=stall.number)
         if not any(outcome.done for outcome in found.outcomes):
             self.heals.append(now)
-        elif ongoing.restart_at is not None:
-            ongoing.restart_at = self.now() + MENDING_S
+        elif stall.restart_at is not None:
+            stall.restart_at = self.now() + MENDING_S
 
     def start_sweep(self) -> None:
         """Begin to heal what is stuck while others go on, unless nothing is in flight."""
@@ -466,7 +473,9 @@ class Watch:
         busy = any(beat.engine_requests or beat.running or beat.waiting for beat in beats)
         if busy and not self.sweeping:
             # An agent may not answer, and the next check must not wait for that.
-            self.sweeping = self.call_in_background(partial(self.subject.heal_server, unseen=True))
+            self.sweeping = self.call_in_background(
+                partial(self.subject.heal_server, only_without_stall=True)
+            )
 
     def finish_sweep(self, sweeping: Future[HealResult]) -> None:
         """Tell what was healed so; what can't be healed is tried ever less often."""
@@ -479,23 +488,23 @@ class Watch:
         if found and found.outcomes:
             self.report_event("healed", f"{self.subject.server.label}: {describe_healing(found)}")
 
-    def restart_instance(self, ongoing: OngoingStall) -> None:
+    def restart_instance(self, stall: OngoingStall) -> None:
         """Restart the instance, but never before its evidence is on the disk."""
         label = self.subject.server.label
-        if not ongoing.evidence_path:
+        if not stall.evidence_path:
             self.report_event(
                 "trouble", f"{label} is not restarted, because its evidence could not be written"
             )
             return
         text = f"{label} restarts because it stalled"
-        self.report_event("restarting", text, number=ongoing.number)
+        self.report_event("restarting", text, number=stall.number)
         start = self.get_run_id()
         # A receiver may want to examine the server before, or restart it itself.
         self.flush()
         if (
             self.subject.read_phase() is not self.phase
             or self.get_run_id() != start
-            or self.is_stall_over(ongoing)
+            or self.is_stall_over(stall)
         ):
             self.report_event("trouble", f"{label} is not restarted: it has changed meanwhile")
             return
@@ -509,10 +518,10 @@ class Watch:
         record = self.subject.server.record
         return record.run if record else ""
 
-    def is_stall_over(self, ongoing: OngoingStall) -> bool:
+    def is_stall_over(self, stall: OngoingStall) -> bool:
         """Whether a stall is over by a new look."""
         self.stall_detector.add_sample(self.subject.take_sample(ask=True))
-        return not self.stall_detector.is_stall_ongoing(ongoing.subjects)
+        return not self.stall_detector.is_stall_ongoing(stall.subjects)
 
     def report_failure(self, error: VllmopsError) -> None:
         self.report_event(
@@ -553,21 +562,21 @@ def is_stall_confirmed(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor
     )
 
 
-def describe_healing(found: HealResult) -> str:
+def describe_healing(result: HealResult) -> str:
     """What was healed, in a line."""
     done = [
         f"{outcome.action}, {outcome.process}, {outcome.subject}: {outcome.evidence}; "
         + (f"not healed: {outcome.reason}" if outcome.reason else outcome.did)
-        for outcome in found.outcomes
+        for outcome in result.outcomes
     ]
-    return "; ".join((*done, *found.problems)) or "nothing is proven that could be healed"
+    return "; ".join((*done, *result.problems)) or "nothing is proven that could be healed"
 
 
 def describe_repair(
-    process: ProcessRepair, changes: Sequence[CacheChange], left: str | None
+    process: ProcessRepair, changes: Sequence[CacheChange], unrepaired_reason: str | None
 ) -> str:
     """What was repaired in a cache."""
     repaired = ", ".join(f"{change.count:,.0f} {change.defect}" for change in changes)
     return f"{format_process(process)}: {repaired}" + (
-        f", left as it is: {left}" if left else " repaired"
+        f", left as it is: {unrepaired_reason}" if unrepaired_reason else " repaired"
     )

@@ -186,10 +186,10 @@ class WatchedServer:
             self.add_new_processes(look)
         return look
 
-    def add_new_processes(self, look: ServerSample) -> None:
+    def add_new_processes(self, sample: ServerSample) -> None:
         """Add the processes that a foreign server has started since; the last time once ready."""
-        up = look.health == 200 or any(
-            pulse.heartbeat.loop_s is not None for pulse in look.heartbeats
+        up = sample.health == 200 or any(
+            pulse.heartbeat.loop_s is not None for pulse in sample.heartbeats
         )
         if not self.is_scan_due():
             return
@@ -217,30 +217,36 @@ class WatchedServer:
             )
 
     def take_snapshot(
-        self, looks: Sequence[ServerSample], patience_s: float, stop: threading.Event, *, sure: bool
+        self,
+        samples: Sequence[ServerSample],
+        patience_s: float,
+        stop: threading.Event,
+        *,
+        needs_all_evidence: bool,
     ) -> ServerSnapshot:
         """A snapshot of it, whatever hangs; `save_evidence` takes the other evidence.
 
         Args:
-            looks: that were taken before the snapshot.
+            samples: that were taken before the snapshot.
             patience_s: how long a server may make no progress.
             stop: ends all waiting once it is set.
-            sure: whether all evidence will be needed, and may be captured at the same time.
+            needs_all_evidence: whether all evidence will be needed, and may be captured at the same
+                time.
         """
         if self.collecting:
             self.collecting.stop_interpreters()
         options = collecting.make_examination_options(
             collecting.compute_snapshot_s(CAPTURE_S),
             patience_s,
-            samples=1 if has_fatal_stall(looks) else STACKS,
+            samples=1 if has_fatal_stall(samples) else STACKS,
         )
         looking = examine.Examination(
-            self.server, options, collecting.ignore_progress, looks, self.began
+            self.server, options, collecting.ignore_progress, samples, self.began
         )
         self.collecting = collecting.BundleCollector(
             looking, CAPTURE_S, COLLECT_ENV_S, collecting.ignore_progress, stop, self.environment
         )
-        return self.collecting.take_snapshot(alone=not sure)
+        return self.collecting.take_snapshot(snapshot_only=not needs_all_evidence)
 
     def save_evidence(self, folder: Path) -> Path:
         """Write what was captured into a folder, which is made where it is missing.
@@ -261,17 +267,17 @@ class WatchedServer:
         """Repair its caches; raises as `repairs.repair` does."""
         return repairs.repair_caches(self.server)
 
-    def heal_server(self, *, unseen: bool = False) -> HealResult:
+    def heal_server(self, *, only_without_stall: bool = False) -> HealResult:
         """Heal what is proven; nothing that somebody may have wanted.
 
         Args:
-            unseen: only what no stall shows, since other requests go on.
+            only_without_stall: only what no stall shows, since other requests go on.
 
         Raises:
             VllmopsError: as `heal.heal_server`.
         """
-        actions = [action for action in healing.ACTIONS if action.unseen or not unseen]
-        return healing.heal_server(self.server, actions, by="vllmops watch --heal")
+        actions = [action for action in healing.ACTIONS if action.unseen or not only_without_stall]
+        return healing.heal_server(self.server, actions, initiator="vllmops watch --heal")
 
     def restart(self) -> None:
         """Have its supervisor take it down at once and start it again.

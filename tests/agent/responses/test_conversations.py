@@ -152,7 +152,7 @@ def test_two_items_with_one_id_are_refused_before_the_model_answers() -> None:
             # These get an id each.
             given = turn(user("a/b"), user("a/b"), user(""), user(""), user(None), user(None))
             await turns.begin_turn(given, CONVERSATION)
-            assert await turns.finish_turn(given, None, b'{"output":[]}', new=True)
+            assert await turns.finish_turn(given, None, b'{"output":[]}', is_new=True)
 
     asyncio.run(main())
 
@@ -216,7 +216,7 @@ def test_a_turn_whose_end_fails_lets_go_once_the_store_is_back(
             with monkeypatch.context() as outage:
                 outage.setattr(store.backend, "add_items", down)
                 with pytest.raises(StoreUnavailable):
-                    await turns.finish_turn(given, None, b'{"output":[]}', new=True)
+                    await turns.finish_turn(given, None, b'{"output":[]}', is_new=True)
             release = store.backend.release_conversation
 
             async def refused(name: str, holder: str) -> None:
@@ -266,7 +266,7 @@ def test_a_list_behind_no_item_is_refused(after: str) -> None:
     async def main() -> None:
         async with opened() as store:
             with pytest.raises(ApiError) as caught:
-                await ConversationsApi(store).list_items("", CONVERSATION, after=after)
+                await ConversationsApi(store).list_items("", CONVERSATION, after_id=after)
             assert (caught.value.status, caught.value.param) == (400, "after")
 
     asyncio.run(main())

@@ -151,7 +151,9 @@ def test_padding_is_put_into_stored_events_and_taken_out() -> None:
         yield EncodedEvent("response.completed", b'{"response":{}}')
 
     async def read(*, wanted: bool) -> list[dict[str, Any]]:
-        return [json.loads(f.data) async for f in fields.obfuscate_events(stored(), wanted=wanted)]
+        return [
+            json.loads(f.data) async for f in fields.obfuscate_events(stored(), should_pad=wanted)
+        ]
 
     bare = asyncio.run(read(wanted=False))
     assert not any("obfuscation" in event for event in bare)

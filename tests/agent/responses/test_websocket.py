@@ -76,14 +76,14 @@ class Handler:
         finally:
             self.closed += 1
 
-    async def cancel(self, who: str, response_id: str) -> bytes:
+    async def cancel(self, owner: str, response_id: str) -> bytes:
         if response_id != BACKGROUND:
             raise wire.make_not_found_error(response_id)
         self.goes_on.set()
         return b"{}"
 
     async def resume_stream(
-        self, who: str, response_id: str, after: int | None
+        self, owner: str, response_id: str, after: int | None
     ) -> AsyncIterator[EncodedEvent]:
         if response_id != BACKGROUND:
             raise wire.make_not_found_error(response_id)

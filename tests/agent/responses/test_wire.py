@@ -72,7 +72,7 @@ def test_pages_of_items() -> None:
 
     def page(after: str | None, limit: int, descending: bool) -> Any:
         return json.loads(
-            wire.encode_input_items(given, after=after, limit=limit, descending=descending)
+            wire.encode_input_items(given, after_id=after, limit=limit, descending=descending)
         )
 
     first = page(None, 2, False)
@@ -95,7 +95,7 @@ def test_pages_of_items() -> None:
 
 def test_an_item_with_an_id_keeps_it() -> None:
     found = json.loads(
-        wire.encode_input_items(turn([REASONING], []), after=None, limit=1, descending=True)
+        wire.encode_input_items(turn([REASONING], []), after_id=None, limit=1, descending=True)
     )
     assert found["data"] == [REASONING]
 
@@ -106,7 +106,7 @@ def test_each_item_has_an_id_that_a_page_can_begin_after() -> None:
     given = turn([{**said, "id": name, "content": str(n)} for n, name in enumerate(names)], [])
     texts, after = [], None
     for _ in names:
-        page = json.loads(wire.encode_input_items(given, after=after, limit=1, descending=False))
+        page = json.loads(wire.encode_input_items(given, after_id=after, limit=1, descending=False))
         (item,) = page["data"]
         assert (item["id"], item["status"]) == (page["last_id"], "completed")
         texts.append(item["content"][0]["text"])

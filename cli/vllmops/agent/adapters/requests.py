@@ -94,34 +94,34 @@ def count_output_tokens(request: Any) -> int | None:
     return None if stats is None else int(stats.num_generation_tokens)
 
 
-async def abort_with_error(client: Any, names: list[str], why: str) -> None:
+async def abort_with_error(client: Any, names: list[str], reason: str) -> None:
     """End requests at the front end and in the engine; their clients get an error.
 
     Args:
         client: vLLM's AsyncLLM.
         names: ids of requests.
-        why: what the error says.
+        reason: what the error says.
     """
     for name in names:
         request = find_front_end_request(client, name)
         if request is not None and request.queue is not None:
-            request.queue.put(make_permanent_error(why))
+            request.queue.put(make_permanent_error(reason))
     await client.abort(names, internal=True)
 
 
-def make_validation_error(why: str) -> Exception:
+def make_validation_error(reason: str) -> Exception:
     """What makes vLLM answer a client with status 400."""
-    return list_vllm_exceptions().get("VLLMValidationError", ValueError)(why)  # type: ignore[no-any-return]
+    return list_vllm_exceptions().get("VLLMValidationError", ValueError)(reason)  # type: ignore[no-any-return]
 
 
-def make_permanent_error(why: str) -> Exception:
+def make_permanent_error(reason: str) -> Exception:
     """What makes vLLM answer a client with an error that the client does not try again."""
     known = list_vllm_exceptions()
     if graceful := known.get("GracefulHTTPError"):
-        made: Exception = graceful(why, HTTPStatus.GONE)
+        made: Exception = graceful(reason, HTTPStatus.GONE)
         return made
     # Up to 0.28; up to 0.26, vLLM takes any ValueError for a client's fault.
-    return known.get("VLLMClientError", ValueError)(why)  # type: ignore[no-any-return]
+    return known.get("VLLMClientError", ValueError)(reason)  # type: ignore[no-any-return]
 
 
 def list_vllm_exceptions() -> dict[str, Any]:

@@ -200,17 +200,17 @@ def validate_unless_plain(item: Any, validate: Callable[[Any], Any]) -> Any:
     return item if is_plain_text_message(item) else validate(item)
 
 
-def make_fast_input_type(given: Any) -> Any:
+def make_fast_input_type(input_type: Any) -> Any:
     """The type of an input whose plain messages are not validated; as it is if it is unknown.
 
     Args:
-        given: vLLM's type, a text or a list of items.
+        input_type: vLLM's type, a text or a list of items.
     """
-    match get_args(given):
+    match get_args(input_type):
         case (kind, items) if kind is str and get_origin(items) is list:
             (item,) = get_args(items)
             return str | list[Annotated[item, WrapValidator(validate_unless_plain)]]  # type: ignore[valid-type]
-    return given
+    return input_type
 
 
 if TYPE_CHECKING:

@@ -9,17 +9,17 @@ from typing import Any
 TIMEOUT_S = 2.0
 
 
-def run_between_steps(core: Any, act: Callable[[], None], timeout_s: float = TIMEOUT_S) -> str:
-    """Run `act` before the engine's next step; returns why it did not run or failed, or nothing.
+def run_between_steps(core: Any, action: Callable[[], None], timeout_s: float = TIMEOUT_S) -> str:
+    """Run `action` before the engine's next step; returns why it did not run or failed, or nothing.
 
     Args:
         core: vLLM's EngineCore, with pending requests: an idle one takes no step.
-        act: short; what it raises does not reach the engine.
+        action: short; what it raises does not reach the engine.
         timeout_s: seconds to wait; it does not run later.
     """
 
     def run_action() -> tuple[()]:
-        act()
+        action()
         return ()
 
     return run_before_call(core, "step_fn", run_action, timeout_s)
@@ -28,15 +28,15 @@ def run_between_steps(core: Any, act: Callable[[], None], timeout_s: float = TIM
 def run_before_call(
     owner: Any,
     method: str,
-    act: Callable[..., tuple[Any, ...]],
+    action: Callable[..., tuple[Any, ...]],
     timeout_s: float = TIMEOUT_S,
 ) -> str:
-    """Run `act` before the next call of a method; returns why it did not run or failed, or nothing.
+    """Run `action` before the next call of a method; returns why it did not run or failed, or "".
 
     Args:
         owner: an object of the engine's.
-        method: that each step calls with positional arguments; else `act` does not run.
-        act: short; gets the call's arguments, and returns those to be used. What it raises does
+        method: that each step calls with positional arguments; else `action` does not run.
+        action: short; gets the call's arguments, and returns those to be used. What it raises does
             not reach the engine: the call goes on as it came.
         timeout_s: seconds to wait; it does not run later.
     """
@@ -58,7 +58,7 @@ def run_before_call(
             done.set()
         elif turn.acquire(blocking=False):  # else the caller has given up
             try:
-                given = act(*given)
+                given = action(*given)
                 failed = ""
             except Exception as error:
                 failed = f"{type(error).__name__}: {error}"

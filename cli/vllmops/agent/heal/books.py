@@ -45,14 +45,15 @@ ALIENS = (
 
 
 def find_mentioned_names(
-    roots: Iterable[Any], names: Iterable[str], *, native: bool = False
+    roots: Iterable[Any], names: Iterable[str], *, allow_native: bool = False
 ) -> set[str] | None:
     """The names that something reachable has in one of its texts.
 
     Args:
         roots: where to begin.
         names: ids of requests.
-        native: whether objects of native code, other than Python's own, count as holding none.
+        allow_native: whether objects of native code, other than Python's own, count as holding
+            none.
 
     Returns:
         None if not all can be seen: there is too much, or an object of native code, which may keep
@@ -82,38 +83,38 @@ def find_mentioned_names(
             seen[id(one)] = one  # kept, or another object could get its place
             if len(seen) > OBJECTS or time.monotonic() > until:
                 return None
-            if not native and not is_inspectable_class(type(one), kinds):
+            if not allow_native and not is_inspectable_class(type(one), kinds):
                 return None
             stack += list_referents(one)
     return found
 
 
-def list_referents(one: Any) -> Iterable[Any]:
+def list_referents(value: Any) -> Iterable[Any]:
     """What an object refers to; of a function only what is its own, not all of its module."""
-    if isinstance(one, FunctionType):
-        return (one.__closure__, one.__defaults__, one.__kwdefaults__)
-    if isinstance(one, dict):
+    if isinstance(value, FunctionType):
+        return (value.__closure__, value.__defaults__, value.__kwdefaults__)
+    if isinstance(value, dict):
         # gc leaves out keys that are texts. Two C calls: others go on meanwhile.
-        return [*list(dict.keys(one)), *list(dict.values(one))]
-    return gc.get_referents(one)
+        return [*list(dict.keys(value)), *list(dict.values(value))]
+    return gc.get_referents(value)
 
 
-def is_inspectable_class(kind: type, known: dict[type, bool]) -> bool:
+def is_inspectable_class(kind: type, inspectable_by_class: dict[type, bool]) -> bool:
     """Whether all that objects of a class refer to can be seen: it is Python's, or written in it.
 
     Args:
         kind: the class.
-        known: what was found of classes before.
+        inspectable_by_class: what was found of classes before.
     """
-    if kind not in known:
+    if kind not in inspectable_by_class:
         members = (
             value
             for part in kind.__mro__
             if not is_standard_class(part)
             for value in [*vars(part).values()]
         )
-        known[kind] = not any(is_native_member(value) for value in members)
-    return known[kind]
+        inspectable_by_class[kind] = not any(is_native_member(value) for value in members)
+    return inspectable_by_class[kind]
 
 
 def is_native_member(member: Any) -> bool:
@@ -127,11 +128,11 @@ def is_standard_class(kind: type) -> bool:
     return str(kind.__module__).partition(".")[0] in STANDARD
 
 
-def is_foreign_object(one: Any) -> bool:
+def is_foreign_object(value: Any) -> bool:
     """Whether an object belongs to something else, which may know every request."""
-    if isinstance(one, type | ModuleType | FrameType | int | float | None):
+    if isinstance(value, type | ModuleType | FrameType | int | float | None):
         return True
-    module = getattr(type(one), "__module__", "")
+    module = getattr(type(value), "__module__", "")
     return isinstance(module, str) and module.startswith(ALIENS)
 
 

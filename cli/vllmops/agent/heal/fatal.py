@@ -61,9 +61,9 @@ def find_message_parts(reader: FrameType, inner: Sequence[FrameType]) -> list[An
     return [known["type_frame"], *known.get("data_frames", ())] if "type_frame" in known else []
 
 
-def encode_outputs(found: Sequence[Any]) -> list[bytes]:
+def encode_outputs(outputs: Sequence[Any]) -> list[bytes]:
     """Outputs that could not be encoded, in one part."""
-    return [msgspec.msgpack.encode(list(found), enc_hook=lambda one: repr(one)[:LETTERS])]
+    return [msgspec.msgpack.encode(list(outputs), enc_hook=lambda one: repr(one)[:LETTERS])]
 
 
 def list_fatal_messages() -> FatalMessages:

@@ -115,10 +115,10 @@ def split_unencodable_outputs(
     return bad, (client, msgspec.structs.replace(whole, outputs=good))
 
 
-def list_request_ids(found: list[Any]) -> list[str]:
+def list_request_ids(thread_items: list[Any]) -> list[str]:
     """The ids of requests in what a thread had: requests, or outputs for a client."""
     names = []
-    for one in found:
+    for one in thread_items:
         outputs = getattr(one[1], "outputs", ()) if isinstance(one, tuple) else (one,)
         names += [output.request_id for output in outputs if hasattr(output, "request_id")]
     return names

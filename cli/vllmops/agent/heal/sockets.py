@@ -77,8 +77,8 @@ def copy_reusing_sockets(process: FunctionType) -> FunctionType:
 class PersistentContext:
     """A context manager of something that an error does not close."""
 
-    def __init__(self, thing: Any) -> None:
-        self.resource = thing
+    def __init__(self, resource: Any) -> None:
+        self.resource = resource
 
     def __enter__(self) -> Any:
         return self.resource

@@ -53,7 +53,7 @@ def find_lost_loads() -> list[HealProof]:
 
 
 def prove_lost_load(
-    scheduler: Any, request: Any, now: float, kept: set[str], gone: Address | None
+    scheduler: Any, request: Any, now: float, known_ids: set[str], dead_address: Address | None
 ) -> HealProof | None:
     """What speaks for it that a request waits in vain; None if nothing does.
 
@@ -61,16 +61,16 @@ def prove_lost_load(
         scheduler: of the request.
         request: that waits for the end of its load.
         now: seconds since the epoch.
-        kept: ids that the scheduler's part of the connector knows.
-        gone: the address of the server from which the blocks come, if nobody listens there.
+        known_ids: ids that the scheduler's part of the connector knows.
+        dead_address: the address of the server from which the blocks come, if nobody listens there.
     """
     name = request.request_id
-    if name in kept and not gone:
+    if name in known_ids and not dead_address:
         return None
     what = f"it waits for KV blocks, {now - request.arrival_time:.0f} s after it came"
     why = ""
-    if gone:
-        where = "{}:{}".format(*gone)
+    if dead_address:
+        where = "{}:{}".format(*dead_address)
         what += f"; {where}, which has them, refuses connections"
         why = f"the server that has its KV blocks, {where}, is gone: send it again"
     else:
@@ -82,7 +82,7 @@ def prove_lost_load(
         subject=name,
         evidence=what,
         client_message=why,
-        progress_key=f"{id(request)} {progress[0]} {progress[1]} {bool(gone)}",
+        progress_key=f"{id(request)} {progress[0]} {progress[1]} {bool(dead_address)}",
         rises=None if steps is None else steps // adapter.get_max_concurrent_steps(scheduler),
     )
 
@@ -124,9 +124,9 @@ def find_known_loads(names: Sequence[str]) -> list[HealProof]:
 def find_tracked_requests(connector: Any, names: Sequence[str]) -> set[str]:
     """The requests whose load a connector may know: all, where not all of it can be seen."""
     own = books.find_mentioned_names(
-        [connector], names, native=adapter.is_keyed_by_request(connector)
+        [connector], names, allow_native=adapter.is_keyed_by_request(connector)
     )
-    others = books.find_mentioned_names(books.list_thread_values(), names, native=True)
+    others = books.find_mentioned_names(books.list_thread_values(), names, allow_native=True)
     return set(names) if own is None or others is None else own | others
 
 

@@ -47,11 +47,11 @@ def popitem(self: Any, remove_pinned: bool = False) -> tuple[Hashable, Any]:
 
 
 def find_removable_key(
-    keys: Iterable[Hashable], pinned: set[Hashable], remove_pinned: bool
+    keys: Iterable[Hashable], pinned_keys: set[Hashable], remove_pinned: bool
 ) -> Hashable:
     """The first key that may be removed, `NOTHING` where there is none."""
     for key in keys:
-        if remove_pinned or key not in pinned:
+        if remove_pinned or key not in pinned_keys:
             return key
     return NOTHING
 

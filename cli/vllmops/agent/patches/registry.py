@@ -151,20 +151,20 @@ def observe_patches(*, verify: bool = False) -> ProcessPatches:
     )
 
 
-def recheck_defect(verdict: PatchReport, module: str) -> PatchReport:
+def recheck_defect(report: PatchReport, module: str) -> PatchReport:
     """A verdict with the result of a new probe."""
     try:
-        present = PATCHES[verdict.id].present(sys.modules[module])
+        present = PATCHES[report.id].present(sys.modules[module])
     except Exception as error:
-        reason = verdict.reason or f"the probe failed: {error!r}"
-        return PatchReport(id=verdict.id, state=verdict.state, reason=reason)
-    return PatchReport(id=verdict.id, state=verdict.state, reason=verdict.reason, present=present)
+        reason = report.reason or f"the probe failed: {error!r}"
+        return PatchReport(id=report.id, state=report.state, reason=reason)
+    return PatchReport(id=report.id, state=report.state, reason=report.reason, present=present)
 
 
-def merge_verdicts(verdicts: list[PatchReport]) -> PatchReport:
+def merge_verdicts(reports: list[PatchReport]) -> PatchReport:
     """One verdict for a patch of several modules: the worst."""
-    worst = min(verdicts, key=lambda verdict: ORDER.index(verdict.state))
-    probes = [verdict.present for verdict in verdicts if verdict.present is not None]
+    worst = min(reports, key=lambda verdict: ORDER.index(verdict.state))
+    probes = [verdict.present for verdict in reports if verdict.present is not None]
     return PatchReport(
         id=worst.id,
         state=worst.state,

@@ -61,9 +61,9 @@ def get_hasher(self: Any) -> Callable[[], list[Any]] | None:
     return None if bound is None else partial(bound, self)
 
 
-def set_hasher(self: Any, bound: Callable[[], list[Any]] | None) -> None:
+def set_hasher(self: Any, bound_hasher: Callable[[], list[Any]] | None) -> None:
     """Keep the hasher without the request that ``partial(block_hasher, self)`` binds."""
-    vars(self)[NAME] = bound.func if isinstance(bound, partial) else bound
+    vars(self)[NAME] = bound_hasher.func if isinstance(bound_hasher, partial) else bound_hasher
 
 
 PATCH = Patch(

@@ -74,7 +74,10 @@ class BackgroundRuns:
         self.store.wake_followers(response_id)
 
     async def accept_run(
-        self, turn: Turn, keep: Callable[[Response], Awaitable[bool]], asked: bytes | None = None
+        self,
+        turn: Turn,
+        keep: Callable[[Response], Awaitable[bool]],
+        request_body: bytes | None = None,
     ) -> Response:
         """Store a run that vLLM has started; the run continues only after that.
 
@@ -83,7 +86,7 @@ class BackgroundRuns:
         Args:
             turn: its turn.
             keep: stores it; False where its id is taken, or it is gone.
-            asked: its request as JSON; None where it is not to run again.
+            request_body: its request as JSON; None where it is not to run again.
 
         Returns:
             The run as it is stored.
@@ -95,7 +98,7 @@ class BackgroundRuns:
         task: asyncio.Task[None] = self.handler.background_tasks.pop(turn.latest_response.id)
         turn.goes_on = True
         return await asyncio.shield(
-            start_task(self.register_run(turn, task, keep, asked), self.accepting)
+            start_task(self.register_run(turn, task, keep, request_body), self.accepting)
         )
 
     async def register_run(
@@ -103,7 +106,7 @@ class BackgroundRuns:
         turn: Turn,
         task: asyncio.Task[None],
         keep: Callable[[Response], Awaitable[bool]],
-        asked: bytes | None,
+        request_body: bytes | None,
     ) -> Response:
         """Accept a run, which does its work in a task; its turn is over where that fails."""
         queued = turn.latest_response
@@ -112,7 +115,7 @@ class BackgroundRuns:
                 set_response_conversation(fields.fill_response(queued, turn.request), turn)
             )
             run = turn.make_stored_response(
-                queued, body if asked is None else rerun.embed_request(body, asked)
+                queued, body if request_body is None else rerun.embed_request(body, request_body)
             )
             if not await keep(run):
                 raise wire.make_id_taken_error(run.id)
@@ -146,12 +149,12 @@ class BackgroundRuns:
         except Exception as error:
             log.exception("vllmops: background responses are not run again: %r", error)
 
-    async def rerun_response(self, run: Response, asked: dict[str, Any]) -> None:
+    async def rerun_response(self, run: Response, request_fields: dict[str, Any]) -> None:
         """Run a response again; its stream goes on with the next number."""
         turn = None
         try:
-            asked |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
-            request = adapter.ResponsesRequest.model_validate(asked)
+            request_fields |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
+            request = adapter.ResponsesRequest.model_validate(request_fields)
             hidden = has_encrypted_items(request)
             before = partial(
                 self.handler.read_earlier_turns, run.owner, request.previous_response_id
@@ -161,8 +164,8 @@ class BackgroundRuns:
                 run.owner,
                 run.input,
                 history=await retry_while_unavailable(before),
-                hidden=hidden,
-                brought=carried.find_carrier(wire.ITEMS.decode(run.input), None)
+                has_encrypted_input=hidden,
+                request_carrier=carried.find_carrier(wire.ITEMS.decode(run.input), None)
                 if hidden
                 else None,
                 compacts=(threshold := self.handler.find_compact_threshold(request)) is not None,
@@ -225,26 +228,28 @@ class BackgroundRuns:
         if (held := self.running.get(run.id)) and held[0] is run:
             del self.running[run.id]
 
-    async def store_result(self, turn: Turn | None, ended: Response) -> None:
+    async def store_result(self, turn: Turn | None, response: Response) -> None:
         """Store the result of a run, and add its turn to the conversation that it holds.
 
         Logs errors, because vLLM ignores what this task raises.
         """
-        put: Callable[[], Awaitable[bool]] = partial(self.store.put, ended)
-        if turn and turn.hold and ended.status in wire.ANSWERED:
-            put = partial(self.conversations.finish_turn, turn, ended, ended.body, new=False)
+        put: Callable[[], Awaitable[bool]] = partial(self.store.put, response)
+        if turn and turn.hold and response.status in wire.ANSWERED:
+            put = partial(
+                self.conversations.finish_turn, turn, response, response.body, is_new=False
+            )
         else:
             await self.conversations.release_turn(turn)  # first: who sees that it failed goes on
         try:
             try:
                 await retry_while_unavailable(put)
             except ApiError as error:  # another request has changed the conversation
-                failed = replace(ended, status="failed", error=error.message)
+                failed = replace(response, status="failed", error=error.message)
                 await retry_while_unavailable(partial(self.store.put, failed))
         except Exception as error:
             log.exception(
                 "vllmops: the result of %s is not stored, and clients see it as failed: %r",
-                ended.id,
+                response.id,
                 error,
             )
 
@@ -252,7 +257,7 @@ class BackgroundRuns:
         """Mark a run as in progress; False where it was stopped before."""
         try:
             swap = await self.store.set_status(
-                run.owner, run.id, "in_progress", allowed=frozenset({"queued"})
+                run.owner, run.id, "in_progress", allowed_statuses=frozenset({"queued"})
             )
         except StoreUnavailable:
             return True

@@ -58,38 +58,38 @@ class RequestCarrier(NamedTuple):
     carrier_name: str = ""
 
 
-def find_carrier(items: list[Item], previous: Any) -> RequestCarrier | None:
+def find_carrier(items: list[Item], previous_response: Any) -> RequestCarrier | None:
     """The carrier that counts, None if there is none.
 
     Args:
         items: of the request's input.
-        previous: its ``previous_response``, None if it has none.
+        previous_response: its ``previous_response``, None if it has none.
 
     Raises:
         ApiError: ``previous_response`` has no carrier, or the input has a later one.
     """
     at = max((n for n, item in enumerate(items) if is_carrier_or_compaction(item)), default=-1)
-    if previous is None and at >= 0 and items[at].get("type") == COMPACTION:
+    if previous_response is None and at >= 0 and items[at].get("type") == COMPACTION:
         param = f"input[{at}]"
         return RequestCarrier(
             get_encrypted_content(items[at]), at, param, f"compaction item {param}"
         )
-    if previous is None:
+    if previous_response is None:
         return RequestCarrier(get_encrypted_content(items[at]), at, "input") if at >= 0 else None
-    text = extract_carrier_text(previous)
+    text = extract_carrier_text(previous_response)
     if at >= 0 and get_encrypted_content(items[at]) != text:
         message = "The input has another carrier than previous_response: send only one of them."
         raise ApiError(400, message, PREVIOUS)
     return RequestCarrier(text, at, PREVIOUS)
 
 
-def extract_carrier_text(previous: Any) -> str:
+def extract_carrier_text(previous_response: Any) -> str:
     """The carrier in a response.
 
     Raises:
         ApiError: it has none.
     """
-    output = previous.get("output") if isinstance(previous, dict) else None
+    output = previous_response.get("output") if isinstance(previous_response, dict) else None
     if not isinstance(output, list):
         message = "previous_response is not a response: send the whole response object."
         raise ApiError(400, message, PREVIOUS)
@@ -126,25 +126,29 @@ def extract_readable_part(item: Item) -> Item | None:
     return {name: value for name, value in item.items() if name != "encrypted_content"}
 
 
-def merge_history(history: list[Item], items: list[Item], at: int) -> tuple[list[Item], list[int]]:
+def merge_history(
+    history: list[Item], items: list[Item], carrier_index: int
+) -> tuple[list[Item], list[int]]:
     """The conversation that a carrier and a request's input make together.
 
     Args:
         history: what the carrier holds.
         items: of the request's input.
-        at: the carrier's index among them, -1 where all of them come after it.
+        carrier_index: the carrier's index among them, -1 where all of them come after it.
 
     Returns:
         The history, and the indices of the items that are not in it.
     """
-    history = replace_instructions(history, items[: max(at, 0)])
+    history = replace_instructions(history, items[: max(carrier_index, 0)])
     known = {mark for item in history if (mark := identify_item(item))}
-    behind = items[at + 1 :]
-    repeated = [n for n, item in enumerate(behind, at + 1) if identify_item(item) in known]
+    behind = items[carrier_index + 1 :]
+    repeated = [
+        n for n, item in enumerate(behind, carrier_index + 1) if identify_item(item) in known
+    ]
     texts: set[tuple[str, str] | None] = set()
     if repeated or any(item.get("role") == "assistant" for item in behind):
         texts = {extract_role_and_text(item) for item in history} - {None}
-    end = find_end_of_repeats(items, max(repeated, default=at), texts)
+    end = find_end_of_repeats(items, max(repeated, default=carrier_index), texts)
 
     def is_new(n: int, item: Item) -> bool:
         if n >= end:
@@ -152,39 +156,41 @@ def merge_history(history: list[Item], items: list[Item], at: int) -> tuple[list
         mark, text = identify_item(item), extract_role_and_text(item)
         if mark and mark[0] == OUTPUT:
             return mark not in known and (CALL, mark[1]) in known
-        if n <= at or mark in known:
+        if n <= carrier_index or mark in known:
             return False
         return text not in texts if text else mark is not None
 
     return history, [n for n, item in enumerate(items) if is_new(n, item)]
 
 
-def replace_instructions(history: list[Item], before: list[Item]) -> list[Item]:
+def replace_instructions(history: list[Item], preceding_items: list[Item]) -> list[Item]:
     """A history that begins with the instructions that a client sends before the carrier, if any.
 
     Args:
         history: what the carrier holds.
-        before: the items before the carrier.
+        preceding_items: the items before the carrier.
     """
-    instructions = select_leading_instructions(before)
+    instructions = select_leading_instructions(preceding_items)
     if not instructions:
         return history
     return [*instructions, *history[len(select_leading_instructions(history)) :]]
 
 
-def find_end_of_repeats(items: list[Item], last: int, texts: set[tuple[str, str] | None]) -> int:
+def find_end_of_repeats(
+    items: list[Item], last_index: int, texts: set[tuple[str, str] | None]
+) -> int:
     """The index of the last item that the history has; clients put new items behind repeated ones.
 
     Args:
         items: of the request's input.
-        last: the index of the last one that is known by its id.
+        last_index: the index of the last one that is known by its id.
         texts: the messages of the history.
     """
-    for item in items[last + 1 :]:
+    for item in items[last_index + 1 :]:
         if item.get("role") != "assistant" or extract_role_and_text(item) not in texts:
             break
-        last += 1
-    return last
+        last_index += 1
+    return last_index
 
 
 def identify_item(item: Item) -> tuple[str, str] | None:

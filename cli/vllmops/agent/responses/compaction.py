@@ -111,12 +111,12 @@ def load_summary_prompt() -> str:
         return PROMPT
 
 
-def parse_compact_threshold(request: Any, longest: int) -> int | None:
+def parse_compact_threshold(request: Any, max_model_len: int) -> int | None:
     """From how many tokens on a request wants its conversation compacted; None if it does not.
 
     Args:
         request: vLLM's.
-        longest: how many tokens the model takes.
+        max_model_len: how many tokens the model takes.
 
     Raises:
         ApiError: its ``context_management`` is invalid.
@@ -133,7 +133,7 @@ def parse_compact_threshold(request: Any, longest: int) -> int | None:
         raise ApiError(400, f"Unknown parameter: {min(unknown)!r}.", f"{FIELD}[0].{min(unknown)}")
     tokens = entry.get("compact_threshold")
     if tokens is None:
-        return int(longest * FULL)
+        return int(max_model_len * FULL)
     if type(tokens) is not int or tokens < 1:
         raise ApiError(400, "compact_threshold must be a number of tokens, 1 or more.", PARAM)
     return tokens
@@ -159,22 +159,26 @@ def validate_compact_body(body: bytes) -> None:
         raise ApiError(400, message, min(unknown))
 
 
-def build_summary_parameters(request: Any, longest: int) -> dict[str, Any]:
+def build_summary_parameters(request: Any, max_model_len: int) -> dict[str, Any]:
     """The parameters of a request for a summary, all but its input.
 
     Args:
         request: whose conversation it is.
-        longest: how many tokens the model takes.
+        max_model_len: how many tokens the model takes.
     """
     same = {name: found for name in PASSED if (found := getattr(request, name, None)) is not None}
-    return {**same, "store": False, "max_output_tokens": max(1, min(MOST_TOKENS, longest // PART))}
+    return {
+        **same,
+        "store": False,
+        "max_output_tokens": max(1, min(MOST_TOKENS, max_model_len // PART)),
+    }
 
 
 async def compact_conversation(
     answer: Callable[[list[Item]], Awaitable[Any]],
     fits: Callable[[list[Item]], Awaitable[bool]],
     items: Sequence[Item],
-    asking: str,
+    prompt: str,
 ) -> CompactedConversation:
     """Replace a conversation by its user's messages and a summary.
 
@@ -185,14 +189,14 @@ async def compact_conversation(
         answer: makes vLLM answer an input.
         fits: whether vLLM would accept an input.
         items: of the conversation.
-        asking: the prompt.
+        prompt: the prompt.
 
     Raises:
         ApiError: vLLM can't summarize it.
     """
 
-    def build_summary_input(words: Sequence[Item]) -> list[Item]:
-        return join_summary_messages([*words, make_user_message(asking, MARK)])
+    def build_summary_input(source_items: Sequence[Item]) -> list[Item]:
+        return join_summary_messages([*source_items, make_user_message(prompt, MARK)])
 
     if await fits(whole := build_summary_input(items)):
         made = await answer(whole)
@@ -241,8 +245,8 @@ def is_output_identity(mark: tuple[str, str]) -> bool:
     return mark[0] == carried.OUTPUT
 
 
-def is_unanswered_call(call: Item, answered: set[str]) -> bool:
-    return call.get("call_id") not in answered
+def is_unanswered_call(call: Item, answered_ids: set[str]) -> bool:
+    return call.get("call_id") not in answered_ids
 
 
 def should_keep_item(item: Item) -> bool:

@@ -126,7 +126,7 @@ async def list_items(
         find_owner(raw_request),
         conversation_id,
         parse_include(raw_request),
-        after=after,
+        after_id=after,
         limit=limit,
         descending=order == "desc",
     )

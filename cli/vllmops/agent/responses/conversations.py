@@ -144,26 +144,26 @@ class ConversationTurns:
             raise
 
     def check_input_items(
-        self, held: ConversationHold, given: Sequence[msgspec.Raw]
+        self, hold: ConversationHold, input_items: Sequence[msgspec.Raw]
     ) -> ConversationResult:
         """What keeps the items of an input out of a conversation; `DONE` if nothing does.
 
         Raises:
             ApiError: one of them is a reference to an item.
         """
-        if len(held.entries) + len(given) >= self.max_items:
+        if len(hold.entries) + len(input_items) >= self.max_items:
             return ConversationResult.FULL
-        known = [NAMED.decode(item) for item in given]
+        known = [NAMED.decode(item) for item in input_items]
         # Before its id counts as one that is in the conversation.
         validate_no_references((item.type for item in known), "input")
         names = [item.id for item in known if is_valid_item_id(item.id)]
         twice = len(set(names)) < len(names)
-        if twice or not {entry.id for entry in held.entries}.isdisjoint(names):
+        if twice or not {entry.id for entry in hold.entries}.isdisjoint(names):
             return ConversationResult.TAKEN
         return ConversationResult.DONE
 
     async def finish_turn(
-        self, turn: Any, response: Response | None, body: bytes, *, new: bool
+        self, turn: Any, response: Response | None, body: bytes, *, is_new: bool
     ) -> bool:
         """Add a turn to its conversation, and store its response, both or neither.
 
@@ -173,7 +173,7 @@ class ConversationTurns:
             turn: a `serving.Turn` that holds a conversation.
             response: to be stored, None for one that is not.
             body: the response as JSON.
-            new: whether it is created; else it is put.
+            is_new: whether it is created; else it is put.
 
         Returns:
             False where the id is taken, or the run is gone or over.
@@ -185,13 +185,13 @@ class ConversationTurns:
         held: ConversationHold = turn.hold
         entries = make_conversation_items(RAWS.decode(turn.items))
         entries += make_conversation_items(
-            ANSWER.decode(body).output, answer=True, used={one.id for one in entries}
+            ANSWER.decode(body).output, answer=True, used_ids={one.id for one in entries}
         )
-        outcome = await self.store.conversations.finish_turn(held, entries, response, new=new)
+        outcome = await self.store.conversations.finish_turn(held, entries, response, is_new=is_new)
         if outcome is ConversationResult.GONE:
             if response is None:
                 return True
-            return await (self.store.create if new else self.store.put)(response)
+            return await (self.store.create if is_new else self.store.put)(response)
         if outcome in {ConversationResult.DONE, ConversationResult.REFUSED}:
             return outcome is ConversationResult.DONE
         raise make_outcome_error(outcome, held.conversation_id)
@@ -225,7 +225,7 @@ class ConversationsApi:
         self.store = store
         self.conversations = store.conversations
 
-    async def create(self, who: str, body: bytes) -> bytes:
+    async def create(self, owner: str, body: bytes) -> bytes:
         """Create a conversation.
 
         Raises:
@@ -235,13 +235,13 @@ class ConversationsApi:
         given = parse_request_body(CREATED, body or b"{}")
         metadata = encode_metadata(given.metadata or {})
         entries = validate_new_items(given.items or [])
-        made_now = Conversation(id=f"conv_{uuid4().hex}", owner=who, metadata=metadata)
+        made_now = Conversation(id=f"conv_{uuid4().hex}", owner=owner, metadata=metadata)
         outcome = await self.conversations.create(made_now, entries)
         if outcome is not ConversationResult.DONE:
             raise make_outcome_error(outcome, made_now.id, param="items")
         return encode_conversation(made_now)
 
-    async def retrieve(self, who: str, conversation_id: str) -> bytes:
+    async def retrieve(self, owner: str, conversation_id: str) -> bytes:
         """A conversation.
 
         Raises:
@@ -250,11 +250,11 @@ class ConversationsApi:
         """
         return encode_conversation(
             require_conversation(
-                await self.conversations.get(who, conversation_id), conversation_id
+                await self.conversations.get(owner, conversation_id), conversation_id
             )
         )
 
-    async def update(self, who: str, conversation_id: str, body: bytes) -> bytes:
+    async def update(self, owner: str, conversation_id: str, body: bytes) -> bytes:
         """Replace the metadata of a conversation.
 
         Raises:
@@ -262,22 +262,22 @@ class ConversationsApi:
             StoreUnavailable: the store is down.
         """
         metadata = encode_metadata(parse_request_body(UPDATED, body).metadata or {})
-        changed = await self.conversations.set_metadata(who, conversation_id, metadata)
+        changed = await self.conversations.set_metadata(owner, conversation_id, metadata)
         return encode_conversation(require_conversation(changed, conversation_id))
 
-    async def delete(self, who: str, conversation_id: str) -> bytes:
+    async def delete(self, owner: str, conversation_id: str) -> bytes:
         """Delete a conversation with its items; responses that were made with it stay.
 
         Raises:
             ApiError: there is none.
             StoreUnavailable: the store is down.
         """
-        if not await self.conversations.delete(who, conversation_id):
+        if not await self.conversations.delete(owner, conversation_id):
             raise make_outcome_error(ConversationResult.GONE, conversation_id)
         return ENCODE({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
     async def add_items(
-        self, who: str, conversation_id: str, body: bytes, include: Collection[str]
+        self, owner: str, conversation_id: str, body: bytes, include: Collection[str]
     ) -> bytes:
         """Add items to a conversation; the list of them.
 
@@ -288,19 +288,19 @@ class ConversationsApi:
         """
         validate_include(include)
         entries = validate_new_items(parse_request_body(ADDED, body).items)
-        outcome = await self.conversations.add_items(who, conversation_id, entries)
+        outcome = await self.conversations.add_items(owner, conversation_id, entries)
         if outcome is not ConversationResult.DONE:
             limit = self.store.backend.limits.max_items
             raise make_outcome_error(outcome, conversation_id, param="items", limit=limit)
-        return encode_items_page(entries, include, more=False)
+        return encode_items_page(entries, include, has_more=False)
 
     async def list_items(
         self,
-        who: str,
+        owner: str,
         conversation_id: str,
         include: Collection[str] = (),
         *,
-        after: str | None = None,
+        after_id: str | None = None,
         limit: int = 20,
         descending: bool = True,
     ) -> bytes:
@@ -313,17 +313,17 @@ class ConversationsApi:
         validate_include(include)
         try:
             page = await self.conversations.list_items(
-                who, conversation_id, after=after, limit=limit, descending=descending
+                owner, conversation_id, after_id=after_id, limit=limit, descending=descending
             )
         except CursorUnknown as error:
-            message = f"No item with id '{after}' in this conversation."
+            message = f"No item with id '{after_id}' in this conversation."
             raise ApiError(400, message, "after") from error
         if page is None:
             raise make_outcome_error(ConversationResult.GONE, conversation_id)
-        return encode_items_page(page.entries, include, more=page.has_more)
+        return encode_items_page(page.entries, include, has_more=page.has_more)
 
     async def retrieve_item(
-        self, who: str, conversation_id: str, item_id: str, include: Collection[str] = ()
+        self, owner: str, conversation_id: str, item_id: str, include: Collection[str] = ()
     ) -> bytes:
         """An item of a conversation.
 
@@ -332,13 +332,13 @@ class ConversationsApi:
             StoreUnavailable: the store is down.
         """
         validate_include(include)
-        entry = await self.conversations.get_item(who, conversation_id, item_id)
+        entry = await self.conversations.get_item(owner, conversation_id, item_id)
         if entry is None:
             raise make_item_not_found_error(item_id)
         with wire.translate_damage_errors("item"):
             return ENCODE(build_client_item(entry, include))
 
-    async def delete_item(self, who: str, conversation_id: str, item_id: str) -> bytes:
+    async def delete_item(self, owner: str, conversation_id: str, item_id: str) -> bytes:
         """Delete an item of a conversation; the conversation.
 
         Raises:
@@ -347,9 +347,9 @@ class ConversationsApi:
             StoreUnavailable: the store is down.
         """
         kept = require_conversation(
-            await self.conversations.get(who, conversation_id), conversation_id
+            await self.conversations.get(owner, conversation_id), conversation_id
         )
-        outcome = await self.conversations.remove_item(who, conversation_id, item_id)
+        outcome = await self.conversations.remove_item(owner, conversation_id, item_id)
         if outcome is ConversationResult.GONE:
             raise make_item_not_found_error(item_id)
         if outcome is not ConversationResult.DONE:
@@ -411,23 +411,23 @@ def format_holder(response_id: str, created_at: float) -> str:
     return f"{response_id}:{created_at!r}"
 
 
-def is_valid_item_id(given: Any) -> TypeGuard[str]:
+def is_valid_item_id(item_id: Any) -> TypeGuard[str]:
     """Whether it can be the id of an item; one with another id gets a new one."""
-    return isinstance(given, str) and is_valid_id(given) and "/" not in given
+    return isinstance(item_id, str) and is_valid_id(item_id) and "/" not in item_id
 
 
 def make_conversation_items(
-    items: Sequence[msgspec.Raw], *, answer: bool = False, used: Collection[str] = ()
+    items: Sequence[msgspec.Raw], *, answer: bool = False, used_ids: Collection[str] = ()
 ) -> list[ConversationItem]:
     """Items as entries of a conversation; those without an id of their own get one.
 
     Args:
         items: as JSON.
         answer: whether the model made them.
-        used: ids that are used already.
+        used_ids: ids that are used already.
     """
     entries: list[ConversationItem] = []
-    seen = set(used)
+    seen = set(used_ids)
     for item in items:
         body = bytes(item)
         head = NAMED.decode(body)
@@ -524,13 +524,13 @@ def drop_fields(part: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in part.items() if name not in names}
 
 
-def normalize_item_type(given: Any) -> str:
+def normalize_item_type(item_type: Any) -> str:
     """The type of an item, or of a part; a message needs to name none."""
-    return given if isinstance(given, str) and given else "message"
+    return item_type if isinstance(item_type, str) and item_type else "message"
 
 
 def encode_items_page(
-    entries: Sequence[ConversationItem], include: Collection[str], *, more: bool
+    entries: Sequence[ConversationItem], include: Collection[str], *, has_more: bool
 ) -> bytes:
     """A page of items; OpenAI's type wants texts as the ids of an empty one, too."""
     with wire.translate_damage_errors("item"):
@@ -539,7 +539,7 @@ def encode_items_page(
         "first_id": entries[0].id if entries else "",
         "last_id": entries[-1].id if entries else "",
     }
-    return ENCODE({"object": "list", "data": data, **ends, "has_more": more})
+    return ENCODE({"object": "list", "data": data, **ends, "has_more": has_more})
 
 
 def encode_conversation(conversation: Conversation) -> bytes:

@@ -243,14 +243,14 @@ def count_location_parts(error: Any) -> int:
     return len(error["loc"]) if isinstance(error, dict) else 0
 
 
-def format_parameter_path(place: Sequence[str | int]) -> str | None:
+def format_parameter_path(location: Sequence[str | int]) -> str | None:
     """The parameter that an error of pydantic's is about, and where in it; None if it is about all.
 
     Args:
-        place: where pydantic has found it, which includes the types that it has tried.
+        location: where pydantic has found it, which includes the types that it has tried.
     """
     path = ""
-    for part in place[1:] if place[:1] and place[0] in PLACES else place:
+    for part in location[1:] if location[:1] and location[0] in PLACES else location:
         if isinstance(part, int):
             path += f"[{part}]" if path else ""
         elif NAME.fullmatch(part) and part not in SCALARS:

@@ -163,7 +163,7 @@ def make_padding(delta: str) -> str:
 
 
 async def obfuscate_events(
-    events: AsyncIterator[EncodedEvent], *, wanted: bool
+    events: AsyncIterator[EncodedEvent], *, should_pad: bool
 ) -> AsyncGenerator[EncodedEvent, None]:
     """Stored events with padding, or without."""
     async for frame in events:
@@ -172,6 +172,6 @@ async def obfuscate_events(
             continue
         event = DELTA.decode(frame.data)
         event.pop("obfuscation", None)
-        if wanted:
+        if should_pad:
             event["obfuscation"] = make_padding(event["delta"])
         yield EncodedEvent(frame.type, ENCODE(event))

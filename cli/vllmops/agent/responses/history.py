@@ -63,19 +63,23 @@ class HistoryReader:
         )
 
     async def read_turns(
-        self, turns: Sequence[Response], opened: Open | None = None
+        self, turns: Sequence[Response], open_compaction: Open | None = None
     ) -> ConversationPart:
         """The inputs and answers of stored turns, oldest first.
 
         Args:
             turns: which may have been compacted on the way.
-            opened: gives the items of a compaction item's sealed content, or None if it can't be
-                opened; the turns before it count then.
+            open_compaction: gives the items of a compaction item's sealed content, or None if it
+                can't be opened; the turns before it count then.
         """
         answers, items, size = list[ConversationPart](), list[Item](), 0
         for turn in reversed(turns):
             answers.append(self.answers.get(turn.body) or await self.read_output(turn.body))
-            if opened and (text := answers[-1].compaction) and (left := await opened(text)):
+            if (
+                open_compaction
+                and (text := answers[-1].compaction)
+                and (left := await open_compaction(text))
+            ):
                 items, size = left, len(text)
                 break
         compacted, parsed = bool(items), self.parse(items)
@@ -117,31 +121,31 @@ class HistoryReader:
             size += part.size
         return ConversationPart(items, parsed, size)
 
-    async def read_output_item(self, packed: bytes) -> ConversationPart:
+    async def read_output_item(self, packed_body: bytes) -> ConversationPart:
         """An item that the model made; caches it."""
         with wire.translate_damage_errors("item"):
-            body = await inflate_async(packed)
+            body = await inflate_async(packed_body)
             items = extract_readable_parts(
                 wire.select_history_items([wire.ITEM.decode(body)], harmony=self.harmony)
             )
-        return self.cache_part(packed, ConversationPart(items, self.parse(items), len(body)))
+        return self.cache_part(packed_body, ConversationPart(items, self.parse(items), len(body)))
 
-    async def read_output(self, packed: bytes) -> ConversationPart:
+    async def read_output(self, packed_body: bytes) -> ConversationPart:
         """The answer in the body of a response; caches it."""
         with wire.translate_damage_errors("turn"):
-            body = await inflate_async(packed)
+            body = await inflate_async(packed_body)
             output = wire.OUTPUT.decode(body).output
         compaction = next(
             (get_encrypted_content(item) for item in output if item.get("type") == COMPACTION), ""
         )
         items = extract_readable_parts(wire.select_history_items(output, harmony=self.harmony))
         return self.cache_part(
-            packed, ConversationPart(items, self.parse(items), len(body), compaction)
+            packed_body, ConversationPart(items, self.parse(items), len(body), compaction)
         )
 
-    def cache_part(self, packed: bytes, answer: ConversationPart) -> ConversationPart:
+    def cache_part(self, packed_body: bytes, answer: ConversationPart) -> ConversationPart:
         if estimate_memory_bytes(answer) <= CACHE_BYTES:
-            self.answers[packed] = answer
+            self.answers[packed_body] = answer
         return answer
 
 

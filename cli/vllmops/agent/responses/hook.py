@@ -18,22 +18,22 @@ from ..imports import when_imported
 STOCK = "VLLM_ENABLE_RESPONSES_API_STORE"
 
 
-def replace_routes_on_import(ring: Callable[[], KeyRing | None]) -> None:
+def replace_routes_on_import(get_keyring: Callable[[], KeyRing | None]) -> None:
     """Wait for vLLM's routes of the Responses API, where the environment names a store.
 
     Args:
-        ring: gives the keys that seal and open carriers, None if there are none.
+        get_keyring: gives the keys that seal and open carriers, None if there are none.
     """
     if not settings.is_store_configured():
         return
     module = places.find_symbol_module("responses-routes")
     if module and features.RESPONSES not in features.find_missing_features():
-        when_imported(module, partial(replace_routes, ring))
+        when_imported(module, partial(replace_routes, get_keyring))
     else:
         enable_vllm_store()
 
 
-def replace_routes(ring: Callable[[], KeyRing | None], module: ModuleType) -> None:
+def replace_routes(get_keyring: Callable[[], KeyRing | None], module: ModuleType) -> None:
     """Replace vLLM's routes; an error is reported, and vLLM's routes and store stay."""
     try:
         # They import vLLM; the former adds to the latter.
@@ -43,7 +43,7 @@ def replace_routes(ring: Callable[[], KeyRing | None], module: ModuleType) -> No
             module,
             settings.make_backend_from_env(),
             settings.parse_carrier_settings(),
-            ring,
+            get_keyring,
             settings.parse_websocket_limits(),
         )
     except VllmopsError as error:

@@ -209,11 +209,11 @@ def get_given_fields(value: Any) -> dict[str, Any]:
     return value or {}
 
 
-def validate_value(name: str, value: Any, allowed: frozenset[Any], note: str) -> None:
+def validate_value(name: str, value: Any, allowed_values: frozenset[Any], note: str) -> None:
     """Raise Refused where a value is not among those that are allowed."""
-    if isinstance(value, str | bool) and value in allowed:
+    if isinstance(value, str | bool) and value in allowed_values:
         return
-    shown = f" {value!r}" if isinstance(value, str | bool) and allowed else ""
+    shown = f" {value!r}" if isinstance(value, str | bool) and allowed_values else ""
     raise ApiError(400, f"{name}{shown} is not supported: {note}", name)
 
 

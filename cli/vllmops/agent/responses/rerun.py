@@ -101,7 +101,7 @@ async def requeue_interrupted_runs(
         os.close(lock)
 
 
-async def list_interrupted_runs(store: ResponseStore, before: str) -> list[Response]:
+async def list_interrupted_runs(store: ResponseStore, start_id: str) -> list[Response]:
     """What a start of a server ran and did not end, the oldest first; raises StoreUnavailable."""
     found: dict[str, Response] = {}
     for status in ("queued", "in_progress", "failed"):
@@ -113,6 +113,6 @@ async def list_interrupted_runs(store: ResponseStore, before: str) -> list[Respo
                 if error.code != "store.cursor":
                     raise
                 break  # the last one was deleted meanwhile
-            found |= {one.id: one for one in page.responses if extract_request(one)[0] == before}
+            found |= {one.id: one for one in page.responses if extract_request(one)[0] == start_id}
             query = replace(query, after_id=page.responses[-1].id) if page.has_more else None
     return sorted(found.values(), key=lambda one: one.created_at)

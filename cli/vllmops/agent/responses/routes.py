@@ -81,7 +81,7 @@ def install_routes(
     module: ModuleType,
     backend: Backend,
     carriers: CarrierSettings,
-    ring: Callable[[], KeyRing | None],
+    get_keyring: Callable[[], KeyRing | None],
     sockets: WebSocketLimits,
 ) -> None:
     """Replace vLLM's routes and serving class, before vLLM makes its instance.
@@ -90,7 +90,7 @@ def install_routes(
         module: vLLM's routes.
         backend: what keeps the responses.
         carriers: how carriers are written.
-        ring: gives the keys that seal and open carriers, None if there are none.
+        get_keyring: gives the keys that seal and open carriers, None if there are none.
         sockets: limits of WebSockets.
 
     Raises:
@@ -105,7 +105,7 @@ def install_routes(
         lambda: ResponseStore(backend, outages=log.warning)
     )
     StoreBackedServing.carriers = carriers
-    StoreBackedServing.get_keyring = staticmethod(ring)
+    StoreBackedServing.get_keyring = staticmethod(get_keyring)
     StoreBackedServing.sockets = sockets
     StoreBackedServing.compaction_prompt = load_summary_prompt()
     ours = {make_route_key(route) for route in router.routes}
@@ -273,9 +273,9 @@ async def serve_websocket(socket: WebSocket) -> None:
         return
 
     async def create_stream(
-        given: dict[str, Any], raw_request: Request
+        request_fields: dict[str, Any], raw_request: Request
     ) -> AsyncIterator[EncodedEvent]:
-        return await create_response_stream(handler, given, raw_request)
+        return await create_response_stream(handler, request_fields, raw_request)
 
     await websocket.WebSocketConnection(
         socket, handler, find_owner(socket), create_stream, limits
@@ -283,7 +283,7 @@ async def serve_websocket(socket: WebSocket) -> None:
 
 
 async def create_response_stream(
-    handler: StoreBackedServing, given: dict[str, Any], raw_request: Request
+    handler: StoreBackedServing, request_fields: dict[str, Any], raw_request: Request
 ) -> AsyncIterator[EncodedEvent]:
     """The events of a response to a request with ``stream``.
 
@@ -292,7 +292,7 @@ async def create_response_stream(
         StoreUnavailable: the store is down.
     """
     try:
-        request = ResponsesRequest.model_validate(given)
+        request = ResponsesRequest.model_validate(request_fields)
     except ValidationError as error:
         raise ApiError(400, *describe_validation_errors(error.errors(include_url=False))) from error
     answer = await handler.answer_create_request(request, raw_request)
@@ -368,6 +368,10 @@ async def list_input_items(
     """List what a response's turn added to its conversation."""
     validate_include(parse_include(raw_request))
     body = await require_handler(raw_request).stored_responses.list_input_items(
-        find_owner(raw_request), response_id, after=after, limit=limit, descending=order == "desc"
+        find_owner(raw_request),
+        response_id,
+        after_id=after,
+        limit=limit,
+        descending=order == "desc",
     )
     return make_json_response(body)

@@ -25,14 +25,14 @@ T = TypeVar("T")
 COMPRESSION = 4
 
 
-def can_seal(ring: KeyRing | None) -> bool:
+def can_seal(keyring: KeyRing | None) -> bool:
     """Whether there is a key that seals; where there is none, the log says so once."""
-    if ring and ring.primary:
+    if keyring and keyring.primary:
         return True
     if not _warned:
         what, hint = (
             ("the keyring has no primary key", "create one with: vllmops keys rotate")
-            if ring is not None
+            if keyring is not None
             else ("there is no keyring", "vllmops serve creates one, unless --keyring is none")
         )
         log.warning(
@@ -48,13 +48,13 @@ _warned: list[bool] = []
 
 
 async def open_carrier(
-    brought: RequestCarrier, ring: KeyRing | None, *, model: str, owner: str
+    request_carrier: RequestCarrier, keyring: KeyRing | None, *, model: str, owner: str
 ) -> list[Item]:
     """The items that a carrier holds.
 
     Args:
-        brought: the carrier.
-        ring: the keys of this server.
+        request_carrier: the carrier.
+        keyring: the keys of this server.
         model: the model that this server serves.
         owner: who sends the carrier.
 
@@ -63,29 +63,37 @@ async def open_carrier(
     """
 
     def unseal() -> Carrier:
-        return carrier.unseal_carrier(brought.text, ring or KeyRing(), model=model, owner=owner)
+        return carrier.unseal_carrier(
+            request_carrier.text, keyring or KeyRing(), model=model, owner=owner
+        )
 
     try:
         with tracing.start_span("carrier.open", {}) as add:
-            add(len(brought.text))
+            add(len(request_carrier.text))
             found = extract_carrier_items(
-                await run_off_loop(len(brought.text) * COMPRESSION, unseal)
+                await run_off_loop(len(request_carrier.text) * COMPRESSION, unseal)
             )
         count_carrier("opened")
         return found
     except CarrierError as error:
         count_carrier("opened", error)
-        raise translate_carrier_error(error, brought.param, brought.carrier_name) from error
+        raise translate_carrier_error(
+            error, request_carrier.param, request_carrier.carrier_name
+        ) from error
 
 
-def extract_carrier_items(opened: Carrier) -> list[Item]:
+def extract_carrier_items(opened_carrier: Carrier) -> list[Item]:
     """The history of a carrier as items.
 
     Raises:
         CarrierError: it is no conversation.
     """
     try:
-        made = convert_messages_to_items(opened.history) if opened.format == 1 else opened.history
+        made = (
+            convert_messages_to_items(opened_carrier.history)
+            if opened_carrier.format == 1
+            else opened_carrier.history
+        )
     except (AttributeError, LookupError, TypeError):
         made = [None]
     if not all(isinstance(item, dict) for item in made):
@@ -117,7 +125,7 @@ async def seal_carrier(
     history: list[Any],
     size: int,
     carriers: CarrierSettings,
-    ring: KeyRing | None,
+    keyring: KeyRing | None,
     *,
     model: str,
     owner: str,
@@ -128,20 +136,22 @@ async def seal_carrier(
         history: the items, or messages for format 1.
         size: roughly, in bytes.
         carriers: how this server writes carriers.
-        ring: the keys of this server.
+        keyring: the keys of this server.
         model: the model that made the answer.
         owner: whose conversation it is.
 
     Raises:
         ApiError: no carrier can hold them.
     """
-    if not (ring and ring.primary):
+    if not (keyring and keyring.primary):
         return None
 
     def seal() -> str:
         if carriers.format is CarrierFormat.SIGNED_V1:
-            return carrier.sign_history(history, ring)
-        return carrier.seal_history(history, ring, model=model, owner=owner, ttl_s=carriers.ttl_s)
+            return carrier.sign_history(history, keyring)
+        return carrier.seal_history(
+            history, keyring, model=model, owner=owner, ttl_s=carriers.ttl_s
+        )
 
     try:
         with tracing.start_span("carrier.seal", {}) as add:
@@ -159,33 +169,33 @@ async def run_off_loop(size: int, call: Callable[[], T]) -> T:
     return await asyncio.to_thread(call) if size > carrier.LARGE else call()
 
 
-def translate_carrier_error(error: CarrierError, param: str, what: str = "") -> ApiError:
+def translate_carrier_error(error: CarrierError, param: str, carrier_name: str = "") -> ApiError:
     """The refusal that a client gets for an error.
 
     Args:
         error: what is wrong with a carrier.
         param: the request parameter that contains it.
-        what: what to call it, where the error does not tell.
+        carrier_name: what to call it, where the error does not tell.
     """
-    if what or error.message.startswith("it "):
-        message = f"The {what or 'carrier'} can't be opened: {error.message}."
+    if carrier_name or error.message.startswith("it "):
+        message = f"The {carrier_name or 'carrier'} can't be opened: {error.message}."
     else:
         message = f"{error.message}."
     return ApiError(400, message[0].upper() + message[1:], param, error.code)
 
 
-def require_sealing_key(ring: KeyRing | None) -> None:
+def require_sealing_key(keyring: KeyRing | None) -> None:
     """Check that there is a key that seals a compaction.
 
     Raises:
         ApiError: there is none.
     """
-    if not (ring and ring.primary):
+    if not (keyring and keyring.primary):
         hint = (
             "create a primary key with: vllmops keys rotate"
-            if ring is not None
+            if keyring is not None
             else "create one with `vllmops keygen --out FILE` and start the server with: "
             "vllmops serve --keyring FILE"
         )
-        what = "its keyring has no primary key" if ring is not None else "it has no keyring"
+        what = "its keyring has no primary key" if keyring is not None else "it has no keyring"
         raise ApiError(400, f"This server can't seal a compaction, because {what}; {hint}")

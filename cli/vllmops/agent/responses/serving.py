@@ -321,18 +321,18 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         """
         same = compaction.build_summary_parameters(turn.request, self.model_config.max_model_len)
 
-        def make_request(words: list[Item]) -> Any:
-            given = {**same, "input": list(map(adapter.adapt_item, words))}
+        def make_request(input_items: list[Item]) -> Any:
+            given = {**same, "input": list(map(adapter.adapt_item, input_items))}
             return adapter.ResponsesRequest.model_validate(given)
 
-        async def generate_answer(words: list[Item]) -> Any:
-            made = await self.create_responses(make_request(words), None)
+        async def generate_answer(input_items: list[Item]) -> Any:
+            made = await self.create_responses(make_request(input_items), None)
             if isinstance(made, ErrorResponse):
                 raise ApiError(made.error.code, made.error.message, made.error.param)
             return made
 
-        async def can_accept_items(words: list[Item]) -> bool:
-            return await self.can_accept_request(make_request(words))
+        async def can_accept_items(input_items: list[Item]) -> bool:
+            return await self.can_accept_request(make_request(input_items))
 
         with set_current_turn(None):
             items, usage = await compaction.compact_conversation(
@@ -432,7 +432,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         brought = None
         if hidden or response is not None:
             brought = carried.find_carrier(wire.ITEMS.decode(items), response)
-        validate_single_history(request, brought, conversation, sealed=sealed)
+        validate_single_history(request, brought, conversation, needs_carrier=sealed)
         who = find_owner(raw_request)
         await self.validate_response_id(request, conversation)
         if request.store and self.store.refuses:  # rather than generate for nothing
@@ -442,9 +442,9 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             who,
             items,
             history=await self.read_earlier_turns(who, request.previous_response_id),
-            hidden=hidden,
-            brought=brought,
-            sealed=sealed,
+            has_encrypted_input=hidden,
+            request_carrier=brought,
+            needs_carrier=sealed,
             compacts=compacts,
         )
         if conversation is not None:
@@ -475,7 +475,9 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         if request.store and await self.store.get(EVERYBODY, request.request_id):
             raise wire.make_id_taken_error(request.request_id)
 
-    async def read_earlier_turns(self, who: str, response_id: str | None) -> list[Response] | None:
+    async def read_earlier_turns(
+        self, owner: str, response_id: str | None
+    ) -> list[Response] | None:
         """The turns up to a response, oldest first; None if no response is named.
 
         Raises:
@@ -488,7 +490,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         if history := websocket.find_remembered_history(response_id):
             return history
         try:
-            history = await self.store.list_turns(who, response_id)
+            history = await self.store.list_turns(owner, response_id)
         except ConversationBroken as error:
             raise ApiError(404, f"{error.message}.", "previous_response_id") from error
         if not history:
@@ -602,11 +604,11 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         history = await self.open_carrier(turn, turn.request_carrier)
         return carried.merge_history(history, items, turn.request_carrier.item_index)
 
-    async def open_carrier(self, turn: Turn, brought: RequestCarrier) -> list[Item]:
+    async def open_carrier(self, turn: Turn, request_carrier: RequestCarrier) -> list[Item]:
         """What a carrier holds; raises `ApiError` where it is not one for this turn."""
         model = self.models.model_name(self._maybe_get_adapters(turn.request))
         return await sealing.open_carrier(
-            brought, self.get_keyring(), model=model, owner=turn.owner
+            request_carrier, self.get_keyring(), model=model, owner=turn.owner
         )
 
     async def build_carrier_item(self, turn: Turn | None, response: Any) -> Any:
@@ -654,7 +656,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         stored = turn.make_stored_response(response, body) if turn and turn.request.store else None
         done = True
         if turn and turn.hold:
-            done = await self.conversations.finish_turn(turn, stored, body, new=True)
+            done = await self.conversations.finish_turn(turn, stored, body, is_new=True)
         elif stored:
             done = await self.store.create(stored)
         elif turn and websocket.is_websocket_request():
@@ -787,31 +789,39 @@ def get_previous_response(request: Any) -> Any:
     return (request.model_extra or {}).get(carried.PREVIOUS)
 
 
-def parse_new_items(given: Any, items: list[Item], added: list[tuple[int, Item]]) -> list[Any]:
+def parse_new_items(
+    parsed_input: Any, items: list[Item], new_items: list[tuple[int, Item]]
+) -> list[Any]:
     """The new items of a request as vLLM reads them.
 
     Args:
-        given: the input as vLLM has read it.
+        parsed_input: the input as vLLM has read it.
         items: of the input.
-        added: the index and the readable part of each new one.
+        new_items: the index and the readable part of each new one.
     """
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    return [given[n] if item is items[n] else parse_items([item])[0] for n, item in added]
+    if isinstance(parsed_input, str):
+        parsed_input = [{"role": "user", "content": parsed_input}]
+    return [
+        parsed_input[n] if item is items[n] else parse_items([item])[0] for n, item in new_items
+    ]
 
 
 def validate_single_history(
-    request: Any, brought: RequestCarrier | None, conversation: str | None, *, sealed: bool
+    request: Any,
+    request_carrier: RequestCarrier | None,
+    conversation: str | None,
+    *,
+    needs_carrier: bool,
 ) -> None:
     """Check that a request gives its conversation in one way only.
 
     Raises:
         ApiError: it gives it in two.
     """
-    if brought and conversation is not None:
+    if request_carrier and conversation is not None:
         message = "conversation can't be used with a carrier: send only one of them"
         raise ApiError(400, message, "conversation")
-    if brought and request.previous_response_id is not None:
+    if request_carrier and request.previous_response_id is not None:
         other = (
             "previous_response"
             if get_previous_response(request) is not None
@@ -819,7 +829,7 @@ def validate_single_history(
         )
         message = f"previous_response_id can't be used with {other}: send only one of them"
         raise ApiError(400, message, "previous_response_id")
-    if (brought or sealed) and request.previous_input_messages:
+    if (request_carrier or needs_carrier) and request.previous_input_messages:
         message = "previous_input_messages can't be in a carrier: send them as items of the input"
         raise ApiError(400, message, "previous_input_messages")
 

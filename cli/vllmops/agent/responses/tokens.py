@@ -81,6 +81,6 @@ def reduce_to_input(request: Any) -> None:
     request.kv_transfer_params = None
 
 
-def encode_token_count(counted: TokenCount) -> bytes:
+def encode_token_count(token_count: TokenCount) -> bytes:
     """The answer to a client."""
-    return ENCODE({"object": "response.input_tokens", "input_tokens": counted.tokens})
+    return ENCODE({"object": "response.input_tokens", "input_tokens": token_count.tokens})

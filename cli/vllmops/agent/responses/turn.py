@@ -37,18 +37,18 @@ class Turn:
         items: bytes,
         *,
         history: list[Response] | None = None,
-        hidden: bool = False,
-        brought: RequestCarrier | None = None,
-        sealed: bool = False,
+        has_encrypted_input: bool = False,
+        request_carrier: RequestCarrier | None = None,
+        needs_carrier: bool = False,
         compacts: bool = False,
     ) -> None:
         self.request = request
         self.owner = owner
         self.items = items
         self.history = history
-        self.has_encrypted_input = hidden
-        self.request_carrier = brought
-        self.needs_carrier = sealed
+        self.has_encrypted_input = has_encrypted_input
+        self.request_carrier = request_carrier
+        self.needs_carrier = needs_carrier
         self.compacts = compacts
         # From how many tokens on the conversation is compacted, None if it never is.
         self.threshold: int | None = None

@@ -150,14 +150,14 @@ class SocketRequest:
         stream_id: str | None,
         memory: UnstoredResponses,
         *,
-        new: bool = True,
+        is_new: bool = True,
         generate: bool = True,
         limit: int | None = None,
         size: int = 0,
     ) -> None:
         self.stream_id = stream_id
         self.memory = memory
-        self.is_new = new
+        self.is_new = is_new
         self.generate = generate
         self.limit = limit
         self.size = size
@@ -436,7 +436,7 @@ class WebSocketConnection:
         response_id, after = validate_id(event.response_id, "response_id"), event.starting_after
         if after is not None and (type(after) is not int or not 0 <= after < 2**53):
             raise ApiError(400, "starting_after must be a sequence number", "starting_after")
-        run = SocketRequest(event.stream_id, self.memory, new=False)
+        run = SocketRequest(event.stream_id, self.memory, is_new=False)
         run.background, run.response = True, {"id": response_id}
         self.start_task(run, self.stream_resumed_response(response_id, after))
 
@@ -554,7 +554,7 @@ class WebSocketConnection:
                     yield frame
 
     async def stream_resumed_response(
-        self, response_id: str, after: int | None
+        self, response_id: str, starting_after: int | None
     ) -> AsyncIterator[EncodedEvent]:
         """The events of a background response after a sequence number.
 
@@ -563,7 +563,7 @@ class WebSocketConnection:
             StoreUnavailable: the store is down.
         """
         async with aclosing(
-            await self.stored_responses.resume_stream(self.owner, response_id, after)
+            await self.stored_responses.resume_stream(self.owner, response_id, starting_after)
         ) as frames:
             async for frame in frames:
                 yield frame
@@ -737,14 +737,14 @@ def validate_stream_id(event: ClientEvent) -> str | None:
     return None if event.stream_id is None else validate_id(event.stream_id, "stream_id")
 
 
-def validate_id(given: Any, param: str) -> str:
+def validate_id(identifier: Any, param: str) -> str:
     """An id that a client gives.
 
     Raises:
         ApiError: it is none.
     """
-    if isinstance(given, str) and 0 < len(given) <= LONGEST_ID:
-        return given
+    if isinstance(identifier, str) and 0 < len(identifier) <= LONGEST_ID:
+        return identifier
     raise ApiError(400, f"{param} must be a string of 1 to {LONGEST_ID} characters", param)
 
 

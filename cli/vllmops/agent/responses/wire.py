@@ -89,11 +89,11 @@ ENCODE = msgspec.json.Encoder().encode
 
 
 @contextmanager
-def translate_damage_errors(what: str) -> Iterator[None]:
+def translate_damage_errors(subject: str) -> Iterator[None]:
     """Blame the store for what can't be read back, and not the client.
 
     Args:
-        what: it is.
+        subject: it is.
 
     Raises:
         ApiError: it is damaged.
@@ -101,7 +101,7 @@ def translate_damage_errors(what: str) -> Iterator[None]:
     try:
         yield
     except (*BROKEN, ValueError) as error:
-        raise ApiError(500, f"A stored {what} is damaged: {error}") from error
+        raise ApiError(500, f"A stored {subject} is damaged: {error}") from error
 
 
 def validate_utf8(body: bytes) -> None:
@@ -145,9 +145,9 @@ def select_history_items(output: list[dict[str, Any]], *, harmony: bool) -> list
     return [item for item in output if is_history_item(item, kept)]
 
 
-def is_history_item(item: dict[str, Any], kept: frozenset[str]) -> bool:
+def is_history_item(item: dict[str, Any], retained_types: frozenset[str]) -> bool:
     """Whether a later turn can include an item of an answer."""
-    if item.get("type") not in kept:
+    if item.get("type") not in retained_types:
         return False
     if item["type"] in {"message", "reasoning"}:
         return bool(item.get("content")) and "text" in item["content"][0]
@@ -212,20 +212,22 @@ def require_included_fields(response: Response, include: Collection[str]) -> Non
             raise ApiError(400, message, "include")
 
 
-def validate_tool_outputs(added: Sequence[dict[str, Any]], whole: Sequence[dict[str, Any]]) -> None:
+def validate_tool_outputs(
+    added_items: Sequence[dict[str, Any]], all_items: Sequence[dict[str, Any]]
+) -> None:
     """Check that each output of a tool that a request adds has its call in the conversation.
 
     Args:
-        added: the items that the request adds.
-        whole: all items of the conversation.
+        added_items: the items that the request adds.
+        all_items: all items of the conversation.
 
     Raises:
         ApiError: one has none.
     """
-    outputs = [item for item in added if str(item.get("type")).endswith("_call_output")]
+    outputs = [item for item in added_items if str(item.get("type")).endswith("_call_output")]
     if not outputs:
         return
-    calls = {item.get("call_id") for item in whole if str(item.get("type")).endswith("_call")}
+    calls = {item.get("call_id") for item in all_items if str(item.get("type")).endswith("_call")}
     for item in outputs:
         if (call := item.get("call_id")) not in calls:
             message = (
@@ -235,12 +237,12 @@ def validate_tool_outputs(added: Sequence[dict[str, Any]], whole: Sequence[dict[
 
 
 def encode_input_items(
-    response: Response, *, after: str | None, limit: int, descending: bool
+    response: Response, *, after_id: str | None, limit: int, descending: bool
 ) -> bytes:
     """A page of the items that a turn added to its conversation.
 
     Raises:
-        ApiError: no item has the id `after`, or the stored input is damaged.
+        ApiError: no item has the id `after_id`, or the stored input is damaged.
     """
     with translate_damage_errors("input"):
         given = ITEMS.decode(response.input)
@@ -254,11 +256,13 @@ def encode_input_items(
     if descending:
         ids.reverse()
         shown.reverse()
-    if after is not None and after not in ids:
-        raise ApiError(400, f"No item with id '{after}' in this response.", "after")
-    first = 0 if after is None else ids.index(after) + 1
+    if after_id is not None and after_id not in ids:
+        raise ApiError(400, f"No item with id '{after_id}' in this response.", "after")
+    first = 0 if after_id is None else ids.index(after_id) + 1
     part = slice(first, first + limit)
-    return encode_list_page(list(map(ENCODE, shown[part])), ids[part], more=len(ids) > part.stop)
+    return encode_list_page(
+        list(map(ENCODE, shown[part])), ids[part], has_more=len(ids) > part.stop
+    )
 
 
 def build_listed_item(item: dict[str, Any], response_id: str, index: int) -> dict[str, Any]:
@@ -276,10 +280,10 @@ def build_listed_item(item: dict[str, Any], response_id: str, index: int) -> dic
     return listed_item
 
 
-def encode_list_page(documents: list[bytes], ids: list[str], *, more: bool) -> bytes:
+def encode_list_page(documents: list[bytes], ids: list[str], *, has_more: bool) -> bytes:
     """A page in the format of OpenAI's lists."""
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-    tail = ENCODE({**ends, "has_more": more})[1:]
+    tail = ENCODE({**ends, "has_more": has_more})[1:]
     return b'{"object":"list","data":[' + b",".join(documents) + b"]," + tail
 
 

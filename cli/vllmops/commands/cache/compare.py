@@ -66,7 +66,7 @@ def compare(
 
 
 def build_comparison_data(
-    server: str, comparisons: Sequence[CacheComparison], silent: Sequence[ProcessGap]
+    server: str, comparisons: Sequence[CacheComparison], gaps: Sequence[ProcessGap]
 ) -> dict[str, Any]:
     """The data for ``--json``.
 
@@ -94,7 +94,7 @@ def build_comparison_data(
         "pairs": merge_unique(map(judge.list_cache_pairs, comparisons)),
         "findings": merge_unique(map(judge.diagnose_comparison, comparisons)),
         "notes": merge_unique(map(judge.make_comparison_notes, comparisons)),
-        "silent": silent,
+        "silent": gaps,
         "problems": merge_unique(look.problems for look in lasts),
     }
 
@@ -142,7 +142,7 @@ def make_pair_table(pair: judge.CachePair) -> RenderableType:
             pair.sides, pair.roles, pair.ranks, pair.pids, strict=True
         )
     ]
-    table = output.make_table("", *titles, right=titles)
+    table = output.make_table("", *titles, right_columns=titles)
     table.add_row("entries", *map(str, pair.entries))
     table.add_row("on both sides", *[str(pair.common_keys)] * 2)
     table.add_row("only on this side", *map(str, pair.exclusive_keys))

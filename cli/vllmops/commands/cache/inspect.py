@@ -242,9 +242,9 @@ def build_cache_figures(cache: Cache, keys: bool) -> dict[str, Any]:
             }
 
 
-def compute_used_fraction(part: float | None, whole: float) -> float | None:
+def compute_used_fraction(part: float | None, total: float) -> float | None:
     """The used fraction; None without a meaning: vLLM can count more free slots than slots."""
-    return None if part is None or part < 0 or whole <= 0 else part / whole
+    return None if part is None or part < 0 or total <= 0 else part / total
 
 
 def build_hit_figures(hits: int | None, queries: int | None) -> dict[str, Any]:
@@ -311,7 +311,7 @@ SIZES = {"bytes", "capacity_bytes", "max_object_bytes"}
 def make_sides_table(sides: Sequence[dict[str, Any]]) -> RenderableType:
     """A column for each side, a line for each figure that one of them has."""
     titles = [format_heading(side) for side in sides]
-    made = output.make_table("", *titles, right=titles)
+    made = output.make_table("", *titles, right_columns=titles)
     for name, label in LABELS.items():
         if any(side.get(name) is not None for side in sides):
             made.add_row(label, *(format_cell(side, name) for side in sides))

@@ -82,7 +82,7 @@ async def export_conversations(
     target: str | None,
     store: str | None,
     write: Callable[[list[bytes]], None],
-    done: ExportCounts,
+    counts: ExportCounts,
     counting: ProgressCounter,
 ) -> None:
     """Write all conversations, the newest first; one that is deleted meanwhile is left out."""
@@ -96,9 +96,9 @@ async def export_conversations(
                     if len(line) >= place.LONGEST_LINE:
                         raise ValueError(f"it has more than {place.LONGEST_LINE >> 20} MiB")
             except (ValueError, CursorUnknown) as error:
-                done.damage_by_id[one.id] = f"{error}"
+                counts.damage_by_id[one.id] = f"{error}"
                 continue
             if line:
                 write([line])
-                done.count += 1
+                counts.count += 1
                 counting.add()

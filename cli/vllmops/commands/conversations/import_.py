@@ -71,43 +71,43 @@ def import_conversations(
     )
 
 
-def render_summary(name: str, done: ImportCounts) -> Iterator[str]:
+def render_summary(name: str, counts: ImportCounts) -> Iterator[str]:
     """Human-readable summary of an import."""
-    yield VerbatimText(f"{format_count(done.count, 'conversation')} imported into {name}")
-    if done.skipped:
-        yield f"{done.skipped:,} skipped: a conversation with that id exists"
-    for number, why in list(done.broken.items())[:SHOWN]:
+    yield VerbatimText(f"{format_count(counts.count, 'conversation')} imported into {name}")
+    if counts.skipped:
+        yield f"{counts.skipped:,} skipped: a conversation with that id exists"
+    for number, why in list(counts.broken.items())[:SHOWN]:
         yield VerbatimText(f"line {number}: {why}")
-    if len(done.broken) > SHOWN:
-        yield f"and {len(done.broken) - SHOWN:,} others"
+    if len(counts.broken) > SHOWN:
+        yield f"and {len(counts.broken) - SHOWN:,} others"
 
 
 async def import_lines(
     target: str | None,
     store: str | None,
     lines: IO[bytes],
-    done: ImportCounts,
+    counts: ImportCounts,
     counting: ProgressCounter,
 ) -> str:
     """Import lines into a store. Gives its name."""
     async with open_conversations(target, store, create=True) as (name, kept):
         for number, text in number_lines(lines, place.LONGEST_LINE):
             if text is None:
-                done.broken[number] = f"it is longer than {place.LONGEST_LINE >> 20} MiB"
+                counts.broken[number] = f"it is longer than {place.LONGEST_LINE >> 20} MiB"
                 continue
             if not text.strip():
                 continue
             try:
                 conversation, entries = conversation_archive.decode_line(text)
             except (ValueError, RecursionError) as error:
-                done.broken[number] = f"{error}"
+                counts.broken[number] = f"{error}"
                 continue
             outcome = await retry_while_unavailable(partial(kept.create, conversation, entries))
             if outcome is ConversationResult.DONE:
-                done.count += 1
+                counts.count += 1
             elif outcome is ConversationResult.TAKEN:
-                done.skipped += 1
+                counts.skipped += 1
             else:
-                done.broken[number] = f"the store does not take it: {outcome.value}"
+                counts.broken[number] = f"the store does not take it: {outcome.value}"
             counting.add()
         return name

@@ -39,7 +39,7 @@ def list_conversations(
             help="Maximum number of conversations to list.",
         ),
     ] = 20,
-    every: Annotated[bool, typer.Option("--all", help="List all conversations.")] = False,
+    list_all: Annotated[bool, typer.Option("--all", help="List all conversations.")] = False,
     after: Annotated[
         str | None,
         typer.Option(
@@ -54,7 +54,7 @@ def list_conversations(
 
     It reads the store itself: that of a server of this machine, or --store.
     """
-    found, more = asyncio.run(load_conversations(target, store, None if every else limit, after))
+    found, more = asyncio.run(load_conversations(target, store, None if list_all else limit, after))
     data = {
         "conversations": list(map(build_conversation_data, found)),
         "next": found[-1].id if more else None,
@@ -62,45 +62,49 @@ def list_conversations(
     return Result(
         data,
         lambda: (
-            render_conversations(found, more=more) if found else ["no conversations are stored"]
+            render_conversations(found, has_more=more) if found else ["no conversations are stored"]
         ),
     )
 
 
 async def load_conversations(
-    target: str | None, store: str | None, limit: int | None, after: str | None
+    target: str | None, store: str | None, limit: int | None, after_id: str | None
 ) -> tuple[list[Conversation], bool]:
     """The newest conversations, and whether more follow."""
     found: list[Conversation] = []
     async with open_conversations(target, store) as (name, kept):
         try:
-            async for one in iterate_conversations(kept, after, min(PAGE, (limit or PAGE) + 1)):
+            async for one in iterate_conversations(kept, after_id, min(PAGE, (limit or PAGE) + 1)):
                 if len(found) == limit:
                     return found, True
                 found.append(one)
         except CursorUnknown as error:
-            raise make_unknown_cursor_error(name, "conversation", after) from error
+            raise make_unknown_cursor_error(name, "conversation", after_id) from error
     return found, False
 
 
-def build_conversation_data(one: Conversation) -> dict[str, Any]:
+def build_conversation_data(conversation: Conversation) -> dict[str, Any]:
     """A conversation in JSON."""
     return {
-        "id": one.id,
-        "owner": one.owner,
-        "created_at": one.created_at,
-        "items": one.size,
-        "metadata": msgspec.Raw(sanitize_json(one.metadata)),
+        "id": conversation.id,
+        "owner": conversation.owner,
+        "created_at": conversation.created_at,
+        "items": conversation.size,
+        "metadata": msgspec.Raw(sanitize_json(conversation.metadata)),
     }
 
 
-def render_conversations(found: Sequence[Conversation], *, more: bool) -> list[RenderableType]:
+def render_conversations(
+    conversations: Sequence[Conversation], *, has_more: bool
+) -> list[RenderableType]:
     """One line per conversation."""
     from rich.text import Text  # noqa: PLC0415
 
-    table = output.make_table("id", "items", "age", "API key", "metadata", right=["items", "age"])
+    table = output.make_table(
+        "id", "items", "age", "API key", "metadata", right_columns=["items", "age"]
+    )
     table.columns[0].no_wrap = True
-    for one in found:
+    for one in conversations:
         metadata = one.metadata.decode(errors="replace")
         table.add_row(
             one.id,
@@ -109,5 +113,5 @@ def render_conversations(found: Sequence[Conversation], *, more: bool) -> list[R
             one.owner[:OWNER_LETTERS] or "-",
             Text("" if metadata == "{}" else metadata, overflow="ellipsis", no_wrap=True),
         )
-    rest = output.style_text(f"more follow: --all, or --after {found[-1].id}", "dim")
-    return [table, rest] if more else [table]
+    rest = output.style_text(f"more follow: --all, or --after {conversations[-1].id}", "dim")
+    return [table, rest] if has_more else [table]

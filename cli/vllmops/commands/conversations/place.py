@@ -96,24 +96,24 @@ def find_store_url(target: str | None, store: str | None) -> str:
 
 
 async def iterate_conversations(
-    kept: ConversationStore, after: str | None = None, page: int = PAGE
+    store: ConversationStore, after_id: str | None = None, page: int = PAGE
 ) -> AsyncIterator[Conversation]:
     """All conversations, the newest first, even if some are deleted meanwhile.
 
     Args:
-        kept: where they are.
-        after: only those behind this one.
+        store: where they are.
+        after_id: only those behind this one.
         page: how many are read at once.
 
     Raises:
         CursorUnknown: ``after`` is none.
     """
-    trail, seen = [after] if after else [], set[str]()
+    trail, seen = [after_id] if after_id else [], set[str]()
     while True:
         last = trail[-1] if trail else None
         try:
             found = await retry_while_unavailable(
-                partial(kept.list_conversations, EVERYBODY, last, page)
+                partial(store.list_conversations, EVERYBODY, last, page)
             )
         except CursorUnknown:
             if not seen:
@@ -130,7 +130,7 @@ async def iterate_conversations(
 
 
 async def load_items(
-    kept: ConversationStore, conversation_id: str
+    store: ConversationStore, conversation_id: str
 ) -> list[ConversationItem] | None:
     """All items of a conversation, in order; None where it is gone.
 
@@ -142,10 +142,10 @@ async def load_items(
     while True:
         page = await retry_while_unavailable(
             partial(
-                kept.list_items,
+                store.list_items,
                 EVERYBODY,
                 conversation_id,
-                after=found[-1].id if found else None,
+                after_id=found[-1].id if found else None,
                 limit=PAGE,
                 descending=False,
             )

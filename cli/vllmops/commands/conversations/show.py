@@ -76,14 +76,23 @@ async def load_conversation(
 
 
 def render_conversation(
-    found: Conversation, entries: Sequence[ConversationItem]
+    conversation: Conversation, entries: Sequence[ConversationItem]
 ) -> Iterator[RenderableType]:
     """Human-readable output."""
-    yield output.style_text(found.id, "bold")
+    yield output.style_text(conversation.id, "bold")
     rows = [
-        ("created", f"{format_utc_time(found.created_at)}, {format_age(found.created_at)} ago"),
-        ("API key", found.owner and f"{found.owner} (SHA-256)"),
-        ("metadata", found.metadata.decode(errors="replace") if found.metadata != b"{}" else ""),
+        (
+            "created",
+            f"{format_utc_time(conversation.created_at)}, {format_age(conversation.created_at)} "
+            "ago",
+        ),
+        ("API key", conversation.owner and f"{conversation.owner} (SHA-256)"),
+        (
+            "metadata",
+            conversation.metadata.decode(errors="replace")
+            if conversation.metadata != b"{}"
+            else "",
+        ),
         ("items", f"{len(entries):,}"),
     ]
     yield output.make_facts_table((name, value) for name, value in rows if value)

@@ -48,11 +48,13 @@ def import_keys(
     path = find_keyring_path(keyring)
     other = read_key_input(source, verify_only=verify_only)
 
-    def merge_input(ring: KeyRing) -> KeyRing:
+    def merge_input(current_keyring: KeyRing) -> KeyRing:
         if isinstance(other, KeyRing):
-            return ring.merge(other)
-        return ring.add(
-            make_primary_if_first(ring, other) if other.status is KeyStatus.NEXT else other
+            return current_keyring.merge(other)
+        return current_keyring.add(
+            make_primary_if_first(current_keyring, other)
+            if other.status is KeyStatus.NEXT
+            else other
         )
 
     ring = file.change_keyring(path, merge_input, create=True)

@@ -71,26 +71,33 @@ def find_keyring_path(keyring: Path | None) -> Path:
 
 
 def make_keyring_result(
-    ring: KeyRing, where: str, more: dict[str, Any] | None = None, notes: Sequence[str] = ()
+    keyring: KeyRing,
+    location: str,
+    extra_data: dict[str, Any] | None = None,
+    notes: Sequence[str] = (),
 ) -> Result:
     """A ring as a result.
 
     Args:
-        ring: its secrets are left out.
-        where: it is kept.
-        more: for ``--json``.
+        keyring: its secrets are left out.
+        location: it is kept.
+        extra_data: for ``--json``.
         notes: lines below it for a person.
     """
-    data = {"keyring": where, "keys": [key.without_secret() for key in ring.keys], **(more or {})}
-    return Result(data, lambda: [*render_keyring(ring, where), *notes])
+    data = {
+        "keyring": location,
+        "keys": [key.without_secret() for key in keyring.keys],
+        **(extra_data or {}),
+    }
+    return Result(data, lambda: [*render_keyring(keyring, location), *notes])
 
 
-def render_keyring(ring: KeyRing, where: str) -> Sequence[RenderableType]:
+def render_keyring(keyring: KeyRing, location: str) -> Sequence[RenderableType]:
     """A table of the keys."""
-    if not ring.keys:
-        return [f"{where}: no keys"]
+    if not keyring.keys:
+        return [f"{location}: no keys"]
     shown = make_table("kid", "status", "created", "until", "fingerprint")
-    for key in ring.keys:
+    for key in keyring.keys:
         shown.add_row(
             key.kid,
             style_text(key.status, STYLES[key.status]),
@@ -98,9 +105,9 @@ def render_keyring(ring: KeyRing, where: str) -> Sequence[RenderableType]:
             format_utc_time(key.not_after) + (", over" if key.is_expired(time.time()) else ""),
             key.fingerprint,
         )
-    return [where, shown]
+    return [location, shown]
 
 
-def make_primary_if_first(ring: KeyRing, key: Key) -> Key:
+def make_primary_if_first(keyring: KeyRing, key: Key) -> Key:
     """The key; as primary if it is the first of the ring."""
-    return key if ring.keys else msgspec.structs.replace(key, status=KeyStatus.PRIMARY)
+    return key if keyring.keys else msgspec.structs.replace(key, status=KeyStatus.PRIMARY)

@@ -48,7 +48,7 @@ def push(
         )
     ring = file.load_keyring(find_keyring_path(keyring)).without_expired(time.time())
     token, server = admin.read_admin_token(admin_token), resolve_endpoint(target)
-    held = push_keyring(server, token, ring, plain=plain)
+    held = push_keyring(server, token, ring, allow_plain_http=plain)
     if lacks := describe_missing_keys(ring, held):
         raise VllmopsError(
             "keys.not-taken",
@@ -62,11 +62,11 @@ def push(
     return Result(data, lambda: [text + sealing])
 
 
-def describe_missing_keys(ring: KeyRing, held: ProcessKeys) -> str:
+def describe_missing_keys(keyring: KeyRing, process_keys: ProcessKeys) -> str:
     """Which part of a ring a process has not loaded, in words; empty if it has all."""
-    statuses = {key.fingerprint: key.status for key in held.keys}
-    if missing := [key.kid for key in ring.keys if key.fingerprint not in statuses]:
+    statuses = {key.fingerprint: key.status for key in process_keys.keys}
+    if missing := [key.kid for key in keyring.keys if key.fingerprint not in statuses]:
         return f"has not loaded {', '.join(missing)}"
-    if ring.primary and (status := statuses[ring.primary.fingerprint]) != KeyStatus.PRIMARY:
-        return f"has {ring.primary.kid}, the primary here, as {status}"
+    if keyring.primary and (status := statuses[keyring.primary.fingerprint]) != KeyStatus.PRIMARY:
+        return f"has {keyring.primary.kid}, the primary here, as {status}"
     return ""

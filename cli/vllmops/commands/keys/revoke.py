@@ -38,15 +38,15 @@ def revoke(
     )
 
 
-def describe_revocation_impact(ring: KeyRing, kid: str, now: float) -> str:
+def describe_revocation_impact(keyring: KeyRing, kid: str, now: float) -> str:
     """What revoking a key breaks, in a sentence.
 
     Raises:
         VllmopsError: ``keys.unknown``.
     """
-    match ring.get(kid).status:
+    match keyring.get(kid).status:
         case KeyStatus.PRIMARY:
-            heir = ring.without_expired(now).next_key
+            heir = keyring.without_expired(now).next_key
             successor = heir.kid if heir else "a fresh key"
             return (
                 f"Every client-held conversation sealed since {kid} became primary is refused from "

@@ -73,7 +73,7 @@ def plan_rotation(path: Path, spare: Key, overlap_period: OverlapPeriod) -> list
     now = time.time()
     ring = file.load_keyring(path) if path.exists() else KeyRing()
     begun = rotation.begin_rotation(ring, spare, now)
-    holdings = client.collect_keyring_users(ring=path).select_by_keyring(path)
+    holdings = client.collect_keyring_users(keyring_path=path).select_by_keyring(path)
     steps = [f"remove {key.kid}: its time is over" for key in ring.keys if not begun.find(key.kid)]
     steps.append(
         f"continue with {coming.kid}, the next key"

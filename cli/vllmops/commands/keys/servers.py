@@ -39,7 +39,7 @@ def choose_overlap_period(overlap: str | None, path: Path) -> OverlapPeriod:
 
 def describe_not_loaded(path: Path, kid: str) -> list[str]:
     """Which processes have not loaded a key, and why; the servers reload the file first."""
-    holdings = client.collect_keyring_users(ring=path, reload=True).select_by_keyring(path)
+    holdings = client.collect_keyring_users(keyring_path=path, reload=True).select_by_keyring(path)
     lacking = rotation.find_processes_without_key(kid, [process.keys for process in holdings.users])
     why = [
         f"{process.display_name} has not loaded it"
@@ -53,10 +53,10 @@ def describe_not_loaded(path: Path, kid: str) -> list[str]:
     ]
 
 
-def collect_load_status(path: Path, ring: KeyRing) -> tuple[dict[str, Any], list[str]]:
+def collect_load_status(path: Path, keyring: KeyRing) -> tuple[dict[str, Any], list[str]]:
     """Which servers have loaded a change: fields for ``--json``, and lines for a person."""
-    holdings = client.collect_keyring_users(ring=path, reload=True).select_by_keyring(path)
-    taken = [process for process in holdings.users if rotation.is_up_to_date(process.keys, ring)]
+    holdings = client.collect_keyring_users(keyring_path=path, reload=True).select_by_keyring(path)
+    taken = [process for process in holdings.users if rotation.is_up_to_date(process.keys, keyring)]
     late = [process.display_name for process in holdings.users if process not in taken]
     late += [f"{server} {format_process(process)}" for server, process in holdings.gaps]
     notes = [f"loaded by {', '.join(process.display_name for process in taken)}"] if taken else []

@@ -58,7 +58,7 @@ def status(
             }
             return Result(data, lambda: list(render_servers(holdings)))
     else:
-        holdings = client.collect_keyring_users(ring=path)
+        holdings = client.collect_keyring_users(keyring_path=path)
         own = holdings.select_by_keyring(path)
     try:
         ring = file.load_keyring(path)
@@ -95,38 +95,39 @@ def render_stage(stage: RotationStage) -> Iterator[RenderableType]:
     yield stage + (f": {NEXT[stage]}" if NEXT[stage] else "")
 
 
-def build_holders_data(holdings: KeyringUsers, ring: KeyRing | None) -> dict[str, Any]:
+def build_holders_data(keyring_users: KeyringUsers, keyring: KeyRing | None) -> dict[str, Any]:
     """The processes and what they hold, for ``--json``."""
     return {
         "servers": [
             {
                 "server": process.server,
-                "up_to_date": ring is not None and rotation.is_up_to_date(process.keys, ring),
+                "up_to_date": keyring is not None and rotation.is_up_to_date(process.keys, keyring),
                 **msgspec.to_builtins(process.keys),
             }
-            for process in holdings.users
+            for process in keyring_users.users
         ],
         "silent": [
-            {"server": server, **msgspec.to_builtins(process)} for server, process in holdings.gaps
+            {"server": server, **msgspec.to_builtins(process)}
+            for server, process in keyring_users.gaps
         ],
     }
 
 
-def render_servers(holdings: KeyringUsers) -> Iterator[RenderableType]:
+def render_servers(keyring_users: KeyringUsers) -> Iterator[RenderableType]:
     """Human-readable output."""
-    if not holdings.users and not holdings.gaps:
+    if not keyring_users.users and not keyring_users.gaps:
         yield "no running server uses keys"
         return
     shown = make_table("server", "process", "keys", "from")
-    for process in holdings.users:
+    for process in keyring_users.users:
         keys = ", ".join(f"{key.kid} ({key.status})" for key in process.keys.keys) or "none"
         where = process.keys.keyring or "its environment"
         shown.add_row(process.server, format_process(process.keys), keys, where)
-    for server, silent in holdings.gaps:
+    for server, silent in keyring_users.gaps:
         shown.add_row(server, format_process(silent), "no answer", "")
     yield shown
-    for process in holdings.users:
+    for process in keyring_users.users:
         if process.keys.problem:
             yield output.style_text(f"{process.display_name}: {process.keys.problem}", "yellow")
-    for server, silent in holdings.gaps:
+    for server, silent in keyring_users.gaps:
         yield output.style_text(f"{server} {format_process(silent)}: {silent.reason}", "yellow")

@@ -75,28 +75,28 @@ def render_verdict(reason: str) -> RenderableType:
 
 
 def render_carrier_facts(
-    opened: Carrier, data: dict[str, Any], reveal: bool
+    carrier: Carrier, data: dict[str, Any], reveal: bool
 ) -> Iterator[RenderableType]:
     """The facts in a genuine carrier, human-readable."""
     rows = [
-        ("key", f"{opened.kid} ({data['key_status']})"),
-        ("format", "v2 (encrypted)" if opened.format == 2 else "signed-v1 (readable)"),
+        ("key", f"{carrier.kid} ({data['key_status']})"),
+        ("format", "v2 (encrypted)" if carrier.format == 2 else "signed-v1 (readable)"),
     ]
-    if opened.issued_at is not None:
+    if carrier.issued_at is not None:
         rows += [
             (
                 "sealed",
-                f"{format_utc_time(opened.issued_at)}, "
-                f"{format_duration(time.time() - opened.issued_at)} ago",
+                f"{format_utc_time(carrier.issued_at)}, "
+                f"{format_duration(time.time() - carrier.issued_at)} ago",
             ),
-            ("valid until", format_utc_time(opened.expires_at)),
-            ("model", opened.model or ""),
-            ("owner", opened.owner or "none: no API key was used"),
+            ("valid until", format_utc_time(carrier.expires_at)),
+            ("model", carrier.model or ""),
+            ("owner", carrier.owner or "none: no API key was used"),
         ]
     rows.append(
-        ("history", format_count(len(opened.history), "item") + ("" if reveal else "; --reveal"))
+        ("history", format_count(len(carrier.history), "item") + ("" if reveal else "; --reveal"))
     )
     yield output.make_facts_table(rows)
     if reveal:
         # msgspec can't write half of a surrogate pair, which clients cut texts to.
-        yield output.JsonText(json.dumps(opened.history, indent=2, ensure_ascii=False))
+        yield output.JsonText(json.dumps(carrier.history, indent=2, ensure_ascii=False))

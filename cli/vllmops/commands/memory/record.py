@@ -149,9 +149,9 @@ def record(
         # A live progress line costs more than the recording.
         progress.plain = progress.plain or rounds is None
 
-        def show_sample(what: str, sample: MemorySample) -> None:
+        def show_sample(progress_text: str, sample: MemorySample) -> None:
             used = format_bytes(sum(process.rss_bytes or 0 for process in sample.processes))
-            progress.update(f"{what}, RSS {used}")
+            progress.update(f"{progress_text}, RSS {used}")
 
         recorder = MemoryRecorder(watch, head, prepared, journal, show_sample)
         failure = recorder.run()

@@ -37,7 +37,10 @@ Tolerance = Annotated[
 
 
 def make_recording_result(
-    recording: MemoryRecording, tolerance_bytes: int | None, fail_on: Severity, plotted: Path | None
+    recording: MemoryRecording,
+    tolerance_bytes: int | None,
+    fail_on: Severity,
+    plot_path: Path | None,
 ) -> Result:
     """What both commands show of a recording that has ended."""
     trends = judge.compute_trends(recording, tolerance_bytes)
@@ -50,7 +53,7 @@ def make_recording_result(
         "trends": trends,
         "findings": findings,
         "notes": collect_notes(recording),
-        "plot": str(plotted) if plotted else None,
+        "plot": str(plot_path) if plot_path else None,
     }
     return Result(
         data,

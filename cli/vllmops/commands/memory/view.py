@@ -72,7 +72,7 @@ def make_rss_table(
     trends: Sequence[MemoryTrend],
 ) -> RenderableType:
     """RSS: a line for each round, or for some of the samples; then the growth."""
-    table = output.make_table("RSS", *names, right=names)
+    table = output.make_table("RSS", *names, right_columns=names)
     count = len(recording.samples)
     some = {round(row * (count - 1) / (ROWS - 1)) for row in range(ROWS)}
     for index in sorted(some) if count > ROWS else range(count):
@@ -104,7 +104,7 @@ def format_signed_bytes(count: float | None) -> str:
 
 def make_figures_table(recording: MemoryRecording) -> RenderableType:
     """Everything but RSS in the first and the last sample, process by process."""
-    table = output.make_table("", "first", "last", right=("first", "last"))
+    table = output.make_table("", "first", "last", right_columns=("first", "last"))
     for name, part in group_by_process(recording).items():
         for label_, figure in FIGURES.items():
             values = [value for sample in part if (value := figure(sample)) is not None]
@@ -163,15 +163,15 @@ FIGURES: dict[str, Callable[[ProcessMemory], str | None]] = {
 }
 
 
-def format_sparkline(values: Sequence[int | None], least: float) -> str:
-    """Bars from the lowest to the highest value; flat if they differ by less than `least`."""
+def format_sparkline(values: Sequence[int | None], min_range: float) -> str:
+    """Bars from the lowest to the highest value; flat if they differ by less than `min_range`."""
     known = [value for value in values if value is not None]
     if len(known) > SPARKS:
         bounds = [round(bar * len(known) / SPARKS) for bar in range(SPARKS + 1)]
         known = [max(known[start:end]) for start, end in pairwise(bounds)]
     if not known:
         return ""
-    low, reach = min(known), max(max(known) - min(known), least, 1)
+    low, reach = min(known), max(max(known) - min(known), min_range, 1)
     return "".join(BARS[int((value - low) / reach * (len(BARS) - 1))] for value in known)
 
 

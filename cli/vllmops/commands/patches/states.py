@@ -94,7 +94,7 @@ def inspect_local_patches(*, quiet: bool) -> ProcessPatches:
 
 
 def build_patches_data(
-    processes: Sequence[ProcessPatches], silent: Sequence[ProcessGap]
+    processes: Sequence[ProcessPatches], gaps: Sequence[ProcessGap]
 ) -> dict[str, Any]:
     """The data for ``--json``: by patch, then by process."""
     rows = []
@@ -119,7 +119,7 @@ def build_patches_data(
         "vllm_versions": versions,
         "patches": rows,
         "problems": collect_problems(processes),
-        "silent": silent,
+        "silent": gaps,
         "seconds": seconds,
     }
 
@@ -133,7 +133,7 @@ def collect_problems(processes: Sequence[ProcessPatches]) -> list[str]:
 
 def render_patches(
     processes: Sequence[ProcessPatches],
-    silent: Sequence[ProcessGap],
+    gaps: Sequence[ProcessGap],
     *,
     verify: bool = False,
 ) -> list[RenderableType]:
@@ -157,13 +157,13 @@ def render_patches(
             shown.add_row(name, "no process has loaded it", "")
     notes = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
     notes += collect_problems(processes)
-    notes += [f"{format_process(process)} did not answer: {process.reason}" for process in silent]
+    notes += [f"{format_process(process)} did not answer: {process.reason}" for process in gaps]
     return [f"vLLM {', '.join(versions)}", "", shown, *notes]
 
 
-def format_state(verdict: PatchReport, verify: bool) -> tuple[str, str]:
+def format_state(report: PatchReport, verify: bool) -> tuple[str, str]:
     """A state for a person, and its style."""
     if not verify:
-        return verdict.state, STYLES.get(verdict.state, "")
-    result, style = PROBED[verdict.present]
-    return f"{result} ({verdict.state})", style
+        return report.state, STYLES.get(report.state, "")
+    result, style = PROBED[report.present]
+    return f"{result} ({report.state})", style

@@ -58,7 +58,9 @@ def abort(
             rich_help_panel=CHOICE,
         ),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="All requests, after confirmation.")] = False,
+    abort_all: Annotated[
+        bool, typer.Option("--all", help="All requests, after confirmation.")
+    ] = False,
     reason: Annotated[
         str,
         typer.Option(
@@ -81,7 +83,7 @@ def abort(
     the client then gets the error when the loop runs again. The exit code is 1 if
     a request is still there afterwards.
     """
-    chosen_by = [bool(ids), stuck, older_than is not None, every]
+    chosen_by = [bool(ids), stuck, older_than is not None, abort_all]
     if sum(chosen_by) != 1:
         raise make_usage_error(
             "give ids, or one of --stuck, --older-than and --all",
@@ -91,14 +93,14 @@ def abort(
     try:
         known = collect_requests(server, stuck_after, quiet=json_)
     except VllmopsError as error:
-        if error.code != "requests.no-agent" or dry_run or not (ids or every):
+        if error.code != "requests.no-agent" or dry_run or not (ids or abort_all):
             raise
         return abort_through_vllm(server, ids or [], error, yes=yes)
     rows = select_requests(known, server, ids or [], stuck=stuck, older_than=older_than)
     if dry_run or not rows:
         data = {"server": server.label, "requests": rows, "dry_run": dry_run}
         return Result(data, lambda: list(render_plan(rows)))
-    if every and not yes:
+    if abort_all and not yes:
         output.require_confirmation(
             f"End {format_count(len(rows), 'request')} of {server.label}?",
             "repeat the command with --yes",
@@ -139,7 +141,7 @@ def abort_through_vllm(
 
 
 def select_requests(
-    known: RequestListing,
+    known_requests: RequestListing,
     server: Server,
     ids: Sequence[str],
     *,
@@ -152,12 +154,12 @@ def select_requests(
         VllmopsError: ``requests.unknown``.
     """
     if ids:
-        rows = [row for word in ids for row in require_requests(known, server, word)]
+        rows = [row for word in ids for row in require_requests(known_requests, server, word)]
         return list({row.id: row for row in rows}.values())
     least = parse_duration(older_than) if older_than else 0.0
     return [
         row
-        for row in known.rows
+        for row in known_requests.rows
         if (row.id or not stuck) and (bool(row.stuck) or not stuck) and (row.age_s or 0) >= least
     ]
 
@@ -169,14 +171,14 @@ def render_plan(rows: Sequence[InFlightRequest]) -> Iterator[RenderableType]:
         yield make_requests_table(rows)
 
 
-def make_abort_result(server: Server, ended: Sequence[AbortOutcome]) -> Result:
+def make_abort_result(server: Server, outcomes: Sequence[AbortOutcome]) -> Result:
     """The result, for requests that are gone and those that are not."""
-    left = [one for one in ended if not one.done]
-    data = {"server": server.label, "requests": ended}
+    left = [one for one in outcomes if not one.done]
+    data = {"server": server.label, "requests": outcomes}
 
     def render_ended() -> list[RenderableType]:
         shown: list[RenderableType] = []
-        if gone := len(ended) - len(left):
+        if gone := len(outcomes) - len(left):
             shown.append(output.style_text(f"ended {format_count(gone, 'request')}", "green"))
         shown += [
             output.style_text(f"{one.http_id or one.id or '-'}: {one.reason}", "yellow")

@@ -153,8 +153,8 @@ def make_requests_table(rows: Sequence[InFlightRequest]) -> RenderableType:
     made = output.make_table(
         *("request", "state", "age", "still", "prompt", "output", "KV blocks"),
         *(("owner", "route") if wide else ()),
-        right=["age", "still", "prompt", "output", "KV blocks"],
-        whole=["request"],
+        right_columns=["age", "still", "prompt", "output", "KV blocks"],
+        unfolded_columns=["request"],
     )
     for row in rows:
         state = " ".join(filter(None, (row.state, row.ranks)))

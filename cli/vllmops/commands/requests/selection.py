@@ -48,16 +48,18 @@ def collect_requests(server: Server, stuck_s: float, *, quiet: bool) -> RequestL
         return listing.list_requests(server, stuck_s)
 
 
-def require_requests(known: RequestListing, server: Server, word: str) -> list[InFlightRequest]:
+def require_requests(
+    known_requests: RequestListing, server: Server, request_id: str
+) -> list[InFlightRequest]:
     """The requests that an id means.
 
     Raises:
         VllmopsError: ``requests.unknown``.
     """
-    if rows := listing.select_by_id(known.rows, word):
+    if rows := listing.select_by_id(known_requests.rows, request_id):
         return rows
     raise VllmopsError(
         "requests.unknown",
-        f"{server.label} works on no request {word!r}",
+        f"{server.label} works on no request {request_id!r}",
         f"vllmops requests list -t {server.label}",
     )

@@ -69,7 +69,7 @@ async def collect_responses(
 
 async def apply_to_all(
     ids: Sequence[str],
-    act: Callable[[str], Awaitable[ChangeResult]],
+    action: Callable[[str], Awaitable[ChangeResult]],
     outcomes: list[ChangeResult],
     counting: ProgressCounter,
 ) -> None:
@@ -80,7 +80,7 @@ async def apply_to_all(
     """
 
     async def apply_to_one(response_id: str) -> None:
-        outcomes.append(await run_with_retries(partial(act, response_id)))
+        outcomes.append(await run_with_retries(partial(action, response_id)))
         counting.add()
 
     await run_concurrently(ids, apply_to_one)
@@ -88,7 +88,7 @@ async def apply_to_all(
     outcomes.sort(key=lambda outcome: places[outcome.id])
 
 
-async def run_with_retries(act: Callable[[], Awaitable[ChangeResult]]) -> ChangeResult:
+async def run_with_retries(action: Callable[[], Awaitable[ChangeResult]]) -> ChangeResult:
     """Run an action, and retry while the store is unavailable.
 
     Raises:
@@ -99,7 +99,7 @@ async def run_with_retries(act: Callable[[], Awaitable[ChangeResult]]) -> Change
     async def try_once() -> ChangeResult:
         nonlocal tried
         tried += 1
-        return await act()
+        return await action()
 
     outcome = await retry_while_unavailable(try_once)
     if tried > 1 and outcome.code == "responses.unknown":
@@ -127,9 +127,9 @@ def run_to_end(
         raise
 
 
-def make_dry_run_result(ids: list[str], act: str, lines: Sequence[str] = ()) -> Result:
+def make_dry_run_result(ids: list[str], verb: str, lines: Sequence[str] = ()) -> Result:
     """The result of a dry run."""
-    head = f"would {act} {format_count(len(ids), 'response')}" if ids else f"nothing to {act}"
+    head = f"would {verb} {format_count(len(ids), 'response')}" if ids else f"nothing to {verb}"
     return Result(
         {"responses": [{"id": response_id} for response_id in ids], "dry_run": bool(ids)},
         lambda: [head, *lines, *([] if lines else map(output.VerbatimText, ids))],
@@ -137,13 +137,13 @@ def make_dry_run_result(ids: list[str], act: str, lines: Sequence[str] = ()) -> 
 
 
 def make_changes_result(
-    outcomes: list[ChangeResult], what: str, *, as_json: bool, brief: bool = False
+    outcomes: list[ChangeResult], participle: str, *, as_json: bool, brief: bool = False
 ) -> Result:
     """The result of a command on several responses.
 
     Args:
         outcomes: one per response.
-        what: the action, as in ``deleted``.
+        participle: the action, as in ``deleted``.
         as_json: whether ``--json`` is selection.
         brief: print the count of successes instead of one line per response.
 
@@ -157,9 +157,11 @@ def make_changes_result(
         shown = [outcome for outcome in outcomes if not (brief and outcome.done)]
         lines = [", ".join(sums)] if sums else []
         lines += [output.VerbatimText(f"{outcome.id}  {outcome.result}") for outcome in shown]
-        return [*(lines or [f"nothing to do: no response was {what}"])]
+        return [*(lines or [f"nothing to do: no response was {participle}"])]
 
     result = Result(
         {"responses": outcomes, "done": sum(outcome.done for outcome in outcomes)}, render_changes
     )
-    return return_or_show_and_raise(result, summarize_failures(outcomes, what), as_json=as_json)
+    return return_or_show_and_raise(
+        result, summarize_failures(outcomes, participle), as_json=as_json
+    )

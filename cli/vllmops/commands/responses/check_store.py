@@ -71,7 +71,7 @@ def render_checks(
     outcomes: list[conformance.CheckResult], caveats: list[str]
 ) -> Iterator[RenderableType]:
     """Human-readable output."""
-    table = output.make_table("check", "passed", "seconds", right=["seconds"])
+    table = output.make_table("check", "passed", "seconds", right_columns=["seconds"])
     for name, problem, seconds in outcomes:
         table.add_row(name, output.style_text("no", "red") if problem else "yes", f"{seconds:.2f}")
     yield table

@@ -58,12 +58,12 @@ class ResponseEntry(msgspec.Struct, frozen=True, kw_only=True):
     damaged: str | None = None
 
 
-def make_entry(response: Response, *, whole: bool) -> ResponseEntry:
+def make_entry(response: Response, *, has_owners: bool) -> ResponseEntry:
     """The listed form of a response.
 
     Args:
         response: as a source gives it.
-        whole: whether the source knows owners.
+        has_owners: whether the source knows owners.
     """
     try:
         head, damaged = shape.parse_response(response), None
@@ -82,7 +82,7 @@ def make_entry(response: Response, *, whole: bool) -> ResponseEntry:
         output_tokens=usage.output_tokens if usage else None,
         bytes=len(response.body) if damaged else len(encode_response(response)),
         error=response.error or (head.error.message if head.error else None),
-        owner=response.owner if whole else None,
+        owner=response.owner if has_owners else None,
         damaged=damaged,
     )
 

@@ -106,46 +106,52 @@ def export(
     return return_or_show_and_raise(Result(data), lacking, as_json=json_)
 
 
-def print_summary(done: ExportCounts, out: Path | None) -> None:
+def print_summary(counts: ExportCounts, output_path: Path | None) -> None:
     output.print_to_stderr(
-        f"{format_count(done.count, 'response')} exported" + (f" to {out}" if out else ""), "dim"
+        f"{format_count(counts.count, 'response')} exported"
+        + (f" to {output_path}" if output_path else ""),
+        "dim",
     )
-    if done.running:
+    if counts.running:
         output.print_to_stderr(
-            f"{done.running:,} running responses left out: export again when they have finished"
+            f"{counts.running:,} running responses left out: export again when they have finished"
         )
-    for name, why in list(done.damage_by_id.items())[:SHOWN]:
+    for name, why in list(counts.damage_by_id.items())[:SHOWN]:
         output.print_to_stderr(f"left out (damaged): {name}: {why}")
 
 
 @contextmanager
-def open_line_writer(out: Path | None, *, force: bool) -> Iterator[Callable[[list[bytes]], None]]:
+def open_line_writer(
+    output_path: Path | None, *, force: bool
+) -> Iterator[Callable[[list[bytes]], None]]:
     """A writer of lines: to stdout, or to a file that appears once it is complete.
 
     Raises:
         VllmopsError: ``responses.exists`` (exit code 2) or ``responses.not-written``.
     """
-    if out is None:
+    if output_path is None:
         yield lambda lines: output.print_parts(JsonText(b"\n".join(lines).decode()))
         return
-    exists = VllmopsError("responses.exists", f"{out} exists already", "choose another --out")
-    if os.path.isfile(out) and not force:
+    exists = VllmopsError(
+        "responses.exists", f"{output_path} exists already", "choose another --out"
+    )
+    if os.path.isfile(output_path) and not force:
         raise exists
     try:
-        with open_atomically(out, overwrite=force) as file:
+        with open_atomically(output_path, overwrite=force) as file:
             yield lambda lines: file.writelines(line + b"\n" for line in lines)
     except FileExistsError as error:
         raise exists from error
     except OSError as error:
         hint = "choose another place with --out"
-        raise make_not_written_error(out, error, "responses.not-written", hint) from error
+        raise make_not_written_error(output_path, error, "responses.not-written", hint) from error
 
 
 async def export_responses(
-    place: ResponseSource,
+    source: ResponseSource,
     selection: Selection,
     write: Callable[[list[bytes]], None],
-    done: ExportCounts,
+    counts: ExportCounts,
     counting: ProgressCounter,
 ) -> None:
     """Write all selected responses, the oldest first, except those created from now on.
@@ -154,7 +160,7 @@ async def export_responses(
         VllmopsError: as `open_source` and its methods.
     """
     began = time.time()
-    async with place as responses:
+    async with source as responses:
         owner = "" if responses.has_all_owners else await responses.fetch_owner()  # type: ignore[attr-defined]
         async for page in iterate_pages(responses, selection.build_query(descending=False)):
             chosen = [
@@ -163,7 +169,7 @@ async def export_responses(
                 if selection.matches(response) and not is_created_after(response, began)
             ]
             over = [response for response in chosen if not response.is_running]
-            done.running += len(chosen) - len(over)
+            counts.running += len(chosen) - len(over)
             lines = dict.fromkeys((response.id for response in over), b"")
 
             async def export_response(response: Response, lines: dict[str, bytes] = lines) -> None:
@@ -173,13 +179,13 @@ async def export_responses(
                         raise ValueError(f"it has more than {LONGEST_LINE >> 20} MiB")
                     archive.decode_line(lines[response.id])  # what cannot be read back is damaged
                 except ValueError as error:
-                    done.damage_by_id[response.id] = f"{error}"
+                    counts.damage_by_id[response.id] = f"{error}"
                     del lines[response.id]
 
             await run_concurrently(over, export_response)
             if lines:
                 write(list(lines.values()))
-            done.count += len(lines)
+            counts.count += len(lines)
             counting.add(len(over))
             if page and is_created_after(page[-1], began):
                 return

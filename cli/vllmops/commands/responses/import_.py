@@ -113,17 +113,17 @@ def import_responses(
     )
 
 
-def render_summary(name: str, done: ImportCounts) -> Iterator[str]:
+def render_summary(name: str, counts: ImportCounts) -> Iterator[str]:
     """Human-readable summary of an import."""
-    yield VerbatimText(f"{format_count(done.count, 'response')} imported into {name}")
-    if done.replaced:
-        yield f"{done.replaced:,} replaced"
-    if done.skipped:
-        yield f"{done.skipped:,} skipped: a response with that id exists"
-    for number, why in sorted(done.broken.items())[:SHOWN]:
+    yield VerbatimText(f"{format_count(counts.count, 'response')} imported into {name}")
+    if counts.replaced:
+        yield f"{counts.replaced:,} replaced"
+    if counts.skipped:
+        yield f"{counts.skipped:,} skipped: a response with that id exists"
+    for number, why in sorted(counts.broken.items())[:SHOWN]:
         yield VerbatimText(f"line {number}: {why}")
-    if len(done.broken) > SHOWN:
-        yield f"and {len(done.broken) - SHOWN:,} others"
+    if len(counts.broken) > SHOWN:
+        yield f"and {len(counts.broken) - SHOWN:,} others"
 
 
 def find_store_url(target: str | None) -> str:
@@ -169,7 +169,7 @@ def open_lines(file: Path) -> Iterator[IO[bytes]]:
 
 
 async def import_lines(
-    url: str, lines: IO[bytes], done: ImportCounts, counting: ProgressCounter, *, overwrite: bool
+    url: str, lines: IO[bytes], counts: ImportCounts, counting: ProgressCounter, *, overwrite: bool
 ) -> tuple[str, int]:
     """Import lines into a store. Gives its name and its number of responses.
 
@@ -181,13 +181,13 @@ async def import_lines(
     async with DirectStore(url, create=True) as responses:
         lines_of_ids: dict[str, int] = {}
 
-        async def import_numbered_line(numbered: tuple[int, bytes | None]) -> None:
-            number, text = numbered
+        async def import_numbered_line(numbered_line: tuple[int, bytes | None]) -> None:
+            number, text = numbered_line
             if text is None:
-                done.broken[number] = f"it is longer than {LONGEST_LINE >> 20} MiB"
+                counts.broken[number] = f"it is longer than {LONGEST_LINE >> 20} MiB"
             elif text.strip():
                 await import_line(
-                    responses.store, number, text, done, lines_of_ids, overwrite=overwrite
+                    responses.store, number, text, counts, lines_of_ids, overwrite=overwrite
                 )
                 counting.add()
 
@@ -204,20 +204,20 @@ def spool_lines(source: IO[bytes], copy: IO[bytes]) -> None:
         line = line + len(chunk) if end < 0 else len(chunk) - end
 
 
-def number_lines(lines: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | None]]:
+def number_lines(lines: IO[bytes], max_line_bytes: int) -> Iterator[tuple[int, bytes | None]]:
     """Lines with their numbers, from 1; None for one that is too long.
 
     Args:
         lines: of the file.
-        longest: bytes of a line.
+        max_line_bytes: bytes of a line.
 
     Raises:
         VllmopsError: ``responses.unreadable``, a line has no end, or the file can't be read.
     """
     number = 0
-    while line := read_line(lines, longest + 1):
+    while line := read_line(lines, max_line_bytes + 1):
         number += 1
-        if len(line) <= longest or line.endswith(b"\n"):
+        if len(line) <= max_line_bytes or line.endswith(b"\n"):
             yield number, line
             continue
         size = len(line)
@@ -229,19 +229,19 @@ def number_lines(lines: IO[bytes], longest: int) -> Iterator[tuple[int, bytes | 
         yield number, None
 
 
-def read_line(lines: IO[bytes], most: int) -> bytes:
+def read_line(lines: IO[bytes], max_bytes: int) -> bytes:
     """A line, cut at a number of bytes."""
     try:
-        return lines.readline(most)
+        return lines.readline(max_bytes)
     except OSError as error:
         raise make_invalid_lines_error(
             f"the file cannot be read: {error.strerror or error}"
         ) from error
 
 
-def make_invalid_lines_error(why: str) -> VllmopsError:
+def make_invalid_lines_error(reason: str) -> VllmopsError:
     return VllmopsError(
-        "responses.unreadable", why, "give a file that the export of this command wrote"
+        "responses.unreadable", reason, "give a file that the export of this command wrote"
     )
 
 
@@ -249,7 +249,7 @@ async def import_line(
     store: Any,
     number: int,
     text: bytes,
-    done: ImportCounts,
+    counts: ImportCounts,
     lines_of_ids: dict[str, int],
     *,
     overwrite: bool,
@@ -260,17 +260,17 @@ async def import_line(
         store: where it goes.
         number: of the line, from 1.
         text: of the line.
-        done: the counts to update.
+        counts: the counts to update.
         lines_of_ids: line numbers of earlier responses, by id.
         overwrite: whether an existing response is replaced.
     """
     try:
         response, events = archive.decode_line(text)
     except (ValueError, RecursionError) as error:
-        done.broken[number] = f"{error}"
+        counts.broken[number] = f"{error}"
         return
     if (first := lines_of_ids.setdefault(response.id, number)) != number:
-        done.broken[number] = f"{response.id} is already in line {first}"
+        counts.broken[number] = f"{response.id} is already in line {first}"
         return
     new = await retry_while_unavailable(lambda: store.create(response))
     if not new:
@@ -285,7 +285,7 @@ async def import_line(
                 await append_events(
                     store, response, [part for part in events if part.first_number > last]
                 )
-            done.skipped += 1
+            counts.skipped += 1
             return
         await retry_while_unavailable(lambda: store.delete(EVERYBODY, response.id))
         try:
@@ -294,18 +294,22 @@ async def import_line(
             await store.create(there)
             raise
         if not created:
-            done.skipped += 1
+            counts.skipped += 1
             return
     await append_events(store, response, events)
     if new:
-        done.count += 1
+        counts.count += 1
     else:
-        done.replaced += 1
+        counts.replaced += 1
 
 
-def is_same_response(one: Response, other: Response) -> bool:
+def is_same_response(stored_response: Response, imported_response: Response) -> bool:
     """Whether a stored response is the one of a line."""
-    return (one.owner, one.created_at, one.status) == (other.owner, other.created_at, other.status)
+    return (stored_response.owner, stored_response.created_at, stored_response.status) == (
+        imported_response.owner,
+        imported_response.created_at,
+        imported_response.status,
+    )
 
 
 async def append_events(

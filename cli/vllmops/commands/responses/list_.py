@@ -65,7 +65,7 @@ def list_responses(
             rich_help_panel=PAGES,
         ),
     ] = 20,
-    every: Annotated[
+    list_all: Annotated[
         bool, typer.Option("--all", help="List all responses.", rich_help_panel=PAGES)
     ] = False,
     after: Annotated[
@@ -89,7 +89,7 @@ def list_responses(
     with Progress(time.time(), quiet=json_) as progress:
         counting = ProgressCounter(progress, "read")
         entries, more, whole = asyncio.run(
-            load_entries(target, store, selection, None if every else limit, after, counting)
+            load_entries(target, store, selection, None if list_all else limit, after, counting)
         )
     data = {"responses": entries, "next": entries[-1].id if more else None}
     nothing = (
@@ -99,7 +99,7 @@ def list_responses(
     )
     if not whole and has_api_key():
         nothing += ", of this API key"
-    return Result(data, lambda: render_entries(entries, more=more) if entries else [nothing])
+    return Result(data, lambda: render_entries(entries, has_more=more) if entries else [nothing])
 
 
 def has_api_key() -> bool:
@@ -111,7 +111,7 @@ async def load_entries(
     store: str | None,
     selection: Selection,
     limit: int | None,
-    after: str | None,
+    after_id: str | None,
     counting: ProgressCounter,
 ) -> tuple[list[ResponseEntry], bool, bool]:
     """The newest selected responses, whether more follow, and whether all API keys are included.
@@ -121,7 +121,7 @@ async def load_entries(
     """
     entries: list[ResponseEntry] = []
     query = selection.build_query(descending=True, limit=min(PAGE, (limit or PAGE) + 1))
-    query = msgspec.structs.replace(query, after_id=after)
+    query = msgspec.structs.replace(query, after_id=after_id)
     async with open_source(target, store) as responses:
         try:
             async for page in iterate_pages(responses, query):
@@ -132,14 +132,14 @@ async def load_entries(
                         continue
                     if len(entries) == limit:
                         return entries, True, responses.has_all_owners
-                    entries.append(make_entry(response, whole=responses.has_all_owners))
+                    entries.append(make_entry(response, has_owners=responses.has_all_owners))
                 counting.add(len(page))
         except CursorUnknown as error:
-            raise make_unknown_cursor_error(responses.name, "response", after) from error
+            raise make_unknown_cursor_error(responses.name, "response", after_id) from error
         return entries, False, responses.has_all_owners
 
 
-def render_entries(entries: Sequence[ResponseEntry], *, more: bool) -> list[RenderableType]:
+def render_entries(entries: Sequence[ResponseEntry], *, has_more: bool) -> list[RenderableType]:
     """One line per response: 80 columns wide with vLLM's ids."""
     owners = {entry.owner for entry in entries if entry.owner is not None}
     columns = ["id", "status", "model", "age", "tokens", "size"]
@@ -156,7 +156,7 @@ def render_entries(entries: Sequence[ResponseEntry], *, more: bool) -> list[Rend
         shown.append(
             output.style_text(f"all belong to API key {owner[:OWNER_LETTERS]}… (SHA-256)", "dim")
         )
-    if more:
+    if has_more:
         shown.append(
             output.style_text(f"more responses follow: --all, or --after {entries[-1].id}", "dim")
         )
@@ -165,7 +165,7 @@ def render_entries(entries: Sequence[ResponseEntry], *, more: bool) -> list[Rend
 
 def make_entries_table(entries: Sequence[ResponseEntry], columns: list[str]) -> Table:
     """A table of some responses."""
-    table = output.make_table(*columns, right=["age", "tokens", "size"])
+    table = output.make_table(*columns, right_columns=["age", "tokens", "size"])
     table.columns[0].no_wrap = table.columns[1].no_wrap = True
     for entry in entries:
         cells: dict[str, RenderableType] = {

@@ -25,9 +25,9 @@ class ProgressCounter:
         total: number of items, None if unknown.
     """
 
-    def __init__(self, progress: Progress, what: str, total: int | None = None) -> None:
+    def __init__(self, progress: Progress, participle: str, total: int | None = None) -> None:
         self.progress = progress
-        self.participle = what
+        self.participle = participle
         self.total = total
         self.done = 0
         self.next_update_at = time.monotonic() + QUIET_S
@@ -69,21 +69,21 @@ def return_or_show_and_raise(
     raise failure
 
 
-def summarize_failures(outcomes: list[ChangeResult], what: str) -> VllmopsError | None:
+def summarize_failures(outcomes: list[ChangeResult], participle: str) -> VllmopsError | None:
     """The error that sums up failed outcomes, None if all succeeded.
 
     Args:
         outcomes: one per response.
-        what: the action, as in ``deleted``.
+        participle: the action, as in ``deleted``.
     """
     bad = [outcome for outcome in outcomes if not outcome.done]
     if not bad:
         return None
     codes, exits = {outcome.code for outcome in bad}, {outcome.exit_code for outcome in bad}
     if len(outcomes) == 1:
-        message = f"{bad[0].id} was not {what}: {bad[0].result}"
+        message = f"{bad[0].id} was not {participle}: {bad[0].result}"
     else:
-        message = f"{len(bad):,} of {len(outcomes):,} were not {what}"
+        message = f"{len(bad):,} of {len(outcomes):,} were not {participle}"
     code = bad[0].code if len(codes) == 1 else ""
     return VllmopsError(
         code or "responses.some-failed",

@@ -101,19 +101,24 @@ def purge(
     )
 
 
-def count_broken_chains(every: Sequence[ResponseSummary], chosen: set[str]) -> int:
+def count_broken_chains(responses: Sequence[ResponseSummary], deleted_ids: set[str]) -> int:
     """How many remaining responses follow one that is deleted."""
-    return sum(response.previous_id in chosen and response.id not in chosen for response in every)
+    return sum(
+        response.previous_id in deleted_ids and response.id not in deleted_ids
+        for response in responses
+    )
 
 
-def summarize_selection(chosen: Sequence[ResponseSummary], broken: int) -> list[str]:
+def summarize_selection(responses: Sequence[ResponseSummary], broken_chains: int) -> list[str]:
     """The responses to delete, in a few lines."""
-    if not chosen:
+    if not responses:
         return []
-    counts = Counter(response.status for response in chosen)
+    counts = Counter(response.status for response in responses)
     lines = [", ".join(f"{count:,} {status}" for status, count in counts.most_common())]
-    dates = [response.created_at for response in chosen]
+    dates = [response.created_at for response in responses]
     lines.append(f"newest: {format_age(max(dates))} old, oldest: {format_age(min(dates))} old")
-    if broken:
-        lines.append(f"{broken:,} remaining responses follow one of these, and cannot be continued")
+    if broken_chains:
+        lines.append(
+            f"{broken_chains:,} remaining responses follow one of these, and cannot be continued"
+        )
     return lines

@@ -166,7 +166,7 @@ class Selection:
 def parse_selection(
     statuses: list[str] | None = None,
     model: str | None = None,
-    since: str | None = None,
+    newer_than: str | None = None,
     older_than: str | None = None,
 ) -> Selection:
     """The selection that options name.
@@ -183,6 +183,6 @@ def parse_selection(
     return Selection(
         frozenset(statuses or ()),
         model,
-        now - parse_duration(since) if since else 0.0,
+        now - parse_duration(newer_than) if newer_than else 0.0,
         now - parse_duration(older_than) if older_than else float("inf"),
     )

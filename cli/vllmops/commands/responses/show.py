@@ -45,7 +45,7 @@ def show(
     *,
     target: Target = None,
     store: Store = None,
-    given: Annotated[
+    include_input: Annotated[
         bool,
         typer.Option("--input", help="Also show the input of this turn, without earlier turns."),
     ] = False,
@@ -59,23 +59,29 @@ def show(
     json_: Json = False,
 ) -> Result:
     """Show a response: its status, tokens and output."""
-    entry, body, items, logs = asyncio.run(load_response(target, store, response_id, given, events))
+    entry, body, items, logs = asyncio.run(
+        load_response(target, store, response_id, include_input, events)
+    )
     logged = [msgspec.Raw(sanitize_json(event)) for part in logs for event in part.events]
     data: dict[str, Any] = {
         **msgspec.structs.asdict(entry),
         "response": msgspec.Raw(body),
-        "input": msgspec.Raw(items) if given else None,
+        "input": msgspec.Raw(items) if include_input else None,
         "events": logged if events else None,
     }
     if raw:
-        return Result(data, lambda: render_raw(body, items, logged, given=given, events=events))
+        return Result(
+            data,
+            lambda: render_raw(body, items, logged, include_input=include_input, events=events),
+        )
     return Result(
-        data, lambda: list(render_response(entry, body, items if given else None, logs, events))
+        data,
+        lambda: list(render_response(entry, body, items if include_input else None, logs, events)),
     )
 
 
 async def load_response(
-    target: str | None, store: str | None, response_id: str, given: bool, events: bool
+    target: str | None, store: str | None, response_id: str, include_input: bool, events: bool
 ) -> tuple[ResponseEntry, bytes, bytes, list[EventBatch]]:
     """A response as it is listed, its object, its input, and its events, as far as documents.
 
@@ -84,10 +90,10 @@ async def load_response(
     """
     async with open_source(target, store) as responses:
         response = await responses.get(response_id)
-        items = await responses.list_input_items(response) if given else b"[]"
+        items = await responses.list_input_items(response) if include_input else b"[]"
         logs = await responses.read_events(response) if events else []
         return (
-            make_entry(response, whole=responses.has_all_owners),
+            make_entry(response, has_owners=responses.has_all_owners),
             sanitize_json(encode_response(response)),
             sanitize_json(items),
             logs,
@@ -105,14 +111,19 @@ def sanitize_json(document: bytes) -> bytes:
 
 
 def render_raw(
-    body: bytes, items: bytes, logged: list[msgspec.Raw], *, given: bool, events: bool
+    body: bytes,
+    items: bytes,
+    stored_events: list[msgspec.Raw],
+    *,
+    include_input: bool,
+    events: bool,
 ) -> list[RenderableType]:
     """JSON, the object and its input over several lines, and a line for each event."""
-    documents = [body] if not given and not events else [items] if given else []
+    documents = [body] if not include_input and not events else [items] if include_input else []
     shown: list[RenderableType] = [
         JsonText(msgspec.json.format(text, indent=2).decode()) for text in documents
     ]
-    return shown + [JsonText(bytes(event).decode()) for event in logged]
+    return shown + [JsonText(bytes(event).decode()) for event in stored_events]
 
 
 def render_response(

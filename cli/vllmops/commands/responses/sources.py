@@ -55,9 +55,9 @@ def require_single_source(target: str | None) -> None:
         raise make_usage_error("--target and --store cannot be combined", "give one of them")
 
 
-def make_unknown_cursor_error(of: str, what: str, after: str | None) -> VllmopsError:
+def make_unknown_cursor_error(source_name: str, kind: str, cursor: str | None) -> VllmopsError:
     """The error of a list that is to go on after what is not there."""
-    problem = f"--after: {of} has no {what} {after!r}"
+    problem = f"--after: {source_name} has no {kind} {cursor!r}"
     return make_usage_error(problem, "leave --after out to begin with the newest")
 
 

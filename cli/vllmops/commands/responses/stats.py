@@ -86,12 +86,12 @@ def render_stats(data: dict[str, Any]) -> Iterator[RenderableType]:
     yield output.style_text(f"{data['of']}: {data['count']:,} responses", "bold")
     for name, head in (("statuses", "status"), ("models", "model")):
         if data[name]:
-            table = output.make_table(head, "", right=[""])
+            table = output.make_table(head, "", right_columns=[""])
             for word, count in sorted(data[name].items(), key=lambda pair: -pair[1]):
                 table.add_row(output.style_text(word, STYLES.get(word, "")), f"{count:,}")
             yield table
     if data["owners"]:
-        table = output.make_table("API key (SHA-256)", "", right=[""])
+        table = output.make_table("API key (SHA-256)", "", right_columns=[""])
         for owner, count in list(data["owners"].items())[:OWNERS]:
             table.add_row(f"{owner[:OWNER_LETTERS]}…" if owner else "none", f"{count:,}")
         if len(data["owners"]) > OWNERS:

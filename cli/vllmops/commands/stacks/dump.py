@@ -207,12 +207,12 @@ def dump(
     finally:
         slow.cancel()
     failed = any(process.error for process in snapshot.processes)
-    _save_snapshot(save, snapshot, shown=not json_)
+    _save_snapshot(save, snapshot, should_show=not json_)
     if not cuda:
         return Result(
             snapshot, lambda: render_snapshot(snapshot), ExitCode.FAILED if failed else ExitCode.OK
         )
-    return _add_cuda_dumps(server, snapshot, timeout, failed=failed, shown=not json_)
+    return _add_cuda_dumps(server, snapshot, timeout, failed=failed, should_show=not json_)
 
 
 def _dump_core(
@@ -228,7 +228,7 @@ def _dump_core(
     from ...stacks.core import read_core_stacks  # noqa: PLC0415 - rarely needed
 
     snapshot = read_core_stacks(core, options, timeout_s=timeout_s)
-    _save_snapshot(save, snapshot, shown=False)
+    _save_snapshot(save, snapshot, should_show=False)
     if not explain:
         return Result(snapshot, lambda: render_snapshot(snapshot))
     from .explanation import explain_snapshot  # noqa: PLC0415 - slow to import
@@ -236,7 +236,7 @@ def _dump_core(
     return explain_snapshot(snapshot, fail_on)
 
 
-def _save_snapshot(save: Path | None, snapshot: StacksSnapshot, *, shown: bool) -> None:
+def _save_snapshot(save: Path | None, snapshot: StacksSnapshot, *, should_show: bool) -> None:
     """Write a snapshot to ``--save``; if that fails, a live one is ``shown``.
 
     Raises:
@@ -251,14 +251,14 @@ def _save_snapshot(save: Path | None, snapshot: StacksSnapshot, *, shown: bool) 
     except VllmopsError as error:
         # These stacks can't be taken again, so they are shown in any case.
         error.data = snapshot
-        if shown:
+        if should_show:
             output.print_parts(*render_snapshot(snapshot))
         raise
     output.print_to_stderr(f"saved to {save}" + (INCLUDED if snapshot.options.locals else ""))
 
 
 def _add_cuda_dumps(
-    server: Server, snapshot: StacksSnapshot, timeout_s: float, *, failed: bool, shown: bool
+    server: Server, snapshot: StacksSnapshot, timeout_s: float, *, failed: bool, should_show: bool
 ) -> Result:
     """The stacks, and the core dumps of the GPUs.
 
@@ -277,7 +277,7 @@ def _add_cuda_dumps(
         dumps = cudacore.dump_gpus(server.processes, timeout_s=timeout_s)
     except VllmopsError as error:
         error.data = snapshot
-        if shown:
+        if should_show:
             output.print_parts(*render_snapshot(snapshot))
         raise
     failed = failed or any(dump.error for dump in dumps)

@@ -65,12 +65,12 @@ def explain_file(file: Path | None, fact: Sequence[str], fail_on: Severity) -> R
     return make_explanation_result(explanation, fail_on)
 
 
-def explain_bundle(file: Path, known: dict[str, str]) -> judge.Explanation:
+def explain_bundle(file: Path, known_facts: dict[str, str]) -> judge.Explanation:
     """The explanation of the stacks in a bundle.
 
     Args:
         file: the bundle.
-        known: facts that override the figures in the bundle.
+        known_facts: facts that override the figures in the bundle.
 
     Raises:
         VllmopsError: as `bundle.load_bundle` does, or ``stacks.not-found``.
@@ -88,10 +88,10 @@ def explain_bundle(file: Path, known: dict[str, str]) -> judge.Explanation:
             f"{file} contains no stacks: {(*reasons, 'none were taken')[0]}",
             f"vllmops doctor {file} shows what the bundle contains",
         )
-    if known:
+    if known_facts:
         figures = doctor.collect_facts(snapshot.samples, PATIENCE_S)
         explanation = judge.explain_stacks(
-            PastedStacks(snapshot.stacks, complete=True), {**figures, **known}
+            PastedStacks(snapshot.stacks, complete=True), {**figures, **known_facts}
         )
     return explanation
 
@@ -163,14 +163,14 @@ def explain_snapshot(snapshot: StacksSnapshot, fail_on: Severity) -> Result:
     return replace(make_explanation_result(explanation, fail_on), data=data)
 
 
-def parse_facts(words: Sequence[str]) -> dict[str, str]:
+def parse_facts(assignments: Sequence[str]) -> dict[str, str]:
     """The values of ``--fact`` by name.
 
     Raises:
         VllmopsError: ``usage``.
     """
     values = {}
-    for word in words:
+    for word in assignments:
         name, sign, value = word.partition("=")
         known = name in FACTS and sign
         right = value in {"frozen", "moving"} if name in PACES else is_number(value)
