@@ -25,9 +25,9 @@ from vllmops.instances import detached, launch
 from vllmops.vllm_api import admin
 
 from .support import commands, extent, gate, own, ports, reachable, versions
-from .support.children import Child, Spawn, started
+from .support.children import Child, Spawn, start_child
 from .support.commands import Vllmops
-from .support.databases import Server, shared
+from .support.databases import Server, start_shared_servers
 from .support.lab import Lab
 from .support.own import in_home
 from .support.waiting import until
@@ -90,11 +90,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionstart() -> None:
     """Make what forks commands, while no test's threads run."""
-    commands.forking()
+    commands.get_fork_server()
 
 
 def pytest_sessionfinish() -> None:
-    commands.forking().close()
+    commands.get_fork_server().close()
 
 
 START = detached.start_detached
@@ -125,7 +125,7 @@ def spawn(tmp_path: Path) -> Iterator[Spawn]:
     def start(
         title: str = "python", role: Role = Role.API, home: Path | None = None, **env: str
     ) -> Child:
-        children.append(started(title, role, home or tmp_path / "home", **env))
+        children.append(start_child(title, role, home or tmp_path / "home", **env))
         return children[-1]
 
     yield start
@@ -147,7 +147,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         first, last = ports.launch_ports()
         monkeypatch.setattr(launch, "FIRST_PORT", first)
         monkeypatch.setattr(launch, "LAST_PORT", last)
-        monkeypatch.setattr(detached, "start_detached", commands.detached)
+        monkeypatch.setattr(detached, "start_detached", commands.start_detached_fork)
         yield place
         while left := [pid for pid in set(psutil.pids()) - others if in_home(pid, place)]:
             for pid in left:
@@ -166,8 +166,8 @@ def programs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def vllmops(home: Path) -> Vllmops:
-    """Runs a command in a child process: ``vllmops("ps", "--json")``; see `commands.answered`."""
-    return commands.answered
+    """Runs a command in a child: ``vllmops("ps", "--json")``; see `commands.run_vllmops`."""
+    return commands.run_vllmops
 
 
 @pytest.fixture(scope="session")
@@ -250,9 +250,11 @@ def full_disk(home: Path) -> Iterator[Callable[[], None]]:
 def databases(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[tuple[Path, Path], dict[str, Server]]]:
-    """What all workers of a run share; see `shared`."""
+    """What all workers of a run share; see `start_shared_servers`."""
     root = tmp_path_factory.getbasetemp()
-    with shared(root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) as found:
+    with start_shared_servers(
+        root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    ) as found:
         yield found
 
 

@@ -17,8 +17,8 @@ from vllmops import __version__, app
 from vllmops.app import COMMANDS
 from vllmops.errors import ExitCode
 
-from .support.extent import EVERYTHING, sampled
-from .support.here import here
+from .support.extent import EVERYTHING, sample_cases
+from .support.here import run_in_process
 
 KEYS = ["version", "command", "status", "exit_code", "data", "errors"]
 
@@ -28,14 +28,14 @@ def nodes() -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = []
     for name, entry in COMMANDS.items():
         if entry.has_subcommands:
-            _, command, _ = resolved(name)
+            _, command, _ = resolve_command(name)
             found += [(name, item) for item in command.commands]
         else:
             found.append((name,))
     return found
 
 
-def resolved(name: str) -> Any:
+def resolve_command(name: str) -> Any:
     import click
 
     group = app.build_root_command()
@@ -48,19 +48,19 @@ WORDS = nodes()
 def test_there_is_a_command_for_each_name() -> None:
     assert len(WORDS) >= len(COMMANDS)
     for name in COMMANDS:
-        assert resolved(name)[1] is not None
+        assert resolve_command(name)[1] is not None
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_list_of_commands_says_what_the_help_of_a_command_says(name: str) -> None:
-    command = resolved(name)[1]
+    command = resolve_command(name)[1]
     assert inspect.cleandoc(command.help).partition("\n\n")[0] == COMMANDS[name].help
 
 
 @pytest.mark.parametrize("words", WORDS, ids=" ".join)
 def test_every_command_has_help_with_an_example(words: tuple[str, ...]) -> None:
     for flag in ("--help", "-h"):
-        answer = here(*words, flag)
+        answer = run_in_process(*words, flag)
         assert (answer.code, answer.err) == (0, "")
     text = " ".join(answer.out.replace("│", " ").split())
     assert f"vllmops {' '.join(words)}" in text.partition("Usage:")[2]
@@ -70,7 +70,7 @@ def test_every_command_has_help_with_an_example(words: tuple[str, ...]) -> None:
 
 # What completions prints is a script, in any case.
 @pytest.mark.parametrize(
-    "words", sampled([w for w in WORDS if w != ("completions",)], 3), ids=" ".join
+    "words", sample_cases([w for w in WORDS if w != ("completions",)], 3), ids=" ".join
 )
 def test_every_command_keeps_the_envelope(
     vllmops: Any, words: tuple[str, ...], standin: Path, monkeypatch: pytest.MonkeyPatch
@@ -79,8 +79,8 @@ def test_every_command_keeps_the_envelope(
     # `patches` tries them in a process of its own, which imports vLLM: a small one.
     monkeypatch.setenv("PYTHONPATH", str(standin), prepend=os.pathsep)
     answers = [
-        here(*words, "--json", "--no-such-option"),
-        here(*words, "--no-such-option", "--json", "--", "--x"),
+        run_in_process(*words, "--json", "--no-such-option"),
+        run_in_process(*words, "--no-such-option", "--json", "--", "--x"),
         vllmops(*words, "--json"),
         vllmops("--json", *words),
     ]
@@ -165,7 +165,7 @@ def test_the_version(vllmops: Any) -> None:
     assert vllmops("--version", "ps").out == f"vllmops {__version__}\n"
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+def make_ps_fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Make ``ps`` fail in a way that nobody foresaw."""
     from vllmops.commands import ps
 
@@ -176,7 +176,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 
 
 def test_an_error_that_nobody_foresaw(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, ZeroDivisionError("by [zero]"))
+    make_ps_fail(monkeypatch, ZeroDivisionError("by [zero]"))
     answer = vllmops("ps", "--json")
     assert (answer.code, answer.err) == (1, "")
     assert answer.error == {
@@ -205,14 +205,14 @@ def test_a_traceback_when_asked_for(home: Path) -> None:
 
 
 def test_interrupted(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken(monkeypatch, KeyboardInterrupt())
+    make_ps_fail(monkeypatch, KeyboardInterrupt())
     answer = vllmops("ps", "--json")
     assert (answer.code, answer.error["code"]) == (130, "interrupted")
     answer = vllmops("ps")
     assert (answer.code, answer.err) == (130, "error: interrupted\n")
 
 
-def test_nothing_imports_vllm_or_what_is_slow(home: Path) -> None:
+def test_help_imports_no_slow_module(home: Path) -> None:
     code = """
 import sys
 sys.argv = ["vllmops", "--help"]
@@ -227,12 +227,12 @@ print(sorted(slow & {name.partition(".")[0] for name in sys.modules}), file=sys.
     assert answer.stderr == "[]\n"
 
 
-@pytest.mark.parametrize("words", sampled(WORDS, 3), ids=" ".join)
+@pytest.mark.parametrize("words", sample_cases(WORDS, 3), ids=" ".join)
 def test_help_on_a_narrow_terminal(
     vllmops: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
-    answers = [here(*words, "--help")]
+    answers = [run_in_process(*words, "--help")]
     if EVERYTHING or words in WORDS[::10]:  # on a real one it is the same
         monkeypatch.delenv("COLUMNS")
         answers.append(vllmops(*words, "--help", columns=60))
@@ -309,7 +309,7 @@ def test_a_full_disk_is_told_and_a_reader_that_left_is_not(
     assert "error" not in answer.err
 
 
-def test_what_was_found_counts_though_nobody_reads_it(vllmops: Any) -> None:
+def test_exit_code_is_unchanged_when_nothing_reads_the_output(vllmops: Any) -> None:
     assert vllmops("keys", "list", "--json", before=no_reader).code == ExitCode.FAILED
 
 

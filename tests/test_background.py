@@ -18,7 +18,7 @@ def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
     shown: list[str] = []
     rounds = 0
 
-    async def work() -> None:
+    async def raise_various_errors() -> None:
         nonlocal rounds
         rounds += 1
         if rounds % 3 == 0:
@@ -29,7 +29,7 @@ def test_a_task_goes_on_and_tells_of_each_kind_once() -> None:
     async def main() -> None:
         task = asyncio.create_task(
             background.repeat_forever(
-                work, ErrorReporter("it rests", shown.append), 0.0, after_s=0.0
+                raise_various_errors, ErrorReporter("it rests", shown.append), 0.0, after_s=0.0
             )
         )
         await until_async(lambda: rounds >= 30)
@@ -50,7 +50,7 @@ def test_a_cancellation_that_nobody_asked_for_ends_no_task() -> None:
     shown: list[str] = []
     rounds = 0
 
-    async def work() -> None:
+    async def await_cancelled_task() -> None:
         nonlocal rounds
         rounds += 1
         if rounds == 1:
@@ -60,7 +60,9 @@ def test_a_cancellation_that_nobody_asked_for_ends_no_task() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(
-            background.repeat_forever(work, ErrorReporter("w", shown.append), 0.0, after_s=0.0)
+            background.repeat_forever(
+                await_cancelled_task, ErrorReporter("w", shown.append), 0.0, after_s=0.0
+            )
         )
         for _ in range(100):
             await asyncio.sleep(0)
@@ -78,13 +80,13 @@ def test_a_thread_goes_on_until_it_is_to_end() -> None:
     stop = threading.Event()
     rounds = 0
 
-    def work() -> None:
+    def raise_runtime_error() -> None:
         nonlocal rounds
         rounds += 1
         raise RuntimeError("can't start new thread")
 
     made = background.start_repeating_thread(
-        "t", work, ErrorReporter("w", shown.append), wait=stop.wait, after_s=0.001
+        "t", raise_runtime_error, ErrorReporter("w", shown.append), wait=stop.wait, after_s=0.001
     )
     until(lambda: rounds >= 5)
     stop.set()
@@ -106,30 +108,30 @@ def test_the_same_error_is_reported_again_after_an_hour(monkeypatch: pytest.Monk
 
 
 def test_a_report_that_cannot_be_made_raises_nothing() -> None:
-    def broken(_: str) -> None:
+    def raise_disk_full(_: str) -> None:
         raise OSError(28, "No space left on device")
 
     class OddError(Exception):
         def __str__(self) -> str:
             raise ValueError
 
-    ErrorReporter("w", broken).report(KeyError("x"))
+    ErrorReporter("w", raise_disk_full).report(KeyError("x"))
     ErrorReporter("w", print).report(OddError())
 
 
-def test_what_nobody_waits_for_any_more_ends_without_an_error(
+def test_a_cancelled_call_in_a_thread_ends_without_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     over, ended = threading.Event(), threading.Event()
 
-    def work() -> None:
+    def wait_until_over() -> None:
         over.wait()
         ended.set()
 
     async def play() -> None:
-        waiting = asyncio.wrap_future(background.call_in_thread(work, "beside"))
+        waiting = asyncio.wrap_future(background.call_in_thread(wait_until_over, "beside"))
         waiting.cancel()
         await asyncio.sleep(0.05)  # for the cancellation to reach the thread's future
 

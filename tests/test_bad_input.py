@@ -117,7 +117,7 @@ class Trial:
     wrong: list[str] = field(default_factory=list)
     count: int = 0
 
-    def each(self, leaf: Leaf, line: list[str], *more: str, **how: Any) -> None:
+    def run_variants(self, leaf: Leaf, line: list[str], *more: str, **how: Any) -> None:
         """Run it as it is, and with further words; where not everything is run, one of them."""
         ways = ["", *more]
         self.count += 1
@@ -164,7 +164,7 @@ def trial(
 NUMBERED = itertools.count()
 
 
-def numbered(cases: dict[str, Any], *roots: str) -> pytest.MarkDecorator:
+def parametrize_with_numbers(cases: dict[str, Any], *roots: str) -> pytest.MarkDecorator:
     """Each case with its number, for the turns; over all the tests, so that none starts anew.
 
     Args:
@@ -183,7 +183,7 @@ def numbered(cases: dict[str, Any], *roots: str) -> pytest.MarkDecorator:
 # Streams
 
 
-def closed(*numbers: int) -> Callable[[], object]:
+def make_stream_closer(*numbers: int) -> Callable[[], object]:
     def close() -> None:
         for number in numbers:
             os.close(number)
@@ -195,7 +195,7 @@ def closed(*numbers: int) -> Callable[[], object]:
     return close
 
 
-def turned(number: int, path: str, mode: int = os.O_RDWR) -> Callable[[], object]:
+def make_stream_redirect(number: int, path: str, mode: int = os.O_RDWR) -> Callable[[], object]:
     return lambda: os.dup2(os.open(path, mode), number)
 
 
@@ -208,32 +208,34 @@ def cut_off(number: int) -> Callable[[], object]:
     return cut
 
 
-def both(*several: Callable[[], object]) -> Callable[[], object]:
+def combine_setups(*several: Callable[[], object]) -> Callable[[], object]:
     return lambda: [each() for each in several]
 
 
 STREAMS = {
-    "stdin closed": closed(0),
-    "stdin is a directory": turned(0, "/", os.O_RDONLY),
-    "stdin is for writing": turned(0, "/dev/null", os.O_WRONLY),
-    "stdin without end": turned(0, "/dev/zero"),
-    "stdout closed": closed(1),
-    "stdout full": turned(1, "/dev/full"),
+    "stdin closed": make_stream_closer(0),
+    "stdin is a directory": make_stream_redirect(0, "/", os.O_RDONLY),
+    "stdin is for writing": make_stream_redirect(0, "/dev/null", os.O_WRONLY),
+    "stdin without end": make_stream_redirect(0, "/dev/zero"),
+    "stdout closed": make_stream_closer(1),
+    "stdout full": make_stream_redirect(1, "/dev/full"),
     "stdout cut off": cut_off(1),
-    "stdout for reading": turned(1, "/dev/null", os.O_RDONLY),
-    "stderr closed": closed(2),
-    "stderr full": turned(2, "/dev/full"),
+    "stdout for reading": make_stream_redirect(1, "/dev/null", os.O_RDONLY),
+    "stderr closed": make_stream_closer(2),
+    "stderr full": make_stream_redirect(2, "/dev/full"),
     "stderr cut off": cut_off(2),
-    "stdout and stderr full": both(turned(1, "/dev/full"), turned(2, "/dev/full")),
-    "stdout and stderr cut off": both(cut_off(1), cut_off(2)),
-    "all closed": closed(0, 1, 2),
+    "stdout and stderr full": combine_setups(
+        make_stream_redirect(1, "/dev/full"), make_stream_redirect(2, "/dev/full")
+    ),
+    "stdout and stderr cut off": combine_setups(cut_off(1), cut_off(2)),
+    "all closed": make_stream_closer(0, 1, 2),
 }
 
 
-@numbered(STREAMS)
+@parametrize_with_numbers(STREAMS)
 def test_streams(trial: Trial, number: int, case: Callable[[], object]) -> None:
     for leaf in turns(LEAVES, number):
-        trial.each(leaf, leaf.line(), "--json", "--help", before=case)
+        trial.run_variants(leaf, leaf.line(), "--json", "--help", before=case)
     trial.run(["--version"], before=case)
     trial.run(["nonsense"], before=case)
 
@@ -241,7 +243,7 @@ def test_streams(trial: Trial, number: int, case: Callable[[], object]) -> None:
 # Terminals and locales
 
 
-def spoken(encoding: str) -> Callable[[], object]:
+def make_encoding_setter(encoding: str) -> Callable[[], object]:
     def speak() -> None:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(encoding=encoding)  # type: ignore[union-attr]
@@ -258,15 +260,15 @@ TERMINALS: dict[str, dict[str, Any]] = {
     "TERM=dumb": {"columns": 80, "env": {"TERM": "dumb"}},
     "TERM=nonsense": {"columns": 80, "env": {"TERM": "\udcff%s"}},
     "NO_COLOR": {"columns": 80, "env": {"NO_COLOR": "1"}},
-    "ascii": {"before": spoken("ascii"), "env": {"LANG": "C"}},
-    "latin-1": {"before": spoken("latin-1")},
+    "ascii": {"before": make_encoding_setter("ascii"), "env": {"LANG": "C"}},
+    "latin-1": {"before": make_encoding_setter("latin-1")},
 }
 
 
-@numbered(TERMINALS)
+@parametrize_with_numbers(TERMINALS)
 def test_terminals(trial: Trial, number: int, case: dict[str, Any]) -> None:
     for leaf in turns(LEAVES, number):
-        trial.each(leaf, leaf.line(), "--help", **case)
+        trial.run_variants(leaf, leaf.line(), "--help", **case)
     answer = trial.run(["keys", "add"], **case)
     assert answer
     assert answer.code == 0
@@ -311,7 +313,7 @@ HOMES: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
-@numbered(HOMES, "none, and no user", "read-only")
+@parametrize_with_numbers(HOMES, "none, and no user", "read-only")
 def test_homes(
     trial: Trial, tmp_path: Path, number: int, case: Callable[[Path], dict[str, Any]]
 ) -> None:
@@ -322,7 +324,7 @@ def test_homes(
     if how.get("env", {}).get("VLLMOPS_HOME") == "~":
         how["env"]["HOME"] = str(tmp_path)
     for leaf in turns(LEAVES, number):
-        trial.each(leaf, leaf.line(), "--json", **how)
+        trial.run_variants(leaf, leaf.line(), "--json", **how)
     # What changes something does it, or refuses before: to try again must not do it twice.
     for words in (["keys", "add", "--json"], ["keys", "list", "--json"]):
         trial.run(words, **how)
@@ -331,7 +333,7 @@ def test_homes(
 # Limits
 
 
-def limited(kind: int, limit: int) -> Callable[[], object]:
+def make_limit_setter(kind: int, limit: int) -> Callable[[], object]:
     return lambda: resource.setrlimit(kind, (limit, limit))
 
 
@@ -348,23 +350,25 @@ def left_behind() -> None:
 
 
 LIMITS = {
-    "10 files": limited(resource.RLIMIT_NOFILE, 10),
-    "20 files": limited(resource.RLIMIT_NOFILE, 20),
-    "files of no size": limited(resource.RLIMIT_FSIZE, 0),
+    "10 files": make_limit_setter(resource.RLIMIT_NOFILE, 10),
+    "20 files": make_limit_setter(resource.RLIMIT_NOFILE, 20),
+    "files of no size": make_limit_setter(resource.RLIMIT_FSIZE, 0),
     "96 MiB of memory": little_memory,
-    "no core": limited(resource.RLIMIT_CORE, 0),
+    "no core": make_limit_setter(resource.RLIMIT_CORE, 0),
     "no directory": left_behind,
     "umask": lambda: os.umask(0o777),
 }
 
 
-@numbered(LIMITS)
+@parametrize_with_numbers(LIMITS)
 def test_limits(trial: Trial, number: int, case: Callable[[], object]) -> None:
     for leaf in turns(LEAVES, number):
         trial.run(leaf.line(), before=case)
 
 
-def alone(before: Callable[[], object], *words: str) -> subprocess.CompletedProcess[str]:
+def run_in_new_interpreter(
+    before: Callable[[], object], *words: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command in an interpreter of its own: what Python adds comes as it ends."""
     line = [sys.executable, "-m", "vllmops", *words]
     return subprocess.run(
@@ -378,7 +382,9 @@ def alone(before: Callable[[], object], *words: str) -> subprocess.CompletedProc
 )
 @pytest.mark.parametrize("number", [5, 6])
 def test_so_few_files_that_nothing_is_imported(number: int, words: str) -> None:
-    ended = alone(limited(resource.RLIMIT_NOFILE, number), *words.split())
+    ended = run_in_new_interpreter(
+        make_limit_setter(resource.RLIMIT_NOFILE, number), *words.split()
+    )
     # The file that could not be opened has a long path, which may be broken into lines.
     message = " ".join(ended.stderr.split())
     hint = "hint: allow more open files: ulimit -n 1024"
@@ -389,7 +395,7 @@ def test_so_few_files_that_nothing_is_imported(number: int, words: str) -> None:
 
 @pytest.mark.parametrize("size", [48, pytest.param(64, marks=long), 80])
 def test_too_little_memory(size: int) -> None:
-    ended = alone(limited(resource.RLIMIT_AS, size << 20), "ps")
+    ended = run_in_new_interpreter(make_limit_setter(resource.RLIMIT_AS, size << 20), "ps")
     if ended.returncode == -signal.SIGABRT:  # the interpreter does not even start
         assert "Fatal Python error" in ended.stderr, ended.stderr
         return
@@ -402,7 +408,7 @@ def test_too_little_memory(size: int) -> None:
 def test_with_little_memory_a_command_takes_little(size: int) -> None:
     """Its threads would reserve more than 1 GiB of addresses."""
     for _ in range(5 if EVERYTHING else 1):
-        ended = alone(limited(resource.RLIMIT_AS, size << 20), "ps")
+        ended = run_in_new_interpreter(make_limit_setter(resource.RLIMIT_AS, size << 20), "ps")
         assert not ended.stderr
         assert ended.returncode == ExitCode.OK
 
@@ -427,7 +433,7 @@ app.main()
 
 
 @pytest.mark.parametrize("error", ["MemoryError", "SystemError", "ImportError"])
-def test_what_fails_in_any_way_where_no_memory_is_left(error: str) -> None:
+def test_any_failure_without_free_memory_is_reported_as_out_of_memory(error: str) -> None:
     """A package may take an import that fails for a module that is not there.
 
     Where exactly Python has no memory left is up to its version and its libraries, so a limit says
@@ -503,7 +509,7 @@ def make_files(place: Path, case: str) -> None:
         os.close(here)
 
 
-@numbered(PATHS)
+@parametrize_with_numbers(PATHS)
 def test_files(trial: Trial, tmp_path: Path, number: int, case: str) -> None:
     make_files(tmp_path, case)
     for leaf, param in turns(places("Path"), number):
@@ -624,18 +630,18 @@ def test_numbers(trial: Trial, number: int, value: str) -> None:
         trial.run(leaf.line(param, value))
 
 
-@numbered(TEXTS)
+@parametrize_with_numbers(TEXTS)
 def test_texts(trial: Trial, number: int, case: str) -> None:
     for leaf, param in turns(places("String", "Choice"), number):
-        trial.each(leaf, leaf.line(param, case), "--json")
+        trial.run_variants(leaf, leaf.line(param, case), "--json")
 
 
-@numbered(URLS)
+@parametrize_with_numbers(URLS)
 def test_urls(trial: Trial, number: int, case: str) -> None:
     for leaf, param in turns(
         places("String", names="target store url webhook watch_webhook"), number
     ):
-        trial.each(leaf, leaf.line(param, case), "--json")
+        trial.run_variants(leaf, leaf.line(param, case), "--json")
 
 
 # A server that answers badly
@@ -655,7 +661,7 @@ ANSWERS = {
 
 
 @pytest.fixture
-def answering() -> Iterator[Callable[[bytes], str]]:
+def answering_server() -> Iterator[Callable[[bytes], str]]:
     """Starts a server that says the same to everybody; returns its URL."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -680,9 +686,11 @@ def answering() -> Iterator[Callable[[bytes], str]]:
         server.shutdown(socket.SHUT_RDWR)
 
 
-@numbered(ANSWERS)
-def test_answers(trial: Trial, answering: Callable[[bytes], str], number: int, case: bytes) -> None:
-    url = answering(case)
+@parametrize_with_numbers(ANSWERS)
+def test_answers(
+    trial: Trial, answering_server: Callable[[bytes], str], number: int, case: bytes
+) -> None:
+    url = answering_server(case)
     for leaf, param in turns(places("String", names="target"), number):
         trial.run(leaf.line(param, url))
 

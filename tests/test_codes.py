@@ -43,7 +43,7 @@ def collections(tree: ast.Module) -> dict[str, ast.expr]:
     return found
 
 
-def compared() -> set[str]:
+def collect_compared_codes() -> set[str]:
     """The texts that some ``.code`` is compared with."""
     found: set[str] = set()
     for tree in trees():
@@ -60,7 +60,7 @@ def compared() -> set[str]:
 
 
 @cache
-def raised() -> set[str]:
+def collect_raised_codes() -> set[str]:
     """The error codes that stand somewhere else than in a comparison."""
     found: set[str] = set()
     for tree in trees():
@@ -77,9 +77,9 @@ def raised() -> set[str]:
 
 
 def test_every_code_that_is_compared_is_one_that_is_raised() -> None:
-    words = {code for code in compared() if "." in code}
+    words = {code for code in collect_compared_codes() if "." in code}
     assert {"agent.absent", "stacks.seccomp", "responses.unknown", "stack.crash"} <= words
-    assert not words - raised() - {check.code for check in list_checks()}
+    assert not words - collect_raised_codes() - {check.code for check in list_checks()}
 
 
 def test_every_code_is_in_the_group_of_one_exit_code() -> None:
@@ -88,7 +88,7 @@ def test_every_code_is_in_the_group_of_one_exit_code() -> None:
 
 
 def test_every_registered_code_is_raised() -> None:
-    assert not CODES - raised()
+    assert not CODES - collect_raised_codes()
 
 
 def test_every_code_has_its_page_and_every_error_page_a_code() -> None:

@@ -46,19 +46,21 @@ def port(request: pytest.FixtureRequest) -> Iterator[int]:
     server.server_close()
 
 
-def begun(port: int, held: ExitStack) -> socket.socket:
+def open_unfinished_request(port: int, held: ExitStack) -> socket.socket:
     """A connection of a client that never comes to the end of its request."""
     made = held.enter_context(socket.create_connection(("127.0.0.1", port)))
     made.sendall(b"GET /livez HTTP/1.0\r\nX: ")
     return made
 
 
-def test_of_too_many_connections_the_oldest_end(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_connections_end_when_there_are_too_many(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Scraped, "timeout", 600.0)  # it is not their silence that ends them
     monkeypatch.setattr("vllmops.watch.board.ProbeHandler.timeout", 600.0)
     before = threading.active_count()
     with ExitStack() as held:
-        slow = [begun(port, held) for _ in range(connections.MOST * 3)]
+        slow = [open_unfinished_request(port, held) for _ in range(connections.MOST * 3)]
         for _ in range(3):
             assert httpx.get(f"http://127.0.0.1:{port}/livez", timeout=60).status_code == 200
         until(lambda: threading.active_count() - before <= connections.MOST)
@@ -68,11 +70,11 @@ def test_of_too_many_connections_the_oldest_end(port: int, monkeypatch: pytest.M
     until(lambda: threading.active_count() <= before)
 
 
-def test_who_says_nothing_is_not_waited_for(
+def test_a_silent_client_is_disconnected(
     port: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Scraped, "timeout", 0.2)
     monkeypatch.setattr("vllmops.watch.board.ProbeHandler.timeout", 0.2)
     with ExitStack() as held:
-        assert begun(port, held).recv(1) == b""
+        assert open_unfinished_request(port, held).recv(1) == b""
     assert not capfd.readouterr().err

@@ -50,7 +50,7 @@ class Container:
     pid: int
     inner: int
 
-    def seen(
+    def run_commands(
         self, outside: bool, *lines: tuple[str, ...], right: bool = True
     ) -> list[tuple[int, Any]]:
         """Run commands on it from outside, or beside it; the exit code and answer of each."""
@@ -109,7 +109,7 @@ def test_every_command_that_reads_works(
         *(("status",), ("cache", "inspect"), ("patches", "list")),
         *(("memory", "record", "--duration", "2"), ("stacks", "dump"), ("bundle", "-o", file)),
     ]
-    answers = container.seen(outside, *lines)
+    answers = container.run_commands(outside, *lines)
     (_, status), (code, caches), *answers = answers
     (process,) = status["data"]["instance"]["processes"]
     assert (process["pid"], process["role"], process["dp_rank"]) == (pid, "engine", 3)
@@ -133,7 +133,7 @@ def test_without_the_right_to_look_the_error_says_what_the_pod_needs(
     container: Container, outside: bool, home: Path
 ) -> None:
     lines = (("cache", "inspect"), ("stacks", "dump"))
-    (code, caches), (_, stacks) = container.seen(outside, *lines, right=False)
+    (code, caches), (_, stacks) = container.run_commands(outside, *lines, right=False)
     assert code == 4
     assert "SYS_PTRACE" in caches["errors"][0]["hint"]
     assert "SYS_PTRACE" in json.dumps(stacks)

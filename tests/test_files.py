@@ -97,7 +97,7 @@ def test_a_device_is_written_into_and_stays(tmp_path: Path) -> None:
     assert stat.S_ISCHR(full.lstat().st_mode)
 
 
-def test_what_takes_nothing_is_refused_before_there_is_anything_to_write(
+def test_require_writable_refuses_a_full_device_or_disk(
     tmp_path: Path, home: Path, full_disk: Callable[[], None]
 ) -> None:
     files.require_writable(device(tmp_path / "null", 3))
@@ -110,7 +110,7 @@ def test_what_takes_nothing_is_refused_before_there_is_anything_to_write(
 
 
 @pytest.mark.root_only
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_write_refuses_devices_sockets_and_folders(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     os.mknod(disk, 0o600 | stat.S_IFBLK, os.makedev(7, 250))
     with socket.socket(socket.AF_UNIX) as server:
@@ -177,7 +177,7 @@ def test_standard_output_by_its_name(tmp_path: Path) -> None:
 
 @pytest.mark.root_only
 @pytest.mark.parametrize("kind", ["link", "file", "fifo", "link at home"])
-def test_what_another_user_has_put_into_a_common_directory(everybodys: Path, kind: str) -> None:
+def test_write_refuses_a_path_planted_by_another_user(everybodys: Path, kind: str) -> None:
     victim, path = everybodys / "victim", everybodys / "planted"
     if kind == "link at home":
         os.chown(everybodys, NOBODY, NOBODY)
@@ -233,7 +233,7 @@ def test_reading_ends(tmp_path: Path) -> None:
 
 @pytest.mark.root_only
 @pytest.mark.parametrize("link", [False, True])
-def test_what_is_no_plain_file_is_not_even_opened(tmp_path: Path, link: bool) -> None:
+def test_a_device_is_refused_without_being_opened(tmp_path: Path, link: bool) -> None:
     absent = tmp_path / "device"
     os.mknod(absent, 0o666 | stat.S_IFCHR, os.makedev(1, 200))  # to open it fails: it has no driver
     path = tmp_path / "link" if link else absent
@@ -270,7 +270,7 @@ def test_a_slow_writer_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.root_only
-def test_what_may_not_be_read(tmp_path: Path) -> None:
+def test_an_unreadable_input_file_exits_as_not_authorised(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x")
     path.chmod(0)

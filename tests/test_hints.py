@@ -57,7 +57,7 @@ def strings(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def allowed(name: str, text: str) -> bool:
+def is_allowed(name: str, text: str) -> bool:
     return any(name == file and text.startswith(start) for file, start in ALLOWED)
 
 
@@ -68,7 +68,7 @@ def test_no_string_of_the_package_tells_to_destroy() -> None:
         found += [
             f"{name}:{line}: {text}"
             for line, text in strings(path.read_text())
-            if (DESTROYS.search(text) or OURS.search(text)) and not allowed(name, text)
+            if (DESTROYS.search(text) or OURS.search(text)) and not is_allowed(name, text)
         ]
     assert not found, "\n".join(found)
 

@@ -22,7 +22,7 @@ def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_home() == Path("/home/op/here")
 
 
-def test_of_a_user_who_is_not_there(vllmops: Any) -> None:
+def test_the_home_of_an_unknown_user_is_refused(vllmops: Any) -> None:
     for words in (["keys", "add"], ["ps"]):
         answer = vllmops(*words, env={"VLLMOPS_HOME": "~nosuchuser/x"})
         assert answer.code == 2

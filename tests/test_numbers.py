@@ -15,7 +15,7 @@ from vllmops.keys.ring import format_utc_time
 from vllmops.numbers import format_count
 from vllmops.output import format_bytes, format_duration
 
-from .support.here import here
+from .support.here import run_in_process
 
 NONE = ("nan", "-nan", "inf", "-inf", "Infinity", "1e400", "1e300", "-1", "1_0", "0x10", "", " 1")
 MORE = ("\N{ARABIC-INDIC DIGIT THREE}", "9" * 5000, "1e", "1,5")
@@ -49,7 +49,7 @@ def test_they_are_found() -> None:
 @pytest.mark.parametrize(("words", "option"), OPTIONS)
 def test_an_option_refuses_them(words: tuple[str, ...], option: str) -> None:
     for text in NONE + MORE if words == ("stop",) else ("nan", "1e400", "1e300", MORE[0]):
-        answer = here(*words, f"{option}={text}", "--json")
+        answer = run_in_process(*words, f"{option}={text}", "--json")
         assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage"), text
         assert option in answer.error["message"]
 

@@ -52,7 +52,7 @@ from vllmops.vllm_api import http
 from vllmops.vllm_api.admin import push_keyring
 
 from .support.commands import TABLE
-from .support.extent import sampled
+from .support.extent import sample_cases
 from .support.ports import free_port
 from .support.waiting import until
 
@@ -65,10 +65,10 @@ SECRET = "sk-0123456789abcdef0123456789abcdef"
 def within(seconds: float) -> Iterator[None]:
     """Fail what takes longer, though it waits in the kernel."""
 
-    def late(_: int, __: FrameType | None) -> None:
+    def raise_timeout(_: int, __: FrameType | None) -> None:
         raise AssertionError(f"no end within {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -121,7 +121,7 @@ def unsafe(act: Callable[[], object], path: Path) -> VllmopsError:
 # -- the state directory -----------------------------------------------------------------------
 
 
-def planted(folder: Path) -> None:
+def plant_instance(folder: Path) -> None:
     """An instance that seems to run, and whose watch runs a command."""
     us = psutil.Process()
     record = InstanceRecord(
@@ -150,7 +150,7 @@ def test_an_instance_that_another_user_planted_is_not_adopted(
 ) -> None:
     folder = home / "instances" / "evil"
     folder.mkdir(parents=True)
-    planted(folder)
+    plant_instance(folder)
     for path in (home / theirs, *(home / theirs).rglob("*")):
         os.chown(path, NOBODY, NOBODY)
     answers = [vllmops(*words, "--json") for words in (("ps",), ("restart", "evil"), ("doctor",))]
@@ -171,7 +171,7 @@ def test_an_instance_that_another_user_planted_is_not_adopted(
 def test_a_file_that_another_user_owns_or_may_write_to_is_no_record(home: Path) -> None:
     folder = home / "instances" / "evil"
     folder.mkdir(parents=True)
-    planted(folder)
+    plant_instance(folder)
     assert InstanceFolder("evil").load_record()
     record = InstanceFolder("evil").record_file
     record.chmod(0o666)
@@ -204,7 +204,7 @@ def test_a_folder_that_others_may_write_to(home: Path, below: str, mode: int, hi
     assert list(list_instance_folders()) == []
 
 
-def test_what_lies_in_a_sticky_home_is_ones_own(home: Path) -> None:
+def test_instances_folder_in_a_sticky_home_must_be_private_and_own(home: Path) -> None:
     home.chmod(0o1777)
     assert state_home() == home
     (home / "instances").mkdir(mode=0o700)
@@ -247,7 +247,7 @@ def test_links(tmp_path: Path) -> None:
     assert require_safe_folder(tmp_path / "round")  # whoever opens it is told
 
 
-def test_what_is_made_is_private_whatever_the_umask(tmp_path: Path) -> None:
+def test_created_folders_are_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
         path = create_folder(tmp_path / "state" / "vllmops" / "instances")
@@ -303,7 +303,9 @@ def test_a_file_that_is_too_long(tmp_path: Path) -> None:
 # -- agents ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", sampled(["fifo", "theirs", "huge", "link", "lax", "device"], 2))
+@pytest.mark.parametrize(
+    "what", sample_cases(["fifo", "theirs", "huge", "link", "lax", "device"], 2)
+)
 def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None:
     child = spawn()
     child.send("import os; os.kill(os.getpid(), 19)")  # stopped, so that it does not beat on
@@ -466,7 +468,7 @@ sys.stdin.read()
 """
 
 
-def told(server: "subprocess.Popen[str]") -> list[str | None]:
+def read_received_keys(server: "subprocess.Popen[str]") -> list[str | None]:
     """The keys that a server was sent."""
     assert server.stdin
     assert server.stdout
@@ -506,7 +508,7 @@ def test_no_key_goes_to_the_process_of_another_user(
     place = endpoints.resolve_endpoint(url)
     error = refusal(lambda: push_keyring(place, SECRET, KeyRing()))
     assert (error.code, error.exit_code) == ("admin.other-user", ExitCode.NOT_AUTHORISED)
-    found = told(theirs)
+    found = read_received_keys(theirs)
     assert found
     assert set(found) == {None}
 
@@ -574,9 +576,7 @@ def test_no_key_follows_a_redirect(
     assert f"Bearer {SECRET}" in asked[first.server_port]
 
 
-def test_where_nobody_is_known_to_listen_no_key_is_sent(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_key_is_sent_to_an_unknown_listener(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not listeners.explain_distrust(
         f"http://127.0.0.1:{port}"
     )  # there is nobody to send it to
@@ -727,7 +727,7 @@ def test_the_interpreter_of_a_process_that_was_given_roots_rights_does_not_run_a
     assert owner[0] == NOBODY
 
 
-def test_what_the_interpreter_of_a_server_prints_has_an_end(
+def test_output_of_a_server_interpreter_is_limited(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(interpreter, "OUTPUT_BYTES", 1000)

@@ -114,11 +114,11 @@ def test_progress_in_a_terminal_ends_without_a_trace(
         assert progress.live_display is not None
         drawn = list[str]()
 
-        def shown() -> bool:
+        def has_drawn_progress() -> bool:
             drawn.append(capsys.readouterr().err)
             return "loading" in "".join(drawn)
 
-        until(shown)  # it is drawn four times a second
+        until(has_drawn_progress)  # it is drawn four times a second
         progress.stop()
         assert progress.live_display is None
         progress.update("again")
@@ -189,7 +189,7 @@ def test_foreign_text_is_visible_and_as_wide() -> None:
 
 
 @pytest.mark.parametrize("unseen", UNSEEN, ids=ascii)
-def test_nothing_foreign_reaches_the_terminal_as_it_is(
+def test_unsafe_characters_of_foreign_texts_are_never_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unseen: str
 ) -> None:
     """By whatever way it is printed; SGR sequences of our own styles stay."""

@@ -21,7 +21,7 @@ PROJECT = Path(__file__).parent.parent / "pyproject.toml"
 MOST_BYTES = 60_000_000
 
 
-def required(requirements: Iterable[str]) -> list[Distribution]:
+def list_required_distributions(requirements: Iterable[str]) -> list[Distribution]:
     """What is installed here of what a distribution requires, and of what that requires …"""
     found: dict[str, Distribution] = {}
     left = list(requirements)
@@ -43,7 +43,9 @@ def size(installed: Distribution) -> int:
 
 
 def test_the_base_installation_is_small() -> None:
-    base = required(tomllib.loads(PROJECT.read_text())["project"]["dependencies"])
+    base = list_required_distributions(
+        tomllib.loads(PROJECT.read_text())["project"]["dependencies"]
+    )
     sizes = {entry.name.lower(): size(entry) for entry in base}
     assert {"typer", "rich", "pygments", "cryptography", "cffi", "httpcore"} <= sizes.keys()
     assert not {"numpy", "scipy", "pydantic", "torch"} & sizes.keys()
@@ -68,7 +70,7 @@ def wheel(folder: Path, name: str, script: str) -> Path:
     return path
 
 
-def told(path: Path, environment: dict[str, str]) -> str:
+def read_version_stderr(path: Path, environment: dict[str, str]) -> str:
     """What ``--version`` says on stderr with a directory of packages in the way."""
     done = subprocess.run(
         [sys.executable, "-m", "vllmops", "--version"],
@@ -101,10 +103,10 @@ def test_another_package_of_that_name_is_told(
         check=True,
         env={item: value for item, value in os.environ.items() if item != "PYTHONPATH"},
     )
-    line = told(place, {})
+    line = read_version_stderr(place, {})
     assert (f"package {name} 0.3.1 in {place}" in line) is words
     # Its script is on the PATH, too, ahead of ours.
-    line = told(tmp_path, {"PATH": f"{place / 'bin'}:{os.environ['PATH']}"})
+    line = read_version_stderr(tmp_path, {"PATH": f"{place / 'bin'}:{os.environ['PATH']}"})
     assert (str(place / "bin" / "vllmops") in line) is (script == "vllmops")
 
 
@@ -112,4 +114,4 @@ def test_ours_alone_is_not_told(tmp_path: Path) -> None:
     bin_ = tmp_path / "vllmops"
     bin_.write_text("#!/usr/bin/env python\nfrom vllmops.app import main\nmain()\n")
     bin_.chmod(0o755)
-    assert told(tmp_path, {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == ""
+    assert read_version_stderr(tmp_path, {"PATH": f"{tmp_path}:{os.environ['PATH']}"}) == ""

@@ -18,11 +18,11 @@ USERS = (
 def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled, make = [], re.compile
 
-    def noted(text: str, flags: int) -> re.Pattern[str]:
+    def record_compile(text: str, flags: int) -> re.Pattern[str]:
         compiled.append((text, flags))
         return make(text, flags)
 
-    monkeypatch.setattr(re, "compile", noted)
+    monkeypatch.setattr(re, "compile", record_compile)
     known = patterns.compile_lazily("(?P<word>a+)", re.IGNORECASE)
     assert not compiled
     assert [match["word"] for text in ("Aa", "b", "a") if (match := known.fullmatch(text))] == [
@@ -33,7 +33,7 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", USERS)
-def test_all_are_valid(name: str) -> None:
+def test_all_lazy_patterns_compile(name: str) -> None:
     module = import_module(f"vllmops.{name}")
     known = [value for value in vars(module).values() if isinstance(value, patterns._LazyPattern)]
     assert known

@@ -59,7 +59,7 @@ def run(elsewhere: list[str], lines: list[list[str]], system: str) -> list[Answe
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32", pytest.param("linux", marks=long)])
-def test_what_needs_no_linux_works_and_the_rest_says_so(
+def test_commands_that_need_linux_say_so_and_the_others_work(
     elsewhere: list[str], tmp_path: Path, system: str
 ) -> None:
     (tmp_path / "stacks.txt").write_text("Thread 0x00007f (most recent call first):\n")

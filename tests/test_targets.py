@@ -46,7 +46,7 @@ NONE = (
 
 
 @pytest.mark.parametrize("text", NONE)
-def test_what_names_none(text: str) -> None:
+def test_malformed_targets_are_refused(text: str) -> None:
     with pytest.raises(VllmopsError) as caught:
         parse_target(text)
     assert (caught.value.code, caught.value.exit_code) == ("usage", ExitCode.USAGE)
@@ -86,6 +86,6 @@ def test_commands_refuse_it(vllmops: Vllmops, words: tuple[str, ...], text: str)
 
 
 @pytest.mark.parametrize("text", ["0", "9" * 60, "nosuch", "http://127.0.0.1:1"])
-def test_what_is_well_formed_is_not_found(vllmops: Vllmops, text: str) -> None:
+def test_unknown_targets_exit_as_not_found(vllmops: Vllmops, text: str) -> None:
     assert vllmops("status", "--json", "-t", text).code == ExitCode.NOT_FOUND
     assert vllmops("stop", "--json", text).code == ExitCode.NOT_FOUND

@@ -19,7 +19,7 @@ from .support.extent import EVERYTHING, long, programs
 from .support.forks import FORKS, Answered
 from .support.promises import TIMED
 from .test_app import WORDS
-from .test_packaging import MOST_BYTES, required
+from .test_packaging import MOST_BYTES, list_required_distributions
 
 pytestmark = programs
 
@@ -30,7 +30,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel, what it requires, and nothing else.
 
     What it requires are links to what is installed here; in the long form the index has it.
@@ -47,21 +47,21 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not EVERYTHING:
         (packages,) = (place / "env/lib").glob("python*/site-packages")
         (ours,) = distributions(name="vllmops-cli", path=[str(packages)])
-        for item in required(ours.requires or ()):
+        for item in list_required_distributions(ours.requires or ()):
             for name in {path.parts[0] for path in item.files or ()} - {"..", "__pycache__"}:
                 (packages / name).symlink_to(str(item.locate_file(name)))
     return place / "env"
 
 
 @pytest.fixture(scope="module")
-def run(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(wheel_environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A program of that environment, which knows nothing of this repository."""
     home = tmp_path_factory.mktemp("home")
     environment = {"PATH": os.defpath, "HOME": str(home), "VLLMOPS_HOME": str(home / "state")}
 
     def program(name: str, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [installed / "bin" / name, *words],
+            [wheel_environment / "bin" / name, *words],
             env=environment,
             cwd=home,
             capture_output=True,
@@ -82,8 +82,8 @@ def run_each(run: Run, lines: list[list[str]]) -> list[Answered]:
 
 
 @long  # else it has links to what `test_packaging` adds up
-def test_the_base_install_is_light(installed: Path) -> None:
-    found = os.walk(installed / "lib", followlinks=True)
+def test_the_base_install_is_light(wheel_environment: Path) -> None:
+    found = os.walk(wheel_environment / "lib", followlinks=True)
     sizes = [Path(folder, name).stat().st_size for folder, _, names in found for name in names]
     assert sum(sizes) <= MOST_BYTES
 
@@ -97,7 +97,7 @@ def test_every_command_has_its_help(run: Run) -> None:
         assert f"vllmops {' '.join(words)}" in " ".join(answer["out"].split()), words
 
 
-def test_what_needs_no_vllm_works(run: Run) -> None:
+def test_commands_that_need_no_vllm_work(run: Run) -> None:
     assert len(run("vllmops", "keygen").stdout.strip()) == 64
     answer = run("vllmops", "stacks", "explain", str(STACKS))
     assert "mm-cache-eviction-spin" in answer.stdout
@@ -107,8 +107,8 @@ def test_what_needs_no_vllm_works(run: Run) -> None:
     assert {item["problem"] for item in checks if item["name"] not in TIMED} == {""}
 
 
-def test_the_manual_and_the_licence_are_in_it(run: Run, installed: Path) -> None:
-    (package,) = (installed / "lib").glob("python*/site-packages/vllmops")
+def test_the_manual_and_the_licence_are_in_it(run: Run, wheel_environment: Path) -> None:
+    (package,) = (wheel_environment / "lib").glob("python*/site-packages/vllmops")
     manual = ROOT / "cli/vllmops/docs"
     names = {str(path.relative_to(manual)) for path in manual.rglob("*.md")}
     assert {str(path.relative_to(package / "docs")) for path in package.rglob("*.md")} == names
@@ -116,7 +116,7 @@ def test_the_manual_and_the_licence_are_in_it(run: Run, installed: Path) -> None
     assert list(package.parent.glob("vllmops_cli-*.dist-info/licenses/LICENSE"))
 
 
-def test_what_needs_vllm_says_how_to_get_it(run: Run) -> None:
+def test_serve_without_vllm_says_how_to_install_it(run: Run) -> None:
     answer = run("vllmops", "serve", "some/model")
     assert answer.returncode == 1
     assert "vllmops-cli[gpu]" in answer.stderr

@@ -42,9 +42,9 @@ def process() -> Iterator[Vllm]:
 def vllm(code: Callable[[str], Path], process: Vllm) -> Iterator[Callable[[str], Vllm]]:
     """Makes the process one of a version; until the test ends."""
 
-    def of(version: str) -> Vllm:
+    def load_version(version: str) -> Vllm:
         assert process.run(str(code(version))) == "up"
         return process
 
-    yield of
+    yield load_version
     process.send("\n")

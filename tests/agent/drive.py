@@ -38,7 +38,7 @@ ATTRIBUTES = (
 )
 
 
-def everything() -> dict[str, str]:
+def drive_features() -> dict[str, str]:
     """Installs the hooks, imports what they are for, and drives them; the result by feature."""
     importlib.import_module("vllm.multimodal")  # alone, parts of it import each other in a circle
     objects.report_compatibility()
@@ -64,7 +64,7 @@ def everything() -> dict[str, str]:
     return results
 
 
-def imported(kind: str) -> Any:
+def import_symbol(kind: str) -> Any:
     module = places.find_symbol_module(kind)
     assert module
     return getattr(importlib.import_module(module), places.PLACES[kind].name)
@@ -80,7 +80,7 @@ def multimodal_caches() -> None:
     """A receiver's cache is remembered, read, and rid of a ghost key."""
     name = getattr(importlib.import_module("vllm.envs"), "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "")
     assert not name or shm.NAMES.fullmatch(name), name
-    base = imported("mm-cache")
+    base = import_symbol("mm-cache")
     module = places.find_existing_module("vllm.multimodal.cache.lru") or base.__module__
     receiver = next(
         cls
@@ -103,7 +103,7 @@ def multimodal_caches() -> None:
 
 def encoder_caches() -> None:
     """A manager's books are read, and contain no fault."""
-    manager = imported("encoder-cache")(cache_size=100)
+    manager = import_symbol("encoder-cache")(cache_size=100)
     request = ScratchRequest()
     manager.allocate(request, 0)
     held = SimpleNamespace(
@@ -116,12 +116,12 @@ def encoder_caches() -> None:
     assert (read.slots, read.slots - read.free_slots) == (100, 3)
     assert list(read.requests_by_key) == list(request.hashes)
     assert not check_cache(read)
-    assert hasattr(imported("worker").__init__, "__vllmops__")
+    assert hasattr(import_symbol("worker").__init__, "__vllmops__")
 
 
 def progress() -> None:
     """The scheduler counts, and has the attributes that are read."""
-    cls = imported("scheduler")
+    cls = import_symbol("scheduler")
     text = source("scheduler")
     assert [name for name in ATTRIBUTES if name not in text] == []
     assert hasattr(cls.__init__, "__vllmops__")
@@ -141,13 +141,13 @@ def progress() -> None:
     assert "output_handler" in source("engine-client")
     assert "is_sleeping" in source("executor")
     for kind in ("executor", "engine-client"):
-        assert hasattr(imported(kind).__init__, "__vllmops__")
+        assert hasattr(import_symbol(kind).__init__, "__vllmops__")
 
 
 def comparison() -> None:
     """Both ends are hooked, and every engine is asked."""
-    assert hasattr(imported("engine-client").add_request, "__vllmops__")
-    assert imported("engine-core").vllmops_look is compare.observe_engine_caches
+    assert hasattr(import_symbol("engine-client").add_request, "__vllmops__")
+    assert import_symbol("engine-core").vllmops_look is compare.observe_engine_caches
     assert "def collective_rpc" in source("executor")
     clients = importlib.import_module("vllm.v1.engine.core_client")
 
@@ -165,7 +165,7 @@ def comparison() -> None:
 
 def live_requests() -> None:
     """A request is counted while it lives."""
-    cls = imported("request")
+    cls = import_symbol("request")
     one = make_scratch_request(importlib.import_module(cls.__module__))
     assert objects.count_objects("request") == 1
     assert not one.is_finished()
@@ -175,8 +175,8 @@ def live_requests() -> None:
 
 def requests_in_flight() -> None:
     """A request is read on each side, as this vLLM keeps it, and ended where it can be."""
-    request = make_scratch_request(importlib.import_module(imported("request").__module__))
-    scheduler = object.__new__(imported("scheduler"))
+    request = make_scratch_request(importlib.import_module(import_symbol("request").__module__))
+    scheduler = object.__new__(import_symbol("scheduler"))
     manager = SimpleNamespace(req_to_blocks={request.request_id: [1, 2]})
     scheduler.requests, scheduler.running = {request.request_id: request}, []
     scheduler.waiting = scheduler.kv_holding_waiting = [request]
@@ -231,13 +231,13 @@ async def ended_for_its_client() -> None:
     assert aborted == ["a"]
     error = queue.output
     assert str(error) == "enough"
-    passed_on = inspect.getsource(imported("engine-client").generate)
+    passed_on = inspect.getsource(import_symbol("engine-client").generate)
     assert any(kind.__name__ in passed_on for kind in type(error).__mro__[:-2])
 
 
-def healing() -> None:
+def drive_healing() -> None:
     """What heals reads a real queue, KV cache and encoder cache, and finds what it calls."""
-    request = make_scratch_request(importlib.import_module(imported("request").__module__))
+    request = make_scratch_request(importlib.import_module(import_symbol("request").__module__))
     kv, specs = (importlib.import_module(f"vllm.v1.{name}") for name in KV_CACHE)
     import torch
 
@@ -245,7 +245,7 @@ def healing() -> None:
     group = specs.KVCacheGroupSpec(["layer"], layer)
     sizes = {"max_model_len": 64, "scheduler_block_size": 16, "hash_block_size": 16}
     takes = inspect.signature(kv.KVCacheManager).parameters
-    scheduler = object.__new__(imported("scheduler"))
+    scheduler = object.__new__(import_symbol("scheduler"))
     scheduler.kv_cache_manager = kv.KVCacheManager(
         specs.KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group]),
         enable_caching=False,
@@ -265,7 +265,7 @@ def healing() -> None:
     assert "need 4 blocks" in admission.explain_too_large(scheduler, needs)
     assert scheduling.has_one_block_pool(scheduler)
     knot(scheduler, request)
-    manager = imported("encoder-cache")(cache_size=6)
+    manager = import_symbol("encoder-cache")(cache_size=6)
     first, second = (ScratchRequest(request_id=name, hashes=tuple(name)) for name in ("ab", "cd"))
     for number in range(2):
         manager.allocate(first, number)
@@ -329,10 +329,10 @@ def knot(scheduler: Any, holder: Any) -> None:
 
 def asleep() -> None:
     """An engine that its own code puts to sleep is found, and the front end's own code wakes it."""
-    kind: Any = type("Own", (imported("executor"),), {"collective_rpc": lambda *_, **__: []})
+    kind: Any = type("Own", (import_symbol("executor"),), {"collective_rpc": lambda *_, **__: []})
     kind.__abstractmethods__ = frozenset()
     executor: Any = object.__new__(kind)
-    scheduler = object.__new__(imported("scheduler"))
+    scheduler = object.__new__(import_symbol("scheduler"))
     executor.sleeping_tags = set()
     if not isinstance(getattr(kind, "is_sleeping", None), property):  # up to 0.30
         executor.is_sleeping = False
@@ -354,7 +354,7 @@ def asleep() -> None:
         executor.wake_up(tags)
         return True
 
-    client = object.__new__(imported("engine-client"))
+    client = object.__new__(import_symbol("engine-client"))
     client.logger_manager = None
     client.engine_core = SimpleNamespace(
         is_sleeping_async=yes,
@@ -365,7 +365,7 @@ def asleep() -> None:
     asyncio.run(paused.wake_and_resume(client))
     assert paused.find_paused_engine() == []
     # Its base: the worker itself needs a GPU.
-    worker = object.__new__(imported("worker"))
+    worker = object.__new__(import_symbol("worker"))
     worker._sleep_saved_buffers = {}
     objects.track_object("worker", worker)
     assert paused.find_dropped_weights() == []
@@ -425,10 +425,10 @@ def lost_load(scheduler: Any, request: Any, *, recomputes: bool) -> None:
     request.num_computed_tokens = 0
 
 
-def healed() -> str:
+def check_healing() -> str:
     """Drive it; what is wrong where it does not work."""
     try:
-        healing()
+        drive_healing()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "works"
@@ -439,7 +439,7 @@ KV_CACHE = ("core.kv_cache_manager", "kv_cache_interface")
 
 def responses() -> None:
     """The routes are ours, and a turn gets the items of the turn before, as this vLLM's types."""
-    routes = imported("responses-routes")
+    routes = import_symbol("responses-routes")
     served = vars(importlib.import_module(places.find_symbol_module("responses") or ""))
     cls = served["OpenAIServingResponses"]
     assert cls.__name__ == "StoreBackedServing", objects.problems
@@ -480,8 +480,8 @@ def responses() -> None:
         [*words, {"type": "function_call_output", "call_id": "c", "output": "x"}]
     )
     assert [message["role"] for message in chat] == ["user", "assistant", "tool"]
-    asyncio.run(asked(routes, serving))
-    asyncio.run(filled(serving))
+    asyncio.run(check_response_routes(routes, serving))
+    asyncio.run(check_event_fields(serving))
 
 
 OLD = "openai_serving_render"
@@ -579,7 +579,7 @@ async def turns(serving: Any, request_type: Any, ours: Any) -> None:
     assert ours.current.get() is None
 
 
-async def filled(serving: Any) -> None:
+async def check_event_fields(serving: Any) -> None:
     """The first and the last event of a stream have every field, and the answer is stored."""
     import openresponses_types
     from openai.types.responses import Response as Official
@@ -671,7 +671,7 @@ async def filled(serving: Any) -> None:
         Official.model_validate(stored)
 
 
-async def asked(router: Any, serving: Any) -> None:
+async def check_response_routes(router: Any, serving: Any) -> None:
     """A list, a response, its items, and its end, over HTTP with this vLLM's decorators."""
     import fastapi
     import httpx

@@ -25,7 +25,7 @@ from vllmops.protocol.socket import BODY_BYTES
 
 from ..support.fleet import TOKEN, Fleet
 from ..support.waiting import until
-from .test_keys import grow, held, hurried
+from .test_keys import check_keys_often, fetch_key_statuses, grow
 
 Spawn = Callable[..., Any]
 # To read the certificates for each request takes longer than all else.
@@ -57,7 +57,7 @@ def token(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def local_keyring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A keyring with a primary."""
     for name in (PLACE, file.PLACE, file.SIGNING_KEY, "VLLMOPS_TARGET"):
         monkeypatch.delenv(name, raising=False)
@@ -66,7 +66,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def there(tmp_path: Path) -> Path:
+def server_keyring(tmp_path: Path) -> Path:
     return tmp_path / "there"
 
 
@@ -79,7 +79,9 @@ def statuses(path: Path) -> dict[str, str]:
     return {key.kid: key.status.value for key in file.load_keyring(path).keys}
 
 
-def ask(url: str, given: str = TOKEN, content: bytes | None = None) -> httpx.Response:
+def send_admin_request(
+    url: str, given: str = TOKEN, content: bytes | None = None
+) -> httpx.Response:
     headers = [(TIMEOUT.encode(), b"60")]  # a busy machine
     if given:
         headers.append((b"authorization", f"Bearer {given}".encode()))
@@ -89,72 +91,99 @@ def ask(url: str, given: str = TOKEN, content: bytes | None = None) -> httpx.Res
 
 
 def test_a_ring_is_taken_by_every_process_that_follows_the_file(
-    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
+    vllmops: Any, spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
-    child, url = serve(spawn, there, token)
-    beside = hurried(spawn(**{file.PLACE: str(there)}))
-    words = ("keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here))
+    child, url = serve(spawn, server_keyring, token)
+    beside = check_keys_often(spawn(**{file.PLACE: str(server_keyring)}))
+    words = (
+        "keys",
+        "push",
+        "-t",
+        url,
+        "--admin-token",
+        str(token),
+        "--keyring",
+        str(local_keyring),
+    )
     for _ in range(3):  # a key, one that is next, and that one as the primary
         answer = vllmops(*words, "--json")
         assert answer.code == 0, answer
-        assert {key["kid"]: key["status"] for key in answer.data["keys"]} == statuses(here)
-        assert file.load_keyring(there) == file.load_keyring(here)
-        assert there.stat().st_mode & 0o777 == 0o600
-        assert held(child) == statuses(here)
-        until(lambda: held(beside) == statuses(here))
-        if coming := file.load_keyring(here).next_key:
-            file.change_keyring(here, lambda ring: ring.promote(coming.kid, time.time(), 3600))
+        assert {key["kid"]: key["status"] for key in answer.data["keys"]} == statuses(local_keyring)
+        assert file.load_keyring(server_keyring) == file.load_keyring(local_keyring)
+        assert server_keyring.stat().st_mode & 0o777 == 0o600
+        assert fetch_key_statuses(child) == statuses(local_keyring)
+        until(lambda: fetch_key_statuses(beside) == statuses(local_keyring))
+        if coming := file.load_keyring(local_keyring).next_key:
+            file.change_keyring(
+                local_keyring, lambda ring: ring.promote(coming.kid, time.time(), 3600)
+            )
         else:
-            grow(here)
+            grow(local_keyring)
     answer = vllmops(*words)
-    assert f"seals with {file.load_keyring(here).require_primary().kid}" in answer.out
-    secrets = [key.secret.reveal().hex() for key in file.load_keyring(here).keys]
+    assert f"seals with {file.load_keyring(local_keyring).require_primary().kid}" in answer.out
+    secrets = [key.secret.reveal().hex() for key in file.load_keyring(local_keyring).keys]
     log = child.end()
     assert "POST /v1/vllmops/keys" in log
     assert not [item for item in (TOKEN, *secrets) if item in log + answer.out + answer.err]
 
 
-def test_what_a_server_had_of_its_own_still_opens(
-    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
+def test_carriers_sealed_with_the_servers_old_key_still_open(
+    vllmops: Any, spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
-    own = grow(there, KeyStatus.PRIMARY).kid
-    before = seal_history(["x"], file.load_keyring(there), model="m", owner="o")
-    child, url = serve(spawn, there, token)
-    lead = file.load_keyring(here).require_primary().kid
-    words = ("keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here))
+    own = grow(server_keyring, KeyStatus.PRIMARY).kid
+    before = seal_history(["x"], file.load_keyring(server_keyring), model="m", owner="o")
+    child, url = serve(spawn, server_keyring, token)
+    lead = file.load_keyring(local_keyring).require_primary().kid
+    words = (
+        "keys",
+        "push",
+        "-t",
+        url,
+        "--admin-token",
+        str(token),
+        "--keyring",
+        str(local_keyring),
+    )
     assert vllmops(*words).code == 0
-    assert held(child) == {own: "verify-only", lead: "primary"}
-    assert unseal_carrier(before, file.load_keyring(there), model="m", owner="o").history == ["x"]
-    (old,) = file.load_keyring(there).select_keys(KeyStatus.VERIFY_ONLY)
+    assert fetch_key_statuses(child) == {own: "verify-only", lead: "primary"}
+    assert unseal_carrier(
+        before, file.load_keyring(server_keyring), model="m", owner="o"
+    ).history == ["x"]
+    (old,) = file.load_keyring(server_keyring).select_keys(KeyStatus.VERIFY_ONLY)
     assert old.not_after == pytest.approx(time.time() + 30 * 24 * 3600, abs=120)
     # What was revoked there stays so.
     file.change_keyring(
-        there,
+        server_keyring,
         lambda ring: ring.revoke(lead, Key.from_secret(generate_secret(), KeyStatus.NEXT, 1), 1),
     )
     answer = vllmops(*words, "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.not-taken")
     assert "revoked" in answer.error["message"]
-    assert held(child)[lead] == "revoked"
+    assert fetch_key_statuses(child)[lead] == "revoked"
 
 
-def test_nobody_gets_in_without_the_token(
-    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path, tmp_path: Path
+def test_admin_requests_without_the_token_are_refused(
+    vllmops: Any,
+    spawn: Spawn,
+    local_keyring: Path,
+    server_keyring: Path,
+    token: Path,
+    tmp_path: Path,
 ) -> None:
-    child, url = serve(spawn, there, token)
-    ring = here.read_bytes()
+    child, url = serve(spawn, server_keyring, token)
+    ring = local_keyring.read_bytes()
     for given in ("", "user", TOKEN[:-1], TOKEN + "x", TOKEN.upper(), "é"):
         for content in (None, ring):
-            refused = ask(f"{url}{KEYS}", given, content)
+            refused = send_admin_request(f"{url}{KEYS}", given, content)
             assert (refused.status_code, refused.json()["error"]["code"]) == (401, "admin.refused")
-    assert held(child) == {}
-    assert not there.exists()
-    assert ask(f"{url}{KEYS}").json()["keyring"] == str(there)
+    assert fetch_key_statuses(child) == {}
+    assert not server_keyring.exists()
+    assert send_admin_request(f"{url}{KEYS}").json()["keyring"] == str(server_keyring)
     # Another one, from now on.
     token.write_text("another-" * 8)
-    assert ask(f"{url}{KEYS}").status_code == 401
-    assert ask(f"{url}{KEYS}", "another-" * 8).status_code == 200
-    words = ("keys", "push", "-t", url, "--keyring", str(here), "--json")
+    assert send_admin_request(f"{url}{KEYS}").status_code == 401
+    assert send_admin_request(f"{url}{KEYS}", "another-" * 8).status_code == 200
+    words = ("keys", "push", "-t", url, "--keyring", str(local_keyring), "--json")
     (other := tmp_path / "other").write_text(TOKEN)
     other.chmod(0o600)
     answer = vllmops(*words, env={PLACE: str(other)})
@@ -175,33 +204,42 @@ def test_nobody_gets_in_without_the_token(
     for spoil in spoils:
         spoil()
         for given in (TOKEN, "another-" * 8, "short", ""):
-            assert ask(f"{url}{KEYS}", given).status_code == 401
-    assert held(child) == {}
+            assert send_admin_request(f"{url}{KEYS}", given).status_code == 401
+    assert fetch_key_statuses(child) == {}
     log = child.end()
     assert "admin requests are refused" in log
     assert TOKEN not in log
 
 
 def test_there_are_no_routes_where_there_is_no_token(
-    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
+    vllmops: Any, spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
-    child = spawn(**{file.PLACE: str(there)})
+    child = spawn(**{file.PLACE: str(server_keyring)})
     url = f"http://127.0.0.1:{child.run(SERVING)}"
-    assert ask(f"{url}{KEYS}").json() == {"error": "Unauthorized"}
-    assert ask(f"{url}{KEYS}", "user").json() == {"detail": "Not Found"}
-    words = ("keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here))
+    assert send_admin_request(f"{url}{KEYS}").json() == {"error": "Unauthorized"}
+    assert send_admin_request(f"{url}{KEYS}", "user").json() == {"detail": "Not Found"}
+    words = (
+        "keys",
+        "push",
+        "-t",
+        url,
+        "--admin-token",
+        str(token),
+        "--keyring",
+        str(local_keyring),
+    )
     answer = vllmops(*words, "--json")
     assert (answer.code, answer.error["code"]) == (1, "admin.no-route")
     assert "--admin-token" in answer.error["hint"]
 
 
-def test_what_is_no_keyring_changes_nothing(
-    spawn: Spawn, here: Path, there: Path, token: Path
+def test_invalid_keyring_changes_nothing(
+    spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
-    own = grow(there, KeyStatus.PRIMARY).kid
-    child, url = serve(spawn, there, token)
-    secret = file.load_keyring(here).keys[0].secret.reveal().hex()
-    ring = here.read_bytes()
+    own = grow(server_keyring, KeyStatus.PRIMARY).kid
+    child, url = serve(spawn, server_keyring, token)
+    secret = file.load_keyring(local_keyring).keys[0].secret.reveal().hex()
+    ring = local_keyring.read_bytes()
     for content in (
         b"",
         b"{}",
@@ -212,51 +250,70 @@ def test_what_is_no_keyring_changes_nothing(
         b" " * (file.MOST_BYTES + 1),
         b"[" * 100_000,
     ):
-        refused = ask(f"{url}{KEYS}", content=content)
+        refused = send_admin_request(f"{url}{KEYS}", content=content)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "admin.no-ring")
         assert secret not in refused.text
     for path in (f"{KEYS}/", "/v1/vllmops/", f"{KEYS}x"):
-        assert ask(f"{url}{path}").status_code == 404
+        assert send_admin_request(f"{url}{path}").status_code == 404
     assert CLIENT.delete(f"{url}{KEYS}", headers={"Authorization": f"Bearer {TOKEN}"}).is_error
-    assert held(child) == {own: "primary"}
+    assert fetch_key_statuses(child) == {own: "primary"}
     # Its own file is broken: it keeps what it holds, and says why.
-    there.write_text("{")
-    refused = ask(f"{url}{KEYS}", content=ring)
+    server_keyring.write_text("{")
+    refused = send_admin_request(f"{url}{KEYS}", content=ring)
     assert (refused.status_code, refused.json()["error"]["code"]) == (500, "keys.broken")
-    assert there.read_text() == "{"
-    assert held(child) == {own: "primary"}
+    assert server_keyring.read_text() == "{"
+    assert fetch_key_statuses(child) == {own: "primary"}
     assert secret not in child.end()
 
 
 def test_another_key_of_a_known_kid_is_not_taken(
-    vllmops: Any, spawn: Spawn, here: Path, there: Path, token: Path
+    vllmops: Any, spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
-    own = grow(there, KeyStatus.PRIMARY)
+    own = grow(server_keyring, KeyStatus.PRIMARY)
     other = Key.from_secret(generate_secret(), KeyStatus.NEXT, 1)
-    file.change_keyring(here, lambda ring: ring.add(msgspec.structs.replace(other, kid=own.kid)))
-    _, url = serve(spawn, there, token)
+    file.change_keyring(
+        local_keyring, lambda ring: ring.add(msgspec.structs.replace(other, kid=own.kid))
+    )
+    _, url = serve(spawn, server_keyring, token)
     answer = vllmops(
-        "keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(here), "--json"
+        "keys",
+        "push",
+        "-t",
+        url,
+        "--admin-token",
+        str(token),
+        "--keyring",
+        str(local_keyring),
+        "--json",
     )
     assert (answer.code, answer.error["code"]) == (1, "keys.same-kid")
     assert own.kid in answer.error["message"]
-    assert file.load_keyring(there).keys == (own,)
+    assert file.load_keyring(server_keyring).keys == (own,)
 
 
 def test_a_server_whose_key_is_in_its_environment_takes_none(
-    spawn: Spawn, here: Path, token: Path
+    spawn: Spawn, local_keyring: Path, token: Path
 ) -> None:
     child = spawn(**{file.SIGNING_KEY: "ab" * 32, PLACE: str(token)})
     url = f"http://127.0.0.1:{child.run(SERVING)}"
-    refused = ask(f"{url}{KEYS}", content=here.read_bytes())
+    refused = send_admin_request(f"{url}{KEYS}", content=local_keyring.read_bytes())
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "keys.no-file")
     assert "--keyring" in refused.json()["error"]["hint"]
 
 
 def test_keys_go_over_no_line_that_others_may_read(
-    vllmops: Any, here: Path, token: Path, home: Path
+    vllmops: Any, local_keyring: Path, token: Path, home: Path
 ) -> None:
-    words = ("keys", "push", "--admin-token", str(token), "--keyring", str(here), "--json", "-t")
+    words = (
+        "keys",
+        "push",
+        "--admin-token",
+        str(token),
+        "--keyring",
+        str(local_keyring),
+        "--json",
+        "-t",
+    )
     for url in ("http://192.0.2.1:8000", "http://localhost.example", "http://127.0.0.1.example"):
         answer = vllmops(*words, url)
         assert (answer.code, answer.error["code"]) == (2, "admin.plain"), url
@@ -283,14 +340,14 @@ def test_serve_says_where_the_token_is(
     assert vllmops(*words, str(made)).code == 0
 
 
-def test_an_engine_has_no_routes(spawn: Spawn, there: Path, token: Path) -> None:
+def test_an_engine_has_no_routes(spawn: Spawn, server_keyring: Path, token: Path) -> None:
     code = (
         "import multiprocessing; multiprocessing.current_process().name = 'EngineCore'\n"
         "from vllmops.agent import admin\n"
         "from fastapi.applications import FastAPI\n"
         "admin.install_routes(print); out = hasattr(FastAPI.__call__, '__vllmops_admin__')"
     )
-    child = spawn(**{file.PLACE: str(there)})
+    child = spawn(**{file.PLACE: str(server_keyring)})
     child.run(f"import os; os.environ[{PLACE!r}] = {str(token)!r}")
     assert child.run(code) == "False"
 
@@ -306,19 +363,25 @@ def test_processes_and_their_agents_need_the_token(fleet: Fleet) -> None:
     for path in ("", f"/{fleet.engine}/hello", f"/{fleet.engine}/drain", "/1/x"):
         for given in ("", "user", TOKEN[:-1], TOKEN + "x", "é"):
             for content in (None, b'{"on": true}'):
-                refused = ask(f"{fleet.url}{PROCESSES}{path}", given, content)
+                refused = send_admin_request(f"{fleet.url}{PROCESSES}{path}", given, content)
                 code = refused.json()["error"]["code"]
                 assert (refused.status_code, code) == (401, "admin.refused")
-    assert ask(f"{fleet.url}{PROCESSES}/{fleet.api}/traffic").json()["draining"] is False
-    assert ask(f"{fleet.url}{PROCESSES}").status_code == 200
+    assert (
+        send_admin_request(f"{fleet.url}{PROCESSES}/{fleet.api}/traffic").json()["draining"]
+        is False
+    )
+    assert send_admin_request(f"{fleet.url}{PROCESSES}").status_code == 200
 
 
-def test_only_routes_that_are_listed_of_processes_of_this_server(fleet: Fleet) -> None:
+def test_only_listed_routes_of_this_servers_processes_are_forwarded(fleet: Fleet) -> None:
     for route in sorted(GETS):
-        answer = ask(f"{fleet.url}{PROCESSES}/{fleet.engine}/{route}")
+        answer = send_admin_request(f"{fleet.url}{PROCESSES}/{fleet.engine}/{route}")
         assert answer.status_code == 200, route
         assert answer.json()["schema"] == SCHEMA
-    assert ask(f"{fleet.url}{PROCESSES}/{fleet.engine}/hello").json()["pid"] == fleet.engine
+    assert (
+        send_admin_request(f"{fleet.url}{PROCESSES}/{fleet.engine}/hello").json()["pid"]
+        == fleet.engine
+    )
     for path in (
         *(f"{fleet.engine}/{route}" for route in ("", "x", "caches?keys=2", "hello/")),
         *(f"{fleet.engine}/{route}" for route in ("../hello", "drain", "repair", "hello%3Fx")),
@@ -331,25 +394,30 @@ def test_only_routes_that_are_listed_of_processes_of_this_server(fleet: Fleet) -
             "1.0/hello",
         ),
     ):
-        refused = ask(f"{fleet.url}{PROCESSES}/{path}")
+        refused = send_admin_request(f"{fleet.url}{PROCESSES}/{path}")
         assert refused.status_code == 404, path
-    assert ask(f"{fleet.url}{PROCESSES}/{fleet.engine}/hello", content=b"{}").status_code == 404
+    assert (
+        send_admin_request(
+            f"{fleet.url}{PROCESSES}/{fleet.engine}/hello", content=b"{}"
+        ).status_code
+        == 404
+    )
     # This test has an agent's process of its own below it, too.
     for pid in (1, os.getpid(), 2**31 - 1):
-        refused = ask(f"{fleet.url}{PROCESSES}/{pid}/hello")
+        refused = send_admin_request(f"{fleet.url}{PROCESSES}/{pid}/hello")
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "agent.gone")
 
 
 def test_actions_are_bounded_and_done(fleet: Fleet) -> None:
     drain = f"{fleet.url}{PROCESSES}/{fleet.api}/drain"
-    assert ask(drain, content=b'{"on": true}').json()["draining"] is True
+    assert send_admin_request(drain, content=b'{"on": true}').json()["draining"] is True
     assert CLIENT.get(f"{fleet.url}/health").status_code == 503
     # A server that drains still answers its operators.
-    assert ask(f"{fleet.url}{PROCESSES}").status_code == 200
-    assert ask(drain, content=b'{"on": false}').json()["draining"] is False
-    refused = ask(drain, content=b" " * (BODY_BYTES + 1))
+    assert send_admin_request(f"{fleet.url}{PROCESSES}").status_code == 200
+    assert send_admin_request(drain, content=b'{"on": false}').json()["draining"] is False
+    refused = send_admin_request(drain, content=b" " * (BODY_BYTES + 1))
     assert (refused.status_code, refused.json()["error"]["code"]) == (413, "admin.too-large")
-    assert ask(drain, content=b"{}").status_code == 400  # as the agent says it
+    assert send_admin_request(drain, content=b"{}").status_code == 400  # as the agent says it
 
 
 def test_agents_that_hang_hold_up_nobody(fleet: Fleet) -> None:
@@ -386,10 +454,10 @@ def test_agents_that_hang_hold_up_nobody(fleet: Fleet) -> None:
     headers[TIMEOUT] = "1"
     late = httpx.get(url, headers=headers, timeout=60, verify=CLIENT_CONTEXT)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "agent.timeout")
-    listed = ask(f"{fleet.url}{PROCESSES}").json()
+    listed = send_admin_request(f"{fleet.url}{PROCESSES}").json()
     assert {row["pid"]: row["state"] for row in listed["processes"]}[fleet.engine] == "T"
     os.kill(fleet.engine, signal.SIGCONT)
-    until(lambda: ask(url).status_code == 200)
+    until(lambda: send_admin_request(url).status_code == 200)
     for wrong in ("0", "-1", "nan", "x", "1e9"):  # as if it were not there
         headers[TIMEOUT] = wrong
         # Which gives the agent two seconds: on a busy machine they may be too few.

@@ -56,7 +56,7 @@ class Foreign:
         lambda thing: Thing(call=partial(Thing(deep=thing).method)),
     ],
 )
-def test_what_is_held_is_found(wrap: Callable[[Thing], Any]) -> None:
+def test_object_reachable_from_the_given_ones_is_found(wrap: Callable[[Thing], Any]) -> None:
     thing = Thing()
     assert thing in list(attach.find_vllm_objects([wrap(thing)]))
 
@@ -72,7 +72,7 @@ def test_it_does_not_look_into_everything() -> None:
 
 
 @contextlib.contextmanager
-def waiting(run: Callable[[threading.Event], None]) -> Iterator[None]:
+def run_in_thread(run: Callable[[threading.Event], None]) -> Iterator[None]:
     """A thread that is in the middle of something."""
     over = threading.Event()
     thread = threading.Thread(target=run, args=(over,), daemon=True)
@@ -108,7 +108,7 @@ def test_variables_of_threads_and_of_suspended_coroutines() -> None:
 
         asyncio.run(main())
 
-    with waiting(spin), waiting(loop):
+    with run_in_thread(spin), run_in_thread(loop):
         for _ in range(3):
             assert ready.acquire(timeout=60)
         held = list(attach.list_live_values())
@@ -146,7 +146,7 @@ def test_looking_keeps_nothing_alive() -> None:
         done.release()
         over.wait()
 
-    with waiting(spin):
+    with run_in_thread(spin):
         done.acquire()
         found = sum(isinstance(item, Thing) for item in attach.list_live_values())
         steps.release()

@@ -37,11 +37,11 @@ class Slotted:
         self.thing = thing
 
 
-def closed(name: str) -> Callable[[], str]:
+def make_closure(name: str) -> Callable[[], str]:
     return lambda: name
 
 
-def queued(*things: Any) -> Any:
+def make_queue(*things: Any) -> Any:
     made = queue.SimpleQueue[Any]()
     for thing in things:
         made.put(thing)
@@ -65,8 +65,8 @@ HELD: dict[str, Callable[[], Any]] = {
     "an attribute": lambda: Holder(Holder(NAME)),
     "a slot": lambda: Slotted(NAME),
     "a deque": lambda: deque([NAME]),
-    "a queue": lambda: queued(("x", NAME)),
-    "a closure": lambda: closed(NAME),
+    "a queue": lambda: make_queue(("x", NAME)),
+    "a closure": lambda: make_closure(NAME),
     "a future's callback": lambda: called_back(NAME),
     "a part of a longer name": lambda: [f"{NAME}_layer.0"],
     "a message": lambda: [b"done:" + NAME.encode()],
@@ -75,7 +75,7 @@ HELD: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_what_is_held_is_found(name: str) -> None:
+def test_name_that_an_object_holds_is_found(name: str) -> None:
     assert books.find_mentioned_names([Holder(HELD[name]())], [NAME, "chatcmpl-2"]) == {NAME}
 
 
@@ -98,18 +98,18 @@ def test_a_name_that_begins_as_another_one_is_found_beside_it(
         assert books.find_mentioned_names([[text]], names) == found
 
 
-def test_what_native_code_keeps_can_not_be_seen() -> None:
+def test_native_objects_make_the_search_inconclusive() -> None:
     native = Holder(msgspec.msgpack.Encoder())  # of any class that is not written in Python
     assert books.find_mentioned_names([Holder({}), native], [NAME]) is None
     assert books.find_mentioned_names([Holder({}), native], [NAME], allow_native=True) == set()
     assert (
-        books.find_mentioned_names([Holder(deque()), queued(), asyncio.Queue[str]()], [NAME])
+        books.find_mentioned_names([Holder(deque()), make_queue(), asyncio.Queue[str]()], [NAME])
         == set()
     )
 
 
 def test_a_coroutine_that_waits_is_found() -> None:
-    async def look() -> set[str] | None:
+    async def find_names_in_task() -> set[str] | None:
         task = asyncio.create_task(receives(NAME))
         await asyncio.sleep(0)
         try:
@@ -117,10 +117,10 @@ def test_a_coroutine_that_waits_is_found() -> None:
         finally:
             task.cancel()
 
-    assert asyncio.run(look()) == {NAME}
+    assert asyncio.run(find_names_in_task()) == {NAME}
 
 
-def test_what_a_thread_has_in_hand_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_in_a_threads_local_variables_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(books, "LIMIT_S", 60)  # other tests have left a lot that can be reached
     begun, over = threading.Event(), threading.Event()
 
@@ -141,10 +141,13 @@ def test_what_a_thread_has_in_hand_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         running.result()
 
 
-def test_what_is_not_held_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_that_no_object_holds_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     # A function's module knows all kinds of things.
     monkeypatch.setitem(globals(), "chatcmpl", NAME + "7")
-    assert books.find_mentioned_names([Holder(closed("another")), threading], [NAME + "7"]) == set()
+    assert (
+        books.find_mentioned_names([Holder(make_closure("another")), threading], [NAME + "7"])
+        == set()
+    )
 
 
 def test_a_connector_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

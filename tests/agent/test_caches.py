@@ -317,7 +317,7 @@ def quiet_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quiet_agent")
-def test_what_another_vllm_shapes_otherwise_is_a_problem_in_words() -> None:
+def test_cache_of_unknown_shape_is_reported_as_a_problem() -> None:
     odd, other = Held(), Held()
     odd._cache = object()
     objects.track_object("mm-cache", odd)
@@ -374,7 +374,7 @@ def test_an_object_whose_constructor_loads_the_agent_is_remembered() -> None:
 
 
 @pytest.mark.usefixtures("quiet_agent")
-def test_nothing_is_at_rest_in_an_engine_whose_queues_are_unknown() -> None:
+def test_queues_of_unknown_shape_are_not_proven_empty() -> None:
     assert (
         transit.prove_queues_empty() == []
     )  # nor where neither an engine nor its client was found

@@ -68,13 +68,13 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setattr(engine, "require_front_end", lambda: (made, loop))
     yield made
     # What is cancelled ends some turns of the loop later.
-    until(lambda: asyncio.run_coroutine_threadsafe(left(), loop).result(60) == 1)
+    until(lambda: asyncio.run_coroutine_threadsafe(count_tasks(), loop).result(60) == 1)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
 
 
-async def left() -> int:
+async def count_tasks() -> int:
     return len(asyncio.all_tasks())
 
 
@@ -131,7 +131,7 @@ def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
     assert [item.rendering for item in found.samples] == [1, 1]
 
 
-def test_one_that_does_not_come_is_not_waited_for_for_ever(
+def test_comparison_does_not_wait_forever_for_an_arriving_request(
     client: Client, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate.arrivals.add(Arrival(0.0, rendering=True))

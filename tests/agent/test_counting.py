@@ -50,12 +50,12 @@ def test_failures_and_cancellations_stay_what_they_are() -> None:
     with pytest.raises(OSError, match="gone"):
         asyncio.run(backend.get("", "any"))
 
-    async def late() -> None:
+    async def get_with_timeout() -> None:
         async with asyncio.timeout(0.01):
             await backend.get("", "slow")
 
     with pytest.raises(TimeoutError):
-        asyncio.run(late())
+        asyncio.run(get_with_timeout())
     for reason in ("OSError", "cancelled"):
         assert value("store_failures_total", backend="broken", operation="get", reason=reason) == 1
 
@@ -69,7 +69,7 @@ def test_carriers() -> None:
 
 
 def test_the_cpu_time_of_its_threads() -> None:
-    def work() -> None:
+    def use_cpu() -> None:
         end = time.thread_time() + 0.2
         while time.thread_time() < end:
             pass
@@ -77,15 +77,15 @@ def test_the_cpu_time_of_its_threads() -> None:
     used: list[float] = []
     before, done, go = account.measure_cpu_s(), threading.Event(), threading.Event()
 
-    def lasting() -> None:
-        work()
+    def use_cpu_and_wait() -> None:
+        use_cpu()
         used.append(time.thread_time())
         if len(used) == 2:
             done.set()
         go.wait()
 
-    thread = threading.Thread(target=lasting, name="vllmops-test")
-    other = threading.Thread(target=lasting, name="of-the-engine")
+    thread = threading.Thread(target=use_cpu_and_wait, name="vllmops-test")
+    other = threading.Thread(target=use_cpu_and_wait, name="of-the-engine")
     thread.start()
     other.start()
     done.wait()
@@ -95,7 +95,7 @@ def test_the_cpu_time_of_its_threads() -> None:
     other.join()
     before = account.measure_cpu_s()
     short = threading.Thread(
-        target=account.wrap_with_cpu_accounting(lasting), name="vllmops-request"
+        target=account.wrap_with_cpu_accounting(use_cpu_and_wait), name="vllmops-request"
     )
     short.start()
     short.join()

@@ -59,7 +59,7 @@ async def answer(app: App, asked: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_websocket_of_responses_counts_by_its_requests(gate: Gate) -> None:
-    async def go() -> None:
+    async def run_websocket() -> None:
         app = App()
         socket = asyncio.ensure_future(answer(app, scope("/v1/responses", "websocket")))
         await asyncio.sleep(0.01)
@@ -76,11 +76,11 @@ def test_a_websocket_of_responses_counts_by_its_requests(gate: Gate) -> None:
         app.go.set()
         await socket
 
-    asyncio.run(go())
+    asyncio.run(run_websocket())
 
 
 def test_counts_what_is_in_flight(gate: Gate) -> None:
-    async def go() -> None:
+    async def run_requests() -> None:
         app, inner = App(), App()
         app.inner = inner
         inner.go.set()
@@ -93,11 +93,11 @@ def test_counts_what_is_in_flight(gate: Gate) -> None:
         await asyncio.gather(*tasks)
         assert (gate.in_flight, gate.started_requests) == (0, 3)
 
-    asyncio.run(go())
+    asyncio.run(run_requests())
 
 
 def test_a_request_that_fails_or_is_given_up_is_over(gate: Gate) -> None:
-    async def go() -> None:
+    async def run_failing_requests() -> None:
         app = App()
         given_up = asyncio.ensure_future(answer(app, scope()))
         await asyncio.sleep(0)
@@ -110,11 +110,11 @@ def test_a_request_that_fails_or_is_given_up_is_over(gate: Gate) -> None:
             await answer(app, scope("/crash"))
         assert (gate.in_flight, gate.started_requests) == (0, 2)
 
-    asyncio.run(go())
+    asyncio.run(run_failing_requests())
 
 
 def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None:
-    async def go() -> None:
+    async def drain_requests() -> None:
         app = App()
         old = asyncio.ensure_future(answer(app, scope()))
         await asyncio.sleep(0)
@@ -142,7 +142,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
         await answer(app, scope())
         assert gate.started_requests == 2
 
-    asyncio.run(go())
+    asyncio.run(drain_requests())
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones(gate: Gate) -> None
     ],
 )
 def test_a_drain_refuses_new_work_alone(gate: Gate, method: str, path: str, new: bool) -> None:
-    async def go() -> None:
+    async def send_while_draining() -> None:
         app = App()
         app.root_path = "/root/"
         app.go.set()
@@ -177,11 +177,11 @@ def test_a_drain_refuses_new_work_alone(gate: Gate, method: str, path: str, new:
         sent = await answer(app, {**scope(path), "method": method})
         assert ([item["status"] for item in sent[:1]], not app.seen) == ([503] * new, new)
 
-    asyncio.run(go())
+    asyncio.run(send_while_draining())
 
 
 def test_lifespan_passes(gate: Gate) -> None:
-    async def go() -> None:
+    async def send_lifespan() -> None:
         app = App()
         app.go.set()
         gate.draining = True
@@ -189,7 +189,7 @@ def test_lifespan_passes(gate: Gate) -> None:
         assert app.seen
         assert gate.started_requests == 0
 
-    asyncio.run(go())
+    asyncio.run(send_lifespan())
 
 
 def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
@@ -201,7 +201,7 @@ def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
     async def hand_over() -> None:
         gate.mark_reached_engine()
 
-    async def go() -> None:
+    async def hold_requests_before_engine() -> None:
         waiting, handing = App(), App()
         handing.inner = Handing()
         began = time.monotonic()
@@ -224,10 +224,10 @@ def test_knows_who_has_not_reached_the_engine(gate: Gate) -> None:
         assert not gate.rendering_requests
         assert gate.measure_rendering_s(time.monotonic()) == 0.0
 
-    asyncio.run(go())
+    asyncio.run(hold_requests_before_engine())
 
 
-def test_who_holds_it_for_a_while_changes_nothing_for_others(gate: Gate) -> None:
+def test_overlapping_refusals_each_undo_only_their_own(gate: Gate) -> None:
     """Two resets at once, and a drain in between: each undoes its own alone."""
     with ExitStack() as first:
         first.enter_context(gate.refuse_requests())
@@ -243,7 +243,7 @@ def test_who_holds_it_for_a_while_changes_nothing_for_others(gate: Gate) -> None
     assert gate.is_closed
 
 
-def test_what_is_cut_off_after_its_answer_is_in_flight_no_more(gate: Gate) -> None:
+def test_request_cut_off_after_its_answer_is_no_longer_in_flight(gate: Gate) -> None:
     """As a request with background work, which the server has answered: it takes nothing else."""
 
     class Done(App):
@@ -253,7 +253,7 @@ def test_what_is_cut_off_after_its_answer_is_in_flight_no_more(gate: Gate) -> No
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             await self.go.wait()
 
-    async def go() -> None:
+    async def cut_off_answered_request() -> None:
         app, complete = App(), False
         app.inner = Done()
 
@@ -270,11 +270,11 @@ def test_what_is_cut_off_after_its_answer_is_in_flight_no_more(gate: Gate) -> No
         await asked
         assert gate.in_flight == 0
 
-    asyncio.run(go())
+    asyncio.run(cut_off_answered_request())
 
 
 @pytest.mark.parametrize("swallows", [False, True])
-def test_what_is_cut_off_gets_a_503_and_a_stream_an_error(gate: Gate, swallows: bool) -> None:
+def test_cut_off_requests_get_a_503_and_streams_an_error(gate: Gate, swallows: bool) -> None:
     """Also where the application takes the cancellation for an answer, as vLLM does."""
 
     class Streaming(App):
@@ -291,7 +291,7 @@ def test_what_is_cut_off_gets_a_503_and_a_stream_an_error(gate: Gate, swallows: 
                     raise
                 await send({**begun, "status": 500})
 
-    async def go() -> None:
+    async def cut_off_running_requests() -> None:
         outer, plain, streaming = App(), Streaming(), Streaming()
         plain.inner = App()
         outer.inner = plain
@@ -309,4 +309,4 @@ def test_what_is_cut_off_gets_a_503_and_a_stream_an_error(gate: Gate, swallows: 
         assert json.loads(last["body"].removeprefix(b"data: "))["error"]["code"] == 503
         assert gate.in_flight == 0
 
-    asyncio.run(go())
+    asyncio.run(cut_off_running_requests())

@@ -46,7 +46,9 @@ except TimeoutError as error:
 
 
 @contextmanager
-def blocked(module: str, function: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def start_blocked_process(
+    module: str, function: str
+) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A process whose main thread is in a regex, and the signal that it names."""
     code = BLOCKED.format(module=module, function=function)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -60,7 +62,7 @@ def blocked(module: str, function: str) -> Iterator[tuple[subprocess.Popen[str],
 
 @pytest.mark.parametrize("module", ["re", "regex"])
 def test_a_signal_ends_a_parser_s_regex_although_it_holds_the_gil(module: str) -> None:
-    with blocked(module, "extract_tool_calls") as (process, number):
+    with start_blocked_process(module, "extract_tool_calls") as (process, number):
         while process.poll() is None:
             os.kill(process.pid, number)  # it may come before the parser does
             time.sleep(0.05)
@@ -69,7 +71,7 @@ def test_a_signal_ends_a_parser_s_regex_although_it_holds_the_gil(module: str) -
 
 
 def test_a_signal_ends_nothing_but_a_parser() -> None:
-    with blocked("re", "anything") as (process, number):
+    with start_blocked_process("re", "anything") as (process, number):
         for _ in range(20):
             os.kill(process.pid, number)
             time.sleep(0.02)
@@ -107,7 +109,7 @@ def test_a_call_that_was_met_is_forgotten_when_the_event_loop_goes_on() -> None:
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_what_a_pool_of_its_own_has_no_room_for_now_may_come_to_run(private: bool) -> None:
+def test_request_with_a_private_block_pool_is_not_called_too_large(private: bool) -> None:
     """As with vLLM's HiSparse: while its host pool is full, more is needed than there is."""
     pool = SimpleNamespace(num_gpu_blocks=4, get_num_free_blocks=lambda: 1)
     own = SimpleNamespace() if private else pool
@@ -139,7 +141,7 @@ class Core:
         self.step_fn: Any = self.step
         self.steps = 0
 
-    def gone(self) -> None:
+    def raise_attribute_error(self) -> None:
         raise AttributeError("gone")
 
     def step(self) -> int:
@@ -158,7 +160,7 @@ def test_an_act_runs_once_on_the_engine_s_thread_and_its_error_does_not_reach_it
     try:
         note = lambda: seen.append(threading.current_thread().name)  # noqa: E731
         assert run_between_steps(core, note, 60) == ""
-        assert run_between_steps(core, core.gone, 60) == "AttributeError: gone"
+        assert run_between_steps(core, core.raise_attribute_error, 60) == "AttributeError: gone"
         before = core.steps
         until(lambda: core.steps >= before + 3)
     finally:
@@ -182,11 +184,11 @@ def test_to_count_the_blocks_of_a_request_writes_nothing() -> None:
         max_model_len=9, kv_cache_manager=SimpleNamespace(coordinator=coordinator)
     )
 
-    def needed(name: str) -> int:
+    def count_blocks(name: str) -> int:
         request = SimpleNamespace(request_id=name, num_tokens=5, num_prompt_tokens=5)
         return scheduling.count_needed_blocks(scheduler, request)
 
-    assert (needed("new"), needed("held")) == (5, 3)
+    assert (count_blocks("new"), count_blocks("held")) == (5, 3)
     assert books == {"held": [1, 2]}
 
 
@@ -198,7 +200,7 @@ class Offloading:
     """A connector that loads from elsewhere, whatever a router has written into a request."""
 
 
-def waiting(name: str, transfer: Any) -> SimpleNamespace:
+def make_waiting_request(name: str, transfer: Any) -> SimpleNamespace:
     return SimpleNamespace(
         request_id=name,
         arrival_time=time.time() - 60,
@@ -247,8 +249,8 @@ def test_a_sender_is_judged_by_what_a_client_can_not_forge(
         *({"remote_host": f"127.0.0.{n}", "remote_port": mute} for n in range(2, 22)),
     ]
     gone = {"remote_host": "127.0.0.1", "remote_port": "1"}
-    requests = [waiting(f"odd {n}", each) for n, each in enumerate(odd)]
-    requests.append(waiting("gone", gone))
+    requests = [make_waiting_request(f"odd {n}", each) for n, each in enumerate(odd)]
+    requests.append(make_waiting_request("gone", gone))
     scheduler = SimpleNamespace(
         connector=kind(),
         finished_recving_kv_req_ids=set(),
@@ -261,12 +263,12 @@ def test_a_sender_is_judged_by_what_a_client_can_not_forge(
     together = threading.Barrier(20)
     refuses = transfers.is_refusing_connections
 
-    def asked(address: transfers.Address) -> bool:
+    def is_refusing_after_barrier(address: transfers.Address) -> bool:
         if address[1] == mute:  # one after the other would not get on
             together.wait()
         return refuses(address)
 
-    monkeypatch.setattr(transfers, "is_refusing_connections", asked)
+    monkeypatch.setattr(transfers, "is_refusing_connections", is_refusing_after_barrier)
     monkeypatch.setattr(transfers, "LOOKED_UP_S", 60.0)
     found = transfers.find_lost_loads()
     assert [proof.subject for proof in found if proof.client_message] == (
@@ -297,7 +299,7 @@ def test_an_act_that_found_no_step_does_not_run_later() -> None:
     assert (core.step_fn(), seen) == (1, [])
 
 
-def test_who_loses_by_the_end_of_a_thread_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_lost_by_a_dead_io_thread_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     monkeypatch.setattr(io_threads, "_deaths", {})
     io_threads.install_excepthook()
@@ -402,7 +404,7 @@ def test_a_message_that_can_t_be_encoded_is_sent_without_those_to_blame(
 
     core = Core()
 
-    def work() -> None:
+    def run_output_thread() -> None:
         try:
             core.process_output_sockets(["a"], None, 0)
         except TypeError as error:
@@ -411,7 +413,7 @@ def test_a_message_that_can_t_be_encoded_is_sent_without_those_to_blame(
     bad = One("b", what=object())
     for outputs in ([One("a"), bad, One("c")], [One("d")]):
         core.output_queue.put((0, Outputs(outputs)))
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=run_output_thread)
     thread.start()
     thread.join()
     assert io_threads._deaths["process_output_sockets"].requests == ("b",)
@@ -452,7 +454,7 @@ class EngineCoreProc:
                     return
 
 
-def test_what_is_sent_while_the_input_thread_is_dead_is_read_by_the_next_one(
+def test_messages_sent_while_the_input_thread_is_dead_are_read_later(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(
@@ -464,12 +466,12 @@ def test_what_is_sent_while_the_input_thread_is_dead_is_read_by_the_next_one(
     with zmq.Context() as context, context.socket(zmq.ROUTER) as front_end:
         front_end.bind(path)
 
-        def work() -> None:
+        def run_input_thread() -> None:
             with suppress(AssertionError):
                 core.process_input_sockets([path], None, threading.Event())
 
         for messages in ([b"a", b"bad", b"b", b"c"], [b"d", b"end"]):
-            thread = threading.Thread(target=work)
+            thread = threading.Thread(target=run_input_thread)
             thread.start()
             assert front_end.recv_multipart()[1] == b"ready"
             for message in messages:

@@ -30,12 +30,12 @@ def test_always_the_same_length(tmp_path: Path) -> None:
 
 
 def test_a_beat_that_is_too_long_goes_without_the_oldest_request(tmp_path: Path) -> None:
-    def long(sequence: int, now: float) -> Heartbeat:
+    def make_long_heartbeat(sequence: int, now: float) -> Heartbeat:
         return msgspec.structs.replace(
             beat(sequence, now), oldest_request_id="x" * 2000, unready="draining"
         )
 
-    heart = HeartbeatWriter(tmp_path / "1.beat", long)
+    heart = HeartbeatWriter(tmp_path / "1.beat", make_long_heartbeat)
     heart.write_heartbeat(7)
     shown = msgspec.json.decode(heart.path.read_bytes(), type=Heartbeat)
     assert (shown.sequence, shown.unready, shown.oldest_request_id) == (7, "draining", "")
@@ -100,10 +100,10 @@ def test_a_removed_directory_is_survived(tmp_path: Path) -> None:
 
 
 def test_a_beat_that_can_not_be_made_is_survived(tmp_path: Path) -> None:
-    def broken(sequence: int, now: float) -> Heartbeat:
+    def raise_attribute_error(sequence: int, now: float) -> Heartbeat:
         raise AttributeError("another shape")
 
-    heart = HeartbeatWriter(tmp_path / "1.beat", broken)
+    heart = HeartbeatWriter(tmp_path / "1.beat", raise_attribute_error)
     heart.write_heartbeat(1)
     assert heart.path.read_bytes() == b""
 
@@ -147,7 +147,7 @@ def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert progress.observe_scheduler(300.0)[3] == 0.0
 
 
-def test_who_arrives_and_gives_up_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_that_arrive_and_give_up_are_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under load there is always somebody."""
     scheduler, tokens = Scheduler(), 0
     monkeypatch.setattr(
@@ -215,12 +215,12 @@ def test_a_beat_that_can_not_be_made_is_told_once(
     monkeypatch.setattr(heartbeat, "BEAT_INTERVAL_S", 0.01)
     beats = 0
 
-    def broken(sequence: int, now: float) -> Heartbeat:
+    def raise_attribute_error(sequence: int, now: float) -> Heartbeat:
         nonlocal beats
         beats += 1
         raise AttributeError("another shape")
 
-    heart = HeartbeatWriter(tmp_path / "1.beat", broken)
+    heart = HeartbeatWriter(tmp_path / "1.beat", raise_attribute_error)
     heart.start()
     until(lambda: beats >= 5)
     heart.stop()

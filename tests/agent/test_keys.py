@@ -31,7 +31,7 @@ def keys(child: Any, *, reload: bool = False) -> ProcessKeys:
     return open_agent(child.process).fetch_keys(reload=reload)
 
 
-def held(child: Any) -> dict[str, str]:
+def fetch_key_statuses(child: Any) -> dict[str, str]:
     return {key.kid: key.status for key in keys(child).keys}
 
 
@@ -76,11 +76,11 @@ def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
     before = [keys(child).loaded_at for child in children]
     second = grow(path)
     for child in children:
-        until(lambda child=child: second.kid in held(child))  # type: ignore[misc]
+        until(lambda child=child: second.kid in fetch_key_statuses(child))  # type: ignore[misc]
     file.change_keyring(path, lambda ring: ring.promote(second.kid, time.time(), 3600))
     for child in children:
-        until(lambda child=child: held(child)[second.kid] == "primary")  # type: ignore[misc]
-        assert held(child)[first.kid] == "verify-only"
+        until(lambda child=child: fetch_key_statuses(child)[second.kid] == "primary")  # type: ignore[misc]
+        assert fetch_key_statuses(child)[first.kid] == "verify-only"
     assert all(keys(child).loaded_at != item for child, item in zip(children, before, strict=True))
 
 
@@ -92,21 +92,21 @@ def test_it_is_taken_at_once_when_asked_for(spawn: Spawn, path: Path) -> None:
         "keys._holder.last_fingerprint"
     )
     second = grow(path)
-    assert second.kid not in held(child)
+    assert second.kid not in fetch_key_statuses(child)
     assert second.kid in {key.kid for key in keys(child, reload=True).keys}
-    assert second.kid in held(child)
+    assert second.kid in fetch_key_statuses(child)
 
 
-def hurried(child: Any) -> Any:
+def check_keys_often(child: Any) -> Any:
     """A process that looks often, too, for tests of many looks."""
     child.run("from vllmops.agent import keys; keys.CHECK_S = 0.02; keys._holder.follow_file()")
     return child
 
 
 @pytest.mark.root_only
-def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, path: Path) -> None:
+def test_broken_keyring_file_is_reported_and_old_keys_stay(spawn: Spawn, path: Path) -> None:
     before = {grow(path, KeyStatus.PRIMARY).kid: "primary"}
-    child = hurried(spawn(VLLMOPS_KEYRING=str(path)))
+    child = check_keys_often(spawn(VLLMOPS_KEYRING=str(path)))
     wrongs: list[Callable[[bytes], object]] = [
         lambda content: path.write_bytes(content[:100]),
         lambda _: path.write_bytes(b""),
@@ -121,13 +121,13 @@ def test_what_is_wrong_with_the_file_changes_nothing_but_is_told(spawn: Spawn, p
         shown = keys(child)
         assert str(path) in shown.problem
         assert "hint: " in shown.problem
-        assert held(child) == before
+        assert fetch_key_statuses(child) == before
         time.sleep(0.1)
         # Once it is in order again, all is.
         path.unlink(missing_ok=True)
         file.locate_copy(path).replace(path)
         before[grow(path).kid] = "next"
-        until(lambda: held(child) == before)
+        until(lambda: fetch_key_statuses(child) == before)
         assert keys(child).problem == ""
     log = child.end()
     # More where it was looked at while a file was on its way.
@@ -139,11 +139,11 @@ def test_a_file_that_is_broken_from_the_start(spawn: Spawn, path: Path) -> None:
     path.chmod(0o600)
     child = spawn(VLLMOPS_KEYRING=str(path))
     assert "damaged" in keys(child).problem
-    assert held(child) == {}
+    assert fetch_key_statuses(child) == {}
     assert child.run("from vllmops.agent import keys; out = keys.get_keyring()") == "None"
     path.unlink()
     first = grow(path, KeyStatus.PRIMARY)
-    until(lambda: held(child) == {first.kid: "primary"})
+    until(lambda: fetch_key_statuses(child) == {first.kid: "primary"})
 
 
 def test_a_file_that_comes_later(spawn: Spawn, path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_file_that_comes_later(spawn: Spawn, path: Path) -> None:
     shown = keys(child)
     assert (shown.keys, shown.problem, shown.loaded_at) == ((), "", None)
     first = grow(path, KeyStatus.PRIMARY)
-    until(lambda: held(child) == {first.kid: "primary"})
+    until(lambda: fetch_key_statuses(child) == {first.kid: "primary"})
 
 
 def test_the_default_place(spawn: Spawn, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_the_default_place(spawn: Spawn, tmp_path: Path) -> None:
     home = tmp_path / "home"
     first = grow(home / "keyring.json", KeyStatus.PRIMARY)
     child = spawn()
-    assert held(child) == {first.kid: "primary"}
+    assert fetch_key_statuses(child) == {first.kid: "primary"}
     assert keys(child).keyring == str(home / "keyring.json")
 
 
@@ -181,7 +181,7 @@ def test_a_key_of_the_environment(spawn: Spawn) -> None:
     child = spawn(VLLM_RESPONSES_STATE_SIGNING_KEY=TEXT)
     shown = keys(child)
     assert (shown.source, shown.keyring, shown.problem) == ("environment", None, "")
-    assert list(held(child).values()) == ["primary"]
+    assert list(fetch_key_statuses(child).values()) == ["primary"]
     assert "vllmops-keys" not in child.run(THREADS)
 
 
@@ -263,7 +263,7 @@ def test_a_fork_holds_none(spawn: Spawn, path: Path) -> None:
 
 def test_it_never_waits_for_a_file_that_hangs(spawn: Spawn, path: Path) -> None:
     grow(path, KeyStatus.PRIMARY)
-    child = hurried(spawn(VLLMOPS_KEYRING=str(path)))
+    child = check_keys_often(spawn(VLLMOPS_KEYRING=str(path)))
     # A file system that hangs can't be had here: a stat that does is put in its place.
     child.run(
         "import threading, time; from vllmops.agent import keys; hangs = threading.Event()\n"
@@ -271,7 +271,7 @@ def test_it_never_waits_for_a_file_that_hangs(spawn: Spawn, path: Path) -> None:
     )
     assert child.run("out = hangs.wait(60)") == "True"
     child.run("for _ in range(1000): keys.get_keyring().primary")
-    assert list(held(child).values()) == ["primary"]
+    assert list(fetch_key_statuses(child).values()) == ["primary"]
 
 
 # -- SIGHUP ------------------------------------------------------------------------------------
@@ -293,7 +293,9 @@ asyncio.run(main())
 """
 
 
-def looping(path: Path, tmp_path: Path, loop: str = "", **options: Any) -> subprocess.Popen[str]:
+def start_loop_process(
+    path: Path, tmp_path: Path, loop: str = "", **options: Any
+) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "VLLMOPS_HOME": str(tmp_path / "h"),
@@ -313,7 +315,7 @@ def looping(path: Path, tmp_path: Path, loop: str = "", **options: Any) -> subpr
     return popen
 
 
-def socketed(popen: subprocess.Popen[str]) -> Any:
+def make_child(popen: subprocess.Popen[str]) -> Any:
     from vllmops.host.processes import Process
     from vllmops.host.roles import Role
 
@@ -326,15 +328,15 @@ def socketed(popen: subprocess.Popen[str]) -> Any:
 @pytest.mark.parametrize("loop", ["", "import uvloop; uvloop.install()"])
 def test_a_hangup_reloads_and_ends_nothing(path: Path, tmp_path: Path, loop: str) -> None:
     grow(path, KeyStatus.PRIMARY)
-    popen = looping(path, tmp_path, loop)
+    popen = start_loop_process(path, tmp_path, loop)
     try:
-        child = socketed(popen)
+        child = make_child(popen)
         second = grow(path)
         time.sleep(0.1)
-        assert second.kid not in held(child)
+        assert second.kid not in fetch_key_statuses(child)
         for _ in range(20):
             os.kill(popen.pid, signal.SIGHUP)
-        until(lambda: second.kid in held(child))
+        until(lambda: second.kid in fetch_key_statuses(child))
         assert popen.poll() is None
     finally:
         popen.kill()
@@ -351,7 +353,7 @@ def test_a_hangup_of_a_terminal_ends_it_as_ever(path: Path, tmp_path: Path) -> N
 
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
-    popen = looping(path, tmp_path, stdin=theirs, preexec_fn=control)
+    popen = start_loop_process(path, tmp_path, stdin=theirs, preexec_fn=control)
     os.close(theirs)
     os.close(ours)  # as a terminal window that is closed
     assert popen.wait(60) == -signal.SIGHUP

@@ -41,20 +41,20 @@ def finish(name):
 """
 
 
-def told(child: Any) -> AgentMemory:
+def fetch_memory(child: Any) -> AgentMemory:
     answer: AgentMemory = open_agent(child.process).fetch_memory()
     return answer
 
 
 def counts(child: Any) -> tuple[int, int, int]:
-    found = told(child).requests
+    found = fetch_memory(child).requests
     assert found is not None
     return found.alive_requests, found.finished_alive, found.known_requests
 
 
 def test_live_and_finished_requests(spawn: Spawn) -> None:
     child = spawn("VLLM::EngineCore", Role.ENGINE)
-    assert told(child).requests is None
+    assert fetch_memory(child).requests is None
     child.run(REQUEST)
     assert counts(child) == (0, 0, 0)
     child.run("add('a'); add('b'); add('c', keep=True)")
@@ -65,12 +65,12 @@ def test_live_and_finished_requests(spawn: Spawn) -> None:
     assert counts(child) == (3, 1, 1)
     child.run("finish('b'); del coming; gc.collect()")
     assert counts(child) == (0, 0, 0)
-    found = told(child).requests
+    found = fetch_memory(child).requests
     assert found is not None
     assert 0 <= found.late_s < 60
 
 
-def test_one_that_is_being_built_is_alive(spawn: Spawn) -> None:
+def test_request_under_construction_counts_as_alive(spawn: Spawn) -> None:
     child = spawn("VLLM::EngineCore", Role.ENGINE)
     child.run(REQUEST + "half = Request.__new__(Request); objects.track_object('request', half)")
     assert counts(child) == (1, 0, 0)
@@ -143,7 +143,7 @@ objects.track_object("responses", serving)
 def test_caches_and_the_store(spawn: Spawn) -> None:
     child = spawn()
     child.run(CACHES)
-    found = told(child)
+    found = fetch_memory(child)
     assert found.problems == ()
     assert [(item.kind, item.entries, item.bytes, item.is_own_memory) for item in found.caches] == [
         ("mm-lru", 0, 0, False),
@@ -158,10 +158,10 @@ def test_caches_and_the_store(spawn: Spawn) -> None:
     assert len(found.gc) == 3
 
 
-def test_what_has_another_shape_is_a_problem_in_words(spawn: Spawn) -> None:
+def test_objects_of_unknown_shape_are_reported_as_problems(spawn: Spawn) -> None:
     child = spawn()
     child.run(CACHES + "del serving.msg_store, holders[0]._cache._Cache__data")
-    found = told(child)
+    found = fetch_memory(child)
     assert found.store is None
     assert len(found.caches) == 5
     assert [item.split(":")[0] for item in found.problems] == [

@@ -32,22 +32,24 @@ def names(gathering: BackgroundCollector) -> set[str]:
 
 
 @pytest.fixture
-def over() -> Iterator[threading.Event]:
+def stop_event() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
 
 
-def test_a_scrape_waits_for_nothing_and_shows_what_was_gathered(over: threading.Event) -> None:
+def test_a_scrape_waits_for_nothing_and_shows_what_was_gathered(
+    stop_event: threading.Event,
+) -> None:
     go = threading.Event()
 
     def slow() -> tuple[MetricsSnapshot, int]:
-        while not go.wait(0.01) and not over.is_set():
+        while not go.wait(0.01) and not stop_event.is_set():
             pass
         go.clear()  # there is no second look
         return MetricsSnapshot(stall="likely"), 1
 
-    gathering = BackgroundCollector(slow, log.warning, over.wait)
+    gathering = BackgroundCollector(slow, log.warning, stop_event.wait)
     assert not gathering.describe()
     assert not names(gathering)
     go.set()
@@ -56,19 +58,19 @@ def test_a_scrape_waits_for_nothing_and_shows_what_was_gathered(over: threading.
     assert not names(gathering)  # it shows no present
 
 
-def test_nobody_scrapes_nothing_is_gathered(
-    over: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_metrics_are_collected_only_while_scraped(
+    stop_event: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = 0
 
-    def look() -> tuple[MetricsSnapshot, int]:
+    def take_snapshot() -> tuple[MetricsSnapshot, int]:
         nonlocal count
         count += 1
         return MetricsSnapshot(), 1
 
     monkeypatch.setattr(metrics, "LOOK_S", 0.01)
     monkeypatch.setattr(metrics, "SHARE", 100.0)
-    gathering = BackgroundCollector(look, log.warning, over.wait)
+    gathering = BackgroundCollector(take_snapshot, log.warning, stop_event.wait)
     assert count == 0
     gathering.collect()
     until(lambda: count > 2)
@@ -84,47 +86,49 @@ def test_nobody_scrapes_nothing_is_gathered(
 
 
 def test_an_error_is_reported_once_and_the_next_look_works(
-    over: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stop_event: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     looks = 0
 
-    def look() -> tuple[MetricsSnapshot, int]:
+    def fail_then_take_snapshot() -> tuple[MetricsSnapshot, int]:
         nonlocal looks
         looks += 1
         if looks < 4:
             raise KeyError("odd")
         return MetricsSnapshot(), 1
 
-    gathering = BackgroundCollector(look, log.warning, over.wait)
+    gathering = BackgroundCollector(fail_then_take_snapshot, log.warning, stop_event.wait)
     gathering.pause_s = 0.01
     until(lambda: names(gathering) == {"vllmops:stalled"})
     assert [record.message for record in caplog.records if "odd" in record.message][1:] == []
 
 
-def test_its_pause_follows_what_it_costs(
-    over: threading.Event, monkeypatch: pytest.MonkeyPatch
+def test_collection_interval_follows_its_cost(
+    stop_event: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent_s = 0.0
 
-    def look() -> tuple[MetricsSnapshot, int]:
+    def take_costly_snapshot() -> tuple[MetricsSnapshot, int]:
         nonlocal spent_s
         spent_s += 0.03
         return MetricsSnapshot(), 4
 
     clocks = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: spent_s)
     monkeypatch.setattr(metrics, "time", clocks)
-    gathering = BackgroundCollector(look, log.warning, over.wait)
+    gathering = BackgroundCollector(take_costly_snapshot, log.warning, stop_event.wait)
     gathering.collect()
     until(lambda: gathering.collected_at > 0)
     assert gathering.pause_s == pytest.approx(4 * metrics.LOOK_S)
     monkeypatch.setattr(metrics, "LOOK_S", 0.1)
-    other = BackgroundCollector(look, log.warning, over.wait)
+    other = BackgroundCollector(take_costly_snapshot, log.warning, stop_event.wait)
     other.collect()
     until(lambda: other.collected_at > 0)
     assert other.pause_s == pytest.approx(0.03 / metrics.SHARE)
 
 
-def sharing(place: Path, gather: Callable[[], tuple[MetricsSnapshot, int]]) -> BackgroundCollector:
+def make_shared_collector(
+    place: Path, gather: Callable[[], tuple[MetricsSnapshot, int]]
+) -> BackgroundCollector:
     """What gathers in one of several API servers, without a thread."""
     made = BackgroundCollector(gather, log.warning, locate_shared_file=lambda: place)
     made.pid = os.getpid()
@@ -146,12 +150,12 @@ def cpu_s(gathering: BackgroundCollector) -> list[float]:
 def test_a_counter_never_goes_down_whichever_api_server_is_scraped(tmp_path: Path) -> None:
     spent_s = itertools.count(1)
 
-    def look() -> tuple[MetricsSnapshot, int]:
+    def take_cpu_snapshot() -> tuple[MetricsSnapshot, int]:
         spent = next(spent_s)
         process = ProcessState(role="api", pid=7, create_time=0.0, state="S", cpu_s=spent)
         return MetricsSnapshot(processes=(process,)), 2
 
-    servers = [sharing(tmp_path / "told", look) for _ in range(2)]
+    servers = [make_shared_collector(tmp_path / "told", take_cpu_snapshot) for _ in range(2)]
     seen = []
     for _ in range(3):
         for server in servers:
@@ -161,9 +165,9 @@ def test_a_counter_never_goes_down_whichever_api_server_is_scraped(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["told"]
 
 
-def test_one_api_server_gathers_until_it_is_late(tmp_path: Path) -> None:
+def test_shared_samples_are_used_until_they_are_late(tmp_path: Path) -> None:
     place, now = tmp_path / "told", time.monotonic()
-    server = sharing(place, lambda: (MetricsSnapshot(), 2))
+    server = make_shared_collector(place, lambda: (MetricsSnapshot(), 2))
     assert not server.load_shared_samples()
     sample = ("repairs_total", 3.0, {"role": "api", "what": "cache"})
     tell(place, metrics.SharedSamples(1, now, 20.0, [sample]))
@@ -181,11 +185,11 @@ def test_one_api_server_gathers_until_it_is_late(tmp_path: Path) -> None:
 def test_a_broken_shared_file_hides_nothing(tmp_path: Path, content: bytes) -> None:
     place = tmp_path / "told"
     place.write_bytes(content)
-    server = sharing(place, lambda: (MetricsSnapshot(), 2))
+    server = make_shared_collector(place, lambda: (MetricsSnapshot(), 2))
     assert not server.load_shared_samples()
     server.collect_samples()
     assert names(server) == {"vllmops:stalled"}
-    alone = sharing(tmp_path / "no folder" / "told", server.gather)
+    alone = make_shared_collector(tmp_path / "no folder" / "told", server.gather)
     with pytest.raises(FileNotFoundError):
         alone.collect_samples()
     assert names(alone) == {"vllmops:stalled"}
@@ -211,12 +215,12 @@ def test_in_the_registries_that_vllm_scrapes(
     child = spawn("VLLM::APIServer_0", **more)
     child.run(SCRAPE)
 
-    def shown() -> str:
+    def scrape_metrics() -> str:
         child.run("out = scrape()")
         text: str = child.run("out = scrape()")
         return text if "vllmops:agents{" in text else ""
 
-    text = until(shown)
+    text = until(scrape_metrics)
     assert text.count("# TYPE vllmops:processes gauge") == 1
     assert 'vllmops:stalled{certainty="sure"} 0.0' in text
     remembers = "prometheus_client.openmetrics.exposition.escape_label_name.cache_info().hits > 0"

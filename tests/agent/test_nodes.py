@@ -18,7 +18,7 @@ from ..support.ports import free_port
 HOST = "127.0.0.1"
 
 
-def test_whoever_says_nothing_keeps_nobody_out(
+def test_silent_connections_do_not_block_other_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     token, port = tmp_path / "token", free_port()

@@ -69,7 +69,7 @@ sys.modules[__name__] = _real
         ({"cache": "from other import Cache"}, None),
     ],
 )
-def test_where_a_class_is_defined(
+def test_find_defining_module_follows_aliases_and_imports(
     tree: Callable[..., None], modules: dict[str, str], found: str | None
 ) -> None:
     tree(**modules)

@@ -61,7 +61,7 @@ def engine(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> Child:
     return child
 
 
-def kept(child: Child) -> list[Path]:
+def list_recordings(child: Child) -> list[Path]:
     return sorted(child.home.glob(f"agents/*{steps.SUFFIX}"))
 
 
@@ -228,7 +228,7 @@ def test_fast_steps_share_a_record(engine: Child) -> None:
     assert found.steps[-1].number + found.steps[-1].steps - 1 == 7700
 
 
-def test_of_steps_in_one_record_the_largest_tells_its_size(engine: Child) -> None:
+def test_record_of_several_steps_keeps_the_largest_usage(engine: Child) -> None:
     """The last step of a request schedules nothing, and its KV blocks are free."""
 
     def together() -> list[steps.Step]:  # a busy machine may take its time between them
@@ -249,7 +249,7 @@ def test_the_agent_tells_them_too(engine: Child) -> None:
     engine.run("step()")
     answer = open_agent(engine.process).fetch_recording()
     assert [step.number for step in answer.steps] == [4701]
-    (path,) = kept(engine)
+    (path,) = list_recordings(engine)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -298,13 +298,13 @@ def test_a_scheduler_of_somebody_s_own_makes_progress(
 def test_a_fork_leaves_the_parents_recording_alone(engine: Child) -> None:
     engine.run("step()")
     engine.run("pid = os.fork()\nif not pid: step(); os._exit(0)\nos.waitpid(pid, 0); step()")
-    assert len(kept(engine)) == 2
+    assert len(list_recordings(engine)) == 2
     assert [step.number for step in after(engine).steps] == [4701, 4702]
 
 
 def test_the_newest_recordings_stay_for_a_day(engine: Child, tmp_path: Path) -> None:
     engine.run("step()")
-    (live,) = kept(engine)
+    (live,) = list_recordings(engine)
     now = time.time()
     ended = [live.with_name(f"{number}-1{steps.SUFFIX}") for number in range(900, 912)]
     for age, path in enumerate(ended, 1):
@@ -316,7 +316,7 @@ def test_the_newest_recordings_stay_for_a_day(engine: Child, tmp_path: Path) -> 
     link = live.with_name(f"2-1{steps.SUFFIX}")
     link.symlink_to(tmp_path / "other")
     recorder.remove_old_recordings(live.parent)
-    assert set(kept(engine)) == {live, fifo, link, *ended[: recorder.KEPT]}
+    assert set(list_recordings(engine)) == {live, fifo, link, *ended[: recorder.KEPT]}
     os.utime(ended[0], (now - 90_000,) * 2)
     recorder.remove_old_recordings(live.parent)
     assert not ended[0].exists()
@@ -325,7 +325,7 @@ def test_the_newest_recordings_stay_for_a_day(engine: Child, tmp_path: Path) -> 
 
 def test_a_reader_takes_no_other_file(engine: Child, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.run("step()")
-    (path,) = kept(engine)
+    (path,) = list_recordings(engine)
     pid = str(engine.process.pid)
     engine.kill()
     path.chmod(0o622)
@@ -363,7 +363,7 @@ recorder.find_standing = service.find_standing = standing
 """
 
 
-def test_each_rank_has_its_own_also_one_that_died_alone(spawn: Spawn) -> None:
+def test_every_rank_has_a_recording_even_a_killed_one(spawn: Spawn) -> None:
     ranks = [spawn() for _ in range(3)]
     for rank, child in enumerate(ranks):
         child.run(SCHEDULER)

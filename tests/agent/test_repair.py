@@ -24,7 +24,7 @@ from vllmops.agent import objects, repair
 repair.ATTEMPTS = 10_000  # on a busy machine a thread may stay where it is for long
 sys.path.insert(0, {root!r})
 from tests.support import modules
-module = sys.modules["vllm.utils.cache"] = modules.lru_module(modules.installed())
+module = sys.modules["vllm.utils.cache"] = modules.lru_module(modules.locate_installed_vllm())
 class LruKeyReplicatedReceiverCache(SimpleNamespace): pass
 class LruKeyReplicatedSenderCache(SimpleNamespace): pass
 cache = module.LRUCache({capacity}, getsizeof=lambda value: value)
@@ -71,7 +71,7 @@ def test_a_healthy_cache_comes_out_untouched(child: Callable[..., Any]) -> None:
     assert process.run("out = state()") == before
 
 
-def test_each_fault_is_repaired_and_nothing_else(child: Callable[..., Any]) -> None:
+def test_repair_fixes_every_defect_and_nothing_else(child: Callable[..., Any]) -> None:
     process = child()
     process.run(GHOSTS.format(ghosts=3))
     process.run("del order['k5'], order['k6']")

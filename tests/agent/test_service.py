@@ -125,7 +125,7 @@ def test_stays_out_of_a_model_inspection(tmp_path: Path) -> None:
     "fault",
     ["lax", "long", "file", pytest.param("foreign", marks=pytest.mark.root_only), "unwritable"],
 )
-def test_what_hinders_it_is_logged_and_harms_nothing(
+def test_agent_that_can_not_start_logs_why_and_harms_nothing(
     spawn: Spawn, tmp_path: Path, fault: str
 ) -> None:
     home, directory = tmp_path / "h", tmp_path / "h" / "agents"

@@ -46,7 +46,7 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider.shutdown()
 
 
-def asked(work: Any, *headers: tuple[bytes, bytes]) -> None:
+def run_in_request(work: Any, *headers: tuple[bytes, bytes]) -> None:
     """Does some work in an HTTP request."""
 
     async def answer(scope: Any, receive: Any, send: Any) -> None:
@@ -70,7 +70,7 @@ def by_name(exporter: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     return {span.name: span for span in exporter.get_finished_spans()}
 
 
-def stored() -> Response:
+def make_response() -> Response:
     return Response(
         id=ID, owner=OWNER, model="m", status="completed", body=b'{"output":[]}', input=b'["hi"]'
     )
@@ -81,14 +81,14 @@ def test_the_store_below_the_request_below_the_clients_span(spans: InMemorySpanE
     tracing.start_tracing(backend)
     given: dict[str, str] = {}
 
-    async def work() -> None:
+    async def use_store() -> None:
         async with ResponseStore(backend) as store:
-            await store.create(stored())
+            await store.create(make_response())
             assert await store.get(OWNER, ID)
             assert await store.get(OWNER, "resp_none") is None
             given.update(tracing.make_trace_headers() or {})
 
-    asked(work, parent())
+    run_in_request(use_store, parent())
     found = by_name(spans)
     request = found["POST /v1/responses/{response_id}"]
     assert request.parent
@@ -110,7 +110,7 @@ def test_the_store_below_the_request_below_the_clients_span(spans: InMemorySpanE
     assert all(ID not in span.to_json() and OWNER not in span.to_json() for span in found.values())
 
 
-def test_what_lasts_longer_than_its_request_has_its_spans(spans: InMemorySpanExporter) -> None:
+def test_work_that_outlasts_its_request_still_has_spans(spans: InMemorySpanExporter) -> None:
     backend = Memory("memory://", Limits())
     tracing.start_tracing(backend)
 
@@ -119,7 +119,7 @@ def test_what_lasts_longer_than_its_request_has_its_spans(spans: InMemorySpanExp
 
         async def later() -> None:
             await asyncio.sleep(0.02)
-            await backend.create(stored())
+            await backend.create(make_response())
 
         async def answer(scope: Any, receive: Any, send: Any) -> None:
             tasks.append(asyncio.create_task(later()))
@@ -140,11 +140,11 @@ def test_an_error_is_named_and_not_quoted(spans: InMemorySpanExporter) -> None:
     backend = Failing("memory://", Limits())
     tracing.start_tracing(backend)
 
-    async def work() -> None:
+    async def fail_to_delete() -> None:
         with pytest.raises(OSError, match=SECRET):
             await backend.delete(OWNER, ID)
 
-    asked(work)
+    run_in_request(fail_to_delete)
     span = by_name(spans)["vllmops.store.delete"]
     assert span.attributes
     assert span.attributes["error.type"] == "OSError"
@@ -159,7 +159,7 @@ def test_carriers(spans: InMemorySpanExporter) -> None:
     ring = make_single_key_ring(generate_secret())
     text: list[str] = []
 
-    async def work() -> None:
+    async def seal_and_open_carriers() -> None:
         made = await sealing.seal_carrier(
             [{"role": "user", "content": SECRET}],
             9,
@@ -176,7 +176,7 @@ def test_carriers(spans: InMemorySpanExporter) -> None:
                 RequestCarrier(made[:-9], 0, "input"), ring, model="m", owner=OWNER
             )
 
-    asked(work, parent())
+    run_in_request(seal_and_open_carriers, parent())
     seal, opened, refused = [
         span for span in spans.get_finished_spans() if span.name.startswith("vllmops.carrier")
     ]
@@ -198,14 +198,14 @@ def test_without_a_request_and_with_a_trace_that_is_not_sampled_there_are_none(
 ) -> None:
     backend = Memory("memory://", Limits())
     tracing.start_tracing(backend)
-    asyncio.run(backend.create(stored()))
+    asyncio.run(backend.create(make_response()))
     provider = TracerProvider(sampler=ALWAYS_OFF)
     monkeypatch.setattr(tracing, "_tracer", provider.get_tracer("vllmops"))
 
-    async def work() -> None:
+    async def get_response() -> None:
         assert await backend.get(EVERYBODY, ID)
 
-    asked(work)
+    run_in_request(get_response)
     assert not spans.get_finished_spans()
 
 

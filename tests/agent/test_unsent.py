@@ -32,7 +32,7 @@ class AsyncLLM:
 @pytest.mark.parametrize(
     "fields", [{"request_id": "cmpl-\ud800"}, {"stop": "\ud800"}, {"xargs": {"a": 1 << 70}}]
 )
-def test_what_can_not_be_sent_is_not_waited_for(fields: Any) -> None:
+def test_request_that_can_not_be_sent_is_forgotten(fields: Any) -> None:
     module: Any = SimpleNamespace(AsyncLLM=type("AsyncLLM", (AsyncLLM,), dict(vars(AsyncLLM))))
     unsent.hook_front_end(module)
     unsent.hook_front_end(module)

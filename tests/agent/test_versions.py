@@ -37,7 +37,7 @@ def start(process: Vllm) -> None:
 def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
     process = vllm(version)
     start(process)
-    found: Any = process.run("out = everything()")
+    found: Any = process.run("out = drive_features()")
     name: Any = process.run("import vllm; out = vllm.__version__")
     if WRITE:
         table = json.loads(TABLE.read_text())
@@ -45,7 +45,7 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
         TABLE.write_text(json.dumps(table, indent=1) + "\n")
         features.load_tested_versions.cache_clear()
     assert found == features.load_tested_versions()[name].results
-    assert process.run("out = healed()") == "works"
+    assert process.run("out = check_healing()") == "works"
     assert process.run("out = left_out()") == [
         [{"type": "input_image", "image_url": "data:,", "detail": "auto"}],
         "no type",
@@ -81,7 +81,7 @@ out = out.count("# TYPE vllmops:stalled gauge"), objects.problems
     ("version", "several"),
     combinations([*ENDS, INSTALLED, *(MINORS[1:-1] if EVERYTHING else ())], [False, True]),
 )
-def test_what_it_scrapes_has_the_servers_state(
+def test_scraped_metrics_contain_the_servers_state(
     vllm: Callable[[str], Vllm], version: str, several: bool
 ) -> None:
     process = vllm(version)
@@ -125,20 +125,22 @@ logging.getLogger("vllm.vllmops").addHandler(handler)
 def made_up(process: Vllm, tmp_path: Path) -> Iterator[Callable[..., Vllm]]:
     """Makes the process one of a made-up version; until the test ends."""
 
-    def of(names: dict[str, str], moved: dict[str, str], *, shims: bool = False) -> Vllm:
+    def load_made_up_version(
+        names: dict[str, str], moved: dict[str, str], *, shims: bool = False
+    ) -> Vllm:
         place = rewritten(tmp_path, names, moved, shims=shims)
         assert process.run(str(place)) == "up"
         start(process)
         process.run(LOG)
         return process
 
-    yield of
+    yield load_made_up_version
     process.send("\n")
 
 
-def test_what_a_later_version_calls_otherwise_is_off(made_up: Callable[..., Vllm]) -> None:
+def test_features_renamed_by_a_later_version_are_off(made_up: Callable[..., Vllm]) -> None:
     process = made_up(RENAMED, ELSEWHERE)
-    found: Any = process.run("out = everything()")
+    found: Any = process.run("out = drive_features()")
     assert isinstance(found, dict), found
     assert {name: found[name].partition(":")[0] for name in features.FEATURES} == dict.fromkeys(
         features.FEATURES, "off"
@@ -170,8 +172,8 @@ def test_a_class_of_another_shape_keeps_its_routes_and_its_store(
     start(process)
     if given:  # the operator has the last word
         process.run(f"os.environ['VLLM_ENABLE_RESPONSES_API_STORE'] = {given!r}")
-    process.run("cls = imported('responses'); del cls.responses_full_generator")
-    found: Any = process.run("out = everything()")
+    process.run("cls = import_symbol('responses'); del cls.responses_full_generator")
+    found: Any = process.run("out = drive_features()")
     assert [name for name, result in found.items() if result.startswith("off")] == ["responses"]
     assert process.run("out = cls.__module__, cls.__name__") == (
         "vllm.entrypoints.openai.responses.serving",
@@ -184,7 +186,7 @@ def test_a_class_of_another_shape_keeps_its_routes_and_its_store(
 
 def test_hooks_follow_shims(made_up: Callable[..., Vllm]) -> None:
     process = made_up({}, MOVED, shims=True)
-    found: Any = process.run("out = everything()")
+    found: Any = process.run("out = drive_features()")
     assert found == features.load_tested_versions()[NEWEST_BUILD].results
     assert process.run("out = objects.problems") == []
     assert process.run("out = lines") == [

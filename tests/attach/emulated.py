@@ -93,7 +93,7 @@ def guest(folder: Path) -> tuple[Path, Path]:
     return next(boot.glob("vmlinuz-*")), archive
 
 
-def booted(kernel: Path, archive: Path) -> str:
+def boot_guest(kernel: Path, archive: Path) -> str:
     """Boot the guest until it turns itself off; what it printed."""
     qemu = ["qemu-system-aarch64", "-machine", "virt", "-cpu", "max,pauth-impdef=on", "-smp", "2"]
     qemu += ["-m", str(MEMORY_MIB), "-nographic", "-nic", "none", "-no-reboot"]
@@ -116,4 +116,4 @@ def run(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    print(booted(*guest(Path(sys.argv[1]))))
+    print(boot_guest(*guest(Path(sys.argv[1]))))

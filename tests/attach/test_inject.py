@@ -94,7 +94,7 @@ def program() -> Iterator[Program]:
     made.process.kill()
 
 
-def injected(target: inject.PythonProcess, tid: int, code: str) -> float:
+def inject_in_thread(target: inject.PythonProcess, tid: int, code: str) -> float:
     """In a thread of its own, as it is to be called."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(inject.inject_code, target, tid, code).result()
@@ -110,19 +110,19 @@ def test_every_kind_of_wait_goes_on(program: Program, tmp_path: Path) -> None:
         if name == "sleep":
             continue
         assert program.target.is_idle(tid), name
-        injected(program.target, tid, f"open({str(file)!r}, 'a').write('{name} {tid}\\n')")
+        inject_in_thread(program.target, tid, f"open({str(file)!r}, 'a').write('{name} {tid}\\n')")
         until(partial(says, file, f"{name} {tid}\n"))
     assert program.end() == dict.fromkeys(program.tids, True)
 
 
 def test_the_thread_is_stopped_for_less_than_a_second(program: Program) -> None:
-    assert injected(program.target, program.tids["get"], "pass") < 1
+    assert inject_in_thread(program.target, program.tids["get"], "pass") < 1
 
 
 def test_the_borrowed_thread_runs_it(program: Program, tmp_path: Path) -> None:
     file, tid = tmp_path / "told", program.tids["get"]
     code = f"import threading; open({str(file)!r}, 'w').write(str(threading.get_native_id()))"
-    injected(program.target, tid, code)
+    inject_in_thread(program.target, tid, code)
     assert until(lambda: file.exists() and file.read_text()) == str(tid)
 
 
@@ -132,18 +132,18 @@ def test_many_times(program: Program, tmp_path: Path) -> None:
         name = list(program.tids)[number % 6]
         code = f"open({str(file)!r}, 'a').write('.'); sum(x * 0.5 for x in range(1000))"
         until(partial(program.target.is_idle, program.tids[name]))
-        injected(program.target, program.tids[name], code)
+        inject_in_thread(program.target, program.tids[name], code)
     until(lambda: len(file.read_text()) == 100)
     assert program.end() == dict.fromkeys(program.tids, True)
 
 
 def test_an_exception_harms_nothing(program: Program) -> None:
-    injected(program.target, program.tids["get"], "1 / 0")
+    inject_in_thread(program.target, program.tids["get"], "1 / 0")
     time.sleep(0.1)
     assert program.end() == dict.fromkeys(program.tids, True)
 
 
-def killed(step: int, target: inject.PythonProcess, tid: int, code: str) -> int:
+def kill_during_injection(step: int, target: inject.PythonProcess, tid: int, code: str) -> int:
     """Have a fork inject, and die right before its N-th ptrace(2), or right after the last."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -169,7 +169,10 @@ def test_killed_at_any_step_it_leaves_the_process_running(program: Program, tmp_
     code = f"open({str(file)!r}, 'a').write('.')"
     for step in range(CALLS + 1):
         until(partial(program.target.is_idle, program.tids["epoll"]))
-        assert killed(step, program.target, program.tids["epoll"], code) == -signal.SIGKILL
+        assert (
+            kill_during_injection(step, program.target, program.tids["epoll"], code)
+            == -signal.SIGKILL
+        )
     # Whoever has set the registers has done it all.
     until(lambda: file.exists() and file.read_text())
     states = Path(f"/proc/{program.process.pid}/status").read_text()
@@ -187,7 +190,7 @@ def test_a_running_thread_is_left_alone(program: Program) -> None:
         target = inject.PythonProcess(spin.pid)
         assert not target.is_idle(spin.pid)
         with pytest.raises(BusyError):
-            injected(target, spin.pid, "1 / 0")
+            inject_in_thread(target, spin.pid, "1 / 0")
         until(lambda: Path(f"/proc/{spin.pid}/stat").read_text().split()[2] == "R")
     finally:
         spin.kill()
@@ -198,7 +201,7 @@ def test_a_process_without_python_is_refused() -> None:
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
         with pytest.raises(VllmopsError) as error:
-            injected(inject.PythonProcess(sleeper.pid), sleeper.pid, "1")
+            inject_in_thread(inject.PythonProcess(sleeper.pid), sleeper.pid, "1")
         assert error.value.code == "attach.not-python"
     finally:
         sleeper.kill()
@@ -245,7 +248,7 @@ def in_call(pid: int, tid: int, number: int) -> bool:
     return words[0] == str(number)
 
 
-def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> None:
+def test_injection_checks_the_wait_again_after_stopping_the_thread(start: Any) -> None:
     """Who looked before may have seen another wait."""
     process, tid = start(LOCKED)
     until(lambda: in_call(process.pid, tid, inject.MACHINE.FUTEX))
@@ -253,7 +256,7 @@ def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> 
     assert not target.is_idle(tid)
     for _ in range(3):
         with pytest.raises(BusyError):
-            injected(target, tid, "1 / 0")
+            inject_in_thread(target, tid, "1 / 0")
     process.communicate("\n", timeout=60)
     assert process.returncode == 0
 
@@ -272,11 +275,13 @@ def test_what_it_waits_for_is_looked_at_again_once_it_is_stopped(start: Any) -> 
         (2**64 - 1, 128, 0, False),  # in no system call
     ],
 )
-def test_what_is_harmless(number: int, operation: int, value: int, harmless: bool) -> None:
+def test_harmless_waits_are_recognized(
+    number: int, operation: int, value: int, harmless: bool
+) -> None:
     assert inject._is_harmless_wait(number, operation, value) is harmless
 
 
-def dead(program: Program) -> bool:
+def has_thread_ended(program: Program) -> bool:
     """Whether the thread that is traced has ended."""
     stat = Path(f"/proc/{program.process.pid}/task/{program.tids['get']}/stat")
     try:
@@ -295,16 +300,16 @@ def test_a_process_that_dies_meanwhile(program: Program, monkeypatch: pytest.Mon
             nonlocal left
             if not left:
                 target.process.kill()  # it is reaped once its tracer is gone
-                until(partial(dead, target))
+                until(partial(has_thread_ended, target))
             left -= 1
             real(*args, **kwargs)
 
         monkeypatch.setattr(trace, "ptrace", ptrace)
         if step < CALLS - 1:
             with pytest.raises(BusyError):
-                injected(item.target, item.tids["get"], "pass")
+                inject_in_thread(item.target, item.tids["get"], "pass")
         else:  # all was done
-            injected(item.target, item.tids["get"], "pass")
+            inject_in_thread(item.target, item.tids["get"], "pass")
         item.process.communicate()
         monkeypatch.setattr(trace, "ptrace", real)
 
@@ -346,12 +351,12 @@ def test_vector_registers_are_as_they_were(start: Any, tmp_path: Path) -> None:
     until(lambda: in_call(process.pid, tid, number))
     file = tmp_path / "told"
     line = f"import ctypes; open({str(file)!r}, 'w').write(str(sum(x * 0.1 for x in range(9999))))"
-    injected(inject.PythonProcess(process.pid), tid, line)
+    inject_in_thread(inject.PythonProcess(process.pid), tid, line)
     until(file.exists)
     assert process.communicate(timeout=60)[0] == "1\n"
 
 
-def stopped(program: Program, act: Callable[[int], Any]) -> Any:
+def run_while_stopped(program: Program, act: Callable[[int], Any]) -> Any:
     tid = program.tids["get"]
 
     def stop() -> Any:
@@ -367,16 +372,16 @@ def stopped(program: Program, act: Callable[[int], Any]) -> Any:
         return pool.submit(stop).result()
 
 
-def extended(tid: int, room: int = x86.XSTATE_BYTES) -> bytes:
+def read_extended_state(tid: int, room: int = x86.XSTATE_BYTES) -> bytes:
     return trace.read_registers(tid, x86.NT_X86_XSTATE, room)
 
 
 @pytest.mark.skipif(inject.MACHINE is not x86, reason="its extended state")
 def test_no_state_is_cut_off(program: Program) -> None:
-    whole = stopped(program, extended)
+    whole = run_while_stopped(program, read_extended_state)
     assert len(whole) < x86.XSTATE_BYTES
     for room in (576, len(whole) - 64, len(whole), len(whole) + 8):
-        assert stopped(program, partial(extended, room=room)) == whole
+        assert run_while_stopped(program, partial(read_extended_state, room=room)) == whole
 
 
 def amx(used: int, tiles: bytes = bytes(8192)) -> bytes:

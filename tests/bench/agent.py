@@ -62,7 +62,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         limit = Limit(1, 100) if wide else Limit(1, 20)
         yield figure(values, role, f"memory of its own (USS), {role}", "MB", limit)
     for case, most in LIMITS.items():
-        yield told(setting, values, case, most)
+        yield make_request_figure(setting, values, case, most)
     spent = values[AGENT, "threads"]
     yield Figure(
         "the agent's threads, meanwhile",
@@ -82,7 +82,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         yield Figure(name, "s", of, "stacks dump", other, Limit(0, seconds), len(taken))
 
 
-def told(setting: Setting, values: Values, case: Case, limit: float) -> Figure:
+def make_request_figure(setting: Setting, values: Values, case: Case, limit: float) -> Figure:
     """What requests feel of the agent's hooks; and of its threads, as if all of them waited."""
     hooked, one, other = (values[name, f"request {case}"] for name in BLOCKS)
     bare = list(map(math.sqrt, map(operator.mul, one, other)))
@@ -151,7 +151,7 @@ def requests(setting: Setting, server: Server, values: Values) -> None:
         (tokens, connections): [server.request(PATH, body(tokens))] * (BURST * connections)
         for tokens, connections in LIMITS
     }
-    with switched(setting, server) as switch:
+    with open_hook_switch(setting, server) as switch:
 
         def block(name: str, case: Case) -> float:
             switch(name == HOOKED)
@@ -173,7 +173,7 @@ def body(tokens: int) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def switched(setting: Setting, server: Server) -> Iterator[Callable[..., float]]:
+def open_hook_switch(setting: Setting, server: Server) -> Iterator[Callable[..., float]]:
     """Yields what takes the agent's hooks away in all processes, or its metrics alone.
 
     It takes whether to have the hooks, and the metrics with them, and returns the seconds of CPU

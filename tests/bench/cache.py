@@ -12,7 +12,7 @@ from typing import Any
 
 from vllmops.demo.inputs import make_chat_request
 
-from .figure import Figure, Limit, interleaved
+from .figure import Figure, Limit, interleave_measurements
 from .setting import IMAGES, VLLMOPS, Server, Setting
 
 PATH = "/v1/chat/completions"
@@ -65,7 +65,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
             return 0.0
 
         server.load(bodies, CONNECTIONS)
-        interleaved(rounds, {name: partial(block, name) for name in taken})
+        interleave_measurements(rounds, {name: partial(block, name) for name in taken})
     of = {name: statistics.quantiles(item, n=20)[-1] for name, item in taken.items()}
     yield Figure(
         "request p95, cache inspect --watch --interval 1",

@@ -20,7 +20,7 @@ from vllmops.agent.responses import compaction
 from vllmops.keys import carrier
 from vllmops.keys.ring import KeyRing, generate_secret, make_single_key_ring
 
-from .figure import Figure, Limit, interleaved, paired
+from .figure import Figure, Limit, interleave_measurements, make_paired_figure
 from .setting import Setting
 
 MODEL, OWNER = "demo", "0" * 64
@@ -32,18 +32,26 @@ def measure(setting: Setting) -> Iterator[Figure]:
     ring, rounds = make_single_key_ring(generate_secret()), 4 if setting.short else 40
     long = history(LARGE)
     opened, sealed = partial(unseal, ring), partial(seal, ring)
-    yield compared("seal 1 MB", rounds, partial(sealed, long), partial(raw_seal, long), setting)
+    yield compare_seconds(
+        "seal 1 MB", rounds, partial(sealed, long), partial(raw_seal, long), setting
+    )
     text, raw = sealed(long), raw_seal(long)
-    yield compared("open 1 MB", rounds, partial(opened, text), partial(raw_open, raw), setting)
+    yield compare_seconds(
+        "open 1 MB", rounds, partial(opened, text), partial(raw_open, raw), setting
+    )
     left = partial(sealed_compaction, ring, long)
     name = "seal a compaction that leaves 1 MB"
-    yield compared(name, rounds, left, partial(sealed, long), setting, "a carrier of 1 MB", 1.05)
+    yield compare_seconds(
+        name, rounds, left, partial(sealed, long), setting, "a carrier of 1 MB", 1.05
+    )
     short = history(TURNS * 1_000)
 
     def turn() -> None:
         opened(sealed(short))
 
-    times = interleaved(rounds, {"turn": partial(seconds, turn), "nothing": partial(seconds, int)})
+    times = interleave_measurements(
+        rounds, {"turn": partial(seconds, turn), "nothing": partial(seconds, int)}
+    )
     yield Figure(
         f"what a turn pays, after {TURNS} turns of 1 KB",
         "s",
@@ -98,7 +106,7 @@ def raw_open(text: bytes) -> Any:
     return json.loads(zlib.decompress(KEY.decrypt(NONCE, base64.urlsafe_b64decode(text), b"")))
 
 
-def compared(
+def compare_seconds(
     name: str,
     rounds: int,
     ours: Callable[[], object],
@@ -107,8 +115,10 @@ def compared(
     rival: str = "json, zlib, AES-GCM and base64",
     most: float = 1.5,
 ) -> Figure:
-    times = interleaved(rounds, {"ours": partial(seconds, ours), "raw": partial(seconds, raw)})
-    return paired(name, times["ours"], rival, times["raw"], most, short=setting.short)
+    times = interleave_measurements(
+        rounds, {"ours": partial(seconds, ours), "raw": partial(seconds, raw)}
+    )
+    return make_paired_figure(name, times["ours"], rival, times["raw"], most, short=setting.short)
 
 
 def seconds(act: Callable[[], object]) -> float:

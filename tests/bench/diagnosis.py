@@ -161,7 +161,10 @@ def report(folder: Path, say: Callable[[str], None] = output.print_to_stderr) ->
             ("phase", case.phase, case.is_phase_right),
         ):
             if told and not right:
-                say(f"{what}: {case.name}: {', '.join(sorted(told))}; answers {_told(case, what)}")
+                say(
+                    f"{what}: {case.name}: {', '.join(sorted(told))}; answers "
+                    f"{_render_first_finding(case, what)}"
+                )
     alarms = [case for case in found if case.is_false_alarm]
     say(f"{len(found)} texts: {len(hangs)} hangs, {len(found) - len(hangs)} others")
     say(f"first: {count(case.is_within(1) for case in hangs)}")
@@ -177,7 +180,7 @@ def report(folder: Path, say: Callable[[str], None] = output.print_to_stderr) ->
     return not alarms
 
 
-def _told(case: Case, what: str) -> str:
+def _render_first_finding(case: Case, what: str) -> str:
     """What the first answer says of the root or the phase."""
     first = case.found.findings[0] if case.found.findings else None
     return ((first.subject if what == "root" else first.phase) if first else "") or "none"

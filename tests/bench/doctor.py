@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from .figure import Figure, Limit, interleaved, medians
+from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import VLLMOPS, Setting
 
 DUMP_BYTES = 1_000_000
@@ -26,7 +26,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
         "paste": partial(setting.cpu_seconds, VLLMOPS, "stacks", "explain", str(PASTE)),
         "long": partial(setting.cpu_seconds, VLLMOPS, "stacks", "explain", str(long)),
     }
-    values = interleaved(2 if setting.short else 30, targets)
+    values = interleave_measurements(2 if setting.short else 30, targets)
     of = medians(values)
     room = 3.0 if setting.short else 1.0
     yield Figure(

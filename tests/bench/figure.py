@@ -21,7 +21,7 @@ class Limit:
     times: float = 1.0
     plus: float = 0.0
 
-    def of(self, rival: float) -> float:
+    def compute_bound(self, rival: float) -> float:
         return self.times * rival + self.plus
 
 
@@ -60,7 +60,7 @@ class Figure:
     @property
     def bound(self) -> float:
         """The limit as a value."""
-        return self.limit.of(self.rival_value)
+        return self.limit.compute_bound(self.rival_value)
 
     @property
     def holds(self) -> bool:
@@ -72,7 +72,9 @@ class Figure:
         return {**vars(self), "limit": vars(self.limit), **derived}
 
 
-def interleaved(rounds: int, targets: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
+def interleave_measurements(
+    rounds: int, targets: Mapping[str, Callable[[], float]]
+) -> dict[str, list[float]]:
     """Measure every target once a round, by turns forwards and backwards: A B C C B A …
 
     What changes slowly on the machine then falls on all of them alike.
@@ -110,7 +112,7 @@ def ratio(values: Sequence[float], rivals: Sequence[float]) -> tuple[float, floa
     return math.exp(middle(logs)), math.exp(found.low), math.exp(found.high)
 
 
-def paired(
+def make_paired_figure(
     name: str,
     values: Sequence[float],
     rival: str,

@@ -8,7 +8,7 @@ from functools import partial
 
 from ..support import herd
 from ..support.fleet import TOKEN, token_file
-from .figure import Figure, Limit, interleaved, medians
+from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import PYTHON, VLLMOPS, Setting
 
 SERVERS = 50
@@ -29,7 +29,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
             "one": partial(setting.seconds, VLLMOPS, *command, "-t", urls[0], *token),
             "all": partial(setting.seconds, VLLMOPS, *command, "-t", f"@{listed}", *token),
         }
-        values = interleaved(1 if setting.short else 10, targets)
+        values = interleave_measurements(1 if setting.short else 10, targets)
         of = medians(values)
         yield Figure(
             f"{' '.join(command)} of {SERVERS} servers",

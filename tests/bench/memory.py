@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from vllmops.memory.record import FULL_S
 
-from .figure import Figure, Limit, interleaved, medians
+from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import VLLMOPS, Setting, cpu_seconds
 
 WARM_UP_S = 4.0  # until the command has found the server and taken its first sample
@@ -25,11 +25,11 @@ def measure(setting: Setting) -> Iterator[Figure]:
     def idle() -> float:
         return cores(servers, window_s)
 
-    def recorded() -> float:
+    def cores_while_recording() -> float:
         with setting.meanwhile(*record, warm_up_s=WARM_UP_S) as command:
             return cores([*servers, command.pid], window_s)
 
-    of = medians(interleaved(rounds, {"recorded": recorded, "idle": idle}))
+    of = medians(interleave_measurements(rounds, {"recorded": cores_while_recording, "idle": idle}))
     yield Figure(
         "memory record --interval 1, server and command",
         "cores",

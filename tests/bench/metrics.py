@@ -17,8 +17,8 @@ from vllmops.metrics.gathering import SHARE
 from vllmops.rpc import agent
 from vllmops.store.settings import STORE
 
-from .agent import PATH, switched
-from .figure import Figure, Limit, interleaved, paired, ratio
+from .agent import PATH, open_hook_switch
+from .figure import Figure, Limit, interleave_measurements, make_paired_figure, ratio
 from .setting import STOCK_STORE, Server, Setting
 
 SCRAPE = "/metrics"
@@ -38,15 +38,15 @@ def measure(setting: Setting) -> Iterator[Figure]:
     if setting.short:
         # First, for it would wait for the pause of what the others' scrapes have begun.
         yield requests(setting, setting.text)
-        yield from compared(setting, DemoKind.TEXT, setting.text, setting.stock)
-        yield gathering(setting, setting.text)
+        yield from compare_scrapes(setting, DemoKind.TEXT, setting.text, setting.stock)
+        yield measure_agent_threads(setting, setting.text)
         return
     with pair(setting) as (ours, stock):
-        yield from compared(setting, DemoKind.VISION, ours, stock)
-        yield gathering(setting, ours)
+        yield from compare_scrapes(setting, DemoKind.VISION, ours, stock)
+        yield measure_agent_threads(setting, ours)
     yield requests(setting, setting.text)
     with pair(setting, "--api-server-count", "2") as (ours, stock):
-        yield from compared(setting, DemoKind.VISION, ours, stock, ", two API servers")
+        yield from compare_scrapes(setting, DemoKind.VISION, ours, stock, ", two API servers")
 
 
 @contextlib.contextmanager
@@ -59,7 +59,7 @@ def pair(setting: Setting, *arguments: str) -> Iterator[tuple[Server, Server]]:
         yield ours, stock
 
 
-def compared(
+def compare_scrapes(
     setting: Setting, kind: DemoKind, ours: Server, stock: Server, shape: str = ""
 ) -> Iterator[Figure]:
     """Scrapes of two servers by turns, once both have all their metrics."""
@@ -74,8 +74,10 @@ def compared(
         return min(server.load([server.request(SCRAPE)] * EACH, 1))
 
     rounds = 10 if setting.short else 60
-    values = interleaved(rounds, {"ours": lambda: seconds(ours), "stock": lambda: seconds(stock)})
-    yield paired(
+    values = interleave_measurements(
+        rounds, {"ours": lambda: seconds(ours), "stock": lambda: seconds(stock)}
+    )
+    yield make_paired_figure(
         f"a scrape of /metrics with the agent's metrics{shape}",
         values["ours"],
         "a scrape of stock's",
@@ -85,11 +87,11 @@ def compared(
     )
 
 
-def gathering(setting: Setting, server: Server) -> Figure:
+def measure_agent_threads(setting: Setting, server: Server) -> Figure:
     """The CPU time of all agents of a server that is scraped, beyond that of one that is not."""
     lasts_s = 5.0 if setting.short else 60.0
 
-    def spent(scraped: bool) -> float:
+    def measure_cores(scraped: bool) -> float:
         before, began = cpu_s(server), time.monotonic()
         while time.monotonic() - began < lasts_s:
             if scraped:
@@ -100,7 +102,7 @@ def gathering(setting: Setting, server: Server) -> Figure:
     return Figure(
         "the agents' threads while somebody scrapes, beyond before",
         "cores",
-        spent(True) - spent(False),
+        measure_cores(True) - measure_cores(False),
         "one",
         1.0,
         Limit(0.02) if setting.short else Limit(0.005),
@@ -123,9 +125,9 @@ def requests(setting: Setting, server: Server) -> Figure:
     server.load([request] * REQUESTS, CONNECTIONS)
     batch = [request] * math.ceil(REQUESTS * batch_s / (server.cpu_s(*ROLES) - began))
     api = defaultdict[str, list[float]](list)
-    with switched(setting, server) as switch:
+    with open_hook_switch(setting, server) as switch:
 
-        def spent(name: str) -> float:
+        def measure_batch_cpu(name: str) -> float:
             switch(True, name == SHOWN)
             before = server.cpu_s(*ROLES), server.cpu_s(Role.API)
             server.load([server.request(SCRAPE)], 1)
@@ -134,10 +136,12 @@ def requests(setting: Setting, server: Server) -> Figure:
             api[name].append(server.cpu_s(Role.API) - before[1])
             return server.cpu_s(*ROLES) - before[0]
 
-        values = interleaved(rounds, {name: partial(spent, name) for name in (SHOWN, STOCK)})
-    beyond, low, high = more(values)
+        values = interleave_measurements(
+            rounds, {name: partial(measure_batch_cpu, name) for name in (SHOWN, STOCK)}
+        )
+    beyond, low, high = compute_added_seconds(values)
     # The thread is in the API server, which has nothing else to do for it.
-    pause_s = max(INTERVAL_S, more(api)[0] / SHARE)
+    pause_s = max(INTERVAL_S, compute_added_seconds(api)[0] / SHARE)
     return Figure(
         "processor time for scrapes, beyond scrapes of stock's, requests running",
         "cores",
@@ -150,7 +154,7 @@ def requests(setting: Setting, server: Server) -> Figure:
     )
 
 
-def more(taken: Mapping[str, Sequence[float]]) -> tuple[float, ...]:
+def compute_added_seconds(taken: Mapping[str, Sequence[float]]) -> tuple[float, ...]:
     """How many seconds more it is with the metrics, and the interval."""
     of = statistics.median(taken[STOCK])
     return tuple(of * (times - 1) for times in ratio(taken[SHOWN], taken[STOCK]))

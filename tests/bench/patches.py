@@ -8,13 +8,13 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tests.support.modules import installed, lru_module
+from tests.support.modules import locate_installed_vllm, lru_module
 
 from vllmops.agent import objects, repair
 from vllmops.agent.patches import mm_lru_ghost_keys, mm_lru_stale_eviction
 from vllmops.protocol.repairs import RepairRequest
 
-from .figure import Figure, Limit, interleaved, medians
+from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import Setting
 
 ENTRIES, GHOSTS = 100_000, 1_000
@@ -24,19 +24,19 @@ PATCHED = ("touch", "popitem")
 
 def measure(setting: Setting) -> Iterator[Figure]:
     rounds = 4 if setting.short else 40
-    module = lru_module(installed())
+    module = lru_module(locate_installed_vllm())
     stock = {name: vars(module.LRUCache)[name] for name in PATCHED}
     for patch in (mm_lru_ghost_keys, mm_lru_stale_eviction):
         patch.apply_patch(module)
     patched = {name: vars(module.LRUCache)[name] for name in PATCHED}
-    cache = full(module)
+    cache = make_full_cache(module)
     for name, operate in OPERATE.items():
         targets = {
-            "stock": partial(timed, operate, cache, stock),
-            "patched": partial(timed, operate, cache, patched),
-            "again": partial(timed, operate, cache, stock),
+            "stock": partial(measure_operations, operate, cache, stock),
+            "patched": partial(measure_operations, operate, cache, patched),
+            "again": partial(measure_operations, operate, cache, stock),
         }
-        of = medians(interleaved(rounds, targets))
+        of = medians(interleave_measurements(rounds, targets))
         yield Figure(
             f"LRUCache {name}, {ENTRIES:,} entries, patched",
             "s",
@@ -72,7 +72,7 @@ class Receiver(SimpleNamespace):
     """Stands in for what holds the cache in vLLM."""
 
 
-def full(module: ModuleType) -> Any:
+def make_full_cache(module: ModuleType) -> Any:
     """A cache that is full."""
     cache = module.LRUCache(ENTRIES, getsizeof=lambda _: 1)
     for number in range(ENTRIES):
@@ -80,7 +80,9 @@ def full(module: ModuleType) -> Any:
     return cache
 
 
-def timed(operate: Callable[[Any, list[str]], None], cache: Any, methods: dict[str, Any]) -> float:
+def measure_operations(
+    operate: Callable[[Any, list[str]], None], cache: Any, methods: dict[str, Any]
+) -> float:
     """Seconds for some operations on the same cache, with the one or the other methods."""
     for name, method in methods.items():
         setattr(type(cache), name, method)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
-from ..support.ranked import standing
+from ..support.ranked import make_rank_code
 from .figure import Figure, Limit
 from .setting import VLLMOPS, Setting
 
@@ -73,12 +73,12 @@ def server(setting: Setting, agents: int) -> Iterator[int]:
     """The pid of a server that has so many agents: an API server, an engine and workers."""
     sizes = (1, agents - 2, 1)
     workers = [
-        (f"VLLM::Worker_TP{rank}", standing("worker", rank=rank, sizes=sizes))
+        (f"VLLM::Worker_TP{rank}", make_rank_code("worker", rank=rank, sizes=sizes))
         for rank in range(agents - 2)
     ]
     ranks = [
-        ("VLLM::APIServer_0", standing("api", sizes=sizes)),
-        ("VLLM::EngineCore", standing("engine", sizes=sizes)),
+        ("VLLM::APIServer_0", make_rank_code("api", sizes=sizes)),
+        ("VLLM::EngineCore", make_rank_code("engine", sizes=sizes)),
         *workers,
     ]
     process = subprocess.Popen(

@@ -15,7 +15,7 @@ from typing import Any
 from vllmops.agent import recorder
 
 from .agent import PATH
-from .figure import Figure, Limit, interleaved, medians
+from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import VLLMOPS, Setting
 
 STEPS = 5_000
@@ -45,10 +45,12 @@ def measure(setting: Setting) -> Iterator[Figure]:
     bare, hooked = type("Bare", (Scheduler,), {})(), type("Scheduler", (Scheduler,), {})()
     module = ModuleType("scheduler")
     vars(module)["Scheduler"] = type(hooked)
-    recorder.install_recorder(lambda: made(setting.home / "recorder"))
+    recorder.install_recorder(lambda: create_directory(setting.home / "recorder"))
     recorder.hook_scheduler(module)
     of = medians(
-        interleaved(rounds, {"bare": partial(timed, bare), "hooked": partial(timed, hooked)})
+        interleave_measurements(
+            rounds, {"bare": partial(measure_step, bare), "hooked": partial(measure_step, hooked)}
+        )
     )
     recorder.reset_after_fork()
     yield Figure(
@@ -62,12 +64,12 @@ def measure(setting: Setting) -> Iterator[Figure]:
     )
 
 
-def made(path: Path) -> Path:
+def create_directory(path: Path) -> Path:
     path.mkdir(exist_ok=True)
     return path
 
 
-def timed(scheduler: Any) -> float:
+def measure_step(scheduler: Any) -> float:
     """CPU seconds of a step: what else runs on the machine does not count."""
     step: Callable[[], Any] = lambda: scheduler.update_from_output(scheduler.schedule(), None)  # noqa: E731
     began = time.thread_time()

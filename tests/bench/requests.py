@@ -22,7 +22,7 @@ from vllmops.requests import listing
 from vllmops.rpc import agent
 
 from ..support.waiting import until
-from .figure import Figure, Limit, paired
+from .figure import Figure, Limit, make_paired_figure
 from .setting import HOST, Setting
 from .setting import Server as Bench
 
@@ -34,25 +34,35 @@ STUCK_S = 30.0
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    with waiting(setting.text) as server:
-        lists = [listed(server) for _ in range(3 if setting.short else 30)]
+    with queue_requests(setting.text) as server:
+        lists = [measure_request_list(server) for _ in range(3 if setting.short else 30)]
         limit = Limit(0, 1.0 if setting.short else 0.3)
-        few = [pinged(server) for _ in lists]
+        few = [measure_engine_ping(server) for _ in lists]
         value, rival = sorted(lists)[len(lists) // 2], sorted(few)[len(few) // 2]
         name = f"requests list of {REQUESTS:,} requests"
         yield Figure(name, "s", value, "a question to its engine", rival, limit, len(lists))
-        with apart(server):
+        with pin_engine_to_own_core(server):
             for ask, beside_s, name in (
-                (listed, 0.4, f"an engine's step, its requests listed every {EVERY_S:g} s"),
-                (asked, 0.1, f"an engine's step, asked for its requests every {EVERY_S:g} s"),
+                (
+                    measure_request_list,
+                    0.4,
+                    f"an engine's step, its requests listed every {EVERY_S:g} s",
+                ),
+                (
+                    measure_requests_route,
+                    0.1,
+                    f"an engine's step, asked for its requests every {EVERY_S:g} s",
+                ),
             ):
                 rounds = 2 if setting.short else 300
                 values, alone = steps_s(server, partial(ask, server), beside_s, rounds)
-                yield paired(name, values, "not asked", alone, 1.01, short=setting.short)
+                yield make_paired_figure(
+                    name, values, "not asked", alone, 1.01, short=setting.short
+                )
 
 
 @contextlib.contextmanager
-def waiting(bench: Bench) -> Iterator[Server]:
+def queue_requests(bench: Bench) -> Iterator[Server]:
     """A server with that many requests: the prompts of a few HTTP requests."""
     server = Server(name=None, processes=bench.processes())
     body = {"model": "demo-text", "prompt": [[1, 2, 3]] * PROMPTS, "max_tokens": 4000}
@@ -67,7 +77,7 @@ def waiting(bench: Bench) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def apart(server: Server) -> Iterator[None]:
+def pin_engine_to_own_core(server: Server) -> Iterator[None]:
     """The engine and its worker have a core of their own, as they do where servers serve.
 
     A list takes the time of other processes, too: of who asks, and of the API server. On a machine
@@ -92,14 +102,14 @@ def apart(server: Server) -> Iterator[None]:
                 os.sched_setaffinity(thread_id, allowed)
 
 
-def listed(server: Server) -> float:
+def measure_request_list(server: Server) -> float:
     """Seconds that a list takes of most of them: some end meanwhile."""
     began = time.perf_counter()
     assert len(listing.list_requests(server, STUCK_S).rows) >= REQUESTS // 2
     return time.perf_counter() - began
 
 
-def asked(server: Server) -> float:
+def measure_requests_route(server: Server) -> float:
     """Seconds that the engine takes to answer which requests it has."""
     (engine,) = server.select_processes(Role.ENGINE)
     began = time.perf_counter()
@@ -108,7 +118,7 @@ def asked(server: Server) -> float:
     return time.perf_counter() - began
 
 
-def pinged(server: Server) -> float:
+def measure_engine_ping(server: Server) -> float:
     """Seconds that the engine takes to answer the shortest question."""
     (engine,) = server.select_processes(Role.ENGINE)
     began = time.perf_counter()

@@ -20,7 +20,7 @@ from tests.support.ports import free_port
 from vllmops.demo import DemoKind
 from vllmops.store import settings
 
-from .figure import Figure, Limit, paired
+from .figure import Figure, Limit, make_paired_figure
 from .setting import (
     HOST,
     PYTHON,
@@ -61,14 +61,22 @@ def measure(setting: Setting) -> Iterator[Figure]:
     found: Found = defaultdict(lambda: defaultdict(list))
     for _ in range(1 if setting.short else STARTS):
         with contextlib.ExitStack() as stack:
-            servers = dict(started(setting, stack))
+            servers = dict(start_servers(setting, stack))
             for server in servers.values():
                 server.load(
                     [server.request(PATH, BODY)] * (48 if setting.short else 480), CONNECTIONS
                 )
-            for work in (passed, created, read, chained, continued):
+            for work in (
+                measure_health_requests,
+                measure_stored_requests,
+                read,
+                measure_turns,
+                measure_late_turn,
+            ):
                 work(setting, servers, found)
-            kept = stored_bytes(servers["sqlite"], setting.home / "responses.db", long(setting))
+            kept = stored_bytes(
+                servers["sqlite"], setting.home / "responses.db", long_conversation_turns(setting)
+            )
     yield from figures(setting, found)
     yield kept
 
@@ -78,7 +86,9 @@ def figures(setting: Setting, found: Found) -> Iterator[Figure]:
 
     def against(what: str, kind: str, rival: str, limit: float) -> Figure:
         times, name = found[what], f"{what}, {kind}"
-        return paired(name, times[kind], rival, times[rival], limit, short=setting.short)
+        return make_paired_figure(
+            name, times[kind], rival, times[rival], limit, short=setting.short
+        )
 
     kinds = [kind for kind in CREATED if kind in found[STORED]]
     for what in (HEALTH, f"{HEALTH}, CPU time"):
@@ -89,14 +99,14 @@ def figures(setting: Setting, found: Found) -> Iterator[Figure]:
     for kind in kinds:
         yield against(GET, kind, STOCK, 0.85 if kind == "sqlite" else 1.0)
         times = found[TALK][kind], "a chain", found[CHAIN][kind]
-        yield paired(f"{TALK}, {kind}", *times, 1.05, short=setting.short)
+        yield make_paired_figure(f"{TALK}, {kind}", *times, 1.05, short=setting.short)
     yield against(STORED, "sqlite", GATEWAY, OF_GATEWAY)
     yield against(CHAIN, "sqlite", GATEWAY, 1.0)
     # How much faster the gateway is, which does not ask vLLM: told, and no claim of ours.
     yield against(GET, "sqlite", GATEWAY, 10.0)
 
 
-def started(setting: Setting, stack: contextlib.ExitStack) -> Iterator[tuple[str, Server]]:
+def start_servers(setting: Setting, stack: contextlib.ExitStack) -> Iterator[tuple[str, Server]]:
     """A stock server, the gateway in front of it, and a server for each backend."""
     if setting.short:
         yield STOCK, setting.stock
@@ -139,18 +149,18 @@ def gateway(setting: Setting, behind: Server) -> Iterator[Server]:
         process.wait()
 
 
-def passed(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
+def measure_health_requests(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
     """A request that is none of ours: how long it takes, and how long the API server computes."""
     two = {name: servers[name] for name in (STOCK, "sqlite")}
     bursts = {name: [item.request("/health")] * 4 * BURST for name, item in two.items()}
     rounds, spent = rounds_of(setting, 10, 200), found[f"{HEALTH}, CPU time"]
-    taken(found[HEALTH], two, bursts, rounds, spent=spent)
+    measure_bursts(found[HEALTH], two, bursts, rounds, spent=spent)
 
 
-def created(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
+def measure_stored_requests(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
     """Requests that are stored."""
     bursts = {name: [item.request(PATH, BODY)] * BURST for name, item in servers.items()}
-    taken(found[STORED], servers, bursts, rounds_of(setting, 3, 200))
+    measure_bursts(found[STORED], servers, bursts, rounds_of(setting, 3, 200))
 
 
 def read(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
@@ -159,10 +169,10 @@ def read(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
     for name, server in servers.items():
         kept = [answer["id"] for _, answer in chain(server, BURST // each, stored_apart=True)]
         bursts[name] = [server.request(f"{PATH}/{item}") for item in kept] * each
-    taken(found[GET], servers, bursts, rounds_of(setting, 3, 200))
+    measure_bursts(found[GET], servers, bursts, rounds_of(setting, 3, 200))
 
 
-def chained(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
+def measure_turns(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
     """Turns by ``previous_response_id``, and by ``conversation``."""
     choice = random.Random(1)
     for _ in range(rounds_of(setting, 1, 60)):
@@ -172,13 +182,13 @@ def chained(setting: Setting, servers: Mapping[str, Server], found: Found) -> No
                 found[TALK][name].append(sum(seconds for seconds, _ in talk(servers[name], TURNS)))
 
 
-def continued(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
+def measure_late_turn(setting: Setting, servers: Mapping[str, Server], found: Found) -> None:
     """The turn after a long conversation, again and again."""
-    bursts, turns = {}, long(setting)
+    bursts, turns = {}, long_conversation_turns(setting)
     for name, server in servers.items():
         before = {"previous_response_id": chain(server, turns - 1)[-1][1]["id"]}
         bursts[name] = [server.request(PATH, {**TURN, **before})] * 4
-    taken(found[turn(setting)], servers, bursts, rounds_of(setting, 6, 60), connections=1)
+    measure_bursts(found[turn(setting)], servers, bursts, rounds_of(setting, 6, 60), connections=1)
 
 
 def rounds_of(setting: Setting, short: int, whole: int) -> int:
@@ -188,10 +198,10 @@ def rounds_of(setting: Setting, short: int, whole: int) -> int:
 
 def turn(setting: Setting) -> str:
     """The name of the turn after a long conversation."""
-    return f"turn {long(setting)} of a conversation"
+    return f"turn {long_conversation_turns(setting)} of a conversation"
 
 
-def long(setting: Setting) -> int:
+def long_conversation_turns(setting: Setting) -> int:
     """How many turns a long conversation has."""
     return LONG // 4 if setting.short else LONG
 
@@ -213,7 +223,7 @@ def stored_bytes(server: Server, file: Path, turns: int) -> Figure:
     return Figure(name, "bytes", total, "its items", items, Limit(1.3), len(answers))
 
 
-def taken(
+def measure_bursts(
     times: Times,
     servers: Mapping[str, Server],
     bursts: Mapping[str, Sequence[bytes]],
@@ -256,7 +266,9 @@ def chain(
     with contextlib.closing(connection):
         for _ in range(turns):
             before = {"previous_response_id": found[-1][1]["id"]} if found else {}
-            found.append(posted(connection, PATH, {**TURN, **({} if stored_apart else before)}))
+            found.append(
+                measure_post(connection, PATH, {**TURN, **({} if stored_apart else before)})
+            )
     return found
 
 
@@ -264,12 +276,12 @@ def talk(server: Server, turns: int) -> list[tuple[float, dict[str, Any]]]:
     """As `chain`, of the turns of a conversation."""
     connection = http.client.HTTPConnection(HOST, server.port)
     with contextlib.closing(connection):
-        _, made = posted(connection, "/v1/conversations", {})
+        _, made = measure_post(connection, "/v1/conversations", {})
         body = {**TURN, "conversation": made["id"]}
-        return [posted(connection, PATH, body) for _ in range(turns)]
+        return [measure_post(connection, PATH, body) for _ in range(turns)]
 
 
-def posted(
+def measure_post(
     connection: http.client.HTTPConnection, path: str, body: Mapping[str, Any]
 ) -> tuple[float, dict[str, Any]]:
     """The seconds that an answer takes, and the answer."""

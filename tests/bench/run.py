@@ -45,7 +45,7 @@ from tests.bench import (
     websocket,
 )
 from tests.bench.figure import Figure
-from tests.bench.setting import Setting, setting
+from tests.bench.setting import Setting, open_setting
 
 from vllmops import output
 
@@ -90,7 +90,7 @@ def main() -> int:
         return 0 if diagnosis.report(given.folder) else 1
     load = os.getloadavg()[0]
     figures: list[Figure] = []
-    with setting(short=given.short) as place:
+    with open_setting(short=given.short) as place:
         whole = given.short and not given.only
         if whole:
             place.ahead()

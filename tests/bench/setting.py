@@ -292,7 +292,7 @@ def stop(root: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.contextmanager
-def setting(*, short: bool) -> Iterator[Setting]:
+def open_setting(*, short: bool) -> Iterator[Setting]:
     """A place to measure in; what was started in it is gone afterwards, also on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # Not below a long path: Unix sockets lie in it.

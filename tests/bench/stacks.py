@@ -7,7 +7,7 @@ from functools import partial
 
 from vllmops.stacks import pyspy
 
-from .figure import Figure, Limit, interleaved, medians
+from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import VLLMOPS, Setting
 
 
@@ -19,7 +19,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     for process in server.processes():
         one = (program, "dump", "--json", "--pid", str(process.pid))
         targets[str(process.pid)] = partial(setting.seconds, *one)
-    values = interleaved(4 if setting.short else 30, targets)
+    values = interleave_measurements(4 if setting.short else 30, targets)
     of = medians(values)
     slowest = max(of[name] for name in of if name != "all")
     yield Figure(

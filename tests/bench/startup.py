@@ -12,7 +12,7 @@ from functools import partial
 from vllmops.protocol import files
 from vllmops.protocol.caches import CacheSample, CacheSnapshot
 
-from .figure import Figure, Limit, interleaved, medians
+from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import PYTHON, VLLMOPS, Setting
 
 RIVAL = "python -c 'import typer'"
@@ -30,7 +30,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     }
     for words in targets.values():
         setting.run(*words)  # compiles what is not
-    values = interleaved(
+    values = interleave_measurements(
         4 if setting.short else 40,
         {name: partial(setting.seconds, *words) for name, words in targets.items()},
     )
@@ -47,7 +47,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
             n,
             control=of["again"],
         )
-    yield from probed(setting)
+    yield from measure_liveness_probe(setting)
     yield Figure(
         "modules of vLLM, torch, transformers imported by --help, ps, cache inspect FILE",
         "modules",
@@ -59,7 +59,7 @@ def measure(setting: Setting) -> Iterator[Figure]:
     )
 
 
-def probed(setting: Setting) -> Iterator[Figure]:
+def measure_liveness_probe(setting: Setting) -> Iterator[Figure]:
     """What a probe costs, which runs every few seconds: CPU time, for a machine is busy then."""
     folder = setting.home / "instances" / "probed"
     folder.mkdir(0o700, parents=True)
@@ -74,7 +74,7 @@ def probed(setting: Setting) -> Iterator[Figure]:
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     typer, probe = (PYTHON, "-c", "import typer"), (VLLMOPS, "probe", "--liveness", "-t", "probed")
-    values = interleaved(
+    values = interleave_measurements(
         4 if setting.short else 40,
         {"probe": partial(cpu_s, *probe), "typer": partial(cpu_s, *typer)},
     )

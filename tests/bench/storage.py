@@ -30,7 +30,7 @@ from vllmops.store.sql import SqlBackend
 from vllmops.store.sqlite import Sqlite, bind_values, parse_file_path
 from vllmops.store.store import ResponseStore
 
-from .figure import Figure, Limit, paired
+from .figure import Figure, Limit, make_paired_figure
 from .setting import Setting
 
 OWNER = "0" * 64
@@ -100,11 +100,14 @@ async def operations(setting: Setting, kind: str, url: str) -> list[Figure]:
                 pairs: dict[str, list[tuple[str, Act]]] = {
                     "create": [
                         ("create", partial(store.create, one)),
-                        ("raw create", partial(raw, "create", inserted(backend, packed, rival))),
+                        (
+                            "raw create",
+                            partial(raw, "create", make_create_args(backend, packed, rival)),
+                        ),
                     ],
                     "get": [
                         ("get", partial(store.get, OWNER, one.id)),
-                        ("raw get", partial(raw, "get", asked(backend, rival))),
+                        ("raw get", partial(raw, "get", make_get_args(backend, rival))),
                     ],
                 }
                 for pair in pairs.values():
@@ -117,7 +120,7 @@ async def operations(setting: Setting, kind: str, url: str) -> list[Figure]:
             for name, seconds in blocks.items():
                 times[name].append(seconds / item)
     return [
-        paired(
+        make_paired_figure(
             f"{name} in the store, {kind}",
             times[name],
             "its driver",
@@ -129,7 +132,7 @@ async def operations(setting: Setting, kind: str, url: str) -> list[Figure]:
     ]
 
 
-def inserted(backend: Backend, packed: Response, response_id: str) -> list[Any]:
+def make_create_args(backend: Backend, packed: Response, response_id: str) -> list[Any]:
     """What `create` gives the driver."""
     row = [packed.owner, packed.model, packed.status]
     rest = [packed.error, packed.body, packed.input]
@@ -141,7 +144,7 @@ def inserted(backend: Backend, packed: Response, response_id: str) -> list[Any]:
     return [response_id, *row, packed.created_at, None, *rest, time.time(), None]
 
 
-def asked(backend: Backend, response_id: str) -> list[Any]:
+def make_get_args(backend: Backend, response_id: str) -> list[Any]:
     """What `get` gives the driver."""
     judged = backend.failure_args if isinstance(backend, Redis) else ()
     return [response_id, OWNER, *judged]
@@ -218,7 +221,9 @@ async def turns(setting: Setting, kind: str, url: str) -> list[Figure]:
                     spent[name].append((time.process_time() - began) / item)
             await backend.delete_store()
         name, of, rival = f"turn {depth} of a conversation, {kind}", spent["turn"], spent["link"]
-        figures.append(paired(name, of, "of a chain", rival, limit, short=setting.short))
+        figures.append(
+            make_paired_figure(name, of, "of a chain", rival, limit, short=setting.short)
+        )
     return figures
 
 
@@ -320,7 +325,7 @@ async def fill(store: ResponseStore, count: int) -> None:
             assert isinstance(backend, Redis)
             async with backend.client.pipeline(transaction=False) as pipeline:
                 for made in some:
-                    words = ["create", repr(time.time()), *inserted(backend, made, made.id)]
+                    words = ["create", repr(time.time()), *make_create_args(backend, made, made.id)]
                     pipeline.evalsha(backend.script.sha, 1, backend.root, *words)
                 await pipeline.execute()
 

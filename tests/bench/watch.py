@@ -17,7 +17,7 @@ from functools import partial
 from tests.support.ports import free_port
 from tests.support.waiting import until
 
-from .figure import Figure, Limit, interleaved, ratio
+from .figure import Figure, Limit, interleave_measurements, ratio
 from .memory import cores
 from .setting import HOST, VLLMOPS, Setting
 
@@ -33,9 +33,9 @@ OFTEN_LIMIT = 1.05  # so 1.005 by default, which is less than two runs differ by
 
 def measure(setting: Setting) -> Iterator[Figure]:
     window_s = 5.0 if setting.short else 120.0
-    with watching(setting) as (pid, port):
+    with start_watch(setting) as (pid, port):
         spent = cores([pid], window_s)
-        probe = probed(setting, port)
+        probe = measure_readiness_probe(setting, port)
     yield Figure(
         "watch, a server of three processes that is well",
         "cores",
@@ -46,12 +46,12 @@ def measure(setting: Setting) -> Iterator[Figure]:
         1,
     )
     yield probe
-    with watching(setting, "--interval", str(OFTEN_S)) as (pid, _):
+    with start_watch(setting, "--interval", str(OFTEN_S)) as (pid, _):
         yield felt(setting, pid)
 
 
 @contextlib.contextmanager
-def watching(setting: Setting, *words: str) -> Iterator[tuple[int, int]]:
+def start_watch(setting: Setting, *words: str) -> Iterator[tuple[int, int]]:
     """The pid of a watch, and the port it listens on, once it has found the server well."""
     port = free_port()
     watch = (VLLMOPS, "watch", "-t", str(setting.vision.pid), "--listen", str(port))
@@ -68,7 +68,7 @@ def green(port: int) -> bool:
         return False
 
 
-def probed(setting: Setting, port: int) -> Figure:
+def measure_readiness_probe(setting: Setting, port: int) -> Figure:
     """How long a probe takes over HTTP while the server has more requests than it can work on."""
     server, over = setting.vision, threading.Event()
     burst = [server.request(PATH, {**BODY, "max_tokens": 50, "ignore_eos": True})] * BURST
@@ -87,7 +87,7 @@ def probed(setting: Setting, port: int) -> Figure:
     loading.start()
     try:
         time.sleep(2)
-        values = interleaved(
+        values = interleave_measurements(
             30 if setting.short else 2000,
             {
                 "probe": partial(seconds, port, "/readyz"),

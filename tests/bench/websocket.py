@@ -24,27 +24,27 @@ LAST = frozenset({"response.completed", "response.incomplete"})
 
 
 def measure(setting: Setting) -> Iterator[Figure]:
-    yield from asyncio.run(measured(setting.text, short=setting.short))
+    yield from asyncio.run(measure_websockets(setting.text, short=setting.short))
 
 
-async def measured(server: Server, *, short: bool) -> list[Figure]:
+async def measure_websockets(server: Server, *, short: bool) -> list[Figure]:
     count, rounds = (100, 10) if short else (1000, 200)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with AsyncExitStack() as stack:
-        first = await opened(server, stack)
+        first = await open_websocket(server, stack)
         reader, writer = await asyncio.open_connection(HOST, server.port)
         for _ in range(5):
-            await asked(first)
-            await posted(server, reader, writer)
+            await measure_websocket_event(first)
+            await measure_http_event(server, reader, writer)
         none = memory(server)
         for _ in range(count):
-            await refused(await opened(server, stack))
+            await send_refused_request(await open_websocket(server, stack))
         many = memory(server)
         by_socket, by_http = [], []
         for _ in range(rounds):
-            by_socket.append(await asked(first))
-            by_http.append(await posted(server, reader, writer))
+            by_socket.append(await measure_websocket_event(first))
+            by_http.append(await measure_http_event(server, reader, writer))
         writer.close()
     name, rival = f"memory of the API server, {count} WebSockets", "none open"
     event, stream = "first event on a WebSocket", "a stream by HTTP"
@@ -61,18 +61,18 @@ def memory(server: Server) -> int:
     return rss
 
 
-async def opened(server: Server, stack: AsyncExitStack) -> ClientConnection:
+async def open_websocket(server: Server, stack: AsyncExitStack) -> ClientConnection:
     url = f"ws://{HOST}:{server.port}{PATH}"
     return await stack.enter_async_context(connect(url, open_timeout=60, close_timeout=60))
 
 
-async def refused(socket: ClientConnection) -> None:
+async def send_refused_request(socket: ClientConnection) -> None:
     """Have the server read and write on a connection."""
     await socket.send("{}")
     await socket.recv()
 
 
-async def asked(socket: ClientConnection) -> float:
+async def measure_websocket_event(socket: ClientConnection) -> float:
     """Seconds to the first event of a request."""
     began = time.perf_counter()
     await socket.send(ASK)
@@ -85,7 +85,7 @@ async def asked(socket: ClientConnection) -> float:
     return taken
 
 
-async def posted(
+async def measure_http_event(
     server: Server, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> float:
     """Seconds to the first event of the same request by HTTP."""

@@ -47,7 +47,7 @@ X-Api-Token Ocp-Apim-Subscription-Key PRIVATE-TOKEN connection_string DATABASE_P
 """.split()
 
 
-def filled(example: str, random: Random) -> str:
+def fill_example(example: str, random: Random) -> str:
     """An example of the table with random characters where it leaves a place for them."""
 
     def some(match: re.Match[str]) -> str:
@@ -64,15 +64,15 @@ def filled(example: str, random: Random) -> str:
 def values(random: Random) -> Iterator[str]:
     """What people and generators take for keys and passwords, for ever."""
     while True:
-        yield filled("{w32}", random)
-        yield filled("{h32}", random)
-        yield filled("{w10}", random)
-        yield filled("{l5}-{l5}-{l5}", random)
-        yield filled("{b39}=", random)
-        yield filled("{w6}!{w4}#{w3}", random)
-        yield filled("Summer{d4}!", random)
-        yield filled("{w4}$%{w5}^*", random)
-        yield filled("{h64}", random)
+        yield fill_example("{w32}", random)
+        yield fill_example("{h32}", random)
+        yield fill_example("{w10}", random)
+        yield fill_example("{l5}-{l5}-{l5}", random)
+        yield fill_example("{b39}=", random)
+        yield fill_example("{w6}!{w4}#{w3}", random)
+        yield fill_example("Summer{d4}!", random)
+        yield fill_example("{w4}$%{w5}^*", random)
+        yield fill_example("{h64}", random)
 
 
 def tokens(random: Random) -> dict[str, tuple[str, str]]:
@@ -81,7 +81,7 @@ def tokens(random: Random) -> dict[str, tuple[str, str]]:
     for number, form in enumerate(FORMS):
         longest = max(re.findall(r"\{[wludhb](\d+)\}", form.goes), key=int, default="0")
         while True:
-            text = filled(form.goes, random)
+            text = fill_example(form.goes, random)
             hidden = max(re.findall(r"[A-Za-z0-9+]+", text), key=len)
             if len(hidden) >= min(int(longest), 8):
                 break
@@ -515,7 +515,7 @@ api_key     ¤
 
 def pem(random: Random, kind: str) -> tuple[str, list[str]]:
     """A private key in lines, and those that must not be seen."""
-    body = [filled("{b64}", random) for _ in range(5)]
+    body = [fill_example("{b64}", random) for _ in range(5)]
     return f"-----BEGIN {kind}PRIVATE KEY-----\n" + "\n".join(
         body
     ) + f"\n-----END {kind}PRIVATE KEY-----", body

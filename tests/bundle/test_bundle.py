@@ -45,7 +45,7 @@ from vllmops.protocol.server import Gap, Gpu, ServerSnapshot
 from vllmops.protocol.steps import Step, StepsHead, StepsRecording
 from vllmops.stacks.paste import parse_stacks
 
-from ..diagnose.servers import MACHINE, healthy, looks, metrics, pulse
+from ..diagnose.servers import MACHINE, healthy, make_sample_series, metrics, pulse
 from ..support.waiting import until
 
 STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"
@@ -108,7 +108,7 @@ def stuck() -> ServerSnapshot:
         "heartbeats": (pulse("engine", waiting=3, still_s=60),),
     }
     return healthy(
-        samples=looks(waiting, waiting),
+        samples=make_sample_series(waiting, waiting),
         stacks=parse_stacks((STACKS / "mm-cache-eviction-spin.txt").read_text()).samples * 3,
         caches=CACHES,
         memory=MEMORY,
@@ -137,17 +137,17 @@ def contents(snapshot: ServerSnapshot | None = None, **pieces: Any) -> BundleCon
     return found
 
 
-def plain(found: object) -> Any:
+def convert_to_json(found: object) -> Any:
     """As a reader of JSON sees it."""
     return json.loads(msgspec.json.encode(found))
 
 
-def unpacked(path: Path) -> dict[str, bytes]:
+def read_bundle_parts(path: Path) -> dict[str, bytes]:
     with tarfile.open(path) as found:
         return {item.name: found.extractfile(item).read() for item in found}  # type: ignore[union-attr]
 
 
-def refused(path: Path) -> VllmopsError:
+def expect_load_error(path: Path) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
         bundle.load_bundle(path)
     assert str(path) in caught.value.message
@@ -155,7 +155,7 @@ def refused(path: Path) -> VllmopsError:
     return caught.value
 
 
-def packed(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
+def write_archive(path: Path, *members: tuple[tarfile.TarInfo, bytes]) -> Path:
     with tarfile.open(path, "w:gz") as made:
         for member, content in members:
             made.addfile(member, io.BytesIO(content))
@@ -169,7 +169,7 @@ def member(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, link: str = 
 
 
 @pytest.mark.parametrize("redact", [True, False])
-def test_what_is_written_is_loaded(tmp_path: Path, redact: bool) -> None:
+def test_load_bundle_returns_the_written_snapshot(tmp_path: Path, redact: bool) -> None:
     snapshot = stuck()
     path, index = bundle.write_bundle(contents(snapshot), tmp_path / "b.tar.gz", redact=redact)
     assert bundle.load_bundle(path) == snapshot
@@ -193,10 +193,10 @@ def test_the_index_lists_every_part(tmp_path: Path) -> None:
     found.missing.append(BundleGap("caches.json", "nobody told"))
     found.interrupted = True
     path, index = bundle.write_bundle(found, tmp_path / "b.tar.gz")
-    parts = unpacked(path)
+    parts = read_bundle_parts(path)
     first, *rest = parts
     assert first == "index.json"
-    assert json.loads(parts[first]) == plain(index)
+    assert json.loads(parts[first]) == convert_to_json(index)
     assert {item.name: item.bytes for item in index.parts} == {x: len(parts[x]) for x in rest}
     assert rest[-1] == "proc/7.txt"
     assert all(item.description for item in index.parts)
@@ -227,14 +227,14 @@ def test_parts_are_what_other_commands_read(vllmops: Any, tmp_path: Path) -> Non
         answer = vllmops("memory", "report", str(file), "--json")
         assert len(answer.data["samples"]) == 3
     answer = vllmops("doctor", str(path), "--json")
-    assert answer.data["findings"] == plain(doctor.diagnose_snapshot(stuck()).findings)
+    assert answer.data["findings"] == convert_to_json(doctor.diagnose_snapshot(stuck()).findings)
     sure = vllmops("stacks", "explain", str(path), "--json").data
-    assert sure["findings"] == plain(doctor.explain_snapshot(stuck()))["findings"]
+    assert sure["findings"] == convert_to_json(doctor.explain_snapshot(stuck()))["findings"]
     doubtful = ("--fact", "progress=moving")
     assert vllmops("stacks", "explain", str(path), *doubtful, "--json").data != sure
 
 
-def test_what_a_bundle_does_not_hold_is_told(vllmops: Any, tmp_path: Path) -> None:
+def test_commands_explain_missing_parts_of_a_bundle(vllmops: Any, tmp_path: Path) -> None:
     unseen = (
         Gap("stacks", "pyspy.missing", "py-spy, which reads the stacks, is not installed"),
         Gap("agent of engine 7", "agent.absent", "engine 7 has no agent"),
@@ -251,12 +251,12 @@ def test_what_a_bundle_does_not_hold_is_told(vllmops: Any, tmp_path: Path) -> No
     found = contents()
     found.missing.append(BundleGap("server.json", "not done within 9 s"))
     path, _ = bundle.write_bundle(found, tmp_path / "none.tar.gz")
-    error = refused(path)
+    error = expect_load_error(path)
     assert error.code == "bundle.no-snapshot"
     assert "not done within 9 s" in error.message
 
 
-def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
+def test_write_bundle_overwrites_only_on_request(tmp_path: Path) -> None:
     path = tmp_path / "b.tar.gz"
     path.write_text("an older one")
     second, _ = bundle.write_bundle(contents(stuck()), path)
@@ -288,7 +288,7 @@ def test_on_a_full_disk_the_largest_parts_are_left_out(
     assert caught.value.code == "bundle.not-written"
 
 
-def test_what_takes_too_long_to_redact_is_left_out(
+def test_bundle_omits_a_part_that_takes_too_long_to_redact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks = 0
@@ -362,7 +362,7 @@ def test_planted_secrets_are_nowhere_in_the_archive(
     found.missing.append(BundleGap("x", everything))
     found.known_secrets = list(find_launch_secrets(environment, words))
     path, index = bundle.write_bundle(found, tmp_path / "b.tar.gz", overwrite=True)
-    parts = unpacked(path)
+    parts = read_bundle_parts(path)
     for name, content in parts.items():
         for mark in (b"Qx7", b"7xQ", b"Zk8", b"8kZ"):
             assert mark not in content, name
@@ -373,10 +373,10 @@ def test_planted_secrets_are_nowhere_in_the_archive(
     assert shown["command"] == [*words[:4], MARK, "--port", "8000"]
     assert bundle.load_bundle(path).caches == CACHES
     bundle.write_bundle(found, path, redact=False, overwrite=True)
-    assert key.encode() in unpacked(path)["supervisor.txt"]
+    assert key.encode() in read_bundle_parts(path)["supervisor.txt"]
 
 
-def test_what_a_watch_is_given_is_its_owner_s_alone(tmp_path: Path) -> None:
+def test_bundle_redacts_commands_and_webhooks_of_a_watch(tmp_path: Path) -> None:
     hook = "https://example.com/notify/Qx7-path-7xQ?who=Qx7-query-7xQ"
     watch = ["--exec", "sh -c 'tell --token Qx7-token-7xQ'", f"--webhook={hook}", "--webhook", hook]
     found = contents(
@@ -390,7 +390,7 @@ def test_what_a_watch_is_given_is_its_owner_s_alone(tmp_path: Path) -> None:
     )
     found.known_secrets = list(find_launch_secrets({}, watch))
     path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz")
-    parts = unpacked(path)
+    parts = read_bundle_parts(path)
     for name, content in parts.items():
         assert b"Qx7" not in content, name
         assert b"7xQ" not in content, name
@@ -409,7 +409,7 @@ def test_data_is_redacted_by_the_names_in_it(tmp_path: Path) -> None:
         }
     )
     path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz")
-    content = unpacked(path)["versions.json"]
+    content = read_bundle_parts(path)["versions.json"]
     assert b"Qx7" not in content
     shown = json.loads(content)
     assert shown["packages"] == {"PyJWT": "2.10.1", "keyring": "25.6.0"}
@@ -435,7 +435,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
             path, _ = bundle.write_bundle(
                 found, tmp_path / "b.tar.gz", redact=redact, overwrite=True
             )
-            shown = json.loads(unpacked(path)["configuration.json"])
+            shown = json.loads(read_bundle_parts(path)["configuration.json"])
             assert shown["command"][-1] == "odd\\udcff"
     finally:
         popen.kill()
@@ -450,8 +450,8 @@ def test_names_and_secrets_that_are_no_text(tmp_path: Path, redact: bool) -> Non
     found.known_secrets = list(find_launch_secrets({"API_KEY": secret}, ()))
     path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz", redact=redact)
     assert bundle.load_bundle(path).server == "/m/\\udcff"
-    assert unpacked(path)["words.txt"] == b"/m/\\udcff"
-    assert (b"ssw0rd" in unpacked(path)["log.txt"]) is not redact
+    assert read_bundle_parts(path)["words.txt"] == b"/m/\\udcff"
+    assert (b"ssw0rd" in read_bundle_parts(path)["log.txt"]) is not redact
 
 
 # -- what strangers send ---------------------------------------------------------------------
@@ -472,15 +472,18 @@ def test_names_and_secrets_that_are_no_text(tmp_path: Path, redact: bool) -> Non
     ],
     ids=lambda info: f"{info.name} {info.type!r}",
 )
-def test_what_no_bundle_holds(tmp_path: Path, odd: Any) -> None:
-    path = packed(tmp_path / "b.tar.gz", (odd, b""))
-    assert refused(path).code == "bundle.damaged"
+def test_load_bundle_refuses_unsafe_members(tmp_path: Path, odd: Any) -> None:
+    path = write_archive(tmp_path / "b.tar.gz", (odd, b""))
+    assert expect_load_error(path).code == "bundle.damaged"
     assert {item.name for item in tmp_path.iterdir()} == {"b.tar.gz"}
 
 
 def test_the_same_part_twice(tmp_path: Path) -> None:
     index = (member("index.json", 2), b"{}")
-    assert refused(packed(tmp_path / "b.tar.gz", index, index)).code == "bundle.damaged"
+    assert (
+        expect_load_error(write_archive(tmp_path / "b.tar.gz", index, index)).code
+        == "bundle.damaged"
+    )
 
 
 @pytest.mark.parametrize("name", ["server.json", "anything"])
@@ -490,17 +493,19 @@ def test_bombs(tmp_path: Path, name: str) -> None:
     zeros = gzip.compress(bytes(1 << 22))
     path.write_bytes(gzip.compress(member(name, size).tobuf()) + zeros * (size >> 22))
     assert path.stat().st_size < size / 200
-    assert f"has {size} bytes" in refused(path).message  # its head tells: nothing is unfolded
+    assert (
+        f"has {size} bytes" in expect_load_error(path).message
+    )  # its head tells: nothing is unfolded
     # Many small files are none either.
     many = [(member(f"x{number}"), b"") for number in range(archive.LIMIT_FILES + 1)]
-    assert "files" in refused(packed(path, *many)).message
+    assert "files" in expect_load_error(write_archive(path, *many)).message
 
 
 def test_a_size_that_no_file_has(tmp_path: Path) -> None:
     path = tmp_path / "b.tar.gz"
     with gzip.open(path, "wb") as file:
         file.write(member("anything", 1 << 80).tobuf(format=tarfile.GNU_FORMAT) + bytes(1024))
-    assert refused(path).code == "bundle.damaged"
+    assert expect_load_error(path).code == "bundle.damaged"
 
 
 @pytest.mark.parametrize(
@@ -508,15 +513,15 @@ def test_a_size_that_no_file_has(tmp_path: Path) -> None:
     [b"", b"\x1f\x8b", b"\x1f\x8bnonsense", gzip.compress(b""), gzip.compress(b"x" * 5000)],
     ids=["empty", "a beginning", "nonsense", "nothing packed", "no tar"],  # each worker's alike
 )
-def test_what_is_no_archive(tmp_path: Path, content: bytes) -> None:
+def test_load_bundle_refuses_a_file_that_is_no_archive(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "b.tar.gz"
     path.write_bytes(content)
-    assert refused(path).code == "bundle.damaged"
+    assert expect_load_error(path).code == "bundle.damaged"
 
 
 def test_no_file_and_no_right_to_it(tmp_path: Path) -> None:
-    assert refused(tmp_path / "none").code == "file.unreadable"
-    assert refused(tmp_path).code == "file.unreadable"
+    assert expect_load_error(tmp_path / "none").code == "file.unreadable"
+    assert expect_load_error(tmp_path).code == "file.unreadable"
 
 
 @pytest.fixture(scope="module")
@@ -561,10 +566,10 @@ def test_parts_that_are_not_what_they_should_be(
 ) -> None:
     path = tmp_path / "b.tar.gz"
     path.write_bytes(sound)
-    parts = unpacked(path)
+    parts = read_bundle_parts(path)
     parts[name] = change(parts[name])
     path.write_bytes(archive.pack_archive(parts, 1.0))
-    error = refused(path)
+    error = expect_load_error(path)
     assert error.code == "bundle.damaged"
     assert name in error.message
 
@@ -572,12 +577,12 @@ def test_parts_that_are_not_what_they_should_be(
 def test_a_newer_one(tmp_path: Path, sound: bytes) -> None:
     path = tmp_path / "b.tar.gz"
     path.write_bytes(sound)
-    parts = unpacked(path) | {"new.txt": b"of no use yet"}
+    parts = read_bundle_parts(path) | {"new.txt": b"of no use yet"}
     path.write_bytes(archive.pack_archive(parts, 1.0))
     assert bundle.load_bundle(path) == stuck()
     parts["index.json"] = parts["index.json"].replace(b'"schema": 1', b'"schema": 2')
     path.write_bytes(archive.pack_archive(parts, 1.0))
-    assert refused(path).code == "file.newer"
+    assert expect_load_error(path).code == "file.newer"
 
 
 def test_unpacked_and_packed_again(tmp_path: Path, sound: bytes) -> None:
@@ -589,7 +594,7 @@ def test_unpacked_and_packed_again(tmp_path: Path, sound: bytes) -> None:
     assert bundle.load_bundle(path) == stuck()
 
 
-def test_what_a_terminal_would_obey_is_taken_out(tmp_path: Path) -> None:
+def test_load_bundle_strips_terminal_control_characters(tmp_path: Path) -> None:
     snapshot = healthy(server="a\x1b]0;evil\x07\x9b31mb\r\\u001b\tc\n\x7f")
     path, _ = bundle.write_bundle(contents(snapshot), tmp_path / "b.tar.gz", redact=False)
     assert bundle.load_bundle(path).server == "a]0;evil31mb\\u001b\tc\n"

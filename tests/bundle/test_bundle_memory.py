@@ -17,7 +17,7 @@ import pytest
 
 from vllmops.bundle.redact import Redactor
 
-from ..support.extent import EVERYTHING, programs, sampled
+from ..support.extent import EVERYTHING, programs, sample_cases
 
 pytestmark = programs
 
@@ -89,7 +89,7 @@ LINES: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("kind", sampled(LINES, 2))
+@pytest.mark.parametrize("kind", sample_cases(LINES, 2))
 def test_memory_for_big_logs(tmp_path: Path, kind: str) -> None:
     lines = LINES[kind]()
     for name in ("server.log", "server.log.1", "server.log.2"):
@@ -103,7 +103,7 @@ def test_memory_for_big_logs(tmp_path: Path, kind: str) -> None:
     (tmp_path / "server.log").unlink()
 
 
-@pytest.mark.parametrize("command", sampled([("doctor",), ("stacks", "explain")], 2))
+@pytest.mark.parametrize("command", sample_cases([("doctor",), ("stacks", "explain")], 2))
 def test_memory_for_reading_what_unfolds(
     tmp_path: Path, command: tuple[str, ...], vllmops: Any
 ) -> None:
@@ -175,7 +175,7 @@ HOSTILE: dict[str, Callable[[int], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(HOSTILE, 3))
+@pytest.mark.parametrize("name", sample_cases(HOSTILE, 3))
 def test_ten_times_as_long_takes_about_ten_times_as_long(name: str) -> None:
     write = HOSTILE[name]
     redactor = Redactor(["planted-secret", "another-of-them"])

@@ -76,7 +76,7 @@ def test_a_message_is_in_a_bundle(tmp_path: Path, *, redact: bool) -> None:
 
 
 @pytest.mark.parametrize("key", ["a secret", "x" * 50, 5])
-def test_what_may_be_a_user_s_name_is_not_shown(key: object) -> None:
+def test_redact_messages_hides_keys_that_may_be_names(key: object) -> None:
     (shown,) = redact_messages(
         [
             msgspec.structs.replace(

@@ -69,7 +69,7 @@ def test_every_other_form() -> None:
         assert kept in shown, kept
 
 
-def test_of_a_server_s_own_lines_all_are_kept() -> None:
+def test_redaction_keeps_all_log_lines_of_the_server() -> None:
     for text in (SERVER, *(path.read_text() for path in STARTS)):
         redactor = Redactor()
         assert redactor.redact_server_log(text) == Redactor().redact_log(text)
@@ -93,7 +93,7 @@ def test_colours_hide_no_secret(escape: str) -> None:
         assert Redactor().redact_server_log(start + said) == plain + shown
 
 
-def test_where_ssh_goes_with_a_key_is_no_secret() -> None:
+def test_redaction_keeps_ssh_destinations() -> None:
     for line in (
         "ssh -i ~/.ssh/key ops@gpu-7 vllmops status",
         "ssh -p 2222 -i ~/.ssh/api_key -o BatchMode=yes ops@10.0.0.7",
@@ -110,7 +110,7 @@ def test_where_ssh_goes_with_a_key_is_no_secret() -> None:
         assert "planted" not in Redactor().redact_text(line).lower()
 
 
-def test_what_applications_log_in_their_own_way() -> None:
+def test_redaction_hides_log_lines_of_unknown_form() -> None:
     lines = {
         "the user asked: PLANTED": MARK,
         "(APIServer pid=7) said PLANTED": f"(APIServer pid=7) {MARK}",
@@ -163,7 +163,7 @@ def test_a_traceback_is_kept_to_its_end_and_no_further() -> None:
     assert Redactor().redact_server_log(mixed) == known.replace("\n", f"\n{MARK}\n", 1)
 
 
-def test_what_is_redacted_stays_as_it_is() -> None:
+def test_redacting_twice_changes_nothing() -> None:
     for way in (Redactor.redact_log, Redactor.redact_server_log):
         once = way(Redactor(), SERVER + OTHER)
         assert way(Redactor(), once) == once
@@ -199,7 +199,7 @@ def test_it_is_quick_whatever_the_text() -> None:
 
 
 # Text that nothing else contains; what is between may be anything that fits into a place.
-def planted(alphabet: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+def planted_texts(alphabet: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     return st.text(alphabet, max_size=40).map(lambda text: f"Qx7{text}7xQ")
 
 
@@ -208,9 +208,9 @@ def absent(shown: str) -> None:
     assert "7xQ" not in shown
 
 
-anything = planted(st.characters(exclude_categories=["Cs"]))
-printable = planted(st.characters(min_codepoint=33, max_codepoint=126))
-word = planted(st.sampled_from("abcXYZ0189-_~+/="))
+anything = planted_texts(st.characters(exclude_categories=["Cs"]))
+printable = planted_texts(st.characters(min_codepoint=33, max_codepoint=126))
+word = planted_texts(st.sampled_from("abcXYZ0189-_~+/="))
 
 
 @given(anything)
@@ -267,7 +267,7 @@ def test_tokens_by_their_place(token: str) -> None:
 
 
 @given(printable)
-def test_what_is_known_to_be_secret_is_nowhere(secret: str) -> None:
+def test_known_secrets_are_redacted_in_every_encoding(secret: str) -> None:
     known = list(find_launch_secrets({"VLLM_API_KEY": secret}, ()))
     for line in (
         secret,
@@ -373,7 +373,7 @@ def test_a_secret_of_several_lines() -> None:
 
 
 @pytest.mark.parametrize("value", ["", "None", "null", "true", "[]", "''"])
-def test_nothing_is_no_secret(value: str) -> None:
+def test_empty_values_are_not_redacted(value: str) -> None:
     assert Redactor().redact_text(f"api_key={value}, x") == f"api_key={value}, x"
 
 
@@ -462,7 +462,7 @@ def test_a_document_without_an_end_does_not_hide_all_that_follows() -> None:
     assert shown[-1] == "plain text"
 
 
-def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
+def test_redactor_remembers_a_bounded_number_of_secrets() -> None:
     values = [f"a8Dk2mXz91QwErT{n}" for n in range(1000)]
     redactor = Redactor()
     redactor.redact_text("\n".join(f"password={value}" for value in values))
@@ -544,7 +544,7 @@ def test_what_the_text_has_named_once_is_remembered_up_to_a_bound() -> None:
         ),
     ],
 )
-def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
+def test_named_secrets_are_redacted(line: str, secret: str) -> None:
     assert secret not in Redactor().redact_text(line)
 
 
@@ -608,7 +608,7 @@ def test_what_is_secret_by_its_name(line: str, secret: str) -> None:
         "Pass `image_mode=None` to keep it",
     ],
 )
-def test_what_looks_like_it_stays(line: str) -> None:
+def test_text_that_resembles_a_secret_is_kept(line: str) -> None:
     assert Redactor().redact_text(line) == line
 
 
@@ -624,7 +624,7 @@ def test_what_looks_like_it_stays(line: str) -> None:
         "pagerduty_configs:\n  - routing_key: 5f0c1d2e3b4a59687786950413223140",
     ],
 )
-def test_what_brackets_quotes_and_colons_are_part_of(text: str) -> None:
+def test_secrets_with_brackets_quotes_or_colons_are_redacted(text: str) -> None:
     value = "quiet$river9"
     shown = Redactor().redact_text(text.format(value) if "{}" in text else text)
     assert not [word for word in (value, "river", "5f0c1d2e3b4a") if word in shown], shown

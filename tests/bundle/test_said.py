@@ -47,7 +47,7 @@ LINES = (
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_nothing_of_what_was_said_is_left(line: str) -> None:
+def test_prompts_and_answers_are_redacted_completely(line: str) -> None:
     for text in TEXTS:
         shown = line.format(r=repr(text), j=json.dumps(text))
         for written in (shown, HEAD + shown):

@@ -36,10 +36,10 @@ def draw() -> random.Random:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.name}: {form.goes[:20]}")
-def test_each_form_goes_and_its_like_stays(form: SecretForm) -> None:
+def test_each_secret_form_is_redacted_and_its_lookalike_kept(form: SecretForm) -> None:
     drawn = draw()
     for _ in range(DRAWS):
-        text = carriers.filled(form.goes, drawn)
+        text = carriers.fill_example(form.goes, drawn)
         assert any(has in text.lower() for has in form.has)
         assert form.pattern.search(text), text
         shown = Redactor().redact_text(f"at first {text} and last")
@@ -59,7 +59,7 @@ def report(left: Counter[str], of: int) -> str:
     return f"{sum(left.values())} of {of} come through: {left.most_common(40)}"
 
 
-def named(turn: int) -> Iterator[tuple[str, str]]:
+def iterate_named_values(turn: int) -> Iterator[tuple[str, str]]:
     """Names and values: of the names some, or all."""
     values = carriers.values(draw())
     for name in carriers.NAMES if EVERYTHING else carriers.NAMES[turn % TURNS :: TURNS]:
@@ -67,7 +67,7 @@ def named(turn: int) -> Iterator[tuple[str, str]]:
             yield name, value
 
 
-def hidden(shown: str, value: str) -> bool:
+def is_hidden(shown: str, value: str) -> bool:
     """Whether neither a value nor half of it can be seen, as it is or as it is written."""
     half = value[: max(len(value) // 2, 5)]
     forms = {value, value[::-1], quote(value, safe=""), json.dumps(value)[1:-1]}
@@ -79,9 +79,9 @@ def hidden(shown: str, value: str) -> bool:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_secrets_with_a_name(carrier: str, way: Callable[[Redactor, str], str]) -> None:
     write, left, count = carriers.NAMED[carrier], Counter[str](), 0
-    for name, value in named(WAYS.index(way) + [*carriers.NAMED].index(carrier)):
+    for name, value in iterate_named_values(WAYS.index(way) + [*carriers.NAMED].index(carrier)):
         count += 1
-        if not hidden(way(Redactor(), write(name, value)), value):
+        if not is_hidden(way(Redactor(), write(name, value)), value):
             left[f"{name} {value}"] += 1
     assert count >= (SECRETS if EVERYTHING else SECRETS // TURNS)
     assert not left, report(left, count)
@@ -111,7 +111,7 @@ def test_secrets_in_sentences(sentence: str) -> None:
         for line in (sentence, f"(APIServer pid=7) ERROR 11-20 19:05:14 [x.py:1] {sentence}"):
             if line != sentence and sentence.startswith(" "):
                 continue
-            if not hidden(Redactor().redact_text(line.replace("¤", value)), value):
+            if not is_hidden(Redactor().redact_text(line.replace("¤", value)), value):
                 left[line.replace("¤", value)] += 1
     assert not left, report(left, len(values))
 

@@ -69,7 +69,7 @@ def program(server: list[int]) -> list[str]:
     return [sys.executable, *words]
 
 
-def refused(server: list[int], *rights: str) -> tuple[int, Any]:
+def attach_with_fewer_rights(server: list[int], *rights: str) -> tuple[int, Any]:
     """The exit code and the error of a program with fewer rights, as ``setpriv`` takes them."""
     words = ["setpriv", *rights, *program(server)]
     done = subprocess.run(words, stdout=subprocess.PIPE, check=False)
@@ -96,13 +96,13 @@ def test_once_and_no_second_time(
         assert all(Path(f"/proc/{pid}/status").exists() for pid in server)
 
 
-def test_nobody_there_to_ask(server: list[int], vllmops: Vllmops) -> None:
+def test_attach_without_a_terminal_requires_yes(server: list[int], vllmops: Vllmops) -> None:
     done = vllmops("attach", "--json", "-t", str(server[0]))
     assert (done.code, done.error["code"]) == (2, "unconfirmed")
     assert done.error["hint"] == f"vllmops attach -t {server[0]} --yes"
 
 
-def test_what_it_lacks_is_told(
+def test_attach_reports_a_missing_module(
     tmp_path: Path, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
@@ -130,14 +130,16 @@ def test_a_stopped_process_is_refused(server: list[int], attach: Attach) -> None
     assert attach.agents(server) == ["absent"] * 3
 
 
-def test_what_is_not_a_server_is_refused(attach: Attach) -> None:
+def test_attach_refuses_a_process_that_is_no_server(attach: Attach) -> None:
     done = attach(os.getpid())
     assert (done.code, done.error["code"]) == (5, "target.unknown")
 
 
 @pytest.mark.root_only
 def test_without_the_right_to_trace(server: list[int], attach: Attach) -> None:
-    code, error = refused(server, "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
+    code, error = attach_with_fewer_rights(
+        server, "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"
+    )
     assert (code, error["code"]) == (1, "attach.no-capability")
     assert "--cap-add SYS_PTRACE" in error["hint"]
     assert attach.agents(server) == ["absent"] * 3
@@ -149,7 +151,7 @@ def test_another_users_process_is_refused(server: list[int]) -> None:
     # A state directory of their own; the server's belongs to root.
     with tempfile.TemporaryDirectory(prefix="vo-nobody-", dir="/tmp") as place:
         os.chown(place, NOBODY, NOBODY)
-        code, error = refused(server, *rights, "env", f"VLLMOPS_HOME={place}")
+        code, error = attach_with_fewer_rights(server, *rights, "env", f"VLLMOPS_HOME={place}")
     assert (code, error["code"]) == (4, "attach.other-user")
     assert error["hint"].startswith("sudo -u root vllmops attach")
 
@@ -215,10 +217,10 @@ def test_elsewhere_it_takes_a_newer_python(
         attaching.attach_agent(plan, patch=False, timeout_s=600)
     assert caught.value.code == "attach.machine"
     assert "remote_exec" in caught.value.message
-    assert left(server[0]) == []
+    assert list_waiting_scripts(server[0]) == []
 
 
-def left(pid: int) -> list[Path]:
+def list_waiting_scripts(pid: int) -> list[Path]:
     """The scripts that wait for a process to run them."""
     return list(Path(tempfile.gettempdir()).glob(f"vllmops-attach-{pid}-*"))
 
@@ -243,7 +245,7 @@ def test_a_script_that_python_runs_later_is_there_then(
         attaching.attach_agent(patient, patch=False, timeout_s=0.2)
     assert caught.value.code == "attach.timeout"
     monkeypatch.undo()
-    (script,) = left(patient.process.pid)
+    (script,) = list_waiting_scripts(patient.process.pid)
     assert script.stat().st_mode & 0o777 == 0o600
     words = [sys.executable, str(script)]
     assert subprocess.run(words, capture_output=True, check=True).stdout == b"it runs\n"
@@ -265,7 +267,7 @@ def test_no_script_is_left_for_a_process_that_has_ended(
     with pytest.raises(VllmopsError) as caught:
         attaching.attach_agent(patient, patch=False, timeout_s=600)
     assert caught.value.code == "attach.gone"
-    assert left(patient.process.pid) == []
+    assert list_waiting_scripts(patient.process.pid) == []
 
 
 TRACER = """

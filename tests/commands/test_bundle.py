@@ -64,7 +64,7 @@ def folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     os.chdir("/")
 
 
-def test_everything_in_one_file_without_secrets(
+def test_bundle_holds_all_evidence_without_secrets(
     lab: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_RESPONSES_STATE_SIGNING_KEY", KEY)
@@ -125,7 +125,7 @@ def test_everything_in_one_file_without_secrets(
     assert lab.vllmops("cache", "inspect", str(path), "--json").error["code"] == "bundle.no-caches"
 
 
-def test_what_files_keep_secret_is_nowhere(
+def test_bundle_redacts_secrets_that_files_hold(
     lab: Any, folder: Path, tmp_path: Path, model: Path
 ) -> None:
     """Keys of the ring, the admin token, vLLM's configuration file: however a log has them."""
@@ -151,7 +151,9 @@ def test_what_files_keep_secret_is_nowhere(
             assert word not in text, name
 
 
-def test_what_nccl_answers_is_kept(lab: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bundle_holds_the_answers_of_nccl(
+    lab: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     record = lab.serve("a")
     (engine,) = (process.pid for process in record.processes if process.role == Role.ENGINE)
     answers = []
@@ -182,7 +184,7 @@ def test_what_nccl_answers_is_kept(lab: Any, folder: Path, monkeypatch: pytest.M
     assert kept[0].at_s < kept[1].at_s
 
 
-def test_what_a_person_sees(lab: Any, folder: Path) -> None:
+def test_bundle_prints_a_preview_and_a_summary(lab: Any, folder: Path) -> None:
     lab.serve("a", "--env", "HF_TOKEN=hf_PLANTED")
     preview = lab.vllmops("bundle", "--dry-run", columns=60)
     assert preview.code == 0
@@ -216,7 +218,7 @@ def test_interrupted_it_keeps_what_there_is(
     lab.serve("a")
     reached, wait = folder.parent / "reached", BundleCollector.wait_for_task
 
-    def held(self: BundleCollector, task: Any, until_s: float) -> None:
+    def wait_until_interrupted(self: BundleCollector, task: Any, until_s: float) -> None:
         """Once there is what the test looks for, wait until somebody interrupts."""
         if not reached.exists():
             until(lambda: self.looking.server_samples)
@@ -226,7 +228,7 @@ def test_interrupted_it_keeps_what_there_is(
             self.stop.wait(600)
         wait(self, task, until_s)
 
-    monkeypatch.setattr(BundleCollector, "wait_for_task", held)
+    monkeypatch.setattr(BundleCollector, "wait_for_task", wait_until_interrupted)
     running = background("bundle", "-o", "b.tar.gz")
     assert running.stderr is not None
     assert "looking at" in running.stderr.readline()
@@ -303,7 +305,7 @@ def test_the_log_of_a_server_that_others_started(tmp_path: Path) -> None:
                 popen.communicate()
 
 
-def test_what_is_looked_at_first(lab: Any, folder: Path) -> None:
+def test_collector_takes_the_snapshot_before_other_parts(lab: Any, folder: Path) -> None:
     """As a watch has it, which may not want the rest."""
     lab.serve("a")
     server = resolve_server("a")

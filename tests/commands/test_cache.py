@@ -23,7 +23,7 @@ from vllmops.protocol.caches import (
     WorkerEncoderCache,
 )
 
-from ..support.commands import Answer, answered, background
+from ..support.commands import Answer, background, run_vllmops
 
 Spawn = Callable[..., Any]
 
@@ -54,7 +54,7 @@ objects.track_object("scheduler", scheduler)
 
 
 def inspect(*options: object, **env: str) -> Answer:
-    return answered("cache", "inspect", *map(str, options), env={"COLUMNS": "80", **env})
+    return run_vllmops("cache", "inspect", *map(str, options), env={"COLUMNS": "80", **env})
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_no_process_that_tells_is_exit_code_5(engine: Any, patience: pytest.Monk
 def test_a_repair_gives_a_silent_agent_up_soon(engine: Any, patience: pytest.MonkeyPatch) -> None:
     patience.undo()
     os.kill(engine.process.pid, signal.SIGSTOP)
-    done = answered("cache", "repair", "-t", str(engine.process.pid))
+    done = run_vllmops("cache", "repair", "-t", str(engine.process.pid))
     assert done.code == 5
     assert "did not answer within 5 s" in " ".join(done.err.split())
 
@@ -248,14 +248,14 @@ def snapshot(**changes: Any) -> CacheSnapshot:
 
 
 @pytest.fixture
-def saved(tmp_path: Path) -> Path:
+def saved_snapshot_path(tmp_path: Path) -> Path:
     path = tmp_path / "snapshot.json"
     files.save_snapshot(path, snapshot())
     return path
 
 
-def test_both_sides_beside_each_other(saved: Path) -> None:
-    out = inspect(saved).out
+def test_inspect_shows_both_sides_beside_each_other(saved_snapshot_path: Path) -> None:
+    out = inspect(saved_snapshot_path).out
     lines = [line.split() for line in out.splitlines()]
     assert ["P0:", "api", "4194301", "P1:", "engine", "4194302"] in lines
     assert ["scheduler:", "engine", "4194302", "worker", "4194303"] in lines
@@ -263,13 +263,13 @@ def test_both_sides_beside_each_other(saved: Path) -> None:
     assert ["bytes", "3.0", "KiB", "3.0", "KiB"] in lines
     assert ["device", "-", "cuda:0"] in lines
     assert KEYS[0] not in out
-    assert KEYS[0] in inspect(saved, "--keys").out
+    assert KEYS[0] in inspect(saved_snapshot_path, "--keys").out
     assert out.rstrip().endswith("No findings.")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_fits_the_terminal(saved: Path, columns: int) -> None:
-    out = inspect(saved, COLUMNS=str(columns)).out
+def test_fits_the_terminal(saved_snapshot_path: Path, columns: int) -> None:
+    out = inspect(saved_snapshot_path, COLUMNS=str(columns)).out
     assert max(map(len, out.splitlines())) <= columns
     assert "4194302" in out
 
@@ -321,8 +321,8 @@ def test_bad_files(tmp_path: Path, content: bytes | None, code: str, exit_code: 
 @pytest.mark.parametrize(
     "options", [["-t", "1"], ["--watch"], ["--save", "x"]], ids=lambda options: str(options[0])
 )
-def test_a_file_goes_with_no_server(saved: Path, options: list[str]) -> None:
-    assert inspect(saved, *options).code == 2
+def test_a_file_goes_with_no_server(saved_snapshot_path: Path, options: list[str]) -> None:
+    assert inspect(saved_snapshot_path, *options).code == 2
 
 
 def test_watching_is_for_a_person() -> None:

@@ -66,18 +66,18 @@ def comparison() -> CacheComparison:
     return CacheComparison(samples=[look, look], front_after=front, end=front, settled=True)
 
 
-def shown(data: dict[str, Any], width: int = 60) -> str:
+def render_to_text(data: dict[str, Any], width: int = 60) -> str:
     console = Console(width=width, file=StringIO())
     console.print(*render_comparison(data), sep="\n")
     return str(console.file.getvalue())  # type: ignore[attr-defined]
 
 
-def test_what_a_person_sees() -> None:
+def test_comparison_output_shows_pairs_gaps_and_findings() -> None:
     silent = ProcessGap(
         role="api", pid=10004, code="agent.stale", reason="nobody listens", hint="x"
     )
     data = build_comparison_data("demo", [comparison()], [silent])
-    output = shown(data)
+    output = render_to_text(data)
     assert "P0: api 10001   P1: engine 10002" in output
     assert "scheduler: engine 10002   worker 10003" in output
     assert "api 10004 did not answer: nobody listens" in output
@@ -87,7 +87,7 @@ def test_what_a_person_sees() -> None:
     assert max(map(len, output.splitlines())) <= 60
 
 
-def test_what_several_api_servers_share_is_told_once() -> None:
+def test_findings_shared_by_api_servers_are_reported_once() -> None:
     one, two = (
         build_comparison_data("demo", [comparison()], []),
         build_comparison_data("demo", [comparison()] * 2, []),

@@ -56,7 +56,9 @@ worker_busy_loop()
 
 
 @contextlib.contextmanager
-def running(folder: Path, title: str, *words: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+def start_titled_process(
+    folder: Path, title: str, *words: str, **env: str
+) -> Iterator[subprocess.Popen[bytes]]:
     """A Python process with a title, which may leave a core file in its folder."""
     process = subprocess.Popen(
         [title, *words],
@@ -94,12 +96,12 @@ Kept = tuple[Path, StacksSnapshot]
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Kept:
+def core_and_snapshot(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     """The core file of a worker, and the stacks that it had while it lived."""
     folder = tmp_path_factory.mktemp("core")
     script, saved = folder / "worker.py", folder / "live.json"
     script.write_text(WORKER)
-    with running(folder, TITLE, str(script)) as process:
+    with start_titled_process(folder, TITLE, str(script)) as process:
         dump = (sys.executable, "-m", "vllmops", "stacks", "dump", "-t", str(process.pid))
         subprocess.run([*dump, "--save", saved], check=True, capture_output=True)
         return left_by(process, folder), files.load_snapshot(saved, StacksSnapshot)
@@ -115,8 +117,10 @@ def threads(process: Any) -> dict[int, list[tuple[str, int]]]:
     }
 
 
-def test_a_core_shows_what_a_live_dump_showed(vllmops: Vllmops, kept: Kept, home: Path) -> None:
-    path, live = kept
+def test_a_core_shows_what_a_live_dump_showed(
+    vllmops: Vllmops, core_and_snapshot: Kept, home: Path
+) -> None:
+    path, live = core_and_snapshot
     saved = home / "saved.json"
     shown = vllmops("stacks", "dump", "--core", str(path), "--json", "--save", str(saved))
     assert shown.code == 0, shown.out
@@ -144,8 +148,8 @@ def test_the_main_thread_has_its_name_in_a_core_of_gdb() -> None:
     assert coreprocess._make_thread(thread, 6, DumpOptions()).name == "python"
 
 
-def test_a_core_is_explained_as_a_live_dump_is(vllmops: Vllmops, kept: Kept) -> None:
-    path, live = kept
+def test_a_core_is_explained_as_a_live_dump_is(vllmops: Vllmops, core_and_snapshot: Kept) -> None:
+    path, live = core_and_snapshot
     shown = vllmops("stacks", "dump", "--core", str(path), "--explain", "--json")
     expected = judge.explain_stacks(PastedStacks((live,)))
     assert [f["code"] for f in shown.data["findings"]] == [f.code for f in expected.findings]
@@ -154,8 +158,8 @@ def test_a_core_is_explained_as_a_live_dump_is(vllmops: Vllmops, kept: Kept) -> 
     assert shown.data["processes"][0]["title"] == TITLE
 
 
-def test_locals_and_native_frames_of_a_core(vllmops: Vllmops, kept: Kept) -> None:
-    dump = ("stacks", "dump", "--core", str(kept[0]))
+def test_locals_and_native_frames_of_a_core(vllmops: Vllmops, core_and_snapshot: Kept) -> None:
+    dump = ("stacks", "dump", "--core", str(core_and_snapshot[0]))
     assert 'secret = "a-secret-prompt"' in vllmops(*dump, "--locals").out
     native = vllmops(*dump, "--native", "--json").data["processes"][0]
     plain = vllmops(*dump, "--json").data["processes"][0]
@@ -179,7 +183,7 @@ def zeros(core: Path, to: Path) -> None:
         file.truncate(20 << 30)
 
 
-def damaged(core: Path, to: Path) -> None:
+def write_core_without_memory(core: Path, to: Path) -> None:
     """A core whose memory is all zeros."""
     to.write_bytes(core.read_bytes()[: 1 << 14])
     os.truncate(to, core.stat().st_size)
@@ -200,18 +204,18 @@ def program(core: Path, to: Path) -> None:
         (program, "core.not-a-core"),
         (cut, "core.truncated"),
         (header, "core.truncated"),
-        (damaged, "core.unreadable"),
+        (write_core_without_memory, "core.unreadable"),
     ],
 )
-def test_what_is_no_core_is_one_error(
+def test_invalid_core_file_gives_one_error(
     make: Callable[[Path, Path], None],
     code: str,
     vllmops: Vllmops,
-    kept: Kept,
+    core_and_snapshot: Kept,
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "given"
-    make(kept[0], path)
+    make(core_and_snapshot[0], path)
     shown = vllmops("stacks", "dump", "--core", str(path), "--json")
     assert (shown.code, shown.error["code"]) == (1, code)
     assert str(path) in shown.error["message"]
@@ -220,7 +224,7 @@ def test_what_is_no_core_is_one_error(
 
 def test_a_core_of_another_program(vllmops: Vllmops, tmp_path: Path) -> None:
     script = "print('up', flush=True); import os; os.execvp('sleep', ['sleep', '1000'])"
-    with running(tmp_path, "sh", "-c", script) as process:
+    with start_titled_process(tmp_path, "sh", "-c", script) as process:
         until(lambda: Path(f"/proc/{process.pid}/comm").read_text() == "sleep\n")
         core = left_by(process, tmp_path)
     shown = vllmops("stacks", "dump", "--core", str(core), "--json")
@@ -229,12 +233,14 @@ def test_a_core_of_another_program(vllmops: Vllmops, tmp_path: Path) -> None:
 
 
 @pytest.mark.root_only
-def test_a_core_that_one_may_not_read(vllmops: Vllmops, kept: Kept, home: Path) -> None:
+def test_a_core_that_one_may_not_read(
+    vllmops: Vllmops, core_and_snapshot: Kept, home: Path
+) -> None:
     theirs = home / "theirs"
     theirs.mkdir(0o700)
     shutil.chown(theirs, NOBODY)
     home.chmod(0o711)
-    shutil.copy(kept[0], home / "core")
+    shutil.copy(core_and_snapshot[0], home / "core")
     (home / "core").chmod(0o600)
     shown = vllmops(
         *("stacks", "dump", "--core", str(home / "core"), "--json"),
@@ -244,23 +250,25 @@ def test_a_core_that_one_may_not_read(vllmops: Vllmops, kept: Kept, home: Path) 
     assert (shown.code, shown.error["code"]) == (4, "file.unreadable")
 
 
-def test_without_pystack(vllmops: Vllmops, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pystack(
+    vllmops: Vllmops, core_and_snapshot: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # It is installed here, so it is made not to be found.
     monkeypatch.setattr(cores, "find_spec", lambda _: None)
-    shown = vllmops("stacks", "dump", "--core", str(kept[0]), "--json")
+    shown = vllmops("stacks", "dump", "--core", str(core_and_snapshot[0]), "--json")
     assert (shown.code, shown.error["code"]) == (1, "core.no-pystack")
     assert shown.error["hint"] == "pip install 'vllmops-cli[core]'"
 
 
-def test_one_that_does_not_come_to_an_end(
-    vllmops: Vllmops, kept: Kept, monkeypatch: pytest.MonkeyPatch
+def test_reading_a_core_times_out(
+    vllmops: Vllmops, core_and_snapshot: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Less than the command takes, and than any start of Python does.
     given = cores.read_core_stacks
     monkeypatch.setattr(
         cores, "read_core_stacks", lambda core, options, **_: given(core, options, timeout_s=0.001)
     )
-    shown = vllmops("stacks", "dump", "--core", str(kept[0]), "--json")
+    shown = vllmops("stacks", "dump", "--core", str(core_and_snapshot[0]), "--json")
     assert (shown.code, shown.error["code"]) == (1, "core.timeout")
 
 
@@ -268,7 +276,7 @@ def test_one_that_does_not_come_to_an_end(
     "words",
     [("-t", "demo"), ("--cuda",), ("--nonblocking",), ("--explain", "--samples", "2")],
 )
-def test_what_a_core_cannot_be_combined_with(words: tuple[str, ...], vllmops: Vllmops) -> None:
+def test_core_option_rejects_incompatible_options(words: tuple[str, ...], vllmops: Vllmops) -> None:
     shown = vllmops("stacks", "dump", "--core", "core", *words, "--json")
     assert (shown.code, shown.error["code"]) == (2, "usage")
 
@@ -318,7 +326,7 @@ def device(
 
         def start(kind: str, **env: str) -> int:
             environment = {**build_coredump_environment(tmp_path), **env}
-            place = running(tmp_path, TITLE, str(script), kind, **environment)
+            place = start_titled_process(tmp_path, TITLE, str(script), kind, **environment)
             return stack.enter_context(place).pid
 
         yield start

@@ -65,14 +65,14 @@ def test_a_stopped_process_is_named(lab: Any) -> None:
         lab.kill(worker, signal.SIGCONT)
 
 
-def test_who_waits_is_listed_beside_the_root() -> None:
+def test_finding_lists_waiting_processes_beside_the_root() -> None:
     text = (STACKS / "worker-stuck-broadcast.cpu.txt").read_text()
     finding = explain_stacks(parse_stacks(text)).findings[0]
     lines = [line.text for line in render_finding(1, finding)]
     assert lines[1:3] == ["where: Worker 4200", "waiting for it: EngineCore 4120"]
 
 
-def test_whoever_reaches_it_is_told(lab: Any) -> None:
+def test_doctor_warns_about_an_exposed_server_without_api_key(lab: Any) -> None:
     lab.serve("a", "--host", "0.0.0.0")
     answer = lab.vllmops("doctor", *OWN, "--fail-on", "warning", "--json")
     assert (answer.code, codes(answer)) == (1, ["security.no-api-key"])
@@ -100,7 +100,7 @@ def test_every_check_is_listed(lab: Any) -> None:
     assert all(check["code"].startswith("stack.") for check in some)
 
 
-def test_what_is_wrong_to_ask(lab: Any, tmp_path: Path) -> None:
+def test_doctor_rejects_invalid_arguments(lab: Any, tmp_path: Path) -> None:
     answer = lab.vllmops("doctor", "--only", "nonsense", "--json")
     assert (answer.code, answer.error["code"]) == (2, "usage")
     assert "vllmops doctor --list" in answer.error["hint"]
@@ -116,7 +116,7 @@ def test_a_canary_that_is_not_answered(lab: Any) -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def shm_folder_lock() -> Iterator[None]:
     """No other test process cleans the machine's shared memory meanwhile."""
     folder = os.open(SHM, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(folder, fcntl.LOCK_EX)
@@ -125,7 +125,7 @@ def alone() -> Iterator[None]:
 
 
 @pytest.mark.root_only
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("shm_folder_lock")
 def test_shared_memory_that_is_left_is_named_and_cleaned(lab: Any) -> None:
     lab.serve("a")
     names = [f"psm_{os.getpid():08x}", f"sem.mp-{os.getpid():08x}", f"psm_{os.getpid():08x}_young"]
@@ -158,7 +158,7 @@ def test_shared_memory_that_is_left_is_named_and_cleaned(lab: Any) -> None:
             (SHM / name).unlink(missing_ok=True)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("shm_folder_lock")
 def test_shared_memory_is_cleaned_without_any_server(home: Path, vllmops: Any) -> None:
     answer = vllmops("doctor", "--clean-shm")
     assert answer.code == 0, answer

@@ -76,13 +76,13 @@ def test_a_server_that_dies_meanwhile(lab: Any, monkeypatch: pytest.MonkeyPatch)
     assert f"engine (pid {engine}) has ended" in answer.error["message"]
 
 
-def test_what_is_in_flight_finishes(fleet: Fleet, vllmops: Any, tmp_path: Path) -> None:
+def test_drain_waits_for_running_requests(fleet: Fleet, vllmops: Any, tmp_path: Path) -> None:
     done: list[int] = []
 
-    def ask() -> None:
+    def send_slow_request() -> None:
         done.append(httpx.get(f"{fleet.url}/slow", timeout=60).status_code)
 
-    slow = threading.Thread(target=ask)
+    slow = threading.Thread(target=send_slow_request)
     slow.start()
     until(lambda: fleet.child.run("out = gate.in_flight") == "1")
     target = fleet.words()

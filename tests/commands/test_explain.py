@@ -24,7 +24,7 @@ BUSY = STACKS / "healthy-busy.one-dump.txt"
 
 
 @pytest.fixture
-def piped(vllmops: Vllmops) -> Callable[..., Answer]:
+def stdin_explainer(vllmops: Vllmops) -> Callable[..., Answer]:
     """``stacks explain`` with something in a pipe as its standard input."""
 
     def explain(content: bytes, *options: str) -> Answer:
@@ -39,7 +39,7 @@ def piped(vllmops: Vllmops) -> Callable[..., Answer]:
     return explain
 
 
-def test_what_is_stuck_why_and_the_way_out(vllmops: Any) -> None:
+def test_explain_names_the_hang_its_place_and_the_next_step(vllmops: Any) -> None:
     answer = vllmops("stacks", "explain", str(SPIN))
     assert (answer.code, answer.err) == (1, "")
     assert answer.out.startswith("The server hangs. The cause is known.\n")
@@ -77,14 +77,14 @@ def test_fail_on(vllmops: Any) -> None:
     assert vllmops("stacks", "explain", str(BUSY), "--fail-on", "info").code == 1
 
 
-def test_one_dump_of_work_says_what_it_cannot_tell(vllmops: Any) -> None:
+def test_explain_asks_for_more_dumps_of_a_busy_server(vllmops: Any) -> None:
     answer = vllmops("stacks", "explain", str(BUSY))
     assert answer.out.startswith("The server may hang or work: these stacks fit both.")
     told = " ".join(answer.out.split())
     assert "to be sure: one dump can't tell this from work: take 3 some seconds apart" in told
 
 
-def test_what_is_not_known_is_shown(vllmops: Any) -> None:
+def test_explain_shows_stacks_that_match_no_signature(vllmops: Any) -> None:
     answer = vllmops("stacks", "explain", str(STACKS / "healthy-loading.txt"))
     assert answer.code == 0
     assert answer.out.startswith("No known signature matches.")
@@ -92,9 +92,9 @@ def test_what_is_not_known_is_shown(vllmops: Any) -> None:
     assert "load_weights (default_loader.py:290)" in answer.out
 
 
-def test_standard_input(piped: Callable[..., Answer]) -> None:
+def test_standard_input(stdin_explainer: Callable[..., Answer]) -> None:
     for options in ((), ("-",)):
-        told = piped(SPIN.read_bytes(), *options)
+        told = stdin_explainer(SPIN.read_bytes(), *options)
         assert told.code == 1
         assert "[stack.mm-cache-eviction-spin]" in told.out
 
@@ -116,21 +116,21 @@ def test_a_watchdog_file_tells_its_process_by_its_name(vllmops: Any, tmp_path: P
     assert [(item["role"], item["pid"]) for item in data["seen"]] == [("worker", 77)]
 
 
-def test_what_windows_writes(vllmops: Any, tmp_path: Path) -> None:
+def test_explain_reads_utf16_with_windows_line_ends(vllmops: Any, tmp_path: Path) -> None:
     dump = tmp_path / "dump.txt"
     dump.write_bytes(SPIN.read_text().replace("\n", "\r\n").encode("utf-16"))
     assert "[stack.mm-cache-eviction-spin]" in vllmops("stacks", "explain", str(dump)).out
 
 
 def test_facts(vllmops: Any) -> None:
-    def told(*facts: str) -> Any:
+    def explain_with_facts(*facts: str) -> Any:
         words = [word for fact in facts for word in ("--fact", fact)]
         dump = str(STACKS / "schedule-livelock.txt")
         return json.loads(vllmops("stacks", "explain", dump, *words, "--json").out)["data"]
 
-    codes = [item["code"] for item in told("running=0", "waiting=2")["findings"]]
+    codes = [item["code"] for item in explain_with_facts("running=0", "waiting=2")["findings"]]
     assert codes == ["stack.admission-deadlock"]
-    assert told("progress=moving")["verdict"] == "working"
+    assert explain_with_facts("progress=moving")["verdict"] == "working"
 
 
 @pytest.mark.parametrize("fact", ["waiting", "speed=3", "waiting=many", "progress=3"])
@@ -152,14 +152,14 @@ def test_no_fact(vllmops: Any, fact: str) -> None:
     ],
 )
 def test_no_stacks(
-    vllmops: Any, piped: Callable[..., Answer], tmp_path: Path, content: bytes, code: str
+    vllmops: Any, stdin_explainer: Callable[..., Answer], tmp_path: Path, content: bytes, code: str
 ) -> None:
     dump = tmp_path / "dump"
     dump.write_bytes(content)
     answer = vllmops("stacks", "explain", str(dump), "--json")
     assert (answer.code, answer.error["code"]) == (1, code)
     assert answer.error["hint"]
-    told = piped(content)
+    told = stdin_explainer(content)
     assert told.code == 1
     assert told.err.startswith("error: ")
     assert "Traceback" not in told.err

@@ -38,7 +38,7 @@ WRITERS = (("keygen", "--out", "{}"), ("keys", "export", "--out", "{}"))
 DEEP = 6_000
 
 
-def typed(words: tuple[str, ...], file: object, home: Path) -> list[str]:
+def fill_placeholders(words: tuple[str, ...], file: object, home: Path) -> list[str]:
     return [item.replace("{home}", str(home)).replace("{}", str(file)) for item in words]
 
 
@@ -99,7 +99,7 @@ def test_odd_files_are_read_to_an_end(
     for number, (kind, file) in enumerate(odd.items()):
         if not (EVERYTHING or number % 3 == turn % 3):
             continue
-        answer = vllmops(*typed(words, file, home), "--json")
+        answer = vllmops(*fill_placeholders(words, file, home), "--json")
         assert answer.code in {1, 4} or (kind, words[0]) == ("empty", "responses"), (kind, answer)
         assert "Traceback" not in answer.err
         assert "unexpected" not in answer.out + answer.err, kind
@@ -111,7 +111,7 @@ def test_a_missing_file_has_one_code(
     vllmops: Any, home: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     for file in (tmp_path / "none", tmp_path / "none" / "below"):
-        answer = vllmops(*typed(words, file, home), "--json")
+        answer = vllmops(*fill_placeholders(words, file, home), "--json")
         assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "file.unreadable")
         assert str(file) in answer.error["message"]
 
@@ -135,7 +135,7 @@ def test_standard_input_without_an_end(
     def endless() -> None:
         os.dup2(os.open(zero, os.O_RDONLY), 0)
 
-    answer = vllmops(*typed(words, "-", home), "--json", before=endless)
+    answer = vllmops(*fill_placeholders(words, "-", home), "--json", before=endless)
     assert answer.code == ExitCode.FAILED
     assert answer.error["code"] in {"file.too-large", "responses.unreadable"}
 
@@ -153,26 +153,26 @@ def test_a_paste_through_a_pipe_of_the_shell(home: Path, tmp_path: Path) -> None
 @pytest.mark.root_only
 @pytest.mark.parametrize("words", WRITERS, ids=" ".join)
 @pytest.mark.usefixtures("ring")
-def test_what_is_written_into(
+def test_writers_keep_devices_and_links_and_refuse_pipes(
     vllmops: Any, home: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     for minor, code in ((3, ExitCode.OK), (7, ExitCode.FAILED)):
         for force in ([], ["--force"]):
             file = tmp_path / f"device{minor}{len(force)}"
-            answer = vllmops(*typed(words, device(file, minor), home), *force, "--json")
+            answer = vllmops(*fill_placeholders(words, device(file, minor), home), *force, "--json")
             assert answer.code == code
             assert code == ExitCode.OK or str(file) in answer.error["message"]
             assert stat.S_ISCHR(file.lstat().st_mode)
     os.mkfifo(tmp_path / "fifo")
     for file, force in ((tmp_path / "fifo", []), (tmp_path, ["--force"])):
-        answer = vllmops(*typed(words, file, home), *force, "--json")
+        answer = vllmops(*fill_placeholders(words, file, home), *force, "--json")
         assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "keys.not-written")
-    answer = vllmops(*typed(words, "-", home), "--json")
+    answer = vllmops(*fill_placeholders(words, "-", home), "--json")
     assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
     link, target = tmp_path / "link", tmp_path / "target"
     link.symlink_to(target)
     for _ in range(2):
-        assert vllmops(*typed(words, link, home), "--force", "--json").code == 0
+        assert vllmops(*fill_placeholders(words, link, home), "--force", "--json").code == 0
     assert link.is_symlink()
     assert target.stat().st_size > 32
     with contextlib.suppress(FileNotFoundError):

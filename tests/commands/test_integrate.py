@@ -55,21 +55,23 @@ def test_a_program_whose_path_has_what_systemd_obeys(
         ("kubernetes", "--drain", "0"),
     ],
 )
-def test_what_would_break_the_format_is_refused(vllmops: Any, words: tuple[str, ...]) -> None:
+def test_integrate_refuses_values_that_break_the_format(
+    vllmops: Any, words: tuple[str, ...]
+) -> None:
     answer = vllmops("integrate", *words, "--json")
     assert (answer.code, answer.error["code"]) == (2, "usage")
 
 
-def merged(base: Any, patch: Any) -> Any:
+def merge_patch(base: Any, patch: Any) -> Any:
     """A strategic merge, as far as a Deployment needs it: lists of named things go by name."""
     if isinstance(patch, dict):
         base = base if isinstance(base, dict) else {}
-        both = {**base, **{key: merged(base.get(key), patch[key]) for key in patch}}
+        both = {**base, **{key: merge_patch(base.get(key), patch[key]) for key in patch}}
         return {key: value for key, value in both.items() if value is not None}
     if isinstance(base, list) and all(isinstance(one, dict) and "name" in one for one in base):
         named = {one["name"]: one for one in base}
         for one in patch:
-            named[one["name"]] = merged(named.get(one["name"], {}), one)
+            named[one["name"]] = merge_patch(named.get(one["name"], {}), one)
         return list(named.values())
     return patch
 
@@ -107,7 +109,7 @@ def test_a_deployment_that_kubernetes_takes(vllmops: Any) -> None:
     words = ("--deployment", "web", "--container", "engine", "--probe-port", "9000")
     more = ("--drain", "30", "--debug", "registry.example/ops:1", "--keyring")
     text = vllmops("integrate", "kubernetes", *words, *more, "--json").data["manifest"]
-    whole = merged(DEPLOYMENT, yaml.safe_load(text))
+    whole = merge_patch(DEPLOYMENT, yaml.safe_load(text))
     pod = whole["spec"]["template"]["spec"]
     engine, debug = pod["containers"]
     assert (engine["image"], engine["args"]) == ("vllm", ["serve", "m"])  # they stay
@@ -121,9 +123,9 @@ def test_a_deployment_that_kubernetes_takes(vllmops: Any) -> None:
     assert debug["securityContext"]["capabilities"]["add"] == ["SYS_PTRACE"]
     assert pod["volumes"][0]["secret"]["defaultMode"] == 0o400
     valid(whole)
-    plain = merged(DEPLOYMENT, yaml.safe_load(vllmops("integrate", "kubernetes").out))
+    plain = merge_patch(DEPLOYMENT, yaml.safe_load(vllmops("integrate", "kubernetes").out))
     assert "volumes" not in plain["spec"]["template"]["spec"]
-    valid(plain | {"spec": merged(DEPLOYMENT["spec"], {})})
+    valid(plain | {"spec": merge_patch(DEPLOYMENT["spec"], {})})
 
 
 OLD = {
@@ -140,7 +142,7 @@ def test_probes_of_other_kinds_are_replaced(vllmops: Any) -> None:
     base = copy.deepcopy(DEPLOYMENT)
     base["spec"]["template"]["spec"]["containers"][0] |= OLD
     text = vllmops("integrate", "kubernetes", "--container", "engine").out
-    whole = merged(base, yaml.safe_load(text))
+    whole = merge_patch(base, yaml.safe_load(text))
     engine = whole["spec"]["template"]["spec"]["containers"][0]
     for name, path in (("startup", "startupz"), ("liveness", "livez"), ("readiness", "readyz")):
         probe = engine[f"{name}Probe"]
@@ -199,7 +201,7 @@ def test_the_alerts_are_an_object_of_their_own(vllmops: Any) -> None:
     assert made["spec"]["groups"][0]["rules"]
 
 
-def test_one_object_at_a_time(vllmops: Any, tmp_path: Path) -> None:
+def test_integrate_refuses_two_objects_at_once(vllmops: Any, tmp_path: Path) -> None:
     words = ("integrate", "kubernetes", "--alerts", "--secret", str(tmp_path / "keyring.json"))
     answer = vllmops(*words)
     assert answer.code == 2

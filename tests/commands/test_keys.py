@@ -25,7 +25,7 @@ from vllmops.keys.ring import Key, KeyRing, KeyStatus, generate_secret
 from vllmops.store.settings import CARRIER_TTL as TTL
 
 from ..keys.test_file import killed_at
-from ..support.children import started
+from ..support.children import start_child
 from ..support.extent import long
 from ..support.waiting import until
 
@@ -308,7 +308,7 @@ def test_rotate_waits_for_a_server_in_a_container(
         place += f" && mount --bind {path} /mnt/keys/{path.name}"
     inside = ("unshare", "--mount", "sh", "-c", f'{place} && exec "$@"', "sh")
     ring = f"/mnt/keys/{path.name}"
-    child = started("VLLM::APIServer_0", Role.API, home, inside, VLLMOPS_KEYRING=ring)
+    child = start_child("VLLM::APIServer_0", Role.API, home, inside, VLLMOPS_KEYRING=ring)
     try:
         timeout = "60" if mounted == "folder" else "2"
         answer = vllmops("keys", "rotate", "--timeout", timeout, "--json")
@@ -522,7 +522,7 @@ def test_an_overlap_is_a_time(vllmops: Any, path: Path, overlap: str) -> None:
     assert path.read_bytes() == before
 
 
-def test_none_is_no_keyring_that_a_command_changes(vllmops: Any, path: Path) -> None:
+def test_keys_add_and_rotate_refuse_the_keyring_none(vllmops: Any, path: Path) -> None:
     for word in ("add", "rotate"):
         answer = vllmops("keys", word, "--keyring", "none", "--json")
         assert (answer.code, answer.error["code"]) == (2, "usage")

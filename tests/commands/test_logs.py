@@ -17,7 +17,7 @@ from ..support.extent import long
 from ..support.waiting import until
 
 
-def test_all_some_and_the_last(lab: Any) -> None:
+def test_logs_selects_lines_by_process_and_count(lab: Any) -> None:
     lab.serve("a")
     path = InstanceFolder("a").server_log
     for last in ("init engine", "startup complete"):  # later it says no more of its own
@@ -60,7 +60,7 @@ def test_the_last_lines_are_read_from_the_end(lab: Any) -> None:
     assert lab.vllmops("logs", "a", "-n", "1", "--process", "engine").out.splitlines() == seen[2:3]
 
 
-def test_one_that_is_over(lab: Any) -> None:
+def test_logs_shows_the_log_of_a_failed_server(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill(record.session)
     until(lambda: lab.state("a") == "failed")
@@ -134,7 +134,7 @@ def test_a_reader_that_goes_away(lab: Any) -> None:
     assert answer.stdout.count("\n") == 1
 
 
-def test_what_has_no_log(lab: Any) -> None:
+def test_logs_explains_a_missing_log(lab: Any) -> None:
     assert lab.vllmops("logs", "nobody", "--json").error["code"] == "target.unknown"
     server = lab.stranger()
     answer = lab.vllmops("logs", str(server.pid), "--json")

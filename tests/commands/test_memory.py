@@ -24,7 +24,7 @@ from vllmops.memory import plot
 from vllmops.memory import record as memory
 from vllmops.protocol.memory import MemoryRecordingHead, MemorySample, ProcessMemory
 
-from ..support.commands import Answer, answered, background
+from ..support.commands import Answer, background, run_vllmops
 from ..support.waiting import until
 
 Spawn = Callable[..., Any]
@@ -37,7 +37,7 @@ def begin(*words: object, **env: str) -> subprocess.Popen[str]:
 
 
 def run(*words: object) -> Answer:
-    return answered("memory", *map(str, words), env={"COLUMNS": "60"})
+    return run_vllmops("memory", *map(str, words), env={"COLUMNS": "60"})
 
 
 def lines(path: Path) -> int:
@@ -122,7 +122,7 @@ def test_rounds_of_a_command_that_makes_it_grow(engine: Any, tmp_path: Path) -> 
     assert run("report", path, "--fail-on", "error").code == 1
 
 
-def test_what_a_command_recorded_before_it_failed_is_shown(engine: Any, tmp_path: Path) -> None:
+def test_record_shows_the_samples_taken_before_its_load_failed(engine: Any, tmp_path: Path) -> None:
     path = tmp_path / "memory.json"
     code = "import os, sys; sys.exit('enough') if os.environ['VLLMOPS_ROUND'] == '3' else 0"
     load = shlex.join([sys.executable, "-c", code])
@@ -220,7 +220,7 @@ def test_a_tolerance_is_a_size(vllmops: Any) -> None:
     assert "'5x' is not a size; write it as 500K, 2M or 1G" in error["message"]
 
 
-def test_where_nothing_can_be_written(engine: Any, tmp_path: Path) -> None:
+def test_record_reports_files_that_are_not_writable(engine: Any, tmp_path: Path) -> None:
     target = ("-t", str(engine.process.pid))
     answer = run("record", *target, "--save", tmp_path / "no" / "file")
     assert (answer.code, answer.out) == (1, "")
@@ -242,7 +242,7 @@ def test_without_matplotlib(vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> No
     assert answer.error["hint"] == "pip install 'vllmops-cli[plot]'"
 
 
-def sampled(*pids: list[int]) -> bytes:
+def encode_recording(*pids: list[int]) -> bytes:
     """A recording with a sample of the processes of each list."""
     head = MemoryRecordingHead(server="s", started_at=1.0)
     samples = [
@@ -267,10 +267,10 @@ def sampled(*pids: list[int]) -> bytes:
             b'{"kind":"memory","schema":1,"server":"s","started_at":1}\nx\n{}\n',
             "file.not-a-snapshot",
         ),
-        (sampled([1], [1, 2]), "file.not-a-snapshot"),
-        (sampled([1], [2]), "file.not-a-snapshot"),
-        (sampled([], []), "file.not-a-snapshot"),
-        (sampled([1], [1]).replace(b"api", b"engine", 1), "file.not-a-snapshot"),
+        (encode_recording([1], [1, 2]), "file.not-a-snapshot"),
+        (encode_recording([1], [2]), "file.not-a-snapshot"),
+        (encode_recording([], []), "file.not-a-snapshot"),
+        (encode_recording([1], [1]).replace(b"api", b"engine", 1), "file.not-a-snapshot"),
     ],
 )
 def test_files_that_are_no_recording(
@@ -297,7 +297,7 @@ def test_a_file_that_can_not_grow_is_told_and_the_recording_goes_on(
     def small() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    done = answered("memory", *words, str(path), before=small)
+    done = run_vllmops("memory", *words, str(path), before=small)
     envelope = done.envelope
     assert done.code == 1
     assert "File too large" in envelope["errors"][0]["message"]
@@ -346,7 +346,7 @@ def test_the_newest_recording_is_kept_for_doctor_and_bundle(engine: Any, state: 
     assert memory.load_newest_recording(label, began) is None
 
 
-def test_where_a_recording_cannot_be_kept_it_is_made_all_the_same(engine: Any, state: Path) -> None:
+def test_record_succeeds_where_its_recording_cannot_be_stored(engine: Any, state: Path) -> None:
     state.mkdir()
     (state / "memory").touch()
     done = run("record", "-t", engine.process.pid, "--interval", "0.1", "--duration", "0.2")

@@ -33,7 +33,7 @@ def vllmops(child: Child, *words: str) -> list[str]:
     return [sys.executable, "-m", "vllmops", *words, "-t", str(child.process.pid)]
 
 
-def answered(child: Child, *words: str) -> str:
+def run_metrics_command(child: Child, *words: str) -> str:
     environment = {**os.environ, "VLLMOPS_HOME": str(child.home)}
     done = subprocess.run(
         vllmops(child, "metrics", *words),
@@ -50,23 +50,23 @@ def answered(child: Child, *words: str) -> str:
 def test_with_the_agent(spawn: Callable[..., Child]) -> None:
     child = spawn(TITLE)
 
-    def scraped() -> bool:  # on a busy machine an agent may be late
-        text = answered(child)
+    def has_agent_metrics() -> bool:  # on a busy machine an agent may be late
+        text = run_metrics_command(child)
         families = {family.name: family for family in text_string_to_metric_families(text)}
         assert "vllmops:agents" in families
         seen = families["vllmops:agents"].samples[0].value == 1
         told = families.keys() & {"vllmops:patch_processes", "vllmops:agent_problems"}
         return seen and bool(told)
 
-    until(scraped)
-    rows: list[dict[str, Any]] = json.loads(answered(child, "--json"))["data"]["metrics"]
+    until(has_agent_metrics)
+    rows: list[dict[str, Any]] = json.loads(run_metrics_command(child, "--json"))["data"]["metrics"]
     found = {row["name"]: row for row in rows}
     assert found["vllmops:agents"]["labels"]["role"] == "api"
     assert found["vllmops:process_resident_memory_bytes"]["value"] > 1e6
 
 
 def test_without_the_agent(spawn: Callable[..., Child]) -> None:
-    text = answered(spawn(TITLE, VLLMOPS_DISABLE="1"))
+    text = run_metrics_command(spawn(TITLE, VLLMOPS_DISABLE="1"))
     values = {
         sample.name: sample.value
         for family in text_string_to_metric_families(text)
@@ -85,14 +85,14 @@ def test_over_http(spawn: Callable[..., Child]) -> None:
     )
     try:
 
-        def shown() -> bool:
+        def is_agent_count_served() -> bool:
             try:
                 text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text
             except httpx.TransportError:
                 return False
             return "vllmops:agents{" in text
 
-        until(shown)
+        until(is_agent_count_served)
         taken = subprocess.run(
             vllmops(child, "metrics", "--listen", str(port), "--json"),
             env=environment,
@@ -122,7 +122,7 @@ def test_addresses(text: str, expected: tuple[str, int] | None) -> None:
     if expected:
         assert parse_host_port(text) == expected
         return
-    refused = commands.answered("metrics", f"--listen={text}", "--json")
+    refused = commands.run_vllmops("metrics", f"--listen={text}", "--json")
     assert refused.error["code"] == "usage"
 
 

@@ -18,11 +18,11 @@ from vllmops.keys.admin_token import PLACE
 from vllmops.keys.node_identity import make_tls_context
 from vllmops.protocol.remote import USUAL_NODE_PORT
 
-from ..support.children import CHILD, Child, started
+from ..support.children import CHILD, Child, start_child
 from ..support.commands import Vllmops
 from ..support.far import ip, machine, network
 from ..support.fleet import SERVING, TOKEN, token_file
-from ..support.ranked import standing
+from ..support.ranked import make_rank_code
 from ..support.waiting import until
 
 SIZES = (2, 1, 1)
@@ -75,7 +75,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
 
     def start(name: str, title: str, where: str, token: Path) -> Child:
         inside, place = machine(name, where), {PLACE: str(token)}
-        children.append(started(title, Role.OTHER, tmp_path / name, inside, **place))
+        children.append(start_child(title, Role.OTHER, tmp_path / name, inside, **place))
         return children[-1]
 
     with network() as (link, address):
@@ -85,11 +85,11 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         try:
             near = start("one", "VLLM::APIServer", "", token)
             url = f"http://127.0.0.1:{eval(near.run(SERVING))[0]}"
-            near.run(standing("api", sizes=SIZES, local=1))
+            near.run(make_rank_code("api", sizes=SIZES, local=1))
             far = start("two", "VLLM::EngineCore_DP1", link, theirs)
             far.run(ACTOR)
             # The port opens with the first object that the agent sees, and knows whose it is.
-            far.run(standing("engine", instance="2", dp=1, sizes=SIZES, local=1))
+            far.run(make_rank_code("engine", instance="2", dp=1, sizes=SIZES, local=1))
             far.run("from vllmops.agent import service; service.start_agent()")
             port = int(far.run(TAKE))
             engine = repr(CONNECT.format(address=address, port=port)) + "\n"
@@ -121,7 +121,7 @@ def usual(patience: pytest.MonkeyPatch) -> None:
     patience.undo()
 
 
-def test_who_has_another_token_gets_and_gives_nothing(vllmops: Vllmops, nodes: Nodes) -> None:
+def test_node_with_another_token_exchanges_nothing(vllmops: Vllmops, nodes: Nodes) -> None:
     nodes.theirs.write_text("another-" * 8)
     try:
         until(lambda: "another admin token" in instance(vllmops, nodes)["note"])
@@ -182,7 +182,7 @@ def test_the_port_speaks_with_nobody_without_the_token(nodes: Nodes) -> None:
                 continue
 
 
-def test_what_a_node_is_not_asked_for(vllmops: Vllmops, nodes: Nodes) -> None:
+def test_node_refuses_foreign_processes_and_unknown_routes(vllmops: Vllmops, nodes: Nodes) -> None:
     """Only its own processes, only the routes that the API server's node has, too."""
     until(lambda: len(rows(vllmops, nodes)) == 2)
     headers = {"Authorization": f"Bearer {nodes.token.read_text().strip()}"}
@@ -196,9 +196,7 @@ def test_what_a_node_is_not_asked_for(vllmops: Vllmops, nodes: Nodes) -> None:
         assert answer.status_code == status, (path, answer.text)
 
 
-def test_one_process_of_a_node_that_is_stopped_hides_no_other(
-    vllmops: Vllmops, nodes: Nodes
-) -> None:
+def test_stopped_process_of_a_node_hides_no_other_process(vllmops: Vllmops, nodes: Nodes) -> None:
     """Ray's actors listen side by side: the kernel may give a connection to one that is stopped."""
     code = (
         "import subprocess; actor = subprocess.Popen([{title!r}, {child!r}], "
@@ -210,7 +208,7 @@ def test_one_process_of_a_node_that_is_stopped_hides_no_other(
     ).format(title="VLLM::Worker_DP1", child=str(CHILD), python=sys.executable)
     nodes.far.run(code)
     listen = "from vllmops.agent import service; service.start_agent()"
-    for line in (ACTOR, standing("worker", instance="2", dp=1, sizes=SIZES, local=1), listen):
+    for line in (ACTOR, make_rank_code("worker", instance="2", dp=1, sizes=SIZES, local=1), listen):
         assert "Traceback" not in nodes.far.run(f"out = tell({line!r})")
     until(lambda: "DP1 two" in rows(vllmops, nodes))
     nodes.far.run("import os, signal; os.kill(actor.pid, signal.SIGSTOP)")

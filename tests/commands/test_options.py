@@ -20,7 +20,7 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, command
 
 
-def crowded() -> Iterator[Any]:
+def list_crowded_commands() -> Iterator[Any]:
     """Every command with many visible options, and these options."""
     for noun, entry in COMMANDS.items():
         module, _, attribute = entry.module.partition(":")
@@ -31,7 +31,7 @@ def crowded() -> Iterator[Any]:
                 yield pytest.param(options, id=name)
 
 
-@pytest.mark.parametrize("options", list(crowded()))
+@pytest.mark.parametrize("options", list(list_crowded_commands()))
 def test_the_help_of_a_command_with_many_options_has_panels(options: list[Any]) -> None:
     panels: dict[str | None, int] = {}
     for option in options:

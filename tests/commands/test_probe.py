@@ -36,17 +36,17 @@ def answers(vllmops: Any, *words: str, env: dict[str, str] | None = None) -> lis
 
 
 @pytest.fixture
-def held(tmp_path: Path) -> Path:
+def ready_file(tmp_path: Path) -> Path:
     """A file without which a server does not become ready, however long that takes."""
     return tmp_path / "held"
 
 
-def test_a_life(lab: Any, held: Path) -> None:
-    lab.starting("a", ready_with=str(held))
+def test_a_life(lab: Any, ready_file: Path) -> None:
+    lab.start_in_foreground("a", ready_with=str(ready_file))
     assert answers(lab.vllmops) == [0, 1, 1]  # the only one need not be named
     told = lab.vllmops("probe", "--readiness", "-t", "a")
     assert told.out.startswith("a is not ready: it is starting: ")
-    held.touch()
+    ready_file.touch()
     until(lambda: lab.state("a") == "ready")
     assert answers(lab.vllmops, "-t", "a") == [0, 0, 0]
     assert answers(lab.vllmops, env={"VLLMOPS_TARGET": "a"}) == [0, 0, 0]
@@ -76,7 +76,7 @@ def test_processes_that_are_gone(lab: Any) -> None:
 
 
 @pytest.mark.parametrize("target", ["nobody", "4194400", "http://localhost:9"])
-def test_nothing_that_is_no_server(lab: Any, target: str) -> None:
+def test_probe_reports_an_unknown_target(lab: Any, target: str) -> None:
     answer = lab.vllmops("probe", "--liveness", "-t", target, "--json")
     assert (answer.code, answer.error["code"]) == (5, "target.unknown")
 
@@ -84,7 +84,7 @@ def test_nothing_that_is_no_server(lab: Any, target: str) -> None:
 @pytest.mark.parametrize(
     "words", [(), ("--liveness", "--readiness"), ("--liveness", "--listen", "8")]
 )
-def test_one_question_at_a_time(vllmops: Any, words: tuple[str, ...]) -> None:
+def test_probe_requires_exactly_one_check(vllmops: Any, words: tuple[str, ...]) -> None:
     answer = vllmops("probe", *words, "--json")
     assert (answer.code, answer.error["code"]) == (2, "usage")
 
@@ -128,7 +128,7 @@ class Kept:
         path.write_text(json.dumps(content))
         path.chmod(0o600)
 
-    def shown(self, verdict: ProbeResult, **fields: Any) -> None:
+    def write_watch_verdict(self, verdict: ProbeResult, **fields: Any) -> None:
         until_ = time.monotonic() + 600
         self.write(
             quick_probe.FILE,
@@ -174,22 +174,22 @@ def test_the_verdict_of_a_watch_counts_while_it_is_fresh(engine: Any, home: Path
     kept = Kept(engine, home)
     stuck = ProbeResult(live=False, ready=False, started=True, reason="no token", evidence="b")
     well = ProbeResult(live=True, ready=True, started=True)
-    kept.shown(stuck)
+    kept.write_watch_verdict(stuck)
     assert kept.verdict == stuck
-    kept.shown(stuck, until=time.monotonic() - 1)  # its watch was killed
+    kept.write_watch_verdict(stuck, until=time.monotonic() - 1)  # its watch was killed
     assert kept.verdict == well
-    kept.shown(stuck, start=6.0)  # of an earlier start
+    kept.write_watch_verdict(stuck, start=6.0)  # of an earlier start
     assert kept.verdict == well
-    kept.shown(stuck, boot="another")
+    kept.write_watch_verdict(stuck, boot="another")
     assert kept.verdict == well
-    kept.shown(stuck)
+    kept.write_watch_verdict(stuck)
     (kept.folder / quick_probe.FILE).chmod(0o666)  # others may have written it
     assert kept.verdict == well
     kept.write(quick_probe.FILE, [1])
     assert kept.verdict == well
-    kept.shown(judge_state("starting", "warming up"))
+    kept.write_watch_verdict(judge_state("starting", "warming up"))
     assert kept.verdict == well  # it is ready since the watch looked
-    kept.shown(stuck)
+    kept.write_watch_verdict(stuck)
     kept.write("instance.json", {**kept.record, "state": "stopping"})
     assert kept.verdict.live
 
@@ -198,7 +198,7 @@ def test_a_folder_that_others_may_write_to_is_not_believed(
     engine: Any, home: Path, vllmops: Any
 ) -> None:
     kept = Kept(engine, home)
-    kept.shown(ProbeResult(live=True, ready=True, started=True))
+    kept.write_watch_verdict(ProbeResult(live=True, ready=True, started=True))
     kept.folder.chmod(0o777)
     answer = vllmops("probe", "--liveness", "-t", "a", "--json")
     assert answer.code not in {0, 1}
@@ -232,31 +232,39 @@ def test_over_http_an_error_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     error: VllmopsError | None = None
     asked: list[Callable[[], ProbeResult]] = []
 
-    def look(_: str | None) -> tuple[str, ProbeResult]:
+    def judge_or_fail(_: str | None) -> tuple[str, ProbeResult]:
         if error:
             raise error
         return "a", found
 
-    def at(seconds: float, code: Any = "") -> ProbeResult:
+    def probe_after(seconds: float, code: Any = "") -> ProbeResult:
         nonlocal now, error
         now, error = now + seconds, VllmopsError(code, "why") if code else None
         return asked[0]()
 
-    monkeypatch.setattr(probe, "judge_server", look)
+    monkeypatch.setattr(probe, "judge_server", judge_or_fail)
     monkeypatch.setattr(probe, "ProbeServer", lambda _, verdict: asked.append(verdict))
     monkeypatch.setattr(probe, "make_stop_event", lambda *_: SimpleNamespace(wait=lambda: None))
     monkeypatch.setattr(probe, "time", SimpleNamespace(monotonic=lambda: now))
     probe.serve_probes("a", ("127.0.0.1", 1))
     # The event loop of a server on another machine may be blocked, and its gateway may restart.
     for code in ("admin.timeout", "admin.unreachable", "agent.broken"):
-        assert at(1, code) == ProbeResult(live=True, ready=False, started=True, reason="why")
-    assert at(30, "admin.unreachable").live, "it did not answer only now"
-    assert at(1) == found
+        assert probe_after(1, code) == ProbeResult(
+            live=True, ready=False, started=True, reason="why"
+        )
+    assert probe_after(30, "admin.unreachable").live, "it did not answer only now"
+    assert probe_after(1) == found
     for code in ("target.over", "target.unknown"):
-        assert not at(1, code).live
-        assert at(1) == found
-    assert [at(4, "admin.unreachable").live for _ in range(5)] == [True, True, True, False, False]
-    assert not at(1, "admin.timeout").ready
+        assert not probe_after(1, code).live
+        assert probe_after(1) == found
+    assert [probe_after(4, "admin.unreachable").live for _ in range(5)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not probe_after(1, "admin.timeout").ready
 
 
 @pytest.mark.parametrize(
@@ -267,11 +275,11 @@ def test_over_http_it_is_the_same_server(
 ) -> None:
     looked: list[str | None] = []
 
-    def look(asked: str | None) -> tuple[str, ProbeResult]:
+    def record_target(asked: str | None) -> tuple[str, ProbeResult]:
         looked.append(asked)
         return "https://h/…" if asked and "://" in asked else "a", judge_state("ready")
 
-    monkeypatch.setattr(probe, "judge_server", look)
+    monkeypatch.setattr(probe, "judge_server", record_target)
     monkeypatch.setattr(probe, "ProbeServer", lambda _, verdict: verdict())
     monkeypatch.setattr(probe, "make_stop_event", lambda *_: SimpleNamespace(wait=lambda: None))
     probe.serve_probes(target, ("127.0.0.1", 1))
@@ -280,31 +288,31 @@ def test_over_http_it_is_the_same_server(
 
 @pytest.mark.first
 def test_serve_has_a_watch_that_answers_from_the_start(
-    lab: Any, held: Path, monkeypatch: pytest.MonkeyPatch
+    lab: Any, ready_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "WATCH_S", 0.5)
     port = free_port()
-    lab.starting("a", "--probe-port", str(port), ready_with=str(held))
+    lab.start_in_foreground("a", "--probe-port", str(port), ready_with=str(ready_file))
     url = f"http://127.0.0.1:{port}"
 
-    def told(path: str) -> tuple[int, str]:
+    def fetch_probe(path: str) -> tuple[int, str]:
         try:
             answer = httpx.get(f"{url}/{path}", timeout=60)
         except httpx.TransportError:
             return 0, ""
         return answer.status_code, answer.text
 
-    until(lambda: told("livez")[0] == 200)
-    code, text = told("startupz")
+    until(lambda: fetch_probe("livez")[0] == 200)
+    code, text = fetch_probe("startupz")
     assert (code, lab.state("a")) == (503, "starting"), text
     assert "it is starting" in text
-    held.touch()
-    until(lambda: told("readyz")[0] == 200)
-    assert told("startupz") == (200, "started\n")
+    ready_file.touch()
+    until(lambda: fetch_probe("readyz")[0] == 200)
+    assert fetch_probe("startupz") == (200, "started\n")
     kept = json.loads((InstanceFolder("a").path / quick_probe.FILE).read_text())
     assert ProbeResult(*kept["verdict"]).ready
     lab.vllmops("stop", "a")
-    until(lambda: told("livez")[0] == 0)  # it ends with the server
+    until(lambda: fetch_probe("livez")[0] == 0)  # it ends with the server
 
 
 def test_a_probe_port_that_is_taken(lab: Any) -> None:

@@ -26,7 +26,7 @@ from ..support.waiting import until
 KEYS = {"name", "state", "pid", "url", "model", "started_by_vllmops", "processes"}
 
 
-def test_nothing_runs(vllmops: Any) -> None:
+def test_ps_says_that_no_server_runs(vllmops: Any) -> None:
     answer = vllmops("ps", "--json")
     assert answer.code == 0
     assert answer.data == {"instances": [], "faults": []}
@@ -63,7 +63,7 @@ def test_an_instance_and_a_stranger(lab: Any, patience: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("columns", [60, None])
-def test_nothing_is_cut(lab: Any, columns: int | None) -> None:
+def test_ps_shows_long_values_in_full(lab: Any, columns: int | None) -> None:
     model = lab.model.rename(lab.model.with_name("x" * 80))
     lab.model = model
     record = lab.serve("a-name-that-is-rather-long-for-a-narrow-terminal")
@@ -77,7 +77,7 @@ def test_nothing_is_cut(lab: Any, columns: int | None) -> None:
 
 
 @long
-def test_those_that_are_over(lab: Any) -> None:
+def test_ps_lists_ended_instances_only_with_all(lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")
     record = lab.serve("b")
@@ -92,8 +92,8 @@ def test_those_that_are_over(lab: Any) -> None:
     assert "SIGKILL" in lab.vllmops("ps", "-a").out
 
 
-def test_one_that_starts(lab: Any) -> None:
-    lab.starting("a", ready_s=60)
+def test_ps_shows_a_starting_instance(lab: Any) -> None:
+    lab.start_in_foreground("a", ready_s=60)
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["name"], row["state"], row["supervised"]) == ("a", "starting", True)
     assert lab.vllmops("stop", "a").code == 0
@@ -127,7 +127,7 @@ def test_a_state_directory_that_cannot_be_read(vllmops: Any, tmp_path: Path) -> 
 
 
 @contextmanager
-def listening(tmp_path: Path, home: Path) -> Iterator[dict[int, socket.socket]]:
+def start_silent_servers(tmp_path: Path, home: Path) -> Iterator[dict[int, socket.socket]]:
     """Processes that look like servers, and what listens on their ports: nobody answers there."""
     (tmp_path / "serve").write_text("import sys; sys.stdin.read()")
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ def test_many_that_do_not_answer(
 ) -> None:
     """Any user can start them."""
     patience.undo()
-    with listening(tmp_path, home) as silent:
+    with start_silent_servers(tmp_path, home) as silent:
         answer = vllmops("ps", "--json")
     shown = {one["pid"]: one["state"] for one in answer.data["instances"]}
     assert {shown.get(pid) for pid in silent} == {"not answering"}
@@ -165,7 +165,7 @@ def test_many_are_asked_side_by_side(
     monkeypatch.setattr(
         http, "fetch_health_status", partial(http.fetch_health_status, timeout_s=600)
     )
-    with listening(tmp_path, home) as late, ExitStack() as stack:
+    with start_silent_servers(tmp_path, home) as late, ExitStack() as stack:
         popen = background("ps", "--json")
         asked = [stack.enter_context(listener.accept()[0]) for listener in late.values()]
         for connection in asked:
@@ -206,7 +206,7 @@ ACTOR = "import os, sys; os.execv(sys.executable, [sys.argv[1], '-c', 'input()']
         ("tini", "VLLM::EngineCore", "orphaned"),
     ],
 )
-def test_who_has_a_parent_that_lives_is_no_orphan(
+def test_process_is_orphaned_only_below_an_init_process(
     home: Path, vllmops: Any, parent: str, title: str, state: str
 ) -> None:
     words = [sys.executable, "-c", ACTOR, title]

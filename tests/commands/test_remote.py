@@ -20,11 +20,11 @@ from vllmops.host.roles import Role
 from vllmops.protocol.remote import PROCESSES
 
 from ..agent.test_recorder import SCHEDULER
-from ..support.children import Child, Spawn, started
+from ..support.children import Child, Spawn, start_child
 from ..support.commands import Vllmops, background
 from ..support.far import far
 from ..support.fleet import TOKEN, Fleet, token_file
-from ..support.ranked import standing
+from ..support.ranked import make_rank_code
 from ..support.waiting import until
 
 
@@ -34,7 +34,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     children: list[Child] = []
 
     def spawn(title: str, home: Path, **env: str) -> Child:
-        children.append(started(title, Role.API, home, **env))
+        children.append(start_child(title, Role.API, home, **env))
         return children[-1]
 
     made = Fleet(spawn, tmp_path_factory.mktemp("fleet"))
@@ -45,7 +45,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def own(spawn: Spawn, tmp_path: Path) -> Iterator[Fleet]:
+def private_fleet(spawn: Spawn, tmp_path: Path) -> Iterator[Fleet]:
     """A server of a test that changes it."""
     made = Fleet(spawn, tmp_path)
     yield made
@@ -95,32 +95,36 @@ def test_every_command_that_reads(vllmops: Vllmops, fleet: Fleet) -> None:
     assert (answer.code, answer.data["state"]) == (0, "ready")
 
 
-def test_actors_of_the_server(vllmops: Vllmops, own: Fleet, spawn: Spawn, tmp_path: Path) -> None:
+def test_actors_of_the_server(
+    vllmops: Vllmops, private_fleet: Fleet, spawn: Spawn, tmp_path: Path
+) -> None:
     """Ray's actors are not below the server; their agents say whose they are."""
-    own.child.run(standing("api", sizes=(1, 2, 1)))
+    private_fleet.child.run(make_rank_code("api", sizes=(1, 2, 1)))
     near, away, stranger = (
         spawn("ray::RayWorkerProc.run", Role.WORKER, tmp_path / home)
         for home in ("there", "elsewhere", "there")
     )
     for actor, instance, rank in ((near, "1", 0), (away, "1", 1), (stranger, "2", 1)):
-        actor.run(standing("worker", instance=instance, rank=rank, sizes=(1, 2, 1)))
+        actor.run(make_rank_code("worker", instance=instance, rank=rank, sizes=(1, 2, 1)))
 
-    def listed() -> dict[int, str]:
-        answer = vllmops("ps", *own.words(), "--json")
+    def describe_processes() -> dict[int, str]:
+        answer = vllmops("ps", *private_fleet.words(), "--json")
         assert answer.code == 0, answer
         (row,) = answer.data["instances"]
         return {p["pid"]: f"{p['role']} {p['ranks']} {p['agent']}" for p in row["processes"]}
 
     rows = {near.process.pid: "worker DP0 TP0 answers", away.process.pid: "worker DP0 TP1 answers"}
-    until(lambda: rows.items() <= listed().items(), explain=listed)
-    assert stranger.process.pid not in listed()
+    until(lambda: rows.items() <= describe_processes().items(), explain=describe_processes)
+    assert stranger.process.pid not in describe_processes()
 
-    def dumped() -> set[int]:
-        answer = vllmops("stacks", "dump", *own.words(), "--json")
+    def list_dumped_pids() -> set[int]:
+        answer = vllmops("stacks", "dump", *private_fleet.words(), "--json")
         return {process["pid"] for process in answer.data["processes"]}
 
-    until(lambda: {near.process.pid, away.process.pid} < dumped(), explain=dumped)
-    url = f"{own.url}{PROCESSES}/{stranger.process.pid}/hello"
+    until(
+        lambda: {near.process.pid, away.process.pid} < list_dumped_pids(), explain=list_dumped_pids
+    )
+    url = f"{private_fleet.url}{PROCESSES}/{stranger.process.pid}/hello"
     refused = httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}, timeout=60)
     assert (refused.status_code, refused.json()["error"]["code"]) == (404, "agent.gone")
 
@@ -132,7 +136,7 @@ def test_an_action(vllmops: Vllmops, fleet: Fleet) -> None:
     assert "engine client" in answer.error["message"]
 
 
-def test_what_does_not_answer_is_told(
+def test_cache_inspect_reports_an_agent_that_does_not_answer(
     vllmops: Vllmops, fleet: Fleet, patience: pytest.MonkeyPatch
 ) -> None:
     patience.undo()
@@ -167,7 +171,7 @@ def test_without_a_token_or_with_a_wrong_one(
     [("stop",), ("restart",), ("logs",), ("attach",)],
     ids=lambda words: words[0],
 )
-def test_what_makes_no_sense_from_elsewhere_says_so(
+def test_local_commands_reject_a_remote_target(
     vllmops: Vllmops, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     environment = {"VLLMOPS_ADMIN_TOKEN_FILE": str(token_file(tmp_path))}
@@ -185,7 +189,7 @@ def test_what_makes_no_sense_from_elsewhere_says_so(
     ],
     ids=" ".join,
 )
-def test_what_works_with_one_server_takes_no_other_one(
+def test_single_server_commands_reject_several_targets(
     vllmops: Vllmops, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     (file := tmp_path / "fleet").write_text("a\nb\n")
@@ -240,14 +244,14 @@ def test_a_recording_of_memory(vllmops: Vllmops, fleet: Fleet, home: Path) -> No
     assert kept.parent == home / "memory"
 
 
-def test_the_last_steps_of_an_engine(vllmops: Vllmops, own: Fleet) -> None:
+def test_the_last_steps_of_an_engine(vllmops: Vllmops, private_fleet: Fleet) -> None:
     code = repr(SCHEDULER + "step(); s.schedule()") + "\n"
     engine = f"pipe = below[0].stdin; pipe.write({code.encode()!r}); pipe.flush()"
-    own.child.run(f"{engine}; below[0].stdout.readline()")
-    answer = vllmops("doctor", "--history", *own.words(), "--json")
+    private_fleet.child.run(f"{engine}; below[0].stdout.readline()")
+    answer = vllmops("doctor", "--history", *private_fleet.words(), "--json")
     assert answer.code == 0, answer
     (found,) = answer.data["recordings"]
-    assert (found["pid"], found["alive"], found["dp_rank"]) == (own.engine, True, 1)
+    assert (found["pid"], found["alive"], found["dp_rank"]) == (private_fleet.engine, True, 1)
     assert "has not ended for" in found["end"]
     assert [part["code"] for part in answer.data["unseen"]] == ["remote"]
 
@@ -271,13 +275,14 @@ def test_a_bundle_of_what_can_be_had(vllmops: Vllmops, fleet: Fleet, tmp_path: P
 
 
 @pytest.mark.first
-def test_a_watch_follows_it(vllmops: Vllmops, own: Fleet, home: Path) -> None:
+def test_a_watch_follows_it(vllmops: Vllmops, private_fleet: Fleet, home: Path) -> None:
     watch = background(
-        *("watch", *own.words(), "--interval", "0.3", "--json"), env={"VLLMOPS_HOME": str(home)}
+        *("watch", *private_fleet.words(), "--interval", "0.3", "--json"),
+        env={"VLLMOPS_HOME": str(home)},
     )
     assert watch.stderr is not None
     next(line for line in watch.stderr if "watching" in line)
-    own.child.kill()
+    private_fleet.child.kill()
     try:
         next(line for line in watch.stderr if "has ended" in line)
         time.sleep(11)  # so long that it looks for a successor, and finds none

@@ -74,7 +74,7 @@ def name(child: Any) -> str:
     return f"api {child.process.pid}"
 
 
-def test_all_of_them(api: Any, run: Any) -> None:
+def test_reset_clears_the_caches_of_all_api_servers(api: Any, run: Any) -> None:
     one, two = api(), api()
     answer = run(one, two)
     assert answer.code == 0, answer
@@ -85,7 +85,7 @@ def test_all_of_them(api: Any, run: Any) -> None:
     assert (resets(one), resets(two)) == (1, 1)
 
 
-def test_one_that_is_busy(api: Any, run: Any) -> None:
+def test_reset_skips_a_busy_api_server(api: Any, run: Any) -> None:
     free, busy = api(), api(left=3)
     answer = run(free, busy)
     assert (answer.code, answer.error["code"]) == (3, "reset.partly")
@@ -98,7 +98,7 @@ def test_one_that_is_busy(api: Any, run: Any) -> None:
 
 
 @long
-def test_all_are_busy(api: Any, run: Any) -> None:
+def test_reset_fails_if_all_api_servers_are_busy(api: Any, run: Any) -> None:
     answer = run(api(left=1), api(left=2))
     assert (answer.code, answer.error["code"]) == (3, "reset.busy")
     assert "were not reset" in answer.error["message"]
@@ -106,7 +106,7 @@ def test_all_are_busy(api: Any, run: Any) -> None:
     assert run(api(left=1), words=("--now",)).code == 0
 
 
-def test_one_that_does_not_answer(
+def test_reset_reports_api_servers_that_do_not_answer(
     api: Any,
     run: Any,
     spawn: Spawn,
@@ -132,7 +132,7 @@ def test_one_that_does_not_answer(
     assert "were not reset" in answer.error["message"]
 
 
-def test_none_is_there(run: Any) -> None:
+def test_reset_fails_without_an_agent(run: Any) -> None:
     answer = run()
     assert (answer.code, answer.error["code"]) == (5, "reset.no-agent")
 

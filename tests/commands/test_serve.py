@@ -59,7 +59,7 @@ def test_detached(lab: Any) -> None:
     assert urllib.request.urlopen(f"{data['url']}/health").status == 200
 
 
-def test_what_a_person_sees(lab: Any, tmp_path: Path) -> None:
+def test_detached_serve_prints_stages_and_the_url(lab: Any, tmp_path: Path) -> None:
     held = tmp_path / "held"
     serve = background(*lab.words("a", ready_with=str(held)), "--detach")
     assert serve.stderr
@@ -111,7 +111,7 @@ def healthy(url: str) -> bool:
         return False
 
 
-def test_where_responses_are_kept(lab: Any) -> None:
+def test_serve_passes_store_options_to_the_environment(lab: Any) -> None:
     limits = ("--store-max-size", "7", "--store-max-per-key", "3", "--store-ttl", "1.5h")
     words = ("--store", "memory://", *limits, "--dry-run")
     environment = lab.vllmops(*lab.words("a", *words), "--json").data["environment"]
@@ -157,7 +157,7 @@ def test_a_store_that_can_not_be(lab: Any, words: tuple[str, ...], message: str)
     assert not (lab.home / "instances" / "a").exists()
 
 
-def test_what_clients_keep(lab: Any) -> None:
+def test_serve_passes_carrier_options_to_the_environment(lab: Any) -> None:
     words = ("--carrier", "signed-v1", "--carrier-ttl", "2d", "--dry-run")
     environment = lab.vllmops(*lab.words("a", *words), "--json").data["environment"]
     assert environment["VLLMOPS_CARRIER"] == "signed-v1"
@@ -326,7 +326,7 @@ def test_command_lines_that_are_wrong(vllmops: Any, home: Path, words: tuple[str
 # -- what it refuses ---------------------------------------------------------------------
 
 
-def refused(lab: Any, code: str, *words: str, **options: Any) -> Any:
+def expect_serve_error(lab: Any, code: str, *words: str, **options: Any) -> Any:
     """The error of a `serve` that started nothing."""
     answer = lab.vllmops("serve", *words, "--detach", "--json", **options)
     assert answer.error["code"] == code, answer
@@ -340,13 +340,13 @@ def test_vllm_not_installed(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # How Python itself marks a module that can't be imported; without vLLM's absence in an
     # environment of its own, which takes a minute to make.
     monkeypatch.setitem(sys.modules, "vllm", None)
-    error = refused(lab, "vllm.missing", str(lab.model))
+    error = expect_serve_error(lab, "vllm.missing", str(lab.model))
     assert "pip install 'vllmops-cli[" in error["hint"]
 
 
 def test_models_that_cannot_be_served(lab: Any, tmp_path: Path) -> None:
-    assert "/no/such" in refused(lab, "model.missing", "/no/such")["message"]
-    assert "config.json" in refused(lab, "model.missing", str(tmp_path))["message"]
+    assert "/no/such" in expect_serve_error(lab, "model.missing", "/no/such")["message"]
+    assert "config.json" in expect_serve_error(lab, "model.missing", str(tmp_path))["message"]
 
 
 @pytest.mark.root_only
@@ -356,14 +356,14 @@ def test_a_model_that_cannot_be_read(lab: Any) -> None:
     for path, mode in ((lab.model / "config.json", 0o600), (lab.model, 0o700)):
         lab.model.chmod(0o755)
         path.chmod(mode)
-        error = refused(lab, "model.unreadable", str(lab.model), uid=NOBODY)
+        error = expect_serve_error(lab, "model.unreadable", str(lab.model), uid=NOBODY)
         assert str(lab.model) in error["message"]
         assert f"chmod -R u+rX {lab.model}" in error["hint"]
         path.chmod(0o755)
 
 
 def test_a_port_that_is_taken(lab: Any, listener: int) -> None:
-    error = refused(lab, "port.taken", str(lab.model), "--port", str(listener))
+    error = expect_serve_error(lab, "port.taken", str(lab.model), "--port", str(listener))
     assert f":{listener}" in error["message"]
     assert f"pid {os.getpid()}" in error["message"]
     assert "--port " in error["hint"]
@@ -385,7 +385,7 @@ def test_a_name_that_is_taken(lab: Any) -> None:
 def test_a_state_directory_that_cannot_be_written(lab: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     below = {"VLLMOPS_HOME": str(tmp_path / "file" / "home")}
-    error = refused(lab, "home.unusable", str(lab.model), env=below)
+    error = expect_serve_error(lab, "home.unusable", str(lab.model), env=below)
     assert str(tmp_path / "file" / "home") in error["message"]
     assert "VLLMOPS_HOME=" in error["hint"]
 
@@ -401,13 +401,13 @@ def test_a_state_directory_of_somebody_else(lab: Any) -> None:
 
 def test_a_state_directory_too_long_for_a_socket(lab: Any, tmp_path: Path) -> None:
     deep = {"VLLMOPS_HOME": str(lab.home / ("x" * 90))}
-    error = refused(lab, "home.path-too-long", str(lab.model), env=deep)
+    error = expect_serve_error(lab, "home.path-too-long", str(lab.model), env=deep)
     assert "Unix socket" in error["message"]
 
 
 def test_a_full_disk(full_disk: Callable[[], None], lab: Any) -> None:
     full_disk()
-    error = refused(lab, "home.full", str(lab.model))
+    error = expect_serve_error(lab, "home.full", str(lab.model))
     assert "No space left" in error["message"]
     assert "free some space" in error["hint"]
     (lab.home / "filler").unlink()
@@ -560,7 +560,7 @@ def test_it_goes_on_when_its_supervisor_dies(lab: Any) -> None:
     lab.nothing_left(record)
 
 
-def test_both_die_at_once(lab: Any) -> None:
+def test_next_command_ends_a_server_whose_serve_and_supervisor_died(lab: Any) -> None:
     serve = lab.hold("a")
     record = lab.record("a")
     supervisor = lab.supervisor("a")

@@ -21,7 +21,7 @@ def config(lab: Any) -> Any:
     return write
 
 
-def planned(lab: Any, *words: str) -> Any:
+def plan_serve(lab: Any, *words: str) -> Any:
     before = words.index("--") if "--" in words else len(words)
     answer = lab.vllmops("serve", *words[:before], "--dry-run", "--json", *words[before:])
     assert answer.code == 0, answer
@@ -33,7 +33,7 @@ def test_a_file_gives_options_environment_and_vllm_arguments(lab: Any, config: A
         'name = "night"\nport = 8123\nstore = "memory://"\nstore-max-size = 7\nwatch = true\n'
         'vllm-arguments = ["--seed", "3"]\n[env]\nA = "b=c"\n'
     )
-    plan = planned(lab, "--config", path)
+    plan = plan_serve(lab, "--config", path)
     assert (plan["name"], plan["model"], plan["watch"]) == ("night", str(lab.model), [])
     assert plan["url"] == "http://127.0.0.1:8123"
     assert plan["command"][-2:] == ["--seed", "3"]
@@ -47,13 +47,15 @@ def test_the_command_line_wins_over_the_file(lab: Any, config: Any) -> None:
         '[env]\nA = "file"\nB = "file"\n'
     )
     words = ("--name", "noon", "--host", "127.0.0.3", "--env", "A=typed")
-    plan = planned(lab, "--config", path, *words, "--", "--seed", "4", "--port", "8124")
+    plan = plan_serve(lab, "--config", path, *words, "--", "--seed", "4", "--port", "8124")
     assert plan["name"] == "noon"
     assert plan["url"] == "http://127.0.0.3:8124"
     assert plan["command"][-6:] == ["--seed", "3", "--seed", "4", "--port", "8124"]
     assert "8123" not in plan["command"]
     assert (plan["environment"]["A"], plan["environment"]["B"]) == ("typed", "file")
-    assert planned(lab, "--config", path, str(lab.model.parent))["model"] == str(lab.model.parent)
+    assert plan_serve(lab, "--config", path, str(lab.model.parent))["model"] == str(
+        lab.model.parent
+    )
 
 
 def test_a_model_in_the_home_directory(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,13 +63,13 @@ def test_a_model_in_the_home_directory(lab: Any, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("HOME", str(lab.model.parent))
     path = Path(lab.home) / "serve.toml"
     path.write_text(f'model = "~/{lab.model.name}"')
-    assert str(lab.model) in planned(lab, "--config", str(path))["command"]
+    assert str(lab.model) in plan_serve(lab, "--config", str(path))["command"]
 
 
 def test_a_typed_model_replaces_the_demo_of_the_file(lab: Any) -> None:
     path = Path(lab.home) / "demo.toml"
     path.write_text('demo = "text"')
-    assert planned(lab, str(lab.model), "--config", str(path))["model"] == str(lab.model)
+    assert plan_serve(lab, str(lab.model), "--config", str(path))["model"] == str(lab.model)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +136,7 @@ def test_a_dry_run_writes_a_file_that_means_the_same(lab: Any) -> None:
     assert written.code == 0, written
     path = Path(lab.home) / "written.toml"
     path.write_text(written.out)
-    assert planned(lab, "--config", str(path)) == planned(lab, *words[1:], *behind)
+    assert plan_serve(lab, "--config", str(path)) == plan_serve(lab, *words[1:], *behind)
     again = lab.vllmops("serve", "--config", str(path), "--dry-run", "--toml", "--json")
     assert again.data["config"].strip() == written.out.strip()
 

@@ -88,7 +88,7 @@ def test_rows_name_their_server_and_the_exit_code_is_the_worst(
     ],
     ids=" ".join,
 )
-def test_one_that_is_slow_holds_up_no_other_one(
+def test_several_servers_are_asked_concurrently(
     vllmops: Vllmops, urls: Herd, token: tuple[str, str], tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     many = urls(12, math.inf)  # none answers before all are asked
@@ -123,7 +123,7 @@ def test_files_of_targets(
     assert "instances" in vllmops("ps", *token, "-t", url, "--json").data
 
 
-def test_what_is_of_one_server_alone(
+def test_single_server_options_reject_several_targets(
     vllmops: Vllmops, urls: Herd, token: tuple[str, str], tmp_path: Path
 ) -> None:
     both = targets(urls(2))

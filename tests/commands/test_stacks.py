@@ -86,20 +86,20 @@ def tree(folder: Path, kind: str = "wait") -> Iterator[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
+def shared_server_pids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
     with tree(tmp_path_factory.mktemp("server")) as pids:
         yield pids
 
 
 @pytest.fixture
-def server(shared: list[int], home: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def server(shared_server_pids: list[int], home: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A server that only waits, and belongs to no state directory."""
     monkeypatch.setattr(processes, "read_process_table", TABLE)
-    return shared
+    return shared_server_pids
 
 
 @pytest.fixture
-def busy(home: Path, tmp_path: Path) -> Iterator[list[int]]:
+def busy_server_pids(home: Path, tmp_path: Path) -> Iterator[list[int]]:
     """A server whose worker computes."""
     with tree(tmp_path, "spin") as pids:
         yield pids
@@ -116,14 +116,16 @@ def words(text: str) -> str:
     return "".join(text.split())
 
 
-def test_every_process_with_its_threads_the_busy_one_first(busy: list[int], dump: Vllmops) -> None:
-    shown = dump(busy[0])
+def test_every_process_with_its_threads_the_busy_one_first(
+    busy_server_pids: list[int], dump: Vllmops
+) -> None:
+    shown = dump(busy_server_pids[0])
     assert (shown.code, shown.err) == (0, "")
     api, engine, worker = shown.out.split("\n\n")
-    assert api.splitlines()[0] == f"APIServer_0 pid {busy[0]}"
-    assert engine.splitlines()[0] == f"EngineCore pid {busy[1]}"
+    assert api.splitlines()[0] == f"APIServer_0 pid {busy_server_pids[0]}"
+    assert engine.splitlines()[0] == f"EngineCore pid {busy_server_pids[1]}"
     assert worker.splitlines()[:3] == [
-        f"Worker_TP1 pid {busy[2]}",
+        f"Worker_TP1 pid {busy_server_pids[2]}",
         "  process_input_sockets [bold]: active, holds the GIL",
         "    spin (tree.py:10)",
     ]
@@ -133,8 +135,8 @@ def test_every_process_with_its_threads_the_busy_one_first(busy: list[int], dump
     assert "    Thread.run (threading.py:" in engine
 
 
-def test_json(busy: list[int], dump: Vllmops) -> None:
-    shown = dump(busy[0], "--json")
+def test_json(busy_server_pids: list[int], dump: Vllmops) -> None:
+    shown = dump(busy_server_pids[0], "--json")
     assert shown.code == 0
     envelope = shown.envelope
     assert (envelope["command"], envelope["status"], envelope["exit_code"]) == (
@@ -144,7 +146,7 @@ def test_json(busy: list[int], dump: Vllmops) -> None:
     )
     found = shown.data["processes"]
     assert [item["role"] for item in found] == ["api", "engine", "worker"]
-    assert [item["pid"] for item in found] == busy
+    assert [item["pid"] for item in found] == busy_server_pids
     assert [item["title"] for item in found] == TITLES
     assert all(item["error"] is None for item in found)
     spinner = found[2]["threads"][0]
@@ -200,7 +202,7 @@ def test_save_writes_what_was_shown(server: list[int], dump: Vllmops, tmp_path: 
     assert [item.name for item in tmp_path.iterdir()] == ["stacks.json"]
 
 
-def test_what_was_caught_is_shown_where_it_cannot_be_saved(
+def test_stacks_are_shown_if_they_cannot_be_saved(
     server: list[int], dump: Vllmops, tmp_path: Path
 ) -> None:
     place = tmp_path / "absent" / "stacks.json"
@@ -213,7 +215,7 @@ def test_what_was_caught_is_shown_where_it_cannot_be_saved(
     assert len(shown.data["processes"]) == 3
 
 
-def test_one_that_fails_is_told_and_the_others_are_dumped(
+def test_failed_dump_is_reported_beside_the_other_dumps(
     home: Path, dump: Vllmops, tmp_path: Path
 ) -> None:
     with tree(tmp_path, "helper") as server:

@@ -9,7 +9,7 @@ from vllmops.instances import takedown
 from ..support.waiting import until
 
 
-def test_one_screen(lab: Any) -> None:
+def test_status_fits_one_narrow_screen(lab: Any) -> None:
     record = lab.serve("a")
     threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",)).start()
     until(lambda: takedown.count_in_flight(record.processes, record.url) == 1)
@@ -27,7 +27,7 @@ def test_one_screen(lab: Any) -> None:
     assert "…" not in answer.out
 
 
-def test_one_without_a_supervisor(lab: Any) -> None:
+def test_status_reports_a_replaced_supervisor(lab: Any) -> None:
     lab.serve("a")
     lab.kill_supervisor("a")
     answer = lab.vllmops("status", "a")
@@ -35,7 +35,7 @@ def test_one_without_a_supervisor(lab: Any) -> None:
     assert "its supervisor had died; a new one has started" in answer.out
 
 
-def test_one_that_vllmops_did_not_start(lab: Any) -> None:
+def test_status_shows_a_server_that_vllmops_did_not_start(lab: Any) -> None:
     server = lab.stranger()
     answer = lab.vllmops("status", "--json")
     assert (answer.code, answer.data["instance"]["pid"]) == (0, server.pid)

@@ -16,7 +16,7 @@ from vllmops.instances import control, takedown
 from vllmops.instances.record import InstanceFolder
 
 from ..support.commands import background
-from ..support.extent import long, sampled
+from ..support.extent import long, sample_cases
 from ..support.waiting import until
 
 
@@ -31,7 +31,7 @@ def test_stop_an_instance(lab: Any) -> None:
     assert "it is stopped" in answer.error["message"]
 
 
-def test_what_a_person_sees(lab: Any) -> None:
+def test_stop_prints_that_the_server_was_drained(lab: Any) -> None:
     lab.serve("a")
     answer = lab.vllmops("stop", "a")
     assert (answer.code, answer.out) == (0, "a has stopped (drained)\n")
@@ -84,7 +84,7 @@ def test_a_second_stop_cuts_the_drain_short(lab: Any) -> None:
     lab.nothing_left(record)
 
 
-def test_one_of_two_must_be_named(lab: Any) -> None:
+def test_stop_requires_a_target_if_two_servers_run(lab: Any) -> None:
     first, second = lab.serve("a"), lab.serve("b")
     answer = lab.vllmops("stop", "--json")
     assert (answer.code, answer.error["code"]) == (2, "target.ambiguous")
@@ -109,14 +109,18 @@ def test_a_server_that_vllmops_did_not_start(lab: Any) -> None:
     assert lab.bind_error(server.port) is None
 
 
-@pytest.mark.parametrize("target", sampled(["nobody", "4194400", "http://localhost:9", "1"], 2))
-def test_nothing_that_is_no_server_is_stopped(lab: Any, target: str) -> None:
+@pytest.mark.parametrize(
+    "target", sample_cases(["nobody", "4194400", "http://localhost:9", "1"], 2)
+)
+def test_stop_reports_an_unknown_target(lab: Any, target: str) -> None:
     answer = lab.vllmops("stop", target, "--json")
     assert (answer.code, answer.error["code"]) == (5, "target.unknown")
     assert target in answer.error["message"]
 
 
-def test_one_that_ignores_sigterm(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_kills_a_server_that_ignores_sigterm(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.3)
     server = lab.stranger(stubborn=True)
     assert lab.vllmops("stop", str(server.pid), "--force").code == 0
@@ -172,7 +176,7 @@ def test_restart_what_stopped_failed_or_lost_its_supervisor(lab: Any) -> None:
     assert not any(map(is_alive, old.processes))
 
 
-def test_what_has_stopped_hands_nothing_over(lab: Any) -> None:
+def test_stopped_server_cannot_hand_over(lab: Any) -> None:
     lab.serve("a")
     assert lab.vllmops("stop", "a", "--force").code == 0
     answer = lab.vllmops("restart", "a", "--hand-over", "--json")
@@ -213,7 +217,7 @@ def test_restart_what_a_successor_has_just_ended(lab: Any, monkeypatch: pytest.M
     assert answer.data["state"] == "ready"
 
 
-@pytest.mark.parametrize("seen", sampled(["stopping", "ready"], 2))
+@pytest.mark.parametrize("seen", sample_cases(["stopping", "ready"], 2))
 def test_restart_what_is_just_being_taken_down(
     lab: Any, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ def test_every_server_of_the_machine_is_shown(lab: Any, monkeypatch: pytest.Monk
     assert "demo  ready" in shown
 
 
-def test_one_that_is_stopped_or_unknown_holds_up_no_other(
+def test_top_is_not_delayed_by_a_suspended_or_unknown_server(
     lab: Any, patience: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience.undo()

@@ -17,7 +17,7 @@ from ..support.waiting import until
 
 
 def test_until_ready(lab: Any) -> None:
-    lab.starting("a", ready_s=1.5)
+    lab.start_in_foreground("a", ready_s=1.5)
     answer = lab.vllmops("wait", "a", "--json")
     assert (answer.code, answer.data["state"], answer.err) == (0, "ready", "")
     assert lab.state("a") == "ready"
@@ -40,7 +40,7 @@ def test_until_the_time_is_up(lab: Any) -> None:
     answer = lab.vllmops("wait", "a", "--for", "stopped", "--timeout", "0.3", "--json")
     assert (answer.code, answer.error["code"]) == (3, "wait.timeout")
     assert "it is ready" in answer.error["message"]
-    lab.starting("b", ready_s=600)
+    lab.start_in_foreground("b", ready_s=600)
     answer = lab.vllmops("wait", "b", "--timeout", "0")
     assert answer.code == 3
     assert "b is not ready" in answer.err
@@ -48,7 +48,7 @@ def test_until_the_time_is_up(lab: Any) -> None:
 
 def test_until_it_fails(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(held := tmp_path / "held")
-    lab.starting("a", says=str(held), exits=0)
+    lab.start_in_foreground("a", says=str(held), exits=0)
 
     def look_again(seconds: float) -> None:
         """Once the command has seen that it starts, it goes on, and fails."""
@@ -67,7 +67,7 @@ def test_until_it_fails(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("words", [("wait", "a", "--for", "stopped"), ("logs", "a", "-f")])
-def test_one_that_dies_together_with_its_supervisor(lab: Any, words: tuple[str, ...]) -> None:
+def test_wait_and_logs_end_if_server_and_supervisor_die(lab: Any, words: tuple[str, ...]) -> None:
     record = lab.serve("a")
     waiting = background(*words)
     time.sleep(1)
@@ -78,7 +78,7 @@ def test_one_that_dies_together_with_its_supervisor(lab: Any, words: tuple[str, 
 
 
 @long
-def test_one_that_has_stopped_already(lab: Any) -> None:
+def test_wait_on_a_stopped_instance_ends_at_once(lab: Any) -> None:
     lab.serve("a")
     lab.vllmops("stop", "a", "--force")
     until(lambda: not InstanceFolder("a").is_supervised())
@@ -89,7 +89,7 @@ def test_one_that_has_stopped_already(lab: Any) -> None:
     assert lab.vllmops("wait", "a", "--for", "nonsense").code == 2
 
 
-def test_one_that_vllmops_did_not_start(lab: Any) -> None:
+def test_wait_accepts_a_server_that_vllmops_did_not_start(lab: Any) -> None:
     server = lab.stranger()
     target = str(server.pid)
     assert lab.vllmops("wait", target).code == 0

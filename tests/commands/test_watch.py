@@ -33,7 +33,7 @@ from vllmops.rpc import agent
 from vllmops.stacks import pyspy
 from vllmops.watch import watched
 
-from ..diagnose.servers import look, process
+from ..diagnose.servers import make_healthy_sample, process
 from ..support.commands import background
 from ..support.waiting import until
 
@@ -85,15 +85,15 @@ class Watching:
         self.says("watching")
 
     @property
-    def said(self) -> str:
+    def stderr_text(self) -> str:
         return self.err.read_text()
 
     def says(self, words: str, timeout_s: float = 60) -> None:
-        def shown() -> bool:
-            assert words in self.said or self.popen.poll() is None, self.said
-            return words in self.said
+        def has_printed_words() -> bool:
+            assert words in self.stderr_text or self.popen.poll() is None, self.stderr_text
+            return words in self.stderr_text
 
-        until(shown, timeout_s, lambda: self.said)
+        until(has_printed_words, timeout_s, lambda: self.stderr_text)
 
     def end(self, timeout_s: float = 60) -> tuple[int, str]:
         out, _ = self.popen.communicate(timeout=timeout_s)
@@ -121,7 +121,7 @@ def bundles(home: Path) -> list[Path]:
     return sorted((home / "bundles").glob("*.tar.gz"))
 
 
-def missing(path: Path) -> dict[str, str]:
+def read_bundle_gaps(path: Path) -> dict[str, str]:
     """What a bundle does not have, and why."""
     with tarfile.open(path) as found:
         index = json.load(found.extractfile("index.json"))  # type: ignore[arg-type]
@@ -143,7 +143,7 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
     assert "engine.no-progress" in {
         item.code for item in doctor.diagnose_snapshot(snapshot, 1.5).findings
     }
-    assert str(kept) in watch.said
+    assert str(kept) in watch.stderr_text
     let_go(engine)
     watch.says("makes progress again")
     watch.popen.send_signal(signal.SIGINT)
@@ -163,7 +163,7 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
     assert heard[0]["bundle"] == str(kept)
     assert heard[0]["code"] == "engine.no-progress"
     # Not on standard output, which has the envelope.
-    assert "heard stalled" in watch.said
+    assert "heard stalled" in watch.stderr_text
     assert len(bundles(home)) == 1
 
 
@@ -200,8 +200,8 @@ def test_a_stopped_process_is_a_stall_where_it_holds_up_work(
     code, out = watch.end()
     os.kill(engine.process.pid, signal.SIGCONT)
     assert code == 1
-    assert "process.stopped" in watch.said
-    assert f"kill -CONT {engine.process.pid}" in watch.said
+    assert "process.stopped" in watch.stderr_text
+    assert f"kill -CONT {engine.process.pid}" in watch.stderr_text
     assert "1 stalled" in out
     code, _ = other.end()
     os.kill(idle.process.pid, signal.SIGCONT)
@@ -215,7 +215,7 @@ def test_the_server_ends(engine: Any, begin: Begin) -> None:
     engine.popen.wait()
     code, out = watch.end()
     assert (code, "0 stalled" in out) == (0, True)
-    assert f"{engine.process.pid} has ended: its processes are gone" in watch.said
+    assert f"{engine.process.pid} has ended: its processes are gone" in watch.stderr_text
 
 
 def test_a_full_disk_is_told_and_watching_goes_on(
@@ -249,14 +249,14 @@ def test_on_a_slow_machine_all_samples_are_there(
 
 def test_the_dead_do_not_move_and_one_sample_is_enough(engine: Any) -> None:
     server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
-    looks = [look(0.0, processes=(process("api"), process("engine", state="")))]
+    looks = [make_healthy_sample(0.0, processes=(process("api"), process("engine", state="")))]
     snapshot = server.take_snapshot(looks, 10.0, threading.Event(), needs_all_evidence=True)
     assert len(snapshot.stacks) == 1
     assert "cut-short" not in {item.code for item in snapshot.gaps}
 
 
 @pytest.fixture
-def hanging(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def pyspy_release_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A py-spy that hangs can't be had otherwise; it ends once there is this file."""
     script, end = home / "py-spy", home / "end"
     script.write_text(f"#!/bin/sh\nwhile [ ! -e {end} ]; do sleep 0.1; done\n")
@@ -265,7 +265,9 @@ def hanging(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return end
 
 
-def test_evidence_that_ends_early_has_all_that_is_there(engine: Any, hanging: Path) -> None:
+def test_evidence_that_ends_early_has_all_that_is_there(
+    engine: Any, pyspy_release_file: Path
+) -> None:
     server = resolve_server(str(engine.process.pid))
     looking = examine.Examination(
         server, collecting.make_examination_options(600.0), collecting.ignore_progress
@@ -277,12 +279,12 @@ def test_evidence_that_ends_early_has_all_that_is_there(engine: Any, hanging: Pa
             early = looking.build_partial_snapshot("late")
             assert not whole.done()
         finally:
-            hanging.touch()
+            pyspy_release_file.touch()
     assert early.stacks == ()
     assert [gap.reason for gap in early.gaps if "of 3 stacks" in gap.part] == ["late"]
 
 
-@pytest.mark.usefixtures("hanging")
+@pytest.mark.usefixtures("pyspy_release_file")
 def test_evidence_is_there_in_time_whatever_hangs(
     engine: Any, home: Path, patience: pytest.MonkeyPatch
 ) -> None:
@@ -335,18 +337,18 @@ def test_without_agents_and_with_a_restart(lab: Any, begin: Begin) -> None:
         watch.says("a restarts because it stalled")
         request.wait(60)
     watch.says("a is ready; watching it")
-    assert watch.said.index("evidence:") < watch.said.index("restarts because")
+    assert watch.stderr_text.index("evidence:") < watch.stderr_text.index("restarts because")
     assert lab.record("a").session != before.session
     # With so little patience, what was seen before evidence that takes long is forgotten: on a busy
     # machine a stall is told twice.
     kept = bundles(lab.home)[-1]
     # There is none, and it had the time to say so.
-    assert "No module named vllm.collect_env" in missing(kept)["collect_env.txt"]
+    assert "No module named vllm.collect_env" in read_bundle_gaps(kept)["collect_env.txt"]
     lab.vllmops("stop", "a")
     watch.says("a has ended")
     assert watch.popen.poll() is None
     lab.vllmops("restart", "a")
-    until(lambda: watch.said.count("a is ready; watching it") == 2)
+    until(lambda: watch.stderr_text.count("a is ready; watching it") == 2)
 
 
 def test_an_engine_that_dies_is_a_failure_with_evidence(lab: Any, begin: Begin) -> None:
@@ -355,12 +357,12 @@ def test_an_engine_that_dies_is_a_failure_with_evidence(lab: Any, begin: Begin) 
     lab.kill(lab.process("a", "engine").pid)
     code, out = watch.end()
     assert (code, "1 failed" in out) == (1, True)
-    assert "engine" in watch.said
-    assert "died" in watch.said
+    assert "engine" in watch.stderr_text
+    assert "died" in watch.stderr_text
     assert len(bundles(lab.home)) == 1
 
 
-def said(lab: Any, name: str) -> list[str]:
+def read_watch_lines(lab: Any, name: str) -> list[str]:
     lines = lab.vllmops("logs", name, "--process", "watch", "--json").data["lines"]
     return [str(line).partition("[watch] ")[2] for line in lines]
 
@@ -368,16 +370,16 @@ def said(lab: Any, name: str) -> list[str]:
 def test_serve_watches_until_its_end(lab: Any) -> None:
     record = lab.serve("a", "--watch-exec", "true")
     assert record.watch == ("--exec", "true")
-    until(lambda: said(lab, "a"))
-    assert said(lab, "a")[0].startswith("watching a")
+    until(lambda: read_watch_lines(lab, "a"))
+    assert read_watch_lines(lab, "a")[0].startswith("watching a")
     assert "watch" in lab.vllmops("status", "a").out
     first = holder(lab)
     lab.kill(first)
-    until(lambda: len(said(lab, "a")) == 2)
+    until(lambda: len(read_watch_lines(lab, "a")) == 2)
     assert InstanceFolder("a").has_watch()
     lab.vllmops("stop", "a")
     until(lambda: not InstanceFolder("a").has_watch())
-    until(lambda: said(lab, "a")[-1].startswith("a has ended"))
+    until(lambda: read_watch_lines(lab, "a")[-1].startswith("a has ended"))
 
 
 def test_it_runs_where_serve_ran_wherever_restart_does(
@@ -388,14 +390,14 @@ def test_it_runs_where_serve_ran_wherever_restart_does(
     (tmp_path / "away").mkdir()
     monkeypatch.chdir(tmp_path)
     lab.serve("a", "--watch-exec", "./hook")
-    until(lambda: said(lab, "a"))
+    until(lambda: read_watch_lines(lab, "a"))
     lab.vllmops("stop", "a")
     until(lambda: not InstanceFolder("a").has_watch())
     monkeypatch.chdir("away")
     monkeypatch.setenv("VLLMOPS_HOME", os.path.relpath(lab.home))
     assert lab.vllmops("restart", "a").code == 0
-    until(lambda: said(lab, "a"))
-    assert said(lab, "a")[0].startswith("watching a")
+    until(lambda: read_watch_lines(lab, "a"))
+    assert read_watch_lines(lab, "a")[0].startswith("watching a")
     assert os.readlink(f"/proc/{holder(lab)}/cwd") == str(tmp_path)
 
 
@@ -410,21 +412,21 @@ def lines_of(lab: Any) -> list[str]:
 
 def test_it_survives_the_supervisor_and_there_is_one(lab: Any) -> None:
     lab.serve("a", "--watch")
-    until(lambda: said(lab, "a"))
+    until(lambda: read_watch_lines(lab, "a"))
     first = holder(lab)
     lab.kill_supervisor("a")
     assert InstanceFolder("a").has_watch()
     lab.vllmops("ps")
     until(lambda: lab.supervisor("a"))
     time.sleep(1.5)
-    assert (holder(lab), len(said(lab, "a"))) == (first, 1)
+    assert (holder(lab), len(read_watch_lines(lab, "a"))) == (first, 1)
     lab.vllmops("stop", "a")
     until(lambda: not InstanceFolder("a").has_watch())
 
 
 def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
     popen = lab.hold("a", "--watch", "--quiet")
-    until(lambda: said(lab, "a"))
+    until(lambda: read_watch_lines(lab, "a"))
     time.sleep(0.5)
     popen.send_signal(signal.SIGINT)
     out, _ = popen.communicate(timeout=60)

@@ -28,7 +28,7 @@ def before(prefix: str) -> Form:
     return each_line(lambda line: prefix + line)
 
 
-def wrapped(width: int) -> Form:
+def wrap_lines_at(width: int) -> Form:
     """As a terminal does it: after so many characters, wherever that is."""
     return each_line(
         lambda line: "\n".join(line[at : at + width] for at in range(0, max(len(line), 1), width))
@@ -41,7 +41,7 @@ def parts(text: str) -> tuple[str, list[str]]:
     return head, processes
 
 
-def prefixed(text: str) -> str:
+def add_log_prefix(text: str) -> str:
     """Each process's lines as vLLM logs them, the processes' lines mixed."""
     head, processes = parts(text)
     out = [head]
@@ -79,7 +79,7 @@ def bare(text: str) -> str:
     )
 
 
-def elided(dots: str) -> Form:
+def elide_paths(dots: str) -> Form:
     return lambda text: re.sub(r" \((?:[\w.-]+/)+([\w.]+\.py:)", rf" ({dots}/\1", text)
 
 
@@ -135,7 +135,7 @@ def ours(text: str) -> str:
     return parts(text)[0] + "\n".join(lines)
 
 
-def quoted(item: Frame) -> str:
+def format_faulthandler_frame(item: Frame) -> str:
     file = item.file if item.file.startswith("<") else LIBRARY + item.file
     return f'  File "{file}", line {item.line or "???"} in {item.function.rpartition(".")[2]}'
 
@@ -149,7 +149,7 @@ def faulthandler(text: str) -> str:
         lines.append("\nCall stack dump #1 at Fri Nov 20 03:12:44 2026 due to feed timeout\n")
         for thread in reversed(process.threads):
             lines.append(f"Thread 0x{thread.tid or 0:016x} (most recent call first):")
-            lines += [quoted(item) for item in thread.frames if item.line]
+            lines += [format_faulthandler_frame(item) for item in thread.frames if item.line]
             lines.append("")
         lines.append("=" * 64)
     return "\n".join(lines)
@@ -188,21 +188,21 @@ FORMS: dict[str, Form] = {
     "tabs": lambda text: text.replace("    ", "\t"),
     "on one line": lambda text: " ".join(text.split()),
     "on one line, escaped": lambda text: text.replace('"', '\\"').replace("\n", "\\n"),
-    "wrapped at 80": wrapped(80),
-    "wrapped at 60": wrapped(60),
-    "wrapped at 45": wrapped(45),
-    "elided paths": elided("..."),
-    "elided paths, one sign": elided("…"),
+    "wrapped at 80": wrap_lines_at(80),
+    "wrapped at 60": wrap_lines_at(60),
+    "wrapped at 45": wrap_lines_at(45),
+    "elided paths": elide_paths("..."),
+    "elided paths, one sign": elide_paths("…"),
     "full paths": lambda text: re.sub(r" \(((?:[\w.-]+/)+\w+\.py:)", rf" ({LIBRARY}\1", text),
     "no classes": bare,
-    "vLLM's log prefix": prefixed,
+    "vLLM's log prefix": add_log_prefix,
     "journald": before("Nov 20 03:12:44 gpu-07 vllm[4070]: "),
     "docker logs -t": before("2026-11-20T03:12:44.123456789Z "),
     "docker compose": before("vllm-1  | "),
     "kubectl logs --prefix": before("[pod/vllm-0/vllm] "),
     "containerd": before("2026-11-20T03:12:44.123456789Z stderr F "),
     "numbers of Kubernetes and vLLM": lambda text: before("2026-11-20T03:12:44.1Z ")(
-        prefixed(text)
+        add_log_prefix(text)
     ),
     "threads without a name": lambda text: re.sub(
         r'^(Thread \d+ \(\w+\)): ".*"$', r"\1", text, flags=re.MULTILINE
@@ -216,14 +216,14 @@ FORMS: dict[str, Form] = {
     "locals, quoted": lambda text: before("> ")(with_locals(text)),
     "py-spy's JSON": py_spy_json,
     "stacks dump": ours,
-    "stacks dump, narrow": lambda text: wrapped(60)(ours(text)),
+    "stacks dump, narrow": lambda text: wrap_lines_at(60)(ours(text)),
     "faulthandler": faulthandler,
-    "faulthandler, wrapped": lambda text: wrapped(80)(faulthandler(text)),
+    "faulthandler, wrapped": lambda text: wrap_lines_at(80)(faulthandler(text)),
     "faulthandler, indentation lost": lambda text: each_line(str.strip)(faulthandler(text)),
     "gdb": gdb,
-    "gdb, wrapped": lambda text: wrapped(100)(gdb(text)),
+    "gdb, wrapped": lambda text: wrap_lines_at(100)(gdb(text)),
     "everything at once": lambda text: before("> ")(
-        each_line(lambda line: f"\x1b[36m{line}\x1b[0m")(wrapped(70)(elided("…")(text)))
+        each_line(lambda line: f"\x1b[36m{line}\x1b[0m")(wrap_lines_at(70)(elide_paths("…")(text)))
     ).replace("\n", "\r\n"),
 }
 # Only what a form can carry is compared: JSON has no log lines.

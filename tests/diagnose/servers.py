@@ -42,7 +42,7 @@ def process(role: str, state: str = "S", **fields: Any) -> ProcessState:
     return ProcessState(role=role, pid=pid, create_time=1.0, state=state, **fields)
 
 
-def look(at_s: float, **fields: Any) -> ServerSample:
+def make_healthy_sample(at_s: float, **fields: Any) -> ServerSample:
     """A look at a server that is well, as far as nothing else is told."""
     whole: dict[str, Any] = {
         "heartbeats": tuple(map(pulse, PIDS)),
@@ -53,7 +53,7 @@ def look(at_s: float, **fields: Any) -> ServerSample:
     return ServerSample(at_s=at_s, **{**whole, **fields})
 
 
-def told(role: str, **fields: Any) -> AgentReport:
+def make_agent_report(role: str, **fields: Any) -> AgentReport:
     hello = Hello(agent="1.0", pid=PIDS[role], start_ticks=1, role=role, **fields)
     state = EngineState(running=0, waiting=0, current_step=5) if role == "engine" else EngineState()
     return AgentReport(role=role, pid=PIDS[role], hello=hello, engine=state, traffic=Traffic())
@@ -75,16 +75,18 @@ def healthy(**fields: Any) -> ServerSnapshot:
         url="http://127.0.0.1:8000",
         state="ready",
         vllm_version="0.32.0",
-        samples=(look(0.0), look(1.0)),
-        reports=tuple(map(told, PIDS)),
+        samples=(make_healthy_sample(0.0), make_healthy_sample(1.0)),
+        reports=tuple(map(make_agent_report, PIDS)),
         machine=MACHINE,
     )
     return msgspec.structs.replace(whole, **fields)
 
 
-def looks(*item: dict[str, Any], apart_s: float = 1.0) -> tuple[ServerSample, ...]:
+def make_sample_series(*item: dict[str, Any], apart_s: float = 1.0) -> tuple[ServerSample, ...]:
     """Looks that differ from a healthy one by some fields."""
-    return tuple(look(index * apart_s, **fields) for index, fields in enumerate(item))
+    return tuple(
+        make_healthy_sample(index * apart_s, **fields) for index, fields in enumerate(item)
+    )
 
 
 def metrics(**fields: float) -> Metrics:

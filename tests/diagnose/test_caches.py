@@ -66,7 +66,7 @@ class Lru(cachetools.LRUCache):  # type: ignore[type-arg]
         return key, self.pop(key)
 
 
-def taken(cache: Lru, name: str = "LruKeyReplicatedSenderCache") -> LruCache:
+def observe_cache(cache: Lru, name: str = "LruKeyReplicatedSenderCache") -> LruCache:
     holder = type(name, (SimpleNamespace,), {})
     return agent.observe_lru_cache(holder(_cache=cache), keys=True)
 
@@ -98,13 +98,11 @@ def exercise(cache: Lru, todo: list[tuple[str, str, int]]) -> None:
 
 @given(operations, st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_nothing_is_wrong_with_a_cache_in_use(
-    todo: list[tuple[str, str, int]], sized: bool
-) -> None:
+def test_consistent_cache_yields_no_findings(todo: list[tuple[str, str, int]], sized: bool) -> None:
     cache = Lru(sized=sized)
     exercise(cache, todo)
     before = (list(cache._LRUCache__order), cache._hits, cache._total, cache.currsize)
-    snapshot = taken(cache)
+    snapshot = observe_cache(cache)
     assert check_cache(snapshot) == []
     assert (list(cache._LRUCache__order), cache._hits, cache._total, cache.currsize) == before
     assert snapshot.order == before[0]
@@ -120,7 +118,7 @@ def unevictable(cache: Any) -> None:
     del cache._LRUCache__order[next(iter(cache._LRUCache__order))]
 
 
-def unsized(cache: Any) -> None:
+def drop_entry_size(cache: Any) -> None:
     # Its size goes with it, or two things were wrong.
     cache._Cache__currsize -= cache._Cache__size.pop(next(iter(cache._Cache__size)))
 
@@ -137,7 +135,7 @@ def overfull(cache: Any) -> None:
     cache._Cache__maxsize = cache._Cache__currsize - 1
 
 
-def pinned(cache: Any) -> None:
+def pin_missing_item(cache: Any) -> None:
     cache.pinned_items.add("gone")
 
 
@@ -148,11 +146,11 @@ def hits(cache: Any) -> None:
 FAULTS: dict[Callable[[Any], None], str] = {
     ghost: "mm-cache.ghost-keys",
     unevictable: "mm-cache.unevictable-keys",
-    unsized: "mm-cache.size-keys",
+    drop_entry_size: "mm-cache.size-keys",
     sized_only: "mm-cache.size-keys",
     sum_off: "mm-cache.size-sum",
     overfull: "mm-cache.over-capacity",
-    pinned: "mm-cache.pinned-missing",
+    pin_missing_item: "mm-cache.pinned-missing",
     hits: "mm-cache.hit-count",
 }
 
@@ -160,21 +158,21 @@ FAULTS: dict[Callable[[Any], None], str] = {
 @pytest.mark.parametrize("fault", FAULTS)
 @given(operations)
 @settings(max_examples=30, deadline=None)
-def test_each_fault_gives_its_finding_and_no_other(
+def test_each_cache_corruption_yields_only_its_finding(
     fault: Callable[[Any], None], todo: list[tuple[str, str, int]]
 ) -> None:
     cache = Lru()
     exercise(cache, todo)
     cache["last"] = 1
     fault(cache)
-    assert [rule.code for rule, _ in check_cache(taken(cache))] == [FAULTS[fault]]
+    assert [rule.code for rule, _ in check_cache(observe_cache(cache))] == [FAULTS[fault]]
 
 
 def test_ghost_keys_are_named_in_the_evidence() -> None:
     cache = Lru()
     for key in "abcdefgh":
         cache._LRUCache__order[key * 20] = None
-    ((rule, evidence),) = check_cache(taken(cache))
+    ((rule, evidence),) = check_cache(observe_cache(cache))
     assert rule.severity is Severity.ERROR
     assert evidence == "8: aaaaaaaaaaaa…, bbbbbbbbbbbb…, cccccccccccc…, …"
 
@@ -310,7 +308,9 @@ def test_caches_that_mirror_nothing_are_not_compared(alone: LruCache) -> None:
         ({"inputs": {}, "unknown_requests": ["r1"]}, "encoder-cache.finished-references"),
     ],
 )
-def test_each_encoder_fault_gives_its_finding(changes: dict[str, Any], code: str) -> None:
+def test_each_encoder_cache_corruption_yields_its_finding(
+    changes: dict[str, Any], code: str
+) -> None:
     assert [rule.code for rule, _ in check_cache(encoder(**changes))] == [code]
 
 
@@ -341,7 +341,7 @@ def test_later_stages_do_not_encode() -> None:
     assert codes(server(None, None, None, worker(), worker("", rank=1))) != []
 
 
-def test_each_engine_against_its_own_workers() -> None:
+def test_engine_is_compared_only_with_its_own_workers() -> None:
     def engine(pid: int, key: str) -> list[ProcessCaches]:
         cache = encoder(
             requests_by_key={key: []},
@@ -362,7 +362,7 @@ def test_each_engine_against_its_own_workers() -> None:
         assert codes(sample) == []
 
 
-def test_each_engine_against_the_workers_of_its_rank() -> None:
+def test_engine_is_compared_with_workers_of_its_dp_rank() -> None:
     """Below Ray no worker is its engine's child."""
 
     def engine(rank: int, keys: str) -> list[ProcessCaches]:
@@ -441,7 +441,7 @@ def test_encoder_decoder_over_freeing_is_known() -> None:
         ({"hits": 3}, "mm-cache.hit-count"),
     ],
 )
-def test_each_shm_fault_gives_its_finding(changes: dict[str, Any], code: str) -> None:
+def test_each_shm_cache_corruption_yields_its_finding(changes: dict[str, Any], code: str) -> None:
     healthy = ShmCache(
         kind="mm-shm",
         side="P0",
@@ -461,7 +461,7 @@ def test_each_shm_fault_gives_its_finding(changes: dict[str, Any], code: str) ->
 # Several samples.
 
 
-def test_only_what_lasts_is_reported_worst_first() -> None:
+def test_only_persistent_findings_are_reported_worst_first() -> None:
     broken = lru("P0", "abcd", order_only=["d"], hits=1)
     lasting = server(broken, lru("P1", "abc"))
     passing = server(broken, lru("P1", "abc"), encoder(free_slots=0))
@@ -505,7 +505,7 @@ def test_the_same_from_a_file(tmp_path: Any) -> None:
         (None, "unknown"),
     ],
 )
-def test_each_kind_of_server_is_told(setup: dict[str, Any] | None, code: str) -> None:
+def test_cache_note_names_the_cache_setup(setup: dict[str, Any] | None, code: str) -> None:
     process = ProcessCaches(
         pid=1, parent=0, role="engine", setup=None if setup is None else CacheSetup(**setup)
     )

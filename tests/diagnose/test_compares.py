@@ -71,11 +71,11 @@ def engine(order: str | list[str], scheduler: str = "", worker: str = "") -> lis
     ]
 
 
-def look(before: ProcessCaches, engines: list[ProcessCaches]) -> ComparisonSample:
+def make_comparison_sample(before: ProcessCaches, engines: list[ProcessCaches]) -> ComparisonSample:
     return ComparisonSample(front=before, engines=engines, engine_requests=0, rendering=0)
 
 
-def compared(
+def make_comparison(
     then: ProcessCaches,
     now: ProcessCaches,
     engines: list[ProcessCaches],
@@ -83,7 +83,7 @@ def compared(
     *,
     settled: bool = True,
 ) -> CacheComparison:
-    looks = [look(then, engines), look(now, engines)]
+    looks = [make_comparison_sample(then, engines), make_comparison_sample(now, engines)]
     after = after or now
     return CacheComparison(
         samples=looks, front_after=after, end=after, settled=settled, waited_s=0.5
@@ -109,47 +109,56 @@ def codes(comparison: CacheComparison) -> list[str]:
 def test_with_nothing_used_meanwhile_everything_is_judged(
     sent: str, held: str, found: list[str]
 ) -> None:
-    comparison = compared(front(sent, 7), front(sent, 7), engine(held))
+    comparison = make_comparison(front(sent, 7), front(sent, 7), engine(held))
     assert codes(comparison) == found
     assert next(list_cache_pairs(comparison)).judged_entries == len(sent)
 
 
-def test_what_may_have_been_used_meanwhile_is_not_judged() -> None:
+def test_keys_used_during_the_comparison_are_not_judged() -> None:
     # Two queries: d is new, and a was used again; neither has come to the engine.
-    comparison = compared(front("abc", 5), front("bcad", 7), engine("abc"))
+    comparison = make_comparison(front("abc", 5), front("bcad", 7), engine("abc"))
     assert codes(comparison) == []
     assert next(list_cache_pairs(comparison)).judged_entries == 2
     assert [note.code for note in make_comparison_notes(comparison)] == ["in-use"]
     # b has not been used: that it is missing has another reason.
-    assert codes(compared(front("abc", 5), front("bcad", 7), engine("ac"))) == ["front-only"]
-    assert codes(compared(front("abc", 5), front("bcad", 7), engine("bca"))) == []
-    assert codes(compared(front("abc", 5), front("bcad", 7), engine("cba"))) == ["order-drift"]
+    assert codes(make_comparison(front("abc", 5), front("bcad", 7), engine("ac"))) == ["front-only"]
+    assert codes(make_comparison(front("abc", 5), front("bcad", 7), engine("bca"))) == []
+    assert codes(make_comparison(front("abc", 5), front("bcad", 7), engine("cba"))) == [
+        "order-drift"
+    ]
 
 
-def test_what_is_left_open_is_told_where_nothing_was_decided() -> None:
-    def left(comparison: CacheComparison) -> list[str]:
+def test_note_explains_a_comparison_without_a_result() -> None:
+    def list_note_codes(comparison: CacheComparison) -> list[str]:
         return [note.code for note in explain_missing_comparison(comparison)]
 
-    assert left(compared(front("abc", 5), front("bcad", 7), engine("abc"))) == []
-    assert left(compared(front("ab", 5), front("cd", 9), engine("xy"))) == ["in-use"]
-    assert left(compared(front("a"), front("a"), engine("a"), settled=False)) == ["unsettled"]
-    assert left(compared(front("a", 5), front("", 0), engine(""))) == ["reset"]
-    assert left(compared(front(""), front(""), engine(""))) == []
+    assert list_note_codes(make_comparison(front("abc", 5), front("bcad", 7), engine("abc"))) == []
+    assert list_note_codes(make_comparison(front("ab", 5), front("cd", 9), engine("xy"))) == [
+        "in-use"
+    ]
+    assert list_note_codes(make_comparison(front("a"), front("a"), engine("a"), settled=False)) == [
+        "unsettled"
+    ]
+    assert list_note_codes(make_comparison(front("a", 5), front("", 0), engine(""))) == ["reset"]
+    assert list_note_codes(make_comparison(front(""), front(""), engine(""))) == []
 
 
 def test_with_all_used_meanwhile_nothing_is_judged() -> None:
-    assert codes(compared(front("ab", 5), front("cd", 9), engine("xy"))) == []
+    assert codes(make_comparison(front("ab", 5), front("cd", 9), engine("xy"))) == []
 
 
-def test_what_the_engine_had_and_loses_with_the_front_end_is_not_drift() -> None:
+def test_eviction_in_progress_is_not_drift() -> None:
     # A request that is on its way has made the front end drop a; the engine has not yet.
-    assert codes(compared(front("abc", 5), front("bcd", 6), engine("abc"))) == []
+    assert codes(make_comparison(front("abc", 5), front("bcd", 6), engine("abc"))) == []
     # Dropped by the front end between the last look and the reading after it.
-    assert codes(compared(front("abc", 5), front("abc", 5), engine("bcd"), front("bcd", 6))) == []
+    assert (
+        codes(make_comparison(front("abc", 5), front("abc", 5), engine("bcd"), front("bcd", 6)))
+        == []
+    )
 
 
 def test_a_request_that_never_reaches_the_engine_leaves_it_open() -> None:
-    comparison = compared(front("abc", 5), front("abc", 5), engine("ab"), settled=False)
+    comparison = make_comparison(front("abc", 5), front("abc", 5), engine("ab"), settled=False)
     assert codes(comparison) == []
     (note,) = make_comparison_notes(comparison)
     assert note.code == "unsettled"
@@ -158,7 +167,7 @@ def test_a_request_that_never_reaches_the_engine_leaves_it_open() -> None:
 
 
 def test_a_reset_meanwhile_leaves_it_open() -> None:
-    comparison = compared(front("abc", 5), front("a", 1), engine("b"))
+    comparison = make_comparison(front("abc", 5), front("a", 1), engine("b"))
     assert codes(comparison) == []
     assert [note.code for note in make_comparison_notes(comparison)] == ["reset"]
 
@@ -166,10 +175,13 @@ def test_a_reset_meanwhile_leaves_it_open() -> None:
 def test_scheduler_and_worker_must_differ_in_both_looks() -> None:
     lacks, leaks = engine("", "ab", "a"), engine("", "a", "ab")
     for engines, code in ((lacks, "worker-misses"), (leaks, "worker-leak")):
-        assert codes(compared(front(""), front(""), engines)) == [code]
+        assert codes(make_comparison(front(""), front(""), engines)) == [code]
         once = msgspec.structs.replace(
-            compared(front(""), front(""), engines),
-            samples=[look(front(""), engine("", "a", "a")), look(front(""), engines)],
+            make_comparison(front(""), front(""), engines),
+            samples=[
+                make_comparison_sample(front(""), engine("", "a", "a")),
+                make_comparison_sample(front(""), engines),
+            ],
         )
         assert codes(once) == []
 
@@ -216,7 +228,7 @@ class Simulated:
             self.touch(self.held, keys)
             self.put(self.held, keys)
 
-    def go(self, most: int) -> None:
+    def run_random_steps(self, most: int) -> None:
         for _ in range(self.choice.randrange(most)):
             self.choice.choice((self.render, self.arrive))()
 
@@ -233,21 +245,21 @@ class Simulated:
     def engine(self) -> list[ProcessCaches]:
         return engine(list(self.held))
 
-    def compared(self) -> CacheComparison:
+    def compare_sides(self) -> CacheComparison:
         then = self.front()
-        self.go(3)
+        self.run_random_steps(3)
         first = self.engine()
         self.settle()
-        self.go(4)
+        self.run_random_steps(4)
         now = self.front()
-        self.go(4)
+        self.run_random_steps(4)
         last = self.engine()
-        self.go(4)
+        self.run_random_steps(4)
         after = self.front()
         if self.half:
             self.render()
         return CacheComparison(
-            samples=[look(then, first), look(now, last)],
+            samples=[make_comparison_sample(then, first), make_comparison_sample(now, last)],
             front_after=after,
             end=self.front(),
             settled=True,
@@ -259,8 +271,8 @@ def test_requests_on_their_way_are_never_taken_for_drift(capacity: int) -> None:
     server = Simulated(capacity, random.Random(capacity))
     judged = 0
     for _ in range(2000):
-        server.go(6)
-        comparison = server.compared()
+        server.run_random_steps(6)
+        comparison = server.compare_sides()
         assert codes(comparison) == []
         judged += next(list_cache_pairs(comparison)).judged_entries
     assert judged > 0
@@ -270,9 +282,9 @@ def test_requests_on_their_way_are_never_taken_for_drift(capacity: int) -> None:
 def test_drift_among_requests_on_their_way_is_told(side: str) -> None:
     server = Simulated(30, random.Random(7))
     for _ in range(200):
-        server.go(6)
+        server.run_random_steps(6)
     getattr(server, side)["ghost"] = None
-    found = [codes(server.compared()) for _ in range(3)]
+    found = [codes(server.compare_sides()) for _ in range(3)]
     assert all({"sent": "front-only", "held": "engine-only"}[side] in item for item in found[1:])
 
 
@@ -281,19 +293,19 @@ def test_no_cache_to_compare() -> None:
     alone: list[Any] = [
         ProcessCaches(pid=2, parent=1, role="engine", setup=CacheSetup(model="m", multimodal=False))
     ]
-    comparison = compared(text, text, alone)
+    comparison = make_comparison(text, text, alone)
     assert (codes(comparison), list(list_cache_pairs(comparison))) == ([], [])
     assert [note.code for note in make_comparison_notes(comparison)] == ["text-model"]
 
 
-def test_what_is_damaged_is_not_compared() -> None:
+def test_damaged_cache_is_not_compared() -> None:
     engines = engine("abcd")
     (cache, *rest) = engines[0].caches
     assert isinstance(cache, LruCache)
-    assert codes(compared(front("abc"), front("abc"), engines)) == ["engine-only"]
+    assert codes(make_comparison(front("abc"), front("abc"), engines)) == ["engine-only"]
     for sizes in ([1], None):
         damaged = msgspec.structs.replace(cache, sizes=sizes)
         spoilt = [msgspec.structs.replace(engines[0], caches=[damaged, *rest]), *engines[1:]]
-        assert codes(compared(front("abc"), front("abc"), spoilt)) == []
+        assert codes(make_comparison(front("abc"), front("abc"), spoilt)) == []
     nothing = CacheComparison(samples=[], front_after=front("a"), end=front("a"), settled=True)
     assert diagnose_snapshot(healthy(comparisons=(nothing,))).findings == ()

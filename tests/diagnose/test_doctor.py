@@ -17,8 +17,8 @@ from vllmops.protocol.server import Gap, ServerSnapshot
 from vllmops.protocol.stacks import StacksSnapshot
 from vllmops.stacks.paste import parse_stacks
 
-from .servers import PIDS, healthy, look, looks, metrics, process, pulse
-from .test_compares import compared, engine, front
+from .servers import PIDS, healthy, make_healthy_sample, make_sample_series, metrics, process, pulse
+from .test_compares import engine, front, make_comparison
 
 SAMPLES = Path(__file__).with_name("stacks")
 
@@ -29,7 +29,7 @@ def stacks(name: str) -> tuple[StacksSnapshot, ...]:
     return (sample,) * 3
 
 
-def found(snapshot: ServerSnapshot) -> list[str]:
+def diagnose_codes(snapshot: ServerSnapshot) -> list[str]:
     return [finding.code for finding in diagnose_snapshot(snapshot).findings]
 
 
@@ -56,32 +56,34 @@ def test_a_healthy_server_has_no_findings() -> None:
 
 def test_drift_of_a_server_at_work() -> None:
     """Its caches alone don't tell it while requests are in flight."""
-    same = compared(front("abc", 7), front("abc", 7), engine("abc"))
-    drifted = compared(front("abc", 7), front("abc", 7), engine("ab"))
-    assert found(healthy(comparisons=(same,))) == []
+    same = make_comparison(front("abc", 7), front("abc", 7), engine("abc"))
+    drifted = make_comparison(front("abc", 7), front("abc", 7), engine("ab"))
+    assert diagnose_codes(healthy(comparisons=(same,))) == []
     # Several API servers may tell of the same engine.
-    assert found(healthy(comparisons=(drifted, drifted))) == ["mm-cache.front-only"]
+    assert diagnose_codes(healthy(comparisons=(drifted, drifted))) == ["mm-cache.front-only"]
 
 
-def test_what_the_stacks_say_comes_before_what_shows_it() -> None:
+def test_stack_findings_come_before_their_symptoms() -> None:
     snapshot = healthy(
-        samples=looks({}, {"heartbeats": (pulse("engine", **STILL),)}),
+        samples=make_sample_series({}, {"heartbeats": (pulse("engine", **STILL),)}),
         stacks=stacks("mm-cache-eviction-spin.txt"),
     )
-    assert found(snapshot) == ["stack.mm-cache-eviction-spin", "engine.no-progress"]
+    assert diagnose_codes(snapshot) == ["stack.mm-cache-eviction-spin", "engine.no-progress"]
 
 
 def test_metrics_that_stand_still_while_all_is_idle_are_stale() -> None:
     # The gauge of running requests keeps its value when the last one is aborted.
-    shown = looks(*[NO_AGENTS] * 40)
-    assert found(healthy(samples=shown)) == ["engine.no-progress"]
-    assert found(healthy(samples=shown, stacks=stacks("idle-spin-normal.txt"))) == []
+    shown = make_sample_series(*[NO_AGENTS] * 40)
+    assert diagnose_codes(healthy(samples=shown)) == ["engine.no-progress"]
+    assert diagnose_codes(healthy(samples=shown, stacks=stacks("idle-spin-normal.txt"))) == []
 
 
 def test_steps_without_tokens_are_told_to_the_stacks() -> None:
     def paces(step: int, **fields: float) -> dict[str, str]:
         seen = [
-            look(at_s, heartbeats=(pulse("engine", current_step=at, waiting=1, **fields),))
+            make_healthy_sample(
+                at_s, heartbeats=(pulse("engine", current_step=at, waiting=1, **fields),)
+            )
             for at_s, at in ((0.0, 5), (4.0, step))
         ]
         known = doctor.collect_facts(seen, 10.0)
@@ -96,16 +98,18 @@ def test_a_stopped_process_hides_what_it_causes() -> None:
     halted = tuple(process(role, "T" if role == "worker" else "S") for role in PIDS)
     unseen = Gap("agent of worker 30", "agent.timeout", "no answer")
     snapshot = healthy(
-        samples=looks(*[{"processes": halted, "heartbeats": (pulse("worker", age_s=20),)}] * 2),
+        samples=make_sample_series(
+            *[{"processes": halted, "heartbeats": (pulse("worker", age_s=20),)}] * 2
+        ),
         gaps=(unseen,),
     )
-    assert found(snapshot) == ["process.stopped"]
+    assert diagnose_codes(snapshot) == ["process.stopped"]
 
 
 def test_the_worst_comes_first() -> None:
     snapshot = healthy(
         vllmops="2.0",
-        samples=looks({}, {"heartbeats": (pulse("engine", **STILL),)}),
+        samples=make_sample_series({}, {"heartbeats": (pulse("engine", **STILL),)}),
         vllm_version="0.20.0",
         reports=(),
     )
@@ -123,7 +127,7 @@ def test_a_server_that_gets_on_is_never_told_to_hang_by_a_possibility(file: Path
 
 def test_a_snapshot_says_the_same_once_it_was_saved() -> None:
     snapshot = healthy(
-        samples=looks({}, {"heartbeats": (pulse("engine", **STILL),)}),
+        samples=make_sample_series({}, {"heartbeats": (pulse("engine", **STILL),)}),
         stacks=stacks("mm-cache-eviction-spin.txt"),
     )
     again = msgspec.json.decode(msgspec.json.encode(snapshot), type=ServerSnapshot)

@@ -77,7 +77,7 @@ REST = """\
         ("evict (sglang/srt/mem_cache/radix_cache.py:330)", False),
     ],
 )
-def test_who_holds_the_gil_at_a_call_into_python_may_move(frame: str, held: bool) -> None:
+def test_gil_holder_that_may_be_calling_python_is_not_reported(frame: str, held: bool) -> None:
     """Where a stack ends in a function that calls Python, the frames further in are missing."""
     dump = f'Process 1: VLLM::EngineCore\nThread 1 (active+gil): "MainThread"\n    {frame}\n'
     dump += "    step_with_batch_queue (vllm/v1/engine/core.py:512)\n"
@@ -86,7 +86,7 @@ def test_who_holds_the_gil_at_a_call_into_python_may_move(frame: str, held: bool
     assert ("stack.gil-held" in {finding.code for finding in found}) == held
 
 
-def first(text: str) -> StackFinding:
+def find_first_finding(text: str) -> StackFinding:
     return explain_stacks(parse_stacks(text)).findings[0]
 
 
@@ -166,7 +166,7 @@ def test_the_texts_show_every_phase_and_every_wait() -> None:
 
 
 def test_a_rank_that_did_not_enter_the_collective_is_the_root() -> None:
-    finding = first(ENGINE + worker(0, DEEP) + worker(1, BEFORE))
+    finding = find_first_finding(ENGINE + worker(0, DEEP) + worker(1, BEFORE))
     assert finding.subject == "Worker_TP1 201"
     assert finding.victims == ("Worker_TP0 200", "EngineCore 100")
     assert finding.code == "stack.worker-stuck-broadcast"
@@ -175,7 +175,7 @@ def test_a_rank_that_did_not_enter_the_collective_is_the_root() -> None:
 
 def test_the_process_is_named_though_a_figure_names_the_gpu() -> None:
     smi = "| N/A   38C    P0   118W /  700W |   74211MiB /  81559MiB |    100%      Default |\n"
-    finding = first(smi + worker(2, BEFORE.replace("all_reduce", "wait_stream")))
+    finding = find_first_finding(smi + worker(2, BEFORE.replace("all_reduce", "wait_stream")))
     assert (finding.code, finding.subject) == ("stack.gpu-kernel-stuck", "Worker_TP2 202")
     assert finding.confidence == "likely"
 
@@ -183,11 +183,11 @@ def test_the_process_is_named_though_a_figure_names_the_gpu() -> None:
 def test_the_library_s_name_of_a_collective_makes_no_other_one_of_it() -> None:
     gather = BEFORE.replace("all_reduce", "all_gather")
     inside = "    all_gather_into_tensor (torch/distributed/distributed_c10d.py:4000)\n"
-    finding = first(ENGINE + worker(0, inside + gather) + worker(1, gather))
+    finding = find_first_finding(ENGINE + worker(0, inside + gather) + worker(1, gather))
     assert (finding.code, finding.subject) == ("stack.worker-stuck-broadcast", "Worker_TP1 201")
 
 
-def test_what_threads_of_ray_s_own_wait_for_holds_up_nobody() -> None:
+def test_waiting_thread_of_ray_does_not_change_the_finding() -> None:
     """Of a real server with two actors."""
     listener = """\
 Thread 101 (idle): "ray_listen_error_messages"
@@ -196,11 +196,11 @@ Thread 101 (idle): "ray_listen_error_messages"
     _bootstrap_inner (threading.py:1045)
     _bootstrap (threading.py:1002)
 """
-    finding = first(ENGINE + listener + worker(0, DEEP) + worker(1, BEFORE))
+    finding = find_first_finding(ENGINE + listener + worker(0, DEEP) + worker(1, BEFORE))
     assert (finding.code, finding.subject) == ("stack.worker-stuck-broadcast", "Worker_TP1 201")
 
 
-def test_what_a_fork_has_of_its_parent_says_nothing_of_it() -> None:
+def test_frames_inherited_by_fork_are_ignored() -> None:
     """Of a real server with two ranks on the CPU: what started them stands below their own."""
     forked = """\
     run (multiprocessing/process.py:108)
@@ -214,7 +214,7 @@ def test_what_a_fork_has_of_its_parent_says_nothing_of_it() -> None:
     __call__ (torch/_ops.py:1279)
     all_reduce (vllm/distributed/device_communicators/cpu_communicator.py:275)
 """
-    found = first(
+    found = find_first_finding(
         ENGINE + forked + worker(0, operator + BEFORE) + forked + worker(1, BEFORE) + forked
     )
     assert (found.code, found.subject) == ("stack.worker-stuck-broadcast", "Worker_TP1 201")
@@ -232,7 +232,9 @@ def test_a_process_whose_title_lacks_its_ranks_is_named_by_them() -> None:
 
 def test_an_engine_that_writes_waits_for_the_worker_that_does_not_read() -> None:
     engine = ENGINE.replace("get_response", "collective_rpc").replace("dequeue", "enqueue")
-    finding = first(engine.replace("acquire_read", "acquire_write") + worker(1, BEFORE))
+    finding = find_first_finding(
+        engine.replace("acquire_read", "acquire_write") + worker(1, BEFORE)
+    )
     assert (finding.subject, finding.victims) == ("Worker_TP1 201", ("EngineCore 100",))
 
 
@@ -249,7 +251,7 @@ LINE = (
         ("    clFinish (libOpenCL.so.1)\n", "gpu-kernel-stuck"),
     ],
 )
-def test_what_the_worker_does_tells_more_than_that_it_is_stuck(frames: str, code: str) -> None:
+def test_native_worker_frame_yields_the_specific_finding(frames: str, code: str) -> None:
     """On platforms that no signature lists."""
     found = explain_stacks(parse_stacks(LINE + ENGINE + worker(0, frames)))
     assert found.verdict == "hang"
@@ -276,7 +278,7 @@ Thread 9 (idle): "Thread-2 (_flush)"
 
 
 def test_a_helper_thread_of_a_process_whose_head_is_cut_is_no_root() -> None:
-    finding = first(HELPER + worker(1, DEEP))
+    finding = find_first_finding(HELPER + worker(1, DEEP))
     assert (finding.code, finding.subject) == ("stack.collective-stall", "Worker_TP1 201")
 
 
@@ -289,7 +291,7 @@ Thread 9 (idle): "Thread-2 (forward_thread_func)"
     forward (acme_vocab.py:476)
     _bootstrap_inner (threading.py:1073)
 """
-    finding = first(cut + work)
+    finding = find_first_finding(cut + work)
     assert (finding.code, finding.phase) == ("stack.collective-stall", "running the model")
 
 
@@ -298,13 +300,13 @@ def test_arrows_tell_which_end_of_a_stack_is_innermost() -> None:
 TP0: execute_model → _prepare_inputs → broadcast_tensor_dict → broadcast
 TP1: execute_model → forward → tensor_model_parallel_all_gather → all_gather_into_tensor
 """
-    finding = first(text)
+    finding = find_first_finding(text)
     assert (finding.code, finding.subject) == ("stack.collective-mismatch", "TP0, TP1")
 
 
 def test_sentences_tell_the_victims_and_the_phase() -> None:
     text = "It hangs. TP1 is in `execute_model`, inside `cuModuleLoadData`; TP0 waits in `dequeue`."
-    finding = first(text)
+    finding = find_first_finding(text)
     assert (finding.subject, finding.victims) == ("TP 1", ("TP 0",))
     assert (finding.phase, bool(finding.waits_for)) == ("running the model", True)
 
@@ -317,13 +319,13 @@ def test_a_collective_in_a_connector_s_code_waits_for_the_ranks() -> None:
     schedule (vllm/v1/core/sched/scheduler.py:300)
 """
     other = frames.replace("all_reduce", "broadcast")
-    finding = first(worker(0, frames) + worker(1, other) + worker(2, other))
+    finding = find_first_finding(worker(0, frames) + worker(1, other) + worker(2, other))
     assert (finding.code, finding.subject) == ("stack.collective-mismatch", "Worker_TP0 200")
 
 
 def test_a_query_of_nvidia_smi_that_ends_the_text() -> None:
     rows = "utilization.gpu [%], utilization.memory [%], temperature.gpu, power.draw [W]\n"
-    finding = first(f"{rows}97 %, 0 %, 51, 19.10 W")
+    finding = find_first_finding(f"{rows}97 %, 0 %, 51, 19.10 W")
     assert finding.code == "stack.gpu-kernel-stuck"
 
 
@@ -342,7 +344,7 @@ Thread 7 (active): "MainThread"
     shutdown (vllm/v1/executor/multiproc_executor.py:840)
     worker_main (vllm/v1/executor/multiproc_executor.py:880)
 """
-    finding = first(ending)
+    finding = find_first_finding(ending)
     assert (finding.code, finding.phase) == ("stack.collective-stall", "shutting down")
 
 
@@ -352,12 +354,12 @@ def test_a_structure_is_known_by_its_file() -> None:
     match_prefix (sglang/srt/mem_cache/radix_cache.py:380)
     get_next_batch_to_run (sglang/srt/managers/scheduler.py:1690)
 """
-    assert first(worker(0, frames)).code == "stack.scheduler-python-spin"
+    assert find_first_finding(worker(0, frames)).code == "stack.scheduler-python-spin"
 
 
 def test_a_forward_pass_is_known_by_its_name() -> None:
     frames = "    put_rows (pool.py:12)\n    forward_prepare (acme_model.py:7)\n"
-    finding = first(f'Thread 3 (active): "MainThread"\n{frames}    ...\n')
+    finding = find_first_finding(f'Thread 3 (active): "MainThread"\n{frames}    ...\n')
     assert (finding.code, finding.phase) == ("stack.gpu-kernel-stuck", "running the model")
 
 
@@ -371,34 +373,34 @@ def test_ranks_of_one_count_are_written_together() -> None:
   Rank 12 -- GPU 4 managed by process 3032 on node n1
   Rank 13 -- GPU 5 managed by process 3033 on node n1
 """
-    near, far = first(ras.format(few=640)), first(ras.format(few=612))
+    near, far = find_first_finding(ras.format(few=640)), find_first_finding(ras.format(few=612))
     assert (near.code, near.subject) == ("stack.gpu-kernel-stuck", "30 ranks")
     assert (far.code, far.subject) == ("stack.collective-mismatch", "30 ranks")
-    assert first(ras.format(few=700)).subject == "rank 12, rank 13"
+    assert find_first_finding(ras.format(few=700)).subject == "rank 12, rank 13"
 
 
 def test_a_server_that_is_not_named_tells_least() -> None:
     line = "DEBUG [core_client.py:425] Waiting for 1 core engine proc(s) to start: {0}\n"
-    assert first("It hangs at the start.\n\n" + 4 * line).subject == "the engine"
+    assert find_first_finding("It hangs at the start.\n\n" + 4 * line).subject == "the engine"
 
 
 def test_a_rank_at_rest_is_missing_from_the_collective() -> None:
     rest = worker(1, REST).replace(LOOP.splitlines()[0] + "\n", "")
-    finding = first(ENGINE + worker(0, DEEP) + rest)
+    finding = find_first_finding(ENGINE + worker(0, DEEP) + rest)
     assert (finding.subject, finding.victims[0]) == ("Worker_TP1 201", "Worker_TP0 200")
 
 
 def test_the_few_of_different_collectives_are_the_root() -> None:
     other = BEFORE.replace("all_reduce", "all_gather")
     text = worker(0, DEEP) + worker(1, DEEP) + worker(2, other)
-    finding = first(text)
+    finding = find_first_finding(text)
     assert (finding.code, finding.subject) == ("stack.collective-mismatch", "Worker_TP2 202")
     assert any("all_gather" in line for line in finding.lines)
     assert any("all_reduce" in line for line in finding.lines)
 
 
-def test_all_in_one_collective_are_a_stall() -> None:
-    finding = first("".join(worker(rank, DEEP) for rank in range(4)))
+def test_workers_in_one_collective_yield_a_collective_stall() -> None:
+    finding = find_first_finding("".join(worker(rank, DEEP) for rank in range(4)))
     assert finding.code == "stack.collective-stall"
     assert finding.victims == ()
 
@@ -408,11 +410,11 @@ def test_everybody_at_rest_waits_for_nobody() -> None:
     assert find_wait_chain(sample, {}) is None
 
 
-def test_one_dump_is_possible_and_a_log_line_makes_it_likely() -> None:
+def test_timeout_log_line_raises_confidence_of_a_single_dump() -> None:
     text = ENGINE + worker(0, DEEP) + worker(1, BEFORE)
     assert explain_stacks(parse_stacks(text)).verdict == "maybe"
-    assert first(text).confidence == "possible"
-    assert first(text).confirmation
+    assert find_first_finding(text).confidence == "possible"
+    assert find_first_finding(text).confirmation
     found = explain_stacks(
         parse_stacks("TimeoutError: RPC call to execute_model timed out.\n" + text)
     )
@@ -482,7 +484,7 @@ def test_the_agents_own_threads_are_no_cause(name: str) -> None:
     assert name not in str(explain_stacks(parse_stacks(ENGINE + own)).findings)
 
 
-def test_of_a_core_file_no_further_dumps_are_asked_for() -> None:
+def test_core_file_diagnosis_asks_for_no_further_dumps() -> None:
     stacks = 'Process 9: VLLM::Worker_TP0\nThread 9 (active): "MainThread"\n'
     stacks += "    all_reduce (torch/distributed/distributed_c10d.py:2900)\n"
     stacks += "    execute_model (vllm/v1/worker/gpu_worker.py:640)\n"

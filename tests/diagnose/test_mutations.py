@@ -34,11 +34,11 @@ RANKS = ("possible", "likely", "sure")
 Change = Callable[[str, random.Random], str]
 
 
-def renamed(text: str, chance: random.Random) -> str:
+def rename_models(text: str, chance: random.Random) -> str:
     """Model files and kernels of other names: whatever no table knows."""
     names: dict[str, str] = {}
 
-    def other(found: re.Match[str]) -> str:
+    def rename_frame(found: re.Match[str]) -> str:
         function, file = found["function"], found["file"]
         frame = Frame(function, file, file)
         if re.search(r"vllm/model_executor/models/|kernels?/", file) and "/" in file:
@@ -48,7 +48,7 @@ def renamed(text: str, chance: random.Random) -> str:
             bare = names.setdefault(bare, word(chance))
         return f"    {bare} ({file}:{found['line']})"
 
-    return LINE.sub(other, text)
+    return LINE.sub(rename_frame, text)
 
 
 def word(chance: random.Random) -> str:
@@ -75,7 +75,7 @@ def without_outer(text: str, chance: random.Random) -> str:
     return re.sub(rf"^    (?:\w+\.)*(?:{gone}) \([^()]*\)\n", "", text, flags=re.MULTILINE)
 
 
-def shuffled(text: str, chance: random.Random) -> str:
+def shuffle_threads(text: str, chance: random.Random) -> str:
     """The threads of each process in another order, without what stands between the processes."""
     processes = re.split(r"^(?=Process \d+: )", text, flags=re.MULTILINE)
     out = []
@@ -93,10 +93,10 @@ def as_form(name: str) -> Change:
 
 
 CONTENT: dict[str, Change] = {
-    "renamed": renamed,
+    "renamed": rename_models,
     "without line numbers": without_lines,
     "without outer frames": without_outer,
-    "shuffled": shuffled,
+    "shuffled": shuffle_threads,
 }
 WRITTEN: dict[str, Change] = {
     name: as_form(name)
@@ -155,7 +155,7 @@ def test_there_are_texts_of_many_kinds() -> None:
     form=st.sampled_from(sorted(WRITTEN)),
     seed=st.integers(0, 1 << 16),
 )
-def test_what_says_the_same_has_the_same_answer(
+def test_rewriting_a_dump_does_not_change_its_diagnosis(
     name: str, changes: list[str], form: str, seed: int
 ) -> None:
     """The form, names and order of a dump do not change what is stuck."""

@@ -33,7 +33,9 @@ X86, ARM = {MACHINE: "x86_64"}, {MACHINE: "aarch64"}
         ({}, 2, []),
     ],
 )
-def test_what_is_bad(versions: dict[str, str], nodes: int, packages: list[str]) -> None:
+def test_bad_package_versions_are_found(
+    versions: dict[str, str], nodes: int, packages: list[str]
+) -> None:
     assert [row.package for row in find_bad_versions(versions, nodes=nodes)] == packages
     assert len(list(check_versions(versions, nodes=nodes))) == len(packages)
 

@@ -24,19 +24,31 @@ from vllmops.protocol.server import (
     Xid,
 )
 
-from .servers import GIB, MACHINE, PIDS, QUIET, healthy, look, looks, metrics, process, pulse, told
+from .servers import (
+    GIB,
+    MACHINE,
+    PIDS,
+    QUIET,
+    healthy,
+    make_agent_report,
+    make_healthy_sample,
+    make_sample_series,
+    metrics,
+    process,
+    pulse,
+)
 
 
-def without(role: str) -> tuple[Any, ...]:
+def processes_without(role: str) -> tuple[Any, ...]:
     return tuple(process(item) for item in PIDS if item != role)
 
 
-def changed(role: str, state: str) -> tuple[Any, ...]:
+def processes_with_state(role: str, state: str) -> tuple[Any, ...]:
     return tuple(process(item, state if item == role else "S") for item in PIDS)
 
 
 def with_packages(versions: dict[str, str]) -> Any:
-    return msgspec.structs.replace(told("engine"), packages=versions)
+    return msgspec.structs.replace(make_agent_report("engine"), packages=versions)
 
 
 def patches(state: PatchState, **fields: Any) -> tuple[ProcessPatches, ...]:
@@ -50,10 +62,10 @@ def machine(**fields: Any) -> Any:
     return msgspec.structs.replace(MACHINE, **fields)
 
 
-def over(**fields: float) -> Any:
+def make_metrics_growth(**fields: float) -> Any:
     """Two looks, between which some figures grew."""
     zero = dict.fromkeys(fields, 0.0)
-    return looks({"metrics": metrics(**zero)}, {"metrics": metrics(**fields)})
+    return make_sample_series({"metrics": metrics(**zero)}, {"metrics": metrics(**fields)})
 
 
 TWO_WORKERS = CacheSnapshot(
@@ -79,25 +91,41 @@ SPINNING: dict[str, Any] = {
 
 FOUND: list[tuple[str, dict[str, Any]]] = [
     ("server.failed", {"state": "failed"}),
-    ("engine.missing", {"samples": looks({}, {"processes": without("engine"), "health": 503})}),
-    ("engine.missing", {"samples": looks({}, {"processes": (process("api"),)})}),
-    ("api.unhealthy", {"samples": looks({}, {"health": 503})}),
+    (
+        "engine.missing",
+        {
+            "samples": make_sample_series(
+                {}, {"processes": processes_without("engine"), "health": 503}
+            )
+        },
+    ),
+    ("engine.missing", {"samples": make_sample_series({}, {"processes": (process("api"),)})}),
+    ("api.unhealthy", {"samples": make_sample_series({}, {"health": 503})}),
     ("worker.missing", {"caches": TWO_WORKERS}),
-    ("process.dead", {"samples": looks({}, {"processes": changed("worker", "Z")})}),
-    ("process.stopped", {"samples": looks(*[{"processes": changed("worker", "T")}] * 2)}),
-    ("process.uninterruptible", {"samples": looks(*[{"processes": changed("worker", "D")}] * 2)}),
+    (
+        "process.dead",
+        {"samples": make_sample_series({}, {"processes": processes_with_state("worker", "Z")})},
+    ),
+    (
+        "process.stopped",
+        {"samples": make_sample_series(*[{"processes": processes_with_state("worker", "T")}] * 2)},
+    ),
+    (
+        "process.uninterruptible",
+        {"samples": make_sample_series(*[{"processes": processes_with_state("worker", "D")}] * 2)},
+    ),
     (
         "process.no-python",
         {
-            "samples": looks({}, {"heartbeats": (pulse("engine", age_s=12),)}),
-            "reports": (told("api"),),
+            "samples": make_sample_series({}, {"heartbeats": (pulse("engine", age_s=12),)}),
+            "reports": (make_agent_report("api"),),
         },
     ),
     ("process.orphaned", {"machine": machine(orphans=(process("engine", pid=7),))}),
     ("agent.silent", {"gaps": (Gap("agent of engine 20", "agent.timeout", "no answer"),)}),
     ("agent.version", {"vllmops": "2.0"}),
     ("agent.version", {"gaps": (Gap("agent of api 10", "agent.older", "older"),)}),
-    ("agent.problem", {"reports": (told("engine", problems=("another shape",)),)}),
+    ("agent.problem", {"reports": (make_agent_report("engine", problems=("another shape",)),)}),
     ("patch.failed", {"patches": patches(PatchState.FAILED, reason="another shape")}),
     ("patch.off", {"patches": patches(PatchState.OFF)}),
     ("versions.known-bad", {"reports": (with_packages({"flashinfer-python": "0.6.13"}),)}),
@@ -113,11 +141,14 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     ("gpu.throttled", {"machine": machine(gpus=(Gpu(index=0, throttled=True),))}),
     (
         "responses.store-in-memory",
-        {"reports": (told("api"), told("api")), "guard": Exposure(store="memory")},
+        {
+            "reports": (make_agent_report("api"), make_agent_report("api")),
+            "guard": Exposure(store="memory"),
+        },
     ),
     (
         "responses.store-unavailable",
-        {"samples": looks({}, {"heartbeats": (pulse("api", unready=STORE_AWAY),)})},
+        {"samples": make_sample_series({}, {"heartbeats": (pulse("api", unready=STORE_AWAY),)})},
     ),
     ("security.no-api-key", {"guard": EXPOSED}),
     (
@@ -128,25 +159,39 @@ FOUND: list[tuple[str, dict[str, Any]]] = [
     ("tools.py-spy", {"gaps": (Gap("stacks", "pyspy.missing", "not installed"),)}),
     ("canary.failed", {"canary": Canary("timeout", 15.0, "no answer")}),
     ("canary.failed", {"canary": Canary("refused", 0.1, "it answered 500")}),
-    ("canary.late", {"canary": Canary("timeout", 15.0), "samples": over(tokens=500)}),
+    (
+        "canary.late",
+        {"canary": Canary("timeout", 15.0), "samples": make_metrics_growth(tokens=500)},
+    ),
     (
         "kv-cache.pressure",
-        {"samples": looks(*[{"metrics": metrics(kv_cache_usage=0.99, waiting=3)}] * 2)},
+        {
+            "samples": make_sample_series(
+                *[{"metrics": metrics(kv_cache_usage=0.99, waiting=3)}] * 2
+            )
+        },
     ),
-    ("kv-cache.preemptions", {"samples": over(preemptions=20)}),
-    ("latency.queueing", {"samples": over(**LATENCY, queue_s=80.0, whole_s=100.0)}),
-    ("latency.first-token", {"samples": over(**LATENCY, queue_s=1.0, prefill_s=2.0, first_s=30.0)}),
+    ("kv-cache.preemptions", {"samples": make_metrics_growth(preemptions=20)}),
+    ("latency.queueing", {"samples": make_metrics_growth(**LATENCY, queue_s=80.0, whole_s=100.0)}),
+    (
+        "latency.first-token",
+        {"samples": make_metrics_growth(**LATENCY, queue_s=1.0, prefill_s=2.0, first_s=30.0)},
+    ),
     (
         "latency.next-token",
-        {"samples": over(between_s=100.0, between_n=100.0, decode_s=10.0, decode_n=5.0)},
+        {
+            "samples": make_metrics_growth(
+                between_s=100.0, between_n=100.0, decode_s=10.0, decode_n=5.0
+            )
+        },
     ),
-    ("requests.errors", {"samples": over(errors=5, answers=50)}),
-    ("requests.errors", {"samples": over(failed=5, finished=50)}),
+    ("requests.errors", {"samples": make_metrics_growth(errors=5, answers=50)}),
+    ("requests.errors", {"samples": make_metrics_growth(failed=5, finished=50)}),
 ]
 
 
 @pytest.mark.parametrize(("code", "fields"), FOUND, ids=[code for code, _ in FOUND])
-def test_each_is_found_and_nothing_else(code: str, fields: dict[str, Any]) -> None:
+def test_each_server_problem_yields_only_its_finding(code: str, fields: dict[str, Any]) -> None:
     assert {finding.code for finding in diagnose_server(healthy(**fields))} == {code}
 
 
@@ -175,10 +220,12 @@ def test_every_rule_is_shown() -> None:
     assert {code for code, _ in FOUND} == CATALOGUE.keys()
 
 
-def reading(count: int) -> tuple[Any, ...]:
+def processes_with_disk_waits(count: int) -> tuple[Any, ...]:
     """Processes whose worker waits for a disk, so many times by now."""
     turns = ThreadTimeslices(1.0, 0.0, count)
-    return tuple(msgspec.structs.replace(one, main=turns) for one in changed("worker", "D"))
+    return tuple(
+        msgspec.structs.replace(one, main=turns) for one in processes_with_state("worker", "D")
+    )
 
 
 def spread_out(caches: CacheSnapshot) -> CacheSnapshot:
@@ -211,12 +258,15 @@ WELL: dict[str, dict[str, Any]] = {
     "idle": {},
     "without agents": {
         "reports": (),
-        "samples": looks({"heartbeats": ()}, {"heartbeats": ()}),
+        "samples": make_sample_series({"heartbeats": ()}, {"heartbeats": ()}),
         "gaps": (Gap("agent of engine 20", "agent.absent", "no agent"),),
     },
-    "starting": {"state": "starting", "samples": looks({"processes": (process("api"),)})},
+    "starting": {
+        "state": "starting",
+        "samples": make_sample_series({"processes": (process("api"),)}),
+    },
     "no look": {"samples": ()},
-    "busy": {"samples": over(**BUSY)},
+    "busy": {"samples": make_metrics_growth(**BUSY)},
     "a GPU that works": {
         "machine": machine(
             gpus=(
@@ -237,23 +287,29 @@ WELL: dict[str, dict[str, Any]] = {
     },
     "workers on another node": {"caches": spread_out(TWO_WORKERS)},
     "good versions": {"reports": (with_packages({"flashinfer-python": "0.6.15.post1"}),)},
-    "full and nobody waits": {"samples": looks(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)},
-    "one look caught it in the kernel": {
-        "samples": looks({}, {"processes": changed("worker", "D")})
+    "full and nobody waits": {
+        "samples": make_sample_series(*[{"metrics": metrics(kv_cache_usage=1.0)}] * 2)
     },
-    "it reads from a disk": {"samples": looks(*({"processes": reading(n)} for n in (5, 9)))},
+    "one look caught it in the kernel": {
+        "samples": make_sample_series({}, {"processes": processes_with_state("worker", "D")})
+    },
+    "it reads from a disk": {
+        "samples": make_sample_series(
+            *({"processes": processes_with_disk_waits(n)} for n in (5, 9))
+        )
+    },
     "a version that Python can't read": {
         "reports": (with_packages({"flashinfer-python": "7" * 5000}),),
         "patches": (),
         "vllm_version": "7" * 5000,
     },
     "built without tags": {"reports": (), "vllm_version": "0.1.dev9012+g0123abc"},
-    "a long step": {"samples": looks({}, {"heartbeats": (pulse("engine", age_s=4),)})},
+    "a long step": {"samples": make_sample_series({}, {"heartbeats": (pulse("engine", age_s=4),)})},
     "the engine inside the API server": {
-        "samples": looks(*[{"processes": (process("api"),)}] * 2),
-        "reports": (msgspec.structs.replace(told("engine"), role="api", pid=10),),
+        "samples": make_sample_series(*[{"processes": (process("api"),)}] * 2),
+        "reports": (msgspec.structs.replace(make_agent_report("engine"), role="api", pid=10),),
     },
-    "no metrics": {"samples": looks({"metrics": None}, {"metrics": None})},
+    "no metrics": {"samples": make_sample_series({"metrics": None}, {"metrics": None})},
     "loopback": {"guard": Exposure(addresses=("127.0.0.1:8000",), exposed=False)},
     "exposed and guarded": {"guard": msgspec.structs.replace(EXPOSED, is_open=False)},
     "a large disk, nearly full for years": {
@@ -269,7 +325,9 @@ WELL: dict[str, dict[str, Any]] = {
     "a canary that could not be sent": {"canary": Canary("unable", 0.1)},
     "a canary": {"canary": Canary("answered", 0.1)},
     "counters that began anew": {
-        "samples": looks({"metrics": metrics(errors=50.0)}, {"metrics": metrics(errors=0.0)})
+        "samples": make_sample_series(
+            {"metrics": metrics(errors=50.0)}, {"metrics": metrics(errors=0.0)}
+        )
     },
 }
 
@@ -280,5 +338,9 @@ def test_a_healthy_server_has_no_findings(name: str) -> None:
 
 
 def test_figures_are_told() -> None:
-    (found,) = diagnose_server(healthy(samples=(look(0.0, metrics=QUIET), look(2.0, health=503))))
+    (found,) = diagnose_server(
+        healthy(
+            samples=(make_healthy_sample(0.0, metrics=QUIET), make_healthy_sample(2.0, health=503))
+        )
+    )
     assert found.evidence == "/health answers 503"

@@ -24,20 +24,20 @@ FIELD = Path(__file__).parent / "field"
 
 
 @pytest.mark.parametrize("sign", load_report_tables().sign, ids=lambda sign: sign.ids[0])
-def test_each_sign_is_in_its_example(sign: HangPattern) -> None:
+def test_each_hang_pattern_matches_its_example(sign: HangPattern) -> None:
     assert sign.ids[0] in {said.id for said in match_sentences(sign.example)}
     assert set(sign.ids) <= {signature.id for signature in load_signatures()}
 
 
 @pytest.mark.parametrize("row", load_report_tables().stuck, ids=lambda row: row.example)
-def test_each_word_for_stuck_is_in_its_example(row: ReportPattern) -> None:
+def test_each_stuck_pattern_matches_its_example(row: ReportPattern) -> None:
     assert is_hang_report(select_statements(row.example))
 
 
 @pytest.mark.parametrize(
     "row", [*load_report_tables().text, *load_report_tables().sentence], ids=lambda row: row.example
 )
-def test_what_is_no_report_is_in_its_example(row: ReportPattern) -> None:
+def test_each_exclusion_pattern_drops_its_example(row: ReportPattern) -> None:
     assert select_statements(row.example) == ""
 
 
@@ -63,7 +63,7 @@ def test_words_alone_are_never_more_than_possible() -> None:
         "The nightly run with LMCache does not hang, and it isn't stuck in the KV transfer.",
     ],
 )
-def test_who_asks_or_denies_reports_no_hang(text: str) -> None:
+def test_questions_and_denials_report_no_hang(text: str) -> None:
     assert match_sentences(text) == []
 
 
@@ -93,7 +93,7 @@ def test_words_beside_a_report_do_not_silence_it(text: str) -> None:
         "- ",
     ],
 )
-def test_of_a_megabyte_of_words_a_part_counts_and_all_could_be_read(
+def test_huge_report_is_truncated_and_matched_in_linear_time(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = text * (1_000_000 // len(text))

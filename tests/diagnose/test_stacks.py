@@ -75,7 +75,7 @@ def test_an_engine_alone_that_schedules_is_no_livelock_yet() -> None:
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=name)
-def test_what_a_sample_is(path: Path) -> None:
+def test_each_sample_yields_its_signature(path: Path) -> None:
     found = answer(path.read_text())
     signature = path.stem.partition(".")[0]
     if signature.startswith("healthy"):
@@ -115,13 +115,13 @@ def test_a_part_of_a_server_is_no_proof_that_the_engine_is_gone() -> None:
     assert answers(explain_stacks(whole)) == [("stack.engine-core-missing", "likely")]
 
 
-def test_what_contradicts_is_never_called_a_hang() -> None:
+def test_progress_refutes_a_hang_in_the_stacks() -> None:
     moving = {"progress": "moving", "running": "3", "waiting": "0"}
     for signature in ("gpu-kernel-stuck", "lost-broadcast", "worker-stuck-broadcast"):
         assert explain_stacks(parse_stacks(sample(signature)), moving).verdict == "working"
 
 
-def test_one_line_of_figures_proves_nothing() -> None:
+def test_single_metrics_log_line_does_not_confirm_a_deadlock() -> None:
     """A request may have come just before it."""
     first, second, stacks = sample("admission-deadlock").split("\n", 2)
     assert first == second
@@ -132,7 +132,7 @@ def test_one_line_of_figures_proves_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["schedule-livelock", "lost-broadcast", "startup-capture"])
-def test_one_dump_cannot_tell_a_livelock_from_work(name: str) -> None:
+def test_single_dump_cannot_distinguish_livelock_from_work(name: str) -> None:
     pasted = parse_stacks(sample(name))
     found = explain_stacks(PastedStacks(pasted.samples[:1]))
     assert found.verdict == "maybe"
@@ -145,7 +145,7 @@ def test_one_dump_cannot_tell_a_livelock_from_work(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "running"), [("schedule-livelock.cpu", "1"), ("admission-deadlock.cpu", "0")]
 )
-def test_who_still_spins_lost_no_message(name: str, running: str) -> None:
+def test_spinning_engine_is_not_diagnosed_as_lost_broadcast(name: str, running: str) -> None:
     """Most of a livelock's time goes into the round trip of empty batches."""
     alone = PastedStacks(parse_stacks(sample(name)).samples, complete=True)
     assert explain_stacks(alone).verdict in {"unknown", "maybe"}
@@ -155,7 +155,7 @@ def test_who_still_spins_lost_no_message(name: str, running: str) -> None:
     assert deferred.verdict in {"unknown", "maybe"}, "a transfer, perhaps"
 
 
-def test_who_spins_may_wait_for_the_gil_as_it_is_looked_at() -> None:
+def test_eviction_spin_is_found_while_its_thread_waits_for_the_gil() -> None:
     """As it does while the agent's threads answer."""
     name = "mm-cache-eviction-spin.cpu"
     text = re.sub(r'\(active\S*\)(?=: "Thread-5)', "(idle)", sample(name), count=1)

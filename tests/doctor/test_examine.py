@@ -16,7 +16,7 @@ from vllmops.instances.servers import Server
 from vllmops.protocol.server import Xid
 
 
-def test_what_another_process_did_to_itself_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_application_xids_of_other_processes_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     logged = (
         Xid("0000:3b:00", 31, "pid=7, name=VLLM::EngineCor, MMU Fault", 5.0),
         Xid("0000:3b:00", 43, "pid='8', name=VLLM::EngineCor, channel 0x00000046", 4.0),
@@ -39,12 +39,12 @@ def test_what_another_process_did_to_itself_is_not_told(monkeypatch: pytest.Monk
 def test_a_server_that_is_over_had_its_own_gpu_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     since: list[float] = []
 
-    def told(since_s: float) -> tuple[Xid, ...]:
+    def record_xid_query(since_s: float) -> tuple[Xid, ...]:
         since.append(since_s)
         return logged
 
     logged = (Xid("0000:3b:00", 31, "pid=7, MMU Fault", 5.0),)
-    monkeypatch.setattr(kmsg, "read_xids", told)
+    monkeypatch.setattr(kmsg, "read_xids", record_xid_query)
     monkeypatch.setattr(gpu, "collect_xids", lambda: ())
     monkeypatch.setattr(shm, "explain_hidden_processes", lambda: "")
     record = msgspec.convert(

@@ -15,7 +15,7 @@ FINDING = STOPPED.make_finding("engine 1", "state T")
 
 
 @pytest.mark.parametrize(("settle_s", "is_stuck"), [(0.0, True), (600.0, False)])
-def test_what_was_healed_has_time_for_a_step(
+def test_healed_server_gets_time_to_finish_a_step(
     monkeypatch: pytest.MonkeyPatch, settle_s: float, is_stuck: bool
 ) -> None:
     # A server whose first step after a SIGCONT takes a second needs a machine that is busy.

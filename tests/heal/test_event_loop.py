@@ -23,7 +23,9 @@ PARSER = Frame("Hermes.extract_tool_calls", "/x.py", "x.py")
 LOOKS = 3
 
 
-def healed(monkeypatch: pytest.MonkeyPatch, begins: Sequence[float]) -> tuple[HealResult, int]:
+def heal_blocked_loop(
+    monkeypatch: pytest.MonkeyPatch, begins: Sequence[float]
+) -> tuple[HealResult, int]:
     """Heal a server, and count the signals that it got.
 
     Args:
@@ -54,16 +56,16 @@ def healed(monkeypatch: pytest.MonkeyPatch, begins: Sequence[float]) -> tuple[He
 
 def test_a_parser_that_blocks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     # Three looks, what tells the signal's number, and a look before the signals. Then comes a beat.
-    done, signals = healed(monkeypatch, [*(LOOKS + 2) * [100.0], 200.0])
+    done, signals = heal_blocked_loop(monkeypatch, [*(LOOKS + 2) * [100.0], 200.0])
     assert ([one.done for one in done.outcomes], signals) == ([True], 2)
 
 
 @pytest.mark.parametrize("at", range(1, LOOKS))
 def test_looks_that_see_two_blocks_prove_nothing(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     begins = [*at * [100.0], *(LOOKS - at) * [150.0]]
-    assert healed(monkeypatch, [*begins, 200.0]) == (HealResult([], [], []), 0)
+    assert heal_blocked_loop(monkeypatch, [*begins, 200.0]) == (HealResult([], [], []), 0)
 
 
 def test_a_block_that_ends_before_the_signals_gets_none(monkeypatch: pytest.MonkeyPatch) -> None:
     begins = [*(LOOKS + 1) * [100.0], *3 * [150.0]]
-    assert healed(monkeypatch, [*begins, 200.0])[1] == 0
+    assert heal_blocked_loop(monkeypatch, [*begins, 200.0])[1] == 0

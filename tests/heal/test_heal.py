@@ -18,10 +18,10 @@ from vllmops.rpc.proofs import HealCase
 
 
 def test_a_process_that_runs_no_python_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(process: Process, request: HealRequest, timeout_s: float) -> HealAnswer:
+    def fail_on_request(process: Process, request: HealRequest, timeout_s: float) -> HealAnswer:
         raise AssertionError(f"{process.pid} was asked for {timeout_s} s: {request}")
 
-    monkeypatch.setattr(heal, "send_heal_request", ask)
+    monkeypatch.setattr(heal, "send_heal_request", fail_on_request)
     monkeypatch.setattr(heal, "is_running_python", lambda _: False)
     monkeypatch.setattr(agent, "read_heartbeat", lambda _: SimpleNamespace(age_s=9.0, is_late=True))
     server = Server(name="demo", processes=(Process(Role.API, 11, 1),))
@@ -30,14 +30,14 @@ def test_a_process_that_runs_no_python_is_not_waited_for(monkeypatch: pytest.Mon
     assert caught.value.code == "heal.no-agent"
 
 
-def test_what_is_looked_for_in_vain_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heal_shows_no_action_without_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heal.ACTIONS[0].__class__, "find_cases", lambda *_: [])
     said: list[str] = []
     heal.heal_server(Server(name="demo", processes=()), heal.ACTIONS[:1] * 2, show=said.append)
     assert said == ["demo: looking for what can be healed"]
 
 
-def test_what_is_healed_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heal_asks_a_resumed_process_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a process that runs again would be said not to answer."""
     process = Process(Role.WORKER, 12, 1)
     stopped = [True]

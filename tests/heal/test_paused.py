@@ -18,21 +18,21 @@ SERVER = Server("demo", (API, ENGINE))
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_who_has_lost_its_weights_is_not_woken(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_without_weights_is_not_woken(level: int, monkeypatch: pytest.MonkeyPatch) -> None:
     woken: list[Process] = []
     gone = [HealCase(ENGINE, HealProof(subject="engine", evidence="its weights are gone"))]
 
-    def asked(processes: Any, action: str) -> list[HealCase]:
+    def collect_weight_cases(processes: Any, action: str) -> list[HealCase]:
         assert {process.role for process in processes} <= {Role.ENGINE, Role.WORKER}
         assert action == "sleeping-weights"
         return gone if level == 2 else []
 
-    def ask(process: Process, *_: object) -> HealAnswer:
+    def record_wake_request(process: Process, *_: object) -> HealAnswer:
         woken.append(process)
         return HealAnswer(role="api", pid=1)
 
-    monkeypatch.setattr(paused, "collect_cases", asked)
-    monkeypatch.setattr(paused, "send_heal_request", ask)
+    monkeypatch.setattr(paused, "collect_cases", collect_weight_cases)
+    monkeypatch.setattr(paused, "send_heal_request", record_wake_request)
     left = paused.PausedEngine().heal_or_explain(
         SERVER, [HealCase(ENGINE, HealProof(subject="engine", evidence="it is asleep"))]
     )

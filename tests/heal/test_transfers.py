@@ -44,13 +44,13 @@ WAITS = (
         ({12: (), 13: ()}, {"TP": 2, "PP": 2}, ["left"]),  # two are on another node
     ],
 )
-def test_only_what_no_worker_knows_is_lost(
+def test_transfer_is_lost_only_if_no_worker_knows_it(
     monkeypatch: pytest.MonkeyPatch,
     workers: dict[int, tuple[str, ...] | None],
     ranks: dict[str, int],
     found: list[str],
 ) -> None:
-    def ask(process: Process, request: HealRequest) -> HealAnswer:
+    def answer_heal_request(process: Process, request: HealRequest) -> HealAnswer:
         proofs: tuple[HealProof, ...] = ()
         if not request.request_ids:
             proofs = WAITS
@@ -67,7 +67,7 @@ def test_only_what_no_worker_knows_is_lost(
     monkeypatch.setattr(agent, "read_heartbeat", lambda _: pulse)
     monkeypatch.setattr(proofs, "is_running_python", lambda _: True)
     for module in (proofs, loads):
-        monkeypatch.setattr(module, "send_heal_request", ask)
+        monkeypatch.setattr(module, "send_heal_request", answer_heal_request)
     server = Server(name="demo", processes=(ENGINE, FIRST, SECOND))
     assert [case.proof.subject for case in transfers.LostTransfers().find_cases(server)] == found
 
@@ -81,12 +81,12 @@ def test_a_load_that_is_lost_is_a_finding_of_list_and_doctor(
     proof = HealProof(subject="lost", evidence="nobody knows it", rises=5)
     steps = count(step=5)
 
-    def look(_: Server) -> list[HealCase]:
+    def find_load_or_time_out(_: Server) -> list[HealCase]:
         if not heard:
             raise VllmopsError("agent.timeout", "it does not answer", "")
         return [HealCase(ENGINE, msgspec.structs.replace(proof, rises=next(steps)))]
 
-    monkeypatch.setattr(loads, "find_lost_loads", look)
+    monkeypatch.setattr(loads, "find_lost_loads", find_load_or_time_out)
     monkeypatch.setattr(listing, "collect_process_requests", lambda _: (processes, []))
     server = Server(name="demo", processes=(ENGINE,))
     found = listing.list_requests(server, 30)

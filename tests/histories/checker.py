@@ -104,7 +104,7 @@ def items(ops: Sequence[Op]) -> Iterator[str]:
             if before.ended < after.began and after.marks[: len(before.marks)] != before.marks:
                 yield f"a later read does not begin with an earlier one: {after.marks}"
     if reads:
-        yield from seen(reads[-1], adds)
+        yield from check_seen_marks(reads[-1], adds)
 
 
 def contents(read: Op, adds: Sequence[Op]) -> Iterator[str]:
@@ -136,7 +136,7 @@ def order(read: Op, adds: Sequence[Op]) -> Iterator[str]:
                 yield f"{one.marks} came before {other.marks}, but stand behind"
 
 
-def seen(read: Op, adds: Sequence[Op]) -> Iterator[str]:
+def check_seen_marks(read: Op, adds: Sequence[Op]) -> Iterator[str]:
     """What a turn saw is all that stood before it."""
     for op in adds:
         if op.kind == "turn" and op.ok and op.status and op.marks[0] in read.marks:
@@ -172,23 +172,23 @@ def links(by_target: Mapping[str, Sequence[Op]]) -> Iterator[str]:
             earlier.insert(0, made[name])
             name = made[name].before
         others = [other for one in earlier for other in by_target[one.target]]
-        if op.ok and op.status != "saw:" + (seen := expected(earlier, op, by_target)):
+        if op.ok and op.status != "saw:" + (seen := expected_marks(earlier, op, by_target)):
             yield f"{op.target}: it {op.status}, but {seen!r} came before"
         elif op.code == 404 and all(one.ok and one.ended < op.began for one in earlier):
             if not any(other.kind == "remove" and other.began < op.ended for other in others):
                 yield f"{op.target}: it did not find what is there"
-        elif op.code == 400 and ended(by_target[op.before], op.began):
+        elif op.code == 400 and find_end_status(by_target[op.before], op.began):
             yield f"{op.target}: it can't follow what has ended"
 
 
-def expected(earlier: Sequence[Op], op: Op, by_target: Mapping[str, Sequence[Op]]) -> str:
+def expected_marks(earlier: Sequence[Op], op: Op, by_target: Mapping[str, Sequence[Op]]) -> str:
     """What a link has to see; of a run whose end nobody has seen yet, what it saw."""
     marks: list[str] = []
     for one in earlier:
         marks.append(one.asked)
         if one.kind == "link":
             sure = True
-        elif (end := ended(by_target[one.target], op.began)) is not None:
+        elif (end := find_end_status(by_target[one.target], op.began)) is not None:
             sure = end == "completed"
         else:
             sure = f"re:{one.asked}" in op.status.removeprefix("saw:").split(",")
@@ -196,7 +196,7 @@ def expected(earlier: Sequence[Op], op: Op, by_target: Mapping[str, Sequence[Op]
     return ",".join(marks)
 
 
-def ended(ops: Sequence[Op], at: float) -> str | None:
+def find_end_status(ops: Sequence[Op], at: float) -> str | None:
     """How a response had ended by a time, as far as somebody was told; None if nobody was."""
     told = [op.status for op in ops if op.ok and op.ended < at and RANKS.get(op.status) == 3]
     return told[0] if told else None

@@ -139,7 +139,7 @@ class Engine:
         raise NotImplementedError
 
     async def responses_full_generator(self, request: Any) -> Any:
-        texts = [*map(text_of, listed(request.input))]
+        texts = [*map(text_of, list_input_items(request.input))]
         await asyncio.sleep(0.005 + 0.0001 * (crc32(texts[-1].encode()) % 300))
         seen = ",".join(text.partition("|")[0] for text in texts[:-1])
         part = {"type": "output_text", "text": f"re:{texts[-1]}|{seen}", "annotations": []}
@@ -170,7 +170,7 @@ def response(request: Any, status: str, output: list[Any]) -> ResponsesResponse:
     return made
 
 
-def listed(given: Any) -> list[Any]:
+def list_input_items(given: Any) -> list[Any]:
     return [{"content": given}] if isinstance(given, str) else given
 
 
@@ -186,7 +186,7 @@ def with_cancellation(handler: Any) -> Any:
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
         raw = kwargs["raw_request"]
         work = asyncio.create_task(handler(*args, **kwargs))
-        leaves = asyncio.create_task(left(raw))
+        leaves = asyncio.create_task(wait_for_disconnect(raw))
         _, others = await asyncio.wait({work, leaves}, return_when=asyncio.FIRST_COMPLETED)
         for task in others:
             task.cancel()
@@ -195,7 +195,7 @@ def with_cancellation(handler: Any) -> Any:
     return wrapper
 
 
-async def left(raw: Any) -> None:
+async def wait_for_disconnect(raw: Any) -> None:
     while (await raw.receive())["type"] != "http.disconnect":
         pass
 

@@ -74,7 +74,7 @@ class Client:
     def __init__(self, dice: random.Random, ports: list[int], history: list[Op]) -> None:
         self.dice, self.ports, self.history = dice, ports, history
 
-    def ask(
+    def send_request(
         self, method: str, path: str, body: Any = None, *, owner: str = "ann", cut: bool = False
     ) -> tuple[int, dict[str, Any]]:
         """The answer of one of the replicas; 0 where the outcome is unknown."""
@@ -175,7 +175,7 @@ class Client:
             "remove": ("DELETE", one, None),
         }[kind]
         began = time.monotonic()
-        code, answer = self.ask(method, path, given, owner=owner, cut=cut)
+        code, answer = self.send_request(method, path, given, owner=owner, cut=cut)
         status = ""
         if kind == "add":
             marks = (mark, mark + "'")
@@ -234,11 +234,11 @@ def run(
             replicas.start(port, url, kind)
         first = Client(random.Random(seed), ports, history)
         for port in ports:
-            until(partial(up, port))
+            until(partial(is_replica_up, port))
         conversations = []
         for _ in range(3):
             began = time.monotonic()
-            code, made = first.ask("POST", "/v1/conversations", {})
+            code, made = first.send_request("POST", "/v1/conversations", {})
             assert code == 200, made
             conversations.append(made["id"])
             now = time.monotonic()
@@ -246,7 +246,7 @@ def run(
         responses: list[str] = []
         links: list[str] = []
 
-        def work(number: int) -> None:
+        def run_client(number: int) -> None:
             own = Client(random.Random(f"{seed}-{number}"), ports, history)
             for count in range(ops):
                 what, before = own.dice.choice(KINDS), ""
@@ -265,7 +265,8 @@ def run(
                 own.do(what, target, f"{number}.{count}", before)
 
         threads = [
-            threading.Thread(target=work, args=(number,)) for number in range(dice.randint(2, 4))
+            threading.Thread(target=run_client, args=(number,))
+            for number in range(dice.randint(2, 4))
         ]
         for thread in threads:
             thread.start()
@@ -315,8 +316,8 @@ def settle(client: Client, conversations: list[str], responses: list[str], seed:
                 until(partial(answers, reader, kind, target))
 
 
-def up(port: int) -> bool:
-    return Client(random.Random(), [port], []).ask("GET", "/")[0] != 0
+def is_replica_up(port: int) -> bool:
+    return Client(random.Random(), [port], []).send_request("GET", "/")[0] != 0
 
 
 def takes_turn(client: Client, target: str, marks: Iterator[int]) -> bool:

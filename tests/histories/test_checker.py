@@ -25,7 +25,7 @@ def read(*marks: str, code: int = 200, at: float = 6, owner: str = "ann") -> Op:
     return Op("read", "c", owner, at, at + 0.5, code, marks)
 
 
-def got(status: str, at: float, *marks: str) -> Op:
+def make_get_op(status: str, at: float, *marks: str) -> Op:
     return Op("get", "r", "ann", at, at + 0.5, 200, marks, status)
 
 
@@ -35,7 +35,12 @@ def test_a_right_history() -> None:
     unknown = Op("add", "c", "ann", 5, 5.5, 0, ("y", "z"))
     ops = [MADE, ADDED, TURN, busy, unknown, read("a", "b", "q", "re:q"), other]
     later = read("a", "b", "q", "re:q", "y", "z", at=8)
-    ends = [RESPOND, got("in_progress", 2), got("lost", 3), got("completed", 4, "re:r")]
+    ends = [
+        RESPOND,
+        make_get_op("in_progress", 2),
+        make_get_op("lost", 3),
+        make_get_op("completed", 4, "re:r"),
+    ]
     assert check([*ops, later, *ends]) == []
     chain = [FIRST, link("saw:a,re:a", "l1"), link("saw:a,re:a,b,re:b", "l4", at=5)]
     assert check([*chain, STREAM._replace(events=LETTERS)]) == []
@@ -43,8 +48,8 @@ def test_a_right_history() -> None:
 
 def test_a_stream_is_refused_only_where_its_run_died_with_its_server() -> None:
     cut = Op("stream", "r", "ann", 0, 1, 400, (), "", asked="r")
-    assert check([cut, got("lost", 3)]) == []
-    assert check([cut, got("completed", 3, "re:r")]) == ["r: stream was answered 400"]
+    assert check([cut, make_get_op("lost", 3)]) == []
+    assert check([cut, make_get_op("completed", 3, "re:r")]) == ["r: stream was answered 400"]
 
 
 def test_a_link_may_not_see_the_answer_of_a_run_that_has_not_ended() -> None:
@@ -52,7 +57,7 @@ def test_a_link_may_not_see_the_answer_of_a_run_that_has_not_ended() -> None:
     assert check([run, link("saw:r", "r"), link("saw:r,re:r", "r", at=5)]) == []
     assert check([run, link("", "r", code=400)]) == []
     for after in (link("saw:r", "r"), link("", "r", code=400)):
-        assert check([run, got("completed", 2, "re:r"), after])
+        assert check([run, make_get_op("completed", 2, "re:r"), after])
     cancelled = Op("cancel", "r", "ann", 2, 3, 200, (), "cancelled")
     assert check([run, cancelled, link("saw:r,re:r", "r")])
 
@@ -77,15 +82,15 @@ def test_a_link_may_not_see_the_answer_of_a_run_that_has_not_ended() -> None:
             "after 409",
         ),
         ([read("a", "b", "q", "re:q"), read("a", at=9)], "earlier one"),
-        ([got("completed", 2), got("in_progress", 3)], "became in_progress"),
-        ([got("cancelled", 2), got("completed", 3)], "became completed"),
+        ([make_get_op("completed", 2), make_get_op("in_progress", 3)], "became in_progress"),
+        ([make_get_op("cancelled", 2), make_get_op("completed", 3)], "became completed"),
         ([link("saw:", "l1")], "came before"),
         ([link("", "l1", code=404)], "did not find what is there"),
         ([STREAM._replace(events=LETTERS[:3])], "its events said"),
         ([STREAM._replace(events=LETTERS[1:])], "lost, doubled"),
         ([STREAM._replace(events=(*LETTERS[:2], *LETTERS[1:]))], "lost, doubled"),
         ([STREAM._replace(events=LETTERS), STREAM._replace(events=((0, "{}"),))], "event 0 was"),
-        ([got("completed", 2, "x"), got("completed", 3, "y")], "changed"),
+        ([make_get_op("completed", 2, "x"), make_get_op("completed", 3, "y")], "changed"),
     ],
 )
 def test_a_wrong_history(wrong: list[Op], says: str) -> None:

@@ -24,7 +24,7 @@ from ..support.ports import free_port
 from ..support.waiting import until
 from .broken import BROKEN
 from .checker import check
-from .run import Client, Replicas, run, up
+from .run import Client, Replicas, is_replica_up, run
 
 pytestmark = programs
 
@@ -67,7 +67,7 @@ def with_replica(servers: Servers) -> tuple[str, Callable[[], object]]:
 
     def fail_over() -> None:
         primary.kill()
-        until(lambda: replica.ask("ROLE")[0] == "master")
+        until(lambda: replica.execute_command("ROLE")[0] == "master")
 
     return f"redis+sentinel://{LOCAL}:{sentinel.port}/main", fail_over
 
@@ -91,13 +91,11 @@ def test_a_random_history_is_right(
     assert {op.kind for op in history if op.ok} >= {"turn", "read", "respond", "get", "link"}
 
 
-def test_who_saw_more_than_is_left_of_a_lost_run_gets_its_end(
-    replicas: Replicas, tmp_path: Path
-) -> None:
+def test_reader_ahead_of_a_lost_run_gets_its_end(replicas: Replicas, tmp_path: Path) -> None:
     """A server of the database that takes over may lack the last events that somebody saw."""
     url, port = f"sqlite:///{tmp_path}/r.db", free_port()
 
-    async def left() -> None:
+    async def store_runs() -> None:
         backend = opening.make_backend(url, Limits(lease_s=0.1))
         async with ResponseStore(backend) as store:
             for name in ("lost", "stopped", "over"):
@@ -109,16 +107,16 @@ def test_who_saw_more_than_is_left_of_a_lost_run_gets_its_end(
             await store.set_status(made.owner, "over", "completed")
             await store.set_status(made.owner, "stopped", "cancelled")
 
-    asyncio.run(left())
+    asyncio.run(store_runs())
     replicas.start(port, url)
     reader = Client(random.Random(), [port], [])
-    until(partial(up, port))
+    until(partial(is_replica_up, port))
     path = "/v1/responses/{}?stream=true&starting_after={}".format
     for name, status in (("lost", "failed"), ("stopped", "cancelled")):
         for after in (2, 5):
             code, events, end = reader.events("GET", path(name, after), None, 9)
             assert (code, events, end.get("status")) == (200, [], status)
-    assert reader.ask("GET", path("over", 5))[0] == 400
+    assert reader.send_request("GET", path("over", 5))[0] == 400
     replicas.clear()
 
 

@@ -19,7 +19,7 @@ def module(processes: object, *, init: object = None) -> SimpleNamespace:
         if init:
             raise BrokenError
 
-    def running(handle: int) -> object:
+    def list_running_processes(handle: int) -> object:
         if isinstance(processes, BrokenError):
             raise processes
         return processes
@@ -30,7 +30,7 @@ def module(processes: object, *, init: object = None) -> SimpleNamespace:
         nvmlDeviceGetCount=lambda: 2,
         nvmlDeviceGetHandleByIndex=lambda number: number,
         nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used=1000 + handle, total=2000),
-        nvmlDeviceGetComputeRunningProcesses=running,
+        nvmlDeviceGetComputeRunningProcesses=list_running_processes,
     )
 
 
@@ -52,7 +52,7 @@ def test_no_driver_and_no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NvidiaGpus().read_used_memory() == ([], {})
 
 
-def test_what_lowers_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throttle_reasons_are_read_from_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     found = module([SimpleNamespace(pid=7, usedGpuMemory=300)])
     found.nvmlClocksThrottleReasonGpuIdle = 1
     found.nvmlClocksThrottleReasonSwPowerCap = 4

@@ -16,7 +16,9 @@ def record(age_s: float, text: str) -> str:
     return f"4,1234,{us},-;{text}\n SUBSYSTEM=pci\n DEVICE=+pci:0000:3b:00.0\n"
 
 
-def test_what_the_driver_reported_since(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_read_xids_skips_records_before_the_server_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     log = [
         record(900, "NVRM: Xid (PCI:0000:3b:00): 31, pid=7, before the server began"),
         record(50, "NVRM: Xid (PCI:0000:3b:00): 79, pid=8, GPU has fallen off the bus."),

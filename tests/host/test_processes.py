@@ -38,7 +38,7 @@ def roles(found: Table, *roots: int) -> dict[int, str]:
 VLLM_SERVE = "/x/bin/python /x/bin/vllm serve M --port 1"
 
 
-def test_one_api_server() -> None:
+def test_roles_are_derived_for_a_single_api_server() -> None:
     found = process_table(
         (1, 0, "init"),
         (10, 1, VLLM_SERVE),
@@ -217,7 +217,7 @@ def test_ranks_are_in_the_titles(
     assert (place.dp_rank, place.tp_rank, place.pp_rank) == fields
 
 
-def test_whoever_has_the_pid_of_a_dead_process_is_not_that_one() -> None:
+def test_observe_process_ignores_a_reused_pid() -> None:
     ticks = identity.read_identity(os.getpid()).start_ticks
     assert observe_process(Process(Role.ENGINE, os.getpid(), ticks)).state in {"R", "S", "D"}
     other = observe_process(Process(Role.ENGINE, os.getpid(), ticks - 1))

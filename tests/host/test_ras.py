@@ -32,7 +32,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Makes a process with a RAS service, of a behaviour and answers."""
     with ExitStack() as stack:
 
-        def made(kind: str, *answers: str, **environment: str) -> Any:
+        def start_ras_program(kind: str, *answers: str, **environment: str) -> Any:
             files = [tmp_path / f"{number}" for number, _ in enumerate(answers)]
             for file, answer in zip(files, answers, strict=True):
                 file.write_text(answer)
@@ -52,7 +52,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             process.stdout.readline()
             return SimpleNamespace(pid=process.pid)
 
-        yield made
+        yield start_ras_program
 
 
 def status(*counts: int, aborted: bool = False) -> str:
@@ -76,7 +76,7 @@ MISMATCH = """Communicators ranks have different AllReduce operation counts
 """
 
 
-def looks(process: Any) -> list[RasCapture]:
+def collect_captures_twice(process: Any) -> list[RasCapture]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ras, "ANSWER_S", 60.0)  # on a busy machine
         return [
@@ -96,7 +96,7 @@ def looks(process: Any) -> list[RasCapture]:
 def test_counts_that_stand_still(
     start: Start, answers: tuple[str, ...], first: str, confidence: str, subject: str
 ) -> None:
-    (clue,) = find_ras_evidence(looks(start("json", *answers)))
+    (clue,) = find_ras_evidence(collect_captures_twice(start("json", *answers)))
     assert (clue.ids[0], clue.confidence) == (first, confidence)
     assert clue.subject.startswith(subject)
     assert "have stood still" in clue.line
@@ -105,7 +105,7 @@ def test_counts_that_stand_still(
 def test_an_answer_about_another_server_does_not_count(start: Start) -> None:
     """NCCL's processes share the port, and the kernel picks one of them."""
     foreign = status(20, 17).replace("PID", str(os.getpid()))
-    assert looks(start("json", foreign)) == []
+    assert collect_captures_twice(start("json", foreign)) == []
 
 
 def test_ranks_in_another_order_have_not_moved(start: Start) -> None:
@@ -119,14 +119,14 @@ def test_ranks_in_another_order_have_not_moved(start: Start) -> None:
 
 
 def test_counts_that_move_tell_of_work(start: Start) -> None:
-    found = looks(start("json", status(8, 9), status(10, 12)))
+    found = collect_captures_twice(start("json", status(8, 9), status(10, 12)))
     assert len(found) == 2
     assert find_ras_evidence(found) == []
     assert find_ras_evidence(found[:1]) == []
 
 
 def test_an_older_service_answers_in_text(start: Start) -> None:
-    (clue,) = find_ras_evidence(looks(start("old", MISMATCH)))
+    (clue,) = find_ras_evidence(collect_captures_twice(start("old", MISMATCH)))
     assert (clue.ids[0], clue.subject) == ("collective-mismatch", "rank 0")
 
 
@@ -135,7 +135,7 @@ def test_a_service_that_is_none_is_given_up(start: Start, kind: str) -> None:
     assert list(ras.collect_captures([start(kind, "")], time.monotonic())) == []
 
 
-def test_only_a_service_of_the_server_is_asked(start: Start) -> None:
+def test_only_ras_services_of_the_process_itself_are_found(start: Start) -> None:
     stranger = start("json", status(1, 1))
     assert ras.find_service_addresses(stranger.pid)
     assert ras.find_service_addresses(os.getpid()) == []
@@ -190,8 +190,8 @@ def test_an_answer_that_names_no_process_counts_where_nobody_else_listens(
 ) -> None:
     """In text, NCCL names the processes of ranks that are behind alone."""
     process = start("old", FINE)
-    found = looks(process)
+    found = collect_captures_twice(process)
     assert [capture.text for capture in found] == [FINE, FINE]
     assert find_ras_evidence(found) == []  # no counts: whether they move is not known
     monkeypatch.setattr(ras, "find_listener_pids", lambda _: {process.pid, None})
-    assert looks(process) == []
+    assert collect_captures_twice(process) == []

@@ -58,7 +58,7 @@ def test_a_socket_s_path_comes_through_a_url(path: str) -> None:
     assert parse_unix_url("http://localhost") is None
 
 
-def test_only_a_dead_socket_is_removed(tmp_path: Path) -> None:
+def test_remove_stale_socket_removes_only_a_dead_socket(tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(path))
@@ -151,7 +151,7 @@ def test_a_headless_server(lab: Any, words: tuple[str, ...]) -> None:
 
 
 def test_a_headless_server_that_waits_for_its_head_is_not_ready(lab: Any) -> None:
-    lab.starting("a", "--", "--headless", ready_s=600)
+    lab.start_in_foreground("a", "--", "--headless", ready_s=600)
     until(lambda: len(lab.record("a").processes) == 3)
     waited = lab.vllmops("wait", "a", "--timeout", "1")
     assert waited.code == 3

@@ -98,7 +98,7 @@ def test_names_that_are_gone_do_no_harm() -> None:
     assert remove_unused_segments(["psm_never_was", "sem.never/was"]) == []
 
 
-def test_nothing_outside_is_touched(tmp_path: Path) -> None:
+def test_file_outside_the_shm_directory_is_not_removed(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.touch()
     outside = os.path.relpath(victim, SHM)
@@ -156,7 +156,7 @@ def test_a_file_that_took_a_dead_one_s_name_stays(segment: str) -> None:
         assert shm.unlink_segments([old]) == []
 
 
-def test_nothing_is_removed_where_nobody_can_be_looked_into(
+def test_no_segment_is_removed_if_its_users_are_unknown(
     segment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As with no descriptor left, which would hinder pytest itself.
@@ -177,7 +177,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.root_only
 @pytest.mark.parametrize("how", ["map", "open", None])
-def test_what_nobody_uses_is_cleaned(segment: str, how: str | None, patient: None) -> None:
+def test_remove_stale_segments_spares_segments_in_use(
+    segment: str, how: str | None, patient: None
+) -> None:
     holder = hold(how, segment) if how else None
     found, removed = remove_stale_segments()
     assert found.uncertainty == ""
@@ -223,7 +225,7 @@ def test_a_young_one_and_one_of_another_kind_stay(
         other.unlink()
 
 
-def isolated(*words: str, how: list[str]) -> str:
+def clean_in_namespace(*words: str, how: list[str]) -> str:
     """Clean as somebody with another view of the processes."""
     done = subprocess.run(
         [*how, sys.executable, "-c", CLEAN, *words],
@@ -246,7 +248,7 @@ print(removed if not found.uncertainty else found.uncertainty)
 
 @pytest.mark.root_only
 def test_in_a_container_nothing_is_proven(segment: str) -> None:
-    words = isolated(how=["unshare", "--mount", "--pid", "--fork", "--mount-proc"])
+    words = clean_in_namespace(how=["unshare", "--mount", "--pid", "--fork", "--mount-proc"])
     assert "container" in words
     assert (SHM / segment).exists()
 
@@ -257,7 +259,7 @@ def test_another_user_can_prove_nothing(segment: str, hidepid: str) -> None:
     os.chown(SHM / segment, 65534, 65534)
     hide = f'mount -t proc -o hidepid={hidepid} proc /proc && exec "$@"'
     lower = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    words = isolated(how=["unshare", "--mount", "sh", "-c", hide, "sh", *lower])
+    words = clean_in_namespace(how=["unshare", "--mount", "sh", "-c", hide, "sh", *lower])
     assert "run as root" in words
     assert ("hidepid" in words) == (hidepid != "0")
     assert (SHM / segment).exists()

@@ -28,7 +28,7 @@ def test_seconds_are_finite(seconds: float) -> None:
         ControlRequest(restart=seconds)
 
 
-def test_what_a_supervisor_takes() -> None:
+def test_control_request_round_trips_and_rejects_negative_times() -> None:
     for request in (
         ControlRequest(),
         ControlRequest(hold=True),
@@ -40,7 +40,7 @@ def test_what_a_supervisor_takes() -> None:
         msgspec.json.decode(b'{"stop":-1}', type=ControlRequest)
 
 
-def test_one_that_ends_just_now_in_order_gets_no_successor(
+def test_instance_that_just_stopped_gets_no_new_supervisor(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That would take it for one that died, and say so in its record."""
@@ -51,11 +51,11 @@ def test_one_that_ends_just_now_in_order_gets_no_successor(
     ended = lab.record("a")
     folder.save_record(msgspec.structs.replace(ended, state=InstanceState.STOPPING))
 
-    def late(self: InstanceFolder) -> int | None:
+    def end_and_take_lock(self: InstanceFolder) -> int | None:
         self.save_record(ended)
         return lock(self)
 
-    monkeypatch.setattr(InstanceFolder, "take_lock", late)
+    monkeypatch.setattr(InstanceFolder, "take_lock", end_and_take_lock)
     assert restart_dead_supervisor(folder) is None
     assert (folder.is_supervised(), lab.state("a")) == (False, "stopped")
 

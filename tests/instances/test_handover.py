@@ -29,7 +29,7 @@ with socket.create_server(("127.0.0.1", 0)) as listener:
 """
 
 
-def test_what_waits_for_a_server_that_went_is_taken_by_the_one_that_got_its_socket(
+def test_queued_connection_is_accepted_by_the_successor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = [sys.executable, "-c", LISTENER]
@@ -108,22 +108,22 @@ class Agent:
             raise VllmopsError("agent.timeout", "no answer")
         return SimpleNamespace(unfinished_requests=0)
 
-    def emptied(self, seconds: float) -> str:
+    def drain(self, seconds: float) -> str:
         return handover.drain_first_server(self.tree, seconds, lambda _: None, lambda: False, {})
 
 
 def test_a_first_server_is_empty_when_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     agents = Agent(monkeypatch)
-    assert agents.emptied(600) == "no request was lost"
+    assert agents.drain(600) == "no request was lost"
     assert agents.leaves == 1
     agents.in_flight = 5
-    assert agents.emptied(0.5) == "requests cut off: 5"
+    assert agents.drain(0.5) == "requests cut off: 5"
 
 
 def test_an_engine_that_does_not_answer_may_have_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     agents = Agent(monkeypatch)
     agents.engine_answers, agents.in_flight = False, 5
-    assert agents.emptied(0.5) == "requests cut off: 5"
+    assert agents.drain(0.5) == "requests cut off: 5"
 
 
 def test_an_api_server_that_did_not_hear_it_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +131,11 @@ def test_an_api_server_that_did_not_hear_it_is_told_again(monkeypatch: pytest.Mo
     agents = Agent(monkeypatch)
     agents.api_answers = False
 
-    def told(_: str) -> None:
+    def update_api_answers(_: str) -> None:
         agents.api_answers = agents.leaves > 3
 
     assert (
-        handover.drain_first_server(agents.tree, 600, told, lambda: False, {})
+        handover.drain_first_server(agents.tree, 600, update_api_answers, lambda: False, {})
         == "no request was lost"
     )
     assert agents.leaves == 5

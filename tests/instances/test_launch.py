@@ -161,7 +161,7 @@ def test_the_users_plugins_are_kept(
         ({CLASS: "a.B"}, {STORE: "redis://r"}, "redis://r"),
     ],
 )
-def test_where_responses_are_kept(
+def test_launch_chooses_the_response_store(
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
     ambient: dict[str, str],

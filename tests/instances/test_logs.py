@@ -64,7 +64,7 @@ def test_on_a_gpu_it_compiles_meanwhile() -> None:
         ),
     ],
 )
-def test_who_has_too_little_memory_is_told_what_to_change(cause: str, hint: str) -> None:
+def test_memory_failure_hint_names_the_remedy(cause: str, hint: str) -> None:
     prefix = "(EngineCore pid=7) ERROR 11-26 04:45:33 [core.py:1301] "
     found = find_failure([f"{prefix}Traceback (most recent call last):", f"{prefix}{cause}"])
     assert found is not None
@@ -127,7 +127,7 @@ def test_a_plugin_that_does_not_load_is_not_the_cause() -> None:
     assert find_failure(engine) is None
 
 
-def test_what_goes_wrong_as_python_ends_is_no_cause() -> None:
+def test_exception_at_interpreter_exit_is_not_the_cause() -> None:
     said = (
         "Exception ignored in: <function AsyncLLM.__del__ at 0x7f70be5f09a0>\n"
         "Traceback (most recent call last):\n"
@@ -151,7 +151,7 @@ def test_complaint_of_the_tracker_of_shared_memory_is_no_cause() -> None:
     assert "num_heads" in found.cause
 
 
-def test_what_vllm_stumbles_over_while_it_ends_its_processes_is_no_cause() -> None:
+def test_exception_while_vllm_kills_its_processes_is_not_the_cause() -> None:
     says = "(APIServer pid=7) ERROR 11-23 01:50:00 [core.py:1] "
     stumble = [
         f"{says}Traceback (most recent call last):",
@@ -194,7 +194,7 @@ def test_an_echo_counts_where_nothing_else_was_said() -> None:
         ("", None),
     ],
 )
-def test_whose_line_it_is(line: str, role: Role | None) -> None:
+def test_role_is_parsed_from_a_log_line(line: str, role: Role | None) -> None:
     assert parse_line_role(line) is role
 
 
@@ -341,11 +341,11 @@ def test_on_a_full_disk_hardly_anything_is_written(
     tried = []
     copy = shutil.copyfileobj
 
-    def counted(*words: Any) -> None:
+    def count_copy(*words: Any) -> None:
         tried.append(1)
         copy(*words)
 
-    monkeypatch.setattr(shutil, "copyfileobj", counted)
+    monkeypatch.setattr(shutil, "copyfileobj", count_copy)
     spoken = [rotation.rotate_if_due() for _ in range(100)]
     assert len(tried) == 1
     assert [item for item in spoken if item] == [

@@ -29,7 +29,7 @@ class Manager:
         self.socket.setblocking(False)
         self.told: list[str] = []
 
-    def heard(self) -> list[str]:
+    def read_lines(self) -> list[str]:
         """All lines so far."""
         try:
             while True:
@@ -39,7 +39,7 @@ class Manager:
 
 
 def statuses(manager: Manager) -> list[str]:
-    return [line for line in manager.heard() if line.startswith("STATUS=")]
+    return [line for line in manager.read_lines() if line.startswith("STATUS=")]
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -57,19 +57,19 @@ def manager(place: str) -> Iterator[Manager]:
 def test_a_service(lab: Any, manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(notify.SOCKET, place)
     loaded = lab.home / "loaded"
-    lab.starting("a", ready_with=str(loaded))
+    lab.start_in_foreground("a", ready_with=str(loaded))
     serve = lab.foreground[-1]
-    until(manager.heard)  # a busy machine skips a status that does not stay
+    until(manager.read_lines)  # a busy machine skips a status that does not stay
     loaded.touch()
-    until(lambda: "READY=1" in manager.heard())
-    shown = manager.heard()
+    until(lambda: "READY=1" in manager.read_lines())
+    shown = manager.read_lines()
     before = shown[: shown.index("READY=1")]
     assert before
     assert all(line.startswith("STATUS=") for line in before)
     assert "STOPPING=1" not in shown
     serve.send_signal(signal.SIGTERM)
     serve.communicate(timeout=60)
-    until(lambda: "STOPPING=1" in manager.heard())
+    until(lambda: "STOPPING=1" in manager.read_lines())
     assert lab.state("a") == "stopped"
 
 
@@ -83,16 +83,16 @@ def test_a_server_that_fails_leaves_its_cause(
     last = statuses(manager)[-1]
     assert last.startswith("STATUS=failed: engine (pid ")
     lab.hold("b", exits=7).communicate(timeout=60)
-    assert "STATUS=failed: vLLM exited with status 7" in manager.heard()[-1]
+    assert "STATUS=failed: vLLM exited with status 7" in manager.read_lines()[-1]
 
 
 def test_a_status_is_one_line(manager: Manager, place: str) -> None:
     notifier = SystemdNotifier(InstanceFolder("a"), {notify.SOCKET: place})
     notifier.send_status("it failed:\n  no memory\nMAINPID=1")
-    assert manager.heard() == ["STATUS=it failed: no memory MAINPID=1"]
+    assert manager.read_lines() == ["STATUS=it failed: no memory MAINPID=1"]
 
 
-def test_what_the_watchdog_aborts_is_taken_down_at_once(lab: Any) -> None:
+def test_watchdog_abort_takes_the_server_down(lab: Any) -> None:
     record = lab.hold("a") and lab.record("a")
     serve = lab.foreground[-1]
     serve.send_signal(signal.SIGABRT)
@@ -115,15 +115,15 @@ def test_the_watchdog_is_fed_by_progress(
     plan = launch.build_record(launch.LaunchOptions("m", name="a", port=1), "a", 1)
     notifier.send_progress(msgspec.structs.replace(plan, state=InstanceState.READY, stage="ready"))
     try:
-        until(lambda: manager.heard().count("WATCHDOG=1") >= 3)
+        until(lambda: manager.read_lines().count("WATCHDOG=1") >= 3)
         now[0] = ProbeResult(live=False, ready=False, started=True, reason="stuck", evidence="b")
-        until(lambda: "STATUS=not live: stuck" in manager.heard())
-        fed = manager.heard().count("WATCHDOG=1")
-        seen = len(manager.heard())
-        until(lambda: len(manager.heard()) >= seen + 3)
-        assert manager.heard().count("WATCHDOG=1") == fed
+        until(lambda: "STATUS=not live: stuck" in manager.read_lines())
+        fed = manager.read_lines().count("WATCHDOG=1")
+        seen = len(manager.read_lines())
+        until(lambda: len(manager.read_lines()) >= seen + 3)
+        assert manager.read_lines().count("WATCHDOG=1") == fed
         now[0] = ProbeResult(live=True, ready=True, started=True)
-        until(lambda: manager.heard().count("WATCHDOG=1") > fed)
+        until(lambda: manager.read_lines().count("WATCHDOG=1") > fed)
         # As before; it is told after that.
         until(lambda: statuses(manager)[-1] == "STATUS=ready")
     finally:
@@ -131,16 +131,16 @@ def test_the_watchdog_is_fed_by_progress(
         other.close()
 
 
-def test_what_can_not_be_judged_is_fed(
+def test_watchdog_is_fed_if_the_verdict_cannot_be_read(
     manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_: Path) -> ProbeResult:
+    def raise_key_error(_: Path) -> ProbeResult:
         raise KeyError("state")  # a record of another version, say
 
-    monkeypatch.setattr(notify, "read_verdict", broken)
+    monkeypatch.setattr(notify, "read_verdict", raise_key_error)
     notifier = SystemdNotifier(InstanceFolder("a"), {notify.SOCKET: place, notify.PERIOD: "300000"})
     try:
-        until(lambda: manager.heard().count("WATCHDOG=1") >= 2)
+        until(lambda: manager.read_lines().count("WATCHDOG=1") >= 2)
     finally:
         notifier.close()
 

@@ -17,7 +17,7 @@ from vllmops.instances.peers import PORT, is_reachable
 
 from ..support.children import Spawn
 from ..support.extent import long
-from ..support.far import ip, network, running
+from ..support.far import ip, network, start_in_namespace
 from ..support.waiting import until
 
 # Takes every connection; it says where, and when somebody asks whether the host is there.
@@ -33,7 +33,7 @@ while asked.accept():
 @pytest.fixture
 def node() -> Iterator[tuple[str, str, int, IO[str]]]:
     """A node's link, address and port, and what it writes."""
-    with network() as (name, there), running(name, "-c", NODE, there) as output:
+    with network() as (name, there), start_in_namespace(name, "-c", NODE, there) as output:
         yield name, there, int(output.readline()), output
 
 
@@ -54,7 +54,7 @@ def test_a_node_whose_network_is_cut_is_named(
 
 
 @long
-def test_what_ends_without_its_node_says_so(lab: Any, node: tuple[str, str, int, IO[str]]) -> None:
+def test_failure_cause_names_the_lost_node(lab: Any, node: tuple[str, str, int, IO[str]]) -> None:
     link, there, port, output = node
     record = lab.serve("a", node=f"{there}:{port}")
     assert output.readline() == "asked\n"
@@ -66,7 +66,7 @@ def test_what_ends_without_its_node_says_so(lab: Any, node: tuple[str, str, int,
     lab.nothing_left(record)
 
 
-def test_neither_a_store_nor_a_client_is_a_node(node: tuple[str, str, int, IO[str]]) -> None:
+def test_peers_of_an_api_server_are_not_nodes(node: tuple[str, str, int, IO[str]]) -> None:
     _, there, port, _ = node
     with socket.create_connection((f"::ffff:{there}", port)):  # as gRPC does
         assert find_node_addresses([Process(Role.ENGINE, os.getpid(), 1)], None) == {there}
@@ -112,7 +112,7 @@ def test_addresses_in_the_tables_of_the_kernel(words: str, text: str) -> None:
 
 
 def test_without_a_descriptor_left_no_node_is_missing() -> None:
-    async def without() -> bool | None:
+    async def check_without_descriptors() -> bool | None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
@@ -120,4 +120,4 @@ def test_without_a_descriptor_left_no_node_is_missing() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    assert asyncio.run(without()) is None
+    assert asyncio.run(check_without_descriptors()) is None

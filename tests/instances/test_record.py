@@ -113,7 +113,7 @@ def test_a_home_below_a_file(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert caught.value.code == "home.unusable"
 
 
-def test_only_directories_are_instances(home: Path) -> None:
+def test_only_directories_are_listed_as_instances(home: Path) -> None:
     assert list(list_instance_folders()) == []
     folder("b")
     folder("a")
@@ -150,7 +150,7 @@ def test_the_lock_is_not_inherited(home: Path) -> None:
         ("box.example", "box.example"),
     ],
 )
-def test_where_to_connect_to(host: str, client: str) -> None:
+def test_client_host_replaces_wildcard_addresses(host: str, client: str) -> None:
     assert get_client_host(host) == client
 
 

@@ -138,7 +138,9 @@ def test_whether_a_url_is_a_server_here(asked: str, listening: str, same: bool) 
     assert is_local(asked, listening) is same
 
 
-def test_one_of_two_must_be_named(table: Table, put: Put, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_is_required_if_two_servers_run(
+    table: Table, put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put("a", serve(table, 0))
     put("b", serve(table, 10), port=8001)
     error = refusal("target.ambiguous", ExitCode.USAGE, None)
@@ -181,7 +183,7 @@ def test_a_failed_instance_tells_why(table: Table, put: Put) -> None:
     refusal("target.none", ExitCode.NOT_FOUND, None)
 
 
-def test_one_that_is_about_to_start_counts(table: Table, put: Put) -> None:
+def test_starting_instance_is_resolved_without_processes(table: Table, put: Put) -> None:
     put("a", state=InstanceState.STARTING)
     assert resolve_server(None).name == "a"
     assert resolve_server(None).processes == ()
@@ -214,7 +216,7 @@ def test_a_reused_pid_that_is_another_server_is_a_stranger(table: Table, put: Pu
     assert resolve_server(str(pid)).name is None
 
 
-def test_what_is_left_of_an_instance_is_still_its(table: Table, put: Put) -> None:
+def test_remaining_processes_still_belong_to_their_instance(table: Table, put: Put) -> None:
     pid = serve(table, 0)
     put("a", pid)
     del table[pid]

@@ -34,14 +34,14 @@ from vllmops.instances.supervisor import Supervisor
 from vllmops.protocol import identity
 from vllmops.protocol.socket import get_socket_directory
 
-from ..support.extent import long, sampled
+from ..support.extent import long, sample_cases
 from ..support.own import in_home
 from ..support.ports import free_port
 from ..support.waiting import until
 
 
-@pytest.mark.parametrize("role", sampled(["engine", "api", "worker"], 3))
-def test_one_process_killed_takes_the_whole_server_down(
+@pytest.mark.parametrize("role", sample_cases(["engine", "api", "worker"], 3))
+def test_killed_process_takes_the_whole_server_down(
     lab: Any, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 600.0)  # none of them is waited for in vain
@@ -58,7 +58,7 @@ def test_one_process_killed_takes_the_whole_server_down(
     assert ("SIGKILL" if role == "api" else "died") in failure.cause
 
 
-def test_all_of_it_is_known_as_soon_as_it_is_ready(lab: Any) -> None:
+def test_all_processes_are_recorded_once_the_server_is_ready(lab: Any) -> None:
     answer = lab.vllmops(*lab.words("a"), "--detach")
     assert answer.code == 0, answer
     assert [p.role for p in lab.record("a").processes] == ["api", "engine", "worker"]
@@ -90,7 +90,7 @@ def cmdline(pid: int) -> list[str]:
 
 
 @long
-def test_one_of_several_api_servers_killed(lab: Any) -> None:
+def test_killed_api_server_of_several_takes_the_server_down(lab: Any) -> None:
     record = lab.serve("a", api_servers=2)
     roles = sorted(p.role for p in record.processes)
     assert roles == ["api", "api", "engine", "launcher", "worker"]
@@ -120,10 +120,10 @@ def test_a_real_time_signal_kills_the_root(lab: Any) -> None:
 def test_a_cause_that_can_not_be_told_does_not_keep_it_from_its_end(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object, **__: object) -> None:
+    def raise_value_error(*_: object, **__: object) -> None:
         raise ValueError
 
-    monkeypatch.setattr(logs, "find_failure", broken)
+    monkeypatch.setattr(logs, "find_failure", raise_value_error)
     record = lab.serve("a")
     lab.kill(lab.process("a", "engine").pid)
     until(lambda: lab.state("a") == "failed")
@@ -218,7 +218,7 @@ def test_stop_works_without_the_supervisor(lab: Any) -> None:
     lab.nothing_left(record)
 
 
-def test_everything_died_in_the_meantime(lab: Any) -> None:
+def test_unsupervised_death_of_all_processes_is_recorded(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill_supervisor("a")
     for process in record.processes:
@@ -229,7 +229,7 @@ def test_everything_died_in_the_meantime(lab: Any) -> None:
     assert "while it had no supervisor" in lab.record("a").failure.cause
 
 
-def test_what_was_killed_with_its_supervisor_leaves_no_memory_behind(lab: Any) -> None:
+def test_next_start_removes_shared_memory_of_a_killed_server(lab: Any) -> None:
     """As systemd does it, at once to all, if `serve` itself dies; then it starts the next one."""
     record = lab.serve("a")
     assert record.segments
@@ -246,7 +246,7 @@ def test_what_was_killed_with_its_supervisor_leaves_no_memory_behind(lab: Any) -
 
 
 @long
-def test_only_the_root_died_in_the_meantime(lab: Any) -> None:
+def test_unsupervised_death_of_the_root_process_ends_the_server(lab: Any) -> None:
     record = lab.serve("a")
     lab.kill_supervisor("a")
     lab.kill(record.session)
@@ -290,7 +290,7 @@ def test_a_reused_pid_is_never_taken_for_the_instance(lab: Any) -> None:
         bystander.wait()
 
 
-@pytest.mark.parametrize("hours", sampled([-1, 1], 2))
+@pytest.mark.parametrize("hours", sample_cases([-1, 1], 2))
 def test_a_clock_that_is_set_does_not_lose_the_server(lab: Any, hours: int) -> None:
     """To set the machine's clock would disturb all that runs on it: the record is shifted instead.
 
@@ -324,7 +324,7 @@ linux.boot_time = lambda: booted() + step
 """
 
 
-@pytest.mark.parametrize("step_s", sampled([-3600, -3, 3, 3600], 4))
+@pytest.mark.parametrize("step_s", sample_cases([-3600, -3, 3, 3600], 4))
 def test_a_clock_that_steps_after_the_start_does_not_lose_the_server(
     lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: int
 ) -> None:
@@ -383,11 +383,11 @@ def test_an_error_right_after_the_start_leaves_no_server(
     """For example a process table that can't be read."""
     start = Supervisor.start_server
 
-    def broken(self: Supervisor) -> None:
+    def start_and_fail(self: Supervisor) -> None:
         start(self)
         raise RuntimeError("of all things")
 
-    monkeypatch.setattr(Supervisor, "start_server", broken)
+    monkeypatch.setattr(Supervisor, "start_server", start_and_fail)
     answer = lab.vllmops(*lab.words("a"), "--detach", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "serve.failed")
     assert "of all things" in answer.error["message"]
@@ -400,7 +400,7 @@ def test_an_error_right_after_the_start_leaves_no_server(
 
 
 @pytest.fixture
-def handing(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def hand_over_lab(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A server that can be handed over: what its agents would say is seen from outside."""
 
     def serves(tree: tuple[Process, ...]) -> bool:
@@ -411,7 +411,7 @@ def handing(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return lab
 
 
-def alone(lab: Any) -> bool:
+def has_only_its_processes(lab: Any) -> bool:
     """Whether the instance has all its processes, and no others run here."""
     known = {process.pid for process in lab.record("a").processes}
     rows = lab.vllmops("ps", "--json").data["instances"]
@@ -419,59 +419,62 @@ def alone(lab: Any) -> bool:
     return len(known) == 3 and found == known
 
 
-def test_a_hand_over(handing: Any) -> None:
-    first = handing.serve("a")
-    assert handing.vllmops("restart", "a", "--hand-over").code == 0
-    second = handing.record("a")
+def test_a_hand_over(hand_over_lab: Any) -> None:
+    first = hand_over_lab.serve("a")
+    assert hand_over_lab.vllmops("restart", "a", "--hand-over").code == 0
+    second = hand_over_lab.record("a")
     assert (second.state, second.hand_over_processes, second.session != first.session) == (
         "ready",
         (),
         True,
     )
     assert not any(map(is_alive, first.processes))
-    until(lambda: alone(handing) and handing.record("a").segments)
-    second = handing.record("a")
-    assert handing.vllmops("stop", "a").code == 0
-    handing.nothing_left(second)
+    until(lambda: has_only_its_processes(hand_over_lab) and hand_over_lab.record("a").segments)
+    second = hand_over_lab.record("a")
+    assert hand_over_lab.vllmops("stop", "a").code == 0
+    hand_over_lab.nothing_left(second)
 
 
 def test_an_error_in_a_hand_over_leaves_no_second_server(
-    handing: Any, monkeypatch: pytest.MonkeyPatch
+    hand_over_lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
 
-    def broken(tree: tuple[Process, ...]) -> bool:
+    def fail_for_second_server(tree: tuple[Process, ...]) -> bool:
         asked.append(tree)
         if len(asked) == 1:  # of the first server
             return True
         raise RuntimeError("of all things")
 
-    monkeypatch.setattr(handover, "is_accepting_connections", broken)
-    first = handing.serve("a")
-    answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=60)
+    monkeypatch.setattr(handover, "is_accepting_connections", fail_for_second_server)
+    first = hand_over_lab.serve("a")
+    answer = hand_over_lab.vllmops("restart", "a", "--hand-over", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
     assert "of all things" in answer.error["message"]
-    assert (handing.record("a").hand_over_processes, handing.state("a")) == ((), "ready")
-    assert alone(handing)
-    assert handing.vllmops("stop", "a").code == 0
-    handing.nothing_left(first)
+    assert (hand_over_lab.record("a").hand_over_processes, hand_over_lab.state("a")) == (
+        (),
+        "ready",
+    )
+    assert has_only_its_processes(hand_over_lab)
+    assert hand_over_lab.vllmops("stop", "a").code == 0
+    hand_over_lab.nothing_left(first)
 
 
 def test_an_error_while_the_first_server_finishes_leaves_the_second_one(
-    handing: Any, monkeypatch: pytest.MonkeyPatch
+    hand_over_lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
+    def raise_runtime_error(*_: object) -> None:
         raise RuntimeError
 
-    monkeypatch.setattr(handover, "drain_first_server", broken)
-    first = handing.serve("a")
-    assert handing.vllmops("restart", "a", "--hand-over", timeout_s=60).code == 0
+    monkeypatch.setattr(handover, "drain_first_server", raise_runtime_error)
+    first = hand_over_lab.serve("a")
+    assert hand_over_lab.vllmops("restart", "a", "--hand-over", timeout_s=60).code == 0
     assert not any(map(is_alive, first.processes))
-    until(lambda: alone(handing))
+    until(lambda: has_only_its_processes(hand_over_lab))
 
 
 def test_a_supervisor_that_dies_while_the_first_server_leaves_has_the_second_one_serve(
-    handing: Any, monkeypatch: pytest.MonkeyPatch
+    hand_over_lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one takes no more connections by then."""
 
@@ -479,76 +482,78 @@ def test_a_supervisor_that_dies_while_the_first_server_leaves_has_the_second_one
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(handover, "drain_first_server", dies)
-    first = handing.serve("a")
-    answer = handing.vllmops("restart", "a", "--hand-over", timeout_s=60)
+    first = hand_over_lab.serve("a")
+    answer = hand_over_lab.vllmops("restart", "a", "--hand-over", timeout_s=60)
     assert answer.code == 0, answer
-    assert not handing.record("a").hand_over_processes
+    assert not hand_over_lab.record("a").hand_over_processes
     assert not any(map(is_alive, first.processes))
-    assert handing.record("a").session != first.session
+    assert hand_over_lab.record("a").session != first.session
     assert urllib.request.urlopen(f"{first.url}/health").status == 200
 
 
 def test_a_supervisor_that_dies_before_there_is_a_second_server(
-    handing: Any, monkeypatch: pytest.MonkeyPatch
+    hand_over_lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dies(_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     monkeypatch.setattr(handover, "explain_insufficient_memory", dies)
-    handing.serve("a")
-    answer = handing.vllmops("restart", "a", "--hand-over", "--json", timeout_s=60)
+    hand_over_lab.serve("a")
+    answer = hand_over_lab.vllmops("restart", "a", "--hand-over", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "restart.no-hand-over")
     assert "its supervisor died" in answer.error["message"]
 
 
-def test_two_hand_overs_at_once(handing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_hand_overs_at_once(hand_over_lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one waits for the first one, and is told its own end."""
-    fails, goes_on = handing.home / "fails", handing.home / "goes-on"
+    fails, goes_on = hand_over_lab.home / "fails", hand_over_lab.home / "goes-on"
 
-    def lacking(_: object) -> str:
+    def explain_memory_lack_once(_: object) -> str:
         until(goes_on.exists)
         with suppress(FileNotFoundError):
             fails.unlink()
             return "there is no memory"
         return ""
 
-    monkeypatch.setattr(handover, "explain_insufficient_memory", lacking)
+    monkeypatch.setattr(handover, "explain_insufficient_memory", explain_memory_lack_once)
     fails.touch()
-    handing.serve("a")
+    hand_over_lab.serve("a")
     with ThreadPoolExecutor(2) as pool:
         words = ("restart", "a", "--hand-over", "--json")
-        first = pool.submit(handing.vllmops, *words, timeout_s=60)
-        until(lambda: handing.record("a").hand_over)
-        second = pool.submit(handing.vllmops, *words, timeout_s=60)
+        first = pool.submit(hand_over_lab.vllmops, *words, timeout_s=60)
+        until(lambda: hand_over_lab.record("a").hand_over)
+        second = pool.submit(hand_over_lab.vllmops, *words, timeout_s=60)
         time.sleep(1)
         goes_on.touch()
     assert "there is no memory" in first.result().error["message"]
     assert second.result().code == 0, second.result()
-    assert second.result().data["pid"] == handing.record("a").session
+    assert second.result().data["pid"] == hand_over_lab.record("a").session
 
 
-def test_a_hand_over_says_what_it_cut_off(handing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hand_over_says_what_it_cut_off(
+    hand_over_lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(handover, "drain_first_server", lambda *_: "requests cut off: 3")
     monkeypatch.setattr(supervisor, "PEERS_S", 0.01)
-    handing.serve("a")
-    answer = handing.vllmops("restart", "a", "--hand-over")
+    hand_over_lab.serve("a")
+    answer = hand_over_lab.vllmops("restart", "a", "--hand-over")
     assert (answer.code, "requests cut off: 3" in answer.out) == (0, True), answer
 
 
 def test_a_hand_over_knows_how_long_an_exported_variable_keeps_connections(
-    handing: Any, monkeypatch: pytest.MonkeyPatch
+    hand_over_lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has it from there, too."""
 
-    def emptied(*given: Any) -> str:
-        (handing.home / "kept").write_text(given[-1][handover.KEEP_ALIVE])
+    def save_keep_alive(*given: Any) -> str:
+        (hand_over_lab.home / "kept").write_text(given[-1][handover.KEEP_ALIVE])
         return ""
 
-    monkeypatch.setattr(handover, "drain_first_server", emptied)
+    monkeypatch.setattr(handover, "drain_first_server", save_keep_alive)
     monkeypatch.setenv(handover.KEEP_ALIVE, "75")
-    handing.serve("a")
-    assert handing.vllmops("restart", "a", "--hand-over").code == 0
-    assert (handing.home / "kept").read_text() == "75"
+    hand_over_lab.serve("a")
+    assert hand_over_lab.vllmops("restart", "a", "--hand-over").code == 0
+    assert (hand_over_lab.home / "kept").read_text() == "75"
 
 
 def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
@@ -606,7 +611,7 @@ def test_a_client_that_only_watches_does_not(lab: Any) -> None:
     assert all(map(is_alive, record.processes))
 
 
-def test_who_still_listens_at_the_end_is_let_go_in_order(lab: Any) -> None:
+def test_watchers_receive_the_final_record_at_stop(lab: Any) -> None:
     lab.serve("a")
     watchers = [control.connect_supervisor(InstanceFolder("a")) for _ in range(3)]
     assert lab.vllmops("stop", "a", "--force").code == 0
@@ -620,7 +625,7 @@ def test_who_still_listens_at_the_end_is_let_go_in_order(lab: Any) -> None:
 # -- somebody harms the supervisor -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", sampled([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], 3))
+@pytest.mark.parametrize("number", sample_cases([signal.SIGTERM, signal.SIGHUP, signal.SIGINT], 3))
 def test_signals_do_not_end_the_supervisor(lab: Any, number: int) -> None:
     record = lab.serve("a")
     supervisor = lab.supervisor("a")
@@ -660,7 +665,7 @@ def test_a_fifo_in_place_of_its_log_does_not_block_a_new_supervisor(lab: Any) ->
     assert lab.vllmops("stop", "a").code == 0
 
 
-@pytest.mark.parametrize("what", sampled(["all", "record", "lock"], 3))
+@pytest.mark.parametrize("what", sample_cases(["all", "record", "lock"], 3))
 def test_deleted_files_are_made_again(lab: Any, what: str) -> None:
     record = lab.serve("a")
     folder, supervisor = InstanceFolder("a"), lab.supervisor("a")
@@ -733,7 +738,7 @@ def test_many_clients_do_not_use_up_its_descriptors(lab: Any) -> None:
         item.close()
 
 
-def test_its_own_log_is_bounded(lab: Any) -> None:
+def test_supervisor_log_is_rotated(lab: Any) -> None:
     lab.serve("a")
     log = InstanceFolder("a").supervisor_log
     with log.open("a") as file:
@@ -743,23 +748,23 @@ def test_its_own_log_is_bounded(lab: Any) -> None:
 
 
 def test_a_log_is_bounded_while_a_hand_over_takes_its_time(
-    handing: Any, monkeypatch: pytest.MonkeyPatch
+    hand_over_lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = InstanceFolder("a").server_log
 
-    def emptied(*_: object) -> str:
+    def fill_log_until_rotated(*_: object) -> str:
         with log.open("a") as file:
             file.write("x" * (1 << 16))
         until(lambda: log.stat().st_size < 1 << 16)
         return "it is rotated"
 
-    monkeypatch.setattr(handover, "drain_first_server", emptied)
+    monkeypatch.setattr(handover, "drain_first_server", fill_log_until_rotated)
     monkeypatch.setenv(logs.LIMIT, str(1 << 16))
-    handing.serve("a")
-    assert "it is rotated" in handing.vllmops("restart", "a", "--hand-over").out
+    hand_over_lab.serve("a")
+    assert "it is rotated" in hand_over_lab.vllmops("restart", "a", "--hand-over").out
 
 
-def test_of_long_lines_it_keeps_the_beginning(lab: Any) -> None:
+def test_supervisor_keeps_only_the_beginning_of_long_log_lines(lab: Any) -> None:
     """All of them would be as much memory as the log has bytes."""
     record = lab.serve("a")
     lab.vllmops("stop", "a", "--force")

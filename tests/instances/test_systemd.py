@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ..support.extent import long
-from ..support.systemd import Service, installed
+from ..support.systemd import Service, install_service
 from ..support.waiting import until
 
 pytestmark = pytest.mark.programs
@@ -32,17 +32,17 @@ made.recv(1)
 
 
 @pytest.fixture(scope="module")
-def only(standin: Path) -> Iterator[Service]:
-    with installed(QUICK, standin) as made:
+def shared_service(standin: Path) -> Iterator[Service]:
+    with install_service(QUICK, standin) as made:
         yield made
 
 
 @pytest.fixture
-def service(only: Service, model: Path) -> Iterator[Service]:
+def service(shared_service: Service, model: Path) -> Iterator[Service]:
     model.parent.parent.chmod(0o755)
-    yield only
-    only.end()
-    only.manager.run("rm", "-f", "/var/log/a.log")
+    yield shared_service
+    shared_service.end()
+    shared_service.manager.run("rm", "-f", "/var/log/a.log")
 
 
 def play(service: Service, model: Path, **what: object) -> None:
@@ -52,10 +52,10 @@ def play(service: Service, model: Path, **what: object) -> None:
 
 
 @contextmanager
-def asked(service: Service, seconds: float) -> Iterator[None]:
+def hold_request(service: Service, seconds: float) -> Iterator[None]:
     """A request in flight that takes so long."""
     code = REQUEST.format(port=PORT, seconds=seconds)
-    with service.manager.running(sys.executable, "-c", code) as output:
+    with service.manager.start_program(sys.executable, "-c", code) as output:
         assert output.readline() == "asked\n"
         yield
 
@@ -73,7 +73,7 @@ def test_a_service_lives_and_stops(service: Service, model: Path) -> None:
         owner = service.manager.run("stat", "--format=%U", f"/proc/{process.pid}").stdout
         assert owner == "vllm\n"
     assert "Application startup complete" in service.log
-    with asked(service, 60):
+    with hold_request(service, 60):
         service.begin("stop")
         until(lambda: "requests in flight: 1" in service.status)
         assert service.shows("SubState") == "stop-sigterm"
@@ -94,7 +94,9 @@ def test_a_wrong_option_is_not_tried_again(service: Service) -> None:
 
 @long
 @pytest.mark.parametrize("victim", ["engine", "api", "worker", "serve"])
-def test_what_is_killed_starts_again(service: Service, model: Path, victim: str) -> None:
+def test_server_restarts_after_any_process_is_killed(
+    service: Service, model: Path, victim: str
+) -> None:
     play(service, model)
     service.start()
     before = service.record
@@ -130,7 +132,7 @@ def test_a_stall_that_is_sure_is_restarted(service: Service, model: Path) -> Non
     play(service, model)
     service.start()
     before = service.record
-    with asked(service, 300):
+    with hold_request(service, 300):
         service.kill("engine", signal.SIGSTOP)
         until(lambda: service.status.startswith("not live: "), 90)
         (kept,) = service.bundles

@@ -62,7 +62,9 @@ def test_orphans_that_heed_sigterm_are_not_waited_for_in_vain(
     assert not any(map(is_alive, tree))
 
 
-def test_one_that_ignores_sigterm_is_killed(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_down_kills_processes_that_ignore_sigterm(
+    lab: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.3)
     server = lab.stranger(stubborn=True)
     tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
@@ -72,7 +74,7 @@ def test_one_that_ignores_sigterm_is_killed(lab: Any, monkeypatch: pytest.Monkey
     assert len(removed) == 1
 
 
-def test_one_that_left_its_parent_is_found_by_its_session(lab: Any) -> None:
+def test_take_down_finds_stray_processes_by_session(lab: Any) -> None:
     server = lab.stranger(stray=True)
     table = processes.read_process_table()
     tree = processes.build_process_tree(table, [server.pid])
@@ -106,7 +108,7 @@ def test_a_reused_pid_is_not_killed() -> None:
     assert bystander.wait(60) == -signal.SIGKILL
 
 
-def test_one_that_nothing_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_take_down_reports_an_unkillable_process(monkeypatch: pytest.MonkeyPatch) -> None:
     # A process that hangs in a driver's call can't be had here: signals are kept from this one.
     monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.1)
     monkeypatch.setattr(takedown, "KILL_TIMEOUT_S", 0.3)
@@ -120,12 +122,12 @@ def test_one_that_nothing_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     hung.wait()
 
 
-def test_nothing_to_take_down(home: Path) -> None:
+def test_take_down_of_no_processes_does_nothing(home: Path) -> None:
     assert take_down([]) == takedown.TakedownResult((), ())
     assert find_session_members(processes.read_process_table(), None) == []
 
 
-def test_what_an_agent_left_is_removed(home: Path) -> None:
+def test_take_down_removes_agent_sockets_and_heartbeats(home: Path) -> None:
     folder = create_folder(get_socket_directory(home))
     victim = sleeper()
     for suffix in (".sock", ".beat"):
@@ -170,7 +172,9 @@ def test_a_drain_waits_for_requests_in_flight(lab: Any, tmp_path: Path) -> None:
         (Traffic(), None),
     ],
 )
-def test_what_a_front_end_has_not_finished(traffic: Traffic, count: int | None) -> None:
+def test_unfinished_requests_are_counted_from_front_end_traffic(
+    traffic: Traffic, count: int | None
+) -> None:
     assert takedown.count_unfinished(traffic) == count
 
 
@@ -244,7 +248,7 @@ def test_engines_without_an_agent_and_an_api_server_are_not_waited_for() -> None
     assert drain_server(tree, None, 600, lambda _: None) == "requests cut off: unknown"
 
 
-def test_nobody_can_tell_what_is_in_flight(listener: int) -> None:
+def test_drain_reports_that_requests_in_flight_are_unknown(listener: int) -> None:
     tree = [Process(Role.API, os.getpid(), identity.read_identity(os.getpid()).start_ticks)]
     words: list[str] = []
     assert takedown.count_in_flight(tree, None) is None

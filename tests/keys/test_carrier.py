@@ -43,15 +43,15 @@ HISTORY = [{"role": "user", "content": "grün"}, {"role": "assistant", "content"
 WHERE = {"model": "m", "owner": "o"}
 
 
-def made(history: Any = HISTORY, ring: KeyRing = RING, **given: Any) -> str:
+def make_carrier(history: Any = HISTORY, ring: KeyRing = RING, **given: Any) -> str:
     return seal_history(history, ring, **{**WHERE, "now": NOW, **given})
 
 
-def opened(text: str, ring: KeyRing = RING, **given: Any) -> Carrier:
+def open_carrier(text: str, ring: KeyRing = RING, **given: Any) -> Carrier:
     return unseal_carrier(text, ring, **{**WHERE, "now": NOW, **given})
 
 
-def refused(*cases: CarrierProblem) -> pytest.RaisesExc[CarrierError]:
+def expect_carrier_error(*cases: CarrierProblem) -> pytest.RaisesExc[CarrierError]:
     return pytest.raises(CarrierError, check=lambda error: error.case in cases)
 
 
@@ -95,7 +95,7 @@ def sign(content: bytes, secret: bytes = SECRET) -> str:
 
 
 def test_another_program_reads_what_is_sealed() -> None:
-    text = made()
+    text = make_carrier()
     assert text.startswith(f"vllm:2:{KID}:a256gcm-zlib:")
     assert decode(text, SECRET) == {
         "iat": NOW,
@@ -109,10 +109,10 @@ def test_another_program_reads_what_is_sealed() -> None:
     assert json.loads(base64.b64decode(payload)) == HISTORY
 
 
-def test_what_another_program_seals_is_read() -> None:
+def test_carrier_sealed_by_another_program_is_read() -> None:
     content = {"iat": NOW, "exp": NOW + 9, "model": "m", "owner": "o", "history": HISTORY, "x": 1}
     text = encode(zlib.compress(json.dumps(content).encode(), 9), KID)
-    assert opened(text) == Carrier(
+    assert open_carrier(text) == Carrier(
         format=2,
         kid=KID,
         issued_at=NOW,
@@ -121,7 +121,9 @@ def test_what_another_program_seals_is_read() -> None:
         owner="o",
         history=HISTORY,
     )
-    assert opened(sign(json.dumps(HISTORY).encode())) == Carrier(format=1, kid=KID, history=HISTORY)
+    assert open_carrier(sign(json.dumps(HISTORY).encode())) == Carrier(
+        format=1, kid=KID, history=HISTORY
+    )
 
 
 KNOWN_2 = (
@@ -141,8 +143,8 @@ def test_known_answers() -> None:
         == KNOWN_2
     )
     assert sign(b'[{"role": "user", "content": "hi"}]') == KNOWN_1
-    assert opened(KNOWN_2, owner="", now=1.5).history == [7]
-    assert opened(KNOWN_1).history == [{"role": "user", "content": "hi"}]
+    assert open_carrier(KNOWN_2, owner="", now=1.5).history == [7]
+    assert open_carrier(KNOWN_1).history == [{"role": "user", "content": "hi"}]
 
 
 # -- what is sealed comes back -----------------------------------------------------------------
@@ -161,26 +163,26 @@ values = st.recursive(
 @settings(max_examples=100 if EVERYTHING else 40)
 @given(st.lists(values), st.text(), st.text())
 def test_round_trip(history: list[Any], model: str, owner: str) -> None:
-    text = made(history, model=model, owner=owner)
+    text = make_carrier(history, model=model, owner=owner)
     assert text.isascii()
-    assert opened(text, model=model, owner=owner).history == history
-    assert opened(sign_history(history, RING)).history == history
+    assert open_carrier(text, model=model, owner=owner).history == history
+    assert open_carrier(sign_history(history, RING)).history == history
 
 
 def test_half_a_surrogate_pair() -> None:
     """JSON of a request may hold one; what it is has no UTF-8."""
     history = ["\ud800", "ä", {"\udfff": 1}]
-    assert opened(made(history)).history == history
-    assert opened(sign_history(history, RING)).history == history
-    assert opened(made([], owner="\ud800"), owner="\ud800").owner == "\ud800"
+    assert open_carrier(make_carrier(history)).history == history
+    assert open_carrier(sign_history(history, RING)).history == history
+    assert open_carrier(make_carrier([], owner="\ud800"), owner="\ud800").owner == "\ud800"
 
 
 def test_two_are_never_the_same() -> None:
-    assert made() != made()
+    assert make_carrier() != make_carrier()
 
 
-def test_nothing_of_it_can_be_read() -> None:
-    text = made(["needle in a haystack"] * 3)
+def test_sealed_carrier_hides_its_content() -> None:
+    text = make_carrier(["needle in a haystack"] * 3)
     body = base64.urlsafe_b64decode(text.rpartition(":")[2] + "==")
     for secret in (b"needle", b"history", b"model", zlib.compress(b"needle")[:4]):
         assert secret not in body
@@ -195,7 +197,7 @@ def ring(*statuses: KeyStatus, not_after: int | None = None) -> KeyRing:
     return KeyRing(keys=tuple(msgspec.structs.replace(key, not_after=not_after) for key in keys))
 
 
-@pytest.mark.parametrize("make", [made, sign_history])
+@pytest.mark.parametrize("make", [make_carrier, sign_history])
 @pytest.mark.parametrize(
     ("status", "not_after", "case"),
     [
@@ -207,69 +209,69 @@ def ring(*statuses: KeyStatus, not_after: int | None = None) -> KeyRing:
         (KeyStatus.REVOKED, None, CarrierProblem.REVOKED_KEY),
     ],
 )
-def test_each_status_of_a_key(
+def test_key_status_decides_whether_a_carrier_opens(
     make: Any, status: KeyStatus, not_after: int | None, case: CarrierProblem | None
 ) -> None:
     text = make(HISTORY, ring(KeyStatus.PRIMARY))
     # The key that sealed it, among others.
     held = ring(status, KeyStatus.VERIFY_ONLY, KeyStatus.REVOKED, not_after=not_after)
     if case is None:
-        assert opened(text, held).history == HISTORY
+        assert open_carrier(text, held).history == HISTORY
     else:
-        with refused(case) as caught:
-            opened(text, held)
+        with expect_carrier_error(case) as caught:
+            open_carrier(text, held)
         assert caught.value.code == f"carrier.{case}"
         assert caught.value.carrier
         assert caught.value.carrier.history == HISTORY
 
 
 def test_no_key_that_seals() -> None:
-    for make in (made, sign_history):
+    for make in (make_carrier, sign_history):
         with pytest.raises(VllmopsError, match="no primary key"):
             make(HISTORY, ring(KeyStatus.NEXT, KeyStatus.VERIFY_ONLY))
 
 
 def test_an_unknown_key() -> None:
     other = make_single_key_ring(Secret(b"x" * 32))
-    with refused(CarrierProblem.UNKNOWN_KEY):
-        opened(made(ring=other))
+    with expect_carrier_error(CarrierProblem.UNKNOWN_KEY):
+        open_carrier(make_carrier(ring=other))
     # Format 1 names no key.
-    with refused(CarrierProblem.TAMPERED):
-        opened(sign_history(HISTORY, other))
-    with refused(CarrierProblem.UNKNOWN_KEY):
-        opened(made(), KeyRing())
+    with expect_carrier_error(CarrierProblem.TAMPERED):
+        open_carrier(sign_history(HISTORY, other))
+    with expect_carrier_error(CarrierProblem.UNKNOWN_KEY):
+        open_carrier(make_carrier(), KeyRing())
 
 
 def test_expired() -> None:
-    text = made(ttl_s=10)
-    assert opened(text, now=NOW + 9.9)
+    text = make_carrier(ttl_s=10)
+    assert open_carrier(text, now=NOW + 9.9)
     for late in (10, 11, DAY_S):
-        with refused(CarrierProblem.EXPIRED):
-            opened(text, now=NOW + late)
-    assert opened(made(), now=NOW + 30 * DAY_S - 1)
-    with refused(CarrierProblem.EXPIRED):
-        opened(made(), now=NOW + 30 * DAY_S)
+        with expect_carrier_error(CarrierProblem.EXPIRED):
+            open_carrier(text, now=NOW + late)
+    assert open_carrier(make_carrier(), now=NOW + 30 * DAY_S - 1)
+    with expect_carrier_error(CarrierProblem.EXPIRED):
+        open_carrier(make_carrier(), now=NOW + 30 * DAY_S)
 
 
 def test_another_model_or_owner() -> None:
-    text = made()
-    with refused(CarrierProblem.OTHER_MODEL) as caught:
-        opened(text, model="m2")
+    text = make_carrier()
+    with expect_carrier_error(CarrierProblem.OTHER_MODEL) as caught:
+        open_carrier(text, model="m2")
     assert "m2" not in caught.value.message
     for other in ("", "p", "oo", "ö"):
-        with refused(CarrierProblem.OTHER_OWNER):
-            opened(text, owner=other)
-    with refused(CarrierProblem.OTHER_OWNER):
-        opened(made(owner=""))
+        with expect_carrier_error(CarrierProblem.OTHER_OWNER):
+            open_carrier(text, owner=other)
+    with expect_carrier_error(CarrierProblem.OTHER_OWNER):
+        open_carrier(make_carrier(owner=""))
     # Format 1 tells neither.
-    assert opened(sign_history(HISTORY, RING), model="m2", owner="p")
+    assert open_carrier(sign_history(HISTORY, RING), model="m2", owner="p")
 
 
 @pytest.mark.parametrize("text", ["", "gAAAAABpZtK3mH8xYz2kL9nP4qR7sT0uW", "VLLM:2:", "vllm", "ä"])
-def test_somebody_elses(text: str) -> None:
+def test_foreign_text_is_not_a_carrier(text: str) -> None:
     assert not is_vllm_carrier(text)
-    with refused(CarrierProblem.FOREIGN):
-        opened(text)
+    with expect_carrier_error(CarrierProblem.FOREIGN):
+        open_carrier(text)
 
 
 @pytest.mark.parametrize(
@@ -299,22 +301,22 @@ def test_somebody_elses(text: str) -> None:
 )
 def test_malformed(text: str) -> None:
     assert is_vllm_carrier(text)
-    with refused(CarrierProblem.MALFORMED):
-        opened(text)
+    with expect_carrier_error(CarrierProblem.MALFORMED):
+        open_carrier(text)
 
 
-@pytest.mark.parametrize("make", [made, sign_history])
+@pytest.mark.parametrize("make", [make_carrier, sign_history])
 def test_every_flipped_bit_is_refused(make: Any) -> None:
     text = make([{"role": "user", "content": "hi"}], RING)
-    opened(text)
+    open_carrier(text)
     for place, character in enumerate(text):
         for bit in range(8):
             flipped = text[:place] + chr(ord(character) ^ 1 << bit) + text[place + 1 :]
             with pytest.raises(CarrierError):
-                opened(flipped)
+                open_carrier(flipped)
 
 
-@pytest.mark.parametrize("make", [made, sign_history])
+@pytest.mark.parametrize("make", [make_carrier, sign_history])
 def test_every_cut_and_every_splice_is_refused(make: Any) -> None:
     one, other = make(["one"], RING), make(["two"], RING)
     cuts = [one[:end] for end in range(len(one))] + [one[start:] for start in range(1, len(one))]
@@ -324,15 +326,15 @@ def test_every_cut_and_every_splice_is_refused(make: Any) -> None:
     splices = [one[:at] + other[at:] for at in range(len(one))]
     for text in cuts + [item for item in splices if item not in (one, other)]:
         with pytest.raises(CarrierError):
-            opened(text)
+            open_carrier(text)
 
 
 def test_the_kid_is_under_the_tag() -> None:
     """Also where another key has the same secret."""
     key = RING.keys[0]
     both = KeyRing(keys=(key, msgspec.structs.replace(key, kid="other", status=KeyStatus.NEXT)))
-    with refused(CarrierProblem.TAMPERED):
-        opened(made().replace(key.kid, "other"), both)
+    with expect_carrier_error(CarrierProblem.TAMPERED):
+        open_carrier(make_carrier().replace(key.kid, "other"), both)
 
 
 alphabet = st.sampled_from("vllm:12:.=-_Aa0+/ \n\0ä\ud800")
@@ -342,7 +344,7 @@ pieces = st.sampled_from(["vllm:", "1:", "2:", f"{KID}:", "a256gcm-zlib:", "A" *
 @given(st.text() | st.text(alphabet) | st.lists(pieces | st.text(alphabet)).map("".join))
 def test_whatever_it_is_fed_it_refuses(text: str) -> None:
     with pytest.raises(CarrierError):
-        opened(text)
+        open_carrier(text)
 
 
 def test_many_that_are_nearly_right() -> None:
@@ -350,13 +352,13 @@ def test_many_that_are_nearly_right() -> None:
     chance = random.Random(35903)
     many = ring(KeyStatus.PRIMARY, KeyStatus.NEXT, KeyStatus.VERIFY_ONLY, KeyStatus.REVOKED)
     texts = [
-        *(made([{"n": n, "content": "text " * n}], RING) for n in range(5)),
+        *(make_carrier([{"n": n, "content": "text " * n}], RING) for n in range(5)),
         *(sign_history([n], RING) for n in range(5)),
     ]
     kids = [KID, *(key.kid for key in many.keys)]
     every = KeyRing(keys=(*RING.keys, *many.keys[1:]))
 
-    def wrong() -> str:
+    def make_damaged_carrier() -> str:
         text = chance.choice(texts)
         for _ in range(chance.randrange(1, 4)):
             at, to = sorted(chance.randrange(len(text) + 1) for _ in range(2))
@@ -377,11 +379,11 @@ def test_many_that_are_nearly_right() -> None:
 
     seen: set[CarrierProblem] = set()
     for _ in range(100_000 if EVERYTHING else 20_000):
-        text = wrong()
+        text = make_damaged_carrier()
         if text in texts:
             continue
         try:
-            opened(text, every)
+            open_carrier(text, every)
         except CarrierError as error:
             seen.add(error.case)
         else:
@@ -420,24 +422,24 @@ def content(history: str) -> bytes:
         zlib.compress(content('{"a":' * 500 + "1" + "}" * 500)),
     ],
 )
-def test_what_a_key_holder_may_do_wrong(packed: bytes) -> None:
-    with refused(CarrierProblem.MALFORMED):
-        opened(encode(packed, KID))
+def test_malformed_content_with_a_valid_seal_is_refused(packed: bytes) -> None:
+    with expect_carrier_error(CarrierProblem.MALFORMED):
+        open_carrier(encode(packed, KID))
 
 
 @pytest.mark.parametrize(
     "payload", [b"", b"7", b"{}", b"\xff", b"[" * 99_999, b"[" * 200 + b"]" * 200]
 )
 def test_the_same_in_format_1(payload: bytes) -> None:
-    with refused(CarrierProblem.MALFORMED):
-        opened(sign(payload))
+    with expect_carrier_error(CarrierProblem.MALFORMED):
+        open_carrier(sign(payload))
 
 
 def test_base64_that_is_signed_and_damaged() -> None:
     for payload in (b"A", b"AAA", b"A==="):
         text = f"vllm:1:{payload.decode()}:{hmac.digest(SECRET, payload, 'sha256').hex()}"
-        with refused(CarrierProblem.MALFORMED):
-            opened(text)
+        with expect_carrier_error(CarrierProblem.MALFORMED):
+            open_carrier(text)
 
 
 def bomb(size: int) -> bytes:
@@ -467,8 +469,8 @@ def test_a_bomb_is_refused_with_little_work_and_memory(monkeypatch: pytest.Monke
     counted = SimpleNamespace(decompressobj=Counting, error=zlib.error)
     monkeypatch.setattr(carrier, "zlib", counted)
     tracemalloc.start()
-    with refused(CarrierProblem.TOO_LARGE):
-        opened(text)
+    with expect_carrier_error(CarrierProblem.TOO_LARGE):
+        open_carrier(text)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert carrier.MOST_BYTES < inflated < 2 * carrier.MOST_BYTES
@@ -482,8 +484,8 @@ def test_giant_base64_is_refused_at_once(head: str, monkeypatch: pytest.MonkeyPa
     for name in ("FORMAT_1", "FORMAT_2", "base64"):
         monkeypatch.setattr(carrier, name, None)
     tracemalloc.start()
-    with refused(CarrierProblem.TOO_LARGE):
-        opened(text)
+    with expect_carrier_error(CarrierProblem.TOO_LARGE):
+        open_carrier(text)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1 << 20
@@ -496,48 +498,48 @@ def test_a_history_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(1)
     image = base64.b64encode(chance.randbytes(3 << 18)).decode()
     history = [image[: (1 << 20) - 2 - len(json.dumps([""]))]]
-    with refused(CarrierProblem.TOO_LARGE) as caught:
-        made([image + image])
+    with expect_carrier_error(CarrierProblem.TOO_LARGE) as caught:
+        make_carrier([image + image])
     assert "1 MiB" in caught.value.message
-    for make in (made, sign_history):
-        with refused(CarrierProblem.TOO_LARGE):
+    for make in (make_carrier, sign_history):
+        with expect_carrier_error(CarrierProblem.TOO_LARGE):
             make([image], RING)
-    assert opened(sign_history(history, RING)).history == history
+    assert open_carrier(sign_history(history, RING)).history == history
     history = [image[:-200]]
-    assert opened(made(history)).history == history
+    assert open_carrier(make_carrier(history)).history == history
 
 
 @pytest.mark.parametrize(
     "history", [[float("nan")], [object()], [{1, 2}], [b"bytes"], [float("inf")]]
 )
-def test_what_json_can_not_hold(history: list[Any]) -> None:
-    for make in (made, sign_history):
-        with refused(CarrierProblem.MALFORMED):
+def test_history_that_json_cannot_represent_is_refused(history: list[Any]) -> None:
+    for make in (make_carrier, sign_history):
+        with expect_carrier_error(CarrierProblem.MALFORMED):
             make(history, RING)
 
 
-def test_what_is_too_deep_is_not_sealed_either() -> None:
+def test_too_deeply_nested_history_is_not_sealed() -> None:
     for depth in (carrier.DEEPEST + 1, 100_000):
         deep: Any = []
         for _ in range(depth):
             deep = [deep]
-        with refused(CarrierProblem.MALFORMED):
-            made(deep)
+        with expect_carrier_error(CarrierProblem.MALFORMED):
+            make_carrier(deep)
         flat: list[Any] = [deep]
         while flat:  # one level at a time: Python's own way down would be too deep
             flat = flat.pop()
     fits: Any = 1
     for _ in range(carrier.DEEPEST - 2):  # in an array, in an object
         fits = (fits,)
-    assert opened(made([fits] * 3))
+    assert open_carrier(make_carrier([fits] * 3))
 
 
 def test_no_message_tells_a_secret() -> None:
-    texts = [made(["needle"]), sign_history(["needle"], RING)]
+    texts = [make_carrier(["needle"]), sign_history(["needle"], RING)]
     for text in texts:
         for cut in range(0, len(text), 7):
             with pytest.raises(CarrierError) as caught:
-                opened(text[:cut])
+                open_carrier(text[:cut])
             words = f"{caught.value!r} {caught.value.message} {caught.value.hint}"
             assert "needle" not in words
             assert SECRET.hex() not in words
@@ -551,10 +553,10 @@ def test_the_wire_is_small() -> None:
     history = [
         {"role": "user", "content": " ".join(chance.choices(words, k=80))} for _ in range(200)
     ]
-    assert len(made(history)) < 0.75 * len(sign_history(history, RING))
+    assert len(make_carrier(history)) < 0.75 * len(sign_history(history, RING))
 
 
 @pytest.mark.parametrize("ttl_s", [float("nan"), float("inf"), -1.0, 1e308])
 def test_a_time_to_live_that_is_none(ttl_s: float) -> None:
     with pytest.raises(VllmopsError, match="time of carriers"):
-        made(ttl_s=ttl_s)
+        make_carrier(ttl_s=ttl_s)

@@ -87,7 +87,7 @@ class Adding:
         return shown
 
 
-def made(path: Path, keys: int = 1) -> KeyRing:
+def create_keyring(path: Path, keys: int = 1) -> KeyRing:
     for _ in range(keys):
         key = Key.from_secret(generate_secret(), KeyStatus.NEXT, 1)
         file.change_keyring(path, lambda ring, key=key: ring.add(key), create=True)  # type: ignore[misc]
@@ -105,7 +105,7 @@ def names(path: Path) -> set[str]:
 def test_it_is_private_and_has_a_copy(path: Path) -> None:
     before = os.umask(0)
     try:
-        ring = made(path, 2)
+        ring = create_keyring(path, 2)
     finally:
         os.umask(before)
     assert names(path) == {"keyring.json", "keyring.json.copy", "keyring.json.lock"}
@@ -118,19 +118,19 @@ def test_it_is_private_and_has_a_copy(path: Path) -> None:
     assert bytes.fromhex(written["keys"][0]["secret"]) == ring.keys[0].secret.reveal()
 
 
-def test_what_changes_nothing_writes_nothing(path: Path) -> None:
-    ring = made(path)
+def test_unchanged_keyring_is_not_written(path: Path) -> None:
+    ring = create_keyring(path)
     before = path.stat()
     assert file.change_keyring(path, lambda ring: ring.add(ring.keys[0])) == ring
     assert path.stat() == before
 
 
 def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
-    made(path)
+    create_keyring(path)
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "elsewhere" / "ring"
     link.symlink_to(path)
-    made(link)
+    create_keyring(link)
     assert link.is_symlink()
     assert len(file.load_keyring(path).keys) == len(file.load_keyring(link).keys) == 2
 
@@ -144,10 +144,10 @@ def test_no_file(path: Path) -> None:
 
 
 def test_a_lost_file_is_not_begun_anew_beside_its_copy(path: Path) -> None:
-    ring = made(path)
+    ring = create_keyring(path)
     path.unlink()
     with refusal("keys.no-ring") as caught:
-        made(path)
+        create_keyring(path)
     assert str(file.locate_copy(path)) in caught.value.hint
     file.locate_copy(path).rename(path)
     assert file.load_keyring(path) == ring
@@ -155,7 +155,7 @@ def test_a_lost_file_is_not_begun_anew_beside_its_copy(path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [0o604, 0o660, 0o601, 0o777])
 def test_a_lax_mode(path: Path, mode: int) -> None:
-    made(path)
+    create_keyring(path)
     path.chmod(mode)
     with refusal("keys.unsafe") as caught:
         file.load_keyring(path)
@@ -166,11 +166,11 @@ def test_a_lax_mode(path: Path, mode: int) -> None:
 
 @pytest.mark.root_only
 def test_another_users(path: Path) -> None:
-    made(path)
+    create_keyring(path)
     os.chown(path, NOBODY, NOBODY)
     before = path.read_bytes()
     with refusal("keys.unsafe") as caught:
-        made(path)
+        create_keyring(path)
     assert f"uid {NOBODY}" in caught.value.message
     assert path.read_bytes() == before
     assert path.stat().st_uid == NOBODY
@@ -178,14 +178,14 @@ def test_another_users(path: Path) -> None:
 
 @pytest.mark.root_only
 def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
-    made(path)
+    create_keyring(path)
     os.chown(path, 0, NOBODY)
     for mode in (0o644, 0o660):
         path.chmod(mode)
         with refusal("keys.unsafe"):
             file.load_keyring(path)
     path.chmod(0o640)
-    made(path)
+    create_keyring(path)
     at = path.stat()
     assert (at.st_gid, stat.S_IMODE(at.st_mode)) == (NOBODY, 0o640)
     os.chown(path, NOBODY, NOBODY)
@@ -201,7 +201,7 @@ def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["directory", "pipe", "device"])
-def test_what_is_no_file(path: Path, what: str) -> None:
+def test_keyring_must_be_a_regular_file(path: Path, what: str) -> None:
     match what:
         case "directory":
             path.mkdir()
@@ -246,11 +246,11 @@ def spoilt(content: bytes) -> dict[str, bytes]:
     ),
 )
 def test_a_spoilt_file_loses_nothing_and_tells_nothing(path: Path, how: str) -> None:
-    ring = made(path, 2)
+    ring = create_keyring(path, 2)
     content = path.read_bytes()
     path.write_bytes(spoilt(content)[how])
     with refusal("keys.newer" if how == "newer" else "keys.broken") as caught:
-        made(path)
+        create_keyring(path)
     assert path.read_bytes() == spoilt(content)[how]
     # As the message says: its last good content is put back.
     file.locate_copy(path).replace(path)
@@ -265,7 +265,7 @@ CALLS = ("open", "fsync", "replace", "close", "unlink")
 
 def test_killed_at_every_step(path: Path) -> None:
     """Whatever it was doing, what was there is there, and what it added is there or not."""
-    made(path, 2)
+    create_keyring(path, 2)
     faults = 0
     for name in CALLS:
         for number in range(1, 20):
@@ -286,13 +286,13 @@ def test_killed_at_every_step(path: Path) -> None:
                 break
     assert faults >= 14
     # What they left lying about is secret, too: the next one takes it away.
-    made(path)
+    create_keyring(path)
     assert names(path) == {"keyring.json", "keyring.json.copy", "keyring.json.lock"}
 
 
 def test_killed_in_the_middle_of_a_write(path: Path) -> None:
     """The kernel kills it once so many bytes of a file are written."""
-    before = made(path, 3)
+    before = create_keyring(path, 3)
     size = path.stat().st_size
 
     def limits(most: int) -> Callable[[], None]:
@@ -313,7 +313,7 @@ def test_killed_in_the_middle_of_a_write(path: Path) -> None:
 
 def test_killed_at_any_moment_while_many_write(path: Path) -> None:
     chance = random.Random(1)
-    before = set(made(path).keys)
+    before = set(create_keyring(path).keys)
     for _ in range(8):
         writers = [Adding(path, 1000) for _ in range(2)]
         writers[0].said.readline()
@@ -342,41 +342,41 @@ def test_many_writers_lose_nothing(path: Path) -> None:
 def test_a_writer_that_hangs_is_not_waited_for_for_ever(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made(path)
+    create_keyring(path)
     held = lock_file(path.with_name("keyring.json.lock"))
     assert held is not None
     monkeypatch.setattr(file, "LOCK_WAIT_S", 0.1)
     with refusal("keys.locked") as caught:
-        made(path)
+        create_keyring(path)
     assert caught.value.exit_code == ExitCode.TIMED_OUT
     os.close(held)
-    made(path)
+    create_keyring(path)
 
 
 def test_a_full_disk(home: Path, full_disk: Callable[[], None]) -> None:
     path = home / "keyring.json"
-    ring = made(path, 2)
+    ring = create_keyring(path, 2)
     full_disk()
     for _ in range(3):
         with refusal("keys.not-written") as caught:
-            file.change_keyring(path, grown)
+            file.change_keyring(path, add_many_keys)
         assert "No space" in caught.value.message
         assert file.load_keyring(path) == ring
     assert not [item for item in names(path) if item.startswith(".keyring")]
     (home / "filler").unlink()
-    assert len(file.change_keyring(path, grown).keys) == 52
+    assert len(file.change_keyring(path, add_many_keys).keys) == 52
 
 
-def grown(ring: KeyRing) -> KeyRing:
+def add_many_keys(ring: KeyRing) -> KeyRing:
     """More than fits into what a full disk has left in its last page."""
     for _ in range(50):
         ring = ring.add(Key.from_secret(generate_secret(), KeyStatus.NEXT))
     return ring
 
 
-def test_where_nobody_may_write(path: Path) -> None:
+def test_unwritable_keyring_is_reported(path: Path) -> None:
     with refusal("keys.not-written"):
-        made(path.parent / "no" / "ring")
+        create_keyring(path.parent / "no" / "ring")
 
 
 def test_files_of_others_beside_it_are_left_alone(path: Path) -> None:
@@ -384,7 +384,7 @@ def test_files_of_others_beside_it_are_left_alone(path: Path) -> None:
         path.with_name(name).touch()
     left = path.with_name(".keyring.json.abc_1234")
     left.touch()
-    made(path)
+    create_keyring(path)
     assert len(names(path)) == 6
     assert not left.exists()
 
@@ -413,7 +413,7 @@ def test_which_ring_counts(monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path
 
 
 def test_an_encoded_ring_is_what_was_decoded(path: Path) -> None:
-    ring = made(path, 3)
+    ring = create_keyring(path, 3)
     changed = KeyRing(
         keys=(
             msgspec.structs.replace(ring.keys[0], status=KeyStatus.REVOKED, not_after=5),
@@ -426,20 +426,20 @@ def test_an_encoded_ring_is_what_was_decoded(path: Path) -> None:
 def test_a_lock_of_somebody_else_is_a_missing_right(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(lock: Path) -> int:
+    def deny_lock(lock: Path) -> int:
         raise PermissionError(errno.EACCES, "Permission denied", str(lock))
 
-    made(path)
-    monkeypatch.setattr(file, "lock_file", refused)
+    create_keyring(path)
+    monkeypatch.setattr(file, "lock_file", deny_lock)
     with refusal("keys.not-written") as caught:
-        made(path)
+        create_keyring(path)
     assert caught.value.exit_code == ExitCode.NOT_AUTHORISED
 
 
 def test_a_hint_can_be_run_whatever_the_name(tmp_path: Path) -> None:
     path = tmp_path / "a b;$(c)" / "keyring.json"
     path.parent.mkdir()
-    ring = made(path)
+    ring = create_keyring(path)
     path.chmod(0o644)
     with refusal("keys.unsafe") as caught:
         file.load_keyring(path)

@@ -19,7 +19,7 @@ import pytest
 from vllmops.keys import carrier
 from vllmops.keys.ring import generate_secret, make_single_key_ring
 
-from ..support.extent import EVERYTHING, long, sampled
+from ..support.extent import EVERYTHING, long, sample_cases
 
 RING = make_single_key_ring(generate_secret())
 ALPHABET = string.ascii_uppercase + string.digits
@@ -85,7 +85,7 @@ def fillers() -> Iterator[str]:
     )
 
 
-def attacked(
+def guess_code(
     say: Say, measure: Callable[[list[Item]], int], *, tries: int, step: int = 1
 ) -> tuple[str, int]:
     """Guess the code, a character at a time, by what is shortest over fillers and repetitions.
@@ -111,7 +111,7 @@ def attacked(
     return guess, count
 
 
-def right(guess: str) -> int:
+def count_right_letters(guess: str) -> int:
     return sum(a == b for a, b in zip(guess, CODE, strict=True))
 
 
@@ -121,7 +121,7 @@ def together(secret: str, words: str) -> list[Item]:
 
 
 @pytest.fixture
-def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def seeded_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise that is the same in each run: what chance could do once in 500,000 it does never."""
     chance = random.Random(5)
     drawn = SimpleNamespace(token_bytes=chance.randbytes, randbelow=chance.randrange)
@@ -137,13 +137,13 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_the_attack_is_one(place: str) -> None:
-    guess, _ = attacked(partial(PLACES[place], SECRET), before, tries=8)
-    assert right(guess) >= 7
+    guess, _ = guess_code(partial(PLACES[place], SECRET), before, tries=8)
+    assert count_right_letters(guess) >= 7
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.usefixtures("bare")
-def test_what_one_says_has_no_effect_on_what_another_takes(place: str) -> None:
+def test_carrier_length_reveals_no_match_with_a_secret(place: str) -> None:
     other = KNOWN + "0ABCDEFGH."
     words = [KNOWN + CODE[:n] + more for n in range(9) for more in ("", CODE[n], "!", '},{"a":"')]
     differences = {
@@ -152,26 +152,26 @@ def test_what_one_says_has_no_effect_on_what_another_takes(place: str) -> None:
     assert len({difference // 4 for difference in differences}) == 1  # base64's own rounding
 
 
-@pytest.mark.parametrize("place", sampled(ATTACKED, 3))
-@pytest.mark.usefixtures("seeded")
+@pytest.mark.parametrize("place", sample_cases(ATTACKED, 3))
+@pytest.mark.usefixtures("seeded_noise")
 def test_the_attack_finds_nothing(place: str) -> None:
     """Fillers sweep a whole bucket, so that its edge is among them."""
-    guess, count = attacked(partial(PLACES[place], SECRET), length, tries=32, step=9)
+    guess, count = guess_code(partial(PLACES[place], SECRET), length, tries=32, step=9)
     assert count > 10_000
-    assert right(guess) <= CHANCE
+    assert count_right_letters(guess) <= CHANCE
 
 
 @long
 @pytest.mark.usefixtures("bare")
 def test_within_one_text_the_attack_needs_silence() -> None:
-    guess, _ = attacked(partial(together, SECRET), length, tries=24)
-    assert right(guess) >= 7
+    guess, _ = guess_code(partial(together, SECRET), length, tries=24)
+    assert count_right_letters(guess) >= 7
 
 
-@pytest.mark.usefixtures("seeded")
+@pytest.mark.usefixtures("seeded_noise")
 def test_within_one_text_noise_stands_against_it() -> None:
-    guess, _ = attacked(partial(together, SECRET), length, tries=32, step=9)
-    assert right(guess) <= CHANCE
+    guess, _ = guess_code(partial(together, SECRET), length, tries=32, step=9)
+    assert count_right_letters(guess) <= CHANCE
 
 
 def test_lengths_are_few() -> None:
@@ -188,8 +188,8 @@ def test_lengths_are_few() -> None:
     assert len(every) < 2**8
 
 
-@pytest.mark.usefixtures("seeded")
-def test_what_it_costs() -> None:
+@pytest.mark.usefixtures("seeded_noise")
+def test_length_padding_has_a_bounded_cost() -> None:
     """A kilobyte at most where a conversation is short, a sixteenth beyond noise where not."""
     short = [message("user", "What is the door code?"), message("assistant", "I can't tell.")]
     costs = [length(short) - before(short) * 4 / 3 for _ in range(50)]

@@ -109,7 +109,7 @@ def test_another_secret_with_a_known_kid_is_refused() -> None:
         assert key(1).kid in caught.value.message
 
 
-def test_what_can_not_be_promoted() -> None:
+def test_revoked_expired_or_unknown_key_cannot_be_promoted() -> None:
     held = ring(key(1, PRIMARY), key(2, REVOKED), key(3, VERIFY_ONLY, NOW - 1))
     for number in (2, 3):
         with refusal("keys.revoked"):
@@ -120,7 +120,7 @@ def test_what_can_not_be_promoted() -> None:
     assert key(1).kid in caught.value.message
 
 
-def test_what_can_be_retired() -> None:
+def test_only_unused_keys_are_retired_without_force() -> None:
     over, live = key(3, VERIFY_ONLY, NOW - 1), key(4, VERIFY_ONLY, NOW + 10 * DAY_S)
     endless = key(6, VERIFY_ONLY)
     held = ring(key(1, PRIMARY), key(2), over, live, key(5, REVOKED), endless)
@@ -257,7 +257,7 @@ steps = st.one_of(
 )
 
 
-def taken(held: KeyRing, step: str, number: int) -> KeyRing:
+def apply_step(held: KeyRing, step: str, number: int) -> KeyRing:
     kid = key(number).kid
     match step:
         case "add":
@@ -277,11 +277,11 @@ def taken(held: KeyRing, step: str, number: int) -> KeyRing:
 
 
 @given(st.lists(steps, max_size=12))
-def test_nothing_but_what_says_so_takes_a_key_away(walk: list[tuple[str, int]]) -> None:
+def test_only_revoke_and_retire_remove_usable_keys(walk: list[tuple[str, int]]) -> None:
     held = ring(key(0, PRIMARY))
     for step, number in walk:
         try:
-            after = taken(held, step, number)
+            after = apply_step(held, step, number)
         except VllmopsError:
             continue
         opens = {item.kid for item in held.keys if item.status is not REVOKED}
@@ -304,7 +304,7 @@ def test_nothing_but_what_says_so_takes_a_key_away(walk: list[tuple[str, int]]) 
         ("0x" + "ab" * 32, "keys.not-hex"),
     ],
 )
-def test_what_is_no_key(text: str, code: str) -> None:
+def test_malformed_hex_secret_is_rejected(text: str, code: str) -> None:
     with refusal(code) as caught:
         parse_hex_secret(text, "the text")
     assert caught.value.message.startswith("the text is")
@@ -317,7 +317,7 @@ def test_keys_as_people_write_them() -> None:
     assert len(parse_hex_secret("ab" * 48, "it").reveal()) == 48
 
 
-def test_what_is_no_ring() -> None:
+def test_inconsistent_keys_and_keyrings_are_rejected() -> None:
     for keys in ((key(1), key(1)), (key(1, PRIMARY), key(2, PRIMARY))):
         with pytest.raises(ValueError, match="two keys"):
             ring(*keys)

@@ -67,7 +67,9 @@ def connect(base: str, key: str = "one", retries: int = 0) -> Any:
     )
 
 
-def ask(base: str, path: str, method: str = "GET", key: str = "one", **options: Any) -> Any:
+def send_responses_request(
+    base: str, path: str, method: str = "GET", key: str = "one", **options: Any
+) -> Any:
     return httpx.request(
         method,
         f"{base}/responses{path}",
@@ -82,19 +84,19 @@ def say(client: Any, text: Any = "hello", **options: Any) -> Any:
     return client.responses.create(model=MODEL, input=text, **given)
 
 
-def ended(client: Any, response_id: str, timeout_s: float = 30) -> Any:
-    def look() -> Any:
+def wait_until_response_ends(client: Any, response_id: str, timeout_s: float = 30) -> Any:
+    def fetch_ended_response() -> Any:
         found = client.responses.retrieve(response_id)
         return found if found.status not in {"queued", "in_progress"} else None
 
-    return until(look, timeout_s)
+    return until(fetch_ended_response, timeout_s)
 
 
 def background(client: Any, **options: Any) -> Any:
     return say(client, background=True, **{**SLOW, **options})
 
 
-def following(client: Any, **options: Any) -> tuple[Any, str]:
+def start_background_stream(client: Any, **options: Any) -> tuple[Any, str]:
     """A background stream that has begun, and the id of its response."""
     stream = background(client, stream=True, **options)
     return stream, next(iter(stream)).response.id
@@ -150,7 +152,9 @@ class Load:
         self.told: list[Told] = []
         self.over = threading.Event()
         self.each = list(itertools.product(bases, KINDS))
-        self.threads = [threading.Thread(target=self.work, args=item) for item in self.each]
+        self.threads = [
+            threading.Thread(target=self.send_requests, args=item) for item in self.each
+        ]
 
     def __enter__(self) -> Self:
         for thread in self.threads:
@@ -162,7 +166,7 @@ class Load:
         for thread in self.threads:
             thread.join()
 
-    def work(self, base: str, kind: str) -> None:
+    def send_requests(self, base: str, kind: str) -> None:
         body = {"model": MODEL, "input": "hello", "max_output_tokens": 1, **KINDS[kind]}
         with httpx.Client(headers=self.headers, timeout=60) as client:
             while not self.over.wait(0.05):
@@ -178,7 +182,7 @@ class Load:
                 self.told.append(Told(base, kind, began, status, retry_after, stored, over))
 
     @property
-    def stored(self) -> set[str]:
+    def stored_ids(self) -> set[str]:
         """The ids of all that was acknowledged as stored."""
         return {item.stored for item in self.told if item.stored}
 
@@ -186,7 +190,7 @@ class Load:
         """Until each client has got what it wanted so many times, of what it asks from now on."""
         now = time.monotonic()
 
-        def done() -> bool:
+        def has_enough_answers() -> bool:
             well = [
                 (item.base, item.kind)
                 for item in list(self.told)
@@ -195,7 +199,7 @@ class Load:
             ]
             return all(well.count(item) >= times for item in self.each)
 
-        until(done, timeout_s, lambda: self.told[-20:])
+        until(has_enough_answers, timeout_s, lambda: self.told[-20:])
 
 
 def relied_on(kind: str, answer: httpx.Response) -> str:
@@ -211,25 +215,29 @@ def relied_on(kind: str, answer: httpx.Response) -> str:
     return ""
 
 
-def listed(base: str, key: str = "one") -> dict[str, Any]:
+def list_responses(base: str, key: str = "one") -> dict[str, Any]:
     """All of an owner's responses by id."""
     found: dict[str, Any] = {}
     query = "?limit=100"
     while True:
-        page = ask(base, query, key=key).json()
+        page = send_responses_request(base, query, key=key).json()
         found |= {item["id"]: item for item in page["data"]}
         if not page["has_more"]:
             return found
         query = f"?limit=100&after={page['last_id']}"
 
 
-def there(base: str, wanted: Collection[str]) -> dict[str, Any]:
+def fetch_stored_responses(base: str, wanted: Collection[str]) -> dict[str, Any]:
     """Responses that a server was told to keep, each of which it has."""
 
-    def look() -> dict[str, Any]:
-        return listed(base) if ask(base, "?limit=1").status_code == 200 else {}
+    def try_list_responses() -> dict[str, Any]:
+        return (
+            list_responses(base)
+            if send_responses_request(base, "?limit=1").status_code == 200
+            else {}
+        )
 
-    found: dict[str, Any] = until(look, 30)
+    found: dict[str, Any] = until(try_list_responses, 30)
     assert not set(wanted) - found.keys()
     return {item: found[item] for item in wanted}
 
@@ -249,7 +257,7 @@ def sealed_in(response: Any) -> str:
     return text
 
 
-def told(client: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
+def request_carrier_answer(client: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
     """An answer that carries its conversation, streamed or not."""
     if not streamed:
         return say(client, given, **CARRY, **options)
@@ -271,7 +279,7 @@ def told(client: Any, given: Any, *, streamed: bool, **options: Any) -> Any:
     return last.response
 
 
-def counted(client: Any, given: Any, **options: Any) -> int:
+def count_input_tokens(client: Any, given: Any, **options: Any) -> int:
     """The tokens of an input, without an answer."""
     found = client.responses.input_tokens.count(model=MODEL, input=given, **options)
     assert found.object == "response.input_tokens"
@@ -285,7 +293,9 @@ def count(client: Any, items: list[Any], **options: Any) -> int:
     return tokens
 
 
-def carried(clients: Sequence[Any], way: str, *, streamed: bool, **options: Any) -> list[Any]:
+def run_carrier_conversation(
+    clients: Sequence[Any], way: str, *, streamed: bool, **options: Any
+) -> list[Any]:
     """The answers of a conversation that its client carries, each turn to the next of `clients`.
 
     For the model it is as long as where the client sends each item of it.
@@ -302,9 +312,9 @@ def carried(clients: Sequence[Any], way: str, *, streamed: bool, **options: Any)
         elif answers and way == PREVIOUS:
             before = {"previous_response": answers[-1].model_dump(mode="json")}
             given, more = question, {"extra_body": before}
-        answer = told(client, given, streamed=streamed, **more, **options)
+        answer = request_carrier_answer(client, given, streamed=streamed, **more, **options)
         assert answer.usage.input_tokens == count(client, sent, **options)
-        assert answer.usage.input_tokens == counted(client, given, **more)
+        assert answer.usage.input_tokens == count_input_tokens(client, given, **more)
         sent += answer.output
         answers.append(answer)
     return answers

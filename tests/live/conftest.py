@@ -28,7 +28,7 @@ import pytest
 from vllmops.host import shm
 
 from ..support import plug_ins
-from ..support.commands import answered
+from ..support.commands import run_vllmops
 from ..support.extent import EVERYTHING
 from ..support.fleet import token_file
 from ..support.ports import free_port
@@ -91,7 +91,7 @@ class Cli:
     def __call__(self, *words: str, timeout_s: float = START_TIMEOUT_S) -> Ran:
         """Run a command to its end: as a fork of this process, unless a test's threads run."""
         if threading.active_count() == THREADS:
-            answer = answered(*words, env=self.environment, timeout_s=timeout_s)
+            answer = run_vllmops(*words, env=self.environment, timeout_s=timeout_s)
             return Ran(answer.code, answer.out, answer.err)
         ran = subprocess.run(
             [sys.executable, "-m", "vllmops", *words],
@@ -176,9 +176,9 @@ class Footprint:
     port: int | None
     segments: set[str]
 
-    def left(self) -> list[str]:
+    def list_leftovers(self) -> list[str]:
         """What is left of it."""
-        found = [f"pid {pid}" for pid in self.pids if alive(pid)]
+        found = [f"pid {pid}" for pid in self.pids if is_process_alive(pid)]
         found += [f"/dev/shm/{name}" for name in self.segments if (SHM / name).exists()]
         with socket.socket() as trial:
             if self.port and trial.connect_ex(("127.0.0.1", self.port)) == 0:
@@ -186,10 +186,10 @@ class Footprint:
         return found
 
     def wait_gone(self, timeout_s: float = 30) -> None:
-        until(lambda: not self.left(), timeout_s, self.left)
+        until(lambda: not self.list_leftovers(), timeout_s, self.list_leftovers)
 
 
-def alive(pid: int) -> bool:
+def is_process_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -208,7 +208,7 @@ class Launched:
     url: str
     log: Path
 
-    def up(self) -> bool:
+    def is_healthy(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
         try:
             return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
@@ -216,7 +216,7 @@ class Launched:
             return False
 
     def wait_up(self) -> None:
-        until(self.up, START_TIMEOUT_S, self.log.read_text)
+        until(self.is_healthy, START_TIMEOUT_S, self.log.read_text)
 
     def stop(self) -> None:
         self.process.terminate()
@@ -272,7 +272,7 @@ class Stock(Live):
 
 
 # What tests of several files share.
-SHARED = ("vision_server", "text_pair", "hung_pair", "imported")
+SHARED = ("vision_server", "text_pair", "hung_pair", "imported_vllm")
 # Groups of many tests come first, as xdist has them by itself; these count as more than they have.
 SLOW = {"test_lost": 16, "test_restart": 8}
 
@@ -380,7 +380,7 @@ def lose(server: Live, role: str) -> None:
     assert footprint.segments
     kill(server.pids()[role])
     until(lambda: server.row["state"] == "failed")
-    assert footprint.left() == []
+    assert footprint.list_leftovers() == []
     assert role in server.row["failure"].lower()
     shown = server.cli("status", server.name)
     assert shown.code == 5
@@ -397,7 +397,7 @@ def lose_all(server: Live, footprint: Footprint) -> None:
     for pid in footprint.pids:
         kill(pid)
     until(lambda: server.row["state"] == "failed")
-    assert footprint.left() == [f"/dev/shm/{held}"]
+    assert footprint.list_leftovers() == [f"/dev/shm/{held}"]
     shared.unlink()
     shared.close()
 
@@ -432,7 +432,7 @@ def hung_pair(
 def vision_server(cli: Cli) -> Live:
     """The demo vision model, default caches, an admin token, and what a soak wants."""
     admin = ("--admin-token", str(token_file(cli.home)))
-    return cli.serve("vision", "--demo", "vision", *admin, *soaked(cli))
+    return cli.serve("vision", "--demo", "vision", *admin, *make_soak_options(cli))
 
 
 @dataclass(frozen=True)
@@ -444,7 +444,7 @@ class Bundled:
 
 
 @pytest.fixture(scope="session")
-def bundled(vision_server: Live, tmp_path_factory: pytest.TempPathFactory) -> Bundled:
+def vision_bundle(vision_server: Live, tmp_path_factory: pytest.TempPathFactory) -> Bundled:
     """One of the vision server, a recording of its memory included; it takes a core 10 s."""
     path, target = tmp_path_factory.mktemp("bundle") / "b.tar.gz", ("-t", vision_server.name)
     words = ("--rounds", "2", "--load", "images", "--requests", "2", "--tolerance", "10G")
@@ -456,7 +456,7 @@ def bundled(vision_server: Live, tmp_path_factory: pytest.TempPathFactory) -> Bu
 
 
 @pytest.fixture(scope="session")
-def imported() -> None:
+def imported_vllm() -> None:
     """For tests that use vLLM's code without a server: they run in one process, which imports it.
 
     That takes a core 10 s.
@@ -484,12 +484,12 @@ def text_pair(
         cli("stop", made.name, "--force")
 
 
-def soaked(cli: Cli) -> tuple[str, ...]:
+def make_soak_options(cli: Cli) -> tuple[str, ...]:
     """Options for a server with the routes that a soak wants, and a key for what clients carry."""
-    return (*SOAKED, *ringed(cli, cli.home / "soaked.json"))
+    return (*SOAKED, *make_keyring_options(cli, cli.home / "soaked.json"))
 
 
-def ringed(cli: Cli, keyring: Path) -> tuple[str, ...]:
+def make_keyring_options(cli: Cli, keyring: Path) -> tuple[str, ...]:
     """Options for servers with a keyring, which has one more key from now on."""
     ran = cli("keys", "add", "--keyring", str(keyring))
     assert ran.code == 0, ran.err

@@ -28,7 +28,7 @@ from vllmops.vllm_api import http as web
 from ..support import plug_ins
 from ..support.waiting import until
 from .conftest import Cli, Launched, Stock, kill, launch
-from .test_cache import ask
+from .test_cache import send_image_request
 
 PATCHES = ("mm-lru-ghost-keys", "mm-lru-stale-eviction", "request-hash-cycle")
 UNPATCHED = ",".join((*PATCHES, "broadcast-recheck"))
@@ -365,7 +365,7 @@ BACKTRACKING = "[a(" + 60 * "a=1,"  # each argument doubles the time: 20 of them
 _numbers = itertools.count(100)
 
 
-def connected(policy: str) -> tuple[str, ...]:
+def make_connector_arguments(policy: str) -> tuple[str, ...]:
     """Arguments for the connector, and a policy for loads that fail."""
     connector = {
         "kv_connector": "Losing",
@@ -419,7 +419,7 @@ class Prone(Stock):
     def pids(self) -> dict[str, int]:
         return {role: process.pid for role, process in self.processes.items()}
 
-    def ask(self, *seeds: int, text: str = "hi", **fields: Any) -> Asked:
+    def send_chat_request(self, *seeds: int, text: str = "hi", **fields: Any) -> Asked:
         return Asked(self.url, make_chat_request(list(seeds), text, **fields))
 
     def unencodable(self) -> Asked:
@@ -431,7 +431,7 @@ class Prone(Stock):
         found = web.fetch_metrics(self.url)
         return found.tokens if found else None
 
-    def handed(self) -> int:
+    def count_handed_requests(self) -> int:
         """Requests that the API server has handed to the engine and that are not over."""
         pulse = agent.read_heartbeat(self.processes["api"])
         assert pulse
@@ -448,7 +448,7 @@ class Prone(Stock):
                 Path(file.name).unlink()
 
     @contextmanager
-    def stopped(self, role: str) -> Iterator[None]:
+    def suspend_process(self, role: str) -> Iterator[None]:
         pid = self.pids()[role]
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -502,14 +502,14 @@ def slow(server: Prone, token_s: float) -> Iterator[None]:
         path.unlink()
 
 
-def drifted(url: str) -> Iterator[int]:
+def make_front_only_images(url: str) -> Iterator[int]:
     """Images that the front end alone may have cached.
 
     A text fits before the image's placeholder is expanded, and not after: some lengths do so. Those
     that fit at all come last.
     """
     for length in range(2044, 2017, -1):
-        assert ask(url, 1000 + length, text="z" * length).status_code in {200, 400}
+        assert send_image_request(url, 1000 + length, text="z" * length).status_code in {200, 400}
         yield 1000 + length
 
 
@@ -518,12 +518,14 @@ def leave_ghost(url: str) -> bool:
 
     Its reuse leaves a key without data in the engine.
     """
-    return any(ask(url, seed).status_code == 500 for seed in drifted(url))
+    return any(
+        send_image_request(url, seed).status_code == 500 for seed in make_front_only_images(url)
+    )
 
 
 @contextmanager
 def larger_than_the_cache(server: Prone) -> Iterator[list[Asked]]:
-    asked = [server.ask(text="z" * 1500), server.ask()]
+    asked = [server.send_chat_request(text="z" * 1500), server.send_chat_request()]
     with ExitStack() as after:
         after.callback(asked[0].abort)
         yield asked
@@ -537,11 +539,11 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
     to them, and so the third has no room. Their texts are new each time: of a prompt that is in
     the KV cache no image is encoded.
     """
-    with server.stopped("worker"):  # so that both are there when one is scheduled
+    with server.suspend_process("worker"):  # so that both are there when one is scheduled
         time.sleep(1.2)  # a heartbeat later those of others are counted, too
-        before = server.handed()
-        first = server.ask()
-        until(lambda: server.handed() > before)
+        before = server.count_handed_requests()
+        first = server.send_chat_request()
+        until(lambda: server.count_handed_requests() > before)
         # A busy machine's engine might not be in this step yet, and take one of the two alone.
         until(lambda: agent.open_agent(server.processes["engine"]).fetch_engine_state().running)
         texts = [f"{next(_numbers)} ".ljust(750, "z") for _ in range(2)]
@@ -549,7 +551,7 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
         for body in bodies:
             body["messages"][0]["content"].reverse()  # the text has its KV blocks by then
         asked = [Asked(server.url, body) for body in bodies]
-        until(lambda: server.handed() > before + 2)
+        until(lambda: server.count_handed_requests() > before + 2)
     assert first.answer(30) == 200
     with ExitStack() as after:
         after.callback(asked[1].abort)
@@ -559,37 +561,37 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
 @contextmanager
 def worker_blocked(server: Prone) -> Iterator[list[Asked]]:
     with server.defect("worker"):
-        yield [server.ask()]
+        yield [server.send_chat_request()]
 
 
 @contextmanager
 def kernel_spins(server: Prone) -> Iterator[list[Asked]]:
     with server.defect("kernel"):
-        yield [server.ask()]
+        yield [server.send_chat_request()]
 
 
 @contextmanager
 def scheduler_spins(server: Prone) -> Iterator[list[Asked]]:
     with server.defect("scheduler"):
-        yield [server.ask()]
+        yield [server.send_chat_request()]
 
 
 @contextmanager
 def worker_stopped(server: Prone) -> Iterator[list[Asked]]:
-    with server.stopped("worker"):
-        yield [server.ask()]
+    with server.suspend_process("worker"):
+        yield [server.send_chat_request()]
 
 
 @contextmanager
 def gil_held(server: Prone) -> Iterator[list[Asked]]:
     with server.defect("gil"):
-        yield [server.ask()]
+        yield [server.send_chat_request()]
 
 
 @contextmanager
-def backtracking(server: Prone) -> Iterator[list[Asked]]:
+def trigger_backtracking(server: Prone) -> Iterator[list[Asked]]:
     forced = {"choice": [BACKTRACKING]}
-    asked = server.ask(tools=[TOOL], structured_outputs=forced, max_tokens=500)
+    asked = server.send_chat_request(tools=[TOOL], structured_outputs=forced, max_tokens=500)
     until(lambda: not web.is_healthy(server.url, timeout_s=1))
     with ExitStack() as after:
         after.callback(os.kill, server.pids()["api"], signal.SIGUSR2)
@@ -603,14 +605,14 @@ def input_thread_dead(server: Prone) -> Iterator[list[Asked]]:
 
     (server.place / "input-thread").touch()
     before = deaths()
-    for seed in drifted(server.url):
-        lost = server.ask(seed)
+    for seed in make_front_only_images(server.url):
+        lost = server.send_chat_request(seed)
         while lost.answer(0.1) is None and deaths() == before:
             time.sleep(0.1)
         if deaths() > before:
             break
     (server.place / "input-thread").unlink()
-    yield [lost, server.ask()]
+    yield [lost, server.send_chat_request()]
 
 
 def lost_notify(server: Prone) -> Asked:
@@ -619,7 +621,7 @@ def lost_notify(server: Prone) -> Asked:
     lost = server.place / "notify"
     lost.touch()
     try:
-        asked = server.ask()
+        asked = server.send_chat_request()
         until(lambda: not lost.exists())
     finally:
         lost.unlink(missing_ok=True)
@@ -631,7 +633,7 @@ def engine_killed(server: Prone) -> Iterator[list[Asked]]:
     engine = server.pids()["engine"]
     kill(engine)
     until(lambda: not psutil.pid_exists(engine))
-    assert server.ask().answer(10) == 500
+    assert server.send_chat_request().answer(10) == 500
     yield []
 
 
@@ -671,7 +673,7 @@ HANGS = (
     Hang("worker blocked", "stack.worker-stuck-broadcast", worker_blocked),
     Hang("worker stopped", "process.stopped", worker_stopped, short=False),
     Hang("GIL held in C", "stack.gil-held", gil_held, age_s=9.0),
-    Hang("regex backtracks", "stack.tool-parser-regex", backtracking, short=False),
+    Hang("regex backtracks", "stack.tool-parser-regex", trigger_backtracking, short=False),
     Hang("input thread dead", "stack.input-thread-dead", input_thread_dead, lives_on=False),
     Hang(
         "EngineCore killed",

@@ -40,7 +40,7 @@ from .hangs import (
     Asked,
     Prone,
 )
-from .soak import Soak, asking
+from .soak import Soak, make_text_request
 
 HEALED_S = 30.0  # from a stall to its end
 PATIENCE_S = 90.0  # until it counts as not healed
@@ -78,14 +78,14 @@ class Load(Soak):
         self.client.timeout = httpx.Timeout(PATIENCE_S)
         self.open, self.busy, self.lock = threading.Event(), 0, threading.Lock()
         self.open.set()
-        self.kinds = tuple(kind for kind in self.kinds if kind != self.carried)
+        self.kinds = tuple(kind for kind in self.kinds if kind != self.carried_conversation)
 
-    def one(self, kind: Callable[[int], None]) -> None:
+    def send_request(self, kind: Callable[[int], None]) -> None:
         self.open.wait()
         with self.lock:
             self.busy += 1
         try:
-            super().one(kind)
+            super().send_request(kind)
         finally:
             with self.lock:
                 self.busy -= 1
@@ -100,12 +100,12 @@ class Load(Soak):
         self.post("/v1/chat/completions", make_chat_request([number % 3], max_tokens=5))
 
     def long_prompt(self, number: int) -> None:
-        self.ask(f"{number} " + "z" * 500)
+        self.request_chat_completion(f"{number} " + "z" * 500)
 
     # An abort may come late, because a state blocks the event loop or what reads it. Meanwhile the
     # engine gets on with these, so nothing has stalled: they are over after some seconds.
-    def aborted(self, number: int) -> None:
-        asked = Asked(self.url, {**asking(f"Stop {number}.", 300), "ignore_eos": True})
+    def aborted_request(self, number: int) -> None:
+        asked = Asked(self.url, {**make_text_request(f"Stop {number}.", 300), "ignore_eos": True})
         time.sleep(0.2)
         asked.abort()
 
@@ -119,7 +119,7 @@ class Load(Soak):
         return answer.json()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def pause_requests(self) -> Iterator[None]:
         """No request is in flight during the block."""
         self.open.clear()
         try:
@@ -144,12 +144,12 @@ class Victims:
     ended: tuple[Asked, ...] = ()
     over: Callable[[], bool] = lambda: True
 
-    def answered(self) -> bool:
+    def has_all_answers(self) -> bool:
         asked = (*self.kept, *self.ended)
         return all(one.aborted or one.answer(0.05) is not None for one in asked) and self.over()
 
     @property
-    def wrong(self) -> list[str]:
+    def failure_messages(self) -> list[str]:
         return [f"a request of it: {one.status}" for one in self.kept if one.status != 200]
 
 
@@ -177,22 +177,22 @@ _numbers = count(1)
 def ghosts(server: Prone, load: Load) -> Iterator[Victims]:
     assert hangs.leave_ghost(server.url)
     # What is new to the cache evicts.
-    yield Victims(tuple(server.ask(50_000 + next(_numbers)) for _ in range(8)))
+    yield Victims(tuple(server.send_chat_request(50_000 + next(_numbers)) for _ in range(8)))
 
 
 @contextmanager
 def larger_than_the_cache(server: Prone, load: Load) -> Iterator[Victims]:
-    first = server.ask(text="z" * 1500)
+    first = server.send_chat_request(text="z" * 1500)
     time.sleep(0.3)
-    yield Victims((server.ask(),), (first,))
+    yield Victims((server.send_chat_request(),), (first,))
 
 
 @contextmanager
 def knot(server: Prone, load: Load) -> Iterator[Victims]:
     """As `hangs.livelock`, with requests of others about."""
     seeds = [60_000 + next(_numbers) for _ in range(3)]
-    with server.stopped("worker"):
-        first = server.ask()
+    with server.suspend_process("worker"):
+        first = server.send_chat_request()
         time.sleep(0.3)
         bodies = [make_chat_request(seeds, letter * 750) for letter in "zq"]
         for body in bodies:
@@ -213,12 +213,12 @@ def input_thread(server: Prone, load: Load) -> Iterator[Victims]:
 @contextmanager
 def output_thread(server: Prone, load: Load) -> Iterator[Victims]:
     lost = server.unencodable()
-    yield Victims((server.ask(),), (lost,))
+    yield Victims((server.send_chat_request(),), (lost,))
 
 
 @contextmanager
 def lost_notify(server: Prone, load: Load) -> Iterator[Victims]:
-    with load.held():
+    with load.pause_requests():
         asked = hangs.lost_notify(server)
     yield Victims((asked,))
 
@@ -227,9 +227,9 @@ def lost_notify(server: Prone, load: Load) -> Iterator[Victims]:
 def lost_abort(server: Prone, load: Load) -> Iterator[Victims]:
     """The engine goes on with requests that nobody waits for, one after the other."""
     path, before = server.place / "lost-abort", ids(server)
-    with load.held():
+    with load.pause_requests():
         path.touch()
-        asked = [server.ask(max_tokens=1100, ignore_eos=True) for _ in range(3)]
+        asked = [server.send_chat_request(max_tokens=1100, ignore_eos=True) for _ in range(3)]
         time.sleep(0.3)
         for one in asked:
             one.abort()
@@ -243,9 +243,9 @@ def lost_abort(server: Prone, load: Load) -> Iterator[Victims]:
 def lost_request(server: Prone, load: Load) -> Iterator[Victims]:
     """A client waits for a request that the engine does not have."""
     path = server.place / "lost-request"
-    with load.held():
+    with load.pause_requests():
         path.touch()
-        asked = server.ask()
+        asked = server.send_chat_request()
         while path.exists():
             time.sleep(0.01)
     yield Victims(ended=(asked,))
@@ -255,30 +255,30 @@ def lost_request(server: Prone, load: Load) -> Iterator[Victims]:
 def lost_load(server: Prone, load: Load) -> Iterator[Victims]:
     """A request waits for KV blocks, and nobody will report that they are there."""
     text = f"{next(_numbers)} ".ljust(300, "z")
-    yield Victims((server.ask(text=text, kv_transfer_params={"load": "lost"}),))
+    yield Victims((server.send_chat_request(text=text, kv_transfer_params={"load": "lost"}),))
 
 
 @contextmanager
-def paused(server: Prone, load: Load) -> Iterator[Victims]:
+def inject_pause(server: Prone, load: Load) -> Iterator[Victims]:
     httpx.post(f"{server.url}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
-    yield Victims((server.ask(),))
+    yield Victims((server.send_chat_request(),))
 
 
 @contextmanager
-def stopped(server: Prone, load: Load) -> Iterator[Victims]:
+def inject_stopped_process(server: Prone, load: Load) -> Iterator[Victims]:
     role = random.choice(("worker", "engine", "api"))
-    with server.stopped(role):
-        yield Victims((server.ask(),))
+    with server.suspend_process(role):
+        yield Victims((server.send_chat_request(),))
 
 
 @contextmanager
-def backtracking(server: Prone, load: Load) -> Iterator[Victims]:
+def inject_backtracking(server: Prone, load: Load) -> Iterator[Victims]:
     forced = {"choice": [BACKTRACKING]}
-    asked = server.ask(tools=[TOOL], structured_outputs=forced, max_tokens=500)
+    asked = server.send_chat_request(tools=[TOOL], structured_outputs=forced, max_tokens=500)
     with suppress(httpx.HTTPError):
         while httpx.get(f"{server.url}/health", timeout=1):
             time.sleep(0.05)
-    yield Victims((server.ask(),), (asked,))
+    yield Victims((server.send_chat_request(),), (asked,))
 
 
 def state(
@@ -300,9 +300,9 @@ STATES = (
     state("zombie of the engine", lost_abort, "zombies"),
     state("zombie of the API server", lost_request, "zombies"),
     state("transfers", lost_load),
-    state("paused", paused, asks=True),
-    state("stopped", stopped, asks=True),
-    state("event-loop", backtracking),
+    state("paused", inject_pause, asks=True),
+    state("stopped", inject_stopped_process, asks=True),
+    state("event-loop", inject_backtracking),
 )
 
 
@@ -342,7 +342,7 @@ class Tail:
     path: Path
     at: int = 0
 
-    def new(self) -> list[str]:
+    def read_new_actions(self) -> list[str]:
         with self.path.open("rb") as file:
             file.seek(self.at)
             lines = file.read().rpartition(b"\n")[0]
@@ -383,22 +383,22 @@ class Run:
         sampling = threading.Thread(target=self.sample, args=(over,))
         sampling.start()
         try:
-            with self.load.working():
+            with self.load.run_clients():
                 time.sleep(3)
-                while time.monotonic() < self.ends and (left := self.left()):
+                while time.monotonic() < self.ends and (left := self.select_unfinished_states()):
                     self.inject(self.choice.choice(left))
                     self.write()
                     time.sleep(self.choice.uniform(*APART_S))
         finally:
             over.set()
             sampling.join()
-            self.late()
+            self.attribute_late_actions()
 
-    def late(self) -> None:
+    def attribute_late_actions(self) -> None:
         """Count what the log has told since: it is of a state of late, or nobody's."""
         now_s, allowed = time.monotonic() - self.began, {one.name: one.actions for one in STATES}
         lately = [one for one in reversed(self.injections) if now_s - (one.over_s or 0) < LATE_S]
-        for line in self.tail.new():
+        for line in self.tail.read_new_actions():
             done = action(line)
             for one in lately:
                 if done in allowed[one.state]:
@@ -407,13 +407,13 @@ class Run:
             else:
                 self.unasked.append(line)
 
-    def left(self) -> list[State]:
+    def select_unfinished_states(self) -> list[State]:
         """The states that were not healed often enough; the chance of each is the same."""
         done = Counter(one.state for one in self.injections if one.took)
         return [one for one in self.states if done[one.name] < self.each]
 
     def inject(self, chosen: State) -> None:
-        self.late()
+        self.attribute_late_actions()
         lost_before, at = len(self.load.lost), time.monotonic()
         result = Injected(chosen.name, round(at - self.began, 1))
         self.injections.append(result)
@@ -425,20 +425,20 @@ class Run:
             result.took = False
             result.wrong.append(f"not injected: {type(error).__name__}: {error}")
         result.over_s = round(time.monotonic() - self.began, 1)
-        lines, until = self.tail.new(), time.monotonic() + TOLD_S
+        lines, until = self.tail.read_new_actions(), time.monotonic() + TOLD_S
         while not lines and time.monotonic() < until:
             time.sleep(0.2)
-            lines = self.tail.new()
+            lines = self.tail.read_new_actions()
         result.took |= bool(lines)
         result.actions += [action(line) for line in lines]
         result.wrong += [line for line in lines if action(line) not in chosen.actions]
         sys.stderr.write(
             f"{time.strftime('%H:%M:%S')} {result.at_s:7.1f} s  {chosen.name}: "
             + (f"{result.healed_s} s" if result.took else "did not take")
-            + f"  {result.actions} {result.wrong} {self.lost(lost_before)}\n"
+            + f"  {result.actions} {result.wrong} {self.describe_lost_requests(lost_before)}\n"
         )
 
-    def lost(self, first: int = 0) -> list[str]:
+    def describe_lost_requests(self, first: int = 0) -> list[str]:
         """The requests of the load that were lost, and which states they met."""
         told = []
         for one in self.load.lost[first:]:
@@ -457,11 +457,11 @@ class Run:
             time.sleep(PAUSE_S)
             self.server.cli("heal", "--resume", "-t", self.server.name, "--json")
         while time.monotonic() - at < PATIENCE_S:
-            if victims.answered():
+            if victims.has_all_answers():
                 took_s = time.monotonic() - at
                 result.took = False  # unless the log tells of an action: it was over by itself
                 result.healed_s = round(took_s, 1)
-                result.wrong += victims.wrong
+                result.wrong += victims.failure_messages
                 break
             time.sleep(0.1)
         else:
@@ -501,7 +501,7 @@ class Run:
             for one in took
             if one.healed_s is not None and one.healed_s > HEALED_S
         ]
-        found += [f"lost: {text}" for text in self.lost()]
+        found += [f"lost: {text}" for text in self.describe_lost_requests()]
         found += [f"nothing was wrong: {text}" for text in self.unasked]
         grown = self.growth().items()
         return found + [f"{role}: memory x {rate}" for role, rate in grown if rate > FLAT]
@@ -512,7 +512,7 @@ class Run:
             "seconds": round(time.monotonic() - self.began),
             "injections": [asdict(one) for one in self.injections],
             "requests": dict(self.load.done),
-            "lost": self.lost(),
+            "lost": self.describe_lost_requests(),
             "unasked": self.unasked,
             "memory_kib": self.memory[:: max(len(self.memory) // 500, 1)],
             "growth": self.growth(),
@@ -544,7 +544,7 @@ def action(line: str) -> str:
 
 
 @contextmanager
-def healed(cli: Cli, place: Path) -> Iterator[Prone]:
+def start_healed_server(cli: Cli, place: Path) -> Iterator[Prone]:
     """A server of one's own with every defect, watched and healed."""
     environment = {
         "VLLMOPS_NO_PATCH": UNPATCHED,
@@ -552,7 +552,7 @@ def healed(cli: Cli, place: Path) -> Iterator[Prone]:
         # oneDNN keeps the code for 1,024 shapes of matrices: the worker would grow for an hour.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",
     }
-    options = (*hangs.ARGUMENTS, *hangs.connected("recompute"))
+    options = (*hangs.ARGUMENTS, *hangs.make_connector_arguments("recompute"))
     with ExitStack() as after:
         server = after.enter_context(
             hangs.prone(
@@ -581,7 +581,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="vllmops-") as home:
         cli, place = Cli(Path(home)), Path(home) / "soak"
         place.mkdir()
-        with healed(cli, place) as server:
+        with start_healed_server(cli, place) as server:
             sys.stderr.write(f"seed {given.seed}, log {server.launched.log}\n")
             run = Run(
                 server, Load(server.url), seed=given.seed, each=given.each,

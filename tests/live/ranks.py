@@ -15,7 +15,7 @@ from vllmops.protocol.socket import get_socket_directory
 
 from ..support.waiting import until
 from .conftest import Cli, Live, PlugIn
-from .test_cache import ask
+from .test_cache import send_image_request
 
 ROLES = ("launcher", "api", "engine", "worker", "coordinator")
 FOLDER = "RANKS_FOLDER"
@@ -77,7 +77,7 @@ class Ranks:
     def rows(self) -> list[dict[str, Any]]:
         return [row for row in self.server.row["processes"] if row["role"] in ROLES]
 
-    def named(self) -> dict[str, int]:
+    def list_pids_by_name(self) -> dict[str, int]:
         """The pid of each process by its role and ranks; all have different ones."""
         rows = self.rows()
         found = {f"{row['role']} {row['ranks']}".rstrip(): row["pid"] for row in rows}
@@ -86,7 +86,7 @@ class Ranks:
 
     def run(self, name: str, code: str) -> None:
         """Run code in a process."""
-        place = self.folder / f"{self.named()[name]}.py"
+        place = self.folder / f"{self.list_pids_by_name()[name]}.py"
         place.with_suffix(".new").write_text(code)
         place.with_suffix(".new").rename(place)
         until(lambda: not place.exists())
@@ -115,11 +115,13 @@ class Ranks:
         module, owner, method = place
         code = SLEEP.format(module=module, owner=owner, method=method, file=str(file))
         self.run(name, code)
-        beat = get_socket_directory(self.server.home) / f"{self.named()[engine]}.beat"
+        beat = get_socket_directory(self.server.home) / f"{self.list_pids_by_name()[engine]}.beat"
         url, complete = self.server.url, self.server.complete
         with ThreadPoolExecutor(requests) as pool:
             sent = [
-                pool.submit(complete, model=model) if model else pool.submit(ask, url, 77)
+                pool.submit(complete, model=model)
+                if model
+                else pool.submit(send_image_request, url, 77)
                 for _ in range(requests)
             ]
             try:
@@ -130,7 +132,7 @@ class Ranks:
             assert {answer.result().status_code for answer in sent} == {200}
 
 
-def plugged(cli: Cli, plug_in: PlugIn, folder: Path) -> tuple[str, ...]:
+def make_plug_in_options(cli: Cli, plug_in: PlugIn, folder: Path) -> tuple[str, ...]:
     """Options for a server in whose processes tests run code."""
     path = os.pathsep.join((str(plug_in("ranks", RUN)), cli.environment["PYTHONPATH"]))
     return ("--env", f"PYTHONPATH={path}", "--env", f"{FOLDER}={folder}")

@@ -24,7 +24,7 @@ import httpx
 
 from vllmops.demo.inputs import make_chat_request, make_data_url, make_png
 
-from .conftest import Cli, Live, soaked
+from .conftest import Cli, Live, make_soak_options
 from .hangs import Asked
 
 MODEL = "demo-vision"
@@ -53,11 +53,12 @@ class Soak:
         self.client = httpx.Client(base_url=self.url, timeout=TIMEOUT_S, limits=fresh)
         self.kinds: tuple[Callable[[int], None], ...] = (
             self.text, self.images, self.same_images, self.long_prompt, self.stream,
-            self.aborted, self.aborted_stream, self.background, self.structured, self.carried,
+            self.aborted_request, self.aborted_stream, self.background, self.structured_output,
+            self.carried_conversation,
         )  # fmt: skip
 
     def text(self, number: int) -> None:
-        self.ask(f"Tell me of {number}.")
+        self.request_chat_completion(f"Tell me of {number}.")
 
     def images(self, number: int) -> None:
         self.post("/v1/chat/completions", make_chat_request([number, number + 1], max_tokens=5))
@@ -66,13 +67,13 @@ class Soak:
         self.post("/v1/chat/completions", make_chat_request([number % 3, 7], max_tokens=5))
 
     def long_prompt(self, number: int) -> None:
-        self.ask(f"{number} " + "z" * 1800)
+        self.request_chat_completion(f"{number} " + "z" * 1800)
 
     def stream(self, number: int) -> None:
         assert "[DONE]" in list(self.lines(number))[-1]
 
-    def aborted(self, number: int) -> None:
-        asked = Asked(self.url, asking(f"Stop {number}.", 1500))
+    def aborted_request(self, number: int) -> None:
+        asked = Asked(self.url, make_text_request(f"Stop {number}.", 1500))
         time.sleep(0.2)
         asked.abort()
 
@@ -88,7 +89,7 @@ class Soak:
             made = self.client.get(f"/v1/responses/{made['id']}").raise_for_status().json()
         assert made["status"] in {"completed", "incomplete"}, made["status"]
 
-    def carried(self, number: int) -> None:
+    def carried_conversation(self, number: int) -> None:
         image = {"type": "input_image", "image_url": make_data_url(make_png(number))}
         words = {"type": "input_text", "text": "What is it?"}
         asked = {"role": "user", "content": [image, words]}
@@ -102,34 +103,34 @@ class Soak:
             tokens.add(made["usage"]["input_tokens"])
         assert len(tokens) == 1, tokens
 
-    def structured(self, number: int) -> None:
+    def structured_output(self, number: int) -> None:
         pattern = f"{number}-[a-f]{{8}}"  # one that is not compiled yet
-        made = self.ask("A number?", 50, structured_outputs={"regex": pattern})
+        made = self.request_chat_completion("A number?", 50, structured_outputs={"regex": pattern})
         assert re.fullmatch(pattern, made["choices"][0]["message"]["content"])
 
-    def ask(self, text: str, tokens: int = 20, **fields: Any) -> Any:
-        return self.post("/v1/chat/completions", {**asking(text, tokens), **fields})
+    def request_chat_completion(self, text: str, tokens: int = 20, **fields: Any) -> Any:
+        return self.post("/v1/chat/completions", {**make_text_request(text, tokens), **fields})
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         return self.client.post(path, json=body).raise_for_status().json()
 
     def lines(self, number: int, tokens: int = 30) -> Iterator[str]:
-        body = {**asking(f"Go on with {number}.", tokens), "stream": True}
+        body = {**make_text_request(f"Go on with {number}.", tokens), "stream": True}
         with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
             answer.raise_for_status()
             yield from (line for line in answer.iter_lines() if line)
 
     @contextmanager
-    def working(self) -> Iterator[None]:
+    def run_clients(self) -> Iterator[None]:
         """Requests of all kinds, until the end of the block and of what is still in flight."""
         over = threading.Event()
 
-        def work(kind: Callable[[int], None]) -> None:
+        def send_requests(kind: Callable[[int], None]) -> None:
             while not over.is_set():
-                self.one(kind)
+                self.send_request(kind)
                 over.wait(random.random())
 
-        threads = [threading.Thread(target=work, args=(kind,)) for kind in self.kinds]
+        threads = [threading.Thread(target=send_requests, args=(kind,)) for kind in self.kinds]
         for thread in threads:
             thread.start()
         try:
@@ -139,7 +140,7 @@ class Soak:
             for thread in threads:
                 thread.join()
 
-    def one(self, kind: Callable[[int], None]) -> None:
+    def send_request(self, kind: Callable[[int], None]) -> None:
         began = time.monotonic()
         try:
             kind(next(self.numbers))
@@ -152,10 +153,10 @@ class Soak:
         self.failed.append(what)
 
     @contextmanager
-    def sleeping(self) -> Iterator[None]:
+    def put_server_to_sleep(self) -> Iterator[None]:
         """Asleep until the end of the block, with a request that has to wait for that."""
         self.client.post("/sleep", params={"level": 1}).raise_for_status()
-        waiting = threading.Thread(target=self.one, args=(self.text,))
+        waiting = threading.Thread(target=self.send_request, args=(self.text,))
         waiting.start()
         try:
             yield
@@ -173,18 +174,18 @@ class Soak:
         """
         end = time.monotonic() + 60 * minutes
         while time.monotonic() < end:
-            with self.working():
-                spent(look, WORK_S)
-            spent(look, IDLE_S)
-            with self.sleeping():
-                spent(look, ASLEEP_S)
+            with self.run_clients():
+                observe_and_wait(look, WORK_S)
+            observe_and_wait(look, IDLE_S)
+            with self.put_server_to_sleep():
+                observe_and_wait(look, ASLEEP_S)
 
 
-def asking(text: str, tokens: int) -> dict[str, Any]:
+def make_text_request(text: str, tokens: int) -> dict[str, Any]:
     return {**make_chat_request([], text, max_tokens=tokens), "ignore_eos": tokens > 1000}
 
 
-def spent(look: Callable[[], None], seconds: float) -> None:
+def observe_and_wait(look: Callable[[], None], seconds: float) -> None:
     """Look, and let the rest of some time pass."""
     began = time.monotonic()
     look()
@@ -205,15 +206,15 @@ def main() -> int:
     minutes = parser.parse_args().minutes
     with tempfile.TemporaryDirectory(prefix="vllmops-") as home:
         cli = Cli(Path(home))
-        server = cli.serve("soak", "--demo", "vision", *soaked(cli))
+        server = cli.serve("soak", "--demo", "vision", *make_soak_options(cli))
         soak, shown, looks = Soak(server.url), list[str](), count()
 
-        def look() -> None:
+        def report_alarms() -> None:
             shown.extend(alarms(server))
             sys.stderr.write(f"look {next(looks)}: {sum(soak.done.values())} requests, {shown}\n")
 
         try:
-            soak.run(minutes, look)
+            soak.run(minutes, report_alarms)
         finally:
             cli("stop", "soak", "--force")
     sys.stdout.write(f"{dict(soak.done)}\nfailed: {soak.failed}\nalarms: {shown}\n")

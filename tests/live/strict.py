@@ -32,10 +32,10 @@ KINDS = kinds()
 def response(found: dict[str, Any]) -> None:
     """Raise ValidationError where a response is not as the types say."""
     Response.model_validate(found)
-    openresponses_types.ResponseResource.model_validate(unschemed(found))
+    openresponses_types.ResponseResource.model_validate(drop_format_schema(found))
 
 
-def unschemed(found: dict[str, Any]) -> dict[str, Any]:
+def drop_format_schema(found: dict[str, Any]) -> dict[str, Any]:
     """Without the schema of the answer's format: openresponses wants null, OpenAI an object."""
     form = (found.get("text") or {}).get("format", {})
     if form.get("type") != "json_schema":

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from ..support.waiting import until
-from .conftest import SHM, Cli, Launched, Live, Ran, Stock, alive, launch
+from .conftest import SHM, Cli, Launched, Live, Ran, Stock, is_process_alive, launch
 from .hangs import FEW_IMAGES, leave_ghost
 from .test_cache import told_as
 from .test_hang import Requests, ghosts, text
@@ -59,11 +59,11 @@ def test_a_healthy_server_under_load_loses_no_request(bare: Live) -> None:
     answers: list[int] = []
     over = threading.Event()
 
-    def ask() -> None:
+    def send_completions() -> None:
         while not over.is_set():
             answers.append(bare.complete(max_tokens=20).status_code)
 
-    askers = [threading.Thread(target=ask) for _ in range(2)]
+    askers = [threading.Thread(target=send_completions) for _ in range(2)]
     for item in askers:
         item.start()
     until(lambda: len(answers) > 5)
@@ -117,12 +117,12 @@ def test_a_hung_stock_server_goes_on(hung: Stock) -> None:
     assert (ran.code, ran.data["silent"], roles(ran)) == (0, [], {"api", "engine", "worker"})
     assert ghosts(hung) == {"api", "engine"}
 
-    def repaired() -> bool:
+    def has_answers_after_repair() -> bool:
         """What gets on to the engine may be stuck there in the same way."""
         assert cli("cache", "repair", "-t", hung.name).code == 0
         return front.answers.keys() == set(front.sent)
 
-    until(repaired, 120)
+    until(has_answers_after_repair, 120)
     assert front.all_answered()
     assert engine.all_answered()
     assert text(url, 60) == 200
@@ -141,7 +141,7 @@ def test_stop_ends_a_server_that_vllmops_did_not_start(
     assert cli("cache", "inspect", "-t", hung.url).code == 0
     assert cli("stop", hung.name).code == 0
     assert stock.process.wait(10) is not None
-    assert not any(alive(process["pid"]) for process in row["processes"])
+    assert not any(is_process_alive(process["pid"]) for process in row["processes"])
     assert bare.row["state"] == "ready"  # the other one was left alone
     assert others
     assert all((SHM / name).exists() for name in others)
@@ -150,4 +150,4 @@ def test_stop_ends_a_server_that_vllmops_did_not_start(
 def test_an_attached_server_stops_as_any(bare: Live) -> None:
     footprint = bare.footprint()
     assert bare.cli("stop", "bare").code == 0
-    until(lambda: not footprint.left(), 10, footprint.left)
+    until(lambda: not footprint.list_leftovers(), 10, footprint.list_leftovers)

@@ -8,13 +8,15 @@ import tarfile
 from .conftest import Bundled, Live
 
 
-def test_all_of_a_healthy_server(vision_server: Live, bundled: Bundled) -> None:
-    path = bundled.path
+def test_bundle_of_a_healthy_server_is_complete(
+    vision_server: Live, vision_bundle: Bundled
+) -> None:
+    path = vision_bundle.path
     with tarfile.open(path) as found:
         parts = {item.name: found.extractfile(item).read() for item in found}  # type: ignore[union-attr]
     pids = vision_server.pids()
     assert {f"proc/{pid}.txt" for pid in pids.values()} <= set(parts)
-    assert bundled.ran.data["missing"] == []
+    assert vision_bundle.ran.data["missing"] == []
     versions = json.loads(parts["versions.json"])
     assert versions["vllm"]
     assert versions["torch"]

@@ -32,13 +32,15 @@ from ..support.waiting import until
 from .conftest import Live, Ran
 
 
-def ask(url: str, *seeds: int, text: str = "hi", timeout_s: float = 120) -> httpx.Response:
+def send_image_request(
+    url: str, *seeds: int, text: str = "hi", timeout_s: float = 120
+) -> httpx.Response:
     """One chat request with images."""
     body = make_chat_request(list(seeds), text)
     return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=timeout_s)
 
 
-def look(server: Any, *options: str) -> Any:
+def inspect_caches(server: Any, *options: str) -> Any:
     ran = server.cli("cache", "inspect", "-t", server.name, "--json", "--keys", *options)
     assert ran.code in {0, 1}, ran.err
     return ran.data
@@ -49,10 +51,10 @@ def side(data: Any, kind: str, name: str) -> Any:
     return row
 
 
-def settled(server: Any) -> Any:
+def inspect_quiet_caches(server: Any) -> Any:
     """A look with nothing in flight."""
     for _ in range(50):
-        data = look(server)
+        data = inspect_caches(server)
         if data["quiet"]:
             return data
         time.sleep(0.1)
@@ -64,7 +66,7 @@ def compare(server: Any, *options: str) -> Ran:
     return ran
 
 
-def found(server: Any, *options: str) -> set[str]:
+def list_drift_codes(server: Any, *options: str) -> set[str]:
     ran = compare(server, *options)
     assert ran.code == 0, ran.out
     return {item["code"] for item in ran.data["findings"]}
@@ -75,12 +77,14 @@ def load(url: str, images: range, threads: int = 6) -> Iterator[set[int]]:
     """Requests with two images each, until the end of the block; their statuses."""
     over, statuses = threading.Event(), set[int]()
 
-    def go(number: int) -> None:
+    def send_requests(number: int) -> None:
         choice = random.Random(number)
         while not over.is_set():
-            statuses.add(ask(url, choice.choice(images), choice.choice(images)).status_code)
+            statuses.add(
+                send_image_request(url, choice.choice(images), choice.choice(images)).status_code
+            )
 
-    callers = [threading.Thread(target=go, args=(number,)) for number in range(threads)]
+    callers = [threading.Thread(target=send_requests, args=(number,)) for number in range(threads)]
     for item in callers:
         item.start()
     try:
@@ -94,11 +98,11 @@ def load(url: str, images: range, threads: int = 6) -> Iterator[set[int]]:
 def test_distinct_images_are_entries_on_both_sides_and_a_repeat_is_a_hit(
     vision_server: Any,
 ) -> None:
-    before = settled(vision_server)
+    before = inspect_quiet_caches(vision_server)
     url = vision_server.url
     for seed in range(100, 107):
-        assert ask(url, seed).status_code == 200
-    after = settled(vision_server)
+        assert send_image_request(url, seed).status_code == 200
+    after = inspect_quiet_caches(vision_server)
     for name in ("P0", "P1"):
         grown = side(after, "mm-lru", name)["entries"] - side(before, "mm-lru", name)["entries"]
         assert grown == 7
@@ -108,8 +112,8 @@ def test_distinct_images_are_entries_on_both_sides_and_a_repeat_is_a_hit(
     assert front["queries"] - side(before, "mm-lru", "P0")["queries"] == 7
     assert front["hits"] == side(before, "mm-lru", "P0")["hits"]
 
-    assert ask(url, 100).status_code == 200
-    repeated = settled(vision_server)
+    assert send_image_request(url, 100).status_code == 200
+    repeated = inspect_quiet_caches(vision_server)
     again = side(repeated, "mm-lru", "P0")
     assert (again["entries"], again["hits"] - front["hits"]) == (front["entries"], 1)
     # The one that was asked for again is the newest now.
@@ -120,8 +124,8 @@ def test_distinct_images_are_entries_on_both_sides_and_a_repeat_is_a_hit(
 
 def test_the_worker_holds_what_the_scheduler_says(vision_server: Any) -> None:
     for seed in range(200, 205):
-        assert ask(vision_server.url, seed).status_code == 200
-    data = settled(vision_server)
+        assert send_image_request(vision_server.url, seed).status_code == 200
+    data = inspect_quiet_caches(vision_server)
     scheduler, worker = side(data, "encoder", "scheduler"), side(data, "encoder", "worker")
     assert scheduler["entries"] == worker["entries"] >= 5
     assert set(scheduler["keys"]) == set(worker["keys"])
@@ -132,23 +136,23 @@ def test_the_worker_holds_what_the_scheduler_says(vision_server: Any) -> None:
 
 
 def test_looking_changes_nothing(vision_server: Any) -> None:
-    assert ask(vision_server.url, 300, 301).status_code == 200
-    first, second = settled(vision_server), settled(vision_server)
+    assert send_image_request(vision_server.url, 300, 301).status_code == 200
+    first, second = inspect_quiet_caches(vision_server), inspect_quiet_caches(vision_server)
     assert first["caches"] == second["caches"]
 
 
 def test_a_request_that_only_the_front_end_saw_is_told(vision_server: Any) -> None:
     # Long enough for the limit that the engine's request has, and not for the front end's first.
     for length in range(2020, 2040):
-        refused = ask(vision_server.url, 10_000 + length, text="z" * length)
-        found = settled(vision_server)["findings"]
+        refused = send_image_request(vision_server.url, 10_000 + length, text="z" * length)
+        found = inspect_quiet_caches(vision_server)["findings"]
         if found:
             break
         assert refused.status_code in {200, 400}
     assert {item["code"] for item in found} >= {"mm-cache.front-only"}
     assert all(item["severity"] != "error" for item in found)
-    assert ask(vision_server.url, 10_000 + length).status_code == 500
-    assert ask(vision_server.url, 10_000 + length).status_code == 200
+    assert send_image_request(vision_server.url, 10_000 + length).status_code == 500
+    assert send_image_request(vision_server.url, 10_000 + length).status_code == 200
 
 
 def test_a_saved_snapshot_gives_the_same_answer(vision_server: Any, tmp_path: Path) -> None:
@@ -171,7 +175,7 @@ def test_a_stopped_engine_is_told_and_the_others_shown(vision_server: Any) -> No
     assert f"engine {engine} did not answer" in shown
     assert "its last heartbeat is" in shown
     assert "P0: api" in shown
-    assert settled(vision_server)["silent"] == []
+    assert inspect_quiet_caches(vision_server)["silent"] == []
 
 
 def test_draining_refuses_new_requests(vision_server: Any) -> None:
@@ -184,7 +188,7 @@ def test_draining_refuses_new_requests(vision_server: Any) -> None:
     assert before.in_flight == 0
     assert api.set_draining().draining
     try:
-        refused = ask(url, 1)
+        refused = send_image_request(url, 1)
         assert refused.status_code == 503
         assert refused.headers["retry-after"]
         assert httpx.get(f"{url}/health").status_code == 503
@@ -192,7 +196,7 @@ def test_draining_refuses_new_requests(vision_server: Any) -> None:
     finally:
         assert not api.set_draining(False).draining
     assert httpx.get(f"{url}/health").status_code == 200
-    assert ask(url, 1).status_code == 200
+    assert send_image_request(url, 1).status_code == 200
     # Neither what was refused nor the probes.
     assert api.fetch_traffic().started_requests == (before.started_requests or 0) + 1
 
@@ -201,7 +205,7 @@ def test_engine_state(vision_server: Any) -> None:
     pid = vision_server.pids()["engine"]
     engine = agent.open_agent(Process(Role.ENGINE, pid, identity.read_identity(pid).start_ticks))
     before = engine.fetch_engine_state()
-    assert ask(vision_server.url, 2).status_code == 200
+    assert send_image_request(vision_server.url, 2).status_code == 200
     after = engine.fetch_engine_state()
     assert (after.running, after.waiting, after.unfinished_requests) == (0, 0, 0)
     assert (after.current_step or 0) > (before.current_step or 0)
@@ -228,7 +232,7 @@ def transcribe(url: str, seed: int) -> httpx.Response:
 
 def told_as(server: Any, note: str, kinds: set[str]) -> Any:
     """What is told of a healthy server of a kind."""
-    data = settled(server)
+    data = inspect_quiet_caches(server)
     assert [item["code"] for item in data["notes"]] == [note]
     assert {row["kind"] for row in data["caches"]} == kinds
     assert (data["problems"], data["silent"]) == ([], [])
@@ -280,7 +284,7 @@ def test_a_patched_whisper_ends_with_an_empty_worker_cache(server: Live) -> None
 
 def show_three(server: Live) -> None:
     for seed in (1, 2, 1):
-        assert ask(server.url, seed).status_code == 200
+        assert send_image_request(server.url, seed).status_code == 200
 
 
 @long
@@ -305,7 +309,7 @@ def test_a_server_with_two_front_ends(server: Live) -> None:
 # vLLM's own classes, without a server.
 
 
-@pytest.mark.usefixtures("imported")
+@pytest.mark.usefixtures("imported_vllm")
 def test_vllms_lru_cache_in_use_gives_no_finding_and_is_not_changed() -> None:
     from vllm.utils.cache import LRUCache
 
@@ -332,7 +336,7 @@ def test_vllms_lru_cache_in_use_gives_no_finding_and_is_not_changed() -> None:
 
 
 @long
-@pytest.mark.usefixtures("imported")
+@pytest.mark.usefixtures("imported_vllm")
 def test_vllms_encoder_cache_manager_in_use_gives_no_finding() -> None:
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
@@ -409,20 +413,22 @@ def test_vllms_eviction_that_spins_is_read_in_time() -> None:
 
 def test_a_reset_empties_both_sides(vision_server: Any) -> None:
     for seed in (9001, 9002):
-        assert ask(vision_server.url, seed).status_code == 200
+        assert send_image_request(vision_server.url, seed).status_code == 200
     ran = vision_server.cli("cache", "reset", "-t", vision_server.name, "--json")
     assert ran.code == 0, ran.out
-    data = settled(vision_server)
+    data = inspect_quiet_caches(vision_server)
     assert [side(data, "mm-lru", name)["entries"] for name in ("P0", "P1")] == [0, 0]
-    assert ask(vision_server.url, 9001).status_code == 200
-    assert settled(vision_server)["findings"] == []
+    assert send_image_request(vision_server.url, 9001).status_code == 200
+    assert inspect_quiet_caches(vision_server)["findings"] == []
 
 
 def test_a_reset_waits_for_what_is_in_flight(vision_server: Any) -> None:
     url, statuses = vision_server.url, list[int]()
     # A stopped worker keeps the request in flight for as long as the steps below take.
     worker = vision_server.pids()["worker"]
-    caller = threading.Thread(target=lambda: statuses.append(ask(url, 9100).status_code))
+    caller = threading.Thread(
+        target=lambda: statuses.append(send_image_request(url, 9100).status_code)
+    )
     os.kill(worker, signal.SIGSTOP)
     try:
         caller.start()
@@ -441,6 +447,6 @@ def test_a_reset_waits_for_what_is_in_flight(vision_server: Any) -> None:
     caller.join(60)
     assert resetting.wait(60) == 0
     assert statuses == [200]
-    data = settled(vision_server)
+    data = inspect_quiet_caches(vision_server)
     assert [side(data, "mm-lru", name)["entries"] for name in ("P0", "P1")] == [0, 0]
     assert httpx.get(f"{url}/v1/models", timeout=10).status_code == 200

@@ -26,7 +26,7 @@ from openai.types.conversations.conversation_item_list import ConversationItemLi
 from pydantic import TypeAdapter
 
 from . import clients
-from .clients import MODEL, SPEAKS, background, connect, ended, say
+from .clients import MODEL, SPEAKS, background, connect, say, wait_until_response_ends
 from .conftest import Live
 
 ITEM: TypeAdapter[Any] = TypeAdapter(ConversationItem)
@@ -43,12 +43,12 @@ def stranger(text_pair: Live) -> Any:
     return connect(clients.base(text_pair), "two")
 
 
-def listed(client: Any, conversation: Any, order: str = "asc") -> list[Any]:
+def list_conversation_items(client: Any, conversation: Any, order: str = "asc") -> list[Any]:
     return list(client.conversations.items.list(conversation.id, order=order, limit=100))
 
 
 def roles(client: Any, conversation: Any) -> list[str]:
-    return [item.role for item in listed(client, conversation)]
+    return [item.role for item in list_conversation_items(client, conversation)]
 
 
 def user(text: str) -> dict[str, Any]:
@@ -70,13 +70,13 @@ def test_a_conversation_and_its_items(client: Any, stranger: Any) -> None:
     )
     ConversationItemList.model_validate(page.model_dump())
     assert [item.type for item in page.data] == ["message", "message"]
-    found = listed(client, made)
+    found = list_conversation_items(client, made)
     for item in found:
         ITEM.validate_python(item.model_dump(), strict=True)
         assert client.conversations.items.retrieve(item.id, conversation_id=made.id) == item
     kinds = ["message", "reasoning", "function_call", "function_call_output", *["message"] * 3]
     assert [item.type for item in found] == kinds
-    assert listed(client, made, "desc") == found[::-1]
+    assert list_conversation_items(client, made, "desc") == found[::-1]
     part = client.conversations.items.list(made.id, order="asc", after=found[1].id, limit=2)
     assert (part.data, part.has_more) == (found[2:4], True)
     wanted = ["reasoning.encrypted_content"]
@@ -84,7 +84,7 @@ def test_a_conversation_and_its_items(client: Any, stranger: Any) -> None:
     assert (whole.encrypted_content, found[1].encrypted_content) == ("theirs", None)
     left = client.conversations.items.delete("msg_mine", conversation_id=made.id)
     assert left == made
-    assert len(listed(client, made)) == 6
+    assert len(list_conversation_items(client, made)) == 6
     changed = client.conversations.update(made.id, metadata={"other": "1"})
     assert client.conversations.retrieve(made.id) == changed
     assert changed.metadata == {"other": "1"}
@@ -113,7 +113,7 @@ def test_a_conversation_and_its_items(client: Any, stranger: Any) -> None:
             attempt()
 
 
-def test_what_is_refused(client: Any) -> None:
+def test_invalid_conversation_requests_are_refused(client: Any) -> None:
     made = client.conversations.create(items=[{**user("a"), "id": "msg_a"}])
     empty = client.conversations.create()
     page = client.conversations.items.list(empty.id)
@@ -142,7 +142,7 @@ def test_what_is_refused(client: Any) -> None:
     for attempt in attempts:
         with pytest.raises(openai.BadRequestError):
             attempt()
-    assert len(listed(client, made)) == 1
+    assert len(list_conversation_items(client, made)) == 1
     say(client, conversation=made.id)  # what was refused holds it no more
     assert say(client, extra_body={"conversation": None}).conversation is None
 
@@ -177,11 +177,11 @@ def test_turns_of_every_kind(client: Any, way: str) -> None:
     unstored = speak("two", conversation=named, store=False)
     events = list(speak("three", conversation=named, stream=True))
     assert all(event.response.conversation.id == made.id for event in (events[0], events[-1]))
-    run = ended(client, speak("four", conversation=named, background=True).id)
+    run = wait_until_response_ends(client, speak("four", conversation=named, background=True).id)
     assert run.conversation.id == made.id
     stream = speak("five", conversation=named, background=True, stream=True)
     last = list(stream)[-1].response
-    items = listed(client, made)
+    items = list_conversation_items(client, made)
     assert [item.role for item in items] == ["user", *["user", "assistant"] * 5]
     texts = [item.content[0].text for item in items]
     answers = [one.output_text for one in (first, unstored, events[-1].response, run, last)]
@@ -240,7 +240,7 @@ def test_two_at_once_never_mix(client: Any) -> None:
         if options.get("stream"):
             answer = list(answer)[-1].response
         if options.get("background"):
-            answer = ended(client, answer.id)
+            answer = wait_until_response_ends(client, answer.id)
         assert answer.status in {"completed", "incomplete"}
         return f"turn {number}", answer.output_text
 
@@ -248,7 +248,7 @@ def test_two_at_once_never_mix(client: Any) -> None:
         done = set(pool.map(turn, range(24))) - {"conversation_locked"}
     assert done
     turns: list[list[str]] = []
-    for item in listed(client, made):
+    for item in list_conversation_items(client, made):
         if item.role == "user":
             turns.append([])
         turns[-1].append(item.content[0].text)
@@ -256,7 +256,7 @@ def test_two_at_once_never_mix(client: Any) -> None:
     assert sorted((asked, "".join(answer)) for asked, *answer in turns) == sorted(done)
 
 
-def test_what_a_page_of_another_origin_may_send_is_refused(client: Any, text_pair: Any) -> None:
+def test_a_body_not_declared_as_json_is_refused(client: Any, text_pair: Any) -> None:
     made = client.conversations.create()
     url, key = f"{clients.base(text_pair)}/conversations", {"Authorization": "Bearer one"}
     for path in ("", f"/{made.id}", f"/{made.id}/items"):
@@ -268,7 +268,7 @@ def test_what_a_page_of_another_origin_may_send_is_refused(client: Any, text_pai
 def test_a_conversation_in_use(client: Any) -> None:
     made = client.conversations.create(items=[user("a")])
     run = background(client, conversation=made.id)
-    (item,) = listed(client, made)
+    (item,) = list_conversation_items(client, made)
     attempts: list[Callable[[], Any]] = [
         lambda: say(client, conversation=made.id),
         lambda: client.conversations.items.create(made.id, items=[user("b")]),
@@ -286,12 +286,12 @@ def test_a_conversation_in_use(client: Any) -> None:
     failed = say(
         client, conversation=made.id, background=True, extra_body={"logit_bias": {"99999999": 1}}
     )
-    assert ended(client, failed.id).status == "failed"
+    assert wait_until_response_ends(client, failed.id).status == "failed"
     say(client, conversation=made.id)  # at once
     # What is deleted meanwhile stays so, and its response is kept.
     run = say(client, conversation=made.id, background=True, max_output_tokens=300)
     client.conversations.delete(made.id)
-    assert ended(client, run.id).status in {"completed", "incomplete"}
+    assert wait_until_response_ends(client, run.id).status in {"completed", "incomplete"}
     with pytest.raises(openai.NotFoundError):
         client.conversations.retrieve(made.id)
 

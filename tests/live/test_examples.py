@@ -12,7 +12,7 @@ from .conftest import Bundled, Live
 
 
 def test_examples_work(
-    vision_server: Live, bundled: Bundled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vision_server: Live, vision_bundle: Bundled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"model": "demo-vision", "input": "Hello", "max_output_tokens": 2}
     response = httpx.post(f"{vision_server.url}/v1/responses", json=body, timeout=120)
@@ -25,7 +25,7 @@ def test_examples_work(
     }
     monkeypatch.setenv("VLLMOPS_TARGET", vision_server.name)
     monkeypatch.chdir(tmp_path)
-    Path("hang.tar.gz").symlink_to(bundled.path)
+    Path("hang.tar.gz").symlink_to(vision_bundle.path)
     for line, (code, quick) in LIVE.items():
         typed = [names.get(word, word) for word in words(line)[1:]]
         ran = vision_server.cli(*typed, *quick.split())

@@ -23,7 +23,7 @@ def requests(server: Live) -> Iterator[list[str]]:
     wrong, over = list[str](), threading.Event()
     url, body = f"{server.url}/v1/completions", {"model": "demo-text", "prompt": "a"}
 
-    def ask(client: httpx.Client) -> None:
+    def send_completion(client: httpx.Client) -> None:
         try:
             answer = client.post(url, json={**body, "max_tokens": 2})
             if answer.status_code != 200:
@@ -31,17 +31,17 @@ def requests(server: Live) -> Iterator[list[str]]:
         except httpx.HTTPError as error:
             wrong.append(repr(error))
 
-    def work(pool: ThreadPoolExecutor) -> None:
+    def submit_completions(pool: ThreadPoolExecutor) -> None:
         # The server closes what idles for 5 s, perhaps just as it is used again.
         kept = httpx.Client(timeout=60, limits=httpx.Limits(keepalive_expiry=3))
         fresh = httpx.Client(timeout=60, limits=httpx.Limits(max_keepalive_connections=0))
         with kept, fresh:
             while not over.wait(2 / RATE):
                 for client in (kept, fresh):
-                    pool.submit(ask, client)
+                    pool.submit(send_completion, client)
             pool.shutdown()
 
-    thread = threading.Thread(target=work, args=(ThreadPoolExecutor(32),))
+    thread = threading.Thread(target=submit_completions, args=(ThreadPoolExecutor(32),))
     thread.start()
     try:
         yield wrong
@@ -82,7 +82,7 @@ def test_a_hand_over_loses_no_request(cli: Cli) -> None:
         assert wrong == []
         assert not set(before.pids) & set(server.footprint().pids)
         before = Footprint(before.pids, None, before.segments)  # the port is the second one's
-        assert before.left() == []
+        assert before.list_leftovers() == []
         assert server.row["state"] == "ready"
         model = next(Path(cli.home / "demo").glob("text*"))
         away = model.rename(model.with_name("away"))

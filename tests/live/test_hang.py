@@ -36,14 +36,21 @@ from .hangs import (
     Asked,
     Hang,
     Prone,
-    backtracking,
     input_thread_dead,
     is_real,
     larger_than_the_cache,
     leave_ghost,
     livelock,
+    trigger_backtracking,
 )
-from .test_cache import ask, found, load, look, settled, side
+from .test_cache import (
+    inspect_caches,
+    inspect_quiet_caches,
+    list_drift_codes,
+    load,
+    send_image_request,
+    side,
+)
 
 WATCHED_S = 15.0  # until a stall is sure, a start of the command included
 CAPTURED_S = 25.0
@@ -59,7 +66,7 @@ def stock(hung_pair: tuple[Prone, Live]) -> Prone:
 
 
 @pytest.fixture
-def patched(hung_pair: tuple[Prone, Live]) -> Live:
+def patched_server(hung_pair: tuple[Prone, Live]) -> Live:
     return hung_pair[1]
 
 
@@ -74,7 +81,7 @@ class Requests:
             thread.start()
 
     def send(self, url: str, seeds: tuple[int, ...]) -> None:
-        self.answers[seeds] = ask(url, *seeds, timeout_s=300).status_code
+        self.answers[seeds] = send_image_request(url, *seeds, timeout_s=300).status_code
 
     def all_answered(self) -> bool:
         for thread in self.threads:
@@ -90,7 +97,7 @@ def text(url: str, timeout_s: float) -> int:
 
 def ghosts(server: Live) -> set[str]:
     """The processes that are told to have ghost keys."""
-    found = look(server)["findings"]
+    found = inspect_caches(server)["findings"]
     return {
         str(item["subject"]).split(" of ")[-1].split()[0]
         for item in found
@@ -102,7 +109,7 @@ def pids(server: Live) -> list[int]:
     return sorted(process["pid"] for process in server.row["processes"])
 
 
-def repaired(server: Live) -> Any:
+def repair_caches(server: Live) -> Any:
     before = pids(server)
     plan = server.cli("cache", "repair", "-t", server.name, "--dry-run", "--json")
     assert (plan.code, plan.data["dry_run"]) == (1, True)
@@ -114,7 +121,7 @@ def repaired(server: Live) -> Any:
 
 
 def both_sides_agree(server: Live) -> bool:
-    data = settled(server)
+    data = inspect_quiet_caches(server)
     front, engine = (side(data, "mm-lru", name) for name in ("P0", "P1"))
     return bool(front["keys"] == engine["keys"] and front["bytes"] == engine["bytes"])
 
@@ -138,13 +145,13 @@ def prove(server: Prone, code: str, shown: str = "", *, captured: bool) -> None:
         asked += [("doctor", bundle, "--json"), ("stacks", "explain", bundle, "--json")]
     else:
         asked += [("stacks", "dump", "--explain", *target)]
-    *doctors, explained = [answered(server, code, *words) for words in asked]
+    *doctors, explained = [collect_finding_codes(server, code, *words) for words in asked]
     assert explained == [code]
     for named in doctors:
         assert {code, shown or code} & set(named), named
 
 
-def answered(server: Prone, code: str, *words: str) -> list[str]:
+def collect_finding_codes(server: Prone, code: str, *words: str) -> list[str]:
     """What a command names, in time."""
     began = time.monotonic()
     ran = server.cli(*words)
@@ -170,12 +177,12 @@ def codes(ran: Ran) -> list[str]:
     return [finding["code"] for finding in ran.data["findings"]]
 
 
-def test_a_small_cache_evicts_oldest_first(patched: Live) -> None:
+def test_a_small_cache_evicts_oldest_first(patched_server: Live) -> None:
     keys = []
     for seed in range(12):
-        assert ask(patched.url, seed).status_code == 200
-        keys.append(side(settled(patched), "mm-lru", "P0")["newest"])
-    data = settled(patched)
+        assert send_image_request(patched_server.url, seed).status_code == 200
+        keys.append(side(inspect_quiet_caches(patched_server), "mm-lru", "P0")["newest"])
+    data = inspect_quiet_caches(patched_server)
     for name in ("P0", "P1"):
         row = side(data, "mm-lru", name)
         assert row["keys"] == keys[-row["entries"] :]
@@ -183,8 +190,8 @@ def test_a_small_cache_evicts_oldest_first(patched: Live) -> None:
         assert 0.5 < row["used"] <= 1
     assert data["findings"] == []
     for images in (range(5), range(12)):  # they all fit; they do not
-        with load(patched.url, images, threads=2):
-            assert found(patched, "--apart", "0.1") == set()
+        with load(patched_server.url, images, threads=2):
+            assert list_drift_codes(patched_server, "--apart", "0.1") == set()
 
 
 def test_engine_hangs_and_is_repaired(stock: Prone) -> None:
@@ -198,7 +205,7 @@ def test_engine_hangs_and_is_repaired(stock: Prone) -> None:
     with pytest.raises(httpx.TimeoutException):
         text(url, 5)
     prove(stock, SPINNING, captured=True)
-    data = repaired(stock)
+    data = repair_caches(stock)
     assert {item["role"] for item in data["repairs"]} == {"engine"}
     assert requests.all_answered()
     assert text(url, 60) == 200
@@ -215,7 +222,7 @@ def test_front_end_hangs_and_is_repaired(stock: Prone) -> None:
     assert requests.answers == {}
     assert text(url, 60) == 200
     prove(stock, SPINNING, captured=EVERYTHING)
-    data = repaired(stock)
+    data = repair_caches(stock)
     # It gets on to the engine, and is stuck there in the same way.
     assert {item["role"] for item in data["repairs"]} == {"api", "engine"}
     assert requests.all_answered()
@@ -223,28 +230,28 @@ def test_front_end_hangs_and_is_repaired(stock: Prone) -> None:
     assert both_sides_agree(stock)
 
 
-def test_nothing_to_repair_changes_nothing(stock: Live) -> None:
-    before = settled(stock)["caches"]
+def test_repair_of_a_healthy_server_changes_nothing(stock: Live) -> None:
+    before = inspect_quiet_caches(stock)["caches"]
     ran = stock.cli("cache", "repair", "-t", stock.name)
     assert (ran.code, "Nothing to repair." in ran.out) == (0, True)
-    assert settled(stock)["caches"] == before
+    assert inspect_quiet_caches(stock)["caches"] == before
 
 
-def test_a_healthy_server_is_not_healed(patched: Live) -> None:
-    before = settled(patched)["caches"]
-    assert outcomes(patched) == (0, [])
-    assert settled(patched)["caches"] == before
-    with load(patched.url, range(3), threads=2):
-        assert outcomes(patched, "--resume") == (0, [])
+def test_a_healthy_server_is_not_healed(patched_server: Live) -> None:
+    before = inspect_quiet_caches(patched_server)["caches"]
+    assert outcomes(patched_server) == (0, [])
+    assert inspect_quiet_caches(patched_server)["caches"] == before
+    with load(patched_server.url, range(3), threads=2):
+        assert outcomes(patched_server, "--resume") == (0, [])
 
 
-def test_a_patched_server_can_not_be_hung(patched: Live) -> None:
-    url = patched.url
+def test_a_patched_server_can_not_be_hung(patched_server: Live) -> None:
+    url = patched_server.url
     leave_ghost(url)
     assert Requests(url, *[(seed,) for seed in range(10)]).all_answered()
     assert Requests(url, tuple(range(200, 207))).all_answered()
     assert text(url, 60) == 200
-    assert ghosts(patched) == set()
+    assert ghosts(patched_server) == set()
 
 
 def states(server: Live) -> dict[str, set[str]]:
@@ -256,9 +263,11 @@ def states(server: Live) -> dict[str, set[str]]:
     }
 
 
-def test_patches_tell_what_became_of_them(stock: Live, patched: Live) -> None:
+def test_patches_tell_what_became_of_them(stock: Live, patched_server: Live) -> None:
     assert {patch: states(stock)[patch] for patch in PATCHES} == {p: {"off"} for p in PATCHES}
-    assert {patch: states(patched)[patch] for patch in PATCHES} == {p: {"applied"} for p in PATCHES}
+    assert {patch: states(patched_server)[patch] for patch in PATCHES} == {
+        p: {"applied"} for p in PATCHES
+    }
     verified = stock.cli("patches", "verify", "-t", stock.name, "--json")
     present = {
         patch["id"]: any(process["present"] for process in patch["processes"])
@@ -266,14 +275,16 @@ def test_patches_tell_what_became_of_them(stock: Live, patched: Live) -> None:
     }
     assert verified.code == 1
     assert {name for name, there in present.items() if there} == set(PATCHES)
-    assert patched.cli("patches", "verify", "-t", patched.name).code == 0
+    assert patched_server.cli("patches", "verify", "-t", patched_server.name).code == 0
     shown = " ".join(stock.cli("status", stock.name).out.split())  # it may take two lines
     assert f"off: {', '.join(PATCHES)}" in shown
-    seconds = patched.cli("patches", "list", "-t", patched.name, "--json").data["seconds"]
+    seconds = patched_server.cli("patches", "list", "-t", patched_server.name, "--json").data[
+        "seconds"
+    ]
     assert all(item < 0.3 for item in seconds.values())
 
 
-def recorded(server: Live, path: Path) -> Any:
+def record_memory(server: Live, path: Path) -> Any:
     """What ``memory record`` says of a server, which is what the file says again."""
     load = ("--load", "images", "--requests", str(REQUESTS), "--seed", "1000")
     files = ("--save", str(path), "--plot", str(path.with_suffix(".png")))
@@ -295,26 +306,26 @@ def finished_alive(data: Any) -> list[int]:
     ]
 
 
-def accused(data: Any, code: str) -> set[str]:
+def list_roles_with_finding(data: Any, code: str) -> set[str]:
     """The roles of the processes with such a finding."""
     return {item["subject"].split()[0] for item in data["findings"] if item["code"] == code}
 
 
 @long
 def test_requests_that_hold_themselves_grow_memory_and_patched_ones_do_not(
-    stock: Live, patched: Live, tmp_path: Path
+    stock: Live, patched_server: Live, tmp_path: Path
 ) -> None:
-    left = recorded(stock, tmp_path / "stock.json")
+    left = record_memory(stock, tmp_path / "stock.json")
     assert finished_alive(left)[-1] - finished_alive(left)[0] >= 4 * REQUESTS
-    assert accused(left, "memory.finished-requests-alive") == {"engine"}
-    assert "engine" in accused(left, "memory.rss-growing")
-    gone = recorded(patched, tmp_path / "patched.json")
+    assert list_roles_with_finding(left, "memory.finished-requests-alive") == {"engine"}
+    assert "engine" in list_roles_with_finding(left, "memory.rss-growing")
+    gone = record_memory(patched_server, tmp_path / "patched.json")
     assert max(finished_alive(gone)) <= 2
-    assert accused(gone, "memory.finished-requests-alive") == set()
-    assert "engine" not in accused(gone, "memory.rss-growing")
+    assert list_roles_with_finding(gone, "memory.finished-requests-alive") == set()
+    assert "engine" not in list_roles_with_finding(gone, "memory.rss-growing")
 
 
-@pytest.mark.usefixtures("imported")
+@pytest.mark.usefixtures("imported_vllm")
 def test_patches_of_this_environment_need_no_server(cli: Cli) -> None:
     ran = cli("patches", "verify", "--json")
     assert ran.code == 0, ran.out
@@ -361,12 +372,12 @@ def test_requests_that_nothing_schedules_can_be_ended(
         took_s = time.monotonic() - began
         print(f"{len(asked)} requests were ended within {took_s:.2f} s")  # pytest -rP shows it
         assert took_s < ENDED_S
-    assert stock.ask().answer(30) == 200
+    assert stock.send_chat_request().answer(30) == 200
 
 
 def test_a_request_is_ended_while_a_parser_blocks_the_event_loop(stock: Prone) -> None:
-    endless = stock.ask(max_tokens=1000, ignore_eos=True)
-    with backtracking(stock) as asked:
+    endless = stock.send_chat_request(max_tokens=1000, ignore_eos=True)
+    with trigger_backtracking(stock) as asked:
         (ended, result) = end_all(stock)
         assert result == {"code": 1}
         # On a busy machine the command may end before the engine's step does.
@@ -375,17 +386,17 @@ def test_a_request_is_ended_while_a_parser_blocks_the_event_loop(stock: Prone) -
         until(lambda: outcomes(stock, "--only", "event-loop") == (0, [("event-loop", True)]))
         assert asked[0].answer(30) == 500
     assert endless.answer(30) == 200  # ended with what it had by then
-    assert stock.ask().answer(30) == 200
+    assert stock.send_chat_request().answer(30) == 200
 
 
 def test_a_request_that_only_the_engine_knows(stock: Prone) -> None:
     with larger_than_the_cache(stock) as asked:
         until(lambda: len(in_flight(stock)) == 2)
-        until(lambda: stock.handed() == 2)  # a heartbeat late
+        until(lambda: stock.count_handed_requests() == 2)  # a heartbeat late
         (stock.place / "lost-abort").touch()
         for one in asked:
             one.abort()
-        until(lambda: stock.handed() == 0)
+        until(lambda: stock.count_handed_requests() == 0)
         (stock.place / "lost-abort").unlink()
         ran = stock.cli("requests", "list", "-t", stock.name, "--json", "--fail-on", "warning")
         assert (ran.code, len(ran.data["requests"])) == (1, 2)
@@ -393,7 +404,7 @@ def test_a_request_that_only_the_engine_knows(stock: Prone) -> None:
         # The first one alone can never run: the order of what is healed does not matter.
         assert outcomes(stock, "--only", "zombies") == (0, 2 * [("zombies", True)])
     assert in_flight(stock) == []
-    assert stock.ask().answer(30) == 200
+    assert stock.send_chat_request().answer(30) == 200
 
 
 def outcomes(server: Live, *words: str) -> tuple[int, list[tuple[str, bool]]]:
@@ -424,7 +435,7 @@ def test_a_queue_that_does_not_go_on_is_healed(
     assert f"vllmops heal by root: {action}, engine" in stock.launched.log.read_text()
 
 
-def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) -> None:
+def test_heal_resumes_a_pause_or_a_stopped_process_only_with_the_option(stock: Prone) -> None:
     def ends(action: str, asked: Asked) -> None:
         assert outcomes(stock) == (1, [(action, False)])
         assert asked.answer(0.1) is None
@@ -434,25 +445,29 @@ def test_what_somebody_may_have_wanted_is_resumed_only_if_asked(stock: Prone) ->
     assert httpx.post(f"{stock.url}/pause", params={"mode": "keep"}, timeout=30).status_code == 200
     shown = stock.cli("heal", "--dry-run", "-t", stock.name, "--json").data["actions"]
     assert "POST /pause from 127.0.0.1" in shown[0]["seen"]
-    ends("paused", stock.ask())
-    with stock.stopped("worker"):
-        asked = stock.ask()
+    ends("paused", stock.send_chat_request())
+    with stock.suspend_process("worker"):
+        asked = stock.send_chat_request()
         until(lambda: [row["state"] for row in in_flight(stock)] == ["running"])
-        behind = stock.ask()  # the engine reads it once this step is over
-        until(lambda: stock.handed() == 2)
+        behind = stock.send_chat_request()  # the engine reads it once this step is over
+        until(lambda: stock.count_handed_requests() == 2)
         ends("stopped", asked)
         assert behind.answer(30) == 200
 
 
 def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
-    with stock.stopped("worker"):
-        first = stock.ask()
-        until(lambda: stock.handed() == 1)
-        asked = [stock.ask(), stock.unencodable(), stock.ask()]  # their outputs are one message
-        until(lambda: stock.handed() == 4)
+    with stock.suspend_process("worker"):
+        first = stock.send_chat_request()
+        until(lambda: stock.count_handed_requests() == 1)
+        asked = [
+            stock.send_chat_request(),
+            stock.unencodable(),
+            stock.send_chat_request(),
+        ]  # their outputs are one message
+        until(lambda: stock.count_handed_requests() == 4)
     assert first.answer(30) == 200
     until(lambda: outcomes(stock, "--skip", "caches", "--dry-run") == (1, [("io-threads", False)]))
-    behind = stock.ask()
+    behind = stock.send_chat_request()
     assert behind.answer(1) is None
     assert outcomes(stock, "--skip", "caches") == (0, [("io-threads", True)])
     assert [one.answer(30) for one in (*asked, behind)] == [200, 410, 200, 200]
@@ -461,7 +476,7 @@ def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
         # The reader's end may have left a ghost key, too.
         assert (code, set(done) - {("caches", True)}) == (0, {("io-threads", True)})
         assert [one.answer(30) for one in asked] == [410, 200]
-    assert stock.ask().answer(30) == 200
+    assert stock.send_chat_request().answer(30) == 200
     written, read = messages.fetch_fatal_messages(resolve_server(stock.name))[-2:]  # for a bundle
     assert (written.thread, read.thread) == ("output thread", "input thread")
     (type_, *frames) = read.frames
@@ -470,9 +485,9 @@ def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
 
 
 @long
-def test_what_can_not_be_healed_is_named_with_what_a_restart_loses(stock: Prone) -> None:
+def test_heal_names_a_hang_it_cannot_heal_and_the_requests_in_flight(stock: Prone) -> None:
     with stock.defect("worker"):
-        asked = stock.ask()
+        asked = stock.send_chat_request()
         until(lambda: bool(in_flight(stock, "--stuck", "--stuck-after", "11")))
         ran = stock.cli("heal", "-t", stock.name, "--json")
         assert (ran.code, ran.data["actions"]) == (1, [])
@@ -499,22 +514,22 @@ def test_a_hang_is_named(stock: Prone, hang: Hang) -> None:
         prove(stock, hang.code, hang.told, captured=hang.captured or EVERYTHING)
     if hang.lives_on:
         assert {item.answer(30) for item in asked if not item.aborted} == {200}
-        assert stock.ask().answer(30) == 200
+        assert stock.send_chat_request().answer(30) == 200
 
 
-def test_an_engine_that_is_killed_under_load_tells_its_last_step(patched: Live) -> None:
+def test_an_engine_that_is_killed_under_load_tells_its_last_step(patched_server: Live) -> None:
     with ThreadPoolExecutor(3) as pool:
         asked = {"model": "demo-vision", "max_tokens": 200, "ignore_eos": True}
-        load = [pool.submit(patched.complete, **asked) for _ in range(40)]
+        load = [pool.submit(patched_server.complete, **asked) for _ in range(40)]
         until(load[0].done, 60)
-        live = history(patched)
+        live = history(patched_server)
         assert live["alive"]
         # Stopped first: vLLM ends an engine whose worker is gone, and this one is to be killed.
-        engine = patched.pids()["engine"]
+        engine = patched_server.pids()["engine"]
         os.kill(engine, signal.SIGSTOP)
         killed_at = time.time()
-        lose(patched, "engine")
-    dead = history(patched)
+        lose(patched_server, "engine")
+    dead = history(patched_server)
     assert not dead["alive"]
     assert dead["pid"] == engine
     steps = [dict(zip(dead["columns"], step, strict=True)) for step in dead["steps"]]
@@ -529,7 +544,7 @@ def test_an_engine_that_is_killed_under_load_tells_its_last_step(patched: Live) 
     assert all(step["ended"] == step["steps"] for step in steps[:-3])
     ending = str(last["number"] + last["steps"] - 1)
     assert ending in dead["end"]
-    assert ending in patched.cli("doctor", "--history", "-t", str(engine)).out
+    assert ending in patched_server.cli("doctor", "--history", "-t", str(engine)).out
 
 
 def history(server: Live) -> dict[str, Any]:

@@ -18,17 +18,17 @@ from .clients import (
     WAYS,
     background,
     base,
-    carried,
     connect,
-    counted,
-    ended,
-    following,
+    count_input_tokens,
+    run_carrier_conversation,
     say,
     sealed_in,
+    start_background_stream,
+    wait_until_response_ends,
 )
-from .conftest import Cli, ringed
+from .conftest import Cli, make_keyring_options
 from .foreground import Foreground
-from .test_websocket import said
+from .test_websocket import create_response
 
 pytestmark = long
 
@@ -45,7 +45,7 @@ def harmony(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fore
         "VLLM_NO_USAGE_STATS": "1",
     }
     words = [word for item in environment.items() for word in ("--env", "=".join(item))]
-    keys = ringed(cli, place / "keyring.json")
+    keys = make_keyring_options(cli, place / "keyring.json")
     shape = (
         "--served-model-name",
         "demo-text",
@@ -83,7 +83,7 @@ def test_a_conversation_stays_whole(client: Any) -> None:
 
 
 def test_a_background_stream(client: Any) -> None:
-    stream, response_id = following(client, max_output_tokens=60)
+    stream, response_id = start_background_stream(client, max_output_tokens=60)
     stream.close()
     events = list(client.responses.retrieve(response_id, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -96,7 +96,7 @@ def test_a_background_stream(client: Any) -> None:
 
 
 def test_runs_are_cancelled_and_deleted(client: Any) -> None:
-    stream, cancelled = following(client)
+    stream, cancelled = start_background_stream(client)
     run = background(client)
     for item in (cancelled, run.id):
         assert client.responses.cancel(item).status == "cancelled"
@@ -104,14 +104,14 @@ def test_runs_are_cancelled_and_deleted(client: Any) -> None:
     deleted = background(client)
     client.responses.delete(deleted.id)
     short = background(client, max_output_tokens=20)
-    assert ended(client, short.id).output_text
+    assert wait_until_response_ends(client, short.id).output_text
     kept = [item.status for item in map(client.responses.retrieve, (cancelled, run.id, short.id))]
     assert kept == ["cancelled", "cancelled", "incomplete"]
 
 
 @pytest.mark.parametrize(("way", "streamed"), combinations(WAYS, (False, True)))
 def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool) -> None:
-    for answer in carried([client], way, streamed=streamed, max_output_tokens=20):
+    for answer in run_carrier_conversation([client], way, streamed=streamed, max_output_tokens=20):
         assert "Hello there" in answer.output_text
         assert sealed_in(answer).startswith("vllm:2:")
 
@@ -125,7 +125,7 @@ def test_a_conversation_is_compacted(client: Any) -> None:
     chained = say(client, "four", previous_response_id=turn.id, max_output_tokens=20)
     words = [*made.output, {"role": "user", "content": "three"}, *turn.output]
     whole = [*words, {"role": "user", "content": "four"}]
-    assert chained.usage.input_tokens == counted(client, whole)
+    assert chained.usage.input_tokens == count_input_tokens(client, whole)
     limit = [{"type": "compaction", "compact_threshold": 5}]
     grown = say(client, said, max_output_tokens=20, extra_body={"context_management": limit})
     assert grown.output[0].type == "compaction"
@@ -144,19 +144,19 @@ def test_a_conversation_of_the_api(client: Any) -> None:
     assert spoken == ["zero", "one", first.output_text, "two", last.response.output_text]
     words: list[Any] = [{"role": "user", "content": "zero"}, {"role": "user", "content": "one"}]
     words += [*first.output, {"role": "user", "content": "two"}]
-    assert last.response.usage.input_tokens == counted(client, words)
+    assert last.response.usage.input_tokens == count_input_tokens(client, words)
 
 
 def test_a_socket(harmony: Foreground) -> None:
     url = f"{base(harmony.live)}/responses".replace("http", "ws", 1)
     with websocket(url) as opened:
-        first = said(opened, max_output_tokens=20)
-        second = said(opened, max_output_tokens=20, previous_response_id=first["id"])
+        first = create_response(opened, max_output_tokens=20)
+        second = create_response(opened, max_output_tokens=20, previous_response_id=first["id"])
     assert second["previous_response_id"] == first["id"]
     assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
 
 
-def test_nothing_survives_a_closed_terminal(harmony: Foreground) -> None:
+def test_a_closed_terminal_ends_the_server(harmony: Foreground) -> None:
     """It is the server's last test."""
     # What the kernel sends when the terminal closes; its reader keeps ours open.
     harmony.end_by(signal.SIGHUP)

@@ -19,8 +19,8 @@ from .hangs import (
     UNPATCHED,
     Asked,
     Prone,
-    connected,
     lost_notify,
+    make_connector_arguments,
     prone,
 )
 from .test_hang import QUICK, in_flight, outcomes
@@ -52,7 +52,7 @@ def server(
 ) -> Iterator[Prone]:
     version, policy = request.param
     # An older vLLM can't run the vision model with today's packages.
-    options = (*FEW_BLOCKS, "--served-model-name", "demo-vision", *connected(policy))
+    options = (*FEW_BLOCKS, "--served-model-name", "demo-vision", *make_connector_arguments(policy))
     ahead = () if version == INSTALLED else (code(version),)
     place, given = tmp_path_factory.mktemp("lost"), {"VLLMOPS_NO_PATCH": UNPATCHED}
     with prone(cli, place, LOSING, *options, ahead=ahead, demo="text", environment=given) as made:
@@ -86,12 +86,12 @@ def test_a_load_that_nobody_will_report_is_failed(server: Prone, answers: tuple[
     port = free.getsockname()[1]
     prompt = "z" * 200
 
-    def asks(number: int, **load: Any) -> Asked:
-        return server.ask(text=f"{number} {prompt}", kv_transfer_params=load)
+    def send_kv_load_request(number: int, **load: Any) -> Asked:
+        return server.send_chat_request(text=f"{number} {prompt}", kv_transfer_params=load)
 
     try:
-        healthy, lost = asks(1, load="load"), asks(2, load="lost")
-        asked = asks(3, load="load", remote_host=HOST, remote_port=port)
+        healthy, lost = send_kv_load_request(1, load="load"), send_kv_load_request(2, load="lost")
+        asked = send_kv_load_request(3, load="load", remote_host=HOST, remote_port=port)
         until(lambda: [row["state"] for row in in_flight(server)] == 3 * ["waiting for KV"])
         assert outcomes(server, "--dry-run") == (0, [])  # they have just come
         name = in_flight(server)[0]["id"]
@@ -101,7 +101,7 @@ def test_a_load_that_nobody_will_report_is_failed(server: Prone, answers: tuple[
         ]
         assert [prompt in out for out in shown] == [False, True]
         until(lambda: outcomes(server, "--dry-run") == (1, [("transfers", False)]), 40)
-        assert server.ask().answer(30) == 200
+        assert server.send_chat_request().answer(30) == 200
         assert lost.answer(0.1) is None
         for words in (("requests", "list"), ("doctor",)):
             found = server.cli(*words, "-t", server.name, "--json").data["findings"]
@@ -132,7 +132,7 @@ def test_a_request_that_needs_what_others_hold_that_wait_is_ended(
     try:
         for letter, length, tokens in (("y", 1100, 256), ("x", 960, 896)):
             load = {"load": "load", "tokens": tokens}
-            asked.append(server.ask(text=letter * length, kv_transfer_params=load))
+            asked.append(server.send_chat_request(text=letter * length, kv_transfer_params=load))
             waiting = ["waiting for KV"] * len(asked)
             until(lambda: [row["state"] for row in in_flight(server)] == waiting)  # noqa: B023
         assert outcomes(server, "--dry-run", "--only", "admission")[1] == []

@@ -36,7 +36,7 @@ STATE = {
 }
 
 
-def scraped(server: Live) -> dict[str, dict[str, float]]:
+def scrape_metrics(server: Live) -> dict[str, dict[str, float]]:
     """What vllmops adds: values by name, and by labels; each once."""
     answer = httpx.get(f"{server.url}/metrics", timeout=30).raise_for_status()
     found: dict[str, dict[str, float]] = {}
@@ -50,18 +50,18 @@ def scraped(server: Live) -> dict[str, dict[str, float]]:
     return found
 
 
-def settled(server: Live) -> dict[str, dict[str, float]]:
+def wait_for_state_metrics(server: Live) -> dict[str, dict[str, float]]:
     """The metrics, as soon as the server has looked at itself."""
-    return until(lambda: found if (found := scraped(server)).keys() >= STATE else None, 60)
+    return until(lambda: found if (found := scrape_metrics(server)).keys() >= STATE else None, 60)
 
 
-def ask(server: Live) -> None:
+def send_completion(server: Live) -> None:
     server.complete(max_tokens=4)
 
 
 def check(server: Live, roles: dict[str, int]) -> None:
-    ask(server)
-    found = settled(server)
+    send_completion(server)
+    found = wait_for_state_metrics(server)
     counted = {
         labels.rpartition("role=")[2]: number for labels, number in found["processes"].items()
     }
@@ -76,10 +76,10 @@ def check(server: Live, roles: dict[str, int]) -> None:
     assert "vllm:num_requests_running" in httpx.get(f"{server.url}/metrics", timeout=30).text
 
 
-def test_one_api_server(vision_server: Live) -> None:
+def test_metrics_cover_a_single_api_server(vision_server: Live) -> None:
     check(vision_server, {"api": 1, "engine": 1, "worker": 1})
     # On a busy machine no two readings of both sides may be in time.
-    one_sided = until(lambda: scraped(vision_server).get("mm_cache_one_sided_keys"))
+    one_sided = until(lambda: scrape_metrics(vision_server).get("mm_cache_one_sided_keys"))
     assert sum(one_sided.values()) == 0
 
 
@@ -125,8 +125,8 @@ def test_no_panel_of_a_board_is_without_data(vision_server: Live, prometheus: st
         found: list[Any] = answer.json()["data"]["result"]
         return [one for one in found if one["value"][1] != "NaN"]
 
-    def without() -> list[str]:
-        ask(vision_server)
+    def list_empty_queries() -> list[str]:
+        send_completion(vision_server)
         stored = {"model": "demo-vision", "input": "hi", "max_output_tokens": 1}
         httpx.post(f"{vision_server.url}/v1/responses", json=stored, timeout=60)
         try:
@@ -134,7 +134,7 @@ def test_no_panel_of_a_board_is_without_data(vision_server: Live, prometheus: st
         except httpx.HTTPError:  # it is not ready yet
             return queries
 
-    until(lambda: not without(), 60, without)
+    until(lambda: not list_empty_queries(), 60, list_empty_queries)
 
 
 @long

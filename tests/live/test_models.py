@@ -22,7 +22,7 @@ from ..support.extent import long
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def demo_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A state directory in which two builders at once have built the text model.
 
     Their working directory holds a module that would break the build.
@@ -37,31 +37,31 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def test_a_model_is_a_few_megabytes_and_whole(built: Path) -> None:
-    place = built / "demo" / f"text-{demo.RECIPE}"
+def test_a_model_is_a_few_megabytes_and_whole(demo_home: Path) -> None:
+    place = demo_home / "demo" / f"text-{demo.RECIPE}"
     config = json.loads((place / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert (place / "tokenizer.json").is_file()
     assert 1e6 < sum(file.stat().st_size for file in place.iterdir()) < 10e6
 
 
-def test_two_builders_at_once_leave_one_model_and_nothing_else(built: Path) -> None:
-    assert [item.name for item in (built / "demo").iterdir()] == [f"text-{demo.RECIPE}"]
+def test_two_builders_at_once_leave_one_model_and_nothing_else(demo_home: Path) -> None:
+    assert [item.name for item in (demo_home / "demo").iterdir()] == [f"text-{demo.RECIPE}"]
 
 
-def test_a_model_is_built_once(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLMOPS_HOME", str(built))
+def test_a_model_is_built_once(demo_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLMOPS_HOME", str(demo_home))
     # Nothing could be built with this one.
     monkeypatch.setattr(sys, "executable", "/nonexistent")
     assert (demo.build_missing_model(DemoKind.TEXT) / "config.json").is_file()
 
 
-def test_asking_imports_neither_torch_nor_transformers(built: Path) -> None:
+def test_asking_imports_neither_torch_nor_transformers(demo_home: Path) -> None:
     code = (
         "import sys; from vllmops import demo; demo.build_missing_model(demo.DemoKind.TEXT);"
         "assert not {'torch', 'transformers', 'vllm'} & set(sys.modules)"
     )
-    env = {**os.environ, "VLLMOPS_HOME": str(built)}
+    env = {**os.environ, "VLLMOPS_HOME": str(demo_home)}
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=30)
 
 

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from ..support.extent import EVERYTHING
-from ..support.far import certificate, ip, machine, switched
+from ..support.far import certificate, ip, machine, open_namespaces
 from ..support.fleet import token_file
 from ..support.ports import free_port
 from ..support.waiting import until
@@ -100,7 +100,7 @@ class Machines:
         first = ("sh", "-c", f'{before} && exec "$@"', "-") if before else ()
         self.run(node, (*first, *serve), **environment)
 
-    def up(self) -> bool:
+    def is_healthy(self) -> bool:
         assert all(process.poll() is None for process in self.running), self.logs()
         try:
             return httpx.get(f"{self.url}/health", timeout=5, verify=self.trust()).is_success
@@ -113,7 +113,7 @@ class Machines:
     def logs(self) -> str:
         return "\n".join(file.read_text()[-4000:] for file in self.folder.glob("node*.log"))
 
-    def ask(self, *words: str) -> Ran:
+    def run_cli_command(self, *words: str) -> Ran:
         """A command of this machine, about the server."""
         token = ("--admin-token", str(self.folder / "admin.token"))
         with pytest.MonkeyPatch.context() as patch:
@@ -122,7 +122,7 @@ class Machines:
 
     def ranks(self) -> dict[str, str]:
         """What `ps` says of the agent of each engine and worker, by role, ranks and node."""
-        ran = self.ask("ps")
+        ran = self.run_cli_command("ps")
         assert ran.code == 0, (ran.out, self.logs())
         (row,) = ran.data["instances"]
         return {
@@ -135,7 +135,7 @@ class Machines:
 @pytest.fixture
 def machines(cli: Cli, tmp_path: Path) -> Iterator[Machines]:
     token_file(tmp_path)
-    with switched(2) as made, ExitStack() as stack:
+    with open_namespaces(2) as made, ExitStack() as stack:
         names, addresses = zip(*made, strict=True)
         found = Machines(cli, tmp_path, list(names), list(addresses))
         stack.callback(end, found)
@@ -153,18 +153,18 @@ def seen_whole(machines: Machines, expected: set[str], folder: Path) -> None:
     answers = dict.fromkeys(expected, "answers")
     until(lambda: machines.ranks() == answers, 60, lambda: (machines.ranks(), machines.logs()))
     nodes = {"node0", "node1"}
-    inspected = machines.ask("cache", "inspect")
+    inspected = machines.run_cli_command("cache", "inspect")
     assert (inspected.code, inspected.data["silent"]) == (0, []), inspected
-    dumped = machines.ask("stacks", "dump").data["processes"]
+    dumped = machines.run_cli_command("stacks", "dump").data["processes"]
     shown = {f"{p['role']} {p['ranks']} {p['node']}" for p in dumped if p["threads"]}
     assert expected <= shown, dumped
-    examined = machines.ask("doctor")
+    examined = machines.run_cli_command("doctor")
     unseen = examined.data["unseen"]
     assert {part["code"] for part in unseen} <= {"remote"}, unseen
-    listed = machines.ask("patches", "list").data["patches"]
+    listed = machines.run_cli_command("patches", "list").data["patches"]
     assert {process["node"] for patch in listed for process in patch["processes"]} == nodes
     file = folder / "bundle.tar.gz"
-    bundled = machines.ask("bundle", "-o", str(file))
+    bundled = machines.run_cli_command("bundle", "-o", str(file))
     assert bundled.code == 0, bundled
     with tarfile.open(file) as archive:
         names = archive.getnames()
@@ -177,13 +177,13 @@ def seen_whole(machines: Machines, expected: set[str], folder: Path) -> None:
     lost = {name: "node-lost" if "node1" in name else "answers" for name in expected}
     until(lambda: machines.ranks() == lost, 30, machines.ranks)
     began = time.monotonic()
-    inspected = machines.ask("cache", "inspect")
+    inspected = machines.run_cli_command("cache", "inspect")
     assert time.monotonic() - began < TIMELY_S
     assert {silent["node"] for silent in inspected.data["silent"]} == {"node1"}
-    (row,) = machines.ask("ps").data["instances"]
+    (row,) = machines.run_cli_command("ps").data["instances"]
     assert f"node node1 ({machines.addresses[1]}) does not answer" in row["note"]
     began = time.monotonic()
-    bundled = machines.ask("bundle", "-o", str(file), "--force", "--timeout", "10")
+    bundled = machines.run_cli_command("bundle", "-o", str(file), "--force", "--timeout", "10")
     assert time.monotonic() - began < 10 + TIMELY_S
     assert any("node1" in str(part) for part in bundled.data["missing"]), bundled.data
     ip(f"link set {machines.names[1]} up")
@@ -202,7 +202,7 @@ if EVERYTHING:
         both = ("--data-parallel-size", "2", "--data-parallel-size-local", "1", *meet)
         machines.serve(0, *both, "--api-server-count", "2")
         machines.serve(1, *both, "--headless", "--data-parallel-start-rank", "1")
-        until(machines.up, START_TIMEOUT_S, machines.logs)
+        until(machines.is_healthy, START_TIMEOUT_S, machines.logs)
         expected = {f"{role} DP{n} node{n}" for role in ("engine", "worker") for n in (0, 1)}
         seen_whole(machines, expected, tmp_path)
 
@@ -211,7 +211,7 @@ if EVERYTHING:
         both = ("--tensor-parallel-size", "2", *meet)
         machines.serve(0, *both, "--node-rank", "0")
         machines.serve(1, *both, "--node-rank", "1", "--headless")
-        until(machines.up, START_TIMEOUT_S, machines.logs)
+        until(machines.is_healthy, START_TIMEOUT_S, machines.logs)
         seen_whole(machines, {"engine  node0", "worker TP0 node0", "worker TP1 node1"}, tmp_path)
 
     def test_ray_over_two_nodes(machines: Machines, plug_in: PlugIn, tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ if EVERYTHING:
             until(lambda: "Ray runtime started" in machines.logs(), 60, machines.logs)
             join = f"{ray}{machines.addresses[1]} --address {head} --block"
             machines.run(1, join.split(), **more)
-            until(machines.up, START_TIMEOUT_S, machines.logs)
+            until(machines.is_healthy, START_TIMEOUT_S, machines.logs)
             workers = {"worker TP0 node0", "worker TP1 node1"}
             seen_whole(machines, {"engine  node0", *workers}, tmp_path)
         finally:

@@ -51,7 +51,7 @@ class Load:
     pause_s: float = 0.0
 
     @contextmanager
-    def on(self, server: Prone) -> Iterator[list[object]]:
+    def send_requests(self, server: Prone) -> Iterator[list[object]]:
         """Send them until the end of the block; gives the answers' statuses, and what failed."""
         over, answers, numbers = threading.Event(), list[object](), itertools.count()
 
@@ -59,7 +59,9 @@ class Load:
             while not over.wait(self.pause_s):
                 text = f"{next(numbers)} ".ljust(self.prompt, "z")  # no prefix of another
                 try:
-                    asked = server.ask(text=text, max_tokens=self.tokens, ignore_eos=True)
+                    asked = server.send_chat_request(
+                        text=text, max_tokens=self.tokens, ignore_eos=True
+                    )
                     while asked.answer(1.0) is None and not over.is_set():
                         pass
                 except (OSError, HTTPException) as error:
@@ -102,26 +104,26 @@ class Probed:
         self.server = server
         self.url = url
 
-    def ask(self, kind: str) -> tuple[int, str]:
+    def fetch_probe(self, kind: str) -> tuple[int, str]:
         answer = httpx.get(f"{self.url}/{kind}", timeout=30)
         return answer.status_code, answer.text
 
     def green(self, kind: str = "livez") -> bool:
-        return self.ask(kind)[0] == 200
+        return self.fetch_probe(kind)[0] == 200
 
     @contextmanager
     def never_red(self) -> Iterator[None]:
         """Nothing is said to be dead in this block."""
         over, words = threading.Event(), list[tuple[int, str]]()
 
-        def look() -> None:
+        def poll_liveness() -> None:
             while not over.wait(0.5):
                 try:
-                    words.append(self.ask("livez"))
+                    words.append(self.fetch_probe("livez"))
                 except httpx.TransportError as error:
                     words.append((0, repr(error)))
 
-        looking = threading.Thread(target=look)
+        looking = threading.Thread(target=poll_liveness)
         looking.start()
         try:
             yield
@@ -141,14 +143,14 @@ def probed_by_watch(server: Prone) -> Iterator[Probed]:
     watch = server.cli.begin(*words, start_new_session=True)
     made = Probed(server, f"http://127.0.0.1:{port}")
 
-    def up() -> bool:
+    def is_watch_ready() -> bool:
         try:
             return made.green("readyz")
         except httpx.TransportError:
             return False
 
     try:
-        until(up)
+        until(is_watch_ready)
         yield made
     finally:
         watch.terminate()
@@ -156,13 +158,13 @@ def probed_by_watch(server: Prone) -> Iterator[Probed]:
 
 
 @pytest.fixture(scope="module")
-def probed(hung_pair: tuple[Prone, Live]) -> Iterator[Probed]:
+def server_probe(hung_pair: tuple[Prone, Live]) -> Iterator[Probed]:
     with probed_by_watch(hung_pair[0]) as made:
         yield made
 
 
 @pytest.fixture
-def doomed(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
+def doomed_server_probe(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
     """One of its own, for hangs that end it."""
     with prone(cli, tmp_path_factory.mktemp("doomed"), DEFECTS, *ARGUMENTS) as server:
         server.launched.wait_up()
@@ -179,19 +181,22 @@ def bundles(server: Prone) -> set[Path]:
 
 
 @long
-def test_one_step_that_takes_long_is_no_stall(probed: Probed) -> None:
-    with slow(probed.server, STEP_S / LONG), probed.never_red():
+def test_a_long_step_is_not_a_stall(server_probe: Probed) -> None:
+    with slow(server_probe.server, STEP_S / LONG), server_probe.never_red():
         for _ in range(5):
-            assert probed.server.ask(max_tokens=8, ignore_eos=True).answer(60) == 200
+            assert (
+                server_probe.server.send_chat_request(max_tokens=8, ignore_eos=True).answer(60)
+                == 200
+            )
         began = time.monotonic()
-        asked = probed.server.ask(text="z" * LONG, max_tokens=1)
+        asked = server_probe.server.send_chat_request(text="z" * LONG, max_tokens=1)
         assert asked.answer(STEP_S + 60) == 200
         assert time.monotonic() - began >= STEP_S
-        until(lambda: probed.green("readyz"))
+        until(lambda: server_probe.green("readyz"))
 
 
 @pytest.fixture
-def starved(cli: Cli, tmp_path: Path) -> Iterator[Probed]:
+def starved_server_probe(cli: Cli, tmp_path: Path) -> Iterator[Probed]:
     """A server that gets what others leave of the processors; its watch gets its share."""
     launched = launch(cli, tmp_path / "log", {}, before=LOWEST)
     server = Prone(cli, str(launched.process.pid), launched, tmp_path)
@@ -212,31 +217,34 @@ def share(server: Prone, nice: str) -> None:
 
 
 @pytest.mark.timeout(0 if EVERYTHING else 3 * SATURATED_S)
-def test_a_saturated_server_lives(starved: Probed) -> None:
+def test_a_saturated_server_lives(starved_server_probe: Probed) -> None:
     """`bootstrap.py test` runs this one beside the other live tests."""
-    with SATURATED.on(starved.server) as answers, starved.never_red():
+    with (
+        SATURATED.send_requests(starved_server_probe.server) as answers,
+        starved_server_probe.never_red(),
+    ):
         time.sleep(SATURATED_S)
     print(f"{len(answers)} requests in {SATURATED_S:g} s")
     assert set(answers) == {200}
-    assert bundles(starved.server) == set()
+    assert bundles(starved_server_probe.server) == set()
 
 
 @long
-def test_a_paused_server_lives_and_is_not_ready(probed: Probed) -> None:
-    url = probed.server.url
+def test_a_paused_server_lives_and_is_not_ready(server_probe: Probed) -> None:
+    url = server_probe.server.url
 
     def post(route: str, **query: Any) -> None:
         assert httpx.post(f"{url}/{route}", params=query, timeout=30).status_code == 200
 
-    with probed.never_red():
+    with server_probe.never_red():
         post("pause", mode="keep")
-        asked = probed.server.ask()
-        until(lambda: "paused" in probed.ask("readyz")[1])
+        asked = server_probe.server.send_chat_request()
+        until(lambda: "paused" in server_probe.fetch_probe("readyz")[1])
         time.sleep(20)
-        assert not probed.green("readyz")
+        assert not server_probe.green("readyz")
         post("resume")
         assert asked.answer(60) == 200
-        until(lambda: probed.green("readyz"))
+        until(lambda: server_probe.green("readyz"))
 
 
 @pytest.mark.xdist_group("hung_pair")  # which most of them ask for
@@ -256,12 +264,12 @@ def test_a_paused_server_lives_and_is_not_ready(probed: Probed) -> None:
 def test_a_hang_is_dead_in_time_and_its_evidence_is_there(
     hang: Hang, load: Load, request: pytest.FixtureRequest
 ) -> None:
-    probed = request.getfixturevalue("probed" if hang.lives_on else "doomed")
+    probed = request.getfixturevalue("server_probe" if hang.lives_on else "doomed_server_probe")
     server, before = probed.server, bundles(probed.server)
     until(lambda: probed.green("readyz"), 60)
     for _ in range(30 if hang in SPINS else 0):  # what is usual is known
         assert server.ask().answer(60) == 200
-    with load.on(server) as answers:
+    with load.send_requests(server) as answers:
         until(lambda: len(answers) >= 20 * load.clients, 180)
         with hang.made(server) as _asked:  # one that nobody holds is aborted
             began = time.monotonic()

@@ -30,18 +30,18 @@ def text(server: Live, **fields: object) -> None:
 
 
 @contextmanager
-def working(send: Callable[[int], None], threads: int) -> Iterator[None]:
+def send_from_threads(send: Callable[[int], None], threads: int) -> Iterator[None]:
     """Send requests from several threads until the end of the block; all are answered."""
     over, numbers, failed = threading.Event(), itertools.count(), list[BaseException]()
 
-    def work() -> None:
+    def send_requests() -> None:
         try:
             while not over.is_set():
                 send(next(numbers))
         except BaseException as error:
             failed.append(error)
 
-    workers = [threading.Thread(target=work) for _ in range(threads)]
+    workers = [threading.Thread(target=send_requests) for _ in range(threads)]
     for worker in workers:
         worker.start()
     try:
@@ -58,24 +58,26 @@ def idle(server: Live) -> Iterator[None]:
     yield
 
 
-def saturated(server: Live) -> AbstractContextManager[None]:
+def saturate_server(server: Live) -> AbstractContextManager[None]:
     """More requests than the server takes at once, so that some wait."""
-    return working(lambda _: text(server, max_tokens=60), 20)
+    return send_from_threads(lambda _: text(server, max_tokens=60), 20)
 
 
 def long_prefill(server: Live) -> AbstractContextManager[None]:
     """Prompts as long as the model takes, each another one."""
-    return working(lambda n: text(server, content=f"{n:05} " + "z" * LONG, max_tokens=1), 4)
+    return send_from_threads(
+        lambda n: text(server, content=f"{n:05} " + "z" * LONG, max_tokens=1), 4
+    )
 
 
-def tokenising(server: Live) -> AbstractContextManager[None]:
+def overload_tokenizer(server: Live) -> AbstractContextManager[None]:
     """The tokenizer has more than it can do."""
     body = {"model": "demo-vision", "prompt": "The quick brown fox. " * (TOKENISED // 21)}
 
     def send(_: int) -> None:
         httpx.post(f"{server.url}/tokenize", json=body, timeout=120).raise_for_status()
 
-    return working(send, 3)
+    return send_from_threads(send, 3)
 
 
 def post(server: Live, path: str, **words: int) -> None:
@@ -83,7 +85,7 @@ def post(server: Live, path: str, **words: int) -> None:
 
 
 @contextmanager
-def paused(server: Live) -> Iterator[None]:
+def pause_server(server: Live) -> Iterator[None]:
     """By whoever trains the model: requests wait until it is resumed."""
     post(server, "/pause")
     try:
@@ -114,9 +116,12 @@ def no_hang(ran: Ran) -> None:
     "state",
     [
         idle,
-        saturated,
+        saturate_server,
         asleep,
-        *(pytest.param(state, marks=long) for state in (long_prefill, tokenising, paused)),
+        *(
+            pytest.param(state, marks=long)
+            for state in (long_prefill, overload_tokenizer, pause_server)
+        ),
     ],
     ids=lambda state: state.__name__,
 )

@@ -17,8 +17,8 @@ from ..support.extent import EVERYTHING, long
 from ..support.ports import free_port
 from ..support.waiting import until
 from .conftest import Cli, Live, PlugIn, kill, side_by_side
-from .ranks import FORWARD, GHOST, NOBIND, Ranks, encoder_rows, plugged
-from .test_cache import ask
+from .ranks import FORWARD, GHOST, NOBIND, Ranks, encoder_rows, make_plug_in_options
+from .test_cache import send_image_request
 
 TP = ("--env", "VLLM_CPU_OMP_THREADS_BIND=0|1", "--", "--tensor-parallel-size", "2")
 PP = ("--env", "VLLM_CPU_OMP_THREADS_BIND=0|1", "--", "--pipeline-parallel-size", "2")
@@ -30,28 +30,30 @@ NAMED_S = 20.0  # from the call of a command that looks at a live server to its 
 def tensor(cli: Cli, plug_in: PlugIn, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Two workers that share each layer."""
     folder = tmp_path_factory.mktemp("ranks")
-    server = cli.serve("tensor", "--demo", "vision", *plugged(cli, plug_in, folder), *TP)
+    server = cli.serve(
+        "tensor", "--demo", "vision", *make_plug_in_options(cli, plug_in, folder), *TP
+    )
     yield Ranks(server, folder)
     cli("stop", server.name, "--force")
 
 
 def test_ranks_of_a_tensor_parallel_server(tensor: Ranks) -> None:
-    assert {"api", "engine", "worker TP0", "worker TP1"} <= tensor.named().keys()
+    assert {"api", "engine", "worker TP0", "worker TP1"} <= tensor.list_pids_by_name().keys()
     for row in tensor.rows():
         assert row["agent"] == "answers"
         assert row["node"]
     places = [(r["dp_rank"], r["tp_rank"], r["pp_rank"]) for r in tensor.rows()]
     assert places == [(None, None, None), (0, None, None), (0, 0, 0), (0, 1, 0)]
     shown = tensor.server.cli("ps").out
-    assert re.search(rf"worker TP1 +{tensor.named()['worker TP1']} ", shown)
+    assert re.search(rf"worker TP1 +{tensor.list_pids_by_name()['worker TP1']} ", shown)
 
 
 def test_workers_of_a_group_are_beside_each_other(tensor: Ranks) -> None:
-    assert ask(tensor.server.url, 1).status_code == 200
+    assert send_image_request(tensor.server.url, 1).status_code == 200
     sides = [("scheduler", "", 1), ("worker", "TP0", 1), ("worker", "TP1", 1)]
     until(lambda: encoder_rows(tensor.server) == sides)
     ran = tensor.server.cli("cache", "inspect", "-t", "tensor")
-    pids = tensor.named()
+    pids = tensor.list_pids_by_name()
     names = [f"scheduler: engine {pids['engine']}"]
     names += [f"{name} {pids[name]}" for name in ("worker TP0", "worker TP1")]
     assert any(all(name in line for name in names) for line in ran.out.splitlines()), ran.out
@@ -63,7 +65,7 @@ def test_workers_of_a_group_are_beside_each_other(tensor: Ranks) -> None:
 
 
 def test_every_command_names_the_rank(tensor: Ranks) -> None:
-    cli, pid = tensor.server.cli, tensor.named()["worker TP1"]
+    cli, pid = tensor.server.cli, tensor.list_pids_by_name()["worker TP1"]
     dumped = cli("stacks", "dump", "-t", "tensor", "--json").data["processes"]
     assert {p["pid"]: p["tp_rank"] for p in dumped}[pid] == 1
     listed = cli("patches", "list", "-t", "tensor", "--json").data["patches"]
@@ -86,16 +88,16 @@ def named_stuck(ranks: Ranks) -> dict[str, Any]:
 
 def test_the_rank_that_is_stuck_is_found(tensor: Ranks) -> None:
     with tensor.stuck("worker TP1"):
-        found, names = named_stuck(tensor), tensor.named()
+        found, names = named_stuck(tensor), tensor.list_pids_by_name()
         assert found["subject"] == f"Worker_TP1 {names['worker TP1']}"
         victims = [f"Worker_TP0 {names['worker TP0']}", f"EngineCore {names['engine']}"]
         assert sorted(found["victims"]) == sorted(victims)
         dumped = tensor.server.cli("stacks", "dump", "-t", "tensor", "--json").data["processes"]
         (asleep,) = (p for p in dumped if "all_reduce" in str(p["threads"]) and p["tp_rank"] == 1)
-        assert asleep["pid"] == tensor.named()["worker TP1"]
+        assert asleep["pid"] == tensor.list_pids_by_name()["worker TP1"]
 
 
-def test_only_the_rank_that_needs_it_is_repaired(tensor: Ranks) -> None:
+def test_repair_changes_only_the_rank_with_a_ghost_key(tensor: Ranks) -> None:
     tensor.run("engine", GHOST)
     ran = tensor.server.cli("cache", "repair", "-t", "tensor", "--json")
     assert ran.code == 0, ran.out
@@ -109,11 +111,11 @@ def ends(server: Live, *others: Live, pid: int, cause: str) -> None:
     until(lambda: server.row["state"] == "failed", 60, lambda: server.row)
     assert cause in server.row["failure"].lower() or cause in server.row["failure"], server.row
     until(lambda: all(one.row["state"] in {"failed", "stopped"} for one in others), 30)
-    assert [left for footprint in prints for left in footprint.left()] == []
+    assert [left for footprint in prints for left in footprint.list_leftovers()] == []
 
 
 def test_a_tensor_parallel_rank_that_is_killed_ends_the_server(tensor: Ranks) -> None:
-    ends(tensor.server, pid=tensor.named()["worker TP1"], cause="worker TP1")
+    ends(tensor.server, pid=tensor.list_pids_by_name()["worker TP1"], cause="worker TP1")
 
 
 # -- data parallel, over two nodes ------------------------------------------------------------
@@ -134,7 +136,7 @@ def nodes(
         words = (
             "--demo",
             "vision",
-            *plugged(cli, plug_in, folder),
+            *make_plug_in_options(cli, plug_in, folder),
             *NOBIND,
             "--",
             *two,
@@ -152,25 +154,27 @@ def nodes(
 def test_a_headless_node_is_of_its_server(nodes: tuple[Ranks, Live]) -> None:
     ranks, second = nodes
     pairs = {f"{role} DP{rank}" for role in ("engine", "worker") for rank in (0, 1)}
-    assert {*pairs, "api", "launcher"} <= ranks.named().keys()
+    assert {*pairs, "api", "launcher"} <= ranks.list_pids_by_name().keys()
     assert (second.row["state"], second.row["headless"], second.row["url"]) == ("ready", True, None)
     own = {row["pid"] for row in second.row["processes"]}
-    shared = {pid for name, pid in ranks.named().items() if "DP1" in name}
+    shared = {pid for name, pid in ranks.list_pids_by_name().items() if "DP1" in name}
     assert shared < own
-    assert not own & {pid for name, pid in ranks.named().items() if "DP0" in name or name == "api"}
+    assert not own & {
+        pid for name, pid in ranks.list_pids_by_name().items() if "DP0" in name or name == "api"
+    }
 
 
 def test_an_engine_is_beside_its_own_worker(nodes: tuple[Ranks, Live]) -> None:
     ranks, _ = nodes
     for seed in range(8):  # to both engines
-        assert ask(ranks.server.url, seed).status_code == 200
+        assert send_image_request(ranks.server.url, seed).status_code == 200
     until(lambda: len(encoder_rows(ranks.server)) == 4)
     rows = encoder_rows(ranks.server)
     assert sum(entries for side, _, entries in rows if side == "scheduler") == 8
     by_rank = {(side, rank): entries for side, rank, entries in rows}
     for rank in ("DP0", "DP1"):
         assert by_rank["scheduler", rank] == by_rank["worker", rank] > 0, rows
-    ran, pids = ranks.server.cli("cache", "inspect", "-t", "first"), ranks.named()
+    ran, pids = ranks.server.cli("cache", "inspect", "-t", "first"), ranks.list_pids_by_name()
     for rank in ("DP0", "DP1"):
         pair = [f"{role} {rank} {pids[f'{role} {rank}']}" for role in ("engine", "worker")]
         assert any(all(name in line for name in pair) for line in ran.out.splitlines()), ran.out
@@ -184,9 +188,9 @@ def test_the_rank_of_another_node_is_repaired(nodes: tuple[Ranks, Live]) -> None
     assert [(row["role"], row["dp_rank"]) for row in ran.data["repairs"]] == [("worker", 1)]
 
 
-def test_what_ends_an_engine_of_a_headless_node_ends_both(nodes: tuple[Ranks, Live]) -> None:
+def test_a_killed_engine_of_a_headless_node_ends_both_servers(nodes: tuple[Ranks, Live]) -> None:
     ranks, second = nodes
-    ends(ranks.server, second, pid=ranks.named()["engine DP1"], cause="engine DP1")
+    ends(ranks.server, second, pid=ranks.list_pids_by_name()["engine DP1"], cause="engine DP1")
 
 
 # -- the long form -----------------------------------------------------------------------------
@@ -221,12 +225,19 @@ def test_the_data_parallel_rank_that_is_stuck_is_found(
     cli: Cli, plug_in: PlugIn, tmp_path: Path
 ) -> None:
     """The engine of that rank waits for it; the other rank works on."""
-    words = ("--demo", "text", *plugged(cli, plug_in, tmp_path), *DP, "--api-server-count", "1")
+    words = (
+        "--demo",
+        "text",
+        *make_plug_in_options(cli, plug_in, tmp_path),
+        *DP,
+        "--api-server-count",
+        "1",
+    )
     ranks = Ranks(cli.serve("data", *words), tmp_path)
     stuck = ranks.stuck("worker DP1", FORWARD, engine="engine DP1", requests=4, model="demo-text")
     try:
         with stuck:
-            found, names = named_stuck(ranks), ranks.named()
+            found, names = named_stuck(ranks), ranks.list_pids_by_name()
             assert found["subject"] == f"worker DP1 {names['worker DP1']}"
             assert found["victims"] == [f"EngineCore_DP1 {names['engine DP1']}"]
     finally:
@@ -239,7 +250,7 @@ if EVERYTHING:
         ("shape", "victim"),
         [(shape, name) for shape, (_, names) in SHAPES.items() for name in dict.fromkeys(names)],
     )
-    def test_each_process_that_is_killed_ends_all_nodes(cli: Cli, shape: str, victim: str) -> None:
+    def test_killing_any_process_ends_all_nodes(cli: Cli, shape: str, victim: str) -> None:
         options, expected = SHAPES[shape]
         port = str(free_port())
 
@@ -262,7 +273,7 @@ if EVERYTHING:
                 cli("stop", f"node{node}", "--force")
 
     @pytest.mark.parametrize("local", [1, 2], ids=["external", "hybrid"])
-    def test_each_node_with_a_load_balancer_of_its_own_is_a_server(cli: Cli, local: int) -> None:
+    def test_each_node_with_its_own_load_balancer_is_a_server(cli: Cli, local: int) -> None:
         """vLLM has these shapes for models with experts alone."""
         size, meet = str(2 * local), ("--data-parallel-rpc-port", str(free_port()))
         hybrid = ("--data-parallel-hybrid-lb", "--data-parallel-size-local", "2")
@@ -287,10 +298,10 @@ if EVERYTHING:
                 ranks = range(node * local, (node + 1) * local)
                 names = {f"{role} DP{rank}" for role in ("engine", "worker") for rank in ranks}
                 first = set() if node else {"coordinator"}
-                assert Ranks(server, Path()).named().keys() == {"api", *names, *first}
+                assert Ranks(server, Path()).list_pids_by_name().keys() == {"api", *names, *first}
                 footprint = server.footprint()
                 assert cli("stop", server.name).code == 0
-                assert footprint.left() == []
+                assert footprint.list_leftovers() == []
         finally:
             for name in ("node0", "node1"):
                 cli("stop", name, "--force")
@@ -308,8 +319,8 @@ if EVERYTHING:
             assert [server.row["state"] for server in (one, two)] == ["ready"] * 2
             assert {"api", "launcher", "worker TP0", "worker TP1"} < Ranks(
                 one, Path()
-            ).named().keys()
-            assert Ranks(two, Path()).named().keys() == {"launcher", "worker TP1"}
+            ).list_pids_by_name().keys()
+            assert Ranks(two, Path()).list_pids_by_name().keys() == {"launcher", "worker TP1"}
         finally:
             for name in ("two", "one"):
                 cli("stop", name, "--force")

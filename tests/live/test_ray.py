@@ -25,9 +25,9 @@ from ..support.extent import EVERYTHING, long
 from ..support.fleet import token_file
 from ..support.ports import free_port
 from ..support.waiting import until
-from .conftest import Cli, PlugIn, kill, ringed
+from .conftest import Cli, PlugIn, kill, make_keyring_options
 from .ranks import FOLDER, NOBIND, RUN, Ranks, encoder_rows
-from .test_cache import ask
+from .test_cache import send_image_request
 
 TOLD_S = 10  # the loss of a node is told within
 GPUS = 2
@@ -173,13 +173,15 @@ def lab(bare: Lab) -> Lab:
 def actors(lab: Lab, cli: Cli) -> Iterator[Ranks]:
     """A vision server whose two workers are actors."""
     token = ("--admin-token", str(token_file(cli.home)))
-    served = lab.serve("actors", "vision", *token, *ringed(cli, cli.home / "actors.json"))
+    served = lab.serve(
+        "actors", "vision", *token, *make_keyring_options(cli, cli.home / "actors.json")
+    )
     yield served
     cli("stop", "actors", "--force")
 
 
 def test_actors_are_workers_of_the_server(actors: Ranks, lab: Lab) -> None:
-    pids = actors.named()
+    pids = actors.list_pids_by_name()
     assert {"api", "engine", "worker TP0", "worker TP1"} == pids.keys()
     assert [row["agent"] for row in actors.rows()] == ["answers"] * 4
     (raylet,) = lab.cluster.raylets().values()
@@ -211,11 +213,13 @@ def test_actors_are_seen_from_another_machine(actors: Ranks) -> None:
 def test_an_actor_holds_no_keys(actors: Ranks) -> None:
     """It has the engine's environment, and no part in serving HTTP."""
     servers = actors.server.cli("keys", "status", "--json").data["servers"]
-    assert [p["pid"] for p in servers if p["server"] == "actors"] == [actors.named()["api"]]
+    assert [p["pid"] for p in servers if p["server"] == "actors"] == [
+        actors.list_pids_by_name()["api"]
+    ]
 
 
 def test_caches_of_actors_are_beside_their_engine(actors: Ranks) -> None:
-    assert ask(actors.server.url, 1).status_code == 200
+    assert send_image_request(actors.server.url, 1).status_code == 200
     sides = [("scheduler", "", 1), ("worker", "TP0", 1), ("worker", "TP1", 1)]
     until(
         lambda: encoder_rows(actors.server) == sides,
@@ -227,7 +231,7 @@ def test_an_actor_that_is_stuck_is_found(actors: Ranks) -> None:
     with actors.stuck("worker TP1"):
         ran = actors.server.cli("doctor", "-t", "actors", "--json")
         assert ran.code == 1, ran.out
-        names = actors.named()
+        names = actors.list_pids_by_name()
         (found,) = (f for f in ran.data["findings"] if f["code"].startswith("stack."))
         assert found["subject"] == f"worker TP1 {names['worker TP1']}"
         assert f"worker TP0 {names['worker TP0']}" in found["victims"]
@@ -239,7 +243,7 @@ def test_an_actor_that_is_stuck_is_found(actors: Ranks) -> None:
 def test_a_stop_leaves_no_actor_and_no_placement_group(actors: Ranks, lab: Lab) -> None:
     footprint = actors.server.footprint()
     assert actors.server.cli("stop", "actors", "--force").code == 0
-    assert footprint.left() == []
+    assert footprint.list_leftovers() == []
     assert lab.cluster.raylets()
     until(lambda: lab.cluster.state()["gpus"] == GPUS)
     assert set(lab.cluster.state()["groups"]) == {"REMOVED"}
@@ -255,7 +259,7 @@ def lose(served: Ranks, pid: int, *words: str) -> None:
     until(lambda: served.server.row["state"] == "failed", 60)
     failure = served.server.row["failure"]
     assert all(word in failure for word in words), failure
-    assert footprint.left() == []
+    assert footprint.list_leftovers() == []
 
 
 if EVERYTHING:
@@ -264,7 +268,7 @@ if EVERYTHING:
     def test_the_death_of_each_process_leaves_nothing(lab: Lab, victim: str) -> None:
         served = lab.serve("killed", "text")
         try:
-            lose(served, served.named()[victim], victim)
+            lose(served, served.list_pids_by_name()[victim], victim)
             until(lambda: lab.cluster.state()["gpus"] == GPUS)
             assert set(lab.cluster.state()["groups"]) == {"REMOVED"}
         finally:
@@ -280,9 +284,11 @@ if EVERYTHING:
             one.start(gpus=1)
             one.start("127.0.0.2", gpus=1)
             served = two.serve("two", "text")
-            assert {"worker TP0", "worker TP1"} < served.named().keys()
+            assert {"worker TP0", "worker TP1"} < served.list_pids_by_name().keys()
             nodes = one.raylets()
-            parents = {psutil.Process(served.named()[f"worker TP{n}"]).ppid() for n in (0, 1)}
+            parents = {
+                psutil.Process(served.list_pids_by_name()[f"worker TP{n}"]).ppid() for n in (0, 1)
+            }
             assert parents == set(nodes.values())
             name = list(nodes)[0 if local else 1]
             lose(served, nodes[name], "node", name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .conftest import Live, Ran
-from .test_cache import ask, settled
+from .test_cache import inspect_quiet_caches, send_image_request
 
 # What of doctor's is of the machine, which is not seen from elsewhere.
 OF_THE_MACHINE = (
@@ -14,7 +14,7 @@ OF_THE_MACHINE = (
 )
 
 
-def both(server: Live, *words: str) -> tuple[Ran, Ran]:
+def run_by_name_and_url(server: Live, *words: str) -> tuple[Ran, Ran]:
     """What a command gives by the name, and from elsewhere."""
     here = server.cli(*words, "-t", server.name, "--json")
     there = server.cli(
@@ -30,10 +30,10 @@ def rows(data: Any, *fields: str) -> list[tuple[Any, ...]]:
 
 def test_every_command_gives_from_elsewhere_what_it_gives_by_name(vision_server: Live) -> None:
     server = vision_server
-    ask(server.url, 1, 2, 3).raise_for_status()
-    settled(server)
+    send_image_request(server.url, 1, 2, 3).raise_for_status()
+    inspect_quiet_caches(server)
 
-    here, there = both(server, "ps")
+    here, there = run_by_name_and_url(server, "ps")
     (by_name,), (by_url,) = here.data["instances"], there.data["instances"]
     about: tuple[str, ...] = (
         "role",
@@ -51,35 +51,37 @@ def test_every_command_gives_from_elsewhere_what_it_gives_by_name(vision_server:
     assert abs(by_url["uptime_s"] - by_name["uptime_s"]) < 60
     assert abs(by_url["rss_bytes"] / by_name["rss_bytes"] - 1) < 0.1
 
-    here, there = both(server, "status")
+    here, there = run_by_name_and_url(server, "status")
     for field in ("engines", "caches", "patches"):
         assert there.data[field] == here.data[field], field
 
-    here, there = both(server, "cache", "inspect", "--keys")
+    here, there = run_by_name_and_url(server, "cache", "inspect", "--keys")
     for field in ("caches", "findings", "notes", "silent", "problems", "quiet"):
         assert there.data[field] == here.data[field], field
     assert any(row["kind"] == "mm-lru" and row["entries"] >= 3 for row in there.data["caches"])
 
-    here, there = both(server, "cache", "compare")
+    here, there = run_by_name_and_url(server, "cache", "compare")
     for field in ("pairs", "findings", "silent"):
         assert there.data[field] == here.data[field], field
     assert there.data["pairs"]
 
-    here, there = both(server, "cache", "repair")
+    here, there = run_by_name_and_url(server, "cache", "repair")
     for field in ("repairs", "silent", "findings"):
         assert there.data[field] == here.data[field], field
 
-    here, there = both(server, "patches", "list")
+    here, there = run_by_name_and_url(server, "patches", "list")
     for field in ("vllm_versions", "patches", "silent"):
         assert there.data[field] == here.data[field], field
 
-    here, there = both(server, "keys", "status", "--keyring", str(server.home / "soaked.json"))
+    here, there = run_by_name_and_url(
+        server, "keys", "status", "--keyring", str(server.home / "soaked.json")
+    )
     for field in ("stage", "keys"):
         assert there.data[field] == here.data[field], field
     kept = ("role", "pid", "keyring", "up_to_date")
     assert rows(there.data["servers"], *kept) == rows(here.data["servers"], *kept)
 
-    here, there = both(server, "stacks", "dump")
+    here, there = run_by_name_and_url(server, "stacks", "dump")
     # There is no agent in the processes that vLLM starts beside, such as a resource tracker.
     known = [p for p in here.data["processes"] if p["role"] != "other"]
     titles = ("role", "pid", "title", "ranks")
@@ -90,10 +92,12 @@ def test_every_command_gives_from_elsewhere_what_it_gives_by_name(vision_server:
             for process in (by_agent, by_pyspy)
         ]
         assert {"MainThread", "vllmops-agent"} <= names[0] & names[1]
-    here, there = both(server, "stacks", "dump", "--explain", "--samples", "2", "--interval", "0.2")
+    here, there = run_by_name_and_url(
+        server, "stacks", "dump", "--explain", "--samples", "2", "--interval", "0.2"
+    )
     assert there.data["verdict"] == here.data["verdict"]
 
-    here, there = both(server, "doctor", "--fail-on", "error")
+    here, there = run_by_name_and_url(server, "doctor", "--fail-on", "error")
     codes = [
         {f["code"] for f in ran.data["findings"] if not f["code"].startswith(OF_THE_MACHINE)}
         for ran in (here, there)
@@ -104,8 +108,8 @@ def test_every_command_gives_from_elsewhere_what_it_gives_by_name(vision_server:
         part["code"] for part in here.data["unseen"]
     } <= {"remote"}
 
-    here, there = both(server, "wait", "--for", "ready", "--timeout", "5")
-    here, there = both(
+    here, there = run_by_name_and_url(server, "wait", "--for", "ready", "--timeout", "5")
+    here, there = run_by_name_and_url(
         server,
         *("memory", "record", "--interval", "0.5", "--duration", "1", "--tolerance", "10G"),
     )
@@ -114,7 +118,7 @@ def test_every_command_gives_from_elsewhere_what_it_gives_by_name(vision_server:
         assert all(process["rss_bytes"] for process in last["processes"])
         assert any((process["agent"] or {}).get("caches") for process in last["processes"])
 
-    here, there = both(server, "watch", "--for", "1")
-    here, there = both(server, "cache", "reset")
-    after = settled(server)
+    here, there = run_by_name_and_url(server, "watch", "--for", "1")
+    here, there = run_by_name_and_url(server, "cache", "reset")
+    after = inspect_quiet_caches(server)
     assert all(row["entries"] == 0 for row in after["caches"] if row["kind"] == "mm-lru")

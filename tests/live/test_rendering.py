@@ -14,7 +14,7 @@ from vllmops.agent.responses.history import HistoryReader
 from vllmops.store.backend import Response
 from vllmops.store.packing import deflate
 
-pytestmark = pytest.mark.usefixtures("imported")
+pytestmark = pytest.mark.usefixtures("imported_vllm")
 
 RESPONSES = "vllm.entrypoints.openai.responses"
 
@@ -49,30 +49,30 @@ def vllm(module: str) -> Any:
     return import_module(f"{RESPONSES}.{module}")
 
 
-def stored(*, harmony: bool) -> list[Any]:
+def read_stored_items(*, harmony: bool) -> list[Any]:
     """What a store holds of the turns."""
     turns = [turn("light, please", OUTPUT), turn([RESULT], [])]
     return list(asyncio.run(HistoryReader(list, harmony=harmony).read_turns(turns)).items)
 
 
-def sealed(*, harmony: bool) -> list[Any]:
+def make_sealed_items(*, harmony: bool) -> list[Any]:
     """What a carrier holds of them."""
     words = map(carried.drop_unneeded_fields, wire.select_history_items(OUTPUT, harmony=harmony))
     return [{"role": "user", "content": "light, please"}, *words, RESULT]
 
 
-def signed(*, harmony: bool) -> list[Any]:
+def make_signed_items(*, harmony: bool) -> list[Any]:
     """What a carrier of format 1 holds of them."""
     messages = import_module("vllmops.agent.responses.parsing").convert_items_to_messages(
-        sealed(harmony=harmony)
+        make_sealed_items(harmony=harmony)
     )
     return carried.convert_messages_to_items(json.loads(json.dumps(messages)))
 
 
-WAYS = [stored, sealed, signed]
+WAYS = [read_stored_items, make_sealed_items, make_signed_items]
 
 
-def parsed(items: list[Any]) -> list[Any]:
+def parse_items(items: list[Any]) -> list[Any]:
     found: list[Any] = import_module("vllmops.agent.responses.parsing").parse_items(items)
     return found
 
@@ -80,7 +80,7 @@ def parsed(items: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("way", WAYS)
 def test_for_a_chat_model(way: Any) -> None:
     construct = vllm("utils").construct_input_messages
-    messages = construct(request_input=parsed(way(harmony=False)))
+    messages = construct(request_input=parse_items(way(harmony=False)))
     assert [message["role"] for message in messages] == ["user", "assistant", "tool"]
     assert messages[0]["content"] == "light, please"
     words = messages[1]
@@ -93,7 +93,7 @@ def test_for_a_chat_model(way: Any) -> None:
 def test_for_gpt_oss(way: Any) -> None:
     before: list[Any] = []
     messages = []
-    for item in parsed(way(harmony=True)):
+    for item in parse_items(way(harmony=True)):
         messages.append(vllm("harmony").response_input_to_harmony(item, before))
         before.append(item)
     shown = [(m.author.role.value, m.channel, m.recipient, m.content[0].text) for m in messages]
@@ -118,7 +118,7 @@ def test_images_and_sounds_come_as_they_were(part: Any) -> None:
     item = {"role": "user", "content": [part, {"type": "input_text", "text": "what is it?"}]}
     messages = import_module("vllmops.agent.responses.parsing").convert_items_to_messages([item])
     for items in ([item], carried.convert_messages_to_items(messages)):
-        (made,) = vllm("utils").construct_input_messages(request_input=parsed(items))
+        (made,) = vllm("utils").construct_input_messages(request_input=parse_items(items))
         was, words = made["content"]
         assert was == ({"detail": "auto", **part} if part["type"] == "input_image" else part)
         assert words == item["content"][1]
@@ -128,5 +128,5 @@ def test_an_answer_of_no_words_is_left_out() -> None:
     words = {"id": "msg_1", "role": "assistant", "status": "completed"}
     empty = {**words, "type": "message", "content": []}
     items = [{"role": "user", "content": "well?"}, empty, {**empty, "content": [TEXT]}]
-    for given in (items, parsed(items)):
+    for given in (items, parse_items(items)):
         assert [wire.is_empty_answer(item) for item in given] == [False, True, False]

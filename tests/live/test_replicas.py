@@ -52,22 +52,22 @@ from .clients import (
     WAYS,
     Load,
     Told,
-    ask,
     background,
     base,
-    carried,
     connect,
     count,
-    ended,
-    following,
-    listed,
+    fetch_stored_responses,
+    list_responses,
     reach,
+    run_carrier_conversation,
     say,
     sealed_in,
+    send_responses_request,
+    start_background_stream,
     talkative,
-    there,
+    wait_until_response_ends,
 )
-from .conftest import Cli, Live, kill, ringed, side_by_side
+from .conftest import Cli, Live, kill, make_keyring_options, side_by_side
 from .foreground import Foreground
 
 # How long a call to a store that is down may take: the store's own deadline, and a busy machine.
@@ -117,7 +117,7 @@ def keyring(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def keys(cli: Cli, keyring: Path) -> tuple[str, ...]:
     """Options for each server: all have one ring."""
-    return ringed(cli, keyring)
+    return make_keyring_options(cli, keyring)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +153,7 @@ def west(pair: tuple[Live, Foreground]) -> Live:
 
 
 @pytest.fixture(scope="module")
-def here(west: Live) -> Any:
+def west_client(west: Live) -> Any:
     return patient(base(west))
 
 
@@ -163,7 +163,7 @@ def east(pair: tuple[Live, Foreground]) -> str:
 
 
 @pytest.fixture(scope="module")
-def away(east: str) -> Any:
+def east_client(east: str) -> Any:
     return patient(east)
 
 
@@ -178,36 +178,44 @@ def south(
         cli("stop", "south", "--force")
 
 
-def test_what_one_replica_has_made_the_other_knows(here: Any, away: Any, east: str) -> None:
-    made = say(here, "one")
-    assert away.responses.retrieve(made.id) == made
-    (item,) = away.responses.input_items.list(made.id)
+def test_a_replica_serves_responses_of_the_other_replica(
+    west_client: Any, east_client: Any, east: str
+) -> None:
+    made = say(west_client, "one")
+    assert east_client.responses.retrieve(made.id) == made
+    (item,) = east_client.responses.input_items.list(made.id)
     assert item.content[0].text == "one"
-    assert ask(east, "?limit=1").json()["first_id"] == made.id
-    second = say(away, "two", previous_response_id=made.id)
-    third = say(here, "three", previous_response_id=second.id)
+    assert send_responses_request(east, "?limit=1").json()["first_id"] == made.id
+    second = say(east_client, "two", previous_response_id=made.id)
+    third = say(west_client, "three", previous_response_id=second.id)
     words: list[Any] = [{"role": "user", "content": "one"}, *made.output]
     words += [{"role": "user", "content": "two"}, *second.output]
-    whole = say(here, [*words, {"role": "user", "content": "three"}], store=False)
+    whole = say(west_client, [*words, {"role": "user", "content": "three"}], store=False)
     assert third.usage.input_tokens == whole.usage.input_tokens
-    away.responses.delete(made.id)
-    for client in (here, away):
+    east_client.responses.delete(made.id)
+    for client in (west_client, east_client):
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(made.id)
         with pytest.raises(openai.NotFoundError):
             say(client, previous_response_id=third.id)
 
 
-def test_the_turns_of_a_kept_conversation_are_made_by_either_replica(here: Any, away: Any) -> None:
+def test_the_turns_of_a_kept_conversation_are_made_by_either_replica(
+    west_client: Any, east_client: Any
+) -> None:
     first = [{"role": "user", "content": "begin"}]
-    conversation = here.conversations.create(items=first)
+    conversation = west_client.conversations.create(items=first)
     said: list[Any] = [*first]
-    for turn, client in zip(range(4), itertools.cycle([away, here]), strict=False):
+    for turn, client in zip(range(4), itertools.cycle([east_client, west_client]), strict=False):
         answer = say(client, f"turn {turn}", conversation=conversation.id, **SPEAKS)
         said += [{"role": "user", "content": f"turn {turn}"}, *answer.output]
-        whole = say(here if client is away else away, said[: -len(answer.output)], store=False)
+        whole = say(
+            west_client if client is east_client else east_client,
+            said[: -len(answer.output)],
+            store=False,
+        )
         assert answer.usage.input_tokens == whole.usage.input_tokens
-    kept = [turns(client, conversation.id) for client in (here, away)]
+    kept = [turns(client, conversation.id) for client in (west_client, east_client)]
     assert kept[0] == kept[1]
     texts = [item.content[0].text for item in kept[0] if item.role == "user"]
     assert texts == ["begin", *(f"turn {turn}" for turn in range(4))]
@@ -220,17 +228,19 @@ def turns(client: Any, conversation: str) -> list[Any]:
     return list(client.conversations.items.list(conversation, order="asc", limit=100))
 
 
-def test_a_run_is_stopped_from_the_other_replica(west: Live, here: Any, away: Any) -> None:
+def test_a_run_is_stopped_from_the_other_replica(
+    west: Live, west_client: Any, east_client: Any
+) -> None:
     (engine,) = reach(west, "engine")
-    run, deleted = background(here, **LONG), background(here, **LONG)
-    stream, streamed = following(here, **LONG)
+    run, deleted = background(west_client, **LONG), background(west_client, **LONG)
+    stream, streamed = start_background_stream(west_client, **LONG)
     until(lambda: engine.fetch_engine_state().running == 3)
     for item in (run.id, streamed):
-        assert away.responses.cancel(item).status == "cancelled"
-    away.responses.delete(deleted.id)
+        assert east_client.responses.cancel(item).status == "cancelled"
+    east_client.responses.delete(deleted.id)
     until(lambda: engine.fetch_engine_state().running == 0, STOPPED_S)
     assert list(stream)[-1].type == "response.cancelled"
-    for client in (here, away):
+    for client in (west_client, east_client):
         for item in (run.id, streamed):
             assert client.responses.retrieve(item).status == "cancelled"
             assert client.responses.cancel(item).status == "cancelled"
@@ -241,36 +251,36 @@ def test_a_run_is_stopped_from_the_other_replica(west: Live, here: Any, away: An
             client.responses.retrieve(deleted.id)
 
 
-def test_a_stream_is_resumed_on_the_other_replica(here: Any, away: Any) -> None:
-    stream, response_id = following(here, max_output_tokens=300)
+def test_a_stream_is_resumed_on_the_other_replica(west_client: Any, east_client: Any) -> None:
+    stream, response_id = start_background_stream(west_client, max_output_tokens=300)
     stream.close()
-    begun = away.responses.retrieve(response_id, stream=True)
+    begun = east_client.responses.retrieve(response_id, stream=True)
     first = next(iter(begun))
-    assert away.responses.retrieve(response_id).status == "in_progress"
+    assert east_client.responses.retrieve(response_id).status == "in_progress"
     events = [first, *begun]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].type == "response.incomplete"
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert events[-1].response.output_text == text
-    assert list(here.responses.retrieve(response_id, stream=True)) == events
+    assert list(west_client.responses.retrieve(response_id, stream=True)) == events
     for after in (0, 9, len(events) - 2):
-        rest = away.responses.retrieve(response_id, stream=True, starting_after=after)
+        rest = east_client.responses.retrieve(response_id, stream=True, starting_after=after)
         assert list(rest) == events[after + 1 :]
 
 
-def test_a_websocket_goes_on_on_the_other_replica(here: Any, away: Any) -> None:
+def test_a_websocket_goes_on_on_the_other_replica(west_client: Any, east_client: Any) -> None:
     event = {"type": "response.create", "model": MODEL, "input": "hello", "background": True}
-    with socket(here) as first:
+    with socket(west_client) as first:
         first.send(json.dumps({**event, **ENDLESS["extra_body"], "max_output_tokens": 300}))
         heard = [json.loads(first.recv(60)) for _ in range(4)]
     response_id, after = heard[0]["response"]["id"], heard[-1]["sequence_number"]
     event = {"type": "response.resume", "response_id": response_id, "starting_after": after}
-    with socket(away) as second:
+    with socket(east_client) as second:
         second.send(json.dumps(event))
         while "response" not in heard[-1] or heard[-1]["response"]["status"] == "in_progress":
             heard.append(json.loads(second.recv(60)))
     assert [one["sequence_number"] for one in heard] == list(range(len(heard)))
-    kept = httpx.get(f"{here.base_url}responses/{response_id}", headers=header(here))
+    kept = httpx.get(f"{west_client.base_url}responses/{response_id}", headers=header(west_client))
     assert heard[-1]["response"] == kept.json()
 
 
@@ -285,11 +295,13 @@ def header(client: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("route", ["cancel", "delete"])
-def test_who_follows_elsewhere_is_told_of_the_end(here: Any, away: Any, route: str) -> None:
-    stream, response_id = following(here, **LONG)
-    followed = away.responses.retrieve(response_id, stream=True, starting_after=0)
+def test_a_follower_on_the_other_replica_sees_the_stream_end(
+    west_client: Any, east_client: Any, route: str
+) -> None:
+    stream, response_id = start_background_stream(west_client, **LONG)
+    followed = east_client.responses.retrieve(response_id, stream=True, starting_after=0)
     assert next(iter(followed)).sequence_number == 1
-    getattr(here.responses, route)(response_id)
+    getattr(west_client.responses, route)(response_id)
     for item in (followed, stream):
         if route == "cancel":
             assert list(item)[-1].type == "response.cancelled"
@@ -332,7 +344,7 @@ def as_given(item: Any) -> Any:
     return item.model_dump(exclude={"id"}, exclude_none=True)
 
 
-def test_an_agent_with_a_tool_over_several_turns(west: Live, east: str, here: Any) -> None:
+def test_an_agent_with_a_tool_over_several_turns(west: Live, east: str, west_client: Any) -> None:
     switched: list[bool] = []
 
     @function_tool  # type: ignore[untyped-decorator]
@@ -378,18 +390,22 @@ def test_an_agent_with_a_tool_over_several_turns(west: Live, east: str, here: An
     assert asked == asked[:2] * 3
     assert len(set(asked)) == 2
     ids = [str(entry.response_id) for result in results for entry in result.raw_responses]
-    made = [here.responses.retrieve(entry) for entry in ids]
+    made = [west_client.responses.retrieve(entry) for entry in ids]
     assert [entry.previous_response_id for entry in made] == [None, *ids[:-1]]
-    brought = [[item.type for item in here.responses.input_items.list(entry)] for entry in ids]
+    brought = [
+        [item.type for item in west_client.responses.input_items.list(entry)] for entry in ids
+    ]
     assert brought == [["message"], ["function_call_output"]] * 3
     # The last turn was told what all before it had said, and no more.
     items: list[Any] = []
     for turn, response in enumerate(made[:-1]):
-        given = here.responses.input_items.list(ids[turn], order="asc")
+        given = west_client.responses.input_items.list(ids[turn], order="asc")
         items += [as_given(entry) for entry in given]
         items += response.output
-    items += map(as_given, here.responses.input_items.list(ids[-1]))
-    whole = say(here, items, store=False, instructions="you keep a lamp", tools=made[-1].tools)
+    items += map(as_given, west_client.responses.input_items.list(ids[-1]))
+    whole = say(
+        west_client, items, store=False, instructions="you keep a lamp", tools=made[-1].tools
+    )
     assert made[-1].usage.input_tokens == whole.usage.input_tokens
     for result, response in zip(results, made[1::2], strict=True):
         assert result.final_output == Report.model_validate_json(response.output_text)
@@ -424,30 +440,33 @@ def endure(database: Server, *bases: str) -> None:
     assert {item.status for item in load.told if item.kind == "unstored"} == {200}
     assert {item.status for item in load.told} == {200, 503}
 
-    def over() -> Any:
-        kept = there(bases[-1], load.stored)
+    def is_every_response_finished() -> Any:
+        kept = fetch_stored_responses(bases[-1], load.stored_ids)
         return {item["status"] for item in kept.values()} <= WELL and kept
 
-    until(over)
+    until(is_every_response_finished)
     for place in bases:
-        there(place, load.stored)
+        fetch_stored_responses(place, load.stored_ids)
 
 
 def test_the_store_is_restarted_under_load(
-    west: Live, east: str, here: Any, away: Any, postgres: Server
+    west: Live, east: str, west_client: Any, east_client: Any, postgres: Server
 ) -> None:
-    stream, response_id = following(here, max_output_tokens=900)
-    followed = away.responses.retrieve(response_id, stream=True)
+    stream, response_id = start_background_stream(west_client, max_output_tokens=900)
+    followed = east_client.responses.retrieve(response_id, stream=True)
     next(iter(followed))
     endure(postgres, base(west), east)
     for item in (stream, followed):
         events = list(item)
         assert events[-1].type == "response.incomplete"
-        assert events[-1].response.output_text == here.responses.retrieve(response_id).output_text
+        assert (
+            events[-1].response.output_text
+            == west_client.responses.retrieve(response_id).output_text
+        )
 
 
 def test_a_replica_and_its_store_are_killed(
-    west: Live, east: str, here: Any, away: Any, postgres: Server, request: Any
+    west: Live, east: str, west_client: Any, east_client: Any, postgres: Server, request: Any
 ) -> None:
     """Every process of both, under load. It is that replica's last test."""
     pids = [west.supervisor(), *(process["pid"] for process in west.row["processes"])]
@@ -456,14 +475,14 @@ def test_a_replica_and_its_store_are_killed(
     def follow(stream: Any) -> None:
         last.extend(list(stream)[-1:])
 
-    conversation = away.conversations.create(items=[{"role": "user", "content": "begin"}])
-    say(here, "before", conversation=conversation.id)
-    before = turns(away, conversation.id)
+    conversation = east_client.conversations.create(items=[{"role": "user", "content": "begin"}])
+    say(west_client, "before", conversation=conversation.id)
+    before = turns(east_client, conversation.id)
     with Load(base(west)) as load:
         load.wait()
-        run = background(here, conversation=conversation.id, **LONG)
-        _, streamed = following(here, **LONG)
-        followed = away.responses.retrieve(streamed, stream=True)
+        run = background(west_client, conversation=conversation.id, **LONG)
+        _, streamed = start_background_stream(west_client, **LONG)
+        followed = east_client.responses.retrieve(streamed, stream=True)
         next(iter(followed))
         follower = threading.Thread(target=follow, args=[followed])
         follower.start()
@@ -472,27 +491,27 @@ def test_a_replica_and_its_store_are_killed(
         postgres.kill()
     postgres.start()
     lost = [run.id, streamed]
-    kept = there(east, {*load.stored, *lost})
+    kept = fetch_stored_responses(east, {*load.stored_ids, *lost})
     assert [kept[item]["status"] for item in lost] == ["in_progress"] * 2
     # What the next tests want takes about as long to start as the lease lasts.
     request.getfixturevalue("south")
     for item in lost:
-        failed = ended(away, item, LEASE_S + 15)
+        failed = wait_until_response_ends(east_client, item, LEASE_S + 15)
         assert (failed.status, failed.error.message) == ("failed", GONE)
     follower.join(15)
     assert last[0].type == "response.failed", last
     assert last[0].response.error.message == GONE
-    for found in there(east, load.stored).values():
+    for found in fetch_stored_responses(east, load.stored_ids).values():
         assert found["status"] in WELL or found["error"]["message"] == GONE
-    assert turns(away, conversation.id) == before
-    say(away, "after", conversation=conversation.id)
-    assert turns(away, conversation.id)[: len(before)] == before
+    assert turns(east_client, conversation.id) == before
+    say(east_client, "after", conversation=conversation.id)
+    assert turns(east_client, conversation.id)[: len(before)] == before
 
 
 # -- two servers that share no store, only a ring; one writes format 1, the other format 2 ----
 
 
-def opened(text: str, key: dict[str, Any]) -> list[dict[str, Any]]:
+def decode_signed_carrier(text: str, key: dict[str, Any]) -> list[dict[str, Any]]:
     """What a carrier of format 1 holds, by what #35903 says of it."""
     payload, signature = text.removeprefix("vllm:1:").split(":")
     made = hmac.new(bytes.fromhex(key["secret"]), payload.encode(), "sha256")
@@ -504,22 +523,24 @@ def opened(text: str, key: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("first", "way", "streamed"), combinations(("v2", "signed-v1"), WAYS, (False, True))
 )
-def test_each_turn_of_a_conversation_goes_to_another_server(
-    away: Any, south: Live, keyring: Path, first: str, way: str, streamed: bool
+def test_a_carried_conversation_alternates_between_two_servers(
+    east_client: Any, south: Live, keyring: Path, first: str, way: str, streamed: bool
 ) -> None:
     (key,) = json.loads(keyring.read_text())["keys"]
     other = patient(base(south))
-    answers = carried((away, other) if first == "v2" else (other, away), way, streamed=streamed)
+    answers = run_carrier_conversation(
+        (east_client, other) if first == "v2" else (other, east_client), way, streamed=streamed
+    )
     for turn, answer in enumerate(answers):
         if (turn % 2 == 0) == (first == "v2"):
             assert sealed_in(answer).startswith(f"vllm:2:{key['kid']}:")
         else:
-            history = opened(sealed_in(answer), key)
+            history = decode_signed_carrier(sealed_in(answer), key)
             asked = [item["content"] for item in history if item["role"] == "user"]
             assert asked == list(QUESTIONS[: turn + 1])
 
 
-def test_tools_and_reasoning_come_through_both_formats(away: Any, south: Live) -> None:
+def test_tools_and_reasoning_come_through_both_formats(east_client: Any, south: Live) -> None:
     call = {"type": "function_call", "call_id": "call_1", "name": "lamp", "arguments": "{}"}
     thought: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": []}
     thought["content"] = [{"type": "reasoning_text", "text": "the lamp is what is meant"}]
@@ -534,7 +555,7 @@ def test_tools_and_reasoning_come_through_both_formats(away: Any, south: Live) -
         asked,
     ]
     other = patient(base(south))
-    for both in ((away, other), (other, away)):
+    for both in ((east_client, other), (other, east_client)):
         sent = begun
         answer = say(both[0], sent, **CARRY)
         for client in (both[1], both[0]):
@@ -543,7 +564,7 @@ def test_tools_and_reasoning_come_through_both_formats(away: Any, south: Live) -
             assert answer.usage.input_tokens == count(client, sent)
 
 
-def test_nothing_survives_a_foreground_serve_that_is_killed(pair: tuple[Live, Foreground]) -> None:
+def test_killing_a_foreground_serve_ends_its_server(pair: tuple[Live, Foreground]) -> None:
     """It is that replica's last test."""
     pair[1].end_by(signal.SIGKILL)
 
@@ -557,20 +578,20 @@ def test_a_replica_on_valkey(south: Live) -> None:
     assert client.responses.retrieve(made.id) == made
     assert say(client, previous_response_id=made.id).previous_response_id == made.id
     (engine,) = reach(south, "engine")
-    run, (stream, streamed) = background(client), following(client)
+    run, (stream, streamed) = background(client), start_background_stream(client)
     until(lambda: engine.fetch_engine_state().running == 2)
     for item in (run.id, streamed):
         assert client.responses.cancel(item).status == "cancelled"
     until(lambda: engine.fetch_engine_state().running == 0, STOPPED_S)
     assert list(stream)[-1].type == "response.cancelled"
-    stream, response_id = following(client, max_output_tokens=100)
+    stream, response_id = start_background_stream(client, max_output_tokens=100)
     stream.close()
     events = list(client.responses.retrieve(response_id, stream=True))
     assert events[-1].type == "response.incomplete"
     rest = client.responses.retrieve(response_id, stream=True, starting_after=20)
     assert list(rest) == events[21:]
     client.responses.delete(made.id)
-    ids = list(listed(base(south)))
+    ids = list(list_responses(base(south)))
     assert ids[0] == response_id
     assert made.id not in ids
     conversation = client.conversations.create(metadata={"user": "ann"})
@@ -596,4 +617,4 @@ def test_a_replica_and_valkey_are_killed(south: Live, valkey: Server) -> None:
         valkey.kill()
     valkey.start()
     words = ("responses", "list", "--store", valkey.url, "--all", "--json")
-    assert load.stored <= {item["id"] for item in south.cli(*words).data["responses"]}
+    assert load.stored_ids <= {item["id"] for item in south.cli(*words).data["responses"]}

@@ -50,18 +50,18 @@ from .clients import (
     STOPPED_S,
     WAYS,
     Load,
-    ask,
     background,
-    carried,
     connect,
     count,
-    counted,
-    ended,
-    following,
+    count_input_tokens,
     reach,
+    request_carrier_answer,
+    run_carrier_conversation,
     say,
     sealed_in,
-    told,
+    send_responses_request,
+    start_background_stream,
+    wait_until_response_ends,
 )
 from .conftest import Cli, Live, kill
 
@@ -80,20 +80,20 @@ HOPELESS = {"extra_body": {"logit_bias": {"99999999": 1}}}
 
 
 @pytest.fixture(scope="module")
-def keyring(kept: Live) -> Path:
+def keyring(responses_server: Live) -> Path:
     """What a server makes that nobody gave a key."""
-    return kept.home / "keyring.json"
+    return responses_server.home / "keyring.json"
 
 
 @pytest.fixture(scope="module")
-def kept(text_pair: Live) -> Live:
+def responses_server(text_pair: Live) -> Live:
     """The server that keeps them."""
     return text_pair
 
 
 @pytest.fixture(scope="module")
-def base(kept: Live) -> str:
-    return clients.base(kept)
+def base(responses_server: Live) -> str:
+    return clients.base(responses_server)
 
 
 @pytest.fixture(scope="module")
@@ -119,23 +119,27 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_a_client_gets_is_valid_by_strict_types(base: str, shape: str) -> None:
+def test_responses_and_events_conform_to_strict_types(base: str, shape: str) -> None:
     asked = {"model": MODEL, "input": "hello", "max_output_tokens": 4, **SHAPES[shape]}
-    ran = ask(base, "", "POST", json={**asked, "background": True, "stream": True}).text
+    ran = send_responses_request(
+        base, "", "POST", json={**asked, "background": True, "stream": True}
+    ).text
     *_, last = strict.events(ran)
     made = last["response"]
     path = f"/{made['id']}"
-    assert strict.events(ask(base, f"{path}?stream=true").text)[-1] == last
-    assert ask(base, path).json() == made
-    (listed,) = [one for one in ask(base, "").json()["data"] if one["id"] == made["id"]]
+    assert strict.events(send_responses_request(base, f"{path}?stream=true").text)[-1] == last
+    assert send_responses_request(base, path).json() == made
+    (listed,) = [
+        one for one in send_responses_request(base, "").json()["data"] if one["id"] == made["id"]
+    ]
     assert listed == made
-    strict.events(ask(base, "", "POST", json={**asked, "stream": True}).text)
+    strict.events(send_responses_request(base, "", "POST", json={**asked, "stream": True}).text)
     if shape != "failing":
-        foreground = ask(base, "", "POST", json=asked).json()
+        foreground = send_responses_request(base, "", "POST", json=asked).json()
         strict.response(foreground)
-        assert ask(base, f"/{foreground['id']}").json() == foreground
+        assert send_responses_request(base, f"/{foreground['id']}").json() == foreground
         assert (foreground["completed_at"] is None) == (foreground["status"] != "completed")
-    queued = ask(base, "", "POST", json={**asked, "background": True}).json()
+    queued = send_responses_request(base, "", "POST", json={**asked, "background": True}).json()
     strict.response(queued)
     assert made["store"] is True
     for name in {"safety_identifier", "prompt_cache_key", "metadata"} & asked.keys():
@@ -163,7 +167,7 @@ def test_a_parameter_that_nobody_acts_on_is_refused(base: str, given: dict[str, 
     outer, _, inner = name.partition(".")
     asked = {outer: {inner: value}} if inner else {outer: value}
     asked = {"tools": [value]} if name == "tools[0]" else asked
-    refused = ask(base, "", "POST", json={"model": MODEL, "input": "x", **asked})
+    refused = send_responses_request(base, "", "POST", json={"model": MODEL, "input": "x", **asked})
     assert refused.status_code == 400, refused.text
     assert refused.json()["error"]["param"] == name or name == "include", refused.text
 
@@ -206,7 +210,7 @@ def test_events_are_padded_where_that_is_asked_for(client: Any) -> None:
 # -- what becomes of a response ---------------------------------------------------------
 
 
-def test_each_server_knows_each_response(client: Any) -> None:
+def test_both_api_servers_know_every_response(client: Any) -> None:
     made = say(client)
     for _ in range(8):
         assert client.responses.retrieve(made.id) == made
@@ -227,21 +231,25 @@ def test_tokens_are_counted_as_for_an_answer(client: Any, stranger: Any) -> None
         {"reasoning": {"effort": "low"}},
     ]
     for options in asked:
-        tokens = counted(client, "two", **options)
+        tokens = count_input_tokens(client, "two", **options)
         assert tokens == say(client, "two", **options).usage.input_tokens
     words = [{"role": "user", "content": "one"}, *first.output, {"role": "user", "content": "two"}]
     chain = {"previous_response_id": first.id}
-    assert counted(client, "two", **chain) == counted(client, words) > counted(client, "two")
-    assert counted(client, None, **chain) < counted(client, "two", **chain)
+    assert (
+        count_input_tokens(client, "two", **chain)
+        == count_input_tokens(client, words)
+        > count_input_tokens(client, "two")
+    )
+    assert count_input_tokens(client, None, **chain) < count_input_tokens(client, "two", **chain)
     for given, options in (("two", chain), ("two " * 5000, {})):
         with pytest.raises(openai.APIStatusError) as refused:
-            counted(stranger, given, **options)
+            count_input_tokens(stranger, given, **options)
         assert refused.value.status_code == (404 if options else 400)
 
 
 def test_a_failed_generation_is_told_as_failed(client: Any) -> None:
     run = say(client, background=True, **HOPELESS)
-    failed = ended(client, run.id)
+    failed = wait_until_response_ends(client, run.id)
     assert failed.status == "failed"
     assert "logit_bias" in failed.error.message
     last = list(say(client, background=True, stream=True, **HOPELESS))[-1]
@@ -250,14 +258,14 @@ def test_a_failed_generation_is_told_as_failed(client: Any) -> None:
     assert foreground.type == "response.failed"
 
 
-def test_what_is_deleted_while_it_runs_stays_so(client: Any, base: str) -> None:
+def test_a_response_deleted_while_it_runs_stays_deleted(client: Any, base: str) -> None:
     run = background(client, max_output_tokens=600)
-    assert ask(base, f"/{run.id}", "DELETE").json() == {
+    assert send_responses_request(base, f"/{run.id}", "DELETE").json() == {
         "id": run.id,
         "object": "response",
         "deleted": True,
     }
-    stream, deleted = following(client, max_output_tokens=600)
+    stream, deleted = start_background_stream(client, max_output_tokens=600)
     client.responses.delete(deleted)
     with pytest.raises(openai.APIError, match="was deleted"):
         list(stream)
@@ -278,7 +286,7 @@ def test_an_id_that_is_taken_is_refused(client: Any, stranger: Any) -> None:
     assert client.responses.retrieve("resp_mine") == mine
 
 
-def test_nobody_else_gets_at_a_response(client: Any, stranger: Any, base: str) -> None:
+def test_another_api_key_cannot_access_a_response(client: Any, stranger: Any, base: str) -> None:
     made, run = say(client), background(client)
     attempts: list[Callable[[], Any]] = [
         lambda: stranger.responses.retrieve(made.id),
@@ -290,14 +298,16 @@ def test_nobody_else_gets_at_a_response(client: Any, stranger: Any, base: str) -
     for attempt in attempts:
         with pytest.raises(openai.NotFoundError):
             attempt()
-    seen = [item["id"] for item in ask(base, "?limit=100", key="two").json()["data"]]
+    seen = [
+        item["id"] for item in send_responses_request(base, "?limit=100", key="two").json()["data"]
+    ]
     assert not {made.id, run.id} & set(seen)
     assert client.responses.retrieve(run.id).status != "cancelled"
     client.responses.cancel(run.id)
 
 
-def test_cancelling_tells_what_it_can_not_cancel(kept: Live, client: Any) -> None:
-    engine = psutil.Process(kept.pids()["engine"])
+def test_cancelling_tells_what_it_can_not_cancel(responses_server: Live, client: Any) -> None:
+    engine = psutil.Process(responses_server.pids()["engine"])
     engine.suspend()  # so that the run is not over before it is cancelled
     try:
         run = background(client)
@@ -309,7 +319,7 @@ def test_cancelling_tells_what_it_can_not_cancel(kept: Live, client: Any) -> Non
     finally:
         engine.resume()
     finished = background(client, max_output_tokens=3)
-    ended(client, finished.id)
+    wait_until_response_ends(client, finished.id)
     with pytest.raises(openai.BadRequestError, match="incomplete"):
         client.responses.cancel(finished.id)
     with pytest.raises(openai.BadRequestError, match="synchronous"):
@@ -318,8 +328,8 @@ def test_cancelling_tells_what_it_can_not_cancel(kept: Live, client: Any) -> Non
         client.responses.cancel("resp_unknown")
 
 
-def test_a_cancelled_run_stops_where_it_runs(kept: Live, client: Any) -> None:
-    (engine,) = reach(kept, "engine")
+def test_a_cancelled_run_stops_where_it_runs(responses_server: Live, client: Any) -> None:
+    (engine,) = reach(responses_server, "engine")
     until(lambda: engine.fetch_engine_state().running == 0)  # of what others have begun
     runs = [background(client) for _ in range(4)]
     until(lambda: engine.fetch_engine_state().running == 4)
@@ -332,7 +342,7 @@ def test_a_cancelled_run_stops_where_it_runs(kept: Live, client: Any) -> None:
 
 
 def test_a_cancelled_stream_ends(client: Any) -> None:
-    stream, response_id = following(client)
+    stream, response_id = start_background_stream(client)
     client.responses.cancel(response_id)
     began = time.monotonic()
     last = list(stream)[-1]
@@ -345,7 +355,7 @@ def test_a_cancelled_stream_ends(client: Any) -> None:
 
 
 def test_a_stream_is_resumed_anywhere(client: Any) -> None:
-    stream, response_id = following(client, max_output_tokens=200)
+    stream, response_id = start_background_stream(client, max_output_tokens=200)
     stream.close()
     for _ in range(4):  # while it runs, and after
         events = list(client.responses.retrieve(response_id, stream=True))
@@ -363,13 +373,13 @@ def test_a_stream_is_resumed_anywhere(client: Any) -> None:
 
 @pytest.mark.parametrize("after", ["-1", "-3", "100000", "99999999999999999999", "x", "1.5"])
 def test_a_number_to_resume_from_that_is_none(client: Any, base: str, after: str) -> None:
-    stream, response_id = following(client, max_output_tokens=5)
+    stream, response_id = start_background_stream(client, max_output_tokens=5)
     list(stream)
-    answer = ask(base, f"/{response_id}?stream=true&starting_after={after}")
+    answer = send_responses_request(base, f"/{response_id}?stream=true&starting_after={after}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)
 
 
-def test_what_was_no_background_stream_can_not_be_resumed(client: Any) -> None:
+def test_only_background_streams_can_be_resumed(client: Any) -> None:
     run = background(client)
     for made in (say(client), run, say(client, background=True)):
         with pytest.raises(openai.BadRequestError):
@@ -380,7 +390,7 @@ def test_what_was_no_background_stream_can_not_be_resumed(client: Any) -> None:
 
 
 @pytest.mark.parametrize("store", [True, False])
-def test_what_is_incomplete_is_told_as_incomplete(client: Any, store: bool) -> None:
+def test_a_stream_cut_off_by_its_token_limit_ends_as_incomplete(client: Any, store: bool) -> None:
     last = list(say(client, stream=True, store=store, **ENDLESS))[-1]
     assert (last.type, last.response.status) == ("response.incomplete", "incomplete")
 
@@ -405,11 +415,13 @@ def test_tool_calls_and_reasoning_stay_in_the_conversation(client: Any) -> None:
     asked.append({"role": "user", "content": "do it"})
     forced = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 300}
 
-    def called() -> Any:  # the model may fill its answer with blanks, and never come to an end
+    def request_tool_call() -> (
+        Any
+    ):  # the model may fill its answer with blanks, and never come to an end
         made = say(client, asked, instructions="you are a lamp", **forced)
         return made if made.output[-1].type == "function_call" else None
 
-    first = until(called)
+    first = until(request_tool_call)
     call = first.output[-1]
     done = {"type": "function_call_output", "call_id": call.call_id, "output": "it is on"}
     second = say(client, [done], previous_response_id=first.id, tools=[TOOL])
@@ -439,14 +451,14 @@ def test_a_turn_that_is_gone_or_not_over(client: Any) -> None:
 # -- conversations that clients carry ---------------------------------------------------
 
 
-def held(text: str) -> dict[str, Any]:
+def make_carrier_item(text: str) -> dict[str, Any]:
     """A carrier as an item that somebody sends."""
     return {"type": "reasoning", "id": "rs_held", "summary": [], "encrypted_content": text}
 
 
 @pytest.mark.parametrize(("way", "streamed"), combinations(WAYS, (False, True)))
 def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool) -> None:
-    *_, answer = carried([client], way, streamed=streamed)
+    *_, answer = run_carrier_conversation([client], way, streamed=streamed)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(answer.id)
 
@@ -454,11 +466,13 @@ def test_a_client_carries_its_conversation(client: Any, way: str, streamed: bool
 def test_tool_calls_are_carried(client: Any) -> None:
     forced = {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 300}
 
-    def called() -> Any:  # the model may fill its answer with blanks, and never come to an end
+    def request_tool_call() -> (
+        Any
+    ):  # the model may fill its answer with blanks, and never come to an end
         made = say(client, "on", **CARRY, **forced)
         return made if made.output[-2].type == "function_call" else None
 
-    first = until(called)
+    first = until(request_tool_call)
     *_, call, item = first.output
     done = {"type": "function_call_output", "call_id": call.call_id, "output": "it is on"}
     asked = {"role": "user", "content": "on"}
@@ -501,10 +515,10 @@ def test_it_is_off_unless_it_is_asked_for(client: Any) -> None:
         assert not any(item.type == "reasoning" for item in made.output)
 
 
-def test_what_somebody_else_has_encrypted_is_left_out(client: Any) -> None:
+def test_encrypted_content_of_another_provider_is_ignored(client: Any) -> None:
     asked = {"role": "user", "content": "hello"}
     for options in ({"store": False}, {}, CARRY):
-        made = say(client, [held("gAAAAABotherprovider"), asked], **options)
+        made = say(client, [make_carrier_item("gAAAAABotherprovider"), asked], **options)
         assert made.usage.input_tokens == count(client, [asked])
 
 
@@ -518,7 +532,7 @@ def test_a_carrier_of_format_1_is_taken(client: Any, keyring: Path) -> None:
     primary = file.load_keyring(keyring).require_primary()
     history = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     asked = {"role": "user", "content": "three"}
-    made = say(client, [held(seeds(history, primary.secret.reveal())), asked], **CARRY)
+    made = say(client, [make_carrier_item(seeds(history, primary.secret.reveal())), asked], **CARRY)
     assert made.usage.input_tokens == count(client, [*history, asked])
     assert sealed_in(made).startswith(f"vllm:2:{primary.kid}:")
 
@@ -527,7 +541,7 @@ def owner(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def forged(
+def forge_carrier(
     ring: KeyRing, *, model: str = MODEL, key: str = "one", items: Any = None, **options: Any
 ) -> str:
     history = [{"role": "user", "content": "hi"}] if items is None else items
@@ -535,16 +549,16 @@ def forged(
 
 
 BAD: dict[str, Callable[[KeyRing], str]] = {
-    "tampered": lambda ring: forged(ring)[:-9] + "AAAAAAAAA",
-    "malformed": lambda ring: forged(ring)[:60],
+    "tampered": lambda ring: forge_carrier(ring)[:-9] + "AAAAAAAAA",
+    "malformed": lambda ring: forge_carrier(ring)[:60],
     "malformed, of a later version": lambda _: "vllm:3:x",
-    "malformed, no items": lambda ring: forged(ring, items=[7]),
+    "malformed, no items": lambda ring: forge_carrier(ring, items=[7]),
     "malformed, no messages": lambda ring: carrier.sign_history([7], ring),
-    "unknown-key": lambda _: forged(make_single_key_ring(Secret(b"x" * 32))),
+    "unknown-key": lambda _: forge_carrier(make_single_key_ring(Secret(b"x" * 32))),
     "tampered, in format 1": lambda _: seeds([], b"x" * 32),
-    "expired": lambda ring: forged(ring, now=time.time() - 3600, ttl_s=3599),
-    "other-model": lambda ring: forged(ring, model="demo-texts"),
-    "other-owner": lambda ring: forged(ring, key="two"),
+    "expired": lambda ring: forge_carrier(ring, now=time.time() - 3600, ttl_s=3599),
+    "other-model": lambda ring: forge_carrier(ring, model="demo-texts"),
+    "other-owner": lambda ring: forge_carrier(ring, key="two"),
     "too-large": lambda _: "vllm:2:k:a256gcm-zlib:" + "A" * (49 << 20),
 }
 
@@ -555,11 +569,11 @@ def test_a_carrier_that_is_refused(client: Any, keyring: Path, case: str) -> Non
     asked = {"role": "user", "content": "hello"}
     for options in (CARRY, {"stream": True}):
         with pytest.raises(openai.BadRequestError) as caught:
-            say(client, [held(text), asked], **options)
+            say(client, [make_carrier_item(text), asked], **options)
         assert caught.value.code == f"carrier.{case.partition(',')[0]}"
         assert caught.value.param == "input"
         assert len(str(caught.value)) < 400
-    previous = {"output": [held(text)]}
+    previous = {"output": [make_carrier_item(text)]}
     with pytest.raises(openai.BadRequestError) as caught:
         say(client, extra_body={"previous_response": previous})
     assert caught.value.param == "previous_response"
@@ -573,7 +587,7 @@ COMPACT: dict[str, Any] = {
 }
 
 
-def sealed(text: str) -> dict[str, Any]:
+def make_compaction_item(text: str) -> dict[str, Any]:
     return {"type": "compaction", "encrypted_content": text}
 
 
@@ -592,13 +606,15 @@ def test_a_conversation_is_compacted_on_request(client: Any, stranger: Any) -> N
         # A random model seldom ends its summary.
         assert 0 < made.usage.output_tokens <= 512
         assert made.usage.total_tokens == made.usage.output_tokens + made.usage.input_tokens
-        sizes = {counted(client, [*sent, three]) for sent in (made.output, made.output[-1:])}
+        sizes = {
+            count_input_tokens(client, [*sent, three]) for sent in (made.output, made.output[-1:])
+        }
         assert len(sizes) == 1
         turn = say(client, [*made.output, three])
         assert {turn.usage.input_tokens} == sizes
         chained = say(client, "four", previous_response_id=turn.id)
         whole = [*made.output, three, *turn.output, {"role": "user", "content": "four"}]
-        assert chained.usage.input_tokens == counted(client, whole)
+        assert chained.usage.input_tokens == count_input_tokens(client, whole)
         with pytest.raises(openai.BadRequestError) as refused:
             say(stranger, [*made.output, three])
         assert refused.value.code == "carrier.other-owner"
@@ -625,20 +641,22 @@ def test_a_conversation_is_compacted_as_it_grows(client: Any, stored: bool) -> N
     assert {event.output_index for event in events[4:-1]} == {1}
     answers = [streamed, say(client, given, **options)]
     if stored:
-        answers.append(ended(client, say(client, given, background=True, **options).id))
+        answers.append(
+            wait_until_response_ends(client, say(client, given, background=True, **options).id)
+        )
     for answer in answers:
         assert [item.type for item in answer.output] == ["compaction", "message"]
         more = {"role": "user", "content": "three"}
-        sizes = {counted(client, [*sent, *answer.output, more]) for sent in ([], given)}
+        sizes = {count_input_tokens(client, [*sent, *answer.output, more]) for sent in ([], given)}
         if stored:
             assert client.responses.retrieve(answer.id).output == answer.output
-            sizes.add(counted(client, "three", previous_response_id=answer.id))
+            sizes.add(count_input_tokens(client, "three", previous_response_id=answer.id))
         assert len(sizes) == 1
 
 
 def fits(client: Any, items: list[Any]) -> bool:
     try:
-        return bool(counted(client, items))
+        return bool(count_input_tokens(client, items))
     except openai.BadRequestError:
         return False
 
@@ -653,11 +671,11 @@ def test_the_oldest_items_of_what_is_too_long_are_dropped(client: Any, stored: b
     made = say(client, items, truncation="auto", store=stored)
     assert made.truncation == "auto"
     fitting = next(kept for kept in range(1, 20) if not fits(client, [rules, *long[-kept - 1 :]]))
-    assert made.usage.input_tokens == counted(client, [rules, *long[-fitting:]])
-    assert made.usage.input_tokens == counted(client, items, truncation="auto")
+    assert made.usage.input_tokens == count_input_tokens(client, [rules, *long[-fitting:]])
+    assert made.usage.input_tokens == count_input_tokens(client, items, truncation="auto")
     if stored:
         after = say(client, "and then?", previous_response_id=made.id, truncation="auto")
-        assert after.usage.input_tokens > counted(client, long[-1:])
+        assert after.usage.input_tokens > count_input_tokens(client, long[-1:])
     # Of one item nothing can be dropped: vLLM cuts its beginning off.
     one = say(client, [{"role": "user", "content": "word " * 9000}], truncation="auto")
     assert 2000 < one.usage.input_tokens <= 4096
@@ -695,28 +713,31 @@ TOO_LONG = [
 ]
 
 
-def test_what_does_not_fit_into_the_model_is_compacted(client: Any) -> None:
+def test_input_longer_than_the_context_is_compacted(client: Any) -> None:
     made = client.responses.compact(model=MODEL, input=TOO_LONG)
     assert made.usage.output_tokens > 512
 
 
 @long
-def test_what_does_not_fit_into_the_model_is_compacted_before_an_answer(client: Any) -> None:
+def test_input_longer_than_the_context_is_compacted_before_an_answer(client: Any) -> None:
     assert say(client, TOO_LONG, **COMPACT).output[0].type == "compaction"
 
 
 @pytest.mark.parametrize("case", [case for case in BAD if "," not in case])
 def test_a_compaction_item_that_is_refused(client: Any, keyring: Path, case: str) -> None:
-    given = [sealed(BAD[case](file.load_keyring(keyring))), {"role": "user", "content": "hello"}]
+    given = [
+        make_compaction_item(BAD[case](file.load_keyring(keyring))),
+        {"role": "user", "content": "hello"},
+    ]
     with pytest.raises(openai.BadRequestError, match="compaction item input\\[0\\]") as caught:
         say(client, given)
     assert caught.value.code == f"carrier.{case}"
 
 
-def test_what_somebody_else_has_compacted_is_refused(client: Any) -> None:
+def test_a_compaction_item_of_another_provider_is_refused(client: Any) -> None:
     for text in ("gAAAAABotherprovider", ""):
         with pytest.raises(openai.BadRequestError) as caught:
-            say(client, [sealed(text), {"role": "user", "content": "hello"}])
+            say(client, [make_compaction_item(text), {"role": "user", "content": "hello"}])
         assert caught.value.code == "carrier.foreign"
 
 
@@ -777,7 +798,7 @@ def test_a_conversation_that_is_too_large_is_refused_before_it_is_answered(clien
         ({"previous_input_messages": [{"role": "user"}]}, "previous_input_messages", "a carrier"),
     ],
 )
-def test_what_can_not_go_with_a_carrier(
+def test_options_that_conflict_with_a_carrier_are_refused(
     client: Any, options: dict[str, Any], param: str, why: str
 ) -> None:
     made = say(client, **CARRY)
@@ -810,7 +831,9 @@ def test_keys_are_rotated_while_clients_converse(cli: Cli, client: Any, keyring:
             asked = {"role": "user", "content": f"{number}: {turns}"}
             if number % 2 or answer is None:
                 sent = [*sent[-6:], asked]
-                answer = told(client, sent, streamed=number % 4 > 1, max_output_tokens=2)
+                answer = request_carrier_answer(
+                    client, sent, streamed=number % 4 > 1, max_output_tokens=2
+                )
                 sent += answer.output
             else:
                 more = {"previous_response": answer.model_dump(mode="json")}
@@ -837,15 +860,15 @@ def test_keys_are_rotated_while_clients_converse(cli: Cli, client: Any, keyring:
 
 
 def test_keys_are_pushed_to_a_server(
-    cli: Cli, kept: Live, client: Any, keyring: Path, tmp_path: Path
+    cli: Cli, responses_server: Live, client: Any, keyring: Path, tmp_path: Path
 ) -> None:
     made = say(client, **CARRY)
     elsewhere = tmp_path / "elsewhere.json"
-    words = ("keys", "push", "-t", kept.url, "--keyring", str(elsewhere), "--json")
+    words = ("keys", "push", "-t", responses_server.url, "--keyring", str(elsewhere), "--json")
     kid = cli("keys", "add", "--keyring", str(elsewhere), "--json").data["kid"]
     ran = cli(*words, "--admin-token", str(cli.home / "admin.token"))
     assert ran.code == 0, ran.out
-    until(lambda: sum(holds(item, kid) for item in reach(kept, "api")) == 2)
+    until(lambda: sum(holds(item, kid) for item in reach(responses_server, "api")) == 2)
     for _ in range(4):
         made = say(client, [made.output[-1], {"role": "user", "content": "go on"}], **CARRY)
         assert sealed_in(made).split(":")[2] == kid
@@ -853,7 +876,7 @@ def test_keys_are_pushed_to_a_server(
     # An API key is no admin's, and an admin's token no API key.
     for given, path in (("one", "vllmops/keys"), (TOKEN, "models")):
         headers = {"Authorization": f"Bearer {given}"}
-        assert httpx.get(f"{kept.url}/v1/{path}", headers=headers).status_code == 401
+        assert httpx.get(f"{responses_server.url}/v1/{path}", headers=headers).status_code == 401
 
 
 def holds(process: Any, kid: str) -> bool:
@@ -881,7 +904,7 @@ def test_lists(client: Any, base: str) -> None:
     mine = [say(who).id for _ in range(5)]
 
     def page(query: str) -> Any:
-        return ask(base, f"?{query}", key=key).json()
+        return send_responses_request(base, f"?{query}", key=key).json()
 
     newest = page("limit=2")
     assert [item["id"] for item in newest["data"]] == mine[:-3:-1]
@@ -928,7 +951,7 @@ def test_input_items(client: Any) -> None:
     ],
 )
 def test_bad_questions(base: str, path: str) -> None:
-    answer = ask(base, path)
+    answer = send_responses_request(base, path)
     assert answer.status_code in {400, 404}
     error = answer.json()["error"]
     assert (error["code"], bool(error["message"])) == (answer.status_code, True)
@@ -990,7 +1013,7 @@ def test_a_compaction_of_what_is_no_json(base: str, content: bytes) -> None:
     ],
 )
 def test_a_wrong_parameter_is_named(base: str, given: dict[str, Any], param: str) -> None:
-    answer = ask(base, "", "POST", json={"model": MODEL, "input": "x", **given})
+    answer = send_responses_request(base, "", "POST", json={"model": MODEL, "input": "x", **given})
     assert answer.status_code == 400
     assert (error := answer.json()["error"])["param"] == param
     assert param in error["message"]
@@ -998,16 +1021,18 @@ def test_a_wrong_parameter_is_named(base: str, given: dict[str, Any], param: str
 
 @pytest.mark.parametrize("cursor", ["after", "before"])
 def test_a_wrong_cursor_is_named(base: str, cursor: str) -> None:
-    answer = ask(base, f"?{cursor}=resp_unknown")
+    answer = send_responses_request(base, f"?{cursor}=resp_unknown")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, cursor)
 
 
 def test_null_is_as_if_it_was_left_out(base: str, client: Any) -> None:
     nulls = dict.fromkeys(("tools", "tool_choice", "service_tier", "store", "metadata"))
-    answer = ask(base, "", "POST", json={"model": MODEL, "input": "x", **nulls})
+    answer = send_responses_request(base, "", "POST", json={"model": MODEL, "input": "x", **nulls})
     assert answer.status_code == 200, answer.text
     assert client.responses.retrieve(answer.json()["id"]).store
-    counted = ask(base, "/input_tokens", "POST", json={"model": MODEL, "input": "x", **nulls})
+    counted = send_responses_request(
+        base, "/input_tokens", "POST", json={"model": MODEL, "input": "x", **nulls}
+    )
     assert counted.status_code == 200
 
 
@@ -1019,10 +1044,10 @@ def test_parameters_of_openais_do_no_harm(client: Any) -> None:
 # -- what it costs, and what goes wrong --------------------------------------------------
 
 
-def test_a_server_keeps_nothing_of_what_it_has_stored(kept: Live, client: Any) -> None:
-    list(following(client, max_output_tokens=5)[0])
+def test_a_server_keeps_nothing_of_what_it_has_stored(responses_server: Live, client: Any) -> None:
+    list(start_background_stream(client, max_output_tokens=5)[0])
     say(client)
-    held = [item.fetch_memory().store for item in reach(kept, "api")]
+    held = [item.fetch_memory().store for item in reach(responses_server, "api")]
     assert len(held) == 2
     assert {(item.responses, item.messages, item.events) for item in held if item} == {(0, 0, 0)}
 
@@ -1037,7 +1062,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def locked(database: Path) -> Iterator[None]:
+def lock_database(database: Path) -> Iterator[None]:
     """Another process writes, for ever, and dies of it."""
     words = [sys.executable, "-c", LOCK, str(database)]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as writer:
@@ -1049,10 +1074,12 @@ def locked(database: Path) -> Iterator[None]:
             writer.kill()
 
 
-def test_a_store_that_is_down(kept: Live, client: Any, base: str) -> None:
+def test_a_store_that_is_down(responses_server: Live, client: Any, base: str) -> None:
     run = background(client, max_output_tokens=100)
-    stream, _ = following(client, max_output_tokens=600)
-    with locked(kept.home / "instances" / kept.name / "responses.db"):
+    stream, _ = start_background_stream(client, max_output_tokens=600)
+    with lock_database(
+        responses_server.home / "instances" / responses_server.name / "responses.db"
+    ):
         for options in ({}, {"background": True}, {"background": True, "stream": True}):
             began = time.monotonic()
             with pytest.raises(openai.InternalServerError) as caught:
@@ -1060,7 +1087,9 @@ def test_a_store_that_is_down(kept: Live, client: Any, base: str) -> None:
             assert caught.value.status_code == 503
             assert int(caught.value.response.headers["Retry-After"]) >= 1
             assert time.monotonic() - began < 4
-        told = ask(base, "", "POST", json={"model": MODEL, "input": "x", "stream": True})
+        told = send_responses_request(
+            base, "", "POST", json={"model": MODEL, "input": "x", "stream": True}
+        )
         if told.status_code != 503:  # which it remembers for a second
             assert "response.failed" in told.text
             assert "not stored" in told.text
@@ -1072,27 +1101,37 @@ def test_a_store_that_is_down(kept: Live, client: Any, base: str) -> None:
     assert events[-1].type == "response.incomplete"
     assert events[-1].sequence_number == len(events)
     # For a second nobody asks a store again that did not answer.
-    assert ended(connect(base, retries=3), run.id).status == "incomplete"
-    until(lambda: ask(base, "", "POST", json={"model": MODEL, "input": "x"}).status_code == 200)
+    assert wait_until_response_ends(connect(base, retries=3), run.id).status == "incomplete"
+    until(
+        lambda: (
+            send_responses_request(
+                base, "", "POST", json={"model": MODEL, "input": "x"}
+            ).status_code
+            == 200
+        )
+    )
 
 
 # -- vllmops responses -------------------------------------------------------------------
 
 
 def test_the_command_sees_and_ends_what_runs(
-    kept: Live, client: Any, monkeypatch: pytest.MonkeyPatch
+    responses_server: Live, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "one")
-    store = ("--store", f"sqlite:///{kept.home}/instances/{kept.name}/responses.db")
-    here = ("-t", kept.name)
+    store = (
+        "--store",
+        f"sqlite:///{responses_server.home}/instances/{responses_server.name}/responses.db",
+    )
+    here = ("-t", responses_server.name)
 
     def command(*words: str) -> Any:
-        ran = kept.cli("responses", *words, "--json")
+        ran = responses_server.cli("responses", *words, "--json")
         assert ran.code == 0, ran
         return ran.data
 
-    (engine,) = reach(kept, "engine")
-    process = psutil.Process(kept.pids()["engine"])
+    (engine,) = reach(responses_server, "engine")
+    process = psutil.Process(responses_server.pids()["engine"])
     made = say(client, "a question", **ENDLESS)  # or it could say nothing
     for way, named in ((here, False), (store, True), (here, True)):
         run = background(client)
@@ -1114,28 +1153,28 @@ def test_the_command_sees_and_ends_what_runs(
     assert shown["input"][0]["content"][0]["text"] == "a question"
     assert command("stats", *here)["count"] <= command("stats", *store)["count"]
     monkeypatch.delenv("VLLM_API_KEY")
-    ran = kept.cli("responses", "list", "--json", *here)
+    ran = responses_server.cli("responses", "list", "--json", *here)
     assert (ran.code, ran.error["code"]) == (4, "responses.not-authorised")
     assert store[1] in ran.error["hint"]
 
 
 def test_responses_move_to_another_store(
-    kept: Live, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    responses_server: Live, client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "two")
-    who = connect(f"{kept.url}/v1", "two")
+    who = connect(f"{responses_server.url}/v1", "two")
     first = say(who, "a question")
     for _ in range(3):  # an answer of the model may end with its first words
-        stream, _ = following(who, max_output_tokens=20)
+        stream, _ = start_background_stream(who, max_output_tokens=20)
         list(stream)
     file, other = str(tmp_path / "responses.jsonl"), f"sqlite:///{tmp_path}/other.db"
-    cli, here = kept.cli, ("-t", kept.name, "--json")
+    cli, here = responses_server.cli, ("-t", responses_server.name, "--json")
     count = cli("responses", "export", "-o", file, *here).data["count"]
     assert cli("responses", "import", file, "--store", other, "--json").data["count"] == count >= 2
     # Its server's store has them, and keeps them.
     assert cli("responses", "import", file, *here).data["skipped"] == count
     who.responses.delete(first.id)
-    by_url = ("-t", kept.url, "--json")
+    by_url = ("-t", responses_server.url, "--json")
     assert cli("responses", "import", file, *by_url).data["count"] == 1
     assert who.responses.retrieve(first.id).output == first.output
     assert say(who, "and then?", previous_response_id=first.id).previous_response_id == first.id
@@ -1145,14 +1184,21 @@ def test_responses_move_to_another_store(
 
 
 @pytest.mark.ends
-def test_every_process_is_killed(kept: Live, base: str) -> None:
+def test_every_process_is_killed(responses_server: Live, base: str) -> None:
     """Of a server under load; what was acknowledged is in its file."""
-    pids = [kept.supervisor(), *(process["pid"] for process in kept.row["processes"])]
+    pids = [
+        responses_server.supervisor(),
+        *(process["pid"] for process in responses_server.row["processes"]),
+    ]
     with Load(base) as load:
         load.wait()
         for pid in pids:
             kill(pid)
-    store = f"sqlite:///{kept.home / 'instances' / kept.name / 'responses.db'}"
-    listed = kept.cli("responses", "list", "--store", store, "--all", "--json").data["responses"]
-    assert load.stored <= {item["id"] for item in listed}
+    store = (
+        f"sqlite:///{responses_server.home / 'instances' / responses_server.name / 'responses.db'}"
+    )
+    listed = responses_server.cli("responses", "list", "--store", store, "--all", "--json").data[
+        "responses"
+    ]
+    assert load.stored_ids <= {item["id"] for item in listed}
     assert not [item for item in load.told if item.status not in {0, 200}]

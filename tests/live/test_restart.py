@@ -25,7 +25,15 @@ from vllmops.diagnose.progress import PATIENCE_S
 
 from ..support.extent import long
 from ..support.waiting import until
-from .clients import LENGTH, background, base, connect, ended, following, reach
+from .clients import (
+    LENGTH,
+    background,
+    base,
+    connect,
+    reach,
+    start_background_stream,
+    wait_until_response_ends,
+)
 from .conftest import Cli, Live, kill
 
 TOKENS = 3900  # of what is to run until a restart, also on a busy machine
@@ -56,7 +64,7 @@ class Asked(threading.Thread):
     def run(self) -> None:
         self.answer = httpx.post(self.url, json=self.body, timeout=120)
 
-    def over(self) -> httpx.Response:
+    def wait_for_answer(self) -> httpx.Response:
         self.join(30)
         assert self.answer
         return self.answer
@@ -67,13 +75,13 @@ def resume(pid: int) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
+def test_restart_with_rerun_continues_background_responses(server: Live) -> None:
     before = server.row
     assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
     client, worker = connect(base(server)), server.pids()["worker"]
     plain, streamed = Asked(server), Asked(server, stream=True)
     run, dropped = background(client, **UNTIL), background(client, **UNTIL)
-    stream, followed = following(client, **UNTIL)
+    stream, followed = start_background_stream(client, **UNTIL)
     read: list[Any] = []
 
     def follow() -> None:
@@ -101,9 +109,9 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     after = server.row
     assert after["port"] == before["port"]
     assert after["pid"] != before["pid"]
-    answer = plain.over()
+    answer = plain.wait_for_answer()
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
-    assert "draining" in streamed.over().text.rstrip().splitlines()[-1]
+    assert "draining" in streamed.wait_for_answer().text.rstrip().splitlines()[-1]
     reader.join(30)
 
     last = read[-1].sequence_number
@@ -112,18 +120,18 @@ def test_what_runs_goes_on_after_a_restart(server: Live) -> None:
     (begun,) = (event.response for event in rest if event.type == "response.created")
     assert (begun.id, begun.metadata) == (followed, {MARK: AGAIN})
     for response_id in (run.id, followed):
-        done = ended(client, response_id, 120)
+        done = wait_until_response_ends(client, response_id, 120)
         assert (done.status, done.metadata) == ("incomplete", {MARK: AGAIN})  # of max_output_tokens
         assert "vllmops" not in done.model_dump()
         assert done.usage.output_tokens == TOKENS
-    assert ended(client, dropped.id).status == "cancelled"
+    assert wait_until_response_ends(client, dropped.id).status == "cancelled"
 
 
 @long
-def test_what_ran_when_a_server_died_runs_again(server: Live) -> None:
+def test_restart_after_a_crash_reruns_background_responses(server: Live) -> None:
     client = connect(base(server))
     run = background(client, metadata={"mine": "1"}, instructions="short")
-    stream, followed = following(client)
+    stream, followed = start_background_stream(client)
     last = next(stream).sequence_number
     kill(server.pids()["engine"])
     until(lambda: server.row["state"] == "failed")
@@ -131,11 +139,11 @@ def test_what_ran_when_a_server_died_runs_again(server: Live) -> None:
     rest = client.responses.retrieve(followed, stream=True, starting_after=last)
     assert next(iter(rest)).sequence_number == last + 1
     server.cli("requests", "abort", "--all", "--yes", "-t", server.name)
-    assert ended(client, run.id).metadata == {"mine": "1", MARK: AGAIN}
+    assert wait_until_response_ends(client, run.id).metadata == {"mine": "1", MARK: AGAIN}
 
 
 @long
-def test_what_ran_again_does_not_a_second_time_and_a_hang_leaves_evidence(server: Live) -> None:
+def test_a_second_restart_fails_a_rerun_and_keeps_evidence_of_a_hang(server: Live) -> None:
     client = connect(base(server))
     run = background(client, metadata={"mine": "1"}, instructions="short")
     assert server.cli("restart", server.name, "--force", "--rerun").code == 0
@@ -143,7 +151,7 @@ def test_what_ran_again_does_not_a_second_time_and_a_hang_leaves_evidence(server
     time.sleep(PATIENCE_S)
     ran = server.cli("restart", server.name, "--force", "--rerun", "--json")
     assert (ran.code, Path(ran.data["evidence"]).exists()) == (0, True)
-    done = ended(client, run.id)
+    done = wait_until_response_ends(client, run.id)
     assert (done.status, done.metadata) == ("failed", {"mine": "1", MARK: AGAIN})
 
 
@@ -152,11 +160,11 @@ def test_without_the_option_nothing_runs_again(server: Live) -> None:
     client = connect(base(server))
     run = background(client)
     assert server.cli("restart", server.name, "--force").code == 0
-    assert ended(client, run.id, 60).status == "failed"
+    assert wait_until_response_ends(client, run.id, 60).status == "failed"
     # It ran in an earlier start, and this one does not hang.
     ran = server.cli("restart", server.name, "--force", "--rerun", "--json")
     assert (ran.code, ran.data["evidence"]) == (0, None)
-    assert ended(client, run.id).status == "failed"
+    assert wait_until_response_ends(client, run.id).status == "failed"
 
 
 def test_a_detached_server_outlives_its_supervisor_and_is_drained(server: Live) -> None:

@@ -19,7 +19,7 @@ from vllmops import demo
 
 from ..support import plug_ins
 from ..support.extent import long
-from ..support.systemd import Service, installed
+from ..support.systemd import Service, install_service
 from ..support.waiting import until
 from .conftest import START_TIMEOUT_S
 from .hangs import PLACE, PLUG_IN
@@ -54,7 +54,7 @@ def service(place: Path) -> Iterator[Service]:
     plug_ins.lean(place / "lean")
     plug_ins.write(place / "hangs", "hangs", PLUG_IN)
     settings = {**ENVIRONMENT, **demo.make_serve_environment(), PLACE: str(place)}
-    with installed("", place / "lean", place / "hangs") as made:
+    with install_service("", place / "lean", place / "hangs") as made:
         lines = ["demo = 'text'", f"port = {PORT}"]
         made.configure("\n".join([*lines, "[env]", *(f"{k} = '{v}'" for k, v in settings.items())]))
         made.start(START_TIMEOUT_S)
@@ -63,15 +63,15 @@ def service(place: Path) -> Iterator[Service]:
 
 
 @contextmanager
-def asked(service: Service) -> Iterator[Any]:
+def start_client(service: Service) -> Iterator[Any]:
     """A request, and the lines that its client prints."""
-    with service.manager.running(sys.executable, "-c", REQUEST.format(port=PORT)) as output:
+    with service.manager.start_program(sys.executable, "-c", REQUEST.format(port=PORT)) as output:
         assert output.readline() == "asking\n"
         yield output
 
 
 def answers(service: Service) -> bool:
-    with asked(service) as output:
+    with start_client(service) as output:
         return bool(output.readline() == "8\n")
 
 
@@ -93,7 +93,7 @@ def test_a_hang_is_restarted_with_its_evidence_on_the_disk(service: Service, pla
         assert answers(service)
     before, restarts = service.record, service.restarts
     (place / "scheduler").touch()
-    with asked(service):
+    with start_client(service):
         until(lambda: service.status.startswith("not live: "), RED_S, lambda: service.log)
         (kept,) = service.bundles
         assert service.state == "active"

@@ -20,12 +20,12 @@ def test_an_image_is_counted_as_for_an_answer(vision_server: Live, first: str) -
     parts: list[Any] = [{"type": "input_image", "image_url": image} for image in images]
     given = [{"role": "user", "content": [{"type": "input_text", "text": "what?"}, *parts]}]
 
-    def counted() -> int:
+    def count_tokens() -> int:
         return int(
             client.responses.input_tokens.count(model="demo-vision", input=given).input_tokens
         )
 
-    before = counted() if first == "counted" else 0
+    before = count_tokens() if first == "counted" else 0
     for _ in range(2):
         made = client.responses.create(model="demo-vision", input=given, max_output_tokens=2)
-        assert made.usage.input_tokens == (before or counted())
+        assert made.usage.input_tokens == (before or count_tokens())

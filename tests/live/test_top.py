@@ -20,7 +20,7 @@ import pytest
 
 from ..support.waiting import until
 from .conftest import Live
-from .test_cache import ask as see
+from .test_cache import send_image_request as see
 
 pytest.importorskip("textual")
 
@@ -32,7 +32,7 @@ from vllmops.top.app import TopApp
 from vllmops.top.look import METRICS_S, FollowedServers, ServerFollower
 from vllmops.vllm_api.http import fetch_metrics
 
-from ..top.screens import lines, seen
+from ..top.screens import lines, wait_for_texts
 
 LONG = {"model": "demo-vision", "prompt": "The quick", "max_tokens": 1500, "ignore_eos": True}
 # What `VLLMOPS_WRITE_SCREENS=1 pytest tests/live/test_top.py` writes anew.
@@ -55,7 +55,7 @@ def server(vision_server: Live, monkeypatch: pytest.MonkeyPatch) -> Live:
     return vision_server
 
 
-def ask(server: Live, **fields: Any) -> httpx.Response:
+def request_completion(server: Live, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json={**LONG, **fields}, timeout=120)
 
 
@@ -64,11 +64,11 @@ def load(server: Live) -> Iterator[None]:
     """One request after the other."""
     over = threading.Event()
 
-    def work() -> None:
+    def send_requests() -> None:
         while not over.is_set():
-            ask(server)
+            request_completion(server)
 
-    asking = threading.Thread(target=work)
+    asking = threading.Thread(target=send_requests)
     asking.start()
     yield
     over.set()
@@ -76,11 +76,11 @@ def load(server: Live) -> Iterator[None]:
 
 
 @pytest.fixture
-def held(server: Live) -> Iterator[list[httpx.Response]]:
+def pending_answers(server: Live) -> Iterator[list[httpx.Response]]:
     """A request that gets no further, as its worker is stopped; its answer, once it has one."""
     answers: list[httpx.Response] = []
     worker, url = server.pids()["worker"], server.url
-    asking = threading.Thread(target=lambda: answers.append(ask(server)))
+    asking = threading.Thread(target=lambda: answers.append(request_completion(server)))
     asking.start()
     until(lambda: (fetch_metrics(url) or Metrics()).running)
     os.kill(worker, signal.SIGSTOP)
@@ -89,7 +89,7 @@ def held(server: Live) -> Iterator[list[httpx.Response]]:
     asking.join()
 
 
-def test_one_screen_has_what_the_server_does(server: Live, load: None) -> None:
+def test_top_once_shows_the_work_of_a_server(server: Live, load: None) -> None:
     def row() -> Any:
         (found,) = server.cli("top", "--once", "--json", "-t", server.name).data["servers"]
         return found if found["figures"]["tokens_per_s"] and found["requests"] else None
@@ -105,38 +105,42 @@ def test_one_screen_has_what_the_server_does(server: Live, load: None) -> None:
     until(lambda: "tokens/s" in server.cli("top", "--once", "-t", server.name).out)
 
 
-def test_the_full_screen_shows_and_ends_a_request(server: Live, held: list[httpx.Response]) -> None:
+def test_the_full_screen_shows_and_ends_a_request(
+    server: Live, pending_answers: list[httpx.Response]
+) -> None:
     async def script() -> None:
         app = TopApp(FollowedServers([server.name, "nobody"]))
         async with app.run_test(size=(80, 24)) as pilot:
-            await seen(app, pilot, f"{server.name}  ready", "nobody  not seen")
+            await wait_for_texts(app, pilot, f"{server.name}  ready", "nobody  not seen")
             await pilot.press("r")
-            await seen(app, pilot, "1 running", "cmpl-")
+            await wait_for_texts(app, pilot, "1 running", "cmpl-")
             await pilot.press("a")
-            await seen(app, pilot, "requests abort", "y runs it")
+            await wait_for_texts(app, pilot, "requests abort", "y runs it")
             # The engine learns of the end once its step is over.
             again = (server.pids()["worker"], signal.SIGCONT)
             threading.Timer(1.5, os.kill, again).start()
             await pilot.press("y")
-            await seen(app, pilot, "ended 1 request", "exit code 0")
+            await wait_for_texts(app, pilot, "ended 1 request", "exit code 0")
             await pilot.press("q", "f", "down", "s")
-            await seen(app, pilot, "MainThread", ".py:")
+            await wait_for_texts(app, pilot, "MainThread", ".py:")
             await pilot.press("l")
-            await seen(app, pilot, "INFO")
+            await wait_for_texts(app, pilot, "INFO")
             await pilot.press("d", "y")
-            await seen(app, pilot, "exit code")
+            await wait_for_texts(app, pilot, "exit code")
             await pilot.press("q", "q")
 
     asyncio.run(script())
-    until(lambda: held)
-    assert not held[0].is_success or "an operator ended it" in held[0].text
+    until(lambda: pending_answers)
+    assert not pending_answers[0].is_success or "an operator ended it" in pending_answers[0].text
 
 
 @contextmanager
-def paused(server: Live) -> Iterator[None]:
+def pause_with_request(server: Live) -> Iterator[None]:
     """A server that keeps its requests as they are, and a request."""
     answers: list[httpx.Response] = []
-    asking = threading.Thread(target=lambda: answers.append(ask(server, max_tokens=1)))
+    asking = threading.Thread(
+        target=lambda: answers.append(request_completion(server, max_tokens=1))
+    )
     httpx.post(f"{server.url}/pause", params={"mode": "keep"}, timeout=30).raise_for_status()
     try:
         asking.start()
@@ -155,7 +159,7 @@ def stable(line: str) -> str:
 
 async def looks_as_it_did(name: str, app: TopApp, pilot: Pilot[None], *texts: str) -> None:
     """Compare a screen that has these texts with the one that is kept, until they are the same."""
-    await seen(app, pilot, *texts)
+    await wait_for_texts(app, pilot, *texts)
     path = SCREENS / f"{name}.txt"
     if WRITE:
         await pilot.pause(5)
@@ -180,7 +184,7 @@ def test_the_full_screen_looks_as_it_did(server: Live) -> None:
             await looks_as_it_did("overview", app, pilot, *texts)
             await pilot.press("down", "s")
             await looks_as_it_did("stacks", app, pilot, "MainThread", ".py:")
-            with paused(server):
+            with pause_with_request(server):
                 await pilot.press("r")
                 await looks_as_it_did("requests", app, pilot, "cmpl-", "paused")
             await pilot.press("q")
@@ -212,16 +216,16 @@ def test_looks_cost_two_per_cent_of_a_core(server: Live) -> None:
     follower = ServerFollower(server.name)
     follower.take_sample()
 
-    def spent() -> float:
+    def measure_cpu_s() -> float:
         used = resource.getrusage(resource.RUSAGE_SELF)
         return used.ru_utime + used.ru_stime
 
     def cost_s(count: int, *, asks: bool) -> float:
-        began = spent()
+        began = measure_cpu_s()
         for _ in range(count):
             follower.asked_s = float("-inf") if asks else time.monotonic()
             follower.take_sample()
             rows.make_server_row(server.name, follower.samples, time.monotonic())
-        return (spent() - began) / count
+        return (measure_cpu_s() - began) / count
 
     assert cost_s(LOOKS, asks=False) + cost_s(10, asks=True) / METRICS_S <= MOST

@@ -32,7 +32,7 @@ def collector() -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def traced(cli: Cli, collector: Collector) -> Iterator[Live]:
+def traced_server(cli: Cli, collector: Collector) -> Iterator[Live]:
     watch = ("--watch", "--env", "OTEL_BSP_SCHEDULE_DELAY=200")
     vllm = ("--otlp-traces-endpoint", f"{collector.url}{TRACES}", "--api-key", "key-of-a-user")
     with pytest.MonkeyPatch.context() as environment:
@@ -47,24 +47,26 @@ def traced(cli: Cli, collector: Collector) -> Iterator[Live]:
 
 
 @pytest.fixture
-def ask(traced: Live, collector: Collector) -> Callable[..., Any]:
+def request_sender(traced_server: Live, collector: Collector) -> Callable[..., Any]:
     def post(**body: Any) -> httpx.Response:
         made = {"model": "demo-text", "input": SECRET, "max_output_tokens": 4, **body}
-        answer = httpx.post(f"{traced.url}/v1/responses", json=made, headers=HEADERS, timeout=60)
+        answer = httpx.post(
+            f"{traced_server.url}/v1/responses", json=made, headers=HEADERS, timeout=60
+        )
         return answer.raise_for_status()
 
     collector.traces.clear()
     return post
 
 
-def settled(collector: Collector, *names: str) -> dict[str, Span]:
+def wait_for_spans(collector: Collector, *names: str) -> dict[str, Span]:
     """Spans by their names, as soon as all of these are there."""
 
-    def found() -> dict[str, Span] | None:
+    def find_spans() -> dict[str, Span] | None:
         spans = {span.name: span for span in collector.spans}
         return spans if spans.keys() >= set(names) else None
 
-    return until(found, 20, lambda: [span.name for span in collector.spans])
+    return until(find_spans, 20, lambda: [span.name for span in collector.spans])
 
 
 def check(spans: dict[str, Span], collector: Collector, *secrets: str) -> None:
@@ -81,13 +83,13 @@ def check(spans: dict[str, Span], collector: Collector, *secrets: str) -> None:
 
 
 @long
-def test_a_stored_conversation(ask: Callable[..., Any], collector: Collector) -> None:
-    first = ask().json()
-    settled(collector, REQUEST, "llm_request", "vllmops.store.create")
+def test_a_stored_conversation(request_sender: Callable[..., Any], collector: Collector) -> None:
+    first = request_sender().json()
+    wait_for_spans(collector, REQUEST, "llm_request", "vllmops.store.create")
     collector.traces.clear()
-    second = ask(previous_response_id=first["id"]).json()
+    second = request_sender(previous_response_id=first["id"]).json()
     names = ("vllmops.store.conversation", "vllmops.rehydrate", "vllmops.store.create")
-    spans = settled(collector, REQUEST, "llm_request", *names)
+    spans = wait_for_spans(collector, REQUEST, "llm_request", *names)
     check(spans, collector, first["id"], second["id"])
     create, rehydrate = attributes(spans[names[2]]), attributes(spans[names[1]])
     assert create["vllmops.store.backend"] == "sqlite"
@@ -100,24 +102,24 @@ def test_a_stored_conversation(ask: Callable[..., Any], collector: Collector) ->
 @long
 @pytest.mark.parametrize("way", ["stream", "background"])
 def test_a_stream_and_a_background_run_stay_in_their_trace(
-    ask: Callable[..., Any], collector: Collector, way: str
+    request_sender: Callable[..., Any], collector: Collector, way: str
 ) -> None:
-    ask(**{way: True})
+    request_sender(**{way: True})
     last = "vllmops.store.create" if way == "stream" else "vllmops.store.put"
-    check(settled(collector, REQUEST, "llm_request", last), collector)
+    check(wait_for_spans(collector, REQUEST, "llm_request", last), collector)
 
 
 @long
-def test_carriers(ask: Callable[..., Any], collector: Collector) -> None:
+def test_carriers(request_sender: Callable[..., Any], collector: Collector) -> None:
     sealed = {"store": False, "include": ["reasoning.encrypted_content"]}
-    answer = ask(**sealed).json()
+    answer = request_sender(**sealed).json()
     item = next(item for item in answer["output"] if item.get("encrypted_content"))
-    settled(collector, REQUEST, "vllmops.carrier.seal")
+    wait_for_spans(collector, REQUEST, "vllmops.carrier.seal")
     collector.traces.clear()
     said = {"role": "user", "content": SECRET}
-    ask(**sealed, input=[item, said])
+    request_sender(**sealed, input=[item, said])
     names = ("vllmops.carrier.open", "vllmops.rehydrate", "vllmops.carrier.seal")
-    spans = settled(collector, REQUEST, "llm_request", *names)
+    spans = wait_for_spans(collector, REQUEST, "llm_request", *names)
     check(spans, collector, item["encrypted_content"][:40])
     assert spans[names[0]].parent_span_id == spans[names[1]].span_id
     assert attributes(spans[names[0]])["vllmops.bytes"] == len(item["encrypted_content"])
@@ -125,28 +127,28 @@ def test_carriers(ask: Callable[..., Any], collector: Collector) -> None:
 
 @long
 def test_a_stall_is_a_log_event(
-    traced: Live, ask: Callable[..., Any], collector: Collector
+    traced_server: Live, request_sender: Callable[..., Any], collector: Collector
 ) -> None:
-    os.kill(traced.pids()["engine"], signal.SIGSTOP)
+    os.kill(traced_server.pids()["engine"], signal.SIGSTOP)
     try:
-        ask(background=True)
+        request_sender(background=True)
         stalled = until(
             lambda: [one for one in collector.records if one.event_name == "vllmops.stalled"], 90
         )
     finally:
-        os.kill(traced.pids()["engine"], signal.SIGCONT)
-    assert attributes(stalled[0])["vllmops.server"] == traced.name
+        os.kill(traced_server.pids()["engine"], signal.SIGCONT)
+    assert attributes(stalled[0])["vllmops.server"] == traced_server.name
     assert SECRET not in str(stalled)
     until(lambda: any(one.event_name == "vllmops.recovered" for one in collector.records), 60)
 
 
 @long
 def test_a_collector_that_is_gone_slows_nothing(
-    ask: Callable[..., Any], collector: Collector
+    request_sender: Callable[..., Any], collector: Collector
 ) -> None:
     def seconds() -> float:
         began = time.monotonic()
-        ask()
+        request_sender()
         return time.monotonic() - began
 
     before = statistics.median(seconds() for _ in range(20))

@@ -17,14 +17,14 @@ from .clients import (
     CARRY,
     LENGTH,
     WAYS,
-    ask,
     background,
     base,
-    carried,
     connect,
-    ended,
-    following,
+    run_carrier_conversation,
     say,
+    send_responses_request,
+    start_background_stream,
+    wait_until_response_ends,
 )
 from .conftest import Cli, Live, code_of
 
@@ -36,7 +36,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def old(cli: Cli, code: Callable[[str], Path], version: str) -> Iterator[Live]:
+def old_server(cli: Cli, code: Callable[[str], Path], version: str) -> Iterator[Live]:
     try:
         yield cli.serve("old", *code_of(cli, code(version)), "--demo", "text", "--", *LENGTH)
     finally:
@@ -44,30 +44,32 @@ def old(cli: Cli, code: Callable[[str], Path], version: str) -> Iterator[Live]:
 
 
 @pytest.fixture(scope="module")
-def client(old: Live) -> Any:
-    return connect(base(old))
+def client(old_server: Live) -> Any:
+    return connect(base(old_server))
 
 
-def test_everything_fits(old: Live, version: str) -> None:
-    found = old.cli("patches", "list", "-t", old.name, "--json").data
+def test_patches_and_cache_commands_fit_an_older_version(old_server: Live, version: str) -> None:
+    found = old_server.cli("patches", "list", "-t", old_server.name, "--json").data
     assert (found["vllm_versions"], found["problems"]) == ([version], [])
     tested = features.load_tested_versions()[version]
     assert {
         row["id"]: {process["state"] for process in row["processes"]} for row in found["patches"]
     } == {name: {state} for name, state in tested.results.items() if name not in features.FEATURES}
-    compared = old.cli("cache", "compare", "-t", old.name, "--json")
+    compared = old_server.cli("cache", "compare", "-t", old_server.name, "--json")
     assert (compared.code, compared.data["problems"]) == (0, [])
-    inspected = old.cli("cache", "inspect", "-t", old.name, "--json")
+    inspected = old_server.cli("cache", "inspect", "-t", old_server.name, "--json")
     assert (inspected.code, inspected.data["problems"]) == (0, [])
 
 
-def test_stored_responses(client: Any, old: Live) -> None:
+def test_stored_responses(client: Any, old_server: Live) -> None:
     first = say(client)
     second = say(client, "and then?", previous_response_id=first.id)
     assert client.responses.retrieve(second.id) == second
     assert second.usage.input_tokens > first.usage.input_tokens
     assert len(client.responses.input_items.list(first.id).data) == 1
-    listed = [response["id"] for response in ask(base(old), "").json()["data"]]
+    listed = [
+        response["id"] for response in send_responses_request(base(old_server), "").json()["data"]
+    ]
     assert listed[:2] == [second.id, first.id]
     client.responses.delete(first.id)
     with pytest.raises(openai.NotFoundError):
@@ -78,8 +80,11 @@ def test_background(client: Any) -> None:
     run = background(client)
     assert client.responses.cancel(run.id).status == "cancelled"
     assert client.responses.retrieve(run.id).status == "cancelled"
-    assert ended(client, say(client, background=True).id).status in {"completed", "incomplete"}
-    stream, response_id = following(client, max_output_tokens=20)
+    assert wait_until_response_ends(client, say(client, background=True).id).status in {
+        "completed",
+        "incomplete",
+    }
+    stream, response_id = start_background_stream(client, max_output_tokens=20)
     stream.close()
     events = list(client.responses.retrieve(response_id, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
@@ -87,7 +92,7 @@ def test_background(client: Any) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_carriers(client: Any, way: str) -> None:
-    *_, answer = carried([client], way, streamed=False)
+    *_, answer = run_carrier_conversation([client], way, streamed=False)
     assert answer.output[-1].encrypted_content
     assert CARRY["store"] is False
 
@@ -108,7 +113,9 @@ if EVERYTHING:
             # vLLM's own store.
             first = say(client)
             assert client.responses.retrieve(first.id).id == first.id
-            assert ended(client, say(client, background=True).id).status != "failed"
+            assert (
+                wait_until_response_ends(client, say(client, background=True).id).status != "failed"
+            )
         finally:
             cli("stop", server.name, "--force")
 

@@ -38,7 +38,7 @@ def socket(url: str) -> Iterator[Connection]:
         yield opened
 
 
-def ask(socket: Connection, text: str = "hello", **fields: Any) -> None:
+def send_create_event(socket: Connection, text: str = "hello", **fields: Any) -> None:
     event = {"type": "response.create", "model": MODEL, "input": text, "max_output_tokens": 8}
     socket.send(json.dumps({**event, **fields}))
 
@@ -55,14 +55,14 @@ def events(socket: Connection) -> list[Any]:
     return heard
 
 
-def said(socket: Connection, **fields: Any) -> Any:
-    ask(socket, **fields)
+def create_response(socket: Connection, **fields: Any) -> Any:
+    send_create_event(socket, **fields)
     last = events(socket)[-1]
     assert last["type"] in ENDS, last
     return last["response"]
 
 
-def running(text_pair: Live) -> float:
+def count_running_requests(text_pair: Live) -> float:
     text = httpx.get(f"{text_pair.url}/metrics").text
     lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
@@ -79,10 +79,13 @@ def test_official_client(text_pair: Live) -> None:
 
 
 def test_is_stored(text_pair: Live, socket: Connection) -> None:
-    made = said(socket)
+    made = create_response(socket)
     got = httpx.get(f"{text_pair.url}/v1/responses/{made['id']}", headers=KEY)
     assert got.json() == made
-    assert said(socket, previous_response_id=made["id"])["previous_response_id"] == made["id"]
+    assert (
+        create_response(socket, previous_response_id=made["id"])["previous_response_id"]
+        == made["id"]
+    )
 
 
 @pytest.mark.parametrize("key", ["", "Bearer wrong", "one", "Bearer onetwo"])
@@ -121,12 +124,15 @@ def test_an_invalid_event_leaves_the_connection(socket: Connection, text: str) -
     error = hear(socket)
     assert error["type"] == "error"
     assert 400 <= error["status"] < 500, error
-    assert said(socket)["status"] in {"completed", "incomplete"}  # a random model may say nothing
+    assert create_response(socket)["status"] in {
+        "completed",
+        "incomplete",
+    }  # a random model may say nothing
 
 
 def test_several_at_once(socket: Connection) -> None:
-    ask(socket, stream_id="a", **{**LONG, "max_output_tokens": 200})
-    ask(socket, stream_id="b")
+    send_create_event(socket, stream_id="a", **{**LONG, "max_output_tokens": 200})
+    send_create_event(socket, stream_id="b")
     heard: dict[str, list[Any]] = {"a": [], "b": []}
     ended: list[str] = []
     while len(ended) < 2:
@@ -138,36 +144,36 @@ def test_several_at_once(socket: Connection) -> None:
     assert all(numbers == list(range(len(numbers))) for numbers in heard.values())
 
 
-def test_one_stream_answers_in_order(socket: Connection) -> None:
-    ask(socket, instructions="first")
-    ask(socket, instructions="second")
+def test_requests_of_one_stream_are_answered_in_order(socket: Connection) -> None:
+    send_create_event(socket, instructions="first")
+    send_create_event(socket, instructions="second")
     answers = [events(socket)[-1]["response"]["instructions"] for _ in range(2)]
     assert answers == ["first", "second"]
 
 
 def test_cancel(text_pair: Live, socket: Connection) -> None:
-    ask(socket, stream_id="a", **LONG)
+    send_create_event(socket, stream_id="a", **LONG)
     made = hear(socket)["response"]
     socket.send(json.dumps({"type": "response.cancel", "stream_id": "a"}))
     heard = events(socket)
     assert heard[-1]["type"] == "response.cancelled"
     assert heard[-1]["response"]["id"] == made["id"]
     assert [event["sequence_number"] for event in heard] == list(range(1, len(heard) + 1))
-    until(lambda: running(text_pair) == 0, STOPPED_S)
-    assert said(socket, stream_id="a")["output"]
+    until(lambda: count_running_requests(text_pair) == 0, STOPPED_S)
+    assert create_response(socket, stream_id="a")["output"]
 
 
 def test_a_closed_socket_ends_what_runs(text_pair: Live, url: str) -> None:
     with connect(url, additional_headers=KEY) as socket:
         for name in "ab":
-            ask(socket, stream_id=name, **LONG)
-        until(lambda: running(text_pair) == 2, STOPPED_S)
-    until(lambda: running(text_pair) == 0, STOPPED_S)
+            send_create_event(socket, stream_id=name, **LONG)
+        until(lambda: count_running_requests(text_pair) == 2, STOPPED_S)
+    until(lambda: count_running_requests(text_pair) == 0, STOPPED_S)
 
 
 def test_a_background_response_goes_on_elsewhere(url: str) -> None:
     with connect(url, additional_headers=KEY) as socket:
-        ask(socket, background=True, **{**LONG, "max_output_tokens": 300})
+        send_create_event(socket, background=True, **{**LONG, "max_output_tokens": 300})
         first = [hear(socket) for _ in range(4)]
     made = first[0]["response"]["id"]
     for _ in range(3):
@@ -182,44 +188,44 @@ def test_a_background_response_goes_on_elsewhere(url: str) -> None:
 
 
 def test_another_key_sees_nothing(url: str, socket: Connection) -> None:
-    made = said(socket)
+    made = create_response(socket)
     with connect(url, additional_headers={"Authorization": "Bearer two"}) as other:
-        ask(other, previous_response_id=made["id"])
+        send_create_event(other, previous_response_id=made["id"])
         assert hear(other)["code"] == "previous_response_not_found"
 
 
 def test_a_connection_remembers_what_is_not_stored(
     text_pair: Live, url: str, socket: Connection
 ) -> None:
-    made = said(socket, store=False, text="one two three four five")
+    made = create_response(socket, store=False, text="one two three four five")
     absent = httpx.get(f"{text_pair.url}/v1/responses/{made['id']}", headers=KEY)
     assert absent.status_code == 404
-    later = said(socket, store=False, previous_response_id=made["id"])
+    later = create_response(socket, store=False, previous_response_id=made["id"])
     assert later["usage"]["input_tokens"] > made["usage"]["input_tokens"]
-    third = said(socket, store=False, previous_response_id=later["id"])
+    third = create_response(socket, store=False, previous_response_id=later["id"])
     assert third["usage"]["input_tokens"] > later["usage"]["input_tokens"]
-    ask(socket, previous_response_id=made["id"], store=True)
+    send_create_event(socket, previous_response_id=made["id"], store=True)
     assert hear(socket)["param"] == "store"
     with connect(url, additional_headers=KEY) as other:
-        ask(other, store=False, previous_response_id=made["id"])
+        send_create_event(other, store=False, previous_response_id=made["id"])
         assert hear(other)["code"] == "previous_response_not_found"
 
 
 @pytest.mark.parametrize("store", [True, False])
 def test_a_warm_up_has_no_output(socket: Connection, store: bool) -> None:
-    ask(socket, "one two three four", generate=False, store=store)
+    send_create_event(socket, "one two three four", generate=False, store=store)
     heard = events(socket)
     made = heard[-1]["response"]
     assert [event["type"] for event in heard][-1] == "response.completed"
     assert not any("output" in event["type"] for event in heard)
     assert (made["output"], made["usage"]["output_tokens"]) == ([], 0)
-    later = said(socket, store=store, previous_response_id=made["id"])
+    later = create_response(socket, store=store, previous_response_id=made["id"])
     assert later["output"]
     assert later["usage"]["input_tokens"] > made["usage"]["input_tokens"]
 
 
 def test_steering_is_refused(socket: Connection) -> None:
-    ask(socket, stream_id="a", **LONG)
+    send_create_event(socket, stream_id="a", **LONG)
     made = hear(socket)["response"]["id"]
     for target, code in ((made, "steering_not_supported"), ("resp_absent", "response_not_found")):
         event = {"type": "response.steer", "previous_response_id": target, "input": "stop"}
@@ -242,12 +248,12 @@ def test_a_message_that_is_too_large(url: str) -> None:
 def test_a_drain_refuses_new_requests_and_waits_for_no_idle_socket(
     text_pair: Live, socket: Connection
 ) -> None:
-    assert said(socket)
+    assert create_response(socket)
     drained = text_pair.cli("drain", text_pair.name, "--wait", "--timeout", "20")
     try:
         assert drained.code == 0, drained.err
-        ask(socket)
+        send_create_event(socket)
         assert hear(socket)["status"] == 503
     finally:
         text_pair.cli("resume", text_pair.name)
-    assert said(socket)
+    assert create_response(socket)

@@ -120,7 +120,7 @@ def test_a_seed_brings_the_same_again(api: Api) -> None:
     assert sorted(api.bodies[:6]) == sorted(api.bodies[6:])
 
 
-def test_what_the_model_does_not_take(api: Api) -> None:
+def test_load_reports_a_request_that_the_server_rejects(api: Api) -> None:
     api.status = 400
     error = refusal(prepare("images", api))
     assert (error.code, error.exit_code) == ("load.failed", ExitCode.FAILED)
@@ -153,11 +153,11 @@ def test_a_server_that_is_gone_or_names_no_model(api: Api) -> None:
 def test_it_stops_when_told(api: Api) -> None:
     stop = threading.Event()
 
-    def heard() -> None:
+    def stop_at_full_load() -> None:
         if len(api.paths) >= loads.CONNECTIONS:
             stop.set()
 
-    api.heard = heard
+    api.heard = stop_at_full_load
     prepare("text", api, requests=1000).run_round(1, stop)
     assert len(api.paths) <= 3 * loads.CONNECTIONS
 

@@ -137,7 +137,7 @@ def trial(alert: str, given: Series) -> dict[str, Any]:
     }
 
 
-def fired(tmp_path: Path, *trials: dict[str, Any]) -> str:
+def run_alert_trials(tmp_path: Path, *trials: dict[str, Any]) -> str:
     """What promtool says of alerts that fire in these; empty where none does."""
     (tmp_path / "rules.yml").write_text(render_alert_rules(AlertFormat.PROMETHEUS))
     case = {"rule_files": ["rules.yml"], "evaluation_interval": "1m", "tests": trials}
@@ -163,7 +163,7 @@ def length(values: str) -> int:
     return sum(int(found[1]) + (not gap) if found else 1 for gap, found in repeated)
 
 
-def each(cases: dict[str, list[Series]]) -> list[Any]:
+def list_series_params(cases: dict[str, list[Series]]) -> list[Any]:
     """Each alert's first series, and all others in the long form: each takes a promtool."""
     return [
         pytest.param(alert, given, marks=long if number else ())
@@ -172,17 +172,17 @@ def each(cases: dict[str, list[Series]]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("alert", "given"), each(FIRES))
+@pytest.mark.parametrize(("alert", "given"), list_series_params(FIRES))
 def test_it_fires(tmp_path: Path, alert: str, given: Series) -> None:
-    assert fired(tmp_path, trial(alert, given))
+    assert run_alert_trials(tmp_path, trial(alert, given))
 
 
-def test_none_fires_where_nothing_is_wrong(tmp_path: Path) -> None:
+def test_no_alert_fires_for_harmless_series(tmp_path: Path) -> None:
     trials = [trial(alert, given) for alert, several in QUIET.items() for given in several]
-    assert not fired(tmp_path, *trials)
+    assert not run_alert_trials(tmp_path, *trials)
 
 
-def test_each_has_series_and_a_page_of_the_manual() -> None:
+def test_each_alert_has_test_series_and_a_manual_page() -> None:
     assert list(FIRES) == list(QUIET) == NAMES
     assert [page.name for page in load_pages().values() if page.kind == "alert"] == NAMES
     for rule in RULES:

@@ -102,7 +102,7 @@ def test_names_and_units() -> None:
         assert not family.help.endswith(".")
 
 
-def test_each_is_in_the_manual() -> None:
+def test_each_metric_is_in_the_manual() -> None:
     page = files("vllmops").joinpath("docs/metrics.md").read_text("utf-8")
     rows = re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)
     shown = {
@@ -287,7 +287,7 @@ def test_a_process_that_could_load_no_keys_has_a_problem_with_them() -> None:
 
 
 def test_a_counter_does_not_go_down_where_one_of_several_api_servers_does_not_answer() -> None:
-    def patched(pid: int) -> ProcessPatches:
+    def make_patches(pid: int) -> ProcessPatches:
         return ProcessPatches(
             **API,
             pid=pid,
@@ -298,12 +298,14 @@ def test_a_counter_does_not_go_down_where_one_of_several_api_servers_does_not_an
             repairs={"cache": 2},
         )
 
-    def cached(pid: int) -> ProcessCaches:
+    def make_caches(pid: int) -> ProcessCaches:
         return ProcessCaches(**API, pid=pid, parent=1, caches=[lru("P0")])
 
     processes = (state(API, 7), state(API, 8), state(API, 9, state="Z"))
     both = MetricsSnapshot(
-        processes=processes, caches=(cached(7), cached(8)), patches=(patched(7), patched(8))
+        processes=processes,
+        caches=(make_caches(7), make_caches(8)),
+        patches=(make_patches(7), make_patches(8)),
     )
     counters = {name for name in read(both) if name.endswith("_total")}
     assert read(both)["mm_cache_queries_total"] == {"role=api node=one kind=mm-lru side=P0": 10}

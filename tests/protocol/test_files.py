@@ -33,14 +33,14 @@ def test_a_number_that_nobody_can_reckon_with(tmp_path: Path, number: str) -> No
     assert files.load_snapshot(path, CacheSnapshot).server == f"demo{number}"
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_snapshot_can_be_loaded(tmp_path: Path) -> None:
     path = tmp_path / "snapshot.json"
     files.save_snapshot(path, SNAPSHOT)
     assert files.load_snapshot(path, CacheSnapshot) == SNAPSHOT
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_what_is_not_utf_8_is_saved(tmp_path: Path) -> None:
+def test_snapshot_with_invalid_utf_8_is_saved(tmp_path: Path) -> None:
     """A model's folder or a process's title may have any bytes."""
     path = tmp_path / "snapshot.json"
     odd = msgspec.structs.replace(SNAPSHOT, server="/m/\udcff \N{OGHAM LETTER BEITH}")

@@ -51,7 +51,7 @@ def content(records: dict[int, bytes]) -> bytes:
     return bytes(made)
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_step_is_parsed_unchanged() -> None:
     (read,) = steps.parse_recording(content({0: record(0)}), 7, "engine").steps
     assert (read.number, read.began_at, read.seconds) == (1, 1000.0, 0.5)
     assert (read.tokens, read.requests, read.running, read.waiting) == (512, 3, 3, 2)
@@ -62,7 +62,7 @@ def test_what_is_written_is_read() -> None:
     ("field", "value"),
     [("tokens", -1), ("seconds", -1.0), ("seconds", 1e12), ("requests", 1 << 63)],
 )
-def test_what_no_engine_records_is_refused(field: str, value: float) -> None:
+def test_step_with_impossible_values_is_rejected(field: str, value: float) -> None:
     (read,) = steps.parse_recording(content({0: record(0)}), 7, "engine").steps
     odd = msgspec.json.encode(msgspec.structs.replace(read, **{field: value}))
     with pytest.raises(msgspec.ValidationError):

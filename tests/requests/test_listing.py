@@ -61,7 +61,7 @@ def test_a_request_on_its_way_is_none() -> None:
         assert bool(check_zombie_requests(looks)) == all(looks)
 
 
-def test_nothing_is_said_of_a_side_that_is_not_whole() -> None:
+def test_incomplete_side_is_not_compared() -> None:
     silent = ProcessGap(role="api", pid=10, code="agent.timeout", reason="", hint="", exit_code=3)
     assert compare_request_sides([api(), engine(ONE)], [silent]) == {}
     assert compare_request_sides([engine(ONE), worker(ONE)], []) == {}
@@ -71,7 +71,7 @@ def test_nothing_is_said_of_a_side_that_is_not_whole() -> None:
     assert compare_request_sides([api(ONE), unread, worker(ONE)], []) == {}
 
 
-def test_what_a_scheduler_has_finished_or_tells_its_worker_next_is_none() -> None:
+def test_finished_request_is_not_reported_as_a_difference() -> None:
     leaving = ProcessRequests(pid=ENGINE, role="engine", engine=[], leaving=(ONE,))
     assert compare_request_sides([api(), leaving, worker(ONE)], []) == {}
     assert (
@@ -139,7 +139,7 @@ def test_no_id_means_no_request_not_those_that_no_api_server_knows() -> None:
         (("chatcmpl-job", "cmpl-job-0"), "job", ["chatcmpl-job", "cmpl-job-0"]),
     ],
 )
-def test_only_some_routes_put_the_number_of_a_prompt_after_an_id(
+def test_only_some_routes_append_a_prompt_number_to_an_id(
     names: tuple[str, ...], word: str, found: list[str]
 ) -> None:
     rows = merge_requests([api(*(f"{name}-1234abcd" for name in names))], 30, {})

@@ -34,7 +34,7 @@ LOST = [
         ([API, ENGINE], 2, []),  # the engine of another node may have it
     ],
 )
-def test_only_what_nobody_can_still_bring_is_lost(
+def test_request_is_lost_only_if_no_process_can_still_deliver_it(
     monkeypatch: pytest.MonkeyPatch, quiet: list[Process], ranks: int, lost_: list[str]
 ) -> None:
     beat = SimpleNamespace(heartbeat=SimpleNamespace(standing=SimpleNamespace(sizes={"DP": ranks})))

@@ -84,13 +84,15 @@ def test_several_side_by_side(spawn: Spawn) -> None:
     os.kill(stopped.process.pid, signal.SIGSTOP)
     together = threading.Barrier(3)  # one after the other would not get on
 
-    def ask(process: Process) -> int:
+    def fetch_agent_pid(process: Process) -> int:
         together.wait()
         return (
             open_agent(process, timeout_s=60 if process is live.process else 0.5).fetch_hello().pid
         )
 
-    shown, silent = collect_answers([live.process, stopped.process, stopped.process], ask)
+    shown, silent = collect_answers(
+        [live.process, stopped.process, stopped.process], fetch_agent_pid
+    )
     assert shown == [live.process.pid]
     assert [(item.pid, item.code) for item in silent] == [
         (stopped.process.pid, "agent.timeout")
@@ -98,7 +100,7 @@ def test_several_side_by_side(spawn: Spawn) -> None:
 
 
 @contextmanager
-def bound(child: Child) -> Iterator[socket.socket]:
+def bind_agent_socket(child: Child) -> Iterator[socket.socket]:
     """A socket in the place of an agent's."""
     child.socket.parent.mkdir(parents=True, mode=0o700)
     with socket.socket(socket.AF_UNIX) as server:
@@ -109,7 +111,7 @@ def bound(child: Child) -> Iterator[socket.socket]:
 
 def test_stale_socket(spawn: Spawn) -> None:
     child = spawn(VLLMOPS_DISABLE="1")
-    with bound(child):
+    with bind_agent_socket(child):
         pass
     error = refusal(child)
     assert (error.code, error.exit_code) == ("agent.stale", ExitCode.NOT_FOUND)
@@ -243,7 +245,7 @@ def test_other_versions_and_nonsense_are_told_apart(spawn: Spawn) -> None:
 
 def test_connection_that_breaks(spawn: Spawn) -> None:
     child = spawn(VLLMOPS_DISABLE="1")
-    with bound(child) as server:
+    with bind_agent_socket(child) as server:
         server.listen()
         server.settimeout(60)
 
@@ -258,7 +260,7 @@ def test_connection_that_breaks(spawn: Spawn) -> None:
 
 def test_an_answer_without_end(spawn: Spawn) -> None:
     child = spawn(VLLMOPS_DISABLE="1")
-    with bound(child) as server:
+    with bind_agent_socket(child) as server:
         server.listen()
 
         def flood() -> None:

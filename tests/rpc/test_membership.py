@@ -24,7 +24,7 @@ from vllmops.rpc.membership import group_server_trees
 from ..support.children import Child
 from ..support.extent import long
 from ..support.own import foreign
-from ..support.ranked import standing
+from ..support.ranked import make_rank_code
 from ..support.waiting import until
 
 NOBODY = 65534
@@ -38,12 +38,12 @@ Start = Callable[..., Child]
 def start(spawn: Callable[..., Child], home: Path) -> Start:
     """Starts one rank; its title is what the process table shows."""
 
-    def one(title: str, role: str, **how: Any) -> Child:
+    def start_rank(title: str, role: str, **how: Any) -> Child:
         child = spawn(title, Role(role), how.pop("home", home))
-        child.run(standing(role, **how))
+        child.run(make_rank_code(role, **how))
         return child
 
-    return one
+    return start_rank
 
 
 @pytest.fixture
@@ -60,14 +60,14 @@ def elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return other
 
 
-def ready(*children: Child) -> None:
+def wait_for_heartbeats(*children: Child) -> None:
     """Wait for the heartbeat that says who they are."""
 
-    def known(child: Child) -> bool:
+    def has_known_servers(child: Child) -> bool:
         pulse = agent.read_heartbeat(child.process)
         return bool(pulse and pulse.heartbeat.standing.servers)
 
-    until(lambda: all(known(child) for child in children))
+    until(lambda: all(has_known_servers(child) for child in children))
 
 
 def names(server: Server) -> list[str]:
@@ -79,7 +79,7 @@ def test_actors_of_ray_are_of_the_server_whose_configuration_they_have(start: St
     ours = start(API, "api", sizes=sizes)
     workers = [start(ACTOR, "worker", rank=rank, sizes=sizes) for rank in range(4)]
     other = start("ray::RayWorkerWrapper", "worker", instance="2", sizes=sizes)
-    ready(ours, *workers, other)
+    wait_for_heartbeats(ours, *workers, other)
     server, alone = list_servers()
     assert names(server) == [
         "api",
@@ -95,7 +95,7 @@ def test_actors_of_ray_are_of_the_server_whose_configuration_they_have(start: St
 def test_actors_stand_by_rank_whichever_of_them_was_seen_first(start: Start) -> None:
     ours = start(API, "api", sizes=(1, 2, 1))
     workers = [start(ACTOR, "worker", rank=rank, sizes=(1, 2, 1)) for rank in range(2)]
-    ready(ours, *workers)
+    wait_for_heartbeats(ours, *workers)
     table = processes.read_process_table()
     recorded = processes.build_process_tree(table, [ours.process.pid, workers[1].process.pid])
     ((_, *after),) = group_server_trees(table, [recorded])[0]
@@ -107,7 +107,7 @@ def test_an_actor_of_a_class_that_nobody_knows_is_found_by_its_agent(start: Star
     ours = start(API, "api", sizes=(1, 2, 1))
     own = start("ray::Trainer.step", "worker", rank=1, sizes=(1, 2, 1))
     program = start("python", "api", instance="2")
-    ready(ours, own, program)
+    wait_for_heartbeats(ours, own, program)
     (server,) = list_servers()
     assert names(server) == ["api", "worker TP1"]
 
@@ -117,7 +117,7 @@ def test_an_agent_with_another_state_directory_is_asked_there(
 ) -> None:
     ours = start(API, "api")
     actor = start(ACTOR, "worker", home=elsewhere)
-    ready(ours, actor)
+    wait_for_heartbeats(ours, actor)
     (server,) = list_servers()
     assert agent.open_agent(server.processes[1]).fetch_hello().pid == actor.process.pid
 
@@ -131,7 +131,7 @@ def test_engines_that_take_themselves_for_the_only_one_have_their_ranks(start: S
         start("VLLM::EngineCore_DP1", "engine", dp=1, sizes=(2, 1, 1), local=1),
         start("ray::RayWorkerProc", "worker", dp=1),
     ]
-    ready(ours, *engines)
+    wait_for_heartbeats(ours, *engines)
     (server,) = list_servers()
     assert sorted(names(server)) == [
         *("api", "engine DP0", "engine DP1"),
@@ -143,7 +143,7 @@ def test_servers_with_an_api_server_each_stay_apart(start: Start) -> None:
     how: dict[str, Any] = {"sizes": (2, 1, 1), "local": 1, "external": True}
     both = [start(API, "api", instance=str(number), **how) for number in (1, 2)]
     actors = [start(ACTOR, "worker", instance=str(n), dp=n - 1, **how) for n in (2, 1)]
-    ready(*both, *actors)
+    wait_for_heartbeats(*both, *actors)
     found = {server.pid: server.processes[-1].pid for server in list_servers()}
     assert found == {
         both[0].process.pid: actors[1].process.pid,
@@ -161,15 +161,15 @@ def test_without_an_agent_the_titles_are_all_that_is_known(
 
 
 @pytest.mark.root_only
-def test_what_a_process_of_another_user_says_is_not_trusted(start: Start, elsewhere: Path) -> None:
+def test_membership_claim_of_another_user_is_not_trusted(start: Start, elsewhere: Path) -> None:
     ours = start(API, "api")
     liar = start(ACTOR, "worker", home=elsewhere)
-    ready(ours, liar)
+    wait_for_heartbeats(ours, liar)
     assert [names(server) for server in list_servers()] == [["api", "worker"]]
     liar.run(f"import os; os.setresgid(*[{NOBODY}] * 3); os.setresuid(*[{NOBODY}] * 3)")
     for path in (elsewhere, *elsewhere.rglob("*")):
         os.chown(path, NOBODY, NOBODY)
-    ready(liar)
+    wait_for_heartbeats(liar)
     assert [names(server) for server in list_servers()] == [["api"], ["worker"]]
 
 
@@ -187,7 +187,7 @@ def test_a_process_below_ray_takes_no_part_of_an_api_server(
 
 def test_how_a_process_is_named(start: Start) -> None:
     actor = start(ACTOR, "worker", dp=1, rank=1, sizes=(2, 2, 1))
-    ready(actor)
+    wait_for_heartbeats(actor)
     reached = agent.open_agent(list_servers()[0].processes[0])
     assert format_process(reached.fetch_caches()) == f"worker DP1 TP1 {actor.process.pid}"
     assert reached.fetch_hello().standing.ranks == "DP1 TP1"

@@ -35,5 +35,5 @@ FAR, FURTHER = LEAST_STEPS, 2 * LEAST_STEPS
         ([], 0),
     ],
 )
-def test_only_what_all_looks_show_is_proven(looks: list[list[HealCase]], count: int) -> None:
+def test_only_cases_in_all_samples_are_proven(looks: list[list[HealCase]], count: int) -> None:
     assert len(select_proven_cases(looks)) == count

@@ -51,7 +51,9 @@ class Agent:
         return answers[kind]
 
 
-def look(at_s: float, age_s: float, *others: ProcessState, **beat: Any) -> ServerSample:
+def make_engine_sample(
+    at_s: float, age_s: float, *others: ProcessState, **beat: Any
+) -> ServerSample:
     fields = {"still_s": 0.0, "running": 0, "waiting": 0, "current_step": 1} | beat
     given = Heartbeat(monotonic=at_s - age_s, sequence=1, pid=7, role="engine", **fields)
     process = ProcessState(**ENGINE, create_time=0.0, state="S")
@@ -65,14 +67,14 @@ def look(at_s: float, age_s: float, *others: ProcessState, **beat: Any) -> Serve
 def test_answers_have_the_place_that_the_process_table_knows() -> None:
     agent = Agent()
     viewer = MetricsCollector(lambda _: agent, has_differing_sides)
-    view = viewer.collect_snapshot(look(0.0, 0.1))
+    view = viewer.collect_snapshot(make_engine_sample(0.0, 0.1))
     answers: list[Any] = [*view.caches, *view.requests, *view.patches, *view.keys]
     for answer in answers:
         assert (answer.role, answer.pid, answer.node, answer.dp_rank) == ("engine", 7, "one", 1)
     assert [(bad.package, bad.version) for bad in view.known_bad] == [
         ("flashinfer-python", "0.6.0")
     ]
-    viewer.collect_snapshot(look(5.0, 0.1))
+    viewer.collect_snapshot(make_engine_sample(5.0, 0.1))
     assert agent.asked.count("/packages") == 1  # they do not change
     assert agent.asked.count("/caches") == 2
     assert not agent.asked.count("/caches?keys=1")
@@ -83,13 +85,15 @@ def test_keys_are_asked_for_only_where_the_sides_differ() -> None:
     agents = {7: Agent("one"), 8: Agent("other")}
     view = MetricsCollector(
         lambda process: agents[process.pid], has_differing_sides
-    ).collect_snapshot(look(0.0, 0.1, api))
+    ).collect_snapshot(make_engine_sample(0.0, 0.1, api))
     assert [cache.caches[0].order for cache in view.caches] == [["a", "b"]] * 2  # type: ignore[union-attr]
 
 
-def test_whose_heartbeat_is_late_is_not_waited_for() -> None:
+def test_agent_with_a_late_heartbeat_is_not_asked() -> None:
     agent = Agent(silent=True)
-    view = MetricsCollector(lambda _: agent, has_differing_sides).collect_snapshot(look(0.0, 9.0))
+    view = MetricsCollector(lambda _: agent, has_differing_sides).collect_snapshot(
+        make_engine_sample(0.0, 9.0)
+    )
     assert (view.caches, agent.asked) == ((), [])
 
 
@@ -108,5 +112,5 @@ def test_whose_heartbeat_is_late_is_not_waited_for() -> None:
 )
 def test_how_sure_a_stall_is(still_s: float, age_s: float, silent: bool, expected: str) -> None:
     viewer = MetricsCollector(lambda _: Agent(silent=silent), has_differing_sides)
-    view = viewer.collect_snapshot(look(100.0, age_s, still_s=still_s, running=1))
+    view = viewer.collect_snapshot(make_engine_sample(100.0, age_s, still_s=still_s, running=1))
     assert view.stall == expected

@@ -227,7 +227,7 @@ KeyboardInterrupt
 """
 
 
-def test_what_ctrl_c_interrupts_is_a_stack() -> None:
+def test_keyboard_interrupt_traceback_is_parsed_as_a_stack() -> None:
     pasted = parse_stacks(INTERRUPTED)
     functions = [frame.function for frame in the_process(pasted).threads[0].frames]
     assert functions == ["synchronize", "execute_model", "generate"]
@@ -341,7 +341,7 @@ def test_numbers_that_python_does_not_read(text: str, digit: str) -> None:
         "| 30C P0 ¤W / 300W | 1MiB / 2MiB | 5% |\n wait (threading.py:1)",
     ],
 )
-def test_what_looks_like_a_number_and_is_none(text: str, number: str) -> None:
+def test_malformed_numbers_do_not_break_the_parser(text: str, number: str) -> None:
     assert explain_stacks(parse_stacks(text.replace("¤", number))).verdict
 
 

@@ -130,7 +130,7 @@ def state(pid: int) -> str:
     return psutil.Process(pid).status()
 
 
-def settled(pid: int, options: DumpOptions | None = None) -> ProcessStacks:
+def dump_sleeping_threads(pid: int, options: DumpOptions | None = None) -> ProcessStacks:
     """A dump of `THREADS` once all but the spinner have come to their sleep."""
 
     def asleep() -> ProcessStacks | None:
@@ -147,7 +147,7 @@ def until_state(pid: int, wanted: str) -> None:
 
 def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
     with python(THREADS) as target:
-        stacks = settled(target.pid)
+        stacks = dump_sleeping_threads(target.pid)
     assert stacks.error is None
     assert stacks.note == ""
     assert [thread.name for thread in stacks.threads] == ["spinner", "MainThread", "waiter"]
@@ -165,7 +165,10 @@ def test_threads_with_names_states_and_frames_the_busy_one_first() -> None:
 
 def test_local_variables_only_when_asked_for() -> None:
     with python(THREADS) as target:
-        without, with_ = settled(target.pid), settled(target.pid, DumpOptions(locals=True))
+        without, with_ = (
+            dump_sleeping_threads(target.pid),
+            dump_sleeping_threads(target.pid, DumpOptions(locals=True)),
+        )
     assert all(frame.locals is None for thread in without.threads for frame in thread.frames)
     frame = with_.threads[2].frames[0]
     assert frame.locals is not None
@@ -176,8 +179,8 @@ def test_local_variables_only_when_asked_for() -> None:
 
 def test_native_frames() -> None:
     with python(THREADS) as target:
-        settled(target.pid)
-        stacks = settled(target.pid, DumpOptions(native=True))
+        dump_sleeping_threads(target.pid)
+        stacks = dump_sleeping_threads(target.pid, DumpOptions(native=True))
     assert stacks.note == ""
     waiter = stacks.threads[2].frames
     assert waiter[0].function != "generate"
@@ -190,7 +193,7 @@ def test_nonblocking() -> None:
         assert "generate" in functions(dump(target.pid, DumpOptions(nonblocking=True)))
 
 
-def test_one_that_is_gone_does_not_keep_the_others() -> None:
+def test_dead_process_does_not_prevent_other_dumps() -> None:
     with python(THREADS) as target, python(THREADS) as other:
         gone = process(other.pid, Role.WORKER)
         other.kill()
@@ -232,7 +235,7 @@ def test_a_zombie() -> None:
     assert f"parent, pid {target.pid}," in stacks.error.message
 
 
-def test_what_is_not_python() -> None:
+def test_process_without_python_is_reported() -> None:
     target = subprocess.Popen(["sleep", "1000"])
     try:
         assert code(dump(target.pid)) == "stacks.not-python"
@@ -303,14 +306,16 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> No
     monkeypatch.setattr(pyspy, "find_pyspy", lambda: str(program))
 
 
-def ended(child: psutil.Process) -> bool:
+def has_ended(child: psutil.Process) -> bool:
     try:
         return child.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumps_of_all_processes_share_one_time_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in(tmp_path, monkeypatch, "#!/bin/sh\nexec sleep 1000\n")
     me = process(os.getpid())
     before = psutil.Process().children()
@@ -318,13 +323,15 @@ def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     together = threading.Barrier(5)
     run = pyspy._run_pyspy
 
-    def noted(command: Sequence[str], process: Process, limit_s: float, *, halted: bool) -> bytes:
+    def record_time_limit(
+        command: Sequence[str], process: Process, limit_s: float, *, halted: bool
+    ) -> bytes:
         limits.append(limit_s)
         if "--native" in command:  # the first of each: one after the other would not get on
             together.wait()
         return run(command, process, limit_s, halted=halted)
 
-    monkeypatch.setattr(pyspy, "_run_pyspy", noted)
+    monkeypatch.setattr(pyspy, "_run_pyspy", record_time_limit)
     began = time.monotonic()
     snapshot = pyspy.dump_stacks([me] * 5, DumpOptions(native=True), timeout_s=1.0)
     assert time.monotonic() - began > 0.9
@@ -336,7 +343,7 @@ def test_one_budget_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert error is not None
     assert "py-spy did not finish" in error.message
     assert "--timeout 60" in error.hint
-    until(lambda: all(map(ended, set(psutil.Process().children()).difference(before))))
+    until(lambda: all(map(has_ended, set(psutil.Process().children()).difference(before))))
 
 
 @pytest.mark.parametrize(
@@ -514,7 +521,7 @@ def test_the_agent_sees_what_pyspy_sees(spawn: Spawn, monkeypatch: pytest.Monkey
     )
     until(lambda: "Queue.get" in functions(pyspy.dump_stacks([child.process]).processes[0]))
     (by_pyspy,) = pyspy.dump_stacks([child.process]).processes
-    monkeypatch.setattr(pyspy, "find_pyspy", missing)
+    monkeypatch.setattr(pyspy, "find_pyspy", raise_missing_pyspy)
     (by_agent,) = pyspy.dump_stacks([child.process]).processes
     assert (by_pyspy.source, by_agent.source) == ("py-spy", "agent")
     assert by_agent.instead is not None
@@ -533,5 +540,5 @@ def test_the_agent_sees_what_pyspy_sees(spawn: Spawn, monkeypatch: pytest.Monkey
     assert (one.source, code(other)) == ("agent", "pyspy.missing")
 
 
-def missing() -> str:
+def raise_missing_pyspy() -> str:
     raise VllmopsError("pyspy.missing", "py-spy is not installed; it reads the stacks")

@@ -23,7 +23,7 @@ from vllmops.store.memory import Memory
 from vllmops.store.sqlite import ConnectionThread, Sqlite, transaction
 from vllmops.store.store import ResponseStore
 
-from ..support.extent import sampled
+from ..support.extent import sample_cases
 from ..support.waiting import until_async
 
 RUN = Response(id="resp_1", owner="", model="m", status="in_progress", body=b"{}")
@@ -45,7 +45,9 @@ class Faulty(Memory):
 
 @pytest.mark.parametrize(
     "error",
-    sampled([TypeError("None"), RuntimeError("again"), asyncio.CancelledError(), MemoryError()], 2),
+    sample_cases(
+        [TypeError("None"), RuntimeError("again"), asyncio.CancelledError(), MemoryError()], 2
+    ),
 )
 def test_the_heartbeat_goes_on(
     error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -104,7 +106,7 @@ def test_sweeping_goes_on_and_hinders_no_heartbeat(
     assert sum("KeyError" in item.message for item in caplog.records) == 1
 
 
-def test_what_a_run_raises_when_it_is_stopped_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_error_raised_while_stopping_a_run_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def stop() -> None:
         raise ValueError("no such task")
 
@@ -181,12 +183,12 @@ def test_a_thread_of_sqlite_serves_on_though_a_loop_that_it_told_is_closed(tmp_p
     loop.run_until_complete(slow())
     loop.close()
 
-    async def one() -> Any:
+    async def run_select() -> Any:
         async with asyncio.timeout(60):
             return await worker.run_job(lambda c: c.execute("SELECT 1").fetchone())
 
     try:
-        assert asyncio.run(one()) == (1,)
+        assert asyncio.run(run_select()) == (1,)
     finally:
         worker.stop()
 
@@ -230,7 +232,7 @@ def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["redis", "postgresql"])
 @pytest.mark.parametrize(
     "words",
-    sampled(
+    sample_cases(
         [
             b"",
             b"HTTP/1.1 400 Bad Request\r\n\r\n",
@@ -242,7 +244,7 @@ def test_sqlite_is_back_once_there_are_files_again(tmp_path: Path) -> None:
         3,
     ),
 )
-def test_whoever_answers_instead_of_a_database(scheme: str, words: bytes) -> None:
+def test_server_that_is_no_database_makes_the_store_unavailable(scheme: str, words: bytes) -> None:
     """A proxy, or a server of another kind: each call says that the store is unavailable."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -31,7 +31,7 @@ def fill(url: str, max_size: int, counts: list[int], events: int = 0) -> Any:
     return json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
 
 
-def test_of_many_a_tenth_is_left_and_memory_is_flat() -> None:
+def test_memory_stays_flat_as_old_responses_are_evicted() -> None:
     most = 10_000 if EVERYTHING else 2_000
     found = fill("memory://", most, [2 * most, 6 * most, 10 * most])
     assert found["count"] == most
@@ -39,7 +39,7 @@ def test_of_many_a_tenth_is_left_and_memory_is_flat() -> None:
     assert late - early < 2 * MIB
 
 
-def test_what_the_memory_takes_is_near_the_json(tmp_path: Path) -> None:
+def test_memory_per_response_is_near_its_json_size(tmp_path: Path) -> None:
     found = fill("memory://", 20_000, [20_000])
     assert found["count"] == 20_000
     assert found["grown"][0] < 1.5 * found["raw"]

@@ -84,7 +84,7 @@ def response(number: int, **fields: Any) -> Response:
     )
 
 
-def on(url: str, work: Callable[[ResponseStore], Awaitable[Any]]) -> Any:
+def run_with_store(url: str, work: Callable[[ResponseStore], Awaitable[Any]]) -> Any:
     """Do something with a store."""
 
     async def run() -> Any:
@@ -97,18 +97,18 @@ def on(url: str, work: Callable[[ResponseStore], Awaitable[Any]]) -> Any:
 def fill(url: str, responses: list[Response]) -> list[str]:
     """Store them, those of the background with events; their ids."""
 
-    async def work(store: ResponseStore) -> list[str]:
+    async def store_responses(store: ResponseStore) -> list[str]:
         for item in responses:
             assert await store.create(item)
             if json.loads(item.body).get("background"):
                 assert await store.append_events(item, 0, EVENTS)
         return [item.id for item in responses]
 
-    found: list[str] = on(url, work)
+    found: list[str] = run_with_store(url, store_responses)
     return found
 
 
-def numbered(*numbers: int, **fields: Any) -> list[Response]:
+def make_responses(*numbers: int, **fields: Any) -> list[Response]:
     return [response(item, **fields) for item in numbers]
 
 
@@ -116,7 +116,7 @@ def ids(answer: Any) -> list[str]:
     return [item["id"] for item in answer.data["responses"]]
 
 
-def kept(url: str) -> dict[str, Any]:
+def read_store(url: str) -> dict[str, Any]:
     """All that a store keeps, to the byte."""
 
     async def run() -> dict[str, Any]:
@@ -134,30 +134,32 @@ def kept(url: str) -> dict[str, Any]:
 
 
 def test_list(vllmops: Any, shared_url: str) -> None:
-    made = fill(shared_url, numbered(0, 1, 2, 3) + numbered(4, 5, owner=TWO, model="other"))
+    made = fill(
+        shared_url, make_responses(0, 1, 2, 3) + make_responses(4, 5, owner=TWO, model="other")
+    )
     made += fill(shared_url, [response(6, status="failed", error="it broke", owner="")])
 
-    def listed(*words: str) -> Any:
+    def list_responses(*words: str) -> Any:
         answer = vllmops("responses", "list", "--json", "--store", shared_url, *words)
         assert (answer.code, answer.err) == (0, "")
         return answer
 
-    whole = listed()
+    whole = list_responses()
     assert ids(whole) == made
     assert whole.data["next"] is None
     first, last = whole.data["responses"][0], whole.data["responses"][-1]
     assert (first["status"], first["model"], first["owner"]) == ("completed", "demo", ONE)
     assert (first["input_tokens"], first["background"]) == (1200, True)
     assert (last["status"], last["error"], last["owner"]) == ("failed", "it broke", "")
-    page = listed("--limit", "3")
+    page = list_responses("--limit", "3")
     assert (ids(page), page.data["next"]) == (made[:3], made[2])
-    rest = listed("--limit", "4", "--after", made[2])
+    rest = list_responses("--limit", "4", "--after", made[2])
     assert (ids(rest), rest.data["next"]) == (made[3:], None)
-    assert ids(listed("--status", "failed")) == made[6:]
-    assert ids(listed("--status", "failed", "--status", "completed", "-n", "9")) == made
-    assert ids(listed("--model", "other")) == made[4:6]
-    assert ids(listed("--since", "210m")) == made[:4]
-    assert ids(listed("--all", "--since", "210m", "--model", "other")) == []
+    assert ids(list_responses("--status", "failed")) == made[6:]
+    assert ids(list_responses("--status", "failed", "--status", "completed", "-n", "9")) == made
+    assert ids(list_responses("--model", "other")) == made[4:6]
+    assert ids(list_responses("--since", "210m")) == made[:4]
+    assert ids(list_responses("--all", "--since", "210m", "--model", "other")) == []
     text = vllmops("responses", "list", "--store", shared_url, columns=80)
     lines = text.out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -167,8 +169,8 @@ def test_list(vllmops: Any, shared_url: str) -> None:
     assert f"--after {made[1]}" in more.out
 
 
-def test_what_can_not_be_listed(vllmops: Any, shared_url: str) -> None:
-    fill(shared_url, numbered(1))
+def test_list_refuses_invalid_options(vllmops: Any, shared_url: str) -> None:
+    fill(shared_url, make_responses(1))
     for words, code in (
         (("--status", "odd"), "usage"),
         (("--since", "yesterday"), "usage"),
@@ -181,7 +183,7 @@ def test_what_can_not_be_listed(vllmops: Any, shared_url: str) -> None:
     assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
 
 
-def test_nothing_is_made_by_looking(vllmops: Any, shared_url: str) -> None:
+def test_commands_do_not_create_a_missing_store(vllmops: Any, shared_url: str) -> None:
     for words in (("list",), ("stats",), ("show", "resp_1"), ("purge", "--older-than", "1d")):
         answer = vllmops("responses", *words, "--json", "--store", shared_url)
         assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "store.none")
@@ -201,7 +203,7 @@ def test_the_database_of_another_program_is_not_changed_by_looking(
         answer = vllmops(*words, "--store", url, "--json")
         assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "store.none")
     assert (tmp_path / "a#.db").read_bytes() == before
-    fill(url, numbered(1, 2))
+    fill(url, make_responses(1, 2))
     assert len(ids(vllmops("responses", "list", "--json", "--store", url))) == 2
     other = vllmops("responses", "list", "--store", f"{url}?namespace=other", "--json")
     assert other.error["code"] == "store.none"
@@ -216,31 +218,33 @@ def test_a_store_that_is_down(vllmops: Any, url: str) -> None:
 
 
 def test_show(vllmops: Any, shared_url: str) -> None:
-    (background, foreground) = fill(shared_url, numbered(3, 1))
+    (background, foreground) = fill(shared_url, make_responses(3, 1))
 
-    def shown(name: str, *words: str) -> Any:
+    def show_response(name: str, *words: str) -> Any:
         return vllmops("responses", "show", name, "--store", shared_url, *words)
 
-    data = shown(background, "--json", "--input", "--events").data
+    data = show_response(background, "--json", "--input", "--events").data
     assert data["response"]["output"][0]["content"][0]["text"] == "answer 3"
     assert data["input"] == GIVEN
     assert [item["sequence_number"] for item in data["events"]] == [0, 1]
     assert (data["owner"], data["status"]) == (ONE, "completed")
-    assert shown(foreground, "--json").data["events"] is None
-    text = shown(background, "--input", "--events").out
+    assert show_response(foreground, "--json").data["events"] is None
+    text = show_response(background, "--input", "--events").out
     for item in ("answer 3", "a question", "another", "response.created", "lamp", '{"on":1}', ONE):
         assert item in text
-    assert "no stored events" in shown(foreground, "--events").out
-    assert json.loads(shown(background, "--raw").out)["id"] == background
-    assert json.loads(shown(background, "--raw", "--input").out) == GIVEN
-    assert shown(background, "--raw", "--events").out.encode() == b"\n".join([*EVENTS, b""])
-    answer = shown("resp_unknown", "--json")
+    assert "no stored events" in show_response(foreground, "--events").out
+    assert json.loads(show_response(background, "--raw").out)["id"] == background
+    assert json.loads(show_response(background, "--raw", "--input").out) == GIVEN
+    assert show_response(background, "--raw", "--events").out.encode() == b"\n".join([*EVENTS, b""])
+    answer = show_response("resp_unknown", "--json")
     assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "responses.unknown")
 
 
 def test_cancel(vllmops: Any, shared_url: str) -> None:
-    fill(shared_url, numbered(1))
-    runs = fill(shared_url, numbered(3, 4, status="in_progress") + numbered(9, status="queued"))
+    fill(shared_url, make_responses(1))
+    runs = fill(
+        shared_url, make_responses(3, 4, status="in_progress") + make_responses(9, status="queued")
+    )
 
     def cancel(*words: str) -> Any:
         return vllmops("responses", "cancel", *words, "--json", "--store", shared_url)
@@ -260,14 +264,14 @@ def test_cancel(vllmops: Any, shared_url: str) -> None:
     answer = cancel("--all-running")
     assert (answer.code, ids(answer)) == (0, [runs[2]])
     assert cancel("--all-running").data == {"responses": [], "done": 0}
-    statuses = {name: item.status for name, (item, _) in kept(shared_url).items()}
+    statuses = {name: item.status for name, (item, _) in read_store(shared_url).items()}
     assert statuses == {response(1).id: "completed"} | dict.fromkeys(runs, "cancelled")
     for words in ((), ("--all-running", "resp_1")):
         assert cancel(*words).code == ExitCode.USAGE
 
 
-def test_whoever_runs_it_stops(shared_url: str, home: Path) -> None:
-    async def work(store: ResponseStore) -> str:
+def test_cancel_stops_a_run_of_another_process(shared_url: str, home: Path) -> None:
+    async def cancel_from_command(store: ResponseStore) -> str:
         stopped = asyncio.Event()
         run = response(0, status="in_progress")
         await store.create(run)
@@ -279,11 +283,11 @@ def test_whoever_runs_it_stops(shared_url: str, home: Path) -> None:
             await stopped.wait()
         return spoken.decode()
 
-    assert on(shared_url, work) == f"{response(0).id}  cancelled\n"
+    assert run_with_store(shared_url, cancel_from_command) == f"{response(0).id}  cancelled\n"
 
 
 def test_delete(vllmops: Any, shared_url: str) -> None:
-    made = fill(shared_url, numbered(0, 1, 2))
+    made = fill(shared_url, make_responses(0, 1, 2))
 
     def delete(*words: str) -> Any:
         return vllmops("responses", "delete", *words, "--json", "--store", shared_url)
@@ -292,7 +296,7 @@ def test_delete(vllmops: Any, shared_url: str) -> None:
     some = delete(made[0], made[1])
     assert (some.code, some.error["code"]) == (ExitCode.NOT_FOUND, "responses.unknown")
     assert [item["done"] for item in some.data["responses"]] == [False, True]
-    assert list(kept(shared_url)) == [made[2]]
+    assert list(read_store(shared_url)) == [made[2]]
     text = vllmops("responses", "delete", "resp_unknown", made[2], "--store", shared_url)
     assert text.code == ExitCode.NOT_FOUND
     assert f"{made[2]}  deleted" in text.out
@@ -300,7 +304,7 @@ def test_delete(vllmops: Any, shared_url: str) -> None:
 
 
 def test_purge(vllmops: Any, shared_url: str) -> None:
-    made = fill(shared_url, numbered(0, 1, 30) + numbered(40, status="failed"))
+    made = fill(shared_url, make_responses(0, 1, 30) + make_responses(40, status="failed"))
     made += fill(shared_url, [response(50, status="in_progress")])
     fill(shared_url, [response(2, previous_id=made[2])])
 
@@ -314,17 +318,17 @@ def test_purge(vllmops: Any, shared_url: str) -> None:
     assert ids(purge("--older-than", "1d", "--dry-run", "--json")) == [made[3], made[2]]
     unasked = purge("--older-than", "1d", "--json")
     assert (unasked.code, unasked.error["code"]) == (ExitCode.USAGE, "unconfirmed")
-    assert len(kept(shared_url)) == 6
+    assert len(read_store(shared_url)) == 6
     assert ids(purge("--status", "failed", "--yes", "--json")) == [made[3]]
     assert purge("--older-than", "1d", "--yes").out == "1 deleted\n"
-    assert set(kept(shared_url)) == {made[0], made[1], made[4], response(2).id}
+    assert set(read_store(shared_url)) == {made[0], made[1], made[4], response(2).id}
     assert "nothing to delete" in purge("--older-than", "1d", "--yes").out
     assert ids(purge("--status", "in_progress", "--yes", "--json")) == [made[4]]
     assert "nothing to delete" in purge("--model", "other", "--yes").out
 
 
 def test_stats(vllmops: Any, shared_url: str) -> None:
-    made = numbered(1, 3) + numbered(2, status="failed", owner=TWO, model="other")
+    made = make_responses(1, 3) + make_responses(2, status="failed", owner=TWO, model="other")
     fill(shared_url, made)
     data = vllmops("responses", "stats", "--json", "--store", shared_url).data
     assert data["count"] == 3
@@ -357,7 +361,9 @@ def test_from_one_store_to_another(
     vllmops: Any, shared_url: str, other_url: str, tmp_path: Path
 ) -> None:
     odd = response(7, id="odd/idé", previous_id=response(3).id, body=b'{\n "output": []\n}')
-    made = numbered(*range(120, 3, -1)) + numbered(0, 1, owner=TWO, model="other") + [odd]
+    made = (
+        make_responses(*range(120, 3, -1)) + make_responses(0, 1, owner=TWO, model="other") + [odd]
+    )
     fill(shared_url, made)
     fill(shared_url, [response(3, status="failed", error="it broke", owner="")])
     fill(shared_url, [response(200, status="in_progress")])
@@ -375,36 +381,38 @@ def test_from_one_store_to_another(
 
     first = take()
     assert (first.code, first.data["count"], first.data["skipped"]) == (0, 121, 0)
-    before, after = kept(shared_url), kept(other_url)
+    before, after = read_store(shared_url), read_store(other_url)
     del before[response(200).id]
     compact = after.pop(odd.id)
     assert json.loads(before.pop(odd.id)[0].body) == json.loads(compact[0].body)
     assert before == after
     again = take()
     assert (again.code, again.data["count"], again.data["skipped"]) == (0, 0, 121)
-    on(
+    run_with_store(
         other_url,
         lambda store: store.set_status(EVERYBODY, odd.id, "failed", allowed_statuses=FINISHED_),
     )
     replaced = take("--overwrite")
     assert (replaced.code, replaced.data["replaced"]) == (0, 121)
-    assert kept(other_url) == {**after, odd.id: compact}
+    assert read_store(other_url) == {**after, odd.id: compact}
 
 
 FINISHED_ = frozenset({"completed"})
 
 
-def test_what_is_there_is_not_overwritten(vllmops: Any, tmp_path: Path) -> None:
+def test_existing_files_and_running_responses_are_not_overwritten(
+    vllmops: Any, tmp_path: Path
+) -> None:
     store, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "a.jsonl"
-    fill(store, numbered(1, 2))
+    fill(store, make_responses(1, 2))
     vllmops("responses", "export", "--store", store, "-o", str(file))
     exists = vllmops("responses", "export", "--store", store, "-o", str(file), "--json")
     assert (exists.code, exists.error["code"]) == (ExitCode.USAGE, "responses.exists")
-    on(store, lambda item: item.delete(EVERYBODY, response(1).id))
+    run_with_store(store, lambda item: item.delete(EVERYBODY, response(1).id))
     fill(store, [response(1, status="in_progress", owner=TWO)])
     answer = vllmops("responses", "import", str(file), "--store", store, "--overwrite", "--json")
     assert (answer.data["replaced"], answer.data["skipped"]) == (1, 1)
-    assert kept(store)[response(1).id][0].status == "in_progress"
+    assert read_store(store)[response(1).id][0].status == "in_progress"
 
 
 def test_an_import_that_was_cut_off_goes_on(vllmops: Any, tmp_path: Path) -> None:
@@ -413,39 +421,39 @@ def test_an_import_that_was_cut_off_goes_on(vllmops: Any, tmp_path: Path) -> Non
         f"sqlite:///{tmp_path}/b.db",
         tmp_path / "a",
     )
-    made = numbered(3, 6)  # both ran in the background
+    made = make_responses(3, 6)  # both ran in the background
     fill(store, made)
     vllmops("responses", "export", "--store", store, "-o", str(file))
-    on(other, lambda item: item.create(made[0]))  # and then came a kill -9, say
+    run_with_store(other, lambda item: item.create(made[0]))  # and then came a kill -9, say
     answer = vllmops("responses", "import", str(file), "--store", other, "--json")
     assert (answer.code, answer.data["count"], answer.data["skipped"]) == (0, 1, 1)
-    assert kept(other) == kept(store)
+    assert read_store(other) == read_store(store)
 
 
-def test_what_can_not_be_overwritten_is_still_there(
+def test_failed_overwrite_keeps_the_old_response(
     vllmops: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The old one gives way first, and the new one may be too large for the disk."""
     store, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "a.jsonl"
-    (made,) = numbered(1)
+    (made,) = make_responses(1)
     fill(store, [made])
     vllmops("responses", "export", "--store", store, "-o", str(file))
-    before, create, calls = kept(store), ResponseStore.create, itertools.count(1)
+    before, create, calls = read_store(store), ResponseStore.create, itertools.count(1)
 
-    async def full(self: ResponseStore, response: Response) -> bool:
+    async def fail_second_create(self: ResponseStore, response: Response) -> bool:
         if next(calls) == 2:
             raise VllmopsError("store.unavailable", "the disk is full", "make room")
         return await create(self, response)
 
-    monkeypatch.setattr(ResponseStore, "create", full)
+    monkeypatch.setattr(ResponseStore, "create", fail_second_create)
     answer = vllmops("responses", "import", str(file), "--store", store, "--overwrite", "--json")
     assert answer.error["code"] == "store.unavailable", answer
-    assert kept(store) == before
+    assert read_store(store) == before
 
 
 def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:
     store, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "a.jsonl"
-    fill(store, numbered(1, 2, 4, 5))
+    fill(store, make_responses(1, 2, 4, 5))
     vllmops("responses", "export", "--store", store, "-o", str(file))
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     lines[0]["status"] = "in_progress"
@@ -472,27 +480,27 @@ def test_broken_lines_are_named(vllmops: Any, tmp_path: Path) -> None:
 
 def test_from_stdin(tmp_path: Path, home: Path) -> None:
     store, other = f"sqlite:///{tmp_path}/a.db", f"sqlite:///{tmp_path}/b.db"
-    fill(store, numbered(1, 3))
+    fill(store, make_responses(1, 3))
     program = f"{sys.executable} -m vllmops responses"
     script = f"{program} export --store {store} | {program} import - --store {other}"
     ran = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
     assert ran.stdout == f"2 responses imported into {other}\n"
-    assert kept(store) == kept(other)
+    assert read_store(store) == read_store(other)
 
 
 def test_credentials_do_not_come_in(vllmops: Any, tmp_path: Path) -> None:
     store, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "a.jsonl"
-    fill(store, numbered(1))
+    fill(store, make_responses(1))
     line = json.loads(vllmops("responses", "export", "--store", store).out)
     line["response"]["tools"] = [{"type": "mcp", "headers": {"x": "hunter2"}}]
     file.write_text(json.dumps(line))
     vllmops("responses", "import", str(file), "--store", store, "--overwrite")
-    assert b"hunter2" not in kept(store)[line["id"]][0].body
+    assert b"hunter2" not in read_store(store)[line["id"]][0].body
 
 
 def test_pages_though_their_last_ones_go(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/a.db"
-    made = fill(url, numbered(*range(30)))
+    made = fill(url, make_responses(*range(30)))
 
     async def run() -> list[str]:
         found: list[str] = []
@@ -509,7 +517,7 @@ def test_pages_though_their_last_ones_go(tmp_path: Path) -> None:
 def test_the_store_of_an_instance(lab: Any, vllmops: Any, tmp_path: Path) -> None:
     record = lab.serve("kept")
     store = record.environment["VLLMOPS_RESPONSES_STORE"]
-    fill(f"sqlite:///{tmp_path}/a.db", numbered(1, 2))
+    fill(f"sqlite:///{tmp_path}/a.db", make_responses(1, 2))
     file = tmp_path / "a.jsonl"
     vllmops("responses", "export", "--store", f"sqlite:///{tmp_path}/a.db", "-o", str(file))
     answer = vllmops("responses", "import", str(file), "-t", "kept", "--json")
@@ -529,7 +537,7 @@ def test_the_store_of_an_instance(lab: Any, vllmops: Any, tmp_path: Path) -> Non
 
 def test_it_works_without_vllm(home: Path, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/a.db"
-    fill(url, numbered(1))
+    fill(url, make_responses(1))
     # None in the place of a module is as if it were not installed.
     code = (
         "import sys; sys.modules['vllm'] = sys.modules['fastapi'] = None; "
@@ -551,9 +559,9 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         program = [sys.executable, str(SERVED), str(port), *words]
         self.process = psutil.Popen(program, env=nobodys())
-        until(self.up)
+        until(self.is_up)
 
-    def up(self) -> bool:
+    def is_up(self) -> bool:
         assert self.process.poll() is None
         return self.answers()
 
@@ -586,62 +594,62 @@ class Ours(Server):
         super().__init__("ours", self.store, "one", "two")
 
     def clear(self) -> None:
-        async def work(store: ResponseStore) -> None:
+        async def delete_all_responses(store: ResponseStore) -> None:
             for item in (
                 await store.list_responses(EVERYBODY, ResponseQuery(limit=1000))
             ).responses:
                 await store.delete(EVERYBODY, item.id)
 
-        on(self.store, work)
+        run_with_store(self.store, delete_all_responses)
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ours]:
+def running_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ours]:
     made = Ours(tmp_path_factory.mktemp("served"))
     yield made
     made.process.kill()
 
 
 @pytest.fixture
-def served(running: Ours) -> Ours:
+def empty_server(running_server: Ours) -> Ours:
     """The server, with nothing in its store."""
-    running.clear()
-    return running
+    running_server.clear()
+    return running_server
 
 
 Ask = Callable[..., Any]
 
 
 @pytest.fixture
-def ask(vllmops: Any, served: Ours) -> Ask:
+def responses_command(vllmops: Any, empty_server: Ours) -> Ask:
     """Runs a command against the server, with an API key."""
 
     def run(*words: str, key: str = "one", **options: Any) -> Any:
-        env = {"VLLM_API_KEY": key, "VLLMOPS_TARGET": served.url}
+        env = {"VLLM_API_KEY": key, "VLLMOPS_TARGET": empty_server.url}
         return vllmops("responses", *words, env=env, **options)
 
     return run
 
 
-def test_a_server_shows_those_of_a_key(ask: Ask, served: Ours) -> None:
+def test_a_server_shows_those_of_a_key(responses_command: Ask, empty_server: Ours) -> None:
     began = int(time.time())
-    made = fill(served.store, numbered(0, 1, 2, 3) + numbered(4, owner=TWO))
-    assert ids(ask("list", "--json")) == made[:4]
-    assert ids(ask("list", "--json", key="two")) == made[4:]
-    page = ask("list", "--json", "-n", "2").data
+    made = fill(empty_server.store, make_responses(0, 1, 2, 3) + make_responses(4, owner=TWO))
+    assert ids(responses_command("list", "--json")) == made[:4]
+    assert ids(responses_command("list", "--json", key="two")) == made[4:]
+    page = responses_command("list", "--json", "-n", "2").data
     assert page["next"] == made[1]
-    assert ids(ask("list", "--json", "--after", page["next"])) == made[2:4]
-    assert ids(ask("list", "--json", "--since", "90m")) == made[:2]
-    assert ask("list", "--status", "failed").out.startswith("no matching responses")
-    first = ask("list", "--json").data["responses"][0]
+    assert ids(responses_command("list", "--json", "--after", page["next"])) == made[2:4]
+    assert ids(responses_command("list", "--json", "--since", "90m")) == made[:2]
+    assert responses_command("list", "--status", "failed").out.startswith("no matching responses")
+    first = responses_command("list", "--json").data["responses"][0]
     assert (first["owner"], first["input_tokens"]) == (None, 1200)
     assert first["created_at"] >= began
     for words in (("show", made[4]), ("delete", made[4]), ("cancel", made[4])):
-        answer = ask(*words, "--json")
+        answer = responses_command(*words, "--json")
         assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "responses.unknown")
-    assert ask("list", "--json", "--after", made[4]).code == ExitCode.USAGE
+    assert responses_command("list", "--json", "--after", made[4]).code == ExitCode.USAGE
     for key in ("", "three"):
-        answer = ask("list", "--json", key=key)
+        answer = responses_command("list", "--json", key=key)
         assert (answer.code, answer.error["code"]) == (
             ExitCode.NOT_AUTHORISED,
             "responses.not-authorised",
@@ -649,59 +657,63 @@ def test_a_server_shows_those_of_a_key(ask: Ask, served: Ours) -> None:
         assert "VLLM_API_KEY" in answer.error["hint"]
 
 
-def test_show_over_http(ask: Ask, served: Ours) -> None:
-    (name, other) = fill(served.store, numbered(3, 1))
-    (run,) = fill(served.store, [response(6, status="in_progress")])
-    data = ask("show", name, "--json", "--input", "--events").data
+def test_show_over_http(responses_command: Ask, empty_server: Ours) -> None:
+    (name, other) = fill(empty_server.store, make_responses(3, 1))
+    (run,) = fill(empty_server.store, [response(6, status="in_progress")])
+    data = responses_command("show", name, "--json", "--input", "--events").data
     assert [item["content"][0]["text"] for item in data["input"]] == ["a question", "another"]
     assert [item["sequence_number"] for item in data["events"]] == [0, 1]
     assert data["events"][1]["delta"] == "h\u2028i"
-    assert ask("show", other, "--json", "--events").data["events"] == []
-    text = ask("show", run, "--events")
+    assert responses_command("show", other, "--json", "--events").data["events"] == []
+    text = responses_command("show", run, "--events")
     assert "response.created" in text.out
     assert "still running" in text.out
-    assert json.loads(ask("show", name, "--raw").out)["id"] == name
+    assert json.loads(responses_command("show", name, "--raw").out)["id"] == name
 
 
-def test_ending_over_http(ask: Ask, served: Ours) -> None:
-    runs = fill(served.store, numbered(0, 3, 6, status="in_progress"))
-    done = fill(served.store, numbered(9, 1))
-    answer = ask("cancel", runs[0], "--json")
+def test_ending_over_http(responses_command: Ask, empty_server: Ours) -> None:
+    runs = fill(empty_server.store, make_responses(0, 3, 6, status="in_progress"))
+    done = fill(empty_server.store, make_responses(9, 1))
+    answer = responses_command("cancel", runs[0], "--json")
     assert (answer.code, answer.data["responses"][0]["result"]) == (0, "cancelled")
-    assert ask("cancel", runs[0], "--json").code == 0
+    assert responses_command("cancel", runs[0], "--json").code == 0
     for item, why in zip(done, ("completed", "synchronous"), strict=True):
-        answer = ask("cancel", item, "--json")
+        answer = responses_command("cancel", item, "--json")
         assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "responses.refused")
         assert why in answer.error["message"]
-    assert ids(ask("cancel", "--all-running", "--older-than", "4h", "--json")) == [runs[2]]
-    assert ids(ask("cancel", "--all-running", "--json")) == [runs[1]]
-    answer = ask("delete", runs[0], "resp_unknown", "--json")
+    assert ids(responses_command("cancel", "--all-running", "--older-than", "4h", "--json")) == [
+        runs[2]
+    ]
+    assert ids(responses_command("cancel", "--all-running", "--json")) == [runs[1]]
+    answer = responses_command("delete", runs[0], "resp_unknown", "--json")
     assert [item["done"] for item in answer.data["responses"]].count(True) == 1
     assert answer.code == ExitCode.NOT_FOUND
-    trial = ask("purge", "--older-than", "150m", "--dry-run", "--json")
+    trial = responses_command("purge", "--older-than", "150m", "--dry-run", "--json")
     assert set(ids(trial)) == {runs[1], runs[2], done[0]}
-    purged = ask("purge", "--older-than", "150m", "--yes", "--json")
+    purged = responses_command("purge", "--older-than", "150m", "--yes", "--json")
     assert (purged.code, purged.data["done"]) == (0, 3)
-    assert list(kept(served.store)) == [done[1]]
+    assert list(read_store(empty_server.store)) == [done[1]]
 
 
-def test_stats_over_http(ask: Ask, served: Ours) -> None:
-    fill(served.store, numbered(*range(205)))
-    fill(served.store, [response(300, owner=TWO)])
-    data = ask("stats", "--json").data
+def test_stats_over_http(responses_command: Ask, empty_server: Ours) -> None:
+    fill(empty_server.store, make_responses(*range(205)))
+    fill(empty_server.store, [response(300, owner=TWO)])
+    data = responses_command("stats", "--json").data
     assert (data["count"], data["models"]) == (205, {"demo": 205})
     assert (data["evictions"], data["event_bytes"]) == (None, None)
-    assert "not available from a server" in ask("stats").out
-    assert ask("stats", "--json", key="two").data["count"] == 1
+    assert "not available from a server" in responses_command("stats").out
+    assert responses_command("stats", "--json", key="two").data["count"] == 1
 
 
-def test_export_over_http(ask: Ask, served: Ours, vllmops: Any, tmp_path: Path) -> None:
-    fill(served.store, numbered(*range(1, 130)))
+def test_export_over_http(
+    responses_command: Ask, empty_server: Ours, vllmops: Any, tmp_path: Path
+) -> None:
+    fill(empty_server.store, make_responses(*range(1, 130)))
     file, other = tmp_path / "a.jsonl", f"sqlite:///{tmp_path}/b.db"
-    assert ask("export", "-o", str(file), "--json").data["count"] == 129
+    assert responses_command("export", "-o", str(file), "--json").data["count"] == 129
     answer = vllmops("responses", "import", str(file), "--store", other, "--json")
     assert answer.data["count"] == 129
-    before, after = kept(served.store), kept(other)
+    before, after = read_store(empty_server.store), read_store(other)
     assert before.keys() == after.keys()
     for name, (one, events) in before.items():
         same, logged = after[name]
@@ -709,7 +721,7 @@ def test_export_over_http(ask: Ask, served: Ours, vllmops: Any, tmp_path: Path) 
         assert json.loads(same.body) == fill_defaults(json.loads(one.body))
         assert int(one.created_at) == same.created_at
         assert len(json.loads(same.input)) == 2
-    refused = ask("import", str(file), "--json")
+    refused = responses_command("import", str(file), "--json")
     assert (refused.code, refused.error["code"]) == (ExitCode.USAGE, "usage")
     assert "--store" in refused.error["hint"]
 
@@ -733,13 +745,13 @@ def test_without_the_route(
     assert hint in answer.error["hint"]
 
 
-def test_what_others_answer(vllmops: Any, stock: Server) -> None:
-    def ask(*words: str) -> Any:
+def test_stock_server_shows_a_response_and_lacks_other_routes(vllmops: Any, stock: Server) -> None:
+    def run_command(*words: str) -> Any:
         return vllmops("responses", *words, "--json", "-t", f"{stock.url}/v1")
 
-    assert ask("show", "resp_there").data["response"]["model"] == "m"
+    assert run_command("show", "resp_there").data["response"]["model"] == "m"
     for words in (("show", "resp_gone"), ("show", "resp_gone", "--input")):
-        answer = ask(*words)
+        answer = run_command(*words)
         assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "responses.unknown")
     for words in (
         ("show", "resp_there", "--input"),
@@ -747,23 +759,23 @@ def test_what_others_answer(vllmops: Any, stock: Server) -> None:
         ("delete", "resp_there"),
         ("cancel", "resp_there"),
     ):
-        answer = ask(*words)
+        answer = run_command(*words)
         assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "responses.no-route")
 
 
-def test_nobody_there(vllmops: Any, listener: int) -> None:
+def test_unreachable_server_is_reported(vllmops: Any, listener: int) -> None:
     answer = vllmops("responses", "list", "--json", "-t", f"http://127.0.0.1:{free_port()}")
     assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "responses.unreachable")
     answer = vllmops("responses", "list", "--json", "-t", "http://[bad")
     assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
 
-    async def late() -> None:
+    async def list_with_timeout() -> None:
         url = f"http://127.0.0.1:{listener}"
         async with HttpResponseSource(Endpoint(url, url), timeout_s=1) as server:
             await server.list_responses(ResponseQuery())
 
     with pytest.raises(VllmopsError) as caught:
-        asyncio.run(late())
+        asyncio.run(list_with_timeout())
     assert (caught.value.code, caught.value.exit_code) == ("responses.timeout", ExitCode.TIMED_OUT)
 
 
@@ -782,12 +794,12 @@ def test_a_pipe_without_end_is_not_copied_for_ever(
         endless.wait(60)
 
 
-def test_ctrl_c(served: Ours, tmp_path: Path, home: Path) -> None:
-    fill(served.store, numbered(1))
-    os.kill(served.process.pid, signal.SIGSTOP)  # so that the command waits
+def test_ctrl_c(empty_server: Ours, tmp_path: Path, home: Path) -> None:
+    fill(empty_server.store, make_responses(1))
+    os.kill(empty_server.process.pid, signal.SIGSTOP)  # so that the command waits
     try:
         for words in (("export", "-o", str(tmp_path / "a.jsonl")), ("cancel", "resp_1")):
-            command = [sys.executable, "-m", "vllmops", "responses", *words, "-t", served.url]
+            command = [sys.executable, "-m", "vllmops", "responses", *words, "-t", empty_server.url]
             with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
                 listening = psutil.Process(process.pid)
                 while not listening.net_connections():
@@ -798,15 +810,17 @@ def test_ctrl_c(served: Ours, tmp_path: Path, home: Path) -> None:
             assert spoken.startswith("error: interrupted: 0")
             assert "Traceback" not in spoken
     finally:
-        os.kill(served.process.pid, signal.SIGCONT)
+        os.kill(empty_server.process.pid, signal.SIGCONT)
     assert not list(tmp_path.iterdir())
 
 
-def test_ids_are_completed(served: Ours, vllmops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = fill(served.store, [*numbered(1, 2), response(3, status="in_progress")])
+def test_ids_are_completed(
+    empty_server: Ours, vllmops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = fill(empty_server.store, [*make_responses(1, 2), response(3, status="in_progress")])
     monkeypatch.setattr(selection, "COMPLETION_S", 60)  # a busy machine is no failure
 
-    def completed(words: str, key: str = "one") -> tuple[list[str], str]:
+    def complete_words(words: str, key: str = "one") -> tuple[list[str], str]:
         answer = vllmops(
             env={
                 "_VLLMOPS_COMPLETE": "complete_bash",
@@ -817,15 +831,18 @@ def test_ids_are_completed(served: Ours, vllmops: Any, monkeypatch: pytest.Monke
         )
         return answer.out.split(), answer.err
 
-    assert completed(f"show -t {served.url} resp_") == (made, "")
-    assert completed(f"show -t {served.url} {made[1]}") == ([made[1]], "")
-    assert completed(f"cancel -t {served.url} r") == ([made[2]], "")
-    assert completed(f"delete -t {served.url} {made[0]} r") == (made[1:], "")
-    assert completed(f"list -t {served.url} --status in") == (["in_progress", "incomplete"], "")
-    assert completed(f"list -t {served.url} --model d") == (["demo"], "")
+    assert complete_words(f"show -t {empty_server.url} resp_") == (made, "")
+    assert complete_words(f"show -t {empty_server.url} {made[1]}") == ([made[1]], "")
+    assert complete_words(f"cancel -t {empty_server.url} r") == ([made[2]], "")
+    assert complete_words(f"delete -t {empty_server.url} {made[0]} r") == (made[1:], "")
+    assert complete_words(f"list -t {empty_server.url} --status in") == (
+        ["in_progress", "incomplete"],
+        "",
+    )
+    assert complete_words(f"list -t {empty_server.url} --model d") == (["demo"], "")
     for words, key in (
         ("show -t http://127.0.0.1:1 r", "one"),
         ("show -t nobody r", "one"),
-        (f"show -t {served.url} r", "three"),
+        (f"show -t {empty_server.url} r", "three"),
     ):
-        assert completed(words, key) == ([], "")
+        assert complete_words(words, key) == ([], "")

@@ -35,16 +35,16 @@ pytestmark = programs
 
 
 @pytest.fixture
-def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+def untimed_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     without_timed(monkeypatch)
 
 
-async def judged(url: str) -> list[CheckResult]:
+async def collect_check_results(url: str) -> list[CheckResult]:
     return [item async for item in run_checks(url)]
 
 
-def test_every_backend_keeps_every_promise(url: str, untimed: None) -> None:
-    outcomes = asyncio.run(judged(url))
+def test_every_backend_keeps_every_promise(url: str, untimed_promises: None) -> None:
+    outcomes = asyncio.run(collect_check_results(url))
     assert [item for item in outcomes if item.problem] == []
     assert len(outcomes) == len(CHECKS) >= 18
 
@@ -54,7 +54,7 @@ def test_every_backend_keeps_what_it_promises_about_times(
 ) -> None:
     for name in CHECKS.keys() - set(TIMED):
         monkeypatch.delitem(CHECKS, name)
-    outcomes = asyncio.run(judged(url))
+    outcomes = asyncio.run(collect_check_results(url))
     assert [item for item in outcomes if item.problem] == []
     assert len(outcomes) == len(CHECKS) == len(TIMED)
 
@@ -343,7 +343,7 @@ def own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
     return write
 
 
-def test_the_command(vllmops: Any, tmp_path: Path, untimed: None) -> None:
+def test_the_command(vllmops: Any, tmp_path: Path, untimed_promises: None) -> None:
     path = tmp_path / "own.db"
     answer = vllmops("responses", "check-store", f"sqlite:///{path}", "--json")
     data = json.loads(answer.out)["data"]
@@ -388,7 +388,7 @@ def test_the_command_deletes_nothing(vllmops: Any, own_class: Any) -> None:
     assert (answer.code, answer.error["code"]) == (1, "store.not-empty")
 
 
-def test_what_is_interrupted_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_interrupted_check_leaves_no_tables(tmp_path: Path) -> None:
     async def main() -> None:
         bench = StoreBench(f"sqlite:///{tmp_path}/a.db?namespace=check")
         backend = (await bench.open_store()).backend

@@ -47,7 +47,7 @@ class Lender:
                 await asyncio.sleep(after_s)
                 raise asyncio.CancelledError
 
-    def heard(self) -> bool:
+    def has_closed_connection(self) -> bool:
         """Whether it has heard that the server has closed one of those that rest."""
         pool = self.backend.source.pool if self.kind == "redis" else self.backend.pool
         rest = [connection for connection, _ in pool.resting]
@@ -56,19 +56,19 @@ class Lender:
         return any(one.is_closed() for one in rest)
 
     def run(self, main: Any) -> None:
-        async def whole() -> None:
+        async def run_with_backend() -> None:
             await self.backend.open()
             try:
                 await main()
             finally:
                 await self.backend.close()
 
-        asyncio.run(whole())
+        asyncio.run(run_with_backend())
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("silent_s", [0.01, 600.0])
-def test_what_a_call_was_given_up_on_is_not_used_again(
+def test_connection_of_an_abandoned_call_is_not_reused(
     kind: str, silent_s: float, shared_servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor is any other, where that took long."""
@@ -85,7 +85,7 @@ def test_what_a_call_was_given_up_on_is_not_used_again(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_in_use_when_the_others_go_is_ended_after(kind: str, shared_servers: Any) -> None:
+def test_closing_all_closes_a_lent_connection_after_its_use(kind: str, shared_servers: Any) -> None:
     lender = Lender(kind, shared_servers)
 
     async def main() -> None:
@@ -102,7 +102,7 @@ def test_what_is_in_use_when_the_others_go_is_ended_after(kind: str, shared_serv
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_rested_for_long_is_not_used_again(
+def test_connection_idle_for_too_long_is_not_reused(
     kind: str, shared_servers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lender = Lender(kind, shared_servers)
@@ -135,7 +135,7 @@ def test_more_calls_than_connections_wait_for_one(kind: str, shared_servers: Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_the_server_has_closed_is_not_used_again(kind: str, shared_servers: Any) -> None:
+def test_connection_closed_by_the_server_is_not_reused(kind: str, shared_servers: Any) -> None:
     lender = Lender(kind, shared_servers)
 
     async def main() -> None:
@@ -146,25 +146,25 @@ def test_what_the_server_has_closed_is_not_used_again(kind: str, shared_servers:
                 await send_commands(one, [("CLIENT", "KILL", "ID", other)])
             else:
                 await one.execute(f"SELECT pg_terminate_backend({other})")
-        await until_async(lender.heard)
+        await until_async(lender.has_closed_connection)
         assert len(await lender.two() & before) == 1
 
     lender.run(main)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_who_leaves_while_it_connects_or_asks_leaves_nothing(
+def test_cancelled_calls_log_no_errors(
     kind: str, shared_servers: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     lender = Lender(kind, shared_servers)
 
-    async def ask() -> None:
+    async def use_connection() -> None:
         async with lender.lend() as connection:
             await name_of(connection, kind)
 
     async def main() -> None:
         for number in range(120):
-            calls = [asyncio.create_task(ask()) for _ in range(3)]
+            calls = [asyncio.create_task(use_connection()) for _ in range(3)]
             await asyncio.sleep(number % 40 * 0.00005)
             for call in calls:
                 call.cancel()

@@ -54,7 +54,7 @@ def fill(url: str, *sizes: int) -> None:
     asyncio.run(run())
 
 
-def kept(url: str) -> Kept:
+def read_conversations(url: str) -> Kept:
     """All that a store has."""
 
     async def run() -> Kept:
@@ -98,7 +98,7 @@ def test_more_than_a_page_is_listed_whole(vllmops: Any, tmp_path: Path) -> None:
     assert len(vllmops(*words, "-n", "150").data["conversations"]) == 150
 
 
-def test_one_is_shown_with_all_its_items(vllmops: Any, store: str) -> None:
+def test_show_prints_a_conversation_with_all_items(vllmops: Any, store: str) -> None:
     words = ("conversations", "show", "conv_0002", "--store", store)
     data = vllmops(*words, "--json").data
     assert [one["id"] for one in data["items"]] == [f"msg_{number}" for number in range(250)]
@@ -111,12 +111,12 @@ def test_one_is_shown_with_all_its_items(vllmops: Any, store: str) -> None:
     assert (missing.code, missing.error["code"]) == (ExitCode.NOT_FOUND, "conversations.unknown")
 
 
-def test_what_is_deleted_is_gone_and_what_is_missing_is_named(vllmops: Any, store: str) -> None:
+def test_delete_removes_conversations_and_names_missing_ones(vllmops: Any, store: str) -> None:
     words = ("conversations", "delete", "--store", store)
     answer = vllmops(*words, "conv_0000", "nix", "conv_0001", "--json")
     assert (answer.code, answer.error["code"]) == (ExitCode.NOT_FOUND, "conversations.unknown")
     assert "nix" in answer.error["message"]
-    assert kept(store).keys() == {"conv_0002"}
+    assert read_conversations(store).keys() == {"conv_0002"}
     assert vllmops(*words, "conv_0002").out == "conv_0002  deleted\n"
     assert "no conversations" in vllmops("conversations", "list", "--store", store).out
 
@@ -143,9 +143,9 @@ def test_old_ones_are_purged(vllmops: Any, store: str) -> None:
     asked = vllmops(*words, "--older-than", "1d")
     assert asked.code == ExitCode.USAGE
     assert "3 of 4 conversations" in asked.err
-    assert len(kept(store)) == 4
+    assert len(read_conversations(store)) == 4
     assert vllmops(*words, "--older-than", "1d", "--yes").out == "3 deleted\n"
-    assert kept(store).keys() == {"conv_new"}
+    assert read_conversations(store).keys() == {"conv_new"}
     assert vllmops(*words, "--older-than", "1d", "--yes").out == "nothing to delete\n"
 
 
@@ -158,7 +158,7 @@ def test_an_export_is_read_by_every_store(
     assert answer.data["count"] == 3
     words = ("conversations", "import", str(file), "--store", url, "--json")
     assert vllmops(*words).data["count"] == 3
-    assert kept(url) == kept(store)
+    assert read_conversations(url) == read_conversations(store)
     again = vllmops(*words).data
     assert (again["count"], again["skipped"]) == (0, 3)
 
@@ -177,7 +177,7 @@ def test_broken_lines_are_named_and_the_others_imported(
     answer = vllmops("conversations", "import", str(file), "--store", other, "--json")
     assert (answer.code, answer.error["code"]) == (ExitCode.FAILED, "conversations.broken")
     assert [one["line"] for one in answer.data["broken"]] == [1, 2, 3, 4, 5]
-    assert kept(other).keys() == {"conv_0002"}
+    assert read_conversations(other).keys() == {"conv_0002"}
 
 
 def test_an_export_of_the_other_kind_is_named(vllmops: Any, store: str, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_an_export_has_nothing_that_import_does_not_take(
     answer = vllmops("conversations", "export", "--store", store, "-o", str(file), "--json")
     assert (answer.code, answer.data["damaged"].keys()) == (ExitCode.FAILED, {"conv_0002"})
     assert vllmops("conversations", "import", str(file), "--store", other).code == 0
-    assert kept(other).keys() == {"conv_0000", "conv_0001"}
+    assert read_conversations(other).keys() == {"conv_0000", "conv_0001"}
 
 
 def test_a_store_of_one_process_can_not_be_read(vllmops: Any) -> None:
@@ -223,7 +223,7 @@ def test_a_store_of_one_process_can_not_be_read(vllmops: Any) -> None:
     assert (answer.code, answer.error["code"]) == (ExitCode.USAGE, "usage")
 
 
-def test_one_that_is_deleted_meanwhile_ends_no_list(store: str) -> None:
+def test_deletion_during_iteration_does_not_end_it(store: str) -> None:
     async def run() -> list[str]:
         async with place.open_conversations(None, store) as (_, found):
             seen = []

@@ -22,7 +22,7 @@ from vllmops.errors import ExitCode
 from vllmops.store import opening, packing
 from vllmops.store.backend import Response
 
-from ..support.extent import EVERYTHING, long, sampled
+from ..support.extent import EVERYTHING, long, sample_cases
 
 DEEP = b"[" * 100_000
 GOOD = b'{"id":"resp_good","object":"response","status":"completed","output":[]}'
@@ -42,7 +42,7 @@ BAD = {
 }
 
 
-def stored(url: str) -> None:
+def store_damaged_responses(url: str) -> None:
     """Put them past what the store checks, as an older one did."""
 
     async def main() -> None:
@@ -70,7 +70,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "redis":
         server = request.getfixturevalue("shared_servers")["redis"]
         url = f"{server.url}?namespace=t{tmp_path.name.replace('-', '_').lower()[-20:]}"
-    stored(url)
+    store_damaged_responses(url)
     return url
 
 
@@ -89,7 +89,7 @@ def test_a_list_has_all_of_them(url: str, vllmops: Any) -> None:
 WAYS = [(), ("--input",), ("--raw",), ("--json", "--input"), ("--raw", "--input")]
 
 
-def test_each_can_be_shown(url: str, vllmops: Any) -> None:
+def test_every_damaged_response_can_be_shown(url: str, vllmops: Any) -> None:
     for name, turn in zip(BAD, itertools.cycle(WAYS), strict=False):
         for words in WAYS if EVERYTHING else [turn]:
             answer = vllmops("responses", "show", name, "--store", url, *words)
@@ -126,7 +126,7 @@ def test_a_file_that_is_no_store_has_no_server_to_check(tmp_path: Path, vllmops:
 def test_rows_of_other_types(tmp_path: Path, vllmops: Any) -> None:
     """SQLite keeps any value in any column."""
     url = f"sqlite:///{tmp_path}/responses.db"
-    stored(url)
+    store_damaged_responses(url)
     with closing(sqlite3.connect(tmp_path / "responses.db")) as file:
         file.execute("UPDATE vllmops_responses SET model = x'ff00' WHERE id = 'resp_list'")
         file.execute("UPDATE vllmops_responses SET created_at = 'x' WHERE id = 'resp_usage'")
@@ -142,7 +142,7 @@ def test_rows_of_other_types(tmp_path: Path, vllmops: Any) -> None:
 
 def test_events_that_can_not_be_read(tmp_path: Path, vllmops: Any) -> None:
     url = f"sqlite:///{tmp_path}/responses.db"
-    stored(url)
+    store_damaged_responses(url)
     for events in (
         b"\x01junk",
         packing.PLAIN + b"[1",
@@ -221,7 +221,7 @@ def test_a_server_that_gives_what_is_no_response(hostile: Any, vllmops: Any) -> 
 
 @pytest.mark.parametrize(
     "body",
-    sampled(
+    sample_cases(
         [
             DEEP,
             b"[" + DEEP,
@@ -298,7 +298,7 @@ def line(name: str, **fields: Any) -> bytes:
     ).encode()
 
 
-def imported(vllmops: Any, url: str, path: Path, content: bytes) -> tuple[int, dict[int, str]]:
+def import_lines(vllmops: Any, url: str, path: Path, content: bytes) -> tuple[int, dict[int, str]]:
     """How many were taken, and why the others were not, by their lines."""
     path.write_bytes(content)
     answer = vllmops("responses", "import", str(path), "--store", url, "--json")
@@ -329,7 +329,7 @@ def test_bad_lines_are_named_and_the_others_taken(
         line("../x"),
     ]
     lines = [line("resp_first"), *odd, line("resp_last"), line("resp_first"), b"", line("resp_end")]
-    count, broken = imported(vllmops, url, tmp_path / "a.jsonl", b"\n".join(lines))
+    count, broken = import_lines(vllmops, url, tmp_path / "a.jsonl", b"\n".join(lines))
     assert count == 3
     assert sorted(broken) == [*range(2, 11), 12]
     assert "line 1" in broken[12]
@@ -359,7 +359,7 @@ def test_a_line_has_a_bound(tmp_path: Path) -> None:
         ("/", "file.unreadable"),
     ],
 )
-def test_what_is_no_file_of_lines(
+def test_import_refuses_special_files_and_folders(
     name: str, code: str, tmp_path: Path, vllmops: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # How long a line really may be is seen where it comes from standard input.
@@ -372,7 +372,7 @@ def test_what_is_no_file_of_lines(
 
 def test_an_export_tells_a_person_what_it_left_out(tmp_path: Path, vllmops: Any) -> None:
     url = f"sqlite:///{tmp_path}/responses.db"
-    stored(url)
+    store_damaged_responses(url)
     answer = vllmops("responses", "export", "--store", url)
     assert answer.code == 1, answer
     assert [json.loads(item)["id"] for item in answer.out.splitlines()] == ["resp_good"]

@@ -50,20 +50,20 @@ class Load:
             while True:
                 number += 1
                 made = response(f"{name}-{number}")
-                if await self.tried(lambda: store.create(made)):  # noqa: B023 - awaited at once
+                if await self.call_or_none(lambda: store.create(made)):  # noqa: B023 - awaited at once
                     self.acknowledged.append(made.id)
                     self.written.append(time.monotonic())
                 await asyncio.sleep(0.02)
 
-    async def look(self) -> None:
+    async def read_repeatedly(self) -> None:
         """What is read is an answer, of the server that takes writes."""
         async with ResponseStore(opening.make_backend(self.url)) as store:
             while True:
-                if await self.tried(lambda: store.get(OWNER, "first")):
+                if await self.call_or_none(lambda: store.get(OWNER, "first")):
                     self.read.append(time.monotonic())
                 await asyncio.sleep(0.02)
 
-    async def tried(self, call: Callable[[], Any]) -> Any:
+    async def call_or_none(self, call: Callable[[], Any]) -> Any:
         """What a call gives, None where the store was unavailable; other errors are raised."""
         began = time.monotonic()
         try:
@@ -75,11 +75,11 @@ class Load:
             self.slowest = max(self.slowest, time.monotonic() - began)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def run_in_background(self) -> AsyncIterator[None]:
         async with ResponseStore(opening.make_backend(self.url), deadline_s=60) as store:
             assert await store.create(response("first"))
         tasks = [asyncio.create_task(self.write(f"w{number}")) for number in range(4)]
-        tasks += [asyncio.create_task(self.look()) for _ in range(2)]
+        tasks += [asyncio.create_task(self.read_repeatedly()) for _ in range(2)]
         try:
             yield
         finally:
@@ -91,7 +91,7 @@ class Load:
             ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert {type(item) for item in ends} == {asyncio.CancelledError}, ends
 
-    async def more(self, count: int = 30) -> None:
+    async def wait_for_progress(self, count: int = 30) -> None:
         """Wait for more to be written and read."""
         wanted = len(self.acknowledged) + count, len(self.read) + count
         while len(self.acknowledged) < wanted[0] or len(self.read) < wanted[1]:  # noqa: ASYNC110
@@ -109,11 +109,11 @@ class Load:
 
 
 async def through(load: Load, *changes: Callable[[], object]) -> None:
-    async with load.running():
-        await load.more()
+    async with load.run_in_background():
+        await load.wait_for_progress()
         for change in changes:
             await asyncio.to_thread(change)
-            await load.more()
+            await load.wait_for_progress()
     await load.check()
 
 
@@ -130,16 +130,21 @@ def test_sentinels_promote_a_replica(way: str, servers: Servers) -> None:
         elif way == "frozen":
             primary.signal(signal.SIGSTOP)
         else:
-            sentinels[1].ask("SENTINEL", "FAILOVER", "main")
+            sentinels[1].execute_command("SENTINEL", "FAILOVER", "main")
         began = time.monotonic()
-        until(lambda: replica.ask("ROLE")[0] == "master")
+        until(lambda: replica.execute_command("ROLE")[0] == "master")
         print(f"promoted after {time.monotonic() - began:.2f} s")
-        until(lambda: int(sentinels[0].ask("SENTINEL", "MASTER", "main")["port"]) == replica.port)
+        until(
+            lambda: (
+                int(sentinels[0].execute_command("SENTINEL", "MASTER", "main")["port"])
+                == replica.port
+            )
+        )
         print(f"told after {time.monotonic() - began:.2f} s")
 
     hosts = ",".join(f"{LOCAL}:{item.port}" for item in sentinels)
     asyncio.run(through(Load(f"redis+sentinel://{hosts}/main"), change))
-    assert replica.ask("ROLE")[0] == "master"
+    assert replica.execute_command("ROLE")[0] == "master"
 
 
 @pytest.mark.parametrize("way", ["killed", "told"] if EVERYTHING else ["killed"])
@@ -147,7 +152,7 @@ def test_a_replica_of_a_cluster_takes_over(way: str, servers: Servers) -> None:
     nodes = servers.cluster()
     port = nodes[1].port
     load = Load(f"valkey+cluster://{LOCAL}:{nodes[0].port},{LOCAL}:{port}?namespace=x")
-    here = nodes[0].ask("CLUSTER", "KEYSLOT", "{x}:") * 3 // 16384
+    here = nodes[0].execute_command("CLUSTER", "KEYSLOT", "{x}:") * 3 // 16384
     primary, replica = nodes[here], nodes[here + 3]
     change = primary.kill if way == "killed" else partial(replica.ask, "CLUSTER", "FAILOVER")
     asyncio.run(through(load, change))
@@ -181,7 +186,7 @@ def test_postgresql_becomes_read_only_and_writable_again(servers: Servers) -> No
             assert await store.create(response(f"b{number}"))
             await asyncio.sleep(0.02)
 
-    async def stored(store: ResponseStore) -> bool:
+    async def try_create(store: ResponseStore) -> bool:
         with suppress(StoreUnavailable):
             return await store.create(response("c"))
         return False
@@ -197,7 +202,7 @@ def test_postgresql_becomes_read_only_and_writable_again(servers: Servers) -> No
                 if value == "on":
                     with pytest.raises(StoreUnavailable, match="read-only"):
                         await fill(store)
-            while not await stored(store):  # noqa: ASYNC110 - no event tells
+            while not await try_create(store):  # noqa: ASYNC110 - no event tells
                 await asyncio.sleep(0.1)
 
     asyncio.run(main())
@@ -214,7 +219,7 @@ class Switch:
         await asyncio.gather(forward(reader, back), forward(there, writer))
 
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[int]:
+    async def open_listener(self) -> AsyncIterator[int]:
         server = await asyncio.start_server(self.accept, LOCAL, 0)
         yield server.sockets[0].getsockname()[1]
         server.close()
@@ -234,14 +239,14 @@ def test_the_server_behind_an_address_becomes_a_replica(servers: Servers) -> Non
 
     def change() -> None:
         # No write is on its way between the two: this is about connections.
-        primary.ask("CLIENT", "PAUSE", 500, "WRITE")
+        primary.execute_command("CLIENT", "PAUSE", 500, "WRITE")
         time.sleep(0.2)
-        replica.ask("REPLICAOF", "NO", "ONE")
+        replica.execute_command("REPLICAOF", "NO", "ONE")
         switch.port = replica.port
-        primary.ask("REPLICAOF", LOCAL, replica.port)
+        primary.execute_command("REPLICAOF", LOCAL, replica.port)
 
     async def main() -> None:
-        async with switch.open() as port:
+        async with switch.open_listener() as port:
             await through(Load(f"redis://{LOCAL}:{port}/0"), change)
 
     asyncio.run(main())
@@ -250,7 +255,9 @@ def test_the_server_behind_an_address_becomes_a_replica(servers: Servers) -> Non
 @pytest.mark.parametrize(
     "refusal", ["READONLY x", "LOADING x", "CLUSTERDOWN x", "MASTERDOWN x", "TRYAGAIN x"]
 )
-def test_what_passes_soon_is_tried_again(refusal: str, shared_servers: dict[str, Server]) -> None:
+def test_temporary_redis_refusals_are_retried(
+    refusal: str, shared_servers: dict[str, Server]
+) -> None:
     """A server that loads its data takes too long to be had in a test, so one is played."""
     server = shared_servers["redis"]
     refused = 0
@@ -280,7 +287,7 @@ def test_what_passes_soon_is_tried_again(refusal: str, shared_servers: dict[str,
     assert refused == 2
 
 
-def test_what_too_few_replicas_have_is_not_acknowledged(servers: Servers) -> None:
+def test_write_on_too_few_replicas_is_not_acknowledged(servers: Servers) -> None:
     primary = servers.valkey()
     replica = servers.replica(primary)
 
@@ -318,11 +325,11 @@ def test_a_replica_that_is_there_and_silent_is_waited_for(servers: Servers) -> N
             # None is there that could have it, and the Sentinel knows of no other primary.
             assert await store.create(response("d"))
             replica.start()
-            until(replica.connected)
+            until(replica.is_in_sync)
             await asyncio.sleep(0.5)  # until its primary knows that it is up to date
             assert await store.create(response("e"))
             assert not store.backend.source.alone  # type: ignore[attr-defined]
 
     asyncio.run(main())
-    assert isinstance(replica.ask("DBSIZE"), int)
+    assert isinstance(replica.execute_command("DBSIZE"), int)
     assert redis.Redis(port=replica.port).exists("{vllmops}:r:e")

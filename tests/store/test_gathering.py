@@ -32,7 +32,7 @@ class Doubling:
         return [2 * item for item in given]
 
 
-async def called(doubling: Doubling, *numbers: int) -> list[asyncio.Task[int]]:
+async def start_calls(doubling: Doubling, *numbers: int) -> list[asyncio.Task[int]]:
     """Calls at once, which are under way where none was before."""
     tasks = [asyncio.create_task(doubling.double(item)) for item in numbers]
     for _ in range(3):
@@ -40,26 +40,26 @@ async def called(doubling: Doubling, *numbers: int) -> list[asyncio.Task[int]]:
     return tasks
 
 
-def test_what_comes_at_once_goes_as_one_and_so_does_what_comes_meanwhile() -> None:
-    async def go() -> None:
+def test_calls_made_together_or_during_a_batch_form_one_batch() -> None:
+    async def call_in_batches() -> None:
         doubling = Doubling()
-        tasks = await called(doubling, 1, 2)
-        tasks += await called(doubling, 3)
-        tasks += await called(doubling, 4, 5)
+        tasks = await start_calls(doubling, 1, 2)
+        tasks += await start_calls(doubling, 3)
+        tasks += await start_calls(doubling, 4, 5)
         assert doubling.asked == [[1, 2]]
         doubling.may.set()
         assert await asyncio.gather(*tasks) == [2, 4, 6, 8, 10]
         assert await doubling.double(6) == 12
         assert doubling.asked == [[1, 2], [3, 4, 5], [6]]
 
-    asyncio.run(go())
+    asyncio.run(call_in_batches())
 
 
-def test_one_that_is_alone_may_fail_or_go_away() -> None:
-    async def go() -> None:
+def test_single_call_can_fail_or_be_cancelled() -> None:
+    async def cancel_and_fail_calls() -> None:
         doubling = Doubling()
-        tasks = await called(doubling, 1)
-        tasks += await called(doubling, 2, 3)
+        tasks = await start_calls(doubling, 1)
+        tasks += await start_calls(doubling, 2, 3)
         tasks[0].cancel()
         await asyncio.wait(tasks[:1])
         assert doubling.cancelled == 1
@@ -70,41 +70,41 @@ def test_one_that_is_alone_may_fail_or_go_away() -> None:
         assert await doubling.double(5) == 10
         assert doubling.asked == [[1], [2, 3], [13], [5]]
 
-    asyncio.run(go())
+    asyncio.run(cancel_and_fail_calls())
 
 
 def test_not_more_than_so_many_and_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gathering, "MOST", 3)
     monkeypatch.setattr(gathering, "ROOM", 100)
 
-    async def go() -> None:
+    async def call_with_limits() -> None:
         doubling = Doubling()
         doubling.may.set()
-        tasks = await called(doubling, 1, 2, 3, 4, 500, 5)
+        tasks = await start_calls(doubling, 1, 2, 3, 4, 500, 5)
         assert await asyncio.gather(*tasks) == [2, 4, 6, 8, 1000, 10]
         assert doubling.asked == [[1, 2, 3], [4, 500], [5]]
 
-    asyncio.run(go())
+    asyncio.run(call_with_limits())
 
 
 def test_an_error_is_told_to_those_that_went_together() -> None:
-    async def go() -> None:
+    async def fail_batch() -> None:
         doubling = Doubling()
-        tasks = await called(doubling, 1, 13)
-        tasks += await called(doubling, 2)
+        tasks = await start_calls(doubling, 1, 13)
+        tasks += await start_calls(doubling, 2)
         doubling.may.set()
         found = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(item) for item in found] == [ZeroDivisionError, ZeroDivisionError, int]
         assert await doubling.double(3) == 6
 
-    asyncio.run(go())
+    asyncio.run(fail_batch())
 
 
-def test_who_goes_away_takes_nothing_from_the_others() -> None:
-    async def go() -> None:
+def test_cancelled_call_does_not_affect_others_in_its_batch() -> None:
+    async def cancel_some_calls() -> None:
         doubling = Doubling()
-        first, second = await called(doubling, 1, 2)
-        third, fourth = await called(doubling, 3, 4)
+        first, second = await start_calls(doubling, 1, 2)
+        third, fourth = await start_calls(doubling, 3, 4)
         first.cancel()  # of two that go together
         third.cancel()  # while it waits
         await asyncio.wait([first, third])
@@ -113,14 +113,14 @@ def test_who_goes_away_takes_nothing_from_the_others() -> None:
         assert doubling.asked == [[1, 2], [4]]
         assert doubling.cancelled == 0
 
-    asyncio.run(go())
+    asyncio.run(cancel_some_calls())
 
 
-def test_what_nobody_waits_for_is_ended_and_others_go_on() -> None:
-    async def go() -> None:
+def test_batch_without_waiters_is_cancelled_and_later_ones_run() -> None:
+    async def cancel_whole_batch() -> None:
         doubling = Doubling()
-        gone = await called(doubling, 1, 2)
-        (last,) = await called(doubling, 3)
+        gone = await start_calls(doubling, 1, 2)
+        (last,) = await start_calls(doubling, 3)
         for item in gone:
             item.cancel()
         await asyncio.wait(gone)
@@ -129,11 +129,11 @@ def test_what_nobody_waits_for_is_ended_and_others_go_on() -> None:
         assert doubling.asked == [[1, 2], [3]]
         assert doubling.cancelled == 1
 
-    asyncio.run(go())
+    asyncio.run(cancel_whole_batch())
 
 
-def test_nothing_is_asked_where_all_have_gone_before() -> None:
-    async def go() -> None:
+def test_calls_cancelled_before_their_batch_are_not_run() -> None:
+    async def cancel_before_batch() -> None:
         doubling = Doubling()
         task = asyncio.create_task(doubling.double(1))
         await asyncio.sleep(0)
@@ -143,4 +143,4 @@ def test_nothing_is_asked_where_all_have_gone_before() -> None:
         assert await doubling.double(2) == 4
         assert doubling.asked == [[2]]
 
-    asyncio.run(go())
+    asyncio.run(cancel_before_batch())

@@ -60,7 +60,7 @@ def test_a_store_that_was_emptied_is_there(servers: Servers) -> None:
     async def main() -> None:
         async with ResponseStore(opening.make_backend(alone.url)) as store:
             await store.create(make_response("r"))
-            alone.ask("FLUSHALL")
+            alone.execute_command("FLUSHALL")
             reader = opening.make_backend(alone.url)
             assert not await reader.exists()
             await store.create(make_response("r"))
@@ -119,7 +119,7 @@ def test_a_use_is_not_set_back_and_not_lost(url: str) -> None:
     asyncio.run(main())
 
 
-def test_what_takes_long_holds_nobody_up(shared_servers: dict[str, Server], url: str) -> None:
+def test_slow_sweep_does_not_delay_other_calls(shared_servers: dict[str, Server], url: str) -> None:
     """A sweep has 30 s, and its connection may have gone silent."""
     port = shared_servers["redis"].port
     frozen: list[asyncio.Event] = []
@@ -184,16 +184,16 @@ def test_a_server_that_has_forgotten_the_script(url: str, server: redis.Redis) -
 def test_a_redis_that_may_write_late_is_told(servers: Servers) -> None:
     server = servers.add("redis")
 
-    async def told() -> list[str]:
+    async def list_caveats() -> list[str]:
         backend = opening.make_backend(server.url)
         try:
             return await backend.list_caveats()
         finally:
             await backend.close()
 
-    assert asyncio.run(told()) == []
+    assert asyncio.run(list_caveats()) == []
     with redis.Redis.from_url(server.url) as client:
         client.config_set("appendfsync", "everysec")
-    assert asyncio.run(told()) == [
+    assert asyncio.run(list_caveats()) == [
         "appendfsync everysec: a crash while the disk is slow may lose the last 2 s"
     ]

@@ -157,7 +157,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_what_is_taken(name: str) -> None:
+def test_valid_lines_are_decoded(name: str) -> None:
     response, events = decode_line(GOOD[name])
     again = archive.encode_line(response, events)
     assert decode_line(again) == (response, events)
@@ -165,7 +165,7 @@ def test_what_is_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_not_and_why(name: str) -> None:
+def test_invalid_lines_are_refused_with_a_short_reason(name: str) -> None:
     """As ValueError, which names the line and takes the next one."""
     with pytest.raises(ValueError, match=r".") as caught:
         decode_line(BAD[name])
@@ -192,12 +192,12 @@ def test_a_server_has_an_object_for_what_is_damaged(data: bytes) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\x03x", b"\x01", b"\x02", b"\x01garbage", packing.deflate(b"a" * 200)[:-3]]
 )
-def test_what_can_not_be_unpacked_is_told_in_one_way(data: bytes) -> None:
+def test_data_that_can_not_be_inflated_raises_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="compress"):
         packing.inflate(data)
 
 
-def test_what_an_earlier_version_packed_is_unpacked() -> None:
+def test_data_packed_by_an_earlier_version_is_unpacked() -> None:
     packed = b"\x01C.I\x0c\x81\x91\x8e-\xc7cOU\xd8\xf3\x05Q\x96\x02\x00"
     body = (
         b'{"id":"resp_1","object":"response","status":"completed","tools":[],"top_p":1.0,'

@@ -33,7 +33,9 @@ def one_by_one(owners: dict[str, int], limits: Limits) -> dict[str, int]:
     st.integers(1, 40),
     st.sampled_from([None, 1, 3, 50]),
 )
-def test_who_gives_up_how_many(held: list[int], max_size: int, per_key: int | None) -> None:
+def test_planned_evictions_match_a_plain_model(
+    held: list[int], max_size: int, per_key: int | None
+) -> None:
     owners = {f"o{n}": many for n, many in enumerate(held)}
     limits = Limits(max_size=max_size, max_per_key=per_key)
     assert plan_evictions(owners, limits) == one_by_one(owners, limits)
@@ -42,29 +44,29 @@ def test_who_gives_up_how_many(held: list[int], max_size: int, per_key: int | No
 OWNERS = [f"{n:064x}" for n in range(20)]
 
 
-def made(number: int, owner: str, **fields: Any) -> Response:
+def make_response(number: int, owner: str, **fields: Any) -> Response:
     fields = {"status": "completed", "created_at": 1e9 + number, **fields}
     return Response(id=f"r{number}", owner=owner, model="m", body=b"{}", **fields)
 
 
-async def held(store: ResponseStore) -> dict[str, int]:
+async def count_by_owner(store: ResponseStore) -> dict[str, int]:
     return (await store.collect_stats(EVERYBODY)).owners
 
 
-def test_one_key_can_not_drive_out_another(url: str) -> None:
+def test_one_key_can_not_evict_responses_of_another(url: str) -> None:
     """Whoever stores very many loses his own, whatever his are: finished, or running for ever."""
 
     async def main() -> None:
         limits = Limits(max_size=50)
         async with ResponseStore(opening.make_backend(url, limits), deadline_s=10) as store:
             for number in range(10):
-                await store.create(made(number, OWNERS[0], status="in_progress"))
-                await store.create(made(100 + number, OWNERS[1]))
+                await store.create(make_response(number, OWNERS[0], status="in_progress"))
+                await store.create(make_response(100 + number, OWNERS[1]))
             for number in range(200, 500):
                 status = "queued" if number % 2 else "completed"
-                await store.create(made(number, OWNERS[2], status=status))
+                await store.create(make_response(number, OWNERS[2], status=status))
             await store.sweep()
-            assert await held(store) == {OWNERS[0]: 10, OWNERS[1]: 10, OWNERS[2]: 30}
+            assert await count_by_owner(store) == {OWNERS[0]: 10, OWNERS[1]: 10, OWNERS[2]: 30}
 
     asyncio.run(main())
 
@@ -74,8 +76,10 @@ def test_many_with_one_each_take_turns(url: str) -> None:
         limits = Limits(max_size=5)
         async with ResponseStore(opening.make_backend(url, limits), deadline_s=10) as store:
             for number, owner in enumerate(OWNERS):
-                await store.create(made(number, owner))
-            assert set(await held(store)) == set(OWNERS[-5:])  # who has stored something last
+                await store.create(make_response(number, owner))
+            assert set(await count_by_owner(store)) == set(
+                OWNERS[-5:]
+            )  # who has stored something last
 
     asyncio.run(main())
 
@@ -84,28 +88,28 @@ async def fill(store: ResponseStore) -> None:
     """Ann's are 0 to 29, of which the odd run and 4 was used last; Bob's are 100 to 104."""
     for number in range(30):
         status = "in_progress" if number % 2 else "completed"
-        await store.create(made(number, "ann", status=status))
+        await store.create(make_response(number, "ann", status=status))
     for number in range(100, 105):
-        await store.create(made(number, "bob"))
+        await store.create(make_response(number, "bob"))
     await store.touch("ann", ["r4"])
 
 
-async def moved(url: str) -> None:
+async def check_migrated_store(url: str) -> None:
     """What was stored before is all there, and its owners have shares."""
     limits = Limits(max_size=30)
     async with ResponseStore(opening.make_backend(url), deadline_s=10) as store:
-        assert await held(store) == {"ann": 30, "bob": 5}
+        assert await count_by_owner(store) == {"ann": 30, "bob": 5}
     async with ResponseStore(opening.make_backend(url, limits), deadline_s=10) as store:
         await store.sweep()
-        assert await held(store) == {"ann": 25, "bob": 5}
+        assert await count_by_owner(store) == {"ann": 25, "bob": 5}
         assert await store.get("ann", "r4")
         assert not await store.get("ann", "r0")
         assert await store.get("ann", "r1")  # it runs
     shares = Limits(max_size=30, max_per_key=3)
     async with ResponseStore(opening.make_backend(url, shares), deadline_s=10) as store:
-        await store.create(made(200, "ann"))
+        await store.create(make_response(200, "ann"))
         await store.sweep()
-        assert await held(store) == {"ann": 3, "bob": 3}
+        assert await count_by_owner(store) == {"ann": 3, "bob": 3}
         assert await store.get("ann", "r200")
 
 
@@ -125,7 +129,7 @@ def test_tables_of_an_older_version(
     with monkeypatch.context() as patch:
         patch.setattr(sql, "SCHEMA", 2)
         asyncio.run(before())
-    asyncio.run(moved(url))
+    asyncio.run(check_migrated_store(url))
 
 
 def test_keys_of_an_older_version(shared_servers: dict[str, Server]) -> None:
@@ -143,12 +147,12 @@ def test_keys_of_an_older_version(shared_servers: dict[str, Server]) -> None:
         client.zadd(f"{{{name}}}:busy", {f"r{number}": time.time()})
     client.delete(*(f"{{{name}}}:{item}" for item in ("u:ann", "u:bob", "owners")))
     client.set(f"{{{name}}}:schema", 1)
-    asyncio.run(moved(url))
+    asyncio.run(check_migrated_store(url))
     assert client.get(f"{{{name}}}:schema") == "2"
     assert not client.exists(f"{{{name}}}:busy", f"{{{name}}}:built")
 
 
-def test_what_an_older_version_stores_beside_this_one(shared_servers: dict[str, Server]) -> None:
+def test_size_limit_holds_beside_an_older_version(shared_servers: dict[str, Server]) -> None:
     """A replica that is not restarted yet fills no owner's set: what is in none goes last."""
     name = f"t{time.time_ns()}"
     url = f"{shared_servers['redis'].url}?namespace={name}"
@@ -159,18 +163,18 @@ def test_what_an_older_version_stores_beside_this_one(shared_servers: dict[str, 
             opening.make_backend(url, Limits(max_size=8)), deadline_s=10
         ) as store:
             for number in range(8):
-                await store.create(made(number, "ann"))
+                await store.create(make_response(number, "ann"))
             client.delete(f"{{{name}}}:u:ann", f"{{{name}}}:owners")
             for number in range(8, 30):
-                await store.create(made(number, "ann"))
-            assert await held(store) == {"ann": 8}
+                await store.create(make_response(number, "ann"))
+            assert await count_by_owner(store) == {"ann": 8}
             assert await store.get("ann", "r29")
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
-def test_who_gives_up_what_is_found_by_an_index(kind: str, request: Any, tmp_path: Path) -> None:
+def test_evictions_are_found_by_an_index(kind: str, request: Any, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/responses.db"
     if kind == "postgresql":
         server = request.getfixturevalue("shared_servers")["postgresql"]
@@ -192,13 +196,13 @@ def test_who_gives_up_what_is_found_by_an_index(kind: str, request: Any, tmp_pat
                 rows = list(await backend.execute(f"{explain} {backend.text[name]}", *values))
             return "\n".join(str(row[-1]) for row in rows)
 
-    async def filled() -> None:
+    async def fill_store() -> None:
         async with ResponseStore(opening.make_backend(url), deadline_s=30) as store:
             for first in range(0, 3000, 100):
-                some = [made(first + n, OWNERS[n % 20]) for n in range(100)]
+                some = [make_response(first + n, OWNERS[n % 20]) for n in range(100)]
                 await asyncio.gather(*map(store.create, some))
 
-    asyncio.run(filled())
+    asyncio.run(fill_store())
     shown = asyncio.run(plan("evict", OWNERS[0], 100, "x"))
     assert "_by_share" in shown, shown
     assert "TEMP B-TREE" not in shown, shown
@@ -223,10 +227,10 @@ def test_a_response_costs_redis_as_much_however_many_owners_there_are(
             opening.make_backend(url, Limits(max_size=size)), deadline_s=10
         ) as store:
             for number in range(size):
-                await store.create(made(number, f"{number % owners}"))
+                await store.create(make_response(number, f"{number % owners}"))
             before = calls()
             for number in range(size, size + 100):
-                await store.create(made(number, f"{number % owners}"))
+                await store.create(make_response(number, f"{number % owners}"))
             return (calls() - before) / 100
 
     few, many = asyncio.run(cost(2, 50)), asyncio.run(cost(400, 800))
@@ -240,7 +244,9 @@ def test_the_command_tells_who_has_most(tmp_path: Path, vllmops: Any) -> None:
     async def main() -> None:
         async with ResponseStore(opening.make_backend(url)) as store:
             for number in range(30):
-                await store.create(made(number, OWNERS[number % 15] if number < 20 else ""))
+                await store.create(
+                    make_response(number, OWNERS[number % 15] if number < 20 else "")
+                )
 
     asyncio.run(main())
     answer = vllmops("responses", "stats", "--store", url, "--json")

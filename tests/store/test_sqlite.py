@@ -33,10 +33,10 @@ def test_a_device_is_no_file_for_a_store(tmp_path: Path) -> None:
     opening.make_backend(f"sqlite:///{tmp_path}/new.db")
 
 
-def test_those_that_open_a_new_file_at_once_wait_for_each_other(tmp_path: Path) -> None:
+def test_connections_that_open_a_new_file_wait_for_each_other(tmp_path: Path) -> None:
     """SQLite itself does not wait where a file changes to WAL."""
 
-    async def opened(number: int) -> None:
+    async def open_file_at_once(number: int) -> None:
         store = Sqlite(f"sqlite:///{tmp_path}/{number}.db", Limits(), "test")
         workers = [ConnectionThread(store.connect, f"worker-{one}") for one in range(AT_ONCE)]
         try:
@@ -53,7 +53,7 @@ def test_those_that_open_a_new_file_at_once_wait_for_each_other(tmp_path: Path) 
 
     async def all_of_them() -> None:
         for number in range(FILES):
-            await opened(number)
+            await open_file_at_once(number)
 
     asyncio.run(all_of_them())
 
@@ -92,10 +92,10 @@ def test_a_close_that_takes_too_long_leaves_no_thread(tmp_path: Path) -> None:
 
 async def queries(store: Sqlite, work: Awaitable[Any]) -> tuple[Any, int]:
     """What comes of something, and how often it read the file."""
-    return await counted(store.reader, work)
+    return await count_jobs(store.reader, work)
 
 
-async def counted(worker: ConnectionThread | None, work: Awaitable[Any]) -> tuple[Any, int]:
+async def count_jobs(worker: ConnectionThread | None, work: Awaitable[Any]) -> tuple[Any, int]:
     """What comes of something, and how many jobs a worker had of it."""
     assert worker
     count, run = 0, worker.run_job
@@ -124,8 +124,8 @@ def with_store(path: Path, work: Callable[[Sqlite], Awaitable[None]]) -> None:
     asyncio.run(run())
 
 
-def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
-    async def work(store: Sqlite) -> None:
+def test_unchanged_response_is_read_once(tmp_path: Path) -> None:
+    async def read_unchanged_response(store: Sqlite) -> None:
         made = response("resp_a")
         await store.create(made)
         assert await queries(store, store.get("me", "resp_a")) == (made, 1)
@@ -134,7 +134,7 @@ def test_what_nobody_has_changed_is_read_once(tmp_path: Path) -> None:
         assert await queries(store, store.get("you", "resp_a")) == (None, 1)
         assert await queries(store, store.get(EVERYBODY, "resp_a")) == (made, 1)
 
-    with_store(tmp_path / "a.db", work)
+    with_store(tmp_path / "a.db", read_unchanged_response)
 
 
 def test_a_link_to_a_file_is_that_file(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_link_to_a_file_is_that_file(tmp_path: Path) -> None:
     link.symlink_to(file)
     (tmp_path / "link.db-shm").write_bytes(bytes(32_768))  # of a file that was here before
 
-    async def work(store: Sqlite) -> None:
+    async def change_linked_file(store: Sqlite) -> None:
         made = response("resp_a")
         await store.create(made)
         assert await store.get("me", "resp_a") == made
@@ -152,11 +152,11 @@ def test_a_link_to_a_file_is_that_file(tmp_path: Path) -> None:
             other.execute("DELETE FROM vllmops_responses")
         assert await store.get("me", "resp_a") is None
 
-    with_store(link, work)
+    with_store(link, change_linked_file)
 
 
-def test_what_this_process_adds_changes_nothing_else(tmp_path: Path) -> None:
-    async def work(store: Sqlite) -> None:
+def test_own_additions_do_not_invalidate_the_cache(tmp_path: Path) -> None:
+    async def add_and_read(store: Sqlite) -> None:
         made = response("resp_a")
         await store.create(made)
         assert await queries(store, store.get("me", "resp_a")) == (made, 1)
@@ -170,35 +170,35 @@ def test_what_this_process_adds_changes_nothing_else(tmp_path: Path) -> None:
         assert await queries(store, store.get("me", "resp_a")) == (made, 1)
 
     addition = ItemAddition(conversation_id="conv_a", owner="me", entries=[], holder="h")
-    with_store(tmp_path / "a.db", work)
+    with_store(tmp_path / "a.db", add_and_read)
 
 
 def test_responses_that_come_together_are_committed_together(tmp_path: Path) -> None:
-    async def work(store: Sqlite) -> None:
+    async def create_together(store: Sqlite) -> None:
         await store.create(response("resp_2"))
         names = [f"resp_{number}" for number in range(8)]
         together = asyncio.gather(*(store.create(response(name)) for name in names))
         done = [name != "resp_2" for name in names]
-        assert await counted(store.writer, together) == (done, 1)
+        assert await count_jobs(store.writer, together) == (done, 1)
         for name in names:
             assert await store.get("me", name) == response(name)
 
-    with_store(tmp_path / "a.db", work)
+    with_store(tmp_path / "a.db", create_together)
 
 
-def test_what_another_process_commits_between_is_seen(tmp_path: Path) -> None:
+def test_commits_of_another_process_between_calls_are_seen(tmp_path: Path) -> None:
     """Before, within and after what this one does."""
     path = tmp_path / "a.db"
 
-    async def work(store: Sqlite) -> None:
+    async def change_between_calls(store: Sqlite) -> None:
         def change(error: str) -> None:
             with closing(sqlite3.connect(path, isolation_level=None)) as other:
                 other.execute("UPDATE vllmops_responses SET error = ?", [error])
 
-        def changed(connection: sqlite3.Connection) -> None:
+        def change_within_job(connection: sqlite3.Connection) -> None:
             change("within")
 
-        def both(connection: sqlite3.Connection) -> None:
+        def release_and_change(connection: sqlite3.Connection) -> None:
             connection.execute(store.text["release"], {"1": "conv_a", "2": "h"}).fetchall()
             change("after")
 
@@ -208,10 +208,10 @@ def test_what_another_process_commits_between_is_seen(tmp_path: Path) -> None:
         change("before")
         await store.create(response("resp_b"))
         assert await errors(store) == "before"
-        await store.run_on_writer(changed, spares=True)
+        await store.run_on_writer(change_within_job, spares=True)
         assert await errors(store) == "within"
         await store.hold_conversation("me", "conv_a", "h")
-        await store.run_on_writer(both, spares=True)
+        await store.run_on_writer(release_and_change, spares=True)
         assert await errors(store) == "after"
 
     async def errors(store: Sqlite) -> str:
@@ -219,7 +219,7 @@ def test_what_another_process_commits_between_is_seen(tmp_path: Path) -> None:
         assert found
         return found.error
 
-    with_store(path, work)
+    with_store(path, change_between_calls)
 
 
 def test_a_file_without_a_wal_is_read_each_time(
@@ -231,13 +231,13 @@ def test_a_file_without_a_wal_is_read_each_time(
     monkeypatch.setattr(sqlite3, "connect", lambda _, **given: other(**given))
     (tmp_path / "a.db-shm").write_bytes(bytes(sqlite.HEADER))  # of another time
 
-    async def work(store: Sqlite) -> None:
+    async def read_twice(store: Sqlite) -> None:
         made = response("resp_a")
         await store.create(made)
         for _ in range(2):
             assert await queries(store, store.get("me", "resp_a")) == (made, 1)
 
-    with_store(tmp_path / "a.db", work)
+    with_store(tmp_path / "a.db", read_twice)
 
 
 CHANGES = {
@@ -248,10 +248,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_another_process_changes_is_read_again(tmp_path: Path, change: str) -> None:
+def test_response_changed_by_another_process_is_read_again(tmp_path: Path, change: str) -> None:
     path = tmp_path / "a.db"
 
-    async def work(store: Sqlite) -> None:
+    async def change_and_read(store: Sqlite) -> None:
         await store.create(response("resp_a"))
         await store.get("me", "resp_a")
         with sqlite3.connect(path) as other:
@@ -259,11 +259,11 @@ def test_what_another_process_changes_is_read_again(tmp_path: Path, change: str)
         other.close()
         assert await store.get("me", "resp_a") == CHANGES[change]
 
-    with_store(path, work)
+    with_store(path, change_and_read)
 
 
 def test_a_change_while_it_is_read_is_not_missed(tmp_path: Path) -> None:
-    async def work(store: Sqlite) -> None:
+    async def delete_while_reading(store: Sqlite) -> None:
         await store.create(response("resp_a"))
         assert store.reader
         run = store.reader.run_job
@@ -277,13 +277,13 @@ def test_a_change_while_it_is_read_is_not_missed(tmp_path: Path) -> None:
         assert await store.get("me", "resp_a")
         assert await store.get("me", "resp_a") is None
 
-    with_store(tmp_path / "a.db", work)
+    with_store(tmp_path / "a.db", delete_while_reading)
 
 
-def test_what_runs_or_is_large_or_damaged_is_not_kept(tmp_path: Path) -> None:
+def test_running_large_or_damaged_responses_are_not_cached(tmp_path: Path) -> None:
     path = tmp_path / "a.db"
 
-    async def work(store: Sqlite) -> None:
+    async def read_each_twice(store: Sqlite) -> None:
         await store.create(response("resp_runs", status="in_progress"))
         await store.create(response("resp_large", body=b"." * sqlite.KEPT_BYTES))
         await store.create(response("resp_damaged"))
@@ -295,13 +295,13 @@ def test_what_runs_or_is_large_or_damaged_is_not_kept(tmp_path: Path) -> None:
                 found, count = await queries(store, store.get("me", name))
                 assert (found.id, count) == (name, 1)
 
-    with_store(path, work)
+    with_store(path, read_each_twice)
 
 
 def test_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlite, "KEPT", 3)
 
-    async def work(store: Sqlite) -> None:
+    async def fill_cache(store: Sqlite) -> None:
         names = [f"resp_{number}" for number in range(10)]
         for name in names:
             await store.create(response(name))
@@ -310,7 +310,7 @@ def test_little_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             assert store.recent_responses
             assert len(store.recent_responses.responses) <= sqlite.KEPT
 
-    with_store(tmp_path / "a.db", work)
+    with_store(tmp_path / "a.db", fill_cache)
 
 
 def test_the_turns_of_this_process_are_read_once(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_the_turns_of_this_process_are_read_once(tmp_path: Path) -> None:
         assert await asyncio.gather(*together) == [True] * 4
         return count
 
-    async def work(store: Sqlite) -> None:
+    async def add_turns(store: Sqlite) -> None:
         assert [await turn(store, number) for number in range(6)] == [0, 1, 0, 0, 0, 0]
         with sqlite3.connect(path) as other:
             other.execute("UPDATE vllmops_responses SET owner = 'you' WHERE id = 'resp_0_1'")
@@ -340,18 +340,18 @@ def test_the_turns_of_this_process_are_read_once(tmp_path: Path) -> None:
         assert ([each.id for each in found], count) == ([f"resp_{n}" for n in range(5, 9)], 1)
         assert await store.list_turns("you", "resp_8") == []
 
-    with_store(path, work)
+    with_store(path, add_turns)
 
 
 def test_turns_that_bite_their_tail_end(tmp_path: Path) -> None:
-    async def work(store: Sqlite) -> None:
+    async def create_cycle(store: Sqlite) -> None:
         for name, before in (("resp_a", "resp_b"), ("resp_b", "resp_a")):
             await store.create(response(name, previous_id=before))
         for _ in range(2):
             found = await asyncio.wait_for(store.list_turns("me", "resp_a"), 60)
             assert {each.id for each in found} == {"resp_a", "resp_b"}
 
-    with_store(tmp_path / "a.db", work)
+    with_store(tmp_path / "a.db", create_cycle)
 
 
 def test_a_conversation_that_is_deleted_while_it_is_read_is_not_empty(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ JSON = st.recursive(
 
 
 @given(st.binary())
-def test_what_is_packed_comes_back(data: bytes) -> None:
+def test_inflate_restores_deflated_data(data: bytes) -> None:
     assert packing.inflate(packing.deflate(data)) == data
     assert len(packing.deflate(data)) <= len(data) + 1
 
@@ -49,7 +49,7 @@ def test_a_response_takes_a_quarter_of_its_json() -> None:
     assert len(packing.deflate(body)) < len(body) / 4
 
 
-def test_what_was_packed_in_another_way_is_refused() -> None:
+def test_unknown_compression_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown compression"):
         packing.inflate(b"\x07abc")
 
@@ -62,7 +62,7 @@ def test_redaction_takes_any_tools(tools: object) -> None:
     assert b"response.created" in redaction.redact_event(event)
 
 
-def test_what_a_tool_keeps_and_what_it_does_not() -> None:
+def test_redaction_removes_secrets_of_tools_and_keeps_the_rest() -> None:
     schema = {"type": "object", "properties": {"token": {"type": "string", "default": "kept"}}}
     tools = [
         {"type": "function", "name": "get_token", "description": "kept", "parameters": schema},
@@ -148,7 +148,7 @@ def test_a_url_names_its_backend(url: str) -> None:
 @pytest.mark.parametrize(
     "url", ["", "some.db", "mysql://h", "sqlite://", "sqlite:///", "redis://h?namespace=A-b"]
 )
-def test_what_is_no_store(url: str) -> None:
+def test_invalid_store_url_is_refused(url: str) -> None:
     with pytest.raises(VllmopsError) as output:
         opening.make_backend(url)
     assert (output.value.code, output.value.exit_code) == ("usage", 2)

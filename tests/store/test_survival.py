@@ -50,14 +50,14 @@ def test_the_writer_is_killed(shared_url: str, writer: Callable[..., Any]) -> No
         # A line that was cut off was not said.
         acknowledged += [item.strip() for item in process.kill() if item.endswith("\n")]
 
-    async def look() -> None:
+    async def check_store() -> None:
         async with ResponseStore(opening.make_backend(shared_url), deadline_s=60) as store:
             await check(store, acknowledged)
 
-    asyncio.run(look())
+    asyncio.run(check_store())
 
 
-def test_somebody_looks_into_the_file(tmp_path: Path) -> None:
+def test_reader_of_the_file_does_not_remove_its_log(tmp_path: Path) -> None:
     """SQLite's locks are the process's, not the descriptor's: closing any takes them all away.
 
     Whoever closes the file last deletes its log, and would find no lock that tells of us; what is
@@ -68,14 +68,14 @@ def test_somebody_looks_into_the_file(tmp_path: Path) -> None:
     look += "c.execute('SELECT count(*) FROM vllmops_responses').fetchall(); c.close()"
     response = Response(id="a", owner=OWNER, model="m", status="completed", body=b"{}")
 
-    async def beside() -> None:
+    async def write_while_other_reads() -> None:
         async with ResponseStore(opening.make_backend(f"sqlite:///{path}")) as store:
             assert await store.create(response)
             assert await store.get(OWNER, "a")
             await asyncio.to_thread(subprocess.run, [sys.executable, "-c", look], check=True)
             assert await asyncio.to_thread(Path(f"{path}-wal").exists)
 
-    asyncio.run(beside())
+    asyncio.run(write_while_other_reads())
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "redis"])

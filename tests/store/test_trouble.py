@@ -53,7 +53,7 @@ def of_each_kind(store: ResponseStore) -> list[Callable[[], Awaitable[object]]]:
     ]
 
 
-async def refused(store: ResponseStore) -> None:
+async def check_all_calls_fail(store: ResponseStore) -> None:
     """Every call says that the store is unavailable, also when there are many."""
     calls = of_each_kind(store) * 5
     for item in await asyncio.gather(*(call() for call in calls), return_exceptions=True):
@@ -73,7 +73,9 @@ class Late:
         made = self.calls[asyncio.current_task()] = self.bounded(*given, **more)
         return made
 
-    async def begun(self, call: Awaitable[object]) -> tuple[asyncio.Future[object], BackendCall]:
+    async def begin_call(
+        self, call: Awaitable[object]
+    ) -> tuple[asyncio.Future[object], BackendCall]:
         """A call that has begun, and what ends it."""
         task = asyncio.ensure_future(call)
         await until_async(lambda: task in self.calls)
@@ -89,7 +91,7 @@ async def patient(call: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(error.retry_after_s)
 
 
-async def back(store: ResponseStore) -> None:
+async def check_recovery(store: ResponseStore) -> None:
     """It works again, by itself, for many at once."""
     made = [response() for _ in range(50)]
     await asyncio.gather(*(patient(partial(store.create, item)) for item in made))
@@ -104,12 +106,12 @@ def test_a_server_that_stops_answering(kind: str, servers: Any) -> None:
 
     async def main() -> None:
         async with ResponseStore(opening.make_backend(server.url), deadline_s=DEADLINE_S) as store:
-            await back(store)
+            await check_recovery(store)
             for _ in range(TIMES):
                 server.signal(signal.SIGSTOP)
-                await refused(store)
+                await check_all_calls_fail(store)
                 server.signal(signal.SIGCONT)
-                await back(store)
+                await check_recovery(store)
 
     asyncio.run(main())
 
@@ -123,7 +125,7 @@ def test_a_server_that_stops_answering_does_not_block_the_event_loop(
 
     async def main() -> None:
         async with ResponseStore(opening.make_backend(server.url), deadline_s=600) as store:
-            await back(store)
+            await check_recovery(store)
             server.signal(signal.SIGSTOP)
             calls = [asyncio.ensure_future(call()) for call in of_each_kind(store)]
             await asyncio.sleep(0.3)  # so that they are on their way
@@ -140,12 +142,12 @@ def test_a_server_that_is_down_at_first_and_again_later(kind: str, servers: Any)
 
     async def main() -> None:
         async with ResponseStore(opening.make_backend(server.url), deadline_s=DEADLINE_S) as store:
-            await refused(store)
+            await check_all_calls_fail(store)
             for _ in range(TIMES):
                 server.start()
-                await back(store)
+                await check_recovery(store)
                 server.kill()
-                await refused(store)
+                await check_all_calls_fail(store)
         server.start()
 
     asyncio.run(main())
@@ -170,12 +172,12 @@ def test_an_outage_is_told_once_and_its_end(servers: Any) -> None:
     async def main() -> None:
         backend = opening.make_backend(server.url)
         async with ResponseStore(backend, outages=told.append) as store:
-            await back(store)
+            await check_recovery(store)
             server.kill()  # which refuses at once
-            await refused(store)
-            await refused(store)
+            await check_all_calls_fail(store)
+            await check_all_calls_fail(store)
             server.start()
-            await back(store)
+            await check_recovery(store)
 
     asyncio.run(main())
     away, again = told
@@ -184,7 +186,7 @@ def test_an_outage_is_told_once_and_its_end(servers: Any) -> None:
     assert again == "vllmops: the store is available again"
 
 
-def test_one_call_that_waits_too_long_while_others_are_answered(shared_servers: Any) -> None:
+def test_call_that_waits_too_long_fails_while_others_are_answered(shared_servers: Any) -> None:
     url, name = shared_servers["postgresql"].url, f"t{time.time_ns()}"
 
     async def main() -> None:
@@ -197,7 +199,7 @@ def test_one_call_that_waits_too_long_while_others_are_answered(shared_servers: 
             async with somebody.transaction():
                 row = f"SELECT FROM {name}_responses WHERE id = $1 FOR UPDATE"
                 await somebody.execute(row, held.id)
-                waits, stuck = await Late(store).begun(
+                waits, stuck = await Late(store).begin_call(
                     store.set_status(OWNER, held.id, "cancelled")
                 )
                 for _ in range(3):
@@ -225,7 +227,7 @@ def test_writes_that_wait_too_long_while_reads_are_answered(shared_servers: Any)
             somebody = await asyncpg.connect(url)
             async with somebody.transaction():
                 await somebody.execute(f"LOCK TABLE {name}_responses IN SHARE MODE")
-                waits, stuck = await Late(store).begun(store.create(response()))
+                waits, stuck = await Late(store).begin_call(store.create(response()))
                 for _ in range(3):
                     assert await store.get(OWNER, made.id)
                 assert not waits.done()
@@ -258,7 +260,7 @@ def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
             server.kill()
             await asyncio.sleep(0.5)
             server.start()
-            await back(store)
+            await check_recovery(store)
             await patient(lambda: store.append_events(made, 1, [b'{"n":1}']))
             await patient(lambda: store.set_status(OWNER, "r", "cancelled"))
             await asyncio.wait_for(following, 60)
@@ -273,7 +275,7 @@ def test_a_file_that_somebody_holds(tmp_path: Path) -> None:
     async def main() -> None:
         backend = opening.make_backend(f"sqlite:///{path}")
         async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
-            await back(store)
+            await check_recovery(store)
             with closing(sqlite3.connect(path, isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
                 # The call's own deadline ends it.
@@ -282,7 +284,7 @@ def test_a_file_that_somebody_holds(tmp_path: Path) -> None:
                 # Readers wait for nobody.
                 assert await patient(lambda: store.get(OWNER, "x")) is None
                 other.execute("ROLLBACK")
-            await back(store)
+            await check_recovery(store)
 
     asyncio.run(main())
 
@@ -306,18 +308,18 @@ def test_an_event_loop_that_was_blocked_is_no_outage(shared_url: str) -> None:
 
 
 @pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
-def test_what_a_server_refuses_of_one_call_is_no_outage(shared_url: str) -> None:
+def test_refusal_of_a_single_call_is_no_outage(shared_url: str) -> None:
     """The others' calls go on."""
 
     async def main() -> None:
         async with ResponseStore(opening.make_backend(shared_url)) as store:
 
-            async def refused() -> None:
+            async def hold_with_invalid_name() -> None:
                 async with store.backend_call() as backend:
                     await backend.hold_conversation(OWNER, "conv", "\0")
 
             with pytest.raises(StoreUnavailable):
-                await refused()
+                await hold_with_invalid_name()
             assert await store.create(response())
 
     asyncio.run(main())
@@ -329,9 +331,9 @@ def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
     async def main() -> None:
         url = f"sqlite:///{tmp_path}/in-the-way/responses.db"
         async with ResponseStore(opening.make_backend(url), deadline_s=DEADLINE_S) as store:
-            await refused(store)
+            await check_all_calls_fail(store)
             (tmp_path / "in-the-way").unlink()
-            await back(store)
+            await check_recovery(store)
         assert (tmp_path / "in-the-way/responses.db").stat().st_mode & 0o777 == 0o600
 
     asyncio.run(main())
@@ -345,7 +347,7 @@ def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
         backend = opening.make_backend(f"sqlite:///{path}")
         assert isinstance(backend, sqlite.Sqlite)
         async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
-            await back(store)
+            await check_recovery(store)
             assert backend.writer
             with closing(sqlite3.connect(path, isolation_level=None)) as other:
                 other.execute("BEGIN IMMEDIATE")
@@ -355,7 +357,7 @@ def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
                 await backend.writer.run_job(lambda _: None)
                 other.execute("ROLLBACK")
             assert all(isinstance(item, StoreUnavailable) for item in shown)
-            await back(store)
+            await check_recovery(store)
             for number in range(20):
                 assert await patient(partial(store.get, OWNER, f"late-{number}")) is None
 

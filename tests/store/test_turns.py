@@ -24,7 +24,7 @@ from ..support.extent import programs
 pytestmark = programs
 
 
-def adding(*names: str, holder: str = "") -> ItemAddition:
+def make_item_addition(*names: str, holder: str = "") -> ItemAddition:
     entries = [ConversationItem(name, b"{}") for name in names]
     return ItemAddition(conversation_id="conv", owner="me", entries=entries, holder=holder)
 
@@ -48,17 +48,17 @@ def with_conversation(server: Server, work: Callable[[Postgresql], Awaitable[Non
 
 
 def test_a_turn_takes_two_statements(shared_servers: dict[str, Server]) -> None:
-    async def work(backend: Postgresql) -> None:
+    async def take_turns(backend: Postgresql) -> None:
         sent: list[str] = []
         lend = backend.pool.lend
 
         @asynccontextmanager
-        async def noting() -> Any:
+        async def lend_and_log() -> Any:
             async with lend() as connection:
                 with connection.query_logger(lambda record: sent.append(record.query)):
                     yield connection
 
-        backend.pool.lend = noting  # type: ignore[method-assign]
+        backend.pool.lend = lend_and_log  # type: ignore[method-assign]
         run = response("r2", "in_progress")
         await backend.create(run)
         for number, (stored, new) in enumerate(
@@ -67,20 +67,20 @@ def test_a_turn_takes_two_statements(shared_servers: dict[str, Server]) -> None:
             sent.clear()
             outcome, entries = await backend.hold_conversation("me", "conv", "h")
             assert (outcome, len(entries)) == (ConversationResult.DONE, 2 * number)
-            more = adding(f"q{number}", f"a{number}", holder="h")
+            more = make_item_addition(f"q{number}", f"a{number}", holder="h")
             assert await backend.add_items(more, stored, is_new=new) is ConversationResult.DONE
             # The driver asks for the types of columns, once on each connection.
             assert len([query for query in sent if backend.name in query]) == 2
 
-    with_conversation(shared_servers["postgresql"], work)
+    with_conversation(shared_servers["postgresql"], take_turns)
 
 
-def test_who_waits_for_a_conversation_reads_what_was_added_meanwhile(
+def test_waiting_hold_reads_items_added_meanwhile(
     shared_servers: dict[str, Server],
 ) -> None:
     """A statement that waits sees the database as it was when it began."""
 
-    async def work(backend: Postgresql) -> None:
+    async def hold_while_adding(backend: Postgresql) -> None:
         async with backend.pool.lend() as connection:
             transaction = connection.transaction()
             await transaction.start()
@@ -89,15 +89,15 @@ def test_who_waits_for_a_conversation_reads_what_was_added_meanwhile(
             columns = [["conv"], [place - 1], ["a"], [False], [b"{}"]]
             await connection.fetch(backend.text["add entries"], *columns)
             holding = asyncio.create_task(backend.hold_conversation("me", "conv", "h"))
-            while not await waiting(backend):
+            while not await has_waiting_statement(backend):
                 pass
             await transaction.commit()
         assert await holding == (ConversationResult.DONE, [ConversationItem("a", b"{}")])
 
-    with_conversation(shared_servers["postgresql"], work)
+    with_conversation(shared_servers["postgresql"], hold_while_adding)
 
 
-async def waiting(backend: Postgresql) -> bool:
+async def has_waiting_statement(backend: Postgresql) -> bool:
     """Whether a statement waits for a row."""
     text = "SELECT 1 FROM pg_locks WHERE NOT granted AND locktype = 'transactionid'"
     return bool(await backend.execute(text))

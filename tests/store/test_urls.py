@@ -18,7 +18,7 @@ from vllmops.store.backend import Limits, StoreUnavailable
 from vllmops.store.sqlite import Sqlite
 from vllmops.store.store import ResponseStore
 
-from ..support.extent import sampled
+from ..support.extent import sample_cases
 
 SECRET = "S3cr3tWord"
 # {} is a password as somebody types it; most of these are no URL that anything takes.
@@ -104,7 +104,7 @@ def test_a_name_that_no_file_can_have_is_a_usage_error(name: str) -> None:
     assert name in caught.value.message
 
 
-@pytest.mark.parametrize("form", sampled(FORMS, 4))
+@pytest.mark.parametrize("form", sample_cases(FORMS, 4))
 def test_no_password_is_shown(form: str) -> None:
     for password in (*PASSWORDS, *map(quote, PASSWORDS), *map(quote_plus, PASSWORDS)):
         if ("@" in password and not form.rpartition("{}")[2].startswith("@")) or (
@@ -159,7 +159,7 @@ def test_a_driver_that_repeats_a_url_tells_no_password(password: str) -> None:
             assert SECRET not in urls.remove_url_secrets(text, url), text
 
 
-def test_what_is_no_secret_stays() -> None:
+def test_url_parts_without_secrets_stay() -> None:
     for url in (
         "redis://h:6379/0?namespace=blue&wait_replicas=1",
         "redis+sentinel://h1:1,h2:2/main",
@@ -298,7 +298,7 @@ def test_a_file_is_told_how_it_is_written() -> None:
 
 
 @pytest.mark.parametrize("url", ["redis://h:notaport", "postgresql://[::1", "foo", "", "sqlite:"])
-def test_all_commands_agree(vllmops: Any, url: str) -> None:
+def test_all_commands_refuse_the_same_invalid_urls(vllmops: Any, url: str) -> None:
     for words in (
         ("responses", "check-store", url),
         ("responses", "list", "--store", url),
@@ -348,10 +348,10 @@ def test_sentinels_that_nobody_reaches_are_named_in_one_line(vllmops: Any) -> No
     assert "redis.asyncio" not in answer.error["message"]
 
 
-def test_what_a_real_driver_says_of_a_store_tells_no_password() -> None:
+def test_errors_of_real_drivers_contain_no_password() -> None:
     """Each of them is asked with a URL of which it makes something else than we do."""
 
-    async def told(url: str) -> str:
+    async def read_error_text(url: str) -> str:
         with pytest.raises((StoreUnavailable, VllmopsError)) as error:
             async with ResponseStore(opening.make_backend(url, Limits())) as store:
                 await store.get("", "r")
@@ -366,4 +366,4 @@ def test_what_a_real_driver_says_of_a_store_tells_no_password() -> None:
         f"postgresql://u:{SECRET}@127.0.0.1:1,127.0.0.1:2/d",
         f"postgresql://127.0.0.1:1/d?password={SECRET}&ssl_min_protocol_version={SECRET}",
     ):
-        assert SECRET not in asyncio.run(told(url)), url
+        assert SECRET not in asyncio.run(read_error_text(url)), url

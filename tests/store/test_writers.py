@@ -23,7 +23,7 @@ WAYS = ["progress", "complete", "fail", "cancel", "delete", "append", "get"]
 DEEDS = st.lists(st.sampled_from(WAYS), min_size=1, max_size=6)
 
 
-def test_what_several_processes_do_to_a_response(
+def test_concurrent_writers_leave_one_consistent_status(
     shared_url: str, writer: Callable[..., Any]
 ) -> None:
     writers = [writer(shared_url) for _ in range(PROCESSES)]

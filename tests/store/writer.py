@@ -21,7 +21,7 @@ OWNER = "ann"
 sqlite.BUSY_S = 60.0  # another process that has the file may stand still
 
 
-def made(name: str, created_at: float, status: str = "in_progress") -> Response:
+def make_response(name: str, created_at: float, status: str = "in_progress") -> Response:
     body = json.dumps({"id": name, "status": status}).encode()
     return Response(
         id=name, owner=OWNER, model="m", status=status, created_at=created_at, body=body
@@ -53,12 +53,12 @@ async def main(url: str, lease_s: float) -> None:
         while line := await loop.run_in_executor(None, sys.stdin.readline):
             order = json.loads(line)
             if "do" in order:
-                response = made(order["id"], order["created_at"])
+                response = make_response(order["id"], order["created_at"])
                 print(json.dumps([await do(store, what, response) for what in order["do"]]))
                 sys.stdout.flush()
                 continue
             for number in itertools.count():
-                response = made(f"{order['store']}{number}", 1e9 + number)
+                response = make_response(f"{order['store']}{number}", 1e9 + number)
                 assert await store.create(response)
                 assert await store.put(replace(response, status="completed"))
                 assert await store.append_events(response, 0, [b'{"sequence_number":0}'])

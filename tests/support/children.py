@@ -66,7 +66,9 @@ Spawn: TypeAlias = Callable[..., Child]
 TITLED = ("bash", "-c", 'exec -a "$0" "$@"')
 
 
-def started(title: str, role: Role, home: Path, inside: Sequence[str] = (), **env: str) -> Child:
+def start_child(
+    title: str, role: Role, home: Path, inside: Sequence[str] = (), **env: str
+) -> Child:
     """Start one.
 
     Args:

@@ -87,12 +87,12 @@ class Cluster:
         await connection.send(b"\x01" + number)
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
 
-        async def back() -> None:
+        async def return_data() -> None:
             while chunk := await reader.read(65536):
                 await connection.send(DATA + chunk)
             await connection.close()
 
-        task = asyncio.ensure_future(back())
+        task = asyncio.ensure_future(return_data())
         with suppress(ConnectionClosed):
             async for frame in connection:
                 assert isinstance(frame, bytes)

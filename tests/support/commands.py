@@ -54,18 +54,19 @@ for entry in app.COMMANDS.values():
 
 
 @cache
-def certificates(outside: bool, *named: str | None) -> ssl.SSLContext:
-    return httpx.create_ssl_context(verify=outside)
+def read_certificates(is_remote: bool, *named: str | None) -> ssl.SSLContext:
+    return httpx.create_ssl_context(verify=is_remote)
 
 
-def trust(*, outside: bool) -> ssl.SSLContext:
+def make_ssl_context(*, is_remote: bool) -> ssl.SSLContext:
     """`http.make_ssl_context`, with what is read already; a fork may name other files."""
-    return certificates(outside, os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
+    named = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
+    return read_certificates(is_remote, *named)
 
 
-vars(http)["trust"] = trust
-for outside in (False, True):
-    trust(outside=outside)
+vars(http)["make_ssl_context"] = make_ssl_context
+for is_remote in (False, True):
+    make_ssl_context(is_remote=is_remote)
 
 MAINS: Final = {"vllmops": app.main, "vllmops.instances.supervisor": supervisor.main}
 PR_SET_NAME: Final = 15
@@ -103,17 +104,17 @@ Vllmops: TypeAlias = Callable[..., Answer]
 End: TypeAlias = Callable[[], int]  # waits for a command; its exit code
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """Change nothing before a command."""
 
 
-def answered(
+def run_vllmops(
     *words: str,
     columns: int | None = None,
     uid: int | None = None,
     env: Mapping[str, str] | None = None,
     timeout_s: float = 180,
-    before: Callable[[], object] = nothing,
+    before: Callable[[], object] = do_nothing,
 ) -> Answer:
     """Run a command.
 
@@ -135,13 +136,17 @@ def answered(
 
         files = theirs, err.fileno() if columns is None else theirs
         environment = {**os.environ, **(env or {})}
-        simple = uid is None and before is nothing
+        simple = uid is None and before is do_nothing
         # What is imported already was found by this process's path.
-        if threaded() and simple and not any(name.startswith("PYTHON") for name in env or {}):
+        if (
+            has_running_threads()
+            and simple
+            and not any(name.startswith("PYTHON") for name in env or {})
+        ):
             hidden = processes.read_process_table is not TABLE
-            pid, end = forking().start(*files, words, environment, os.getcwd(), hidden)
+            pid, end = get_fork_server().start(*files, words, environment, os.getcwd(), hidden)
         else:
-            pid, end = started(words, files, environment, uid, before)
+            pid, end = start_fork(words, files, environment, uid, before)
         os.close(theirs)
         spoken = read(out, pid, end, timeout_s)
         code = end()
@@ -153,14 +158,14 @@ def answered(
         return Answer(code, text, err.read().decode(errors="replace"))
 
 
-def started(
+def start_fork(
     words: Sequence[str],
     files: tuple[int, int],
     environment: Mapping[str, str],
     uid: int | None,
     before: Callable[[], object],
 ) -> tuple[int, End]:
-    """Start a command as a fork of this process, with the arguments of `answered`."""
+    """Start a command as a fork of this process, with the arguments of `run_vllmops`."""
     main = command(words)
 
     def program() -> None:
@@ -182,7 +187,7 @@ def started(
     return pid, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def threaded() -> bool:
+def has_running_threads() -> bool:
     """Whether a test's threads run.
 
     A fork has the locks of other threads, and nobody who would release them.
@@ -191,13 +196,15 @@ def threaded() -> bool:
 
 
 @cache
-def forking() -> Forking:
+def get_fork_server() -> Forking:
     """What forks commands while a test's threads run; a test run makes it before its first test."""
-    assert not threaded()
-    return Forking(alone)
+    assert not has_running_threads()
+    return Forking(become_clean_command)
 
 
-def alone(words: Sequence[str], environment: Mapping[str, str], folder: str, hidden: bool) -> None:
+def become_clean_command(
+    words: Sequence[str], environment: Mapping[str, str], folder: str, hidden: bool
+) -> None:
     """Be a command as it is where no test has changed anything.
 
     Args:
@@ -218,7 +225,7 @@ def alone(words: Sequence[str], environment: Mapping[str, str], folder: str, hid
 
 def command(words: Sequence[str]) -> Callable[[], object]:
     """What a fork calls to be a command: a program of its own where a test's threads run."""
-    if not threaded():
+    if not has_running_threads():
         return app.main
     # Where this process hides other tests' servers, the program does, too.
     file = ("-m", "vllmops") if processes.read_process_table is TABLE else (own.__file__,)
@@ -261,10 +268,10 @@ def background(
         os.environ.update(env or {})
         main()
 
-    return forked(program, ["vllmops", *words], stderr=stderr)
+    return fork_program(program, ["vllmops", *words], stderr=stderr)
 
 
-def detached(
+def start_detached_fork(
     module: str,
     words: Sequence[str],
     keep: Sequence[int],
@@ -273,10 +280,12 @@ def detached(
 ) -> None:
     """`vllmops.instances.detached.start_detached`, without the start of an interpreter."""
     argv = [module, *words]
-    forked(MAINS[module], argv, keep, stdout=log, stderr=log, session=True, directory=directory)
+    fork_program(
+        MAINS[module], argv, keep, stdout=log, stderr=log, session=True, directory=directory
+    )
 
 
-def forked(
+def fork_program(
     program: Callable[[], object],
     argv: Sequence[str],
     keep: Sequence[int] = (),

@@ -60,9 +60,9 @@ class Server:
             self.process = psutil.Popen(
                 self.words(), stdout=log, stderr=log, cwd=self.folder, env=nobodys(), **lower()
             )
-        until(self.up)
+        until(self.is_up)
 
-    def up(self) -> bool:
+    def is_up(self) -> bool:
         assert self.process.poll() is None, (self.folder / "log").read_text()
         # Another server could have the port, and answer for a while.
         heard = [item.laddr.port for item in self.process.net_connections() if not item.raddr]
@@ -178,18 +178,18 @@ class ValkeyServer(Server):
         settings += ["--repl-diskless-sync-delay", "0", *self.more]
         return [program, "--bind", LOCAL, "--port", str(self.port), *settings]
 
-    def ask(self, *words: object) -> Any:
+    def execute_command(self, *words: object) -> Any:
         """What it answers to a command."""
         with redis.Redis(port=self.port, socket_timeout=60, decode_responses=True) as client:
             return client.execute_command(*words)
 
-    def connected(self) -> bool:
+    def is_in_sync(self) -> bool:
         """Whether, as a replica, it has all that its primary has."""
-        return bool(self.ask("ROLE")[3] == "connected")
+        return bool(self.execute_command("ROLE")[3] == "connected")
 
     def says(self, what: str) -> bool:
         """Whether that is so of the cluster, as far as it knows."""
-        return what in self.ask("CLUSTER", "INFO")
+        return what in self.execute_command("CLUSTER", "INFO")
 
     def answers(self) -> bool:
         try:
@@ -223,9 +223,9 @@ class SentinelServer(ValkeyServer):
     def words(self) -> list[str]:
         return [super().words()[0], "sentinel.conf", "--sentinel"]
 
-    def told(self, whom: str, count: int) -> bool:
+    def has_discovered(self, whom: str, count: int) -> bool:
         """Whether it knows of so many others."""
-        return len(self.ask("SENTINEL", whom, "main")) == count
+        return len(self.execute_command("SENTINEL", whom, "main")) == count
 
 
 def nobodys() -> dict[str, str]:
@@ -267,10 +267,10 @@ def postgres_parts(folder: Path) -> tuple[Path, Path]:
     return program, template
 
 
-def followed(replica: ValkeyServer, name: str) -> bool:
+def try_replicate(replica: ValkeyServer, name: str) -> bool:
     """Whether a server of a cluster knows another one, and is its replica now."""
     with suppress(redis.ResponseError):
-        return bool(replica.ask("CLUSTER", "REPLICATE", name))
+        return bool(replica.execute_command("CLUSTER", "REPLICATE", name))
     return False
 
 
@@ -294,7 +294,7 @@ class Servers:
     def replica(self, primary: ValkeyServer) -> ValkeyServer:
         """One that has all that its primary has."""
         made = self.valkey("--replicaof", f"{LOCAL} {primary.port}")
-        until(made.connected)
+        until(made.is_in_sync)
         return made
 
     def sentinels(self, primary: ValkeyServer, count: int) -> list[SentinelServer]:
@@ -304,8 +304,8 @@ class Servers:
             self.start(SentinelServer(folder_for_servers(), primary, quorum)) for _ in range(count)
         ]
         for item in made:
-            until(partial(item.told, "REPLICAS", 1))
-            until(partial(item.told, "SENTINELS", count - 1))
+            until(partial(item.has_discovered, "REPLICAS", 1))
+            until(partial(item.has_discovered, "SENTINELS", count - 1))
         return made
 
     def cluster(self) -> list[ValkeyServer]:
@@ -314,17 +314,17 @@ class Servers:
         made = [self.valkey(*words) for _ in range(6)]
         for number, item in enumerate(made[:3]):
             first, last = (0, 5461, 10923, 16384)[number : number + 2]
-            item.ask("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
-            item.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            item.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last - 1)
+            item.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         for item in made[1:]:
-            item.ask("CLUSTER", "MEET", LOCAL, made[0].port)
+            item.execute_command("CLUSTER", "MEET", LOCAL, made[0].port)
         for item in made:
             until(partial(item.says, "known_nodes:6"))
         for primary, replica in zip(made[:3], made[3:], strict=True):
-            name = primary.ask("CLUSTER", "MYID")
-            until(partial(followed, replica, name))
+            name = primary.execute_command("CLUSTER", "MYID")
+            until(partial(try_replicate, replica, name))
         for replica in made[3:]:
-            until(replica.connected)
+            until(replica.is_in_sync)
         for item in made:
             until(partial(item.says, "state:ok"))
         return made
@@ -346,7 +346,7 @@ FAST = {"postgresql": ("fsync=off", "autovacuum=off"), "redis": ("--appendfsync"
 
 
 @contextmanager
-def shared(root: Path) -> Iterator[tuple[tuple[Path, Path], dict[str, Server]]]:
+def start_shared_servers(root: Path) -> Iterator[tuple[tuple[Path, Path], dict[str, Server]]]:
     """PostgreSQL's parts, and a server of each kind, for all workers of a test run.
 
     The first who comes starts them, the last who leaves ends them.

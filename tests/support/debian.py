@@ -16,7 +16,7 @@ KEPT = Path(__file__).parents[2] / ".pytest_cache/d/debian"
 
 
 @cache
-def unpacked(*packages: str) -> tuple[Path | None, str]:
+def get_package_folder(*packages: str) -> tuple[Path | None, str]:
     """The folder with the packages' files, or why there is none."""
     for needed in ("apt-get", "dpkg-deb"):
         if shutil.which(needed) is None:

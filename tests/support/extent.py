@@ -21,7 +21,7 @@ STARTERS: Final = frozenset(
 )
 
 
-def sampled(cases: Iterable[Any], every: int) -> list[Any]:
+def sample_cases(cases: Iterable[Any], every: int) -> list[Any]:
     """The first of so many cases each; the others are `long`. For tests of one argument."""
     return [
         pytest.param(case, marks=long if number % every else ())

@@ -47,7 +47,7 @@ def forget(name: str) -> None:
 
 
 @contextmanager
-def switched(count: int) -> Iterator[list[tuple[str, str]]]:
+def open_namespaces(count: int) -> Iterator[list[tuple[str, str]]]:
     """Namespaces that reach each other and this machine; each with its address."""
     number = slot()
     bridge = f"vob{number}"
@@ -87,7 +87,7 @@ def machine(name: str, network: str = "", memory: str = "") -> tuple[str, ...]:
 
 
 @contextmanager
-def running(name: str, *words: str) -> Iterator[IO[str]]:
+def start_in_namespace(name: str, *words: str) -> Iterator[IO[str]]:
     """What a Python program in a namespace writes."""
     command = ("ip", "netns", "exec", name, sys.executable, *words)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
@@ -107,7 +107,7 @@ def far(folder: Path) -> Iterator[tuple[str, Path]]:
     """
     with network() as (name, there):
         file = certificate(there, folder / "far.pem")
-        with running(name, herd.__file__, "1", "0", TOKEN, there, str(file)) as output:
+        with start_in_namespace(name, herd.__file__, "1", "0", TOKEN, there, str(file)) as output:
             yield f"https://{there}:{output.readline().strip()}", file
 
 

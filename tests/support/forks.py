@@ -24,7 +24,7 @@ class Answered(TypedDict):
     err: str
 
 
-def answered(words: list[str]) -> Answered:
+def run_in_fork(words: list[str]) -> Answered:
     """Run one."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         pid = os.fork()
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     from vllmops import app
 
     assert app, (rich.table, typer.rich_utils)
-    sys.stdout.write(json.dumps([answered(words) for words in json.loads(sys.argv[1])]))
+    sys.stdout.write(json.dumps([run_in_fork(words) for words in json.loads(sys.argv[1])]))

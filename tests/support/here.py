@@ -12,7 +12,7 @@ from vllmops import app
 from .commands import Answer
 
 
-def here(*words: str) -> Answer:
+def run_in_process(*words: str) -> Answer:
     """Run one; what it said."""
     out, err = io.StringIO(), io.StringIO()
     with (

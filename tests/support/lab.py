@@ -61,7 +61,7 @@ class Lab:
         env = ("--env", f"STANDIN={json.dumps(play)}")
         return ("serve", str(self.model), "--name", name, *env, *words)
 
-    def starting(self, name: str, *words: str, **play: object) -> None:
+    def start_in_foreground(self, name: str, *words: str, **play: object) -> None:
         """Serve one in the foreground, and do not wait for it."""
         port = str(free_port())
         self.foreground.append(background(*self.words(name, "--port", port, *words, **play)))
@@ -69,7 +69,7 @@ class Lab:
 
     def hold(self, name: str, *words: str, **play: object) -> subprocess.Popen[str]:
         """Serve one in the foreground, until it is ready."""
-        self.starting(name, *words, **play)
+        self.start_in_foreground(name, *words, **play)
         popen = self.foreground[-1]
         until(lambda: self.state(name) == "ready" or popen.poll() is not None)
         return popen

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 
-def installed() -> Path:
+def locate_installed_vllm() -> Path:
     """The folder that has the package of the installed vLLM.
 
     Raises:

@@ -22,7 +22,7 @@ from vllmops.protocol.engine import EngineState
 from vllmops.protocol.server import Exposure
 from vllmops.stacks.paste import parse_stacks
 
-from ..diagnose.servers import healthy, told
+from ..diagnose.servers import healthy, make_agent_report
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "cli/vllmops/docs/doctor.svg"
@@ -35,12 +35,12 @@ def draw() -> str:
     """The picture, as SVG."""
     (sample, *_) = parse_stacks(DUMP.read_text()).samples
     engine = msgspec.structs.replace(
-        told("engine"), engine=EngineState(running=1, waiting=2, current_step=5)
+        make_agent_report("engine"), engine=EngineState(running=1, waiting=2, current_step=5)
     )
     snapshot = healthy(
         model="Qwen/Qwen2.5-VL-7B-Instruct",
         uptime_s=14_070.0,
-        reports=(told("api"), engine, told("worker")),
+        reports=(make_agent_report("api"), engine, make_agent_report("worker")),
         stacks=(sample,) * 3,
         guard=Exposure(addresses=("0.0.0.0",), exposed=True, is_open=True),
     )
@@ -56,9 +56,9 @@ def draw() -> str:
 
 def draw_top() -> str:
     """The picture of ``top``, as SVG."""
-    from ..top.screens import shown  # Textual may be absent
+    from ..top.screens import render_screenshot  # Textual may be absent
 
-    return FONT.sub("", asyncio.run(shown()))
+    return FONT.sub("", asyncio.run(render_screenshot()))
 
 
 PICTURES: dict[Path, Callable[[], str]] = {

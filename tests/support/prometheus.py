@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from .debian import unpacked
+from .debian import get_package_folder
 
 
 def program(name: str) -> Path:
     """``prometheus`` or ``promtool``; skips the test with the reason where it can't be had."""
     if found := shutil.which(name):
         return Path(found)
-    folder, why = unpacked("prometheus")
+    folder, why = get_package_folder("prometheus")
     if folder is None:
         pytest.skip(f"there is no {name}: {why}")
     return folder / "usr" / "bin" / name

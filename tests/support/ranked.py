@@ -42,7 +42,7 @@ KINDS = {
 }
 
 
-def standing(
+def make_rank_code(
     role: str,
     *,
     instance: str = "1",

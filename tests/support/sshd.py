@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from .debian import unpacked
+from .debian import get_package_folder
 
 WITHIN_S = 40.0
 # Sequences that set modes and colours, move, and name the window.
@@ -39,7 +39,7 @@ def server(folder: Path) -> str:
             pytest.skip(f"there is no {needed}")
     program, libraries = shutil.which("sshd", path=os.defpath + ":/usr/sbin:/sbin"), ""
     if program is None:
-        unpacked_at, why = unpacked("openssh-server", "libwrap0")
+        unpacked_at, why = get_package_folder("openssh-server", "libwrap0")
         if unpacked_at is None:
             pytest.skip(f"there is no sshd: {why}")
         program = str(unpacked_at / "usr/sbin/sshd")
@@ -132,7 +132,7 @@ class Session:
             assert self.read(0.1, bytes_per_s), self.text[-2000:]
             assert time.monotonic() < end_s, self.text[-2000:]
 
-    def ended(self) -> int:
+    def wait_for_exit(self) -> int:
         """Read until the client ends; its exit code, which is that of the command."""
         end_s = time.monotonic() + WITHIN_S
         while self.read(0.1):

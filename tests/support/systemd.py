@@ -22,7 +22,7 @@ import pytest
 
 from vllmops.instances.record import RECORDS, InstanceRecord
 
-from .commands import answered
+from .commands import run_vllmops
 from .waiting import until
 
 SYSTEMD: Final = Path("/lib/systemd/systemd")
@@ -82,7 +82,7 @@ class Systemd:
         return int(self.ctl("--version").split()[1])
 
     @contextmanager
-    def running(self, *words: str) -> Iterator[IO[str]]:
+    def start_program(self, *words: str) -> Iterator[IO[str]]:
         """The output of a program that runs there until the block ends."""
         with subprocess.Popen(self.inside(words), stdout=subprocess.PIPE, text=True) as program:
             assert program.stdout is not None
@@ -112,7 +112,7 @@ def hindrance() -> str:
 
 
 @contextmanager
-def booted(folder: Path) -> Iterator[Systemd]:
+def boot_systemd(folder: Path) -> Iterator[Systemd]:
     """One that runs until the block ends, and all that it started with it.
 
     Args:
@@ -143,15 +143,15 @@ def booted(folder: Path) -> Iterator[Systemd]:
             ("sh", "-c", enter, "-", *words), env=environment, stdout=log, stderr=log
         )
     try:
-        yield Systemd(first(outer, folder / "boot.log"), units)
+        yield Systemd(wait_for_boot(outer, folder / "boot.log"), units)
     finally:
         outer.kill()  # its child is the first process of the namespace, and ends with it
         outer.wait(10)
         for group in sorted(own.glob("**/"), reverse=True):
-            until(partial(removed, group), 10)
+            until(partial(try_remove_group, group), 10)
 
 
-def first(outer: subprocess.Popen[bytes], log: Path) -> int:
+def wait_for_boot(outer: subprocess.Popen[bytes], log: Path) -> int:
     """The pid of systemd, once it answers."""
     children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children")
     deadline = time.monotonic() + 20
@@ -166,7 +166,7 @@ def first(outer: subprocess.Popen[bytes], log: Path) -> int:
     raise BootError(f"it does not boot in namespaces here: {log.read_text().strip()}")
 
 
-def removed(group: Path) -> bool:
+def try_remove_group(group: Path) -> bool:
     """Whether a control group is gone; it can go once it has no process."""
     with suppress(OSError):
         group.rmdir()
@@ -247,7 +247,7 @@ class Service:
 
 
 @contextmanager
-def installed(drop_in: str, *folders: Path) -> Iterator[Service]:
+def install_service(drop_in: str, *folders: Path) -> Iterator[Service]:
     """The unit in a systemd that runs until the block ends; skips where none can be booted.
 
     Args:
@@ -261,9 +261,9 @@ def installed(drop_in: str, *folders: Path) -> Iterator[Service]:
         place = Path(name)
         place.chmod(0o755)
         try:
-            with booted(place) as manager:
+            with boot_systemd(place) as manager:
                 unit = manager.units / "vllmops@.service"
-                unit.write_text(answered("integrate", "systemd").out)
+                unit.write_text(run_vllmops("integrate", "systemd").out)
                 more = Path(f"{unit}.d")
                 more.mkdir()
                 (more / "test.conf").write_text(DROP_IN.format(path=path, more=drop_in))

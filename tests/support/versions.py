@@ -109,7 +109,7 @@ def folder(kept: Path, version: str) -> Path:
             `MINORS`, that uses the installed version's compiled kernels.
     """
     if version == INSTALLED:
-        return modules.installed()
+        return modules.locate_installed_vllm()
     place = kept / version
     if not place.is_dir():
         unpack(version, place)
@@ -137,7 +137,7 @@ def unpack(version: str, kept: Path) -> None:
         words = ("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(partial))
         subprocess.run([sys.executable, *words, *needed], check=True)
     if version in MINORS:
-        for kernel in modules.installed().glob("vllm/*.so"):
+        for kernel in modules.locate_installed_vllm().glob("vllm/*.so"):
             partial.joinpath("vllm", kernel.name).symlink_to(kernel)
     if kept.exists():  # another worker was faster
         shutil.rmtree(partial)
@@ -185,7 +185,7 @@ def rewritten(place: Path, names: dict[str, str], moved: dict[str, str], *, shim
         moved: the new name of each module and package, by its old one.
         shims: whether shims are in the old places.
     """
-    installed = modules.installed()
+    installed = modules.locate_installed_vllm()
     changes = {**names, **moved}
     pattern = re.compile(rf"\b({'|'.join(map(re.escape, changes))})\b")
     for file in installed.glob("vllm/**/*.py"):

@@ -16,7 +16,7 @@ from vllmops.protocol.server import Gap, ServerSample
 from vllmops.requests.listing import InFlightRequest
 from vllmops.top.look import FollowedServers, ServerDetails, ServerFollower, TargetSample
 
-from ..diagnose.servers import look, process, pulse
+from ..diagnose.servers import make_healthy_sample, process, pulse
 
 ESCAPES = "\x1b[2J[red]evil[/red]\u202e\n"
 ROWS = (
@@ -50,7 +50,7 @@ CACHE = LruCache(
 CACHES = (ProcessCaches(pid=10, parent=1, role="api", caches=[CACHE]),)
 
 
-def seen(
+def make_busy_server_sample(
     at_s: float,
     still_s: float = 0.0,
     *,
@@ -77,32 +77,32 @@ def seen(
         prefix_queries=100,
     )
     whole = {"heartbeats": pulses, "processes": processes, "metrics": metrics, "health": 200}
-    return look(at_s, **{**whole, **fields})
+    return make_healthy_sample(at_s, **{**whole, **fields})
 
 
-def one(at_s: float, target: str = "demo", **fields: Any) -> TargetSample:
+def make_target_sample(at_s: float, target: str = "demo", **fields: Any) -> TargetSample:
     """A look at it."""
     whole: dict[str, Any] = {
         "state": "ready",
         "url": "http://127.0.0.1:8000",
         "model": "Qwen/Qwen3-0.6B",
-        "server_sample": seen(at_s),
+        "server_sample": make_busy_server_sample(at_s),
         "details": ServerDetails(requests=ROWS, caches=CACHES),
     }
     return TargetSample(target=target, at_s=at_s, **{**whole, **fields})
 
 
-def working(target: str = "demo", *, until_s: int = 30) -> list[TargetSample]:
+def make_working_samples(target: str = "demo", *, until_s: int = 30) -> list[TargetSample]:
     """Looks at a server at work, one for each second."""
-    return [one(float(at_s), target) for at_s in range(until_s + 1)]
+    return [make_target_sample(float(at_s), target) for at_s in range(until_s + 1)]
 
 
-def stalled(target: str = "demo") -> list[TargetSample]:
+def make_stalled_samples(target: str = "demo") -> list[TargetSample]:
     """Looks at a server whose engine makes no progress."""
-    observed = [seen(28.0 + at_s, still_s=20.0 + at_s) for at_s in range(3)]
+    observed = [make_busy_server_sample(28.0 + at_s, still_s=20.0 + at_s) for at_s in range(3)]
     lone = RULES[0].make_finding("cmpl-a", "the engine does not know it")
     return [
-        one(
+        make_target_sample(
             item.at_s,
             target,
             server_sample=item,
@@ -133,13 +133,13 @@ def hostile(target: str = "demo") -> TargetSample:
     )
     asked = ServerDetails(requests=rows, findings=(found,), gaps=(why,), note=ESCAPES)
     node = tuple(process(role, node=ESCAPES) for role in ("api", "engine"))
-    return one(
+    return make_target_sample(
         1.0,
         target,
         state=ESCAPES,
         model=ESCAPES,
         details=asked,
-        server_sample=seen(1.0, processes=node),
+        server_sample=make_busy_server_sample(1.0, processes=node),
     )
 
 

@@ -15,14 +15,14 @@ from textual.pilot import Pilot
 from vllmops.top.app import TopApp
 from vllmops.top.look import FollowedServers, TargetSample
 
-from .looks import board, one, stalled
-from .looks import seen as observed
+from .looks import board, make_stalled_samples, make_target_sample
+from .looks import make_busy_server_sample as observed
 
 CELL = re.compile(r'<text class="[^"]*" x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
 WIDTH, HEIGHT = 12.2, 24.4  # of a character in Rich's pictures
 
 
-def made(of: FollowedServers) -> TopApp:
+def make_app(of: FollowedServers) -> TopApp:
     """The application at a time that does not pass."""
     return TopApp(of, clock=lambda: 1e9, monotonic=lambda: 30.5)
 
@@ -57,19 +57,19 @@ def lively() -> Iterator[TargetSample]:
         wave = (1 + math.sin(at_s / 3)) / 2
         tokens += 400 + 2000 * wave
         load = observed(at_s, running=round(8 * wave), kv=0.2 + 0.6 * wave, tokens=tokens)
-        yield one(float(at_s), "chat", server_sample=load)
+        yield make_target_sample(float(at_s), "chat", server_sample=load)
 
 
-async def shown() -> str:
+async def render_screenshot() -> str:
     """A picture of two servers, one of which has stalled, on a small terminal."""
     with standard():
-        app = made(board(chat=[*lively()], vision=stalled("vision")))
+        app = make_app(board(chat=[*lively()], vision=make_stalled_samples("vision")))
         async with app.run_test(size=(80, 24)) as pilot:
-            await settled(app, pilot)
+            await wait_until_settled(app, pilot)
             return app.export_screenshot(title="vllmops top")
 
 
-async def seen(app: TopApp, pilot: Pilot[None], *texts: str) -> None:
+async def wait_for_texts(app: TopApp, pilot: Pilot[None], *texts: str) -> None:
     """Wait until the screen has these texts; it may go on to change."""
     for _ in range(300):
         await pilot.pause(0.2)
@@ -79,7 +79,9 @@ async def seen(app: TopApp, pilot: Pilot[None], *texts: str) -> None:
     raise AssertionError(f"no {texts} in\n{text}")
 
 
-async def settled(app: TopApp, pilot: Pilot[None], *texts: str, without: str = "") -> list[str]:
+async def wait_until_settled(
+    app: TopApp, pilot: Pilot[None], *texts: str, without: str = ""
+) -> list[str]:
     """What is on the screen once it changes no more, and has these texts, and not that one."""
     before: list[str] = []
     for _ in range(600):

@@ -18,8 +18,16 @@ from vllmops.top.look import FollowedServers, ServerDetails
 
 from ..diagnose.servers import pulse
 from ..support.extent import EVERYTHING
-from .looks import board, hostile, one, seen, stalled, unreachable, working
-from .screens import lines, made, settled, standard
+from .looks import (
+    board,
+    hostile,
+    make_busy_server_sample,
+    make_stalled_samples,
+    make_target_sample,
+    make_working_samples,
+    unreachable,
+)
+from .screens import lines, make_app, standard, wait_until_settled
 
 AWAY = "https://gpu7.example"
 Play = Callable[[TopApp, Pilot[None]], Awaitable[None]]
@@ -67,15 +75,15 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]
 
 def play(of: FollowedServers, script: Play) -> None:
     async def begin() -> None:
-        app = made(of)
+        app = make_app(of)
         async with app.run_test(size=(80, 24)) as pilot:
-            await settled(app, pilot)
+            await wait_until_settled(app, pilot)
             await script(app, pilot)
 
     asyncio.run(begin())
 
 
-def test_all_is_on_a_small_screen() -> None:
+def test_all_parts_fit_on_a_small_screen() -> None:
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
         parts = (
             "Quit",
@@ -92,22 +100,36 @@ def test_all_is_on_a_small_screen() -> None:
             "engine.no-progress",
             "d Doctor",
         )
-        shown = await settled(app, pilot, *parts)
+        shown = await wait_until_settled(app, pilot, *parts)
         assert len(shown) <= 24
         assert max(map(len, shown)) <= 80
 
-    play(board(demo=working(), two=stalled("two"), **{AWAY: [unreachable()]}), script)
+    play(
+        board(
+            demo=make_working_samples(), two=make_stalled_samples("two"), **{AWAY: [unreachable()]}
+        ),
+        script,
+    )
 
 
-def test_what_does_not_fit_is_not_cut_in_the_middle_of_a_number() -> None:
+def test_a_line_that_is_too_long_ends_with_an_ellipsis() -> None:
     pulses = (pulse("engine", running=12, waiting=1234, still_s=130.0, current_step=1234567),)
 
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
-        shown = await settled(app, pilot, "engine 20")
+        shown = await wait_until_settled(app, pilot, "engine 20")
         (line,) = [line for line in shown if "engine 20" in line]
         assert line[:54].endswith("…"), line
 
-    play(board(demo=[one(30.0, server_sample=seen(30.0, heartbeats=pulses))]), script)
+    play(
+        board(
+            demo=[
+                make_target_sample(
+                    30.0, server_sample=make_busy_server_sample(30.0, heartbeats=pulses)
+                )
+            ]
+        ),
+        script,
+    )
 
 
 @pytest.mark.parametrize("colour", ["no", "yes"])
@@ -117,12 +139,12 @@ def test_words_tell_all_that_colours_do(monkeypatch: pytest.MonkeyPatch, colour:
 
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
         assert app.no_color is (colour == "no")
-        await settled(app, pilot, "Quit", "error: requests are pending")
+        await wait_until_settled(app, pilot, "Quit", "error: requests are pending")
 
-    play(board(two=stalled("two")), script)
+    play(board(two=make_stalled_samples("two")), script)
 
 
-def test_what_a_server_says_is_neither_obeyed_nor_taken_for_markup(
+def test_server_texts_inject_no_escape_sequences_or_markup(
     ran: list[tuple[str, ...]],
 ) -> None:
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
@@ -130,10 +152,10 @@ def test_what_a_server_says_is_neither_obeyed_nor_taken_for_markup(
         app.board.followers["evil"].lines_read = 1
         for key in ("f", "r", "l", "s", "d"):
             await pilot.press(key)
-            shown = "\n".join(await settled(app, pilot, "[red]"))
+            shown = "\n".join(await wait_until_settled(app, pilot, "[red]"))
             assert not UNSAFE.search(shown)
         await pilot.press("y")
-        shown = "\n".join(await settled(app, pilot, "exit code 1", "[b]this[/b]"))
+        shown = "\n".join(await wait_until_settled(app, pilot, "exit code 1", "[b]this[/b]"))
         assert not UNSAFE.search(shown)
 
     play(board(evil=[hostile("evil")]), script)
@@ -151,42 +173,44 @@ def test_an_action_runs_once_it_is_confirmed(ran: list[tuple[str, ...]]) -> None
         )
         for key, words in keys if EVERYTHING else keys[:2]:
             await pilot.press(key)
-            await settled(app, pilot, f"$ vllmops {words}", "y runs it")
+            await wait_until_settled(app, pilot, f"$ vllmops {words}", "y runs it")
             await pilot.press("n")
-            await settled(app, pilot, "Quit")
+            await wait_until_settled(app, pilot, "Quit")
             assert ran == []
             await pilot.press(key, "y")
-            await settled(app, pilot, "done", "exit code 1")
+            await wait_until_settled(app, pilot, "done", "exit code 1")
             await pilot.press("q")  # closes the window, not the application
-            await settled(app, pilot, "Quit")
+            await wait_until_settled(app, pilot, "Quit")
             assert " ".join(ran.pop()).startswith(words)
 
-    play(board(demo=working()), script)
+    play(board(demo=make_working_samples()), script)
 
 
 def test_the_chosen_request_is_ended(ran: list[tuple[str, ...]]) -> None:
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("r")
-        await settled(app, pilot, "chatcmpl-77aa")
+        await wait_until_settled(app, pilot, "chatcmpl-77aa")
         await pilot.press("down")
-        await settled(app, pilot, "chatcmpl-77aa")
+        await wait_until_settled(app, pilot, "chatcmpl-77aa")
         await pilot.press("a")
         # Another look may come, and the order change, before somebody decides.
         first = app.board.followers["demo"]
         rows = first.samples[-1].details.requests
-        first.samples = (one(31.0, details=type(first.samples[-1].details)(requests=rows[::-1])),)
+        first.samples = (
+            make_target_sample(31.0, details=type(first.samples[-1].details)(requests=rows[::-1])),
+        )
         app.refresh_rows()
         await pilot.press("y")
-        await settled(app, pilot, "exit code 1")
+        await wait_until_settled(app, pilot, "exit code 1")
         assert ran[0][-2:] == ("--", "cmpl-b")
 
-    play(board(demo=working()), script)
+    play(board(demo=make_working_samples()), script)
 
 
 def test_without_requests_none_is_ended(ran: list[tuple[str, ...]]) -> None:
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("a", "y")
-        await settled(app, pilot)
+        await wait_until_settled(app, pilot)
         assert ran == []
 
     play(board(**{AWAY: [unreachable()]}), script)
@@ -195,27 +219,29 @@ def test_without_requests_none_is_ended(ran: list[tuple[str, ...]]) -> None:
 def test_no_requests_are_told_from_those_that_are_not_seen() -> None:
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("r")
-        await settled(app, pilot, "not seen: gpu7.example does not answer")
+        await wait_until_settled(app, pilot, "not seen: gpu7.example does not answer")
         await pilot.press("f")
-        shown = await settled(app, pilot, f"{AWAY}: gpu7.example does not answer")
+        shown = await wait_until_settled(app, pilot, f"{AWAY}: gpu7.example does not answer")
         assert not [line for line in shown if f"{AWAY}: {AWAY}" in line]
-        app.board.followers[AWAY].samples = (one(31.0, details=ServerDetails()),)
+        app.board.followers[AWAY].samples = (make_target_sample(31.0, details=ServerDetails()),)
         app.refresh_rows()
         await pilot.press("r")
-        await settled(app, pilot, "none in flight", "u Resume")
+        await wait_until_settled(app, pilot, "none in flight", "u Resume")
 
     play(board(**{AWAY: [unreachable()]}), script)
 
 
 def test_stacks_are_of_the_chosen_process(ran: list[tuple[str, ...]]) -> None:
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
-        await settled(app, pilot, "engine 20")
+        await wait_until_settled(app, pilot, "engine 20")
         await pilot.press("down", "down", "s")
-        shown = "\n".join(await settled(app, pilot, "MainThread of 20", "step (core.py:7)"))
+        shown = "\n".join(
+            await wait_until_settled(app, pilot, "MainThread of 20", "step (core.py:7)")
+        )
         assert "MainThread of 10" not in shown
         assert ran == [("stacks", "dump", "-t", "demo", "--json")]
 
-    play(board(demo=working()), script)
+    play(board(demo=make_working_samples()), script)
 
 
 def test_the_log_is_filtered(ran: list[tuple[str, ...]]) -> None:
@@ -223,29 +249,29 @@ def test_the_log_is_filtered(ran: list[tuple[str, ...]]) -> None:
         follower = app.board.followers["demo"]
         follower.log, follower.lines_read = ("INFO all is well", "ERROR one", "ERROR two"), 3
         await pilot.press("l")
-        await settled(app, pilot, "all is well", "ERROR two")
+        await wait_until_settled(app, pilot, "all is well", "ERROR two")
         assert follower.reads_log
         await pilot.press("slash", *"error", "enter")
-        await settled(app, pilot, "ERROR one", without="well")
+        await wait_until_settled(app, pilot, "ERROR one", without="well")
         follower.log, follower.lines_read = (*follower.log, "ERROR three", "INFO four"), 5
-        shown = await settled(app, pilot, "ERROR three")
+        shown = await wait_until_settled(app, pilot, "ERROR three")
         assert "four" not in "\n".join(shown)
         assert sum("ERROR one" in line for line in shown) == 1
         await pilot.press("f")
         assert not follower.reads_log
 
-    play(board(demo=working()), script)
+    play(board(demo=make_working_samples()), script)
 
 
 def test_servers_that_come_and_go_leave_the_choice_alone() -> None:
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
-        await settled(app, pilot, "demo  ready", "two  stalled")
+        await wait_until_settled(app, pilot, "demo  ready", "two  stalled")
         await pilot.press(*["down"] * 6)
-        await settled(app, pilot)
+        await wait_until_settled(app, pilot)
         assert app.selected_key == ("two", "", 20)
         new = app.board.make("demo", None)
         app.board.followers = {"another": new, **app.board.followers}
-        await settled(app, pilot, "another")
+        await wait_until_settled(app, pilot, "another")
         assert app.selected_key == ("two", "", 20)
         # Two changes before the cursor is where it belongs after the first: as on a busy machine.
         for name in ("third", "fourth"):
@@ -253,19 +279,19 @@ def test_servers_that_come_and_go_leave_the_choice_alone() -> None:
             app.refresh_rows()
             assert app.query_one(Tree).last_line > 0  # it is built, with its cursor anywhere
             assert app.selected_key == ("two", "", 20)
-        await settled(app, pilot, "two  stalled")
+        await wait_until_settled(app, pilot, "two  stalled")
         assert app.selected_key == ("two", "", 20)
         del app.board.followers["two"]
         app.refresh_rows()
-        await settled(app, pilot)
+        await wait_until_settled(app, pilot)
         assert app.selected_key
         assert app.selected_key[0] != "two"
 
-    play(board(demo=working(), two=stalled("two")), script)
+    play(board(demo=make_working_samples(), two=make_stalled_samples("two")), script)
 
 
 def test_quitting_ends_the_looks() -> None:
-    shown = board(demo=working())
+    shown = board(demo=make_working_samples())
 
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("q")
@@ -277,7 +303,7 @@ def test_quitting_ends_the_looks() -> None:
 def test_without_a_server_the_screen_says_so() -> None:
     async def script(app: TopApp, pilot: Pilot[None]) -> None:
         app.board.targets = ()
-        await settled(app, pilot, "no vLLM server runs here")
+        await wait_until_settled(app, pilot, "no vLLM server runs here")
         assert lines(app)
 
     play(board(), script)

@@ -18,7 +18,7 @@ def test_a_finding_keeps_its_beginning_and_its_evidence_is_the_last() -> None:
     assert (event.began, event.ended_at, event.finding.evidence) == (100.0, None, "for 11 s")
 
 
-def test_one_that_is_over_stays_and_may_come_again() -> None:
+def test_an_ended_event_stays_and_its_return_is_a_new_event() -> None:
     events = update_events((), [row(FIRST.make_finding("engine 1", ""))], 100.0)
     events = update_events(events, [row()], 105.0)
     assert [(event.began, event.ended_at) for event in events] == [(100.0, 105.0)]
@@ -38,7 +38,7 @@ def test_servers_and_subjects_are_told_apart() -> None:
     assert [event.finding.code for event in events if event.ended_at is not None] == [FIRST.code]
 
 
-def test_only_the_last_ones_are_kept() -> None:
+def test_old_ended_events_are_dropped() -> None:
     events = update_events((), [], 0.0)
     for number in range(KEPT + 5):
         events = update_events(events, [row(FIRST.make_finding(f"engine {number}", ""))], number)

@@ -19,10 +19,10 @@ from vllmops.watch.watched import ServerPhase
 
 from ..support.fleet import Fleet
 from ..support.waiting import until
-from .looks import Fake, working
+from .looks import Fake, make_working_samples
 
 
-def test_one_that_does_not_answer_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_server_delays_no_other_server(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs = threading.Event()
     counts: dict[str, int] = {"well": 0, "hung": 0}
 
@@ -46,7 +46,7 @@ def test_a_look_that_fails_is_told_and_the_next_one_is_taken(
 ) -> None:
     class Failing(Fake):
         def take_sample(self) -> None:
-            self.samples = (*self.samples, *working(until_s=0))
+            self.samples = (*self.samples, *make_working_samples(until_s=0))
             raise RuntimeError("broken")
 
     monkeypatch.setattr(look, "LOOK_S", 0.01)
@@ -124,12 +124,12 @@ def test_new_servers_are_discovered_and_strangers_that_ended_forgotten(lab: Any)
     os.killpg(stranger.pid, signal.SIGKILL)
     until(lambda: stranger.poll() is not None)
 
-    def forgotten() -> bool:  # once all its processes are gone
+    def is_stranger_forgotten() -> bool:  # once all its processes are gone
         gone.take_sample()
         board.discover_servers()
         return board.followers.keys() == {"demo"}
 
-    until(forgotten)
+    until(is_stranger_forgotten)
 
 
 def test_a_server_on_another_machine_is_seen_by_its_url(spawn: Any, tmp_path: Any) -> None:
@@ -170,7 +170,7 @@ def test_two_looks_are_enough_for_rates_and_no_server_is_waited_for_longer(
             if self.target == "hung":
                 hangs.wait()
 
-    def now() -> float:
+    def read_clock() -> float:
         """The time is up once the one that answers has been seen."""
         if not begun:
             begun.append(0.0)
@@ -179,7 +179,7 @@ def test_two_looks_are_enough_for_rates_and_no_server_is_waited_for_longer(
         return 3.0
 
     begun: list[float] = []
-    monkeypatch.setattr(look, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+    monkeypatch.setattr(look, "time", SimpleNamespace(monotonic=read_clock, sleep=time.sleep))
     slow: list[ServerFollower] = [Slow("hung"), Slow("well", Server(None, ()))]
     look.take_two_samples(slow, 3.0)
     until(lambda: "hung" in order)

@@ -11,11 +11,18 @@ from vllmops.streams import UNSAFE
 from vllmops.top import rows, screen
 
 from ..diagnose.servers import process, pulse
-from .looks import hostile, one, seen, stalled, unreachable, working
+from .looks import (
+    hostile,
+    make_busy_server_sample,
+    make_stalled_samples,
+    make_target_sample,
+    make_working_samples,
+    unreachable,
+)
 
 
 def test_a_server_at_work_has_its_processes_and_figures() -> None:
-    row = rows.make_server_row("demo", working(), 30.5)
+    row = rows.make_server_row("demo", make_working_samples(), 30.5)
     assert (row.state, row.severity, row.age_s) == ("ready", None, 0.5)
     (node,) = row.nodes
     assert [item.role for item in node.processes] == ["api", "engine", "worker"]
@@ -29,18 +36,21 @@ def test_a_server_at_work_has_its_processes_and_figures() -> None:
 
 
 def test_figures_are_unknown_before_metrics_are_read_twice() -> None:
-    blind = [one(float(at_s), server_sample=seen(at_s, metrics=None)) for at_s in range(3)]
+    blind = [
+        make_target_sample(float(at_s), server_sample=make_busy_server_sample(at_s, metrics=None))
+        for at_s in range(3)
+    ]
     figures = rows.make_server_row("demo", blind, 3.0).figures
     assert figures == rows.ServerFigures(running=1, waiting=1)
-    (once,) = working(until_s=0)
+    (once,) = make_working_samples(until_s=0)
     assert rows.make_server_row("demo", [once], 0.0).figures.tokens_per_s is None
 
 
 def test_counters_that_start_anew_give_no_rate() -> None:
     looks = [
-        one(0.0, server_sample=seen(50.0)),
-        one(1.0, server_sample=seen(0.0)),
-        one(2.0, server_sample=seen(1.0)),
+        make_target_sample(0.0, server_sample=make_busy_server_sample(50.0)),
+        make_target_sample(1.0, server_sample=make_busy_server_sample(0.0)),
+        make_target_sample(2.0, server_sample=make_busy_server_sample(1.0)),
     ]
     assert rows.compute_figures(looks[:2]).tokens_per_s is None
     assert rows.compute_figures(looks).tokens_per_s == 100.0
@@ -48,7 +58,12 @@ def test_counters_that_start_anew_give_no_rate() -> None:
 
 def test_rates_are_per_second_however_far_readings_are_apart() -> None:
     looks = [
-        one(at_s, server_sample=seen(at_s) if at_s % 5 == 0 else seen(at_s, metrics=None))
+        make_target_sample(
+            at_s,
+            server_sample=make_busy_server_sample(at_s)
+            if at_s % 5 == 0
+            else make_busy_server_sample(at_s, metrics=None),
+        )
         for at_s in map(float, range(11))
     ]
     assert rows.compute_figures(looks).tokens_per_s == 100.0
@@ -59,7 +74,7 @@ def test_rates_are_per_second_however_far_readings_are_apart() -> None:
 
 
 def test_a_stall_is_a_finding_and_the_state() -> None:
-    row = rows.make_server_row("demo", stalled(), 30.0)
+    row = rows.make_server_row("demo", make_stalled_samples(), 30.0)
     assert (row.state, row.severity) == ("stalled for 22 s", Severity.ERROR)
     assert row.findings[0].code == "engine.no-progress"
     assert len(row.findings) == 2
@@ -67,11 +82,11 @@ def test_a_stall_is_a_finding_and_the_state() -> None:
     assert ranks == sorted(ranks, reverse=True)
 
 
-def test_what_only_stacks_can_decide_is_a_warning() -> None:
+def test_a_stall_that_only_stacks_can_prove_is_a_warning() -> None:
     from vllmops.diagnose.progress import Stall
 
     doubt = Stall("api.no-progress", "api 10", 12.0, "an HTTP request arrived", alternative="work")
-    row = rows.make_server_row("demo", [one(1.0, stalls=(doubt,))], 1.0)
+    row = rows.make_server_row("demo", [make_target_sample(1.0, stalls=(doubt,))], 1.0)
     assert (row.state, row.severity) == ("perhaps stalled for 12 s", Severity.WARNING)
     assert row.findings[0].severity is Severity.WARNING
     assert "stacks" in row.findings[0].evidence
@@ -92,7 +107,7 @@ def test_what_only_stacks_can_decide_is_a_warning() -> None:
         ("S", {}, "idle", None),
     ],
 )
-def test_what_a_process_does(
+def test_process_state_has_a_text_and_a_severity(
     state: str, fields: dict[str, Any] | None, text: str, severity: Severity | None
 ) -> None:
     shown = None if fields is None else pulse("engine", **fields)
@@ -100,10 +115,10 @@ def test_what_a_process_does(
 
 
 def test_a_server_that_drains_says_so() -> None:
-    drains = seen(
+    drains = make_busy_server_sample(
         1.0, health=503, heartbeats=(pulse("api", engine_requests=1, unready="draining"),)
     )
-    row = rows.make_server_row("demo", [one(1.0, server_sample=drains)], 1.0)
+    row = rows.make_server_row("demo", [make_target_sample(1.0, server_sample=drains)], 1.0)
     assert (row.state, row.severity, row.findings) == (
         "ready, draining",
         Severity.WARNING,
@@ -117,14 +132,20 @@ def test_nodes_and_ranks_make_a_tree() -> None:
         for number in range(4)
     )
     row = rows.make_server_row(
-        "demo", [one(1.0, server_sample=seen(1.0, processes=placed, heartbeats=()))], 1.0
+        "demo",
+        [
+            make_target_sample(
+                1.0, server_sample=make_busy_server_sample(1.0, processes=placed, heartbeats=())
+            )
+        ],
+        1.0,
     )
     found = {node.name: [item.ranks for item in node.processes] for node in row.nodes}
     assert found == {"n0": ["TP0", "TP1"], "n1": ["TP2", "TP3"]}
 
 
 def test_a_server_that_starts_fails_or_is_not_reached() -> None:
-    starting = one(1.0, state="starting", stage="loading weights", reason="starting")
+    starting = make_target_sample(1.0, state="starting", stage="loading weights", reason="starting")
     row = rows.make_server_row("demo", [starting], 1.0)
     assert (screen.format_state(row), row.severity, row.gaps) == (
         "starting: loading weights",
@@ -132,22 +153,24 @@ def test_a_server_that_starts_fails_or_is_not_reached() -> None:
         (),
     )
     failed = rows.make_server_row(
-        "demo", [one(1.0, state="failed", reason="it failed: OOM", server_sample=None)], 1.0
+        "demo",
+        [make_target_sample(1.0, state="failed", reason="it failed: OOM", server_sample=None)],
+        1.0,
     )
     assert (failed.state, failed.severity) == ("failed", Severity.ERROR)
     assert failed.gaps == (Gap("demo", "target.over", "it failed: OOM", "vllmops logs demo"),)
     away = rows.make_server_row("x", [unreachable()], 40.0)
     assert (away.state, away.severity) == ("not seen", Severity.ERROR)
     assert away.gaps[0].code == "admin.unreachable"
-    late = rows.make_server_row("x", working(), 40.0)
+    late = rows.make_server_row("x", make_working_samples(), 40.0)
     assert screen.format_state(late) == "ready (seen 10s ago)"
     assert rows.make_server_row("x", [], 1.0).state == "not seen yet"
 
 
 @pytest.mark.parametrize(("state", "text"), [("?", "not reached"), ("", "ended")])
 def test_a_server_whose_processes_are_all_lost_is_not_up(state: str, text: str) -> None:
-    lost = seen(1.0, processes=(process("api", state), process("engine", state)))
-    row = rows.make_server_row("x", [one(1.0, state="", server_sample=lost)], 1.0)
+    lost = make_busy_server_sample(1.0, processes=(process("api", state), process("engine", state)))
+    row = rows.make_server_row("x", [make_target_sample(1.0, state="", server_sample=lost)], 1.0)
     assert (row.state, row.severity) == (text, Severity.ERROR)
 
 
@@ -158,8 +181,8 @@ def test_the_screen_fits_a_small_terminal_and_obeys_no_escape(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", colour)
     output = [
-        rows.make_server_row("demo", working(), 31.0),
-        rows.make_server_row("two", stalled(), 30.0),
+        rows.make_server_row("demo", make_working_samples(), 31.0),
+        rows.make_server_row("two", make_stalled_samples(), 30.0),
         rows.make_server_row("away", [unreachable()], 31.0),
         rows.make_server_row("evil", [hostile()], 1.0),
     ]

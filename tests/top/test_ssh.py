@@ -24,7 +24,7 @@ Opened = Callable[..., Session]
 
 
 @pytest.fixture
-def opened(tmp_path: Path, home: Path) -> Iterator[Opened]:
+def top_over_ssh(tmp_path: Path, home: Path) -> Iterator[Opened]:
     """Runs `vllmops top` over ssh: words, and variables of the other side."""
     folder = tmp_path / "ssh"
     folder.mkdir()
@@ -54,35 +54,37 @@ def tops(home: Path) -> list[psutil.Process]:
     ]
 
 
-def test_servers_are_shown_keys_are_taken_and_q_ends(lab: Any, opened: Opened) -> None:
+def test_servers_are_shown_keys_are_taken_and_q_ends(lab: Any, top_over_ssh: Opened) -> None:
     lab.serve("demo")
     lab.serve("other")
-    session = opened("-t", "demo", "-t", "other")
+    session = top_over_ssh("-t", "demo", "-t", "other")
     session.shows("2 servers")
     session.shows("engine")
     session.type("x")
     session.shows("y runs it, n does not")
     session.type("n")
     session.type("q")
-    assert session.ended() == 0, session.text
+    assert session.wait_for_exit() == 0, session.text
     assert "Traceback" not in session.text
     assert not tops(lab.home)
 
 
 @pytest.mark.parametrize("term", ["vt100", "dumb"])
-def test_without_colour_all_is_grey_and_ctrl_c_ends(lab: Any, opened: Opened, term: str) -> None:
-    session = opened(term=term, NO_COLOR="1")
+def test_without_colour_all_is_grey_and_ctrl_c_ends(
+    lab: Any, top_over_ssh: Opened, term: str
+) -> None:
+    session = top_over_ssh(term=term, NO_COLOR="1")
     session.shows("no vLLM server runs here", bytes_per_s=9600)
     session.type("\x03")
-    assert session.ended() == 0, session.text
+    assert session.wait_for_exit() == 0, session.text
     assert "Traceback" not in session.text
     assert all(red == green == blue for red, green, blue in COLOUR.findall(session.raw))
     assert session.raw.count(b"\x1b[?1049l") == session.raw.count(b"\x1b[?1049h") > 0
 
 
 @pytest.mark.parametrize("before", ["", "trap '' HUP;"])
-def test_a_lost_connection_ends_it(lab: Any, opened: Opened, before: str) -> None:
-    session = opened(before=before)
+def test_a_lost_connection_ends_it(lab: Any, top_over_ssh: Opened, before: str) -> None:
+    session = top_over_ssh(before=before)
     session.shows("no vLLM server runs here")
     assert tops(lab.home)
     session.drop()

@@ -51,8 +51,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             http.fetch_metrics,
         )
         patiently(patch, "timeout_s", *asking)
-        forking = Forking(commands.alone)
-        patch.setattr(commands, "forking", lambda: forking)
+        forking = Forking(commands.become_clean_command)
+        patch.setattr(commands, "get_fork_server", lambda: forking)
         yield place
         forking.close()
 
@@ -73,7 +73,7 @@ def cluster(fleet: Fleet) -> Iterator[Cluster]:
     made.stop()
 
 
-def test_what_names_a_pod() -> None:
+def test_pod_target_is_parsed() -> None:
     text = "k8s:inference/vllm-0"
     assert parse_target(text) == Pod(text, "inference", "vllm-0", 8000)
     assert parse_target(f"{text}:9000") == Pod(f"{text}:9000", "inference", "vllm-0", 9000)
@@ -102,7 +102,7 @@ def test_a_server_in_a_pod(vllmops: Vllmops, fleet: Fleet, cluster: Cluster, fol
     assert (answer.code, answer.error["code"]) == (2, "target.remote")
 
 
-def test_what_is_wrong_with_a_pod_is_told(
+def test_pod_errors_are_explained_with_hints(
     vllmops: Vllmops, fleet: Fleet, cluster: Cluster, folder: Path, tmp_path: Path
 ) -> None:
     environment = cluster.configuration(folder)
@@ -125,7 +125,9 @@ def test_what_is_wrong_with_a_pod_is_told(
 
 
 @pytest.mark.root_only
-def test_nobody_else_reaches_the_pod(cluster: Cluster, folder: Path) -> None:
+def test_forwarded_socket_is_private_and_survives_fd_exhaustion(
+    cluster: Cluster, folder: Path
+) -> None:
     cluster.configuration(folder)
     made = forward.PortForward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
     assert stat.S_IMODE(os.stat(made.path.parent).st_mode) == 0o700
@@ -152,11 +154,11 @@ def test_nobody_else_reaches_the_pod(cluster: Cluster, folder: Path) -> None:
 def test_a_pod_is_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Pod] = []
 
-    def forwarded(pod: Pod) -> SimpleNamespace:
+    def make_forward(pod: Pod) -> SimpleNamespace:
         made.append(pod)
         return SimpleNamespace(path=Path(f"/{len(made)}"))
 
-    monkeypatch.setattr(forward, "PortForward", forwarded)
+    monkeypatch.setattr(forward, "PortForward", make_forward)
     pods = [Pod(name, "a", name, 8000) for name in ("b", "c", "b")]
     first, other, again = map(forward.open_pod_endpoint, pods)
     assert first == again != other

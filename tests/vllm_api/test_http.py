@@ -107,13 +107,13 @@ def test_health(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_server_that_drains_is_not_said_to_be_unhealthy(serve: Serve) -> None:
-    def seen(url: str) -> int | None:
+    def observe_health(url: str) -> int | None:
         port = int(url.rpartition(":")[2])
         server = Server(None, (), host="127.0.0.1", port=port)
         return examine.observe_server(server, 0.0).health
 
-    assert seen(serve(503)) == 503
-    assert seen(serve(503, headers={"Retry-After": "5"})) is None
+    assert observe_health(serve(503)) == 503
+    assert observe_health(serve(503, headers={"Retry-After": "5"})) is None
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_vllm_ends_requests_by_its_own_routes(
     assert http.abort_requests_or_all(serve(posts=posts), ids) == count
 
 
-def test_nobody_there() -> None:
+def test_unreachable_server_has_no_health_or_metrics() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"

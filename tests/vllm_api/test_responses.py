@@ -63,16 +63,16 @@ def hostile() -> Iterator[Hostile]:
         server.close()
 
 
-def asked(
+def query_source(
     place: Endpoint,
     question: Callable[[HttpResponseSource], Awaitable[Any]],
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
-    async def ask() -> Any:
+    async def run_query() -> Any:
         async with HttpResponseSource(place, timeout_s=timeout_s) as server:
             return await question(server)
 
-    return asyncio.run(ask())
+    return asyncio.run(run_query())
 
 
 def refusal(
@@ -81,15 +81,15 @@ def refusal(
     timeout_s: float = TIMEOUT_S,
 ) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        asked(place, question, timeout_s)
+        query_source(place, question, timeout_s)
     return caught.value
 
 
-def one(status: str = "completed") -> Response:
+def make_stored_response(status: str = "completed") -> Response:
     return Response(id="a", owner="", model="", status=status, created_at=0.0, body=b"{}")
 
 
-def whole(content: Any) -> Part:
+def make_json_answer(content: Any) -> Part:
     text = json.dumps(content).encode()
     head = b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(text)
     yield JSON + head + text
@@ -108,19 +108,19 @@ def endless(head: bytes, part: bytes, pause_s: float = 0.0) -> Callable[[], Part
 QUESTIONS: dict[str, Callable[[HttpResponseSource], Awaitable[Any]]] = {
     "list": lambda server: server.list_responses(ResponseQuery()),
     "get": lambda server: server.get("a"),
-    "items": lambda server: server.list_input_items(one()),
-    "events": lambda server: server.read_events(one()),
+    "items": lambda server: server.list_input_items(make_stored_response()),
+    "events": lambda server: server.read_events(make_stored_response()),
     "cancel": lambda server: server.cancel("a"),
     "delete": lambda server: server.delete("a"),
 }
 
 
 @pytest.mark.parametrize("response_id", ["", ".", ".."])
-def test_what_is_no_part_of_a_path_is_no_response(hostile: Hostile, response_id: str) -> None:
+def test_response_id_that_changes_the_path_is_unknown(hostile: Hostile, response_id: str) -> None:
     """The server has routes there, with other answers."""
     endpoint = hostile(lambda: iter([JSON, b"\r\n{}"]))
 
-    async def asked() -> None:
+    async def expect_unknown_response() -> None:
         async with HttpResponseSource(endpoint, timeout_s=TIMEOUT_S) as server:
             with pytest.raises(VllmopsError) as caught:
                 await server.get(response_id)
@@ -128,7 +128,7 @@ def test_what_is_no_part_of_a_path_is_no_response(hostile: Hostile, response_id:
             for change in (server.cancel, server.delete):
                 assert (await change(response_id)).code == "responses.unknown"
 
-    asyncio.run(asked())
+    asyncio.run(expect_unknown_response())
 
 
 @pytest.mark.parametrize("question", QUESTIONS.values(), ids=list(QUESTIONS))
@@ -156,7 +156,11 @@ def test_events_that_trickle_in(hostile: Hostile) -> None:
     place = hostile(endless(EVENTS, EVENT, 0.05))
     assert refusal(place, QUESTIONS["events"], SHORT_S).code == "responses.timeout"
     # Some have come by then, unless this machine was busy.
-    until(lambda: asked(place, lambda server: server.read_events(one("in_progress")), 3.0))
+    until(
+        lambda: query_source(
+            place, lambda server: server.read_events(make_stored_response("in_progress")), 3.0
+        )
+    )
 
 
 @pytest.mark.parametrize("coding", [b"gzip", b"gzip, gzip", b"br"])
@@ -174,7 +178,7 @@ def test_an_answer_in_another_charset(hostile: Hostile, charset: str) -> None:
     assert "woe" in refusal(hostile(lambda: iter([words])), QUESTIONS["list"]).message
 
 
-def listed(number: int, **more: Any) -> dict[str, Any]:
+def make_response_page(number: int, **more: Any) -> dict[str, Any]:
     entry = {"id": f"resp_{number}", "status": "completed", "created_at": 1}
     return {"object": "list", "data": [entry], "has_more": True, "last_id": entry["id"], **more}
 
@@ -184,13 +188,13 @@ def test_lists_without_end(hostile: Hostile, new: bool, monkeypatch: pytest.Monk
     monkeypatch.setattr(responses, "PAGES", 5)
     monkeypatch.setattr(sources, "PAGES", 5)
     numbers = itertools.count()
-    place = hostile(lambda: whole(listed(next(numbers) if new else 1)))
+    place = hostile(lambda: make_json_answer(make_response_page(next(numbers) if new else 1)))
 
-    async def walked(server: HttpResponseSource) -> None:
+    async def read_all_pages(server: HttpResponseSource) -> None:
         async for _ in iterate_pages(server, ResponseQuery()):
             pass
 
-    for question in (QUESTIONS["items"], walked):
+    for question in (QUESTIONS["items"], read_all_pages):
         error = refusal(place, question)
         assert error.code == "responses.refused"
         assert "endlessly" in error.message
@@ -206,14 +210,14 @@ def test_a_server_that_wants_to_be_asked_later(
     head += "Connection: close\r\n\r\n"
     place = hostile(lambda: iter([head.encode("latin-1")]))
     with pytest.raises(StoreUnavailable):
-        asked(
+        query_source(
             place,
             lambda server: retry_while_unavailable(lambda: server.list_responses(ResponseQuery())),
         )
 
 
 def test_figures_of_a_server_without_responses(hostile: Hostile, vllmops: Any) -> None:
-    place = hostile(lambda: whole({"object": "list", "data": []}))
+    place = hostile(lambda: make_json_answer({"object": "list", "data": []}))
     answer = vllmops("responses", "stats", "--json", "-t", place.url)
     assert (answer.code, answer.data["count"]) == (ExitCode.OK, 0)
 

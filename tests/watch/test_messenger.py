@@ -37,7 +37,7 @@ EVENT = WatchEvent(
 )
 
 
-def told(receiver: Callable[[WatchEvent], None]) -> tuple[str, str]:
+def catch_send_error(receiver: Callable[[WatchEvent], None]) -> tuple[str, str]:
     with pytest.raises(VllmopsError) as caught:
         receiver(EVENT)
     return caught.value.code, caught.value.message
@@ -92,11 +92,11 @@ def test_a_command_that_is_none(command: str) -> None:
 def test_a_command_that_fails_or_can_not_be_run(tmp_path: Path) -> None:
     # Its arguments may hold a token, and this is logged.
     hook = CommandHook("sh -c 'exit 7' --token secret")
-    assert told(hook) == ("watch.hook", "the command 'sh' ended with 7")
+    assert catch_send_error(hook) == ("watch.hook", "the command 'sh' ended with 7")
     script = tmp_path / "hook"
     script.write_text("#!/no/such/interpreter\n")
     script.chmod(0o755)
-    code, message = told(CommandHook(str(script)))
+    code, message = catch_send_error(CommandHook(str(script)))
     assert (code, "can't be run" in message) == ("watch.hook", True)
 
 
@@ -106,16 +106,16 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(tmp_path: Path) -> 
     for limit_s in (0.5, 5.0, 50.0):
         # It holds our end of no pipe: its child has its output.
         hook = CommandHook(f"sh -c 'sleep 600 & echo $$ $! > {pids}; wait'", limit_s=limit_s)
-        code, message = told(hook)
+        code, message = catch_send_error(hook)
         assert (code, f"killed after {limit_s:g} s" in message) == ("watch.hook", True)
         if pids.read_text():  # on a busy machine it may not have come so far
             break
     assert pids.read_text()
     for pid in map(int, pids.read_text().split()):
-        until(lambda pid=pid: not alive(pid))  # type: ignore[misc]
+        until(lambda pid=pid: not is_pid_alive(pid))  # type: ignore[misc]
 
 
-def alive(pid: int) -> bool:
+def is_pid_alive(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -179,28 +179,30 @@ def test_a_url_is_posted_to(receive: Callable[..., Receiver]) -> None:
     )
 
 
-def test_what_may_pass_is_tried_again_and_not_for_ever(receive: Callable[..., Receiver]) -> None:
+def test_webhook_retries_temporary_errors_a_limited_number_of_times(
+    receive: Callable[..., Receiver],
+) -> None:
     receiver = receive(503, 429, 200)
     Webhook(receiver.url, pause_s=0.01)(EVENT)
     assert len(receiver.got) == 3
     receiver = receive(*[500] * 9)
-    code, message = told(Webhook(receiver.url, pause_s=0.01))
+    code, message = catch_send_error(Webhook(receiver.url, pause_s=0.01))
     assert (code, len(receiver.got)) == ("watch.webhook", messenger.TRIES)
     assert "it answered 500" in message
     assert "secret" not in message
     receiver = receive(404)
-    assert "404" in told(Webhook(receiver.url, pause_s=0.01))[1]
+    assert "404" in catch_send_error(Webhook(receiver.url, pause_s=0.01))[1]
     assert len(receiver.got) == 1
 
 
-def test_nobody_there_and_one_who_takes_too_long(
+def test_webhook_reports_refused_connections_and_timeouts(
     receive: Callable[..., Receiver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "ConnectError" in told(Webhook("http://127.0.0.1:1/x", pause_s=0.01))[1]
+    assert "ConnectError" in catch_send_error(Webhook("http://127.0.0.1:1/x", pause_s=0.01))[1]
     monkeypatch.setattr(messenger, "POST_S", 0.1)
     monkeypatch.setattr(messenger, "TRIES", 2)
     # Which part of it takes too long, the machine decides.
-    assert "Timeout" in told(Webhook(receive(silent=True).url, pause_s=0.01))[1]
+    assert "Timeout" in catch_send_error(Webhook(receive(silent=True).url, pause_s=0.01))[1]
 
 
 @pytest.mark.parametrize("url", ["", "nonsense", "ftp://x/y", "http://", "file:///etc/passwd"])
@@ -211,7 +213,7 @@ def test_a_url_that_is_none(url: str) -> None:
 
 
 @ENDED
-def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
+def test_events_are_sent_in_order_without_blocking_the_caller() -> None:
     order: list[int] = []
     trouble: list[str] = []
     gate = threading.Event()
@@ -220,12 +222,12 @@ def test_nobody_waits_for_what_is_told_and_all_of_it_is_in_order() -> None:
         gate.wait()
         order.append(event.number)
 
-    def broken(event: WatchEvent) -> None:
+    def fail_to_send(event: WatchEvent) -> None:
         if event.number == 1:
             raise VllmopsError("watch.hook", "no luck")
         raise ZeroDivisionError("nobody foresaw it")
 
-    carrier = Messenger([broken, slow], trouble.append)
+    carrier = Messenger([fail_to_send, slow], trouble.append)
     for number in range(3):
         carrier.send(
             WatchEvent(event="stalled", happened_at=0.0, server="demo", text="", number=number)
@@ -270,9 +272,7 @@ def end(messenger: Messenger) -> None:
 
 
 @ENDED
-def test_what_is_no_text_is_told_as_an_escape(
-    tmp_path: Path, receive: Callable[..., Receiver]
-) -> None:
+def test_surrogates_are_sent_as_escapes(tmp_path: Path, receive: Callable[..., Receiver]) -> None:
     """A model's path may have any bytes, as may what a client has sent."""
     receiver, trouble = receive(), list[str]()
     hook = CommandHook(f"sh -c 'cat > {tmp_path}/got'")

@@ -87,11 +87,11 @@ def test_a_collector_that_is_gone_is_reported_in_time(
     calls: list[object] = []
     connect = socket.socket.connect
 
-    def counted(self: socket.socket, address: Any) -> None:
+    def record_connect(self: socket.socket, address: Any) -> None:
         calls.append(address)
         connect(self, address)
 
-    monkeypatch.setattr(socket.socket, "connect", counted)
+    monkeypatch.setattr(socket.socket, "connect", record_connect)
     with pytest.raises(VllmopsError) as error:
         send(STALLED)
     assert error.value.code == "watch.otlp"
@@ -110,11 +110,13 @@ def test_a_collector_that_is_gone_is_reported_in_time(
         {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x"},
     ],
 )
-def test_nothing_is_sent_where_no_collector_is_named(environment: dict[str, str]) -> None:
+def test_otlp_is_off_without_a_configured_collector(environment: dict[str, str]) -> None:
     assert otlp.make_otlp_sender(environment) is None
 
 
-def test_what_can_not_be_used_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_protocol_and_a_missing_package_are_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     named = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}
     with pytest.raises(VllmopsError, match="none of grpc, http"):
         otlp.make_otlp_sender({**named, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})

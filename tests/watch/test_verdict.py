@@ -18,7 +18,7 @@ from vllmops.watch.verdict import LONG_S, is_computing
 from vllmops.watch.watch import Watch, WatchPlan
 from vllmops.watch.watched import ServerPhase
 
-from .test_watch import FOLDER, Scene, beat, blind, idle, look, stuck, well
+from .test_watch import FOLDER, Scene, beat, blind, idle, make_server_sample, stuck, well
 
 SPIN = Path(__file__).parents[1] / "diagnose/stacks/mm-cache-eviction-spin.txt"
 
@@ -40,7 +40,9 @@ class Said(NamedTuple):
     verdict: ProbeResult
 
 
-def published(scene: Scene, for_s: float = 120.0, *, swapping: bool = False) -> list[Said]:
+def collect_probe_results(
+    scene: Scene, for_s: float = 120.0, *, swapping: bool = False
+) -> list[Said]:
     words: list[Said] = []
     Watch(
         scene,
@@ -54,13 +56,13 @@ def published(scene: Scene, for_s: float = 120.0, *, swapping: bool = False) -> 
     return words
 
 
-def at(words: list[Said], seconds: float) -> ProbeResult:
+def get_result_at(words: list[Said], seconds: float) -> ProbeResult:
     """The last one until then."""
     return [item.verdict for item in words if item.at <= seconds][-1]
 
 
-def resting(why: str, role: str = "engine") -> Any:
-    def seen(at_s: float) -> Any:
+def make_unready_sampler(why: str, role: str = "engine") -> Any:
+    def make_unready_sample(at_s: float) -> Any:
         pulses = [
             msgspec.structs.replace(
                 pulse, heartbeat=msgspec.structs.replace(pulse.heartbeat, unready=why)
@@ -69,9 +71,9 @@ def resting(why: str, role: str = "engine") -> Any:
             else pulse
             for pulse in stuck(20.0)(at_s).heartbeats
         ]
-        return look(at_s, heartbeats=tuple(pulses))
+        return make_server_sample(at_s, heartbeats=tuple(pulses))
 
-    return seen
+    return make_unready_sample
 
 
 def hangs() -> Any:
@@ -86,10 +88,10 @@ def hangs() -> Any:
     return parse_stacks(text).samples * 3
 
 
-def busy(state: str = "R", share: float = 1.0) -> Any:
+def make_busy_worker_sampler(state: str = "R", share: float = 1.0) -> Any:
     """An engine that stands while its worker computes."""
 
-    def seen(at_s: float) -> Any:
+    def make_busy_worker_sample(at_s: float) -> Any:
         found = stuck(20.0)(at_s)
         states = tuple(
             msgspec.structs.replace(process, cpu_s=share * at_s, state=state)
@@ -99,20 +101,20 @@ def busy(state: str = "R", share: float = 1.0) -> Any:
         )
         return msgspec.structs.replace(found, processes=states)
 
-    return seen
+    return make_busy_worker_sample
 
 
-def starved(turn_s: float, share: float = 0.02) -> Any:
+def make_starved_worker_sampler(turn_s: float, share: float = 0.02) -> Any:
     """The same where others have the processors nearly all the time; it runs so long at once."""
 
-    def seen(at_s: float) -> Any:
+    def make_starved_worker_sample(at_s: float) -> Any:
         ran_s = share * at_s
         turns = ThreadTimeslices(ran_s, 0.8 * at_s, int(ran_s / turn_s))
-        found = busy("S", share)(at_s)
+        found = make_busy_worker_sampler("S", share)(at_s)
         states = tuple(msgspec.structs.replace(state, main=turns) for state in found.processes)
         return msgspec.structs.replace(found, processes=states)
 
-    return seen
+    return make_starved_worker_sample
 
 
 def forward(*inner: str) -> Any:
@@ -131,7 +133,7 @@ def forward(*inner: str) -> Any:
     return parse_stacks(text).samples * 3
 
 
-def recorded(tokens: int, pid: int = 20, **fields: Any) -> StepsRecording:
+def make_recording(tokens: int, pid: int = 20, **fields: Any) -> StepsRecording:
     """An engine's short steps, and one of so many tokens that does not end."""
     known: dict[str, Any] = {
         "steps": 1,
@@ -153,22 +155,25 @@ def recorded(tokens: int, pid: int = 20, **fields: Any) -> StepsRecording:
 
 @pytest.mark.parametrize(
     ("looks", "stacks"),
-    [(busy("S", 0.02), hangs()), (starved(0.00005), hangs())],
+    [
+        (make_busy_worker_sampler("S", 0.02), hangs()),
+        (make_starved_worker_sampler(0.00005), hangs()),
+    ],
     ids=["blocked", "it only wakes up to look"],
 )
 def test_stacks_of_what_does_not_compute_are_a_proof(looks: Any, stacks: Any) -> None:
-    words = published(Scene(looks, stacks=stacks))
+    words = collect_probe_results(Scene(looks, stacks=stacks))
     assert min(item.at for item in words if not item.verdict.live) <= 20 + 30
 
 
 @pytest.mark.parametrize(
     ("looks", "stacks"),
     [
-        (starved(0.003), hangs()),
-        (starved(0.00005, 0.0001), hangs()),
-        (starved(0.00005, 0.0001), parse_stacks(SPIN.read_text()).samples * 3),
-        (busy("R", 0.0), parse_stacks(SPIN.read_text()).samples * 3),
-        (busy(), parse_stacks(WAITING).samples * 3),
+        (make_starved_worker_sampler(0.003), hangs()),
+        (make_starved_worker_sampler(0.00005, 0.0001), hangs()),
+        (make_starved_worker_sampler(0.00005, 0.0001), parse_stacks(SPIN.read_text()).samples * 3),
+        (make_busy_worker_sampler("R", 0.0), parse_stacks(SPIN.read_text()).samples * 3),
+        (make_busy_worker_sampler(), parse_stacks(WAITING).samples * 3),
     ],
     ids=[
         "gets little",
@@ -179,23 +184,25 @@ def test_stacks_of_what_does_not_compute_are_a_proof(looks: Any, stacks: Any) ->
     ],
 )
 def test_stacks_of_what_would_compute_are_none(looks: Any, stacks: Any) -> None:
-    words = published(Scene(looks, stacks=stacks))
-    assert not at(words, 60).ready
+    words = collect_probe_results(Scene(looks, stacks=stacks))
+    assert not get_result_at(words, 60).ready
     assert all(item.verdict.live for item in words)
 
 
 def test_a_process_that_has_left_is_none_that_computes() -> None:
     """The verdict on an engine that waits is about its workers, as they were seen last."""
 
-    def leaving(at_s: float) -> Any:
+    def make_exiting_process_sample(at_s: float) -> Any:
         found = stuck(20.0)(at_s)
         gone = ProcessState(role="other", pid=99, create_time=1.0, state="S")
         there = (*found.processes, *([gone] if at_s < 30 else []))
         return msgspec.structs.replace(found, processes=there)
 
-    looks = tuple(map(leaving, (26.0, 28.0, 30.0)))
+    looks = tuple(map(make_exiting_process_sample, (26.0, 28.0, 30.0)))
     snapshot = msgspec.structs.replace(
-        Scene(leaving).take_snapshot([], 10.0, threading.Event(), needs_all_evidence=True),
+        Scene(make_exiting_process_sample).take_snapshot(
+            [], 10.0, threading.Event(), needs_all_evidence=True
+        ),
         samples=looks,
     )
     names_nobody = SimpleNamespace(subject="the server")
@@ -204,9 +211,11 @@ def test_a_process_that_has_left_is_none_that_computes() -> None:
 
 @pytest.mark.parametrize("state", ["R", "S"])
 def test_a_step_that_is_too_long_for_its_size_is_not_live(state: str) -> None:
-    seen = busy(state, 1.0 if state == "R" else 0.0)
+    seen = make_busy_worker_sampler(state, 1.0 if state == "R" else 0.0)
     gpu = Gpu(index=0, utilization=1.0)
-    words = published(Scene(seen, stacks=forward(), recordings=[recorded(10)], gpus=[gpu]))
+    words = collect_probe_results(
+        Scene(seen, stacks=forward(), recordings=[make_recording(10)], gpus=[gpu])
+    )
     (red, *_) = [item for item in words if not item.verdict.live]
     assert red.at <= 20 + 30
     assert "step 7 with 10 tokens has not ended" in red.verdict.reason
@@ -215,10 +224,13 @@ def test_a_step_that_is_too_long_for_its_size_is_not_live(state: str) -> None:
 @pytest.mark.parametrize(
     ("scene", "why"),
     [
-        ({"recordings": [recorded(1150)]}, "a long prompt"),
+        ({"recordings": [make_recording(1150)]}, "a long prompt"),
         ({"recordings": []}, "no recording"),
-        ({"recordings": [recorded(10), recorded(1150, 21)]}, "another rank has a long prompt"),
-        ({"recordings": [recorded(10, deferred=1)]}, "a transfer"),
+        (
+            {"recordings": [make_recording(10), make_recording(1150, 21)]},
+            "another rank has a long prompt",
+        ),
+        ({"recordings": [make_recording(10, deferred=1)]}, "a transfer"),
         ({"stacks": ()}, "no stacks"),
         ({"stacks": forward("make_cubin (triton/backends/nvidia/compiler.py:1)")}, "it compiles"),
         ({"stacks": forward("load_binary (triton/compiler/compiler.py:1)")}, "it loads"),
@@ -226,35 +238,46 @@ def test_a_step_that_is_too_long_for_its_size_is_not_live(state: str) -> None:
             {"stacks": forward("_execute_mm_encoder (vllm/v1/worker/gpu_model_runner.py:1)")},
             "image",
         ),
-        ({"looks": busy(share=0.05)}, "others have the processors"),
-        ({"looks": starved(0.003)}, "others have them all the time"),
-        ({"looks": busy("D", 0.0)}, "it waits for a disk"),
-        ({"looks": busy("?", 0.0)}, "it is on another machine"),
-        ({"looks": busy("?")}, "it was on another machine"),
+        ({"looks": make_busy_worker_sampler(share=0.05)}, "others have the processors"),
+        ({"looks": make_starved_worker_sampler(0.003)}, "others have them all the time"),
+        ({"looks": make_busy_worker_sampler("D", 0.0)}, "it waits for a disk"),
+        ({"looks": make_busy_worker_sampler("?", 0.0)}, "it is on another machine"),
+        ({"looks": make_busy_worker_sampler("?")}, "it was on another machine"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_may_be_work_is_live_for_two_minutes(scene: dict[str, Any], why: str) -> None:
-    known = {"looks": busy(), "stacks": forward(), "recordings": [recorded(10)], **scene}
-    words = published(Scene(**known), for_s=20 + LONG_S + 40)
-    assert at(words, 20 + LONG_S - 5).live
-    assert not at(words, 20 + LONG_S + 35).live
+def test_an_engine_that_may_be_working_stays_live_for_two_minutes(
+    scene: dict[str, Any], why: str
+) -> None:
+    known = {
+        "looks": make_busy_worker_sampler(),
+        "stacks": forward(),
+        "recordings": [make_recording(10)],
+        **scene,
+    }
+    words = collect_probe_results(Scene(**known), for_s=20 + LONG_S + 40)
+    assert get_result_at(words, 20 + LONG_S - 5).live
+    assert not get_result_at(words, 20 + LONG_S + 35).live
 
 
-def test_nothing_computes_and_nothing_is_waited_for() -> None:
-    words = published(Scene(busy("S", 0.0), stacks=forward(), recordings=[recorded(1150)]))
+def test_a_stalled_engine_without_cpu_use_is_dead_within_30_s() -> None:
+    words = collect_probe_results(
+        Scene(
+            make_busy_worker_sampler("S", 0.0), stacks=forward(), recordings=[make_recording(1150)]
+        )
+    )
     (red, *_) = [item for item in words if not item.verdict.live]
     assert red.at <= 20 + 30
 
 
-def test_all_is_well() -> None:
-    words = published(Scene())
+def test_a_healthy_server_is_live_ready_and_started() -> None:
+    words = collect_probe_results(Scene())
     assert {item.verdict for item in words} == {ProbeResult(live=True, ready=True, started=True)}
     assert len(words) >= 60  # each look
 
 
 def test_a_proven_stall_is_not_live_once_the_evidence_is_kept() -> None:
-    words = published(Scene(stuck(20.0, until_s=80.0), stacks=hangs()))
+    words = collect_probe_results(Scene(stuck(20.0, until_s=80.0), stacks=hangs()))
     (first, *_) = [item for item in words if not item.verdict.ready]
     assert first.at <= 34  # before the evidence is collected
     assert first.verdict.live
@@ -262,90 +285,94 @@ def test_a_proven_stall_is_not_live_once_the_evidence_is_kept() -> None:
     (red, *_) = [item for item in words if not item.verdict.live]
     assert red.at <= 20 + 30
     assert red.verdict.evidence == "bundles/1.tar.gz"
-    assert at(words, 78).live is False
-    assert at(words, 90) == ProbeResult(live=True, ready=True, started=True)
+    assert get_result_at(words, 78).live is False
+    assert get_result_at(words, 90) == ProbeResult(live=True, ready=True, started=True)
 
 
-def test_what_computes_proves_nothing_by_its_stacks() -> None:
+def test_equal_stacks_prove_no_hang_while_processes_compute() -> None:
     """A step of a long prompt stays at one place, too; a known defect is one all the same."""
 
-    def computing(at_s: float) -> Any:
+    def make_computing_sample(at_s: float) -> Any:
         seen = stuck(20.0)(at_s)
         states = tuple(
             msgspec.structs.replace(process, cpu_s=0.5 * at_s) for process in seen.processes
         )
         return msgspec.structs.replace(seen, processes=states)
 
-    words = published(Scene(computing, stacks=hangs()), for_s=20 + LONG_S + 40)
-    assert not at(words, 60).ready
-    assert at(words, 20 + LONG_S - 5).live
-    assert not at(words, 20 + LONG_S + 35).live
+    words = collect_probe_results(
+        Scene(make_computing_sample, stacks=hangs()), for_s=20 + LONG_S + 40
+    )
+    assert not get_result_at(words, 60).ready
+    assert get_result_at(words, 20 + LONG_S - 5).live
+    assert not get_result_at(words, 20 + LONG_S + 35).live
     spins = parse_stacks(SPIN.read_text()).samples * 3
-    words = published(Scene(computing, stacks=spins))
-    assert not at(words, 20 + 30).live
+    words = collect_probe_results(Scene(make_computing_sample, stacks=spins))
+    assert not get_result_at(words, 20 + 30).live
 
 
 def test_without_evidence_or_proof_it_stays_live() -> None:
-    words = published(Scene(stuck(20.0), stacks=hangs(), disk_full=True))
+    words = collect_probe_results(Scene(stuck(20.0), stacks=hangs(), disk_full=True))
     assert all(item.verdict.live for item in words)
-    assert not at(words, 60).ready
+    assert not get_result_at(words, 60).ready
     # No proof by the stacks: a step of a long prompt looks the same.
-    words = published(Scene(stuck(20.0)), for_s=20 + LONG_S + 40)
-    assert at(words, 20 + LONG_S - 5).live
-    assert not at(words, 60).ready
-    assert not at(words, 20 + LONG_S + 35).live
+    words = collect_probe_results(Scene(stuck(20.0)), for_s=20 + LONG_S + 40)
+    assert get_result_at(words, 20 + LONG_S - 5).live
+    assert not get_result_at(words, 60).ready
+    assert not get_result_at(words, 20 + LONG_S + 35).live
 
 
 def test_a_machine_that_swaps_proves_nothing() -> None:
-    words = published(Scene(stuck(20.0), stacks=hangs()), for_s=400, swapping=True)
+    words = collect_probe_results(Scene(stuck(20.0), stacks=hangs()), for_s=400, swapping=True)
     assert all(item.verdict.live for item in words)
-    assert not at(words, 60).ready
+    assert not get_result_at(words, 60).ready
 
 
 @pytest.mark.parametrize("why", ["draining", "paused", "asleep"])
-def test_what_somebody_wants_is_not_dead(why: str) -> None:
-    words = published(Scene(resting(why), stacks=hangs()), for_s=400)
+def test_an_engine_that_drains_pauses_or_sleeps_is_live_but_not_ready(why: str) -> None:
+    words = collect_probe_results(Scene(make_unready_sampler(why), stacks=hangs()), for_s=400)
     assert all(item.verdict.live for item in words)
     assert not any(item.verdict.ready for item in words)
-    assert why in at(words, 10).reason
+    assert why in get_result_at(words, 10).reason
 
 
 def test_a_store_that_refuses_is_not_ready_and_excuses_no_stall() -> None:
     why = "its store is unavailable"
-    words = published(Scene(resting(why, "api"), stacks=hangs()), for_s=100)
-    assert at(words, 10) == ProbeResult(live=True, ready=False, started=True, reason=why)
-    assert not at(words, 90).live
+    words = collect_probe_results(
+        Scene(make_unready_sampler(why, "api"), stacks=hangs()), for_s=100
+    )
+    assert get_result_at(words, 10) == ProbeResult(live=True, ready=False, started=True, reason=why)
+    assert not get_result_at(words, 90).live
 
 
 def test_a_doubtful_stall_is_not_told_before_it_is_confirmed() -> None:
     scene = Scene(lambda at_s: blind(at_s) if at_s >= 20 else well(at_s), stacks=[idle()] * 3)
-    assert all(item.verdict.ready for item in published(scene, for_s=300))
+    assert all(item.verdict.ready for item in collect_probe_results(scene, for_s=300))
 
 
 def test_a_life() -> None:
     phases = {30.0: ServerPhase.OVER}
-    words = published(Scene(phases=phases, final=True))
-    assert at(words, 10).ready
-    assert at(words, 40) == ProbeResult(
+    words = collect_probe_results(Scene(phases=phases, final=True))
+    assert get_result_at(words, 10).ready
+    assert get_result_at(words, 40) == ProbeResult(
         live=False, ready=False, started=False, reason="it has failed"
     )
 
     def loads(at_s: float) -> Any:
         if at_s >= 40:
             return well(at_s)
-        return look(at_s, heartbeats=(beat("api"), beat("engine")))
+        return make_server_sample(at_s, heartbeats=(beat("api"), beat("engine")))
 
-    words = published(Scene(loads))
-    assert at(words, 30) == ProbeResult(
+    words = collect_probe_results(Scene(loads))
+    assert get_result_at(words, 30) == ProbeResult(
         live=True, ready=False, started=False, reason="it is starting: it does not answer yet"
     )
-    assert at(words, 50).ready
+    assert get_result_at(words, 50).ready
 
 
 def test_a_lost_node_is_not_ready() -> None:
     scene = Scene()
     scene.note = "node b does not answer"
-    (verdict,) = {item.verdict for item in published(scene)}
+    (verdict,) = {item.verdict for item in collect_probe_results(scene)}
     assert verdict == ProbeResult(
         live=True, ready=False, started=True, reason="node b does not answer"
     )

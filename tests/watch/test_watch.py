@@ -53,7 +53,7 @@ def beat(role: str, **fields: Any) -> ProcessHeartbeat:
     return ProcessHeartbeat(role=role, pid=PIDS[role], age_s=0.5, heartbeat=shown)
 
 
-def look(at_s: float, still_s: float = 0.0, **fields: Any) -> ServerSample:
+def make_server_sample(at_s: float, still_s: float = 0.0, **fields: Any) -> ServerSample:
     waiting = 1 if still_s else 0
     pulses = (
         beat("api", engine_requests=waiting, loop_s=0.0),
@@ -67,17 +67,19 @@ def look(at_s: float, still_s: float = 0.0, **fields: Any) -> ServerSample:
 
 
 def well(at_s: float) -> ServerSample:
-    return look(at_s)
+    return make_server_sample(at_s)
 
 
 def stuck(since_s: float, until_s: float = float("inf")) -> Look_:
     """An engine that stands from one moment to another."""
-    return lambda at_s: look(at_s, at_s - since_s if since_s <= at_s < until_s else 0.0)
+    return lambda at_s: make_server_sample(
+        at_s, at_s - since_s if since_s <= at_s < until_s else 0.0
+    )
 
 
 def blind(at_s: float) -> ServerSample:
     """A server without agents whose gauge says that a request runs."""
-    return look(at_s, heartbeats=(), metrics=Metrics(running=1, tokens=5))
+    return make_server_sample(at_s, heartbeats=(), metrics=Metrics(running=1, tokens=5))
 
 
 def idle() -> StacksSnapshot:
@@ -214,7 +216,7 @@ class Scene:
         )
         return HealResult([one], [], [])
 
-    def beside(self, work: Callable[[], HealResult]) -> Future[HealResult]:
+    def run_sweep(self, work: Callable[[], HealResult]) -> Future[HealResult]:
         done: Future[HealResult] = Future()
         done.set_result(work())
         return done
@@ -247,7 +249,7 @@ def sample(*, ghosts: bool) -> CacheSample:
     return CacheSample(taken_at=1.0, processes=[process], gaps=[], quiet=False)
 
 
-def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[WatchEvent]:
+def run_watch(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[WatchEvent]:
     """What a watch of it tells."""
     shown: list[WatchEvent] = []
     whole = WatchPlan(FOLDER, for_s=for_s, **plan)
@@ -257,7 +259,7 @@ def watched(scene: Scene, for_s: float = 120.0, **plan: Any) -> list[WatchEvent]
         shown.append,
         now=lambda: scene.time,
         wait=scene.pass_,
-        call_in_background=scene.beside,
+        call_in_background=scene.run_sweep,
     ).run()
     assert list(diary.events) == shown
     return shown
@@ -267,16 +269,16 @@ def kinds(shown: Sequence[WatchEvent]) -> list[str]:
     return [item.event for item in shown]
 
 
-def test_all_is_well() -> None:
+def test_a_healthy_server_causes_no_events() -> None:
     scene = Scene()
-    assert watched(scene, for_s=600) == []
+    assert run_watch(scene, for_s=600) == []
     assert scene.time == 600
     assert (scene.asked, scene.captured) == ([0.0], [])
 
 
 def test_a_stall_is_captured_told_and_told_to_be_over() -> None:
     scene = Scene(stuck(20.0, until_s=60.0))
-    stalled, recovered = shown = watched(scene)
+    stalled, recovered = shown = run_watch(scene)
     assert kinds(shown) == ["stalled", "recovered"]
     assert 30 <= scene.captured[0] <= 34
     assert scene.done == ["save"]
@@ -301,7 +303,7 @@ def test_a_stall_names_the_rank_that_is_stuck_and_who_waits_for_it() -> None:
         f"    all_reduce (vllm/distributed/parallel_state.py:520)\n{loop}"
         for rank, deep in enumerate((inside, ""))
     )
-    stalled, *_ = watched(Scene(stuck(20.0), stacks=parse_stacks(text).samples * 3))
+    stalled, *_ = run_watch(Scene(stuck(20.0), stacks=parse_stacks(text).samples * 3))
     assert (stalled.subject, stalled.victims) == ("Worker_TP1 21", ("Worker_TP0 20",))
     assert "  waiting for it: Worker_TP0 20" in render_event(stalled)
 
@@ -311,29 +313,29 @@ def test_each_stall_is_captured_once() -> None:
         return stuck(200.0)(at_s) if at_s >= 200 else stuck(20.0, until_s=150.0)(at_s)
 
     scene = Scene(twice)
-    shown = watched(scene, for_s=600)
+    shown = run_watch(scene, for_s=600)
     assert kinds(shown) == ["stalled", "recovered", "stalled"]
     assert [item.number for item in shown] == [1, 1, 2]
     assert len(scene.captured) == 2
 
 
-def test_one_that_is_over_before_it_is_told() -> None:
+def test_a_stall_that_ends_during_its_capture_is_still_reported() -> None:
     scene = Scene(stuck(0.0, until_s=12.0), takes_s=20.0)
-    assert kinds(watched(scene)) == ["stalled", "recovered"]
+    assert kinds(run_watch(scene)) == ["stalled", "recovered"]
 
 
 def test_once_ends_with_the_first_stall() -> None:
     scene = Scene(stuck(20.0))
-    assert kinds(watched(scene, once=True)) == ["stalled"]
+    assert kinds(run_watch(scene, once=True)) == ["stalled"]
     assert scene.time < 40
     scene = Scene()
-    assert watched(scene, for_s=60, once=True) == []
+    assert run_watch(scene, for_s=60, once=True) == []
     assert scene.time == 60
 
 
 def test_a_full_disk_is_told_and_watching_goes_on() -> None:
     scene = Scene(stuck(20.0, until_s=60.0), disk_full=True)
-    trouble, stalled, recovered = shown = watched(scene, restart=True)[:3]
+    trouble, stalled, recovered = shown = run_watch(scene, restart=True)[:3]
     assert kinds(shown) == ["trouble", "stalled", "trouble"]
     assert "the disk is full" in trouble.text
     assert trouble.next_step
@@ -344,16 +346,16 @@ def test_a_full_disk_is_told_and_watching_goes_on() -> None:
 
 def test_a_restart_only_when_asked_for_and_after_the_evidence() -> None:
     scene = Scene(stuck(20.0))
-    watched(scene)
+    run_watch(scene)
     assert scene.done == ["save"]
     scene = Scene(stuck(20.0))
-    assert kinds(watched(scene, restart=True)) == ["stalled", "restarting"]
+    assert kinds(run_watch(scene, restart=True)) == ["stalled", "restarting"]
     assert scene.done == ["save", "restart"]
 
 
 def test_no_restart_of_what_goes_on_while_the_evidence_is_taken() -> None:
     scene = Scene(stuck(10.0, until_s=24.5), takes_s=12.0)
-    assert kinds(watched(scene, restart=True)) == ["stalled", "recovered"]
+    assert kinds(run_watch(scene, restart=True)) == ["stalled", "recovered"]
     assert scene.done == ["save"]
 
 
@@ -399,7 +401,7 @@ def test_no_restart_of_what_has_changed_while_a_receiver_took_its_time(how: str)
     assert scene.done == ["save"]
 
 
-def test_what_is_told_has_gone_out_before_a_restart() -> None:
+def test_events_are_flushed_before_a_restart() -> None:
     scene = Scene(stuck(20.0))
     plan = WatchPlan(FOLDER, for_s=60, restart=True)
     Watch(
@@ -415,7 +417,7 @@ def test_what_is_told_has_gone_out_before_a_restart() -> None:
 
 def test_a_repair_that_the_evidence_proves() -> None:
     scene = Scene(stuck(20.0), ghosts=True)
-    shown = watched(scene, repair=True, restart=True)
+    shown = run_watch(scene, repair=True, restart=True)
     # It goes on, so there is nothing to restart.
     assert kinds(shown) == ["stalled", "repaired", "recovered"]
     assert scene.done == ["save", "repair"]
@@ -423,7 +425,7 @@ def test_a_repair_that_the_evidence_proves() -> None:
     assert "mm-cache.ghost-keys" in shown[0].findings
     # Not without being asked, nor without a proof.
     for scene, request in ((Scene(stuck(20.0), ghosts=True), False), (Scene(stuck(20.0)), True)):
-        assert kinds(watched(scene, repair=request)) == ["stalled"]
+        assert kinds(run_watch(scene, repair=request)) == ["stalled"]
         assert scene.done == ["save"]
 
 
@@ -438,41 +440,52 @@ def test_a_repair_that_does_not_help_is_followed_by_a_restart() -> None:
 
     scene.repair_caches = in_vain  # type: ignore[method-assign]
     began = scene.time
-    assert kinds(watched(scene, repair=True, restart=True)) == ["stalled", "repaired", "restarting"]
+    assert kinds(run_watch(scene, repair=True, restart=True)) == [
+        "stalled",
+        "repaired",
+        "restarting",
+    ]
     assert scene.done == ["save", "repair", "restart"]
     assert scene.time - began > MENDING_S
 
 
 def test_a_stall_is_healed_once_its_evidence_is_kept() -> None:
     scene = Scene(stuck(20.0), curable=True)
-    events = watched(scene, heal=True, restart=True)
+    events = run_watch(scene, heal=True, restart=True)
     assert kinds(events) == ["stalled", "healed", "recovered"]
     assert scene.done == ["save", "heal"]
     assert events[1].text == "demo: admission, engine 20, a: too large; x"
 
 
-def test_what_can_not_be_healed_is_tried_a_few_times_and_restarted_if_that_may_be() -> None:
+def test_failed_healing_is_retried_or_followed_by_a_restart() -> None:
     scene = Scene(stuck(20.0))
-    assert kinds(watched(scene, for_s=600, heal=True)) == ["stalled", "healed", "healed", "healed"]
+    assert kinds(run_watch(scene, for_s=600, heal=True)) == [
+        "stalled",
+        "healed",
+        "healed",
+        "healed",
+    ]
     assert scene.done == ["save", "heal", "heal", "heal"]
     scene = Scene(stuck(20.0))
-    watched(scene, heal=True, restart=True)
+    run_watch(scene, heal=True, restart=True)
     assert scene.done[:3] == ["save", "heal", "restart"]
 
 
 def uploads(looks: Look_) -> Look_:
     """A server as elsewhere, in which at any time a slow upload has been for some seconds."""
 
-    def seen(at_s: float) -> ServerSample:
+    def make_upload_sample(at_s: float) -> ServerSample:
         api, *others = looks(at_s).heartbeats
         taking = msgspec.structs.replace(api.heartbeat, monotonic=at_s, rendering_s=5.0 + at_s % 4)
-        return look(at_s, heartbeats=(msgspec.structs.replace(api, heartbeat=taking), *others))
+        return make_server_sample(
+            at_s, heartbeats=(msgspec.structs.replace(api, heartbeat=taking), *others)
+        )
 
-    return seen
+    return make_upload_sample
 
 
 def test_a_stall_is_over_however_slow_the_uploads_are_that_go_on() -> None:
-    stalled, recovered = shown = watched(Scene(uploads(stuck(20.0, until_s=50.0))))
+    stalled, recovered = shown = run_watch(Scene(uploads(stuck(20.0, until_s=50.0))))
     assert kinds(shown) == ["stalled", "recovered"]
     assert stalled.code == "engine.no-progress"
     assert 30 <= recovered.seconds <= 34
@@ -484,45 +497,49 @@ def test_an_upload_that_began_before_a_stall_does_not_prolong_it() -> None:
         taking = msgspec.structs.replace(
             api.heartbeat, monotonic=at_s, rendering_s=max(at_s - 19, 0)
         )
-        return look(at_s, heartbeats=(msgspec.structs.replace(api, heartbeat=taking), *others))
+        return make_server_sample(
+            at_s, heartbeats=(msgspec.structs.replace(api, heartbeat=taking), *others)
+        )
 
-    shown = watched(Scene(half_open))
+    shown = run_watch(Scene(half_open))
     assert kinds(shown) == ["stalled", "recovered"]
     assert 30 <= shown[1].seconds <= 34
 
 
 def test_a_long_step_of_another_engine_does_not_prolong_a_stall() -> None:
-    def seen(at_s: float) -> ServerSample:
+    def make_two_engines_sample(at_s: float) -> ServerSample:
         other = Heartbeat(
             monotonic=1.0, sequence=1, pid=21, start_ticks=1, role="engine", running=1, still_s=4.0
         )
         pulse = ProcessHeartbeat(role="engine", pid=21, age_s=0.5, heartbeat=other)
-        return look(at_s, heartbeats=(*stuck(20.0, until_s=50.0)(at_s).heartbeats, pulse))
+        return make_server_sample(
+            at_s, heartbeats=(*stuck(20.0, until_s=50.0)(at_s).heartbeats, pulse)
+        )
 
-    assert kinds(watched(Scene(seen))) == ["stalled", "recovered"]
+    assert kinds(run_watch(Scene(make_two_engines_sample))) == ["stalled", "recovered"]
 
 
 def test_a_heartbeat_that_stops_during_a_stall_does_not_end_it() -> None:
-    def seen(at_s: float) -> ServerSample:
+    def make_silent_engine_sample(at_s: float) -> ServerSample:
         api, engine, worker = stuck(20.0)(at_s).heartbeats
         age_s = at_s - 40 if at_s > 43 else 0.5
         engine = msgspec.structs.replace(engine, age_s=age_s)
-        return look(at_s, heartbeats=(api, engine, worker))
+        return make_server_sample(at_s, heartbeats=(api, engine, worker))
 
-    assert kinds(watched(Scene(seen))) == ["stalled"]
+    assert kinds(run_watch(Scene(make_silent_engine_sample))) == ["stalled"]
 
 
-def test_who_can_not_be_asked_for_a_moment_has_not_recovered() -> None:
+def test_a_short_loss_of_contact_is_no_recovery() -> None:
     """As a server on another machine, while the gateway before it restarts."""
 
-    def seen(at_s: float) -> ServerSample:
+    def make_outage_sample(at_s: float) -> ServerSample:
         shown = stuck(20.0, until_s=70.0)(at_s)
         if not 40 <= at_s < 48:
             return shown
         states = (msgspec.structs.replace(item, state="?") for item in shown.processes)
-        return look(at_s, heartbeats=(), processes=tuple(states))
+        return make_server_sample(at_s, heartbeats=(), processes=tuple(states))
 
-    stalled, recovered = shown = watched(Scene(seen))
+    stalled, recovered = shown = run_watch(Scene(make_outage_sample))
     assert kinds(shown) == ["stalled", "recovered"]
     assert 50 <= recovered.seconds <= 54
     assert stalled.number == recovered.number
@@ -531,47 +548,47 @@ def test_who_can_not_be_asked_for_a_moment_has_not_recovered() -> None:
 def test_a_request_that_is_proven_to_be_stuck_before_the_engine_is_a_stall_as_long_as_it_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def seen(at_s: float) -> ServerSample:
+    def make_stuck_request_sample(at_s: float) -> ServerSample:
         age_s = at_s - 20 if 20 <= at_s < 60 else 5.0 + at_s % 4
         taking = beat("api", engine_requests=0, loop_s=0.0, rendering_s=age_s).heartbeat
         taking = msgspec.structs.replace(taking, monotonic=at_s)
         pulse = ProcessHeartbeat(role="api", pid=PIDS["api"], age_s=0.5, heartbeat=taking)
-        return look(at_s, heartbeats=(pulse, *well(at_s).heartbeats[1:]))
+        return make_server_sample(at_s, heartbeats=(pulse, *well(at_s).heartbeats[1:]))
 
     monkeypatch.setattr(Stall, "is_confirmed", lambda *_: True)
-    stalled, recovered = shown = watched(Scene(seen), for_s=65)
+    stalled, recovered = shown = run_watch(Scene(make_stuck_request_sample), for_s=65)
     assert kinds(shown) == ["stalled", "recovered"]
     assert stalled.code == "api.no-progress"
     assert 39 <= recovered.seconds <= 43
 
 
-def busy(at_s: float) -> ServerSample:
+def make_progress_sample(at_s: float) -> ServerSample:
     """An engine that gets on."""
     pulses = (
         beat("api", engine_requests=2, loop_s=0.0),
         beat("engine", running=2, waiting=0, still_s=0.0),
     )
-    return look(at_s, heartbeats=pulses)
+    return make_server_sample(at_s, heartbeats=pulses)
 
 
 def test_a_request_that_is_lost_while_others_go_on_is_healed_without_a_stall() -> None:
-    scene = Scene(busy)
-    assert kinds(watched(scene, for_s=60)) == []
+    scene = Scene(make_progress_sample)
+    assert kinds(run_watch(scene, for_s=60)) == []
     assert scene.done == []
-    watched(scene, for_s=60, heal=True)
+    run_watch(scene, for_s=60, heal=True)
     assert set(scene.done) == {"sweep"}
     assert 4 <= len(scene.done) <= 6
-    scene = Scene(uploads(busy))
-    watched(scene, for_s=60, heal=True)
+    scene = Scene(uploads(make_progress_sample))
+    run_watch(scene, for_s=60, heal=True)
     assert scene.done.count("sweep") >= 4
-    scene = Scene(busy)
+    scene = Scene(make_progress_sample)
     scene.lost = [Outcome(action="zombies", process="engine 20", subject="a", evidence="one-sided",
                           done=False, did="x", reason="it is still there")]  # fmt: skip
-    shown = watched(scene, for_s=3600, heal=True)
+    shown = run_watch(scene, for_s=3600, heal=True)
     assert set(kinds(shown)) == {"healed"}
     assert len(shown) < 10  # what can't be healed is not told again and again
     idle = Scene()
-    watched(idle, for_s=600, heal=True)
+    run_watch(idle, for_s=600, heal=True)
     assert idle.done == []
 
 
@@ -579,7 +596,7 @@ def test_a_sweep_that_waits_for_an_agent_delays_no_check() -> None:
     class Slow(Scene):
         """An agent that does not answer for 15 s."""
 
-        def beside(self, work: Callable[[], HealResult]) -> Future[HealResult]:
+        def run_sweep(self, work: Callable[[], HealResult]) -> Future[HealResult]:
             self.done.append("sweep")
             return running
 
@@ -589,8 +606,8 @@ def test_a_sweep_that_waits_for_an_agent_delays_no_check() -> None:
             return super().take_sample(ask=ask)
 
     running: Future[HealResult] = Future()
-    scene = Slow(lambda at_s: busy(at_s) if at_s < 12 else stuck(12.0)(at_s))
-    watched(scene, for_s=40, heal=True)
+    scene = Slow(lambda at_s: make_progress_sample(at_s) if at_s < 12 else stuck(12.0)(at_s))
+    run_watch(scene, for_s=40, heal=True)
     assert scene.captured
     assert scene.captured[0] <= 12 + 14
     assert scene.done.count("sweep") == 1  # none beside one that runs
@@ -606,7 +623,7 @@ def test_a_look_that_takes_long_delays_the_next_one_by_no_more() -> None:
             return super().take_sample(ask=ask)
 
     scene = Slow(stuck(20.0))
-    watched(scene)
+    run_watch(scene)
     assert scene.captured[0] < 34
 
 
@@ -619,14 +636,14 @@ def test_a_server_that_stalls_again_and_again_is_healed_as_long_as_that_helps() 
             return found
 
     scene = Again(stuck(20.0), curable=True)
-    shown = watched(scene, for_s=2400, heal=True)
+    shown = run_watch(scene, for_s=2400, heal=True)
     assert scene.done.count("heal") > HEALS
     assert "trouble" not in kinds(shown)
 
 
 def test_without_agents_an_idle_engine_is_left_in_peace() -> None:
     scene = Scene(blind, stacks=[idle()] * 3)
-    assert watched(scene, for_s=3600) == []
+    assert run_watch(scene, for_s=3600) == []
     # One look at its stacks, and the metrics seldom.
     assert len(scene.captured) == 1
     assert len(scene.asked) < 3600 / 15 + 30
@@ -634,7 +651,7 @@ def test_without_agents_an_idle_engine_is_left_in_peace() -> None:
 
 def test_without_agents_a_stall_is_one_unless_stacks_contradict() -> None:
     scene = Scene(blind)
-    (stalled,) = watched(scene)
+    (stalled,) = run_watch(scene)
     assert (stalled.event, stalled.subject) == ("stalled", "the server")
 
 
@@ -646,9 +663,9 @@ def mute(since_s: float, until_s: float, waited: float) -> Look_:
         waited: the share of time in which others have its processor.
     """
 
-    def seen(at_s: float) -> ServerSample:
+    def make_late_heartbeat_sample(at_s: float) -> ServerSample:
         late_s = at_s - since_s if since_s <= at_s < until_s else 0.5
-        found = look(at_s)
+        found = make_server_sample(at_s)
         pulses = (msgspec.structs.replace(found.heartbeats[0], age_s=late_s), *found.heartbeats[1:])
         states = tuple(
             msgspec.structs.replace(state, main=ThreadTimeslices(0.0, waited * at_s, 0))
@@ -656,7 +673,7 @@ def mute(since_s: float, until_s: float, waited: float) -> Look_:
         )
         return msgspec.structs.replace(found, heartbeats=pulses, processes=states)
 
-    return seen
+    return make_late_heartbeat_sample
 
 
 @pytest.mark.parametrize(
@@ -667,7 +684,7 @@ def mute(since_s: float, until_s: float, waited: float) -> Look_:
 def test_a_heartbeat_that_is_late_is_no_proof(until_s: float, waited: float, told: bool) -> None:
     """It has come when the evidence is there, or the machine had no time for it."""
     scene = Scene(mute(30.0, until_s, waited))
-    codes = [event.code for event in watched(scene, for_s=200)]
+    codes = [event.code for event in run_watch(scene, for_s=200)]
     assert codes == (["process.no-python"] if told else [])
 
 
@@ -675,21 +692,23 @@ def test_doubts_cost_no_more_than_a_look_a_minute() -> None:
     # Each time another request is the oldest, and stays for a while.
     def slow(at_s: float) -> ServerSample:
         api = beat("api", engine_requests=0, loop_s=0.0, rendering_s=8.0 + at_s % 20)
-        return look(at_s, heartbeats=(api, beat("engine", running=0, waiting=0, still_s=0.0)))
+        return make_server_sample(
+            at_s, heartbeats=(api, beat("engine", running=0, waiting=0, still_s=0.0))
+        )
 
     scene = Scene(slow, takes_s=1.0)
-    assert watched(scene, for_s=600) == []
+    assert run_watch(scene, for_s=600) == []
     assert 2 <= len(scene.captured) <= 600 / DOUBT_S + 1
 
 
 def test_a_compiler_that_shows_in_the_evidence() -> None:
-    def compiling(at_s: float) -> ServerSample:
+    def make_compiling_sample(at_s: float) -> ServerSample:
         known = at_s < 200 and scene.asked and scene.asked[-1] == at_s
         known = known or (scene.captured and at_s < 200)
         return msgspec.structs.replace(stuck(0.0)(at_s), compilers=("nvcc",) if known else ())
 
-    scene = Scene(compiling)
-    (stalled,) = watched(scene, for_s=300, interval_s=15.0, checks=1)
+    scene = Scene(make_compiling_sample)
+    (stalled,) = run_watch(scene, for_s=300, interval_s=15.0, checks=1)
     assert stalled.event == "stalled"
     assert scene.time >= 200
 
@@ -702,18 +721,18 @@ def test_a_server_that_goes_and_comes() -> None:
         120.0: ServerPhase.UP,
     }
     scene = Scene(stuck(20.0, until_s=60.0), phases)
-    assert kinds(watched(scene)) == ["stalled", "away", "ended", "away", "ready"]
+    assert kinds(run_watch(scene)) == ["stalled", "away", "ended", "away", "ready"]
     assert len(scene.captured) == 1
 
 
 def test_a_server_that_fails_leaves_evidence() -> None:
     scene = Scene(well, {40.0: ServerPhase.OVER}, final=True, failed=True)
-    (failed,) = watched(scene)
+    (failed,) = run_watch(scene)
     assert (failed.event, failed.bundle) == ("failed", "bundles/1.tar.gz")
     assert "it failed: why" in failed.text
     assert scene.time < 50
     scene = Scene(well, {40.0: ServerPhase.OVER}, final=True)
-    assert kinds(watched(scene)) == ["ended"]
+    assert kinds(run_watch(scene)) == ["ended"]
 
 
 def test_a_node_that_does_not_answer_is_told_once() -> None:
@@ -722,16 +741,16 @@ def test_a_node_that_does_not_answer_is_told_once() -> None:
         return well(at_s)
 
     scene = Scene(cut)
-    (shown,) = watched(scene)
+    (shown,) = run_watch(scene)
     assert (shown.event, shown.text) == ("trouble", "demo: node 10.0.0.2 does not answer")
 
 
-def test_what_goes_to_chat_services_has_no_prompts_and_keys() -> None:
+def test_events_contain_no_prompts_and_keys() -> None:
     scene = Scene(well, {40.0: ServerPhase.OVER}, final=True, failed=True)
     scene.down_reason = (
         "ValueError: The prompt 'tell PLANTED a story' of api_key=PLANTED is too long"
     )
-    (failed,) = watched(scene)
+    (failed,) = run_watch(scene)
     assert "PLANTED" not in repr(failed)
     assert failed.text.endswith("The prompt [redacted] of api_key=[redacted] is too long")
 
@@ -739,18 +758,20 @@ def test_what_goes_to_chat_services_has_no_prompts_and_keys() -> None:
 def test_a_stall_that_a_restart_ends_is_not_told_to_recover() -> None:
     phases = {40.0: ServerPhase.AWAY, 60.0: ServerPhase.UP}
     scene = Scene(stuck(20.0, until_s=50.0), phases)
-    assert kinds(watched(scene, restart=True)) == ["stalled", "restarting", "away", "ready"]
+    assert kinds(run_watch(scene, restart=True)) == ["stalled", "restarting", "away", "ready"]
 
 
-def test_whoever_watches_was_suspended() -> None:
-    scene = Scene(lambda at_s: look(at_s, heartbeats=HANDED if at_s < 8 or at_s > 60 else CALM))
+def test_a_suspension_of_the_watch_is_no_stall() -> None:
+    scene = Scene(
+        lambda at_s: make_server_sample(at_s, heartbeats=HANDED if at_s < 8 or at_s > 60 else CALM)
+    )
     wait = scene.pass_
 
     def sleepy(seconds: float) -> None:
         wait(seconds if scene.time < 8 or scene.time > 60 else 55.0)
 
     scene.pass_ = sleepy  # type: ignore[method-assign]
-    watched(scene, for_s=80)
+    run_watch(scene, for_s=80)
     # What was seen before counts no more.
     assert not [at for at in scene.captured if at < 70]
 
@@ -775,9 +796,9 @@ def test_it_can_be_stopped_at_any_time() -> None:
 
 
 @pytest.mark.parametrize("verdict", ["idle", "nothing"])
-def test_what_metrics_say_is_explained_by_stacks(verdict: str) -> None:
+def test_idle_stacks_refute_a_stall_seen_in_metrics(verdict: str) -> None:
     scene = Scene(blind, stacks=[idle()] * 3 if verdict == "idle" else ())
-    assert bool(watched(scene)) == (verdict != "idle")
+    assert bool(run_watch(scene)) == (verdict != "idle")
 
 
 def test_a_look_that_fails_ends_no_watch() -> None:
@@ -788,6 +809,6 @@ def test_a_look_that_fails_ends_no_watch() -> None:
             raise RuntimeError("can't start new thread")
         return stuck(40.0)(at_s)
 
-    shown = watched(Scene(odd))
+    shown = run_watch(Scene(odd))
     assert kinds(shown) == ["trouble", "stalled"]
     assert "can't start new thread" in shown[0].text

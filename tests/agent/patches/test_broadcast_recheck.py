@@ -35,7 +35,7 @@ class Condition:
 
 
 @pytest.mark.parametrize("messages", [[True], [False, True]], ids=["in time", "late"])
-def test_what_woke_a_reader_is_taken_once(messages: list[bool]) -> None:
+def test_wake_up_message_is_consumed_once(messages: list[bool]) -> None:
     """Else it would end every later wait at once."""
     condition: Any = Condition(messages)
     setattr(condition, WOKEN, True)

@@ -90,7 +90,7 @@ class Model:
         self.hits = self.total = 0
 
 
-def real(cache: Any, name: str, *words: Any) -> Any:
+def call_cache_method(cache: Any, name: str, *words: Any) -> Any:
     return cache[words[0]] if name == "item" else getattr(cache, name)(*words)
 
 
@@ -123,7 +123,7 @@ def version(request: pytest.FixtureRequest) -> str:
 def lru(request: pytest.FixtureRequest, lru_module: Load, version: str) -> Any:
     module = lru_module(version)
     if request.param == "patched":
-        patched(module)
+        apply_patches(module)
     elif mm_lru_ghost_keys.has_defect(module):
         # The model has no ghost keys: what makes them is compared elsewhere.
         module.LRUCache.touch = lambda self, key: (
@@ -132,7 +132,7 @@ def lru(request: pytest.FixtureRequest, lru_module: Load, version: str) -> Any:
     return module.LRUCache
 
 
-def patched(module: ModuleType) -> ModuleType:
+def apply_patches(module: ModuleType) -> ModuleType:
     mm_lru_ghost_keys.apply_patch(module)
     mm_lru_stale_eviction.apply_patch(module)
     return module
@@ -143,7 +143,7 @@ def patched(module: ModuleType) -> ModuleType:
 def check(cls: Any, steps: list[tuple[Any, ...]]) -> None:
     cache, model = cls(CAPACITY, getsizeof=lambda value: value), Model()
     for name, *words in steps:
-        shown = outcome(lambda n=name, w=words: real(cache, n, *w))  # type: ignore[misc]
+        shown = outcome(lambda n=name, w=words: call_cache_method(cache, n, *w))  # type: ignore[misc]
         expected = outcome(lambda n=name, w=words: getattr(model, n)(*w))  # type: ignore[misc]
         if name != "touch":
             assert shown == expected, (name, words)
@@ -166,13 +166,13 @@ def check_corrupt(cls: Any, steps: list[tuple[Any, ...]], damage: list[tuple[str
     calls = 0
     evict = cls.popitem
 
-    def counted(self: Any, remove_pinned: bool = False) -> Any:
+    def count_and_evict(self: Any, remove_pinned: bool = False) -> Any:
         nonlocal calls
         calls += 1
         assert calls <= 2 * len(KEYS), "it spins"
         return evict(self, remove_pinned)
 
-    cls.popitem = counted
+    cls.popitem = count_and_evict
     try:
         for number, (name, *words) in enumerate(steps):
             calls = 0
@@ -185,7 +185,7 @@ def check_corrupt(cls: Any, steps: list[tuple[Any, ...]], damage: list[tuple[str
                     order[key] = None
                     order.move_to_end(key, last=False)
             with suppress(KeyError, RuntimeError, StopIteration, ValueError):
-                real(cache, name, *words)
+                call_cache_method(cache, name, *words)
             assert cache.currsize == sum(cache._Cache__size.values()) <= CAPACITY
             assert set(cache._Cache__size) == set(cache._Cache__data)
     finally:
@@ -193,7 +193,7 @@ def check_corrupt(cls: Any, steps: list[tuple[Any, ...]], damage: list[tuple[str
 
 
 def test_never_spins(lru_module: Load, version: str) -> None:
-    check_corrupt(patched(lru_module(version)).LRUCache)
+    check_corrupt(apply_patches(lru_module(version)).LRUCache)
 
 
 def test_a_stale_key_is_met_first(lru_module: Load, version: str) -> None:
@@ -238,7 +238,7 @@ def test_a_touched_key_that_is_missing(lru_module: Load, version: str) -> None:
 
 def test_a_subclass_and_pins(lru_module: Load) -> None:
     # What vLLM's AdapterLRUCache does.
-    module = patched(lru_module(INSTALLED))
+    module = apply_patches(lru_module(INSTALLED))
 
     class Adapters(module.LRUCache):  # type: ignore[misc, name-defined]
         removed: list[str] = []  # noqa: RUF012

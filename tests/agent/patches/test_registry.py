@@ -21,7 +21,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "problems", [])
 
 
-def only() -> PatchReport:
+def get_single_report() -> PatchReport:
     (verdict,) = observe_patches().patches
     return verdict
 
@@ -29,8 +29,8 @@ def only() -> PatchReport:
 def test_another_shape_is_reported_and_left_alone() -> None:
     module = ModuleType("vllm.utils.cache")
     patch_module(GHOSTS, module)
-    assert only().state is PatchState.FAILED
-    assert "has an unknown shape" in str(only().reason)
+    assert get_single_report().state is PatchState.FAILED
+    assert "has an unknown shape" in str(get_single_report().reason)
     assert "the patch mm-lru-ghost-keys is not applied" in objects.problems[0]
     assert observe_patches(verify=True).patches[0].present is None
 
@@ -49,16 +49,16 @@ def test_a_patch_that_does_not_help_has_failed() -> None:
     module = ModuleType("vllm.utils.cache")
     module.LRUCache = LRUCache  # type: ignore[attr-defined]
     patch_module(GHOSTS, module)
-    assert (only().state, only().reason) == (
+    assert (get_single_report().state, get_single_report().reason) == (
         PatchState.FAILED,
         "the defect is still present after the patch",
     )
 
 
-def test_what_is_off_is_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disabled_patch_is_not_applied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLMOPS_NO_PATCH", "mm-lru-ghost-keys, mm-lru-stale-eviction")
     patch_module(GHOSTS, ModuleType("vllm.utils.cache"))
-    assert only().state is PatchState.OFF
+    assert get_single_report().state is PatchState.OFF
 
 
 def test_a_name_that_is_no_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,7 +190,7 @@ asyncio.run(main())
 """
 
 
-def said(script: str) -> list[str]:
+def run_script(script: str) -> list[str]:
     """The lines that a script printed."""
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
@@ -200,24 +200,24 @@ def said(script: str) -> list[str]:
 
 
 def test_a_slow_store_lets_no_run_go_on_into_the_end_of_the_engine() -> None:
-    assert said(ENDED) == ["[True, True, True]"]
+    assert run_script(ENDED) == ["[True, True, True]"]
 
 
 def test_a_run_is_run_again_once_the_store_is_back() -> None:
-    assert said(AGAIN) == ["response.completed"]
+    assert run_script(AGAIN) == ["response.completed"]
 
 
 def test_a_run_whose_id_is_used_again_ends() -> None:
-    assert said(BEGUN + REUSED) == ["True False True", "True {} {}"]
+    assert run_script(BEGUN + REUSED) == ["True False True", "True {} {}"]
 
 
 def test_a_run_that_is_stopped_before_it_begins_lets_go_of_its_conversation() -> None:
-    assert said(BEGUN + DELETED) == ["True False"]
+    assert run_script(BEGUN + DELETED) == ["True False"]
 
 
 def test_a_run_goes_on_whose_client_leaves_while_it_is_stored() -> None:
-    assert said(BEGUN + LEFT) == ["True in_progress", "['resp_1'] True"]
+    assert run_script(BEGUN + LEFT) == ["True in_progress", "['resp_1'] True"]
 
 
 def test_a_run_that_can_not_be_stored_does_not_wait_for_ever() -> None:
-    assert said(ACCEPT) == ["it can't be stored", "True {}"]
+    assert run_script(ACCEPT) == ["it can't be stored", "True {}"]

@@ -25,18 +25,18 @@ def user(text: str) -> Item:
     return {"role": "user", "content": text}
 
 
-def said(text: str, **more: Any) -> Item:
+def assistant_message(text: str, **more: Any) -> Item:
     part: Item = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
     return {"type": "message", "role": "assistant", "content": [part], **more}
 
 
-def thought(text: str, **more: Any) -> Item:
+def reasoning_item(text: str, **more: Any) -> Item:
     content = [{"type": "reasoning_text", "text": text}] if text else None
     return {"type": "reasoning", "summary": [], "content": content, **more}
 
 
-def sealed(text: str) -> Item:
-    return thought("", id="rs_9", encrypted_content=text)
+def carrier_item(text: str) -> Item:
+    return reasoning_item("", id="rs_9", encrypted_content=text)
 
 
 def call(name: str) -> Item:
@@ -47,9 +47,9 @@ def output(name: str, text: str = "done") -> Item:
     return {"type": "function_call_output", "call_id": name, "output": text}
 
 
-FIRST = [user("1"), thought("hm", id="rs_1"), said("one", id="msg_1")]
-SECOND = [*FIRST, user("2"), said("two", id="msg_2")]
-ASKED = [user("1"), said("a moment", id="msg_1"), call("a"), call("b")]
+FIRST = [user("1"), reasoning_item("hm", id="rs_1"), assistant_message("one", id="msg_1")]
+SECOND = [*FIRST, user("2"), assistant_message("two", id="msg_2")]
+ASKED = [user("1"), assistant_message("a moment", id="msg_1"), call("a"), call("b")]
 SYSTEM = {"role": "system", "content": "be brief"}
 
 
@@ -63,15 +63,15 @@ def conversation(history: list[Item], items: list[Item]) -> list[Item]:
 
 # Of each way in which a client may send what it has: the items, and what they amount to.
 SENT: dict[str, tuple[list[Item], list[Item], list[Item]]] = {
-    "the carrier alone": (FIRST, [sealed(NEW), user("2")], [*FIRST, user("2")]),
+    "the carrier alone": (FIRST, [carrier_item(NEW), user("2")], [*FIRST, user("2")]),
     "the last answer": (
         SECOND,
-        [said("two", id="msg_2"), sealed(NEW), user("3")],
+        [assistant_message("two", id="msg_2"), carrier_item(NEW), user("3")],
         [*SECOND, user("3")],
     ),
     "everything, a carrier in each answer": (
         SECOND,
-        [*FIRST, sealed(OLD), *SECOND[3:], sealed(NEW), user("3")],
+        [*FIRST, carrier_item(OLD), *SECOND[3:], carrier_item(NEW), user("3")],
         [*SECOND, user("3")],
     ),
     "everything, in words of its own": (
@@ -79,74 +79,91 @@ SENT: dict[str, tuple[list[Item], list[Item], list[Item]]] = {
         [
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "1"}]},
             {"role": "assistant", "content": "one"},
-            sealed(NEW),
+            carrier_item(NEW),
             user("2"),
         ],
         [*FIRST, user("2")],
     ),
-    "the same question again": (FIRST, [sealed(NEW), user("1")], [*FIRST, user("1")]),
+    "the same question again": (FIRST, [carrier_item(NEW), user("1")], [*FIRST, user("1")]),
     "the same question after an answer that said nothing": (
         [user("1")],
-        [user("1"), sealed(NEW), user("1")],
+        [user("1"), carrier_item(NEW), user("1")],
         [user("1"), user("1")],
     ),
     "a turn without a carrier behind it": (
         FIRST,
-        [*FIRST, sealed(NEW), user("2"), said("one", id="msg_8"), user("3")],
-        [*FIRST, user("2"), said("one", id="msg_8"), user("3")],
+        [*FIRST, carrier_item(NEW), user("2"), assistant_message("one", id="msg_8"), user("3")],
+        [*FIRST, user("2"), assistant_message("one", id="msg_8"), user("3")],
     ),
     "reasoning first, by ids": (
         FIRST,
-        [user("1"), sealed(NEW), thought("hm", id="rs_1"), said("one", id="msg_1"), user("2")],
+        [
+            user("1"),
+            carrier_item(NEW),
+            reasoning_item("hm", id="rs_1"),
+            assistant_message("one", id="msg_1"),
+            user("2"),
+        ],
         [*FIRST, user("2")],
     ),
     "reasoning first, by words": (
         FIRST,
-        [user("1"), sealed(NEW), {"role": "assistant", "content": "one"}, user("2")],
+        [user("1"), carrier_item(NEW), {"role": "assistant", "content": "one"}, user("2")],
         [*FIRST, user("2")],
     ),
     "reasoning first, without ids, a call last": (
         ASKED,
-        [sealed(NEW), thought("hm"), said("a moment"), call("a"), call("b"), output("a")],
+        [
+            carrier_item(NEW),
+            reasoning_item("hm"),
+            assistant_message("a moment"),
+            call("a"),
+            call("b"),
+            output("a"),
+        ],
         [*ASKED, output("a")],
     ),
-    "all behind the carrier": (FIRST, [sealed(NEW), *FIRST, user("2")], [*FIRST, user("2")]),
+    "all behind the carrier": (FIRST, [carrier_item(NEW), *FIRST, user("2")], [*FIRST, user("2")]),
     "calls and outputs in turn": (
         ASKED,
-        [user("1"), sealed(NEW), call("a"), output("a"), call("b"), output("b")],
+        [user("1"), carrier_item(NEW), call("a"), output("a"), call("b"), output("b")],
         [*ASKED, output("a"), output("b")],
     ),
     "an output before its answer had ended": (
         ASKED,
-        [*ASKED[:3], output("a"), call("b"), sealed(NEW), output("b"), user("2")],
+        [*ASKED[:3], output("a"), call("b"), carrier_item(NEW), output("b"), user("2")],
         [*ASKED, output("a"), output("b"), user("2")],
     ),
     "outputs that it holds": (
-        [*ASKED, output("a"), output("b"), said("ok")],
-        [*ASKED, output("a"), output("b"), said("ok"), sealed(NEW), user("2")],
-        [*ASKED, output("a"), output("b"), said("ok"), user("2")],
+        [*ASKED, output("a"), output("b"), assistant_message("ok")],
+        [*ASKED, output("a"), output("b"), assistant_message("ok"), carrier_item(NEW), user("2")],
+        [*ASKED, output("a"), output("b"), assistant_message("ok"), user("2")],
     ),
-    "an output of no call": (FIRST, [output("x"), sealed(NEW), user("2")], [*FIRST, user("2")]),
+    "an output of no call": (
+        FIRST,
+        [output("x"), carrier_item(NEW), user("2")],
+        [*FIRST, user("2")],
+    ),
     "other instructions than before": (
         [SYSTEM, *FIRST],
-        [{**SYSTEM, "content": "it is noon"}, *FIRST, sealed(NEW), user("2")],
+        [{**SYSTEM, "content": "it is noon"}, *FIRST, carrier_item(NEW), user("2")],
         [{**SYSTEM, "content": "it is noon"}, *FIRST, user("2")],
     ),
     "no instructions any more": (
         [SYSTEM, *FIRST],
-        [sealed(NEW), user("2")],
+        [carrier_item(NEW), user("2")],
         [SYSTEM, *FIRST, user("2")],
     ),
     "an id that is none": (
         FIRST,
-        [sealed(NEW), {**user("2"), "id": ["x"]}],
+        [carrier_item(NEW), {**user("2"), "id": ["x"]}],
         [*FIRST, {**user("2"), "id": ["x"]}],
     ),
 }
 
 
 @pytest.mark.parametrize("way", SENT)
-def test_each_turn_is_there_once(way: str) -> None:
+def test_merged_history_has_each_turn_once(way: str) -> None:
     history, items, expected = SENT[way]
     assert conversation(history, items) == expected
 
@@ -157,12 +174,17 @@ def test_a_carrier_that_is_not_among_the_items() -> None:
 
 
 def test_images_are_told_apart() -> None:
-    def shown(url: str) -> Item:
+    def image_message(url: str) -> Item:
         return {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
 
-    history = [shown("data:1"), said("a cat", id="msg_1")]
-    items = [sealed(NEW), shown("data:2"), said("a cat", id="msg_1"), user("2")]
-    assert conversation(history, items) == [*history, shown("data:2"), user("2")]
+    history = [image_message("data:1"), assistant_message("a cat", id="msg_1")]
+    items = [
+        carrier_item(NEW),
+        image_message("data:2"),
+        assistant_message("a cat", id="msg_1"),
+        user("2"),
+    ]
+    assert conversation(history, items) == [*history, image_message("data:2"), user("2")]
 
 
 # -- where a carrier comes from ------------------------------------------------------------------
@@ -170,14 +192,18 @@ def test_images_are_told_apart() -> None:
 
 def test_the_carrier_that_counts() -> None:
     assert find_carrier([user("1")], None) is None
-    assert find_carrier([sealed(FOREIGN), user("1")], None) is None
-    found = find_carrier([sealed(OLD), user("2"), sealed(NEW), sealed(FOREIGN), user("3")], None)
+    assert find_carrier([carrier_item(FOREIGN), user("1")], None) is None
+    found = find_carrier(
+        [carrier_item(OLD), user("2"), carrier_item(NEW), carrier_item(FOREIGN), user("3")], None
+    )
     assert found
     assert (found.text, found.item_index, found.param) == (NEW, 2, "input")
-    found = find_carrier([user("3")], {"output": [sealed(FOREIGN), said("x"), sealed(NEW)]})
+    found = find_carrier(
+        [user("3")], {"output": [carrier_item(FOREIGN), assistant_message("x"), carrier_item(NEW)]}
+    )
     assert found
     assert (found.text, found.item_index, found.param) == (NEW, -1, "previous_response")
-    found = find_carrier([sealed(NEW), user("3")], {"output": [sealed(NEW)]})
+    found = find_carrier([carrier_item(NEW), user("3")], {"output": [carrier_item(NEW)]})
     assert found
     assert (found.text, found.item_index) == (NEW, 0)
 
@@ -189,31 +215,45 @@ def test_the_carrier_that_counts() -> None:
         ({}, "not a response"),
         ({"output": "x"}, "not a response"),
         ({"output": []}, "has no carrier"),
-        ({"output": [said("x"), 7, None, {"type": "reasoning", "encrypted_content": 7}]}, "has no"),
-        ({"output": [sealed(FOREIGN)]}, "not from this server"),
-        ({"output": [sealed(OLD)]}, "another carrier"),
+        (
+            {
+                "output": [
+                    assistant_message("x"),
+                    7,
+                    None,
+                    {"type": "reasoning", "encrypted_content": 7},
+                ]
+            },
+            "has no",
+        ),
+        ({"output": [carrier_item(FOREIGN)]}, "not from this server"),
+        ({"output": [carrier_item(OLD)]}, "another carrier"),
     ],
 )
 def test_a_response_without_one(previous: Any, why: str) -> None:
     with pytest.raises(ApiError, match=why) as caught:
-        find_carrier([sealed(NEW), user("2")], previous)
+        find_carrier([carrier_item(NEW), user("2")], previous)
     assert (caught.value.status, caught.value.param) == (400, "previous_response")
 
 
-def test_what_somebody_else_has_encrypted() -> None:
-    assert extract_readable_part(sealed(FOREIGN)) is None
+def test_only_the_readable_part_of_a_foreign_item_is_kept() -> None:
+    assert extract_readable_part(carrier_item(FOREIGN)) is None
     summary = [{"type": "summary_text", "text": "in short"}]
-    item = {**sealed(FOREIGN), "summary": summary}
+    item = {**carrier_item(FOREIGN), "summary": summary}
     found = extract_readable_part(item)
     assert found
     assert "encrypted_content" not in found
     assert found["summary"] == summary
-    for plain in (user("1"), thought("hm"), {**thought("hm"), "encrypted_content": None}):
+    for plain in (
+        user("1"),
+        reasoning_item("hm"),
+        {**reasoning_item("hm"), "encrypted_content": None},
+    ):
         assert extract_readable_part(plain) is plain
 
 
-def test_what_no_later_turn_needs() -> None:
-    assert drop_unneeded_fields({**said("x"), "phase": None}) == {
+def test_fields_without_use_for_later_turns_are_dropped() -> None:
+    assert drop_unneeded_fields({**assistant_message("x"), "phase": None}) == {
         "type": "message",
         "role": "assistant",
         "content": [{"type": "output_text", "text": "x", "annotations": []}],

@@ -67,14 +67,18 @@ def test_an_invalid_threshold_is_refused(asked: Any) -> None:
 
 
 def test_a_threshold() -> None:
-    def asked(**fields: Any) -> int | None:
+    def parse_threshold(**fields: Any) -> int | None:
         entry = {"type": "compaction", **fields}
         return compaction.parse_compact_threshold(
             SimpleNamespace(context_management=[entry]), LONGEST
         )
 
     assert compaction.parse_compact_threshold(SimpleNamespace(), LONGEST) is None
-    assert [asked(compact_threshold=7), asked(compact_threshold=None), asked()] == [7, 800, 800]
+    assert [
+        parse_threshold(compact_threshold=7),
+        parse_threshold(compact_threshold=None),
+        parse_threshold(),
+    ] == [7, 800, 800]
 
 
 class Model:
@@ -100,16 +104,16 @@ class Model:
         usage.input_tokens_details = usage.output_tokens_details = details
         return SimpleNamespace(output=[item], usage=usage)
 
-    def compacted(self, items: list[Any]) -> compaction.CompactedConversation:
+    def compact_items(self, items: list[Any]) -> compaction.CompactedConversation:
         return asyncio.run(
             compaction.compact_conversation(self.answer, self.fits, items, "summarize")
         )
 
 
-def test_what_does_not_fit_is_summarized_in_parts() -> None:
+def test_items_that_do_not_fit_are_summarized_in_parts() -> None:
     words = [{"role": "user", "content": f"word-{n:03}"} for n in range(100)]
     model = Model(1000)
-    left, usage = model.compacted(words)
+    left, usage = model.compact_items(words)
     assert left[:-1] == words
     assert f"summary {len(model.asked)}" in texts(left)[-1]
     assert len(model.asked) > 2
@@ -122,14 +126,14 @@ def test_what_does_not_fit_is_summarized_in_parts() -> None:
 
 def test_a_whole_conversation_is_summarized_at_once() -> None:
     model = Model(10**6)
-    left, usage = model.compacted([USER, SPOKEN])
+    left, usage = model.compact_items([USER, SPOKEN])
     assert len(model.asked) == 1
     assert (left[0], usage.input, usage.reasoning) == (USER, 10, 2)
 
 
 def test_a_model_that_is_too_short_is_told() -> None:
     with pytest.raises(ApiError, match="too short"):
-        Model(1).compacted([USER])
+        Model(1).compact_items([USER])
 
 
 def test_an_answer_of_reasoning_alone_is_a_summary() -> None:

@@ -45,7 +45,7 @@ def user(name: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def opened(**given: Any) -> AsyncIterator[ResponseStore]:
+async def open_store(**given: Any) -> AsyncIterator[ResponseStore]:
     """A store with a conversation of one item, ``msg_kept``."""
     async with ResponseStore(opening.make_backend("memory://"), **given) as store:
         kept = [ConversationItem("msg_kept", msgspec.json.encode(user("msg_kept")))]
@@ -54,7 +54,7 @@ async def opened(**given: Any) -> AsyncIterator[ResponseStore]:
         yield store
 
 
-async def free(store: ResponseStore) -> bool:
+async def is_conversation_free(store: ResponseStore) -> bool:
     """Whether nobody holds the conversation."""
     outcome, _ = await store.backend.hold_conversation("", CONVERSATION, "other")
     await store.backend.release_conversation(CONVERSATION, "other")
@@ -112,29 +112,29 @@ def test_an_id_that_a_request_chooses_is_checked_wherever_the_store_gets_it() ->
 )
 def test_an_id_of_any_type_leaves_no_hold(name: Any, param: str | None) -> None:
     async def main() -> None:
-        async with opened() as store:
+        async with open_store() as store:
             turns, given = ConversationTurns(store), turn(user(name))
             if param is None:
                 await turns.begin_turn(given, CONVERSATION)
-                assert not await free(store)
+                assert not await is_conversation_free(store)
                 await turns.release_turn(given)
             else:
                 with pytest.raises(ApiError) as caught:
                     await turns.begin_turn(given, CONVERSATION)
                 assert (caught.value.status, caught.value.param) == (400, param)
-            assert await free(store)
+            assert await is_conversation_free(store)
 
     asyncio.run(main())
 
 
 def test_a_reference_to_an_item_of_the_conversation_is_refused_as_one() -> None:
     async def main() -> None:
-        async with opened() as store:
+        async with open_store() as store:
             given = turn({"type": "item_reference", "id": "msg_kept"})
             with pytest.raises(ApiError, match="item_reference") as caught:
                 await ConversationTurns(store).begin_turn(given, CONVERSATION)
             assert (caught.value.status, caught.value.param) == (400, "input")
-            assert await free(store)
+            assert await is_conversation_free(store)
             with pytest.raises(ApiError, match="item_reference"):
                 validate_new_items([msgspec.Raw(given.items[1:-1])])
 
@@ -143,12 +143,12 @@ def test_a_reference_to_an_item_of_the_conversation_is_refused_as_one() -> None:
 
 def test_two_items_with_one_id_are_refused_before_the_model_answers() -> None:
     async def main() -> None:
-        async with opened() as store:
+        async with open_store() as store:
             turns = ConversationTurns(store)
             with pytest.raises(ApiError) as caught:
                 await turns.begin_turn(turn(user("a"), user("b"), user("a")), CONVERSATION)
             assert (caught.value.status, caught.value.param) == (400, "input")
-            assert await free(store)
+            assert await is_conversation_free(store)
             # These get an id each.
             given = turn(user("a/b"), user("a/b"), user(""), user(""), user(None), user(None))
             await turns.begin_turn(given, CONVERSATION)
@@ -157,18 +157,18 @@ def test_two_items_with_one_id_are_refused_before_the_model_answers() -> None:
     asyncio.run(main())
 
 
-def test_what_can_not_be_read_leaves_no_hold() -> None:
+def test_unreadable_item_leaves_no_hold() -> None:
     async def main() -> None:
-        async with opened() as store:
+        async with open_store() as store:
             with pytest.raises(msgspec.DecodeError):
                 await ConversationTurns(store).begin_turn(turn(1), CONVERSATION)
-            assert await free(store)
+            assert await is_conversation_free(store)
 
     asyncio.run(main())
 
 
-async def freed(store: ResponseStore) -> None:
-    while not await free(store):  # noqa: ASYNC110
+async def wait_until_free(store: ResponseStore) -> None:
+    while not await is_conversation_free(store):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
 
 
@@ -179,7 +179,7 @@ def test_a_hold_that_nobody_waits_for_any_more_is_let_go(
     """The backend may have done it when the caller is cancelled, or has no time left."""
 
     async def main() -> None:
-        async with opened(deadline_s=60 if cancelled else 0.2) as store:
+        async with open_store(deadline_s=60 if cancelled else 0.2) as store:
             hold, held = store.backend.hold_conversation, asyncio.Event()
 
             async def slow(*given: Any) -> Any:
@@ -197,7 +197,7 @@ def test_a_hold_that_nobody_waits_for_any_more_is_let_go(
                     begun.cancel()
                 with pytest.raises(asyncio.CancelledError if cancelled else StoreUnavailable):
                     await begun
-            await freed(store)
+            await wait_until_free(store)
 
     asyncio.run(main())
 
@@ -206,7 +206,7 @@ def test_a_turn_whose_end_fails_lets_go_once_the_store_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:
-        async with opened() as store:
+        async with open_store() as store:
             turns, given = ConversationTurns(store), turn()
             await turns.begin_turn(given, CONVERSATION)
 
@@ -219,17 +219,17 @@ def test_a_turn_whose_end_fails_lets_go_once_the_store_is_back(
                     await turns.finish_turn(given, None, b'{"output":[]}', is_new=True)
             release = store.backend.release_conversation
 
-            async def refused(name: str, holder: str) -> None:
+            async def refuse_release(name: str, holder: str) -> None:
                 if holder == given.request.request_id:
                     raise OSError("it is down")
                 await release(name, holder)
 
             with monkeypatch.context() as outage:
-                outage.setattr(store.backend, "release_conversation", refused)
+                outage.setattr(store.backend, "release_conversation", refuse_release)
                 await turns.release_turn(given)
                 assert store.conversations.retries
-                assert not await free(store)
-            await freed(store)
+                assert not await is_conversation_free(store)
+            await wait_until_free(store)
             await asyncio.sleep(0)  # what is done takes itself off
             assert not {*store.conversations.releases, *store.conversations.retries}
 
@@ -238,7 +238,7 @@ def test_a_turn_whose_end_fails_lets_go_once_the_store_is_back(
 
 def test_the_end_of_a_store_waits_for_no_outage_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with opened() as store:
+        async with open_store() as store:
             turns, given = ConversationTurns(store), turn()
             await turns.begin_turn(given, CONVERSATION)
 
@@ -264,7 +264,7 @@ def test_a_part_whose_type_is_no_text_is_shown_as_it_is() -> None:
 @pytest.mark.parametrize("after", ["msg_unknown", "\0", "\ud800"])
 def test_a_list_behind_no_item_is_refused(after: str) -> None:
     async def main() -> None:
-        async with opened() as store:
+        async with open_store() as store:
             with pytest.raises(ApiError) as caught:
                 await ConversationsApi(store).list_items("", CONVERSATION, after_id=after)
             assert (caught.value.status, caught.value.param) == (400, "after")
@@ -282,7 +282,7 @@ def test_a_list_behind_no_item_is_refused(after: str) -> None:
         (b"[]", None),
     ],
 )
-def test_what_is_wrong_in_a_body_is_named(body: bytes, param: str | None) -> None:
+def test_error_names_the_invalid_field_of_a_body(body: bytes, param: str | None) -> None:
     with pytest.raises(ApiError) as caught:
         parse_request_body(CREATED, body)
     assert (caught.value.status, caught.value.param) == (400, param)

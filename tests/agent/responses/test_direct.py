@@ -36,29 +36,29 @@ class Asked(BaseModel):
     count: int = 1
 
 
-async def checked(raw_request: Request) -> None:
+async def require_json(raw_request: Request) -> None:
     if not raw_request.headers.get("content-type", "").startswith("application/json"):
         raise RequestValidationError(errors=["no JSON"])
 
 
-def served(route: type[APIRoute]) -> FastAPI:
+def make_app_with_route(route: type[APIRoute]) -> FastAPI:
     app, router = FastAPI(), APIRouter(route_class=route)
 
-    @router.post("/one/{name}", dependencies=[Depends(checked)])
-    async def one(name: str, request: Asked, raw_request: Request) -> Response:
+    @router.post("/one/{name}", dependencies=[Depends(require_json)])
+    async def echo_request(name: str, request: Asked, raw_request: Request) -> Response:
         """One."""
         body = json.loads(await raw_request.body())
         return JSONResponse([name, request.text, request.count, body])
 
     @app.exception_handler(RequestValidationError)
-    async def wrong(_: Request, error: RequestValidationError) -> Response:
+    async def answer_invalid_request(_: Request, error: RequestValidationError) -> Response:
         return make_error_response(400, *describe_validation_errors(error.errors()))
 
     app.include_router(router)
     return app
 
 
-async def sent(app: FastAPI, **given: Any) -> tuple[int, str]:
+async def send_request(app: FastAPI, **given: Any) -> tuple[int, str]:
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
         answer = await client.request(**{"method": "POST", "url": "/one/x", **given})
@@ -84,7 +84,10 @@ async def sent(app: FastAPI, **given: Any) -> tuple[int, str]:
     ],
 )
 def test_answers_as_fastapi(given: dict[str, Any]) -> None:
-    answers = [asyncio.run(sent(served(route), **given)) for route in (DirectRoute, APIRoute)]
+    answers = [
+        asyncio.run(send_request(make_app_with_route(route), **given))
+        for route in (DirectRoute, APIRoute)
+    ]
     if "parsing the body" in answers[0][1]:  # an error object like OpenAI's
         assert [status for status, _ in answers] == [400, 400]
     else:
@@ -126,7 +129,9 @@ class Whole(BaseModel):
         ({"input": "no"}, (None, "it says no")),
     ],
 )
-def test_what_is_wrong_is_named(given: dict[str, Any], expected: tuple[str | None, str]) -> None:
+def test_validation_error_names_the_invalid_field(
+    given: dict[str, Any], expected: tuple[str | None, str]
+) -> None:
     for answer in (Whole, create_model("Body", body=(Whole, ...))):
         with pytest.raises(ValidationError) as raised:
             answer.model_validate(given if answer is Whole else {"body": given})
@@ -163,7 +168,7 @@ SCOPE = {
 }
 
 
-async def disconnected(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -171,10 +176,10 @@ async def disconnected(request: Request) -> None:
 def app_of(handler: Handler) -> FastAPI:
     app, router = FastAPI(), APIRouter(route_class=DirectRoute)
 
-    async def work(request: Asked, raw_request: Request) -> Response:
+    async def call_handler(request: Asked, raw_request: Request) -> Response:
         return await handler(request, raw_request)
 
-    router.post("/")(cancel_on_disconnect(disconnected)(work))
+    router.post("/")(cancel_on_disconnect(wait_for_disconnect)(call_handler))
     app.include_router(router)
     return app
 
@@ -202,7 +207,7 @@ def test_a_client_that_leaves_ends_the_work() -> None:
     assert ended == ["a"]
 
 
-def test_who_cancels_the_request_is_not_taken_for_the_client() -> None:
+def test_server_cancellation_is_not_taken_for_a_disconnect() -> None:
     async def slow(*_: object) -> Response:
         await asyncio.sleep(600)
         return Response()
@@ -222,19 +227,19 @@ def test_who_cancels_the_request_is_not_taken_for_the_client() -> None:
     asyncio.run(main(leaves=True))
 
 
-def test_who_leaves_before_the_end_of_the_body_gets_no_answer() -> None:
+def test_client_that_leaves_before_the_body_ends_gets_no_answer() -> None:
     client = Client()
 
     async def leave() -> dict[str, Any]:
         return {"type": "http.disconnect"}
 
-    async def work(*_: object) -> Response:
+    async def fail_if_called(*_: object) -> Response:
         raise AssertionError
 
-    async def reading(raw_request: Request) -> Response:
+    async def read_body(raw_request: Request) -> Response:
         raise AssertionError(await raw_request.body())
 
-    for answer in (app_of(work), DirectRoute("/", reading, methods=["POST"]).handle):
+    for answer in (app_of(fail_if_called), DirectRoute("/", read_body, methods=["POST"]).handle):
         asyncio.run(answer(SCOPE, leave, client.send))
     assert client.got == []
 
@@ -274,7 +279,7 @@ def echo() -> FastAPI:
     app, router = FastAPI(), APIRouter(route_class=DirectRoute)
 
     @router.post("/")
-    async def work(request: Asked, raw_request: Request) -> Response:
+    async def repeat_text(request: Asked, raw_request: Request) -> Response:
         if request.text == "stream":
             return StreamingResponse(iter([b"a", b"b"]))
         return Response(request.text * request.count)
@@ -283,7 +288,7 @@ def echo() -> FastAPI:
     return app
 
 
-def asking(text: str, count: int = 1, *headers: str) -> bytes:
+def encode_request(text: str, count: int = 1, *headers: str) -> bytes:
     body = json.dumps({"text": text, "count": count})
     head = ["POST / HTTP/1.1", "host: x", "content-type: application/json", *headers]
     return "\r\n".join([*head, f"content-length: {len(body)}", "", body]).encode()
@@ -294,17 +299,17 @@ def asking(text: str, count: int = 1, *headers: str) -> bytes:
 def test_the_head_and_the_body_of_an_answer_leave_together(http: str, loop: str) -> None:
     with uvicorn_of(echo(), http=http, loop=loop) as client:
         for _ in range(3):
-            client.sendall(asking("abc"))
+            client.sendall(encode_request("abc"))
             assert client.recv(10_000).endswith(b"\r\n\r\nabc")
-        client.sendall(asking("stream"))
+        client.sendall(encode_request("stream"))
         streamed = b""
         while not streamed.endswith(b"0\r\n\r\n"):
             streamed += client.recv(10_000)
-        client.sendall(asking("ab", 2_000_000))
+        client.sendall(encode_request("ab", 2_000_000))
         large = b""
         while not large.endswith(b"ab" * 2_000_000):
             large += client.recv(1 << 20)
-        client.sendall(asking("abc") + asking("def", 1, "connection: close"))
+        client.sendall(encode_request("abc") + encode_request("def", 1, "connection: close"))
         rest = b""
         while part := client.recv(10_000):
             rest += part
@@ -312,9 +317,9 @@ def test_the_head_and_the_body_of_an_answer_leave_together(http: str, loop: str)
         assert [head[:15] for head in heads] == [b"HTTP/1.1 200 OK", b"HTTP/1.1 200 OK", b""]
 
 
-def test_who_leaves_while_an_answer_is_sent_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_client_that_leaves_during_an_answer_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with uvicorn_of(echo()) as client:
-        client.sendall(asking("ab", 20_000_000))
+        client.sendall(encode_request("ab", 20_000_000))
         assert client.recv(1000)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()  # with a reset

@@ -36,7 +36,7 @@ def test_each_required_field_has_a_default() -> None:
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(("status", "error"), [("completed", ""), ("failed", "why")])
-def test_what_older_versions_stored_is_valid(body: bytes, status: Any, error: str) -> None:
+def test_response_stored_by_an_older_version_is_valid(body: bytes, status: Any, error: str) -> None:
     made = Response(id="r", owner="", model="m", status=status, error=error, body=body)
     found = msgspec.json.decode(encode_response(made))
     valid(found)
@@ -49,7 +49,7 @@ def test_an_error_in_a_stream_is_valid_for_both() -> None:
     EVENT.validate_python(event)
 
 
-def test_what_an_item_does_not_say_is_left_out() -> None:
+def test_unset_fields_of_an_item_are_left_out() -> None:
     text = official.ResponseOutputText(type="output_text", text="a", annotations=[])
     message = official.ResponseOutputMessage(
         id="m", type="message", role="assistant", status="completed", content=[text]

@@ -26,7 +26,7 @@ class Counted(RouteGroup):
         return found
 
 
-def served(root_path: str = "") -> tuple[FastAPI, CollectorRegistry]:
+def make_instrumented_app(root_path: str = "") -> tuple[FastAPI, CollectorRegistry]:
     """An app with a group among others, and its metrics."""
     app, router = FastAPI(root_path=root_path), APIRouter()
 
@@ -35,11 +35,11 @@ def served(root_path: str = "") -> tuple[FastAPI, CollectorRegistry]:
         return "healthy"
 
     @router.get("/v1/responses/{name}")
-    def one(name: str) -> str:
+    def answer_name(name: str) -> str:
         return name
 
     @router.get("/v1/responses")
-    def listed(limit: int = 20) -> int:
+    def answer_limit(limit: int = 20) -> int:
         return limit
 
     @app.get("/v1/responses_of_a_plug_in")
@@ -47,7 +47,7 @@ def served(root_path: str = "") -> tuple[FastAPI, CollectorRegistry]:
         return "plug-in"
 
     @app.get("/v1/other")
-    def other() -> str:
+    def answer_other_route() -> str:
         return "other"
 
     registry = CollectorRegistry()
@@ -58,12 +58,12 @@ def served(root_path: str = "") -> tuple[FastAPI, CollectorRegistry]:
 
 
 def get(app: FastAPI, path: str, method: str = "GET") -> httpx.Response:
-    async def ask() -> httpx.Response:
+    async def send_request() -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
             return await client.request(method, path)
 
-    return asyncio.run(ask())
+    return asyncio.run(send_request())
 
 
 @pytest.mark.parametrize("root_path", ["", "/behind/a/proxy"])
@@ -84,25 +84,25 @@ def get(app: FastAPI, path: str, method: str = "GET") -> httpx.Response:
 def test_each_request_finds_its_route(
     method: str, path: str, status: int, answer: Any, root_path: str
 ) -> None:
-    app, _ = served(root_path)
+    app, _ = make_instrumented_app(root_path)
     found = get(app, path, method)
     assert (found.status_code, found.json()) == (status, answer)
 
 
 def test_a_path_with_a_slash_is_sent_on() -> None:
-    app, _ = served()
+    app, _ = make_instrumented_app()
     found = get(app, "/v1/responses/")
     assert (found.status_code, found.headers["location"]) == (307, "http://here/v1/responses")
 
 
 def test_the_app_behind_a_prefix() -> None:
-    app, _ = served("/behind")
+    app, _ = make_instrumented_app("/behind")
     found = get(app, "/behind/v1/responses/a")
     assert (found.status_code, found.json()) == (200, "a")
 
 
 def test_no_other_request_is_compared_with_its_routes() -> None:
-    app, _ = served()
+    app, _ = make_instrumented_app()
     first = app.router.routes[0]
     assert isinstance(first, RouteGroup)
     app.router.routes[0] = Counted(first.routes)
@@ -114,7 +114,7 @@ def test_no_other_request_is_compared_with_its_routes() -> None:
 
 
 def test_descriptions_and_metrics_name_its_routes() -> None:
-    app, registry = served()
+    app, registry = make_instrumented_app()
     paths = set(app.openapi()["paths"])
     assert {"/health", "/v1/other", "/v1/responses", "/v1/responses/{name}"} <= paths
     get(app, "/v1/responses/a")

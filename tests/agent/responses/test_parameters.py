@@ -39,7 +39,7 @@ class Request(BaseModel):
     tools: list[Tool] = []
 
 
-def refused(**given: Any) -> str:
+def find_refused_parameter(**given: Any) -> str:
     """Which parameter of a request is refused; empty if none is."""
     return refused_of(Request(**given), tool_parser=True)
 
@@ -73,9 +73,9 @@ def test_the_manual_has_the_table() -> None:
 @pytest.mark.parametrize(
     "name", [name for name, one in PARAMETERS.items() if one.how == ParameterSupport.REFUSED]
 )
-def test_what_is_refused_is_named(name: str) -> None:
-    assert refused(**{name: {"id": "x"}}) == name
-    assert refused(**{name: None}) == ""
+def test_unsupported_parameter_is_refused_by_name(name: str) -> None:
+    assert find_refused_parameter(**{name: {"id": "x"}}) == name
+    assert find_refused_parameter(**{name: None}) == ""
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_what_is_refused_is_named(name: str) -> None:
     ],
 )
 def test_a_value_that_nobody_acts_on_is_refused(given: dict[str, Any], param: str) -> None:
-    assert refused(**given) == next(iter(given)) + param
+    assert find_refused_parameter(**given) == next(iter(given)) + param
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_a_value_that_nobody_acts_on_is_refused(given: dict[str, Any], param: st
     ],
 )
 def test_a_value_that_works_is_taken(given: dict[str, Any]) -> None:
-    assert refused(**given) == ""
+    assert find_refused_parameter(**given) == ""
 
 
 def test_no_tool_is_demanded_where_nothing_makes_calls_of_what_the_model_says() -> None:
@@ -144,7 +144,7 @@ def test_no_tool_is_demanded_where_nothing_makes_calls_of_what_the_model_says() 
 
 
 def test_padding_is_put_into_stored_events_and_taken_out() -> None:
-    async def stored() -> AsyncIterator[EncodedEvent]:
+    async def generate_events() -> AsyncIterator[EncodedEvent]:
         for delta in ("a", "a longer one", "ü" * 40):
             event = {"type": "response.output_text.delta", "delta": delta, "obfuscation": "xx"}
             yield EncodedEvent(event["type"], json.dumps(event).encode())
@@ -152,7 +152,8 @@ def test_padding_is_put_into_stored_events_and_taken_out() -> None:
 
     async def read(*, wanted: bool) -> list[dict[str, Any]]:
         return [
-            json.loads(f.data) async for f in fields.obfuscate_events(stored(), should_pad=wanted)
+            json.loads(f.data)
+            async for f in fields.obfuscate_events(generate_events(), should_pad=wanted)
         ]
 
     bare = asyncio.run(read(wanted=False))
@@ -163,7 +164,7 @@ def test_padding_is_put_into_stored_events_and_taken_out() -> None:
     assert sizes == [fields.STEP, fields.STEP, 3 * fields.STEP]
 
 
-def test_what_a_stored_response_lacks_is_not_included_in_silence() -> None:
+def test_include_of_fields_that_a_response_lacks_is_refused() -> None:
     part: dict[str, Any] = {"type": "output_text", "text": "a", "annotations": [], "logprobs": None}
     body = json.dumps({"output": [{"type": "message", "content": [part]}]}).encode()
     made = Response(id="r", owner="", model="m", status="completed", body=body)

@@ -21,11 +21,11 @@ ITEMS = [{"type": "message", "role": "user", "content": "hi"}]
 WHERE: dict[str, Any] = {"model": "m", "owner": "o"}
 
 
-def opened(text: str, ring: KeyRing | None = RING) -> Any:
+def open_carrier(text: str, ring: KeyRing | None = RING) -> Any:
     return asyncio.run(sealing.open_carrier(RequestCarrier(text, 0, "input"), ring, **WHERE))
 
 
-def sealed(
+def seal_carrier(
     history: Any = ITEMS, form: CarrierFormat = CarrierFormat.V2, ring: KeyRing | None = RING
 ) -> Any:
     return asyncio.run(sealing.seal_carrier(history, 1, CarrierSettings(form, 60), ring, **WHERE))
@@ -33,27 +33,27 @@ def sealed(
 
 @pytest.mark.parametrize("form", list(CarrierFormat))
 def test_round_trip(form: CarrierFormat) -> None:
-    assert opened(sealed(form=form)) == ITEMS
-    assert (carrier.verify_carrier(sealed(form=form), RING).format == 2) == (
+    assert open_carrier(seal_carrier(form=form)) == ITEMS
+    assert (carrier.verify_carrier(seal_carrier(form=form), RING).format == 2) == (
         form is CarrierFormat.V2
     )
 
 
 def test_it_is_bound_and_expires() -> None:
-    found = unseal_carrier(sealed(), RING, **WHERE)
+    found = unseal_carrier(seal_carrier(), RING, **WHERE)
     assert found.issued_at
     assert found.expires_at == found.issued_at + 60
     assert (found.model, found.owner) == ("m", "o")
 
 
 def test_a_server_without_a_key_that_seals(caplog: pytest.LogCaptureFixture) -> None:
-    text = sealed()
+    text = seal_carrier()
     waiting = Key.from_secret(generate_secret(), KeyStatus.NEXT)
     for ring in (None, KeyRing(), KeyRing(keys=(waiting,))):
         assert not sealing.can_seal(ring)
-        assert sealed(ring=ring) is None
+        assert seal_carrier(ring=ring) is None
         with pytest.raises(ApiError) as caught:
-            opened(text, ring)
+            open_carrier(text, ring)
         assert (caught.value.status, caught.value.code) == (400, "carrier.unknown-key")
     assert caplog.text.count("and gets none") <= 1
 
@@ -62,7 +62,7 @@ def test_a_server_without_a_key_that_seals(caplog: pytest.LogCaptureFixture) -> 
 def test_a_history_that_is_no_conversation(history: Any) -> None:
     for text in (seal_history(history, RING, **WHERE), sign_history(history, RING)):
         with pytest.raises(ApiError) as caught:
-            opened(text)
+            open_carrier(text)
         assert caught.value.code == "carrier.malformed"
 
 
@@ -80,18 +80,18 @@ def test_a_history_that_is_no_conversation(history: Any) -> None:
 )
 def test_messages_that_are_none(message: Any) -> None:
     with pytest.raises(ApiError) as caught:
-        opened(sign_history([message], RING))
+        open_carrier(sign_history([message], RING))
     assert caught.value.code == "carrier.malformed"
 
 
-def test_what_does_not_fit_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_limit_is_checked_before_sealing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier, "MOST_BYTES", 100)
     with pytest.raises(ApiError, match="larger than a carrier may hold") as caught:
         asyncio.run(sealing.validate_carrier_size([{"content": "x" * 100}], 1))
     assert (caught.value.code, caught.value.param) == ("carrier.too-large", "input")
 
 
-def test_what_is_large_is_done_beside_the_event_loop() -> None:
+def test_large_carriers_are_processed_off_the_event_loop() -> None:
     here = threading.get_ident()
     assert asyncio.run(sealing.run_off_loop(carrier.LARGE, threading.get_ident)) == here
     assert asyncio.run(sealing.run_off_loop(carrier.LARGE + 1, threading.get_ident)) != here

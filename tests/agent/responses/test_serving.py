@@ -153,7 +153,7 @@ asyncio.run(main())
 """
 
 
-def test_nothing_is_generated_that_a_store_can_not_take() -> None:
+def test_request_is_refused_if_the_store_can_not_take_its_response() -> None:
     done = subprocess.run([sys.executable, "-c", AWAY], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == [
         "resp_1 is not there",

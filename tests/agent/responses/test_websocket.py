@@ -101,7 +101,7 @@ class Handler:
         return SimpleNamespace(error=SimpleNamespace(code=500, message=str(error), param=None))
 
 
-async def reached(state: Callable[[], bool]) -> None:
+async def wait_until(state: Callable[[], bool]) -> None:
     while not state():  # noqa: ASYNC110 - what others own has no event
         await asyncio.sleep(0.005)
 
@@ -134,7 +134,7 @@ async def server(
         config = uvicorn.Config(app, log_level="error", lifespan="off", ws_ping_interval=ping_s)
         running = uvicorn.Server(config)
         task = asyncio.create_task(running.serve([listener]))
-        await reached(lambda: running.started)
+        await wait_until(lambda: running.started)
 
         def client(key: str = "Bearer one", **more: Any) -> Any:
             return connect(url, additional_headers={"Authorization": key}, **more)
@@ -151,7 +151,7 @@ def play(
     limits: WebSocketLimits | None = None,
     ping_s: float | None = 0.2,
 ) -> None:
-    async def whole() -> None:
+    async def run_session() -> None:
         handler = Handler()
         async with (
             asyncio.timeout(60),
@@ -162,10 +162,10 @@ def play(
         assert not websocket.waiting.bytes
         assert not websocket.UnstoredResponses.bytes_of_all
 
-    asyncio.run(whole())
+    asyncio.run(run_session())
 
 
-async def ask(client: ClientConnection, text: str, **fields: Any) -> None:
+async def send_create_event(client: ClientConnection, text: str, **fields: Any) -> None:
     await client.send(json.dumps({"type": "response.create", "input": text, **fields}))
 
 
@@ -173,7 +173,7 @@ async def hear(client: ClientConnection) -> Any:
     return json.loads(await client.recv())
 
 
-async def closed(client: ClientConnection) -> int:
+async def wait_for_close_code(client: ClientConnection) -> int:
     """The code with which the server closes a connection."""
     try:
         while True:
@@ -187,11 +187,11 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection is closed soon where it is idle, but not before its first run has begun."""
     begin = websocket.WebSocketConnection.start_response
 
-    def begun(self: websocket.WebSocketConnection, *given: Any) -> None:
+    def start_with_idle_limit(self: websocket.WebSocketConnection, *given: Any) -> None:
         begin(self, *given)
         self.limits = WebSocketLimits(idle_s=0.3)
 
-    monkeypatch.setattr(websocket.WebSocketConnection, "start_response", begun)
+    monkeypatch.setattr(websocket.WebSocketConnection, "start_response", start_with_idle_limit)
 
 
 @pytest.mark.usefixtures("brief")
@@ -199,12 +199,12 @@ def test_idle_time_begins_where_the_last_run_ends() -> None:
     async def act(client: Client, handler: Handler) -> None:
         loop = asyncio.get_running_loop()
         async with client() as one:
-            await ask(one, "wait")
+            await send_create_event(one, "wait")
             await asyncio.sleep(0.5)
             ended = loop.time()
             handler.goes_on.set()
             assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
-            assert await closed(one) == websocket.GOING_AWAY
+            assert await wait_for_close_code(one) == websocket.GOING_AWAY
             assert loop.time() - ended > 0.25
 
     play(act)
@@ -220,7 +220,7 @@ def test_a_message_begins_the_idle_time_again() -> None:
             sent = loop.time()
             await one.send("{}")
             assert (await hear(one))["code"] == "400"
-            assert await closed(one) == websocket.GOING_AWAY
+            assert await wait_for_close_code(one) == websocket.GOING_AWAY
             assert loop.time() - sent > 0.25
 
     play(act)
@@ -229,14 +229,14 @@ def test_a_message_begins_the_idle_time_again() -> None:
 def test_bytes_that_wait_have_a_bound() -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one:
-            await ask(one, "wait")
+            await send_create_event(one, "wait")
             assert (await hear(one))["type"] == KINDS[0]
             for number in range(3):
-                await ask(one, "x" * 600, user=number)
+                await send_create_event(one, "x" * 600, user=number)
             refused = await hear(one)
             assert (refused["status"], refused["code"]) == (429, "too_many_requests")
             assert (await hear(one))["status"] == 429
-            await ask(one, "y" * 600, stream_id="other")  # it has no need to wait
+            await send_create_event(one, "y" * 600, stream_id="other")  # it has no need to wait
             assert [(await hear(one))["stream_id"] for _ in KINDS] == ["other"] * 2
             # Longer than a ping may take: a connection that is full is alive, and hears more.
             await asyncio.sleep(0.5)
@@ -246,7 +246,7 @@ def test_bytes_that_wait_have_a_bound() -> None:
                 ("error", "cancelled"),  # it waited
                 ("response.cancelled", None),
             }
-            await ask(one, "z" * 600)
+            await send_create_event(one, "z" * 600)
             assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
 
     play(act, WebSocketLimits(message=1000))
@@ -259,35 +259,37 @@ def test_bytes_that_wait_on_all_connections_have_a_bound(monkeypatch: pytest.Mon
         async with client() as other:
             async with client() as one:
                 for connection in (one, other):
-                    await ask(connection, "wait")
+                    await send_create_event(connection, "wait")
                     assert (await hear(connection))["type"] == KINDS[0]
-                await ask(one, "x" * 900)
-                await reached(lambda: websocket.waiting.bytes > 900)
-                await ask(other, "x" * 900)
+                await send_create_event(one, "x" * 900)
+                await wait_until(lambda: websocket.waiting.bytes > 900)
+                await send_create_event(other, "x" * 900)
                 refused = await hear(other)
                 assert (refused["status"], refused["code"]) == (429, "too_many_requests")
-            await reached(lambda: not websocket.waiting.bytes)
-            await ask(other, "x" * 900)
-            await reached(lambda: websocket.waiting.bytes > 900)
+            await wait_until(lambda: not websocket.waiting.bytes)
+            await send_create_event(other, "x" * 900)
+            await wait_until(lambda: websocket.waiting.bytes > 900)
             handler.goes_on.set()
             assert [(await hear(other))["type"] for _ in range(3)] == [KINDS[1], *KINDS]
 
     play(act)
 
 
-def test_what_all_connections_remember_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_responses_remembered_by_all_connections_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(websocket, "ALL_REMEMBERED_BYTES", 25)  # a response has ten
 
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one, client() as other:
             for connection in (one, one, other):
-                await ask(connection, "a")
+                await send_create_event(connection, "a")
                 assert [(await hear(connection))["type"] for _ in KINDS] == [*KINDS]
             # That with most has forgotten its oldest.
             for connection, known in ((other, "resp_3"), (one, "resp_2")):
-                await ask(connection, "b", previous_response_id=known)
+                await send_create_event(connection, "b", previous_response_id=known)
                 assert [(await hear(connection))["type"] for _ in KINDS] == [*KINDS]
-            await ask(one, "b", previous_response_id="resp_1")
+            await send_create_event(one, "b", previous_response_id="resp_1")
             assert (await hear(one))["code"] == "previous_response_not_found"
 
     play(act)
@@ -310,7 +312,7 @@ def test_requests_have_a_bound() -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one:
             for number in range(3):
-                await ask(one, "wait", stream_id=str(number))
+                await send_create_event(one, "wait", stream_id=str(number))
             heard = [await hear(one) for _ in range(3)]
             assert sorted(event["type"] for event in heard) == ["error", *KINDS[:1] * 2]
 
@@ -322,7 +324,7 @@ def test_a_message_that_is_too_large(message: str | bytes) -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one:
             await one.send(message)
-            assert await closed(one) == websocket.TOO_BIG
+            assert await wait_for_close_code(one) == websocket.TOO_BIG
 
     play(act, WebSocketLimits(message=100))
 
@@ -334,7 +336,7 @@ def test_connections_have_a_bound() -> None:
                 async with client():
                     pass
             assert error.value.response.status_code == 503
-        await reached(lambda: not websocket.opened)
+        await wait_until(lambda: not websocket.opened)
         async with client():
             pass
 
@@ -376,10 +378,10 @@ def test_a_wrong_key(key: str, caplog: pytest.LogCaptureFixture) -> None:
 def test_an_idle_client_that_takes_nothing() -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client(max_queue=1, compression=None) as slow:
-            await ask(slow, "large")
-            await reached(lambda: handler.closed == 1)
+            await send_create_event(slow, "large")
+            await wait_until(lambda: handler.closed == 1)
             async with asyncio.timeout(60):
-                await reached(lambda: not websocket.opened)
+                await wait_until(lambda: not websocket.opened)
 
     play(act, ping_s=None)  # a ping that is not answered would close it, too
 
@@ -389,14 +391,14 @@ def test_a_client_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def act(client: Client, handler: Handler) -> None:
         async with client(max_queue=1, compression=None) as slow, client() as quick:
-            await ask(slow, "flood")
+            await send_create_event(slow, "flood")
             await hear(slow)
             await asyncio.sleep(0.2)
-            await ask(quick, "hello")
+            await send_create_event(quick, "hello")
             assert [(await hear(quick))["type"] for _ in KINDS] == [*KINDS]
-            await reached(lambda: handler.closed == 2)
+            await wait_until(lambda: handler.closed == 2)
             assert handler.sent < 2000  # what the kernels buffer, and no more
-            assert await closed(slow) == websocket.POLICY
+            assert await wait_for_close_code(slow) == websocket.POLICY
 
     play(act)
 
@@ -455,7 +457,7 @@ def test_an_invalid_event_is_one_error(
             assert 400 <= error["status"] < 500, error
             assert error["error"].keys() == {"type", "code", "message", "param"}
             assert len(error["message"]) < 1000
-            await ask(one, "hello")
+            await send_create_event(one, "hello")
             assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
 
     play(act)
@@ -475,7 +477,7 @@ def test_an_invalid_event_is_one_error(
 def test_steering_is_refused(fields: dict[str, Any], code: str) -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one:
-            await ask(one, "wait")
+            await send_create_event(one, "wait")
             await hear(one)
             await one.send(json.dumps({"type": "response.steer", **fields}))
             failed = await hear(one)
@@ -487,9 +489,9 @@ def test_steering_is_refused(fields: dict[str, Any], code: str) -> None:
 def test_a_defect_is_an_error_event_and_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one:
-            await ask(one, "broken")
+            await send_create_event(one, "broken")
             assert (await hear(one))["status"] == 500
-            await ask(one, "hello")
+            await send_create_event(one, "hello")
             assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
 
     play(act)
@@ -500,7 +502,7 @@ def test_many_streams_leave_nothing() -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one:
             for number in range(200):
-                await ask(one, "hello", stream_id=f"stream {number}")
+                await send_create_event(one, "hello", stream_id=f"stream {number}")
                 assert [(await hear(one))["type"] for _ in KINDS] == [*KINDS]
             (connection,) = websocket.opened
             assert not connection.runs
@@ -509,39 +511,41 @@ def test_many_streams_leave_nothing() -> None:
     play(act)
 
 
-def test_what_runs_ends_with_the_connection() -> None:
+def test_runs_end_with_their_connection() -> None:
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one:
             for name in "ab":
-                await ask(one, "wait", stream_id=name)
+                await send_create_event(one, "wait", stream_id=name)
                 await hear(one)
-            await ask(one, "hello", stream_id="a")
-        await reached(lambda: handler.closed == 2)
+            await send_create_event(one, "hello", stream_id="a")
+        await wait_until(lambda: handler.closed == 2)
         assert len(handler.made) == 2
 
     play(act)
 
 
 @pytest.mark.parametrize("text", ["refused", "broken", "fail"])
-def test_what_a_failed_run_continues_is_forgotten(text: str) -> None:
-    async def said(one: ClientConnection, text: str, **fields: Any) -> Any:
+def test_response_that_a_failed_run_continued_is_forgotten(text: str) -> None:
+    async def fetch_last_event(one: ClientConnection, text: str, **fields: Any) -> Any:
         """The last event."""
-        await ask(one, text, **fields)
+        await send_create_event(one, text, **fields)
         while (event := await hear(one))["type"] == "response.created":
             pass
         return event
 
     async def act(client: Client, handler: Handler) -> None:
         async with client() as one:
-            first = (await said(one, "hello"))["response"]["id"]
+            first = (await fetch_last_event(one, "hello"))["response"]["id"]
             for _ in range(2):  # what goes well may be continued again
-                done = await said(one, "and then?", previous_response_id=first)
+                done = await fetch_last_event(one, "and then?", previous_response_id=first)
                 assert done["type"] == "response.completed"
-            failed = await said(one, text, previous_response_id=first)
+            failed = await fetch_last_event(one, text, previous_response_id=first)
             assert failed["type"] in {"error", "response.failed"}
-            gone = await said(one, "hello", previous_response_id=first)
+            gone = await fetch_last_event(one, "hello", previous_response_id=first)
             assert gone["error"]["code"] == "previous_response_not_found"
-            others = await said(one, "hello", previous_response_id=done["response"]["id"])
+            others = await fetch_last_event(
+                one, "hello", previous_response_id=done["response"]["id"]
+            )
             assert others["type"] == "response.completed"
 
     play(act)

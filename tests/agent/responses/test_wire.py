@@ -46,7 +46,7 @@ def test_no_input_adds_nothing() -> None:
 @pytest.mark.parametrize(
     "body", [b'{"input":1}', b'{"input":[1]}', b'{"input":[{"a":NaN}]}', b'{"input":']
 )
-def test_what_can_not_be_kept_is_refused(body: bytes) -> None:
+def test_input_that_can_not_be_stored_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         wire.extract_input_items(body)
     assert (caught.value.status, caught.value.param) == (400, "input")

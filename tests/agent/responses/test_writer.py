@@ -17,14 +17,14 @@ from vllmops.store.store import ResponseStore
 RUN = Response(id="resp_1", owner="", model="m", status="in_progress", body=b"{}")
 
 
-async def stored(store: ResponseStore) -> list[int]:
+async def read_event_numbers(store: ResponseStore) -> list[int]:
     """The numbers in the log."""
     log = await store.read_events("", RUN.id, -1)
     assert log
     return [n for chunk in log.chunks for n in range(chunk.first_number, chunk.last_number + 1)]
 
 
-def test_all_events_are_there_at_the_end_and_few_writes_do() -> None:
+def test_all_events_are_stored_in_few_writes() -> None:
     async def play() -> tuple[list[int], int]:
         async with ResponseStore(opening.make_backend("memory://")) as store:
             await store.create(RUN)
@@ -35,7 +35,7 @@ def test_all_events_are_there_at_the_end_and_few_writes_do() -> None:
                         await asyncio.sleep(0.02)
             log = await store.read_events("", RUN.id, -1)
             assert log
-            return await stored(store), len(log.chunks)
+            return await read_event_numbers(store), len(log.chunks)
 
     numbers, chunks = asyncio.run(play())
     assert numbers == list(range(500))
@@ -50,7 +50,7 @@ def test_the_first_event_is_not_kept_back(monkeypatch: pytest.MonkeyPatch) -> No
             await store.create(RUN)
             async with EventWriter(store, RUN) as writer:
                 writer.queue_event(0, b"{}")
-                while await stored(store) != [0]:  # noqa: ASYNC110
+                while await read_event_numbers(store) != [0]:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
 
     asyncio.run(play())
@@ -71,7 +71,7 @@ def test_a_store_that_is_down_for_a_while_gets_all_of_them(tmp_path: Path) -> No
                 blocker.execute("ROLLBACK")
                 blocker.close()
             store.deadline_s = 60.0  # on a busy machine a look may take its time
-            return await stored(store)
+            return await read_event_numbers(store)
 
     assert asyncio.run(play()) == list(range(20))
 
@@ -92,7 +92,7 @@ def test_a_run_that_is_gone_costs_nothing_more() -> None:
 
 
 def test_a_run_that_is_cancelled_waits_for_no_store(tmp_path: Path) -> None:
-    async def work(store: ResponseStore) -> None:
+    async def write_until_cancelled(store: ResponseStore) -> None:
         async with EventWriter(store, RUN) as writer:
             writer.queue_event(0, b"{}")
             await asyncio.sleep(600)
@@ -103,7 +103,7 @@ def test_a_run_that_is_cancelled_waits_for_no_store(tmp_path: Path) -> None:
             await store.create(RUN)
             blocker = sqlite3.connect(tmp_path / "responses.db", isolation_level=None)
             blocker.execute("BEGIN IMMEDIATE")
-            task = asyncio.create_task(work(store))
+            task = asyncio.create_task(write_until_cancelled(store))
             await asyncio.sleep(0.1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -89,7 +89,7 @@ def tools():
     assert answer.text == "on", answer
 
 
-def structured():
+def check_structured_output():
     asked = model(extra_body=None).with_structured_output(Answer, method="json_schema")
     assert asked.invoke("well?").word in {"yes", "no"}
 
@@ -104,4 +104,4 @@ encrypted = {"store": False, "include": ["reasoning.encrypted_content"]}
 assert by_client == turns("carrier", output_version="responses/v1", **encrypted)
 turns("compacted", context_management=[{"type": "compaction", "compact_threshold": 1000}])
 tools()
-structured()
+check_structured_output()

@@ -88,7 +88,7 @@ def tools():
     assert answer.message.content == "on", answer
 
 
-def structured():
+def check_structured_output():
     asked = model(additional_kwargs={})
     assert asked.structured_predict(Answer, PromptTemplate("well?")).word in {"yes", "no"}
 
@@ -98,4 +98,4 @@ asyncio.run(at_once())
 assert turns(kept=True) == turns(kept=False)
 turns(kept=False, store=False, include=["reasoning.encrypted_content"])
 tools()
-structured()
+check_structured_output()
