@@ -447,7 +447,11 @@ def responses() -> None:
         (min(route.methods), route.path) for route in routes.routes if hasattr(route, "methods")
     ]
     serving = object.__new__(cls)
-    serving.store, serving.ring, serving.request_logger = cls.open_store(), lambda: None, None
+    serving.store, serving.get_keyring, serving.request_logger = (
+        cls.open_store(),
+        lambda: None,
+        None,
+    )
     serving.models = SimpleNamespace(
         lora_requests={}, is_base_model=lambda _: True, model_name=lambda _: "m"
     )
@@ -462,7 +466,9 @@ def responses() -> None:
 
     serving.conversations = ConversationTurns(serving.store)
     serving.runs = BackgroundRuns(serving)
-    serving.stored = StoredResponsesApi(serving.store, serving.conversations, serving.runs.stop_run)
+    serving.stored_responses = StoredResponsesApi(
+        serving.store, serving.conversations, serving.runs.stop_run
+    )
     serving.history = HistoryReader(parsing.parse_items, harmony=False)
     assert RENDERERS
     for name in RENDERERS:

@@ -135,7 +135,7 @@ def prove(server: Prone, code: str, shown: str = "", *, captured: bool) -> None:
     Args:
         server: that hangs.
         code: of the finding that names it in its stacks.
-        told: of the one that names it where more is known; the same where empty.
+        shown: of the one that names it where more is known; the same where empty.
         captured: whether a watch is to catch it, and what it keeps to name it.
     """
     target = ("-t", server.name, "--json")

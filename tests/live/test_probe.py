@@ -264,23 +264,25 @@ def test_a_paused_server_lives_and_is_not_ready(server_probe: Probed) -> None:
 def test_a_hang_is_dead_in_time_and_its_evidence_is_there(
     hang: Hang, load: Load, request: pytest.FixtureRequest
 ) -> None:
-    probed = request.getfixturevalue("server_probe" if hang.lives_on else "doomed_server_probe")
+    probed: Probed = request.getfixturevalue(
+        "server_probe" if hang.lives_on else "doomed_server_probe"
+    )
     server, before = probed.server, bundles(probed.server)
     until(lambda: probed.green("readyz"), 60)
     for _ in range(30 if hang in SPINS else 0):  # what is usual is known
-        assert server.ask().answer(60) == 200
+        assert server.send_chat_request().answer(60) == 200
     with load.send_requests(server) as answers:
         until(lambda: len(answers) >= 20 * load.clients, 180)
         with hang.made(server) as _asked:  # one that nobody holds is aborted
             began = time.monotonic()
             until(lambda: not probed.green("readyz"), 60, lambda: beats(server))
             unready_s = time.monotonic() - began
-            until(lambda: not probed.green(), 150, lambda: probed.ask("livez?verbose"))
+            until(lambda: not probed.green(), 150, lambda: probed.fetch_probe("livez?verbose"))
             red_s = time.monotonic() - began
             assert len(bundles(server) - before) == 1
             said = f"not ready after {unready_s:.1f} s, not live after {red_s:.1f} s"
             print(f"{hang.name}, {load.name}: {said}")
-            print(probed.ask("livez")[1])
+            print(probed.fetch_probe("livez")[1])
             assert red_s <= RED_S
     if hang.lives_on:
         until(lambda: probed.green() and probed.green("readyz"), 60)

@@ -154,9 +154,11 @@ def test_a_replica_of_a_cluster_takes_over(way: str, servers: Servers) -> None:
     load = Load(f"valkey+cluster://{LOCAL}:{nodes[0].port},{LOCAL}:{port}?namespace=x")
     here = nodes[0].execute_command("CLUSTER", "KEYSLOT", "{x}:") * 3 // 16384
     primary, replica = nodes[here], nodes[here + 3]
-    change = primary.kill if way == "killed" else partial(replica.ask, "CLUSTER", "FAILOVER")
+    change = (
+        primary.kill if way == "killed" else partial(replica.execute_command, "CLUSTER", "FAILOVER")
+    )
     asyncio.run(through(load, change))
-    assert replica.ask("ROLE")[0] == "master"
+    assert replica.execute_command("ROLE")[0] == "master"
 
 
 @pytest.mark.parametrize("way", ["killed", "frozen", "shut down"] if EVERYTHING else ["killed"])
@@ -328,7 +330,7 @@ def test_a_replica_that_is_there_and_silent_is_waited_for(servers: Servers) -> N
             until(replica.is_in_sync)
             await asyncio.sleep(0.5)  # until its primary knows that it is up to date
             assert await store.create(response("e"))
-            assert not store.backend.source.alone  # type: ignore[attr-defined]
+            assert not store.backend.source.has_no_replica  # type: ignore[attr-defined]
 
     asyncio.run(main())
     assert isinstance(replica.execute_command("DBSIZE"), int)

@@ -52,7 +52,7 @@ def hook_constructors(on_new_object: Callable[[], None]) -> None:
 
 
 def when_symbol_imported(kind: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``act(module)`` once the module is imported that defines one of `places.PLACES`.
+    """Call ``action(module)`` once the module is imported that defines one of `places.PLACES`.
 
     Never, where this vLLM has no such module.
     """
@@ -144,7 +144,7 @@ def track_object(kind: str, instance: Any) -> None:
 
 
 def catch_errors(action: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
-    """``act``, except that it reports an error instead of raising it into an import of vLLM's."""
+    """``action``, but an error is reported and not raised into an import of vLLM's."""
 
     def call_safely(module: ModuleType) -> None:
         try:

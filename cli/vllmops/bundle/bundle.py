@@ -87,7 +87,7 @@ def write_bundle(
     Where the disk is full the largest parts are left out, as many as it takes.
 
     Args:
-        contents: what `collect` gave.
+        contents: what `collect_contents` gave.
         path: its name; ``-2`` and so on is added where there is such a file.
         redact: whether to take secrets and prompts out.
         redact_s: seconds for that; what takes longer is left out.

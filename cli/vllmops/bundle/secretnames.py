@@ -166,7 +166,7 @@ AFTER = make_word_set(
 
 
 def classify_words(name: str, preceding_words: str) -> Secrecy:
-    """What a name of at most a hundred characters says; ``before`` are the words before it."""
+    """What a name of at most a hundred characters says, after ``preceding_words``."""
     found = [word.lower() for word in WORD.findall(name)]
     earlier = preceding_words.lower().replace("-", " ").split()
     if found[-2:] in (["pull", "secrets"], ["pull", "secret"]):  # of Kubernetes, which has names

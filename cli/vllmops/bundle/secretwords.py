@@ -218,7 +218,7 @@ def find_part_ends(word: str) -> Iterator[int]:
 def is_secret_near_name(
     line: str, start: int, word: str, name_secrecy: Secrecy, context_start: int = 0
 ) -> bool:
-    """Whether an odd word near a name is a secret, by what stands before it, ``since`` there."""
+    """Whether an odd word near a name is a secret, by what is before it from ``context_start``."""
     before = line[max(start - ELSE_BEFORE, context_start) : start]
     # What it is may stand in the word itself: node-7f9b2c.
     if any(ELSE.search(before + word[:end]) for end in (0, *find_part_ends(word))):
@@ -283,7 +283,7 @@ def has_secret_name(line: str) -> bool:
 
 
 def find_labelled_secret(line: str, name_secrecy: Secrecy) -> int | None:
-    """Where a secret begins in a line of what has the name of one; ``what`` that says."""
+    """Where a secret begins in a line of what has the name of one; ``name_secrecy`` that says."""
     match = LABELLED.match(line)
     if not match or not is_unusual_word(match["word"]):
         return None

@@ -213,7 +213,7 @@ def serve(
 
 
 def build_demo_model(demo: demos.DemoKind, *, quiet: bool) -> None:
-    """Build a demo model if it is not there; raises VllmopsError as `demos.model_dir` does."""
+    """Build a demo model if it is missing; raises as `demos.build_missing_model` does."""
     with Progress(time.time(), quiet=quiet) as progress:
         if not demos.is_model_built(demos.locate_model(demo)):
             progress.update(f"building the {demo} demo model")
@@ -325,7 +325,7 @@ def create_default_keyring(environment: Mapping[str, str], *, quiet: bool) -> No
         quiet: whether to print nothing.
 
     Raises:
-        VllmopsError: as `keys.change`.
+        VllmopsError: as `keys.change_keyring`.
     """
     path = keys.locate_default_keyring()
     if environment.get(keys.PLACE) != str(path) or path.exists():
@@ -342,7 +342,7 @@ def make_admin_variables(admin_token: Path | None) -> list[str]:
     """The environment variable for the admin token: where it is, never the token itself.
 
     Raises:
-        VllmopsError: as `admin.token` does.
+        VllmopsError: as `admin.read_admin_token` does.
     """
     if admin_token is None:
         return []

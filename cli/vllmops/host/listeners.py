@@ -50,7 +50,7 @@ def explain_distrust(url: str) -> str:
 
 
 def is_this_machine(host: str, *, exclusive: bool = False) -> bool:
-    """Whether a host name can be this machine; with ``surely`` whether it can be no other one."""
+    """Whether a host name can be this machine; with ``exclusive``, can be no other one."""
     if host in {"", "localhost"}:
         return True
     try:

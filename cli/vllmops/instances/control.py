@@ -305,7 +305,7 @@ def is_gone(folder: InstanceFolder) -> bool:
 
 
 def is_over(folder: InstanceFolder) -> bool:
-    """Whether an instance is over, or there is none; raises as `Folder.read`."""
+    """Whether an instance is over, or there is none; raises as `InstanceFolder.load_record`."""
     record = folder.load_record()
     return record is None or record.state.is_over
 
@@ -314,7 +314,7 @@ def read_supervised_record(folder: InstanceFolder) -> InstanceRecord | None:
     """The record, for whoever reads it again and again; a supervisor that died gets a successor.
 
     Raises:
-        VllmopsError: as `Folder.read`.
+        VllmopsError: as `InstanceFolder.load_record`.
     """
     if control := restart_dead_supervisor(folder):
         control.close()

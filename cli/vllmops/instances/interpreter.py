@@ -100,7 +100,7 @@ class InterpreterRun:
 
     Args:
         interpreter: which.
-        words: its arguments.
+        arguments: its arguments.
 
     Raises:
         VllmopsError: ``interpreter.failed`` if it can't be started.

@@ -62,10 +62,9 @@ ECHOES = re.compile(
     r"|^psutil\.(?:NoSuchProcess|ZombieProcess)"
 )
 # In the line above a traceback: vLLM goes on without a plug-in, and Python ends all the same.
+NO_CAUSE = re.compile(r"Failed to load plugin|^Exception ignored in: ")
 # In its first frame: the tracker of shared memory misses what another process has removed.
-NO_CAUSE = re.compile(
-    r"Failed to load plugin|^Exception ignored in: |multiprocessing/resource_tracker\.py\""
-)
+TRACKER = re.compile(r"multiprocessing/resource_tracker\.py\"")
 # A signal has no traceback; the executor is the one who sees the worker's exit code.
 WORKER_DIED = re.compile(
     r"Worker proc (?P<name>\S+) died unexpectedly \(exit code: -(?P<signal>\d{1,3})\)"
@@ -174,7 +173,9 @@ def find_errors(lines: Sequence[LogLine]) -> Iterator[Failure]:
         if line.level == "WARNING" or "Traceback (most recent call last)" not in line.text:
             continue
         same = [other for other in lines[index + 1 :] if other.process == line.process]
-        if any(NO_CAUSE.search(o.text) for o in [*lines[max(0, index - 1) : index], *same[:1]]):
+        if index and NO_CAUSE.search(lines[index - 1].text):
+            continue
+        if same and TRACKER.search(same[0].text):
             continue
         if any("direct cause of the following" in o.text for o in lines[max(0, index - 2) : index]):
             continue  # what was raised first is the cause

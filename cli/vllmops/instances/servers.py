@@ -45,7 +45,7 @@ class Server:
         scheme: ``http``, or ``https`` if it was given a certificate.
         record: what its supervisor wrote, None for one that vllmops did not start.
         supervised: whether its supervisor is alive, None for one that never had one.
-        uds, headless: as in `Shape`.
+        uds, headless: as in `ServingMode`.
         fleet: what a server on another machine is asked through, None for one on this machine.
     """
 

@@ -210,8 +210,8 @@ def change_keyring(
         The ring as it is now.
 
     Raises:
-        VllmopsError: of `load` and of `change`, which leave all as it was; ``keys.locked`` (exit
-            code 3), or ``keys.not-written``, which leaves the file as it was.
+        VllmopsError: of `load_keyring` and of `change`, which leave all as it was; ``keys.locked``
+            (exit code 3), or ``keys.not-written``, which leaves the file as it was.
     """
     require_safe_location(path)
     if create and is_default_keyring(path):

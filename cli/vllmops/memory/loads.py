@@ -152,7 +152,7 @@ class BuiltInLoad:
             raise errors[0]
 
     def send_request(self, first_input: int) -> None:
-        """Send one request; ``first`` is the number of its first input."""
+        """Send one request; ``first_input`` is the number of its first input."""
         path, content = KINDS[self.name](self.model, range(first_input, first_input + self.inputs))
         try:
             response = http.send_request(

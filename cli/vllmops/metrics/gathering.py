@@ -58,7 +58,7 @@ class BackgroundCollector:
 
     Args:
         gather: one look at the server, and how many API servers it has.
-        say: takes what does not work, in words.
+        log_error: takes what does not work, in words.
         wait: waits for the given seconds; where it returns True, the thread ends.
         locate_shared_file: the file that the API servers of one server share; None where there is
             one.

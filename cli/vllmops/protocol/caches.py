@@ -1,6 +1,6 @@
 """What the caches of a server's processes hold at one moment; sizes in bytes.
 
-Taken by the agent, judged by `diagnose.caches`, kept in files by `snapshots.files`.
+Taken by the agent, judged by `diagnose.caches`, kept in files by `protocol.files`.
 """
 
 from __future__ import annotations

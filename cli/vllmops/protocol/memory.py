@@ -1,7 +1,7 @@
 """The memory of a server's processes over time; sizes in bytes, times in seconds.
 
 What only the process itself knows comes from the agent, the rest from outside. Judged by
-`diagnose.memory`, kept in files by `snapshots.files`: a head, then a line for each sample.
+`diagnose.memory`, kept in files by `protocol.files`: a head, then a line for each sample.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A server as `vllmops doctor` sees it: all that can be known from outside and from its agents.
 
-Taken by `client.examine`, judged by `diagnose.doctor`, kept in bundles. It also lists what
+Taken by `doctor.examine`, judged by `diagnose.doctor`, kept in bundles. It also lists what
 could not be read.
 """
 

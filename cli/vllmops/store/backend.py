@@ -198,7 +198,7 @@ class StoreUnavailable(VllmopsError):  # noqa: N818 - the state, as messages nam
 
 
 class CursorUnknown(VllmopsError):  # noqa: N818
-    """``after`` or ``before`` names nothing that the list has."""
+    """``after_id`` or ``before_id`` names nothing that the list has."""
 
     def __init__(self, cursor: str, subject: str = "response") -> None:
         super().__init__("store.cursor", f"no {subject} {cursor!r} to start the list from")
@@ -310,7 +310,7 @@ class Backend(ConversationBackend, ABC):
         """Part of the owner's responses, by creation.
 
         Raises:
-            CursorUnknown: ``after`` or ``before`` is no response of this owner's.
+            CursorUnknown: ``after_id`` or ``before_id`` is no response of this owner's.
         """
 
     @abstractmethod

@@ -126,7 +126,7 @@ class ConversationStore:
         """The owner's conversations, the newest first.
 
         Raises:
-            CursorUnknown: ``after`` is no conversation of this owner's.
+            CursorUnknown: ``after_id`` is no conversation of this owner's.
         """
         if after_id is not None and not is_valid_id(after_id):
             raise CursorUnknown(after_id, "conversation")
@@ -146,7 +146,7 @@ class ConversationStore:
         """Part of a conversation's items; None where there is no such conversation.
 
         Raises:
-            CursorUnknown: ``after`` is no item of it.
+            CursorUnknown: ``after_id`` is no item of it.
         """
         if not is_valid_id(conversation_id):
             return None

@@ -125,7 +125,7 @@ class ConversationBackend:
         """The owner's conversations, the newest first, behind one of them.
 
         Raises:
-            CursorUnknown: ``after`` is no conversation of this owner's.
+            CursorUnknown: ``after_id`` is no conversation of this owner's.
         """
         raise NotImplementedError
 
@@ -162,7 +162,7 @@ class ConversationBackend:
         """Part of a conversation's items; None where there is no such conversation.
 
         Raises:
-            CursorUnknown: ``after`` is no item of it.
+            CursorUnknown: ``after_id`` is no item of it.
         """
         raise NotImplementedError
 

@@ -201,7 +201,7 @@ def find_page_start(after_id: str | None, ids: list[str], subject: str) -> int:
     """Where a page of a list begins.
 
     Raises:
-        CursorUnknown: ``after`` is not in the list.
+        CursorUnknown: ``after_id`` is not in the list.
     """
     if after_id is None:
         return 0

@@ -29,7 +29,7 @@ class ConnectionPool(Generic[Connection]):
         connect: makes a connection.
         is_usable: whether one that rests is still open.
         end: lets go of one, and waits for no server.
-        most: how many are lent at once.
+        max_connections: how many are lent at once.
     """
 
     def __init__(

@@ -49,7 +49,7 @@ class ResponseSource(Protocol):
         """Part of the responses; without their input, and their status in their body, over HTTP.
 
         Raises:
-            CursorUnknown: ``after`` is none of them.
+            CursorUnknown: ``after_id`` is none of them.
         """
 
     async def get(self, response_id: str) -> Response:

@@ -52,7 +52,7 @@ class SqlBackend(SqlConversations):
         url: without a namespace.
         limits: what is kept.
         name: what the tables' names begin with.
-        own: the file with the statements that only this database takes.
+        statements_file: the file with the statements that only this database takes.
     """
 
     def __init__(self, url: str, limits: Limits, name: str, statements_file: str) -> None:

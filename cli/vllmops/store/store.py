@@ -268,7 +268,7 @@ class ResponseStore:
         """Part of the owner's responses, by creation.
 
         Raises:
-            CursorUnknown: ``after`` or ``before`` is no response of this owner's.
+            CursorUnknown: ``after_id`` or ``before_id`` is no response of this owner's.
         """
         for cursor in (query.after_id, query.before_id):
             if cursor is not None and not is_valid_id(cursor):

@@ -68,7 +68,7 @@ class CacheRow(msgspec.Struct, frozen=True):
         name: its kind and side.
         process: that has it.
         entries: None if it does not count them.
-        used, capacity: in `unit`; None if unknown.
+        usage, capacity: in `unit`; None if unknown.
         unit: ``bytes`` or ``slots``.
         hits, queries: so far; None if it does not count them.
     """

@@ -34,7 +34,7 @@ class AdminClient:
     Args:
         endpoint: the server.
         token: its admin token.
-        plain: use HTTP without TLS to another machine, too.
+        allow_plain_http: use HTTP without TLS to another machine, too.
 
     Raises:
         VllmopsError: ``admin.plain`` (exit code 2), or ``admin.other-user`` (4) where a process of

@@ -69,7 +69,7 @@ FIELDS: tuple[tuple[str, dict[str, str], str], ...] = (
 
 
 class UnixSocketTransport(httpx.AsyncBaseTransport):
-    """HTTP through the Unix sockets that are URLs' hosts, as `unix_url` writes them."""
+    """HTTP through the Unix sockets that are URLs' hosts, as `make_unix_url` writes them."""
 
     def __init__(self) -> None:
         self.by_path: dict[str, httpx.AsyncHTTPTransport] = {}

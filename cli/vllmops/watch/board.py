@@ -76,7 +76,7 @@ class ProbeServer(BoundedServerMixin, HTTPServer):
     """Answers ``/livez``, ``/readyz`` and ``/startupz`` from threads of its own.
 
     Args:
-        place: host and port.
+        address: host and port.
         get_result: gives the verdict, quickly.
 
     Raises:

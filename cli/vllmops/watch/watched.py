@@ -264,7 +264,7 @@ class WatchedServer:
         return bundle.write_bundle(self.collecting.collect_contents(), path)[0]
 
     def repair_caches(self) -> repairs.RepairReport:
-        """Repair its caches; raises as `repairs.repair` does."""
+        """Repair its caches; raises as `repairs.repair_caches` does."""
         return repairs.repair_caches(self.server)
 
     def heal_server(self, *, only_without_stall: bool = False) -> HealResult:

@@ -163,7 +163,7 @@ class StoredResponsesApi:
         """A page of the list of responses.
 
         Raises:
-            CursorUnknown: ``after`` or ``before`` is not the id of a response.
+            CursorUnknown: ``after_id`` or ``before_id`` is not the id of a response.
             StoreUnavailable: the store is down.
         """
         page = await self.store.list_responses(owner, query)

@@ -61,7 +61,8 @@ async def open_conversations(
         create: make one where there is none.
 
     Raises:
-        VllmopsError: ``usage``, ``store.no-conversations``, or as `endpoint` and `DirectStore` do.
+        VllmopsError: ``usage``, ``store.no-conversations``, or as `resolve_endpoint_with_store` and
+            `DirectStore` do.
         StoreUnavailable: it is down.
     """
     from ...store.direct import DirectStore  # noqa: PLC0415
@@ -74,7 +75,7 @@ def find_store_url(target: str | None, store: str | None) -> str:
     """The URL of the store that the options mean.
 
     Raises:
-        VllmopsError: ``usage``, or as `endpoint` does.
+        VllmopsError: ``usage``, or as `resolve_endpoint_with_store` does.
     """
     if store is not None:
         require_single_source(target)
@@ -106,7 +107,7 @@ async def iterate_conversations(
         page: how many are read at once.
 
     Raises:
-        CursorUnknown: ``after`` is none.
+        CursorUnknown: ``after_id`` is none.
     """
     trail, seen = [after_id] if after_id else [], set[str]()
     while True:

@@ -130,7 +130,7 @@ def find_store_url(target: str | None) -> str:
     """The URL of a server's store.
 
     Raises:
-        VllmopsError: as `place`, or ``usage`` if it is not known.
+        VllmopsError: as `resolve_endpoint_with_store`, or ``usage`` if it is not known.
     """
     from ...instances.endpoint import resolve_endpoint_with_store  # noqa: PLC0415
 

@@ -32,7 +32,7 @@ def open_source(target: str | None, store: str | None, *, create: bool = False) 
     """The source of responses: a server, or a store opened directly.
 
     Raises:
-        VllmopsError: ``usage``, or as `place` and `DirectStore` do.
+        VllmopsError: ``usage``, or as `resolve_endpoint` and `DirectStore` do.
     """
     if store is None:
         from ...instances.endpoint import resolve_endpoint  # noqa: PLC0415
@@ -71,7 +71,7 @@ async def iterate_pages(
         query: which responses; its ``limit`` is the page size.
 
     Raises:
-        CursorUnknown: ``query.after`` names no response.
+        CursorUnknown: ``query.after_id`` names no response.
         VllmopsError: ``responses.refused``, the list has no end.
     """
     trail = [query.after_id] if query.after_id else []

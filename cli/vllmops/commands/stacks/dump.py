@@ -237,7 +237,7 @@ def _dump_core(
 
 
 def _save_snapshot(save: Path | None, snapshot: StacksSnapshot, *, should_show: bool) -> None:
-    """Write a snapshot to ``--save``; if that fails, a live one is ``shown``.
+    """Write a snapshot to ``--save``; if that fails, a live one is ``should_show``.
 
     Raises:
         VllmopsError: ``file.not-written``.
