@@ -25,5 +25,5 @@ def test_healed_server_gets_time_to_finish_a_step(
     monkeypatch.setattr(examine, "examine_server", lambda *_, **__: None)
     monkeypatch.setattr(doctor, "diagnose_snapshot", lambda _: None)
     monkeypatch.setattr(doctor, "find_cause", lambda *_: FINDING)
-    monkeypatch.setattr(beyond, "count_in_flight", lambda _: (None, 0))
+    monkeypatch.setattr(beyond, "count_in_flight_and_background", lambda _: (None, 0))
     assert (beyond.find_remaining_stall(SERVER, settle_s=settle_s) is not None) is is_stuck

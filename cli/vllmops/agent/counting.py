@@ -6,27 +6,10 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any
 
 from ..keys.carrier import CarrierError
-from ..store.backend import Backend
-
-# Methods of a backend that a request, or looking after what runs, waits for, and their labels.
-OPERATIONS: Final = {
-    "create": "create",
-    "put": "put",
-    "set_status": "set_status",
-    "get": "get",
-    "delete": "delete",
-    "list_responses": "page",
-    "list_turns": "conversation",
-    "touch": "touch",
-    "select_running": "running",
-    "append_events": "append",
-    "read_events": "log",
-    "sweep": "sweep",
-    "collect_stats": "stats",
-}
+from ..store.backend import OPERATIONS, Backend
 
 
 def count_store_operations(backend: Backend) -> None:

@@ -12,23 +12,15 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from ..store.backend import Backend, Response, ResponsePage, StatusChange
+from ..store.backend import OPERATIONS, Backend, Response, ResponsePage, StatusChange
 from .objects import report_problem
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-# What a request does to the store once or twice: methods of a backend, and the names of spans.
-# Others do it again and again beside requests.
-OPERATIONS: Final = {
-    "create": "create",
-    "put": "put",
-    "set_status": "set_status",
-    "get": "get",
-    "delete": "delete",
-    "list_responses": "page",
-    "list_turns": "conversation",
-}
+# What a request does to the store once or twice: methods of a backend. Others do it again and again
+# beside requests.
+TRACED: Final = ("create", "put", "set_status", "get", "delete", "list_responses", "list_turns")
 HEADERS: Final = (b"traceparent", b"tracestate")
 
 Message = MutableMapping[str, Any]
@@ -50,8 +42,9 @@ def start_tracing(backend: Backend) -> None:
         from opentelemetry.trace.propagation import tracecontext  # noqa: F401, PLC0415
 
         name = type(backend).__name__.lower()
-        for method, operation in OPERATIONS.items():
-            setattr(backend, method, wrap_with_span(getattr(backend, method), name, operation))
+        for method in TRACED:
+            call = getattr(backend, method)
+            setattr(backend, method, wrap_with_span(call, name, OPERATIONS[method]))
         _tracer = trace.get_tracer("vllmops")
     except Exception as error:
         report_problem(f"traces lack the store and the carriers: {error!r}")

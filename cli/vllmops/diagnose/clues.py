@@ -395,7 +395,7 @@ def _parse_gpu_watts(text: str, _log: str) -> Iterator[TextEvidence]:
         yield TextEvidence(("gpu-kernel-stuck", "collective-stall"), "the GPU", line)
 
 
-def _parse_cuda_kernels(text: str, _log: str) -> Iterator[TextEvidence]:
+def _parse_kernel_names(text: str, _log: str) -> Iterator[TextEvidence]:
     found = (name.strip() for kernel in KERNELS for name in re.findall(kernel, text))
     if names := list(dict.fromkeys(found)):
         shown = ", ".join(names)
@@ -429,9 +429,9 @@ READERS: tuple[tuple[str, Callable[[str, str], Iterator[TextEvidence]]], ...] = 
     ("launcheduptooperation", _parse_launched_operations),
     ('"communicators"', _parse_ras_json),
     ('"collective_seq_id"', _parse_flight_recorder),
-    ("Active0x", _parse_cuda_kernels),
-    ("<<<(", _parse_cuda_kernels),
+    ("Active0x", _parse_kernel_names),
+    ("<<<(", _parse_kernel_names),
     ("%,0%", _parse_gpu_watts),
     ("W|", _parse_gpu_watts),
-    ("SwitchingfocustoCUDAkernel", _parse_cuda_kernels),
+    ("SwitchingfocustoCUDAkernel", _parse_kernel_names),
 )

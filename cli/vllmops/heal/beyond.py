@@ -54,7 +54,7 @@ def find_remaining_stall(
     else:
         return None
     diagnosis = doctor.diagnose_snapshot(examine.examine_server(server, show=show))
-    in_flight, background = count_in_flight(server)
+    in_flight, background = count_in_flight_and_background(server)
     return RemainingStall(
         finding=doctor.find_cause(stalls, diagnosis),
         in_flight=in_flight,
@@ -72,7 +72,7 @@ def collect_samples(server: Server) -> list[ServerSample]:
     return looks
 
 
-def count_in_flight(server: Server) -> tuple[int | None, int]:
+def count_in_flight_and_background(server: Server) -> tuple[int | None, int]:
     """The requests in flight, and how many of them are background responses."""
     try:
         processes, _ = listing.collect_process_requests(server)

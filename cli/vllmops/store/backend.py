@@ -12,7 +12,7 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
 
@@ -36,6 +36,23 @@ NOTED = 1000
 GRAIN_S = 10.0
 # An owner is a hash or empty, so this is nobody's: it stands for whoever runs the server.
 EVERYBODY = "*"
+# Methods of a backend that a request, or looking after what runs, waits for, and what metrics and
+# spans call them.
+OPERATIONS: Final = {
+    "create": "create",
+    "put": "put",
+    "set_status": "set_status",
+    "get": "get",
+    "delete": "delete",
+    "list_responses": "page",
+    "list_turns": "conversation",
+    "touch": "touch",
+    "select_running": "running",
+    "append_events": "append",
+    "read_events": "log",
+    "sweep": "sweep",
+    "collect_stats": "stats",
+}
 
 
 def derive_owner(key: str) -> str:

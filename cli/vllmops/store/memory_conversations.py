@@ -34,8 +34,8 @@ class StoredConversation:
     def is_held(self) -> bool:
         return bool(self.holder) and self.held_until > time.monotonic()
 
-    def can_change(self, holder: str) -> bool:
-        """Whether somebody may change the items: the holder, or anybody where nobody holds it."""
+    def can_be_changed_by(self, holder: str) -> bool:
+        """Whether a holder, or ``""`` for anybody else, may change the items."""
         return self.holder == holder if holder else not self.is_held
 
     def to_conversation(self) -> Conversation:
@@ -139,7 +139,7 @@ class MemoryConversations(Backend):
         found = self.find_conversation(owner, conversation_id)
         if found is None or entry_id not in found.entries:
             return ConversationResult.GONE
-        if not found.can_change(""):
+        if not found.can_be_changed_by(""):
             return ConversationResult.LOCKED
         del found.entries[entry_id]
         found.holder = ""
@@ -151,7 +151,7 @@ class MemoryConversations(Backend):
         found = self.find_conversation(addition.owner, addition.conversation_id)
         if found is None:
             return ConversationResult.GONE
-        if not found.can_change(addition.holder):
+        if not found.can_be_changed_by(addition.holder):
             return ConversationResult.LOCKED
         added = {entry.id: entry for entry in addition.entries}
         if len(added) < len(addition.entries) or added.keys() & found.entries.keys():

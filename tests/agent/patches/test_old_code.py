@@ -244,11 +244,11 @@ def said(healed, patched):
     while not polls():
         time.sleep(0.02)
     writer._spin_condition.notify = lambda: None
-    looks = [len(broadcast.find_missed_messages())]
+    looks = [len(broadcast.find_stuck_readers())]
     writer.enqueue("a")
-    while not (patched or broadcast.find_missed_messages()):
+    while not (patched or broadcast.find_stuck_readers()):
         time.sleep(0.02)
-    looks.append(len(broadcast.find_missed_messages()))
+    looks.append(len(broadcast.find_stuck_readers()))
     if healed:
         broadcast.wake_readers(["reader 0"])
     if healed or patched:
@@ -256,7 +256,7 @@ def said(healed, patched):
             time.sleep(0.02)
     else:
         time.sleep(1)
-    looks.append(len(broadcast.find_missed_messages()))
+    looks.append(len(broadcast.find_stuck_readers()))
     waits, wait = [], condition.wait
     def counted(*given, **named):
         waits.append(1)

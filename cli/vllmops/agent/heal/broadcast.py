@@ -40,7 +40,7 @@ def has_unread_block(queue: Any) -> bool:
         return bool(block[0]) and not block[queue.local_reader_rank + 1]
 
 
-def find_missed_messages() -> list[HealProof]:
+def find_stuck_readers() -> list[HealProof]:
     """The readers that miss a message."""
     return [
         HealProof(

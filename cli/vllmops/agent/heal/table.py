@@ -31,7 +31,7 @@ class Action(NamedTuple):
 
 ACTIONS: Final = {
     "admission": Action(admission.find_blocking_requests),
-    "broadcast": Action(broadcast.find_missed_messages, broadcast.wake_readers),
+    "broadcast": Action(broadcast.find_stuck_readers, broadcast.wake_readers),
     "encoder-cache": Action(encoder_cache.find_deadlocked_holders, encoder_cache.release_holders),
     "io-threads": Action(io_threads.find_dead_threads, io_threads.restart_threads),
     "paused": Action(paused.find_paused_engine, paused.wake_engines),

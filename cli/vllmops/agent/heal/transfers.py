@@ -77,12 +77,12 @@ def prove_lost_load(
         policy = adapter.find_failure_policy(scheduler)
         what += f"; the connector knows no such load; kv_load_failure_policy: {policy}"
     steps = engine.find_current_step(scheduler)
-    progress = request.num_preemptions, request.num_computed_tokens
+    preemptions, computed_tokens = request.num_preemptions, request.num_computed_tokens
     return HealProof(
         subject=name,
         evidence=what,
         client_message=why,
-        progress_key=f"{id(request)} {progress[0]} {progress[1]} {bool(dead_address)}",
+        progress_key=f"{id(request)} {preemptions} {computed_tokens} {bool(dead_address)}",
         rises=None if steps is None else steps // adapter.get_max_concurrent_steps(scheduler),
     )
 
