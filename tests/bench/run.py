@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+from rich.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that `tests.bench` is found
 
@@ -153,7 +154,7 @@ def show(figures: list[Figure]) -> None:
             else "-".join(f"{end / item.rival_value:.3f}" for end in item.interval),
             amount(item.bound, item.unit),
             f"{item.n:,}",
-            "yes" if item.holds else "[bold red]no[/]",
+            "yes" if item.holds else Text("no", "bold red"),
         )
     output.print_parts(table)
 
