@@ -75,6 +75,10 @@ def serve(spawn: Spawn, ring: Path, token: Path) -> tuple[Any, str]:
     return child, f"http://127.0.0.1:{child.run(SERVING)}"
 
 
+def build_push_arguments(token: Path, keyring: Path, url: str) -> tuple[str, ...]:
+    return "keys", "push", "-t", url, "--admin-token", str(token), "--keyring", str(keyring)
+
+
 def statuses(path: Path) -> dict[str, str]:
     return {key.kid: key.status.value for key in file.load_keyring(path).keys}
 
@@ -95,16 +99,7 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
 ) -> None:
     child, url = serve(spawn, server_keyring, token)
     beside = check_keys_often(spawn(**{file.PLACE: str(server_keyring)}))
-    words = (
-        "keys",
-        "push",
-        "-t",
-        url,
-        "--admin-token",
-        str(token),
-        "--keyring",
-        str(local_keyring),
-    )
+    words = build_push_arguments(token, local_keyring, url)
     for _ in range(3):  # a key, one that is next, and that one as the primary
         answer = vllmops(*words, "--json")
         assert answer.code == 0, answer
@@ -134,16 +129,7 @@ def test_carriers_sealed_with_the_servers_old_key_still_open(
     before = seal_history(["x"], file.load_keyring(server_keyring), model="m", owner="o")
     child, url = serve(spawn, server_keyring, token)
     lead = file.load_keyring(local_keyring).require_primary().kid
-    words = (
-        "keys",
-        "push",
-        "-t",
-        url,
-        "--admin-token",
-        str(token),
-        "--keyring",
-        str(local_keyring),
-    )
+    words = build_push_arguments(token, local_keyring, url)
     assert vllmops(*words).code == 0
     assert fetch_key_statuses(child) == {own: "verify-only", lead: "primary"}
     assert unseal_carrier(
@@ -218,16 +204,7 @@ def test_there_are_no_routes_where_there_is_no_token(
     url = f"http://127.0.0.1:{child.run(SERVING)}"
     assert send_admin_request(f"{url}{KEYS}").json() == {"error": "Unauthorized"}
     assert send_admin_request(f"{url}{KEYS}", "user").json() == {"detail": "Not Found"}
-    words = (
-        "keys",
-        "push",
-        "-t",
-        url,
-        "--admin-token",
-        str(token),
-        "--keyring",
-        str(local_keyring),
-    )
+    words = build_push_arguments(token, local_keyring, url)
     answer = vllmops(*words, "--json")
     assert (answer.code, answer.error["code"]) == (1, "admin.no-route")
     assert "--admin-token" in answer.error["hint"]
@@ -275,17 +252,7 @@ def test_another_key_of_a_known_kid_is_not_taken(
         local_keyring, lambda ring: ring.add(msgspec.structs.replace(other, kid=own.kid))
     )
     _, url = serve(spawn, server_keyring, token)
-    answer = vllmops(
-        "keys",
-        "push",
-        "-t",
-        url,
-        "--admin-token",
-        str(token),
-        "--keyring",
-        str(local_keyring),
-        "--json",
-    )
+    answer = vllmops(*build_push_arguments(token, local_keyring, url), "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.same-kid")
     assert own.kid in answer.error["message"]
     assert file.load_keyring(server_keyring).keys == (own,)
@@ -304,25 +271,18 @@ def test_a_server_whose_key_is_in_its_environment_takes_none(
 def test_keys_go_over_no_line_that_others_may_read(
     vllmops: Any, local_keyring: Path, token: Path, home: Path
 ) -> None:
-    words = (
-        "keys",
-        "push",
-        "--admin-token",
-        str(token),
-        "--keyring",
-        str(local_keyring),
-        "--json",
-        "-t",
-    )
+    def push_keys_to(url: str, given_token: Path = token) -> Any:
+        return vllmops(*build_push_arguments(given_token, local_keyring, url), "--json")
+
     for url in ("http://192.0.2.1:8000", "http://localhost.example", "http://127.0.0.1.example"):
-        answer = vllmops(*words, url)
+        answer = push_keys_to(url)
         assert (answer.code, answer.error["code"]) == (2, "admin.plain"), url
-    answer = vllmops(*words, "http://127.0.0.1:9")
+    answer = push_keys_to("http://127.0.0.1:9")
     assert (answer.code, answer.error["code"]) == (5, "admin.unreachable")
-    answer = vllmops(*words[:2], "--admin-token", str(home / "none"), *words[4:], "http://h")
+    answer = push_keys_to("http://h", home / "none")
     assert (answer.code, answer.error["code"]) == (1, "file.unreadable")
     token.chmod(0o644)
-    answer = vllmops(*words, "http://127.0.0.1:9")
+    answer = push_keys_to("http://127.0.0.1:9")
     assert (answer.code, answer.error["code"]) == (4, "keys.unsafe")
 
 

@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
 # What a request does to the store once or twice: methods of a backend. Others do it again and again
 # beside requests.
-TRACED: Final = ("create", "put", "set_status", "get", "delete", "list_responses", "list_turns")
+TRACED_METHODS: Final = (
+    "create",
+    "put",
+    "set_status",
+    "get",
+    "delete",
+    "list_responses",
+    "list_turns",
+)
 HEADERS: Final = (b"traceparent", b"tracestate")
 
 Message = MutableMapping[str, Any]
@@ -42,7 +50,7 @@ def start_tracing(backend: Backend) -> None:
         from opentelemetry.trace.propagation import tracecontext  # noqa: F401, PLC0415
 
         name = type(backend).__name__.lower()
-        for method in TRACED:
+        for method in TRACED_METHODS:
             call = getattr(backend, method)
             setattr(backend, method, wrap_with_span(call, name, OPERATIONS[method]))
         _tracer = trace.get_tracer("vllmops")
