@@ -175,7 +175,6 @@ class TopApp(App[None]):
         self.servers: list[ServerRow] = []
         self.events: tuple[FindingEvent, ...] = ()
         self.keys: list[Key] = []
-        self.moving_to: Key | None = None  # the cursor is not there yet
         self.nodes: dict[Key, TreeNode[Key]] = {}
         self.labels: dict[Key, Text] = {}
         self.shown_requests: tuple[object, ...] = ()
@@ -265,8 +264,8 @@ class TopApp(App[None]):
         tree: Tree[Key] = self.get_main_widget("#servers", Tree)
         if not (width := tree.scrollable_content_region.width):
             return  # it has no place yet
-        if [*labels] != self.keys:
-            chosen = self.selected_key
+        chosen, has_other_rows = self.selected_key, [*labels] != self.keys
+        if has_other_rows:
             tree.clear()
             self.nodes, self.keys = {}, [*labels]
             for key, label in labels.items():
@@ -275,10 +274,6 @@ class TopApp(App[None]):
                 add = (above or tree.root).add_leaf if pid else (above or tree.root).add
                 self.nodes[key] = add(label, data=key)
                 self.nodes[key].expand()
-            found = self.nodes.get(chosen) if chosen else None
-            if first := found or next(iter(self.nodes.values()), None):
-                self.moving_to = first.data
-                self.call_after_refresh(self.move_cursor)
         for key, label in labels.items():
             row = self.nodes[key]
             label.truncate(
@@ -287,18 +282,14 @@ class TopApp(App[None]):
             if self.labels.get(key) != label:
                 row.set_label(label)
         self.labels = labels
-
-    def move_cursor(self) -> None:
-        """Move the cursor of a tree that was filled anew to what is chosen."""
-        if node := self.nodes.get(self.moving_to) if self.moving_to else None:
-            self.get_main_widget("#servers", Tree).move_cursor(node)
-        self.moving_to = None
+        if has_other_rows:
+            found = self.nodes.get(chosen) if chosen else None
+            tree.get_node_at_line(0)  # gives each row its line, which the cursor is moved to
+            tree.move_cursor(found or next(iter(self.nodes.values()), None))
 
     @property
     def selected_key(self) -> Key | None:
         """What is chosen in the tree; the first server if nothing is."""
-        if self.moving_to:
-            return self.moving_to
         node = self.get_main_widget("#servers", Tree).cursor_node
         if node is not None and node.data is not None:
             found: Key = node.data
