@@ -19,17 +19,19 @@ import hypothesis
 import psutil
 import pytest
 
-from vllmops.host import processes
-from vllmops.host.roles import Role
-from vllmops.instances import detached, launch
-from vllmops.vllm_api import admin
+from vllmops.collect.http import admin_client as admin
+from vllmops.collect.machine import processes
+from vllmops.model.roles import Role
+from vllmops.servers import detached_process as detached
+from vllmops.servers import launch
 
-from .support import commands, extent, gate, own, ports, reachable, versions
+from .support import commands, extent, gate, ports, reachable, versions
+from .support import own_processes as own
 from .support.children import Child, Spawn, start_child
 from .support.commands import Vllmops
 from .support.databases import Server, start_shared_servers
 from .support.lab import Lab
-from .support.own import in_home
+from .support.own_processes import in_home
 from .support.waiting import until
 
 # A busy machine is no failure, and what the gate finds is found in each of its runs.
@@ -99,7 +101,7 @@ def pytest_sessionfinish() -> None:
 
 START = detached.start_detached
 LIVE = "tests/live/"
-STANDIN = Path(__file__).with_name("instances") / "standin.py"
+STANDIN = Path(__file__).parent / "servers/standin.py"
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +181,7 @@ def code(pytestconfig: pytest.Config) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def standin() -> Iterator[Path]:
-    """A directory for PYTHONPATH whose package ``vllm`` is `instances/standin.py`."""
+    """A directory for PYTHONPATH whose package ``vllm`` is `servers/standin.py`."""
     # Not pytest's own: a command of another user would not find it there, and take the real vLLM.
     with tempfile.TemporaryDirectory(prefix="vo-standin-") as name:
         place = Path(name)

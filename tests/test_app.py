@@ -15,10 +15,10 @@ import pytest
 
 from vllmops import __version__, app
 from vllmops.app import COMMANDS
-from vllmops.errors import ExitCode
+from vllmops.support.errors import ExitCode
 
 from .support.extent import EVERYTHING, sample_cases
-from .support.here import run_in_process
+from .support.in_process_command import run_in_process
 
 KEYS = ["version", "command", "status", "exit_code", "data", "errors"]
 

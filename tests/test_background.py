@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllmops import background
-from vllmops.background import ErrorReporter
+from vllmops.support import background
+from vllmops.support.background import ErrorReporter
 
 from .support.waiting import until, until_async
 

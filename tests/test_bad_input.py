@@ -27,8 +27,8 @@ import pytest
 import typer
 
 from vllmops.app import COMMANDS
-from vllmops.errors import ExitCode
-from vllmops.streams import UNSAFE
+from vllmops.support.errors import ExitCode
+from vllmops.support.streams import UNSAFE
 
 from .support.extent import EVERYTHING, long
 
@@ -75,7 +75,10 @@ def sample(param: Any, given: str) -> str:
 def leaves() -> Iterator[Leaf]:
     for name, entry in COMMANDS.items():
         module, _, attribute = entry.module.partition(":")
-        app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
+        app = getattr(
+            import_module(module if "." in module else f"vllmops.commands.{module}"),
+            attribute or "app",
+        )
         command: Any = typer.main.get_command(app)
         if entry.has_subcommands:
             for word, each in command.commands.items():
@@ -421,7 +424,8 @@ def bootstrap(self):
     raise MemoryError
 threading.Thread._bootstrap_inner = bootstrap
 sys.argv = ["vllmops", "ps"]
-from vllmops import app, output
+from vllmops import app
+from vllmops.support import output
 app.run_command = lambda: threading.Thread(target=print).start()
 app.main()
 """

@@ -18,12 +18,13 @@ from typing import Any
 import click
 import pytest
 
-from vllmops import app, home
+from vllmops import app
 from vllmops.docs import load_pages
-from vllmops.keys import file
-from vllmops.keys.carrier import seal_history
-from vllmops.protocol import files
-from vllmops.protocol.memory import MemoryRecordingHead, MemorySample, ProcessMemory
+from vllmops.model import snapshot_files as files
+from vllmops.model.memory import MemoryRecordingHead, MemorySample, ProcessMemory
+from vllmops.support import home
+from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys.carrier import seal_history
 
 from .support import picture
 from .support.promises import without_timed
@@ -33,7 +34,7 @@ DOCS = ROOT / "cli/vllmops/docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
 CODE = re.compile(r"`([^`]+)`")
-DUMP = ROOT / "tests/diagnose/stacks/mm-cache-eviction-spin.txt"
+DUMP = ROOT / "tests/rules/stacks/mm-cache-eviction-spin.txt"
 
 # What needs no server, and its exit code.
 RUN = {

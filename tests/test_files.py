@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from vllmops import files
-from vllmops.errors import ExitCode, VllmopsError
-from vllmops.files import write_atomically
+from vllmops.support import files
+from vllmops.support.errors import ExitCode, VllmopsError
+from vllmops.support.files import write_atomically
 
 NOBODY = 65534
 MIB = 1 << 20

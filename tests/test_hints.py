@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "cli" / "vllmops"
+PACKAGES = (ROOT / "cli/vllmops", ROOT / "cli/vllmops_responses")
 DESTROYS = re.compile(
     r"\brm(\s|$)|\brmdir\b|\bshred\b|\bmkfs|\bwipefs\b|\bdd\s+\S*of=|\btruncate\s+-|\bunlink\s+/|"
     r"\bfind\b.*-delete|\bgit\s+(clean|reset)\b|\b(mv|cp)\s+-f|"
@@ -34,8 +34,11 @@ ALLOWED = {
     ("commands/responses/purge.py", "``vllmops responses purge``"): "the module's title",
     ("commands/responses/__init__.py", "Example: vllmops responses "): "of the commands' own help",
     ("commands/stop.py", "--force"): "an option's name; it cuts requests off, and deletes nothing",
-    ("stacks/pyspy.py", "{} -m pip install --force-reinstall py-spy"): "pip's own, of a program",
-    ("store/sql.py", ""): "statements of the store's own, which nobody is told to paste",
+    (
+        "collect/stacks/pyspy.py",
+        "{} -m pip install --force-reinstall py-spy",
+    ): "pip's own, of a program",
+    ("store/backends/sql.py", ""): "statements of the store's own, which nobody is told to paste",
 }
 
 
@@ -63,8 +66,8 @@ def is_allowed(name: str, text: str) -> bool:
 
 def test_no_string_of_the_package_tells_to_destroy() -> None:
     found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        name = str(path.relative_to(PACKAGE))
+    for package, path in [(p, path) for p in PACKAGES for path in sorted(p.rglob("*.py"))]:
+        name = str(path.relative_to(package))
         found += [
             f"{name}:{line}: {text}"
             for line, text in strings(path.read_text())
@@ -74,7 +77,9 @@ def test_no_string_of_the_package_tells_to_destroy() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*PACKAGE.rglob("*.toml"), ROOT / "README.md"], ids=lambda path: path.name
+    "path",
+    [*(path for package in PACKAGES for path in package.rglob("*.toml")), ROOT / "README.md"],
+    ids=lambda path: path.name,
 )
 def test_nor_does_a_table_or_the_readme(path: Path) -> None:
     found = [

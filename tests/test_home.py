@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.home import resolve_home
+from vllmops.support.home import resolve_home
 
 NOBODY_AT_ALL = 54321  # a user id that no database knows, as containers have them
 

@@ -9,13 +9,13 @@ import typer
 
 from vllmops import app
 from vllmops.commands.options import parse_duration
-from vllmops.errors import ExitCode, VllmopsError
-from vllmops.instances import logs, supervisor
-from vllmops.keys.ring import format_utc_time
-from vllmops.numbers import format_count
-from vllmops.output import format_bytes, format_duration
+from vllmops.servers import logs, supervisor
+from vllmops.support.errors import ExitCode, VllmopsError
+from vllmops.support.numbers import format_count
+from vllmops.support.output import format_bytes, format_duration
+from vllmops_responses.keys.keyring import format_utc_time
 
-from .support.here import run_in_process
+from .support.in_process_command import run_in_process
 
 NONE = ("nan", "-nan", "inf", "-inf", "Infinity", "1e400", "1e300", "-1", "1_0", "0x10", "", " 1")
 MORE = ("\N{ARABIC-INDIC DIGIT THREE}", "9" * 5000, "1e", "1,5")

@@ -22,34 +22,36 @@ import msgspec
 import psutil
 import pytest
 
-from vllmops.bundle import collecting
+from vllmops.bundle import parts as collecting
+from vllmops.collect.agents import admin_token
+from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.http import vllm_client as http
+from vllmops.collect.http.admin_client import push_keyring
+from vllmops.collect.machine import listeners, processes
+from vllmops.collect.machine import shared_memory as shm
+from vllmops.collect.machine.processes import Process
+from vllmops.collect.machine.server_address import make_unix_url
 from vllmops.commands import serve
-from vllmops.errors import ExitCode, VllmopsError
-from vllmops.files import read_private_file
-from vllmops.home import create_folder, require_safe_folder
-from vllmops.home import resolve_home as state_home
-from vllmops.host import listeners, ports, processes, shm
-from vllmops.host.processes import Process
-from vllmops.host.roles import Role
-from vllmops.host.shape import make_unix_url
-from vllmops.instances import endpoint as endpoints
-from vllmops.instances import interpreter, launch
-from vllmops.instances import keys as instance_keys
-from vllmops.instances.record import (
+from vllmops.model import process_identity as identity
+from vllmops.model.roles import Role
+from vllmops.observe.memory import load_generators as loads
+from vllmops.servers import claimed_ports as ports
+from vllmops.servers import interpreter, launch
+from vllmops.servers import target_endpoint as endpoints
+from vllmops.servers.discovery import Server
+from vllmops.servers.record import (
     InstanceFolder,
     InstanceRecord,
     InstanceState,
     list_instance_folders,
 )
-from vllmops.instances.servers import Server
-from vllmops.keys import admin_token
-from vllmops.keys import file as keyring
-from vllmops.keys.ring import Key, KeyRing, KeyStatus, generate_secret
-from vllmops.memory import loads
-from vllmops.protocol import identity
-from vllmops.rpc import agent
-from vllmops.vllm_api import http
-from vllmops.vllm_api.admin import push_keyring
+from vllmops.support.errors import ExitCode, VllmopsError
+from vllmops.support.files import read_private_file
+from vllmops.support.home import create_folder, require_safe_folder
+from vllmops.support.home import resolve_home as state_home
+from vllmops_responses.commands.keys import loaded_keys as instance_keys
+from vllmops_responses.keys import keyring_file as keyring
+from vllmops_responses.keys.keyring import Key, KeyRing, KeyStatus, generate_secret
 
 from .support.commands import TABLE
 from .support.extent import sample_cases
@@ -363,7 +365,7 @@ def test_a_socket_that_another_user_listens_on(
 
 TRICKLE = """
 import time
-from vllmops.agent import service
+from vllmops.agent.transport import unix_socket as service
 asked = []
 def trickle(self):
     asked.append(self.path)
@@ -522,7 +524,10 @@ def test_ones_own_server_and_roots_get_the_key_and_no_other(
     assert http.build_api_key_headers(url) == ({}, "")
     monkeypatch.setenv("VLLM_API_KEY", "mine")
     assert http.build_api_key_headers(url) == ({"Authorization": "Bearer mine"}, "")
-    ask = f"from vllmops.vllm_api import http; print(http.build_api_key_headers({url!r}).headers)"
+    ask = (
+        "from vllmops.collect.http import vllm_client as http; "
+        f"print(http.build_api_key_headers({url!r}).headers)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", ask],
         user=NOBODY,

@@ -9,10 +9,10 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from vllmops import output
 from vllmops.app import parse_command_name
-from vllmops.errors import ExitCode, VllmopsError
-from vllmops.output import (
+from vllmops.support import output
+from vllmops.support.errors import ExitCode, VllmopsError
+from vllmops.support.output import (
     FoldedLines,
     IndentedLine,
     JsonText,
@@ -25,7 +25,7 @@ from vllmops.output import (
     print_parts,
     print_to_stderr,
 )
-from vllmops.streams import UNSAFE, escape_json, make_printable
+from vllmops.support.streams import UNSAFE, escape_json, make_printable
 
 from .support.waiting import until
 

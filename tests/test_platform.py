@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from .support.extent import long, programs
-from .support.far import far
 from .support.fleet import token_file
 from .support.forks import FORKS, Answered
+from .support.remote_machine import far
 
 pytestmark = programs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from vllmops.streams import make_stop_event
+from vllmops.support.streams import make_stop_event
 
 
 def test_a_signal_in_the_midst_of_a_wait_ends_it() -> None:

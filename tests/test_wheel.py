@@ -24,7 +24,7 @@ from .test_packaging import MOST_BYTES, list_required_distributions
 pytestmark = programs
 
 ROOT = Path(__file__).parent.parent
-STACKS = ROOT / "tests/diagnose/stacks/mm-cache-eviction-spin.txt"
+STACKS = ROOT / "tests/rules/stacks/mm-cache-eviction-spin.txt"
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

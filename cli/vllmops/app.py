@@ -23,13 +23,14 @@ TYPE_CHECKING = False  # typing's, without the import
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-    from .errors import VllmopsError
+    from .support.errors import VllmopsError
 
 
 class CommandEntry:  # not a dataclass: those cost `--version` a third of its time
-    """Where a command lives: a module of `commands`, and in it ``app`` or what follows a colon.
+    """Where a command lives.
 
     Args:
+        module: of `commands`, or with its package; in it ``app``, or what follows a colon.
         has_subcommands: whether it is a noun with commands of its own.
     """
 
@@ -70,14 +71,20 @@ COMMANDS = {
     ),
     "stacks": CommandEntry("stacks", "Stacks of every process of a server.", has_subcommands=True),
     "requests": CommandEntry("requests", "Requests that a server works on.", has_subcommands=True),
-    "responses": CommandEntry("responses", "Stored responses.", has_subcommands=True),
-    "conversations": CommandEntry("conversations", "Stored conversations.", has_subcommands=True),
+    "responses": CommandEntry(
+        "vllmops_responses.commands.responses", "Stored responses.", has_subcommands=True
+    ),
+    "conversations": CommandEntry(
+        "vllmops_responses.commands.conversations", "Stored conversations.", has_subcommands=True
+    ),
     "integrate": CommandEntry(
         "integrate", "What systemd and Kubernetes need.", has_subcommands=True
     ),
-    "keygen": CommandEntry("keygen", "Print a fresh random key."),
+    "keygen": CommandEntry("vllmops_responses.commands.keygen", "Print a fresh random key."),
     "keys": CommandEntry(
-        "keys", "Keys that protect client-held conversation state.", has_subcommands=True
+        "vllmops_responses.commands.keys",
+        "Keys that protect client-held conversation state.",
+        has_subcommands=True,
     ),
     "help": CommandEntry("help", "Show a page of the manual."),
     "completions": CommandEntry("completions", "Print a shell's completion script."),
@@ -104,7 +111,10 @@ def build_root_command() -> Any:
             if name is None:
                 return name, command, rest
             module, _, attribute = COMMANDS[name].module.partition(":")
-            app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
+            app = getattr(
+                import_module(module if "." in module else f"vllmops.commands.{module}"),
+                attribute or "app",
+            )
             command = typer.main.get_command(app)
             if COMMANDS[name].has_subcommands:
                 command.help, command.no_args_is_help = COMMANDS[name].help, True
@@ -140,7 +150,7 @@ def build_root_command() -> Any:
 
 def print_version() -> None:
     """Print the version, and on stderr whether another program has our name."""
-    from .host.namesake import describe_namesakes  # noqa: PLC0415
+    from .collect.machine.name_collision import describe_namesakes  # noqa: PLC0415
 
     print(f"vllmops {__version__}")
     if line := describe_namesakes():
@@ -150,7 +160,7 @@ def print_version() -> None:
 def main() -> None:
     """Run ``vllmops``: exit codes as in `errors.ExitCode`, a traceback only on request."""
     try:
-        from . import streams  # noqa: PLC0415
+        from .support import streams  # noqa: PLC0415
 
         streams.set_interrupt_handler(exit_interrupted)
         streams.prepare_streams()
@@ -185,7 +195,7 @@ def handle_unraisable(unraisable: Any) -> None:
 def exit_interrupted(*_: object) -> NoReturn:
     """End at Ctrl-C, before a command runs: an exception in the middle of an import shows."""
     try:
-        from .errors import VllmopsError  # noqa: PLC0415
+        from .support.errors import VllmopsError  # noqa: PLC0415
 
         report_error(VllmopsError("interrupted", "interrupted"))
     except BaseException:  # a half-imported module can't report it
@@ -203,9 +213,9 @@ def run_command() -> int:
         return code
     import typer  # noqa: PLC0415
 
-    from .errors import ExitCode, VllmopsError  # noqa: PLC0415
-    from .output import set_command_name  # noqa: PLC0415
-    from .streams import OutputError, ReaderGoneError  # noqa: PLC0415
+    from .support.errors import ExitCode, VllmopsError  # noqa: PLC0415
+    from .support.output import set_command_name  # noqa: PLC0415
+    from .support.streams import OutputError, ReaderGoneError  # noqa: PLC0415
 
     set_command_name(parse_command_name())
     try:
@@ -241,7 +251,7 @@ def run_quick_probe() -> int | None:
     """Answer a probe without Typer; returns the exit code, None where it takes the command."""
     if sys.argv[1:2] != ["probe"]:
         return None
-    from .quick_probe import answer_probe  # noqa: PLC0415
+    from .servers.quick_probe import answer_probe  # noqa: PLC0415
 
     try:
         return answer_probe(sys.argv[2:])
@@ -251,7 +261,7 @@ def run_quick_probe() -> int | None:
 
 def convert_usage_error(error: Any) -> VllmopsError | None:
     """Typer's error about a command line, as a VllmopsError; None if it showed help."""
-    from .errors import ExitCode, VllmopsError  # noqa: PLC0415
+    from .support.errors import ExitCode, VllmopsError  # noqa: PLC0415
 
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":  # Typer keeps the class to itself, too
@@ -291,7 +301,7 @@ def adapt_to_memory_limit() -> None:
     if limit is None:
         return
     if limit < LEAST:
-        from .errors import VllmopsError  # noqa: PLC0415
+        from .support.errors import VllmopsError  # noqa: PLC0415
 
         raise VllmopsError(
             "system.refused",
@@ -323,7 +333,7 @@ def is_memory_exhausted() -> bool:
 
 def make_internal_error(error: Exception) -> VllmopsError:
     """The error for what no command foresees."""
-    from .errors import VllmopsError  # noqa: PLC0415
+    from .support.errors import VllmopsError  # noqa: PLC0415
 
     if str(error) == NO_THREAD:
         return make_system_error(error)
@@ -346,7 +356,7 @@ def make_system_error(error: Exception) -> VllmopsError:
     """
     import errno  # noqa: PLC0415
 
-    from .errors import ExitCode, VllmopsError  # noqa: PLC0415
+    from .support.errors import ExitCode, VllmopsError  # noqa: PLC0415
 
     if isinstance(error, MemoryError):
         what, code = "there is not enough memory", ExitCode.FAILED
@@ -369,8 +379,8 @@ def make_system_error(error: Exception) -> VllmopsError:
 
 def make_output_error(error: OSError) -> VllmopsError:
     """Close standard output after an error; returns the error to report."""
-    from . import streams  # noqa: PLC0415
-    from .errors import VllmopsError  # noqa: PLC0415
+    from .support import streams  # noqa: PLC0415
+    from .support.errors import VllmopsError  # noqa: PLC0415
 
     streams.close_output()
     return VllmopsError(
@@ -382,8 +392,8 @@ def make_output_error(error: OSError) -> VllmopsError:
 
 def report_error(failure: VllmopsError) -> int:
     """Report an error; returns the exit code."""
-    from . import streams  # noqa: PLC0415
-    from .output import print_error, set_command_name  # noqa: PLC0415
+    from .support import streams  # noqa: PLC0415
+    from .support.output import print_error, set_command_name  # noqa: PLC0415
 
     set_command_name(parse_command_name())
     try:

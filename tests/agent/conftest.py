@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from vllmops.rpc.agent import open_agent
+from vllmops.collect.agents.agent_client import open_agent
 
 from ..support import modules
 from ..support.versions import Vllm

@@ -17,10 +17,10 @@ from typing import Any
 
 import psutil
 
-from vllmops.attach.attach import plan_attach, run_in_borrowed_thread
+from vllmops.actions.attach.agent_loader import plan_attach, run_in_borrowed_thread
+from vllmops.collect.machine.processes import VITAL
 from vllmops.demo import DemoKind
-from vllmops.host.processes import VITAL
-from vllmops.host.roles import Role
+from vllmops.model.roles import Role
 
 from .figure import Figure, Limit, ratio
 from .setting import VLLMOPS, Server, Setting

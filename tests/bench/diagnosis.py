@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllmops import output
-from vllmops.diagnose.places import load_frame_tables
-from vllmops.diagnose.stacks import Explanation, StackFinding, explain_stacks
-from vllmops.stacks.paste import parse_stacks
+from vllmops.collect.stacks.pasted_text import parse_stacks
+from vllmops.rules.stacks.explanation import Explanation, StackFinding, explain_stacks
+from vllmops.rules.stacks.thread_phases import load_frame_tables
+from vllmops.support import output
 
 HEALTHY = {"none", "unknown", "idle-spin-normal"}
 Z = 1.96  # 95 %

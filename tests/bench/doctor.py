@@ -10,7 +10,7 @@ from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import VLLMOPS, Setting
 
 DUMP_BYTES = 1_000_000
-PASTE = Path(__file__).parents[1] / "diagnose/stacks/healthy-busy.three-samples.txt"
+PASTE = Path(__file__).parents[1] / "rules/stacks/healthy-busy.three-samples.txt"
 
 
 def measure(setting: Setting) -> Iterator[Figure]:

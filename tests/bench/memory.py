@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from vllmops.memory.record import FULL_S
+from vllmops.observe.memory.recorder import FULL_S
 
 from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import VLLMOPS, Setting, cpu_seconds

@@ -10,12 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
+from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.machine.processes import ROLES
 from vllmops.demo import DemoKind
-from vllmops.host.processes import ROLES
-from vllmops.host.roles import Role
-from vllmops.metrics.gathering import SHARE
-from vllmops.rpc import agent
-from vllmops.store.settings import STORE
+from vllmops.metrics.collector import SHARE
+from vllmops.model.roles import Role
+from vllmops_responses.store.settings import STORE
 
 from .agent import PATH, open_hook_switch
 from .figure import Figure, Limit, interleave_measurements, make_paired_figure, ratio

@@ -10,9 +10,10 @@ from typing import Any
 
 from tests.support.modules import locate_installed_vllm, lru_module
 
-from vllmops.agent import objects, repair
+from vllmops.agent.actions import cache_repair as repair
+from vllmops.agent.hooks import vllm_objects as objects
 from vllmops.agent.patches import mm_lru_ghost_keys, mm_lru_stale_eviction
-from vllmops.protocol.repairs import RepairRequest
+from vllmops.model.cache_repairs import RepairRequest
 
 from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import Setting

@@ -24,7 +24,9 @@ import sys
 import time
 from setproctitle import setproctitle
 from types import SimpleNamespace
-from vllmops.agent import objects, register, service
+from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent import register
+from vllmops.agent.transport import unix_socket as service
 
 def rank(title, code, entries=0):
     setproctitle(title)

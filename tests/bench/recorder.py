@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from vllmops.agent import recorder
+from vllmops.agent.recording import step_recorder as recorder
 
 from .agent import PATH
 from .figure import Figure, Limit, interleave_measurements, medians

@@ -15,11 +15,11 @@ from itertools import accumulate
 import numpy as np
 import psutil
 
-from vllmops.doctor import history
-from vllmops.host.roles import Role
-from vllmops.instances.servers import Server
-from vllmops.requests import listing
-from vllmops.rpc import agent
+from vllmops.collect.agents import agent_client as agent
+from vllmops.model.roles import Role
+from vllmops.observe import step_recordings as history
+from vllmops.observe.requests import listing
+from vllmops.servers.discovery import Server
 
 from ..support.waiting import until
 from .figure import Figure, Limit, make_paired_figure

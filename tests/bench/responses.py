@@ -18,7 +18,7 @@ from tests.support.databases import Servers, folder_for_servers, postgres_parts
 from tests.support.ports import free_port
 
 from vllmops.demo import DemoKind
-from vllmops.store import settings
+from vllmops_responses.store import settings
 
 from .figure import Figure, Limit, make_paired_figure
 from .setting import (

@@ -48,9 +48,9 @@ from tests.bench import (
 from tests.bench.figure import Figure
 from tests.bench.setting import Setting, open_setting
 
-from vllmops import output
+from vllmops.support import output
 
-FIELD = Path(__file__).resolve().parents[1] / "diagnose" / "field"
+FIELD = Path(__file__).resolve().parents[1] / "rules/field"
 GROUPS = {
     "startup": startup.measure,
     "agent": agent.measure,

@@ -29,10 +29,10 @@ from tests.support import plug_ins
 from tests.support.ports import free_port
 
 from vllmops import demo
-from vllmops.host import processes
-from vllmops.host.processes import Process
-from vllmops.host.roles import Role
-from vllmops.store.settings import STORE
+from vllmops.collect.machine import processes
+from vllmops.collect.machine.processes import Process
+from vllmops.model.roles import Role
+from vllmops_responses.store.settings import STORE
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from vllmops.stacks import pyspy
+from vllmops.collect.stacks import pyspy
 
 from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import VLLMOPS, Setting

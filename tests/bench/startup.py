@@ -9,8 +9,8 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-from vllmops.protocol import files
-from vllmops.protocol.caches import CacheSample, CacheSnapshot
+from vllmops.model import snapshot_files as files
+from vllmops.model.caches import CacheSample, CacheSnapshot
 
 from .figure import Figure, Limit, interleave_measurements, medians
 from .setting import PYTHON, VLLMOPS, Setting

@@ -19,16 +19,16 @@ from typing import Any
 from msgspec.structs import replace
 from tests.support.databases import Servers, folder_for_servers, postgres_parts
 
-from vllmops.agent.responses.conversations import ConversationTurns
-from vllmops.agent.responses.history import HistoryReader
-from vllmops.store import opening
-from vllmops.store.backend import Backend, Limits, Response, ResponseQuery
-from vllmops.store.conversations import Conversation
-from vllmops.store.postgresql import Postgresql
-from vllmops.store.redis import Redis
-from vllmops.store.sql import SqlBackend
-from vllmops.store.sqlite import Sqlite, bind_values, parse_file_path
-from vllmops.store.store import ResponseStore
+from vllmops_responses.server.conversations import ConversationTurns
+from vllmops_responses.server.turn_history import HistoryReader
+from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store.backend import Backend, Limits, Response, ResponseQuery
+from vllmops_responses.store.backends.postgresql import Postgresql
+from vllmops_responses.store.backends.redis import Redis
+from vllmops_responses.store.backends.sql import SqlBackend
+from vllmops_responses.store.backends.sqlite import Sqlite, bind_values, parse_file_path
+from vllmops_responses.store.conversation_backend import Conversation
+from vllmops_responses.store.response_store import ResponseStore
 
 from .figure import Figure, Limit, make_paired_figure
 from .setting import Setting

@@ -31,7 +31,9 @@ def hooks() -> list[Hook]:
         for cls in classes.values()
         for name, method in list(vars(cls).items())
         if isinstance(method, FunctionType)
-        and method.__globals__.get("__name__", "").startswith("vllmops.agent.")
+        and method.__globals__.get("__name__", "").startswith(
+            ("vllmops.agent.", "vllmops_responses.server.")
+        )
         and hasattr(method, "__wrapped__")
     ]
 
@@ -40,7 +42,7 @@ def collectors() -> list[Any]:
     """What shows the agent's metrics in an API server, and gathers them while they are scraped."""
     scraped = sys.modules.get("prometheus_client.registry")
     found = scraped.REGISTRY._collector_to_names if scraped else ()
-    return [item for item in found if type(item).__module__ == "vllmops.metrics.gathering"]
+    return [item for item in found if type(item).__module__ == "vllmops.metrics.collector"]
 
 
 class Switch:

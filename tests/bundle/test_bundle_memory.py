@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.bundle.redact import Redactor
+from vllmops.bundle.redaction.redactor import Redactor
 
 from ..support.extent import EVERYTHING, programs, sample_cases
 
@@ -28,9 +28,9 @@ PARTS = ["log.txt", "supervisor.txt"][: 2 if EVERYTHING else 1]
 MEASURED = """
 import re, sys
 from pathlib import Path
-from vllmops.bundle import bundle, collecting, archive
-from vllmops.diagnose import doctor
-from vllmops.errors import VllmopsError
+from vllmops.bundle import bundle_file as bundle, parts as collecting, tar_archive as archive
+from vllmops.rules import diagnosis as doctor
+from vllmops.support.errors import VllmopsError
 
 def mib(name):
     return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllmops.rpc import agent
-from vllmops.vllm_api import http
+from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.http import vllm_client as http
 
 from ..support.waiting import patiently
 

@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from vllmops.attach import attach as attaching
-from vllmops.attach import inject
-from vllmops.attach.attach import AttachPlan
-from vllmops.errors import VllmopsError
-from vllmops.host import processes
-from vllmops.host.processes import Process
-from vllmops.host.roles import Role
-from vllmops.protocol import identity
+from vllmops.actions.attach import agent_loader as attaching
+from vllmops.actions.attach import injector as inject
+from vllmops.actions.attach.agent_loader import AttachPlan
+from vllmops.collect.machine import processes
+from vllmops.collect.machine.processes import Process
+from vllmops.model import process_identity as identity
+from vllmops.model.roles import Role
+from vllmops.support.errors import VllmopsError
 
 from ..support.commands import Answer, Vllmops
 from ..support.extent import long
@@ -272,7 +272,7 @@ def test_no_script_is_left_for_a_process_that_has_ended(
 
 TRACER = """
 import sys
-from vllmops.attach import inject, trace
+from vllmops.actions.attach import injector as inject, ptrace as trace
 for tid in inject.PythonProcess(int(sys.argv[1])).list_thread_ids():
     trace.ptrace(trace.SEIZE, tid)
 print(1, flush=True)

@@ -1,4 +1,4 @@
-"""``vllmops bundle``, with a stand-in for vLLM (see instances/standin.py)."""
+"""``vllmops bundle``, with a stand-in for vLLM (see servers/standin.py)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from typing import Any
 
 import pytest
 
-from vllmops.bundle import bundle, collecting
-from vllmops.bundle.collecting import (
+from vllmops.bundle import bundle_file as bundle
+from vllmops.bundle import parts as collecting
+from vllmops.bundle.parts import (
     BundleCollector,
     collect_contents,
     ignore_progress,
     make_examination_options,
     read_server_log,
 )
-from vllmops.doctor import examine
-from vllmops.errors import VllmopsError
-from vllmops.host import ras
-from vllmops.host.processes import Process
-from vllmops.host.roles import Role
-from vllmops.instances.servers import Server, resolve_server
-from vllmops.keys import file as keyring
+from vllmops.collect.machine import nccl_ras as ras
+from vllmops.collect.machine.processes import Process
+from vllmops.model.roles import Role
+from vllmops.observe import server_snapshot as examine
+from vllmops.servers.discovery import Server, resolve_server
+from vllmops.support.errors import VllmopsError
+from vllmops_responses.keys import keyring_file as keyring
 
 from ..support.commands import background
 from ..support.waiting import until

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from vllmops.host.roles import Role
-from vllmops.protocol import files
-from vllmops.protocol.caches import (
+from vllmops.model import snapshot_files as files
+from vllmops.model.caches import (
     CacheSample,
     CacheSetup,
     CacheSnapshot,
@@ -22,6 +21,7 @@ from vllmops.protocol.caches import (
     ProcessGap,
     WorkerEncoderCache,
 )
+from vllmops.model.roles import Role
 
 from ..support.commands import Answer, background, run_vllmops
 
@@ -30,7 +30,7 @@ Spawn = Callable[..., Any]
 CACHES = """
 import cachetools
 from types import SimpleNamespace
-from vllmops.agent import objects
+from vllmops.agent.hooks import vllm_objects as objects
 
 class Lru(cachetools.LRUCache): pass
 class LruKeyReplicatedReceiverCache: pass

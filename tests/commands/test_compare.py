@@ -12,17 +12,11 @@ import pytest
 from rich.console import Console
 
 from vllmops.commands.cache.compare import build_comparison_data, render_comparison
-from vllmops.host.roles import Role
-from vllmops.protocol.caches import (
-    Cache,
-    EncoderCache,
-    ProcessCaches,
-    ProcessGap,
-    WorkerEncoderCache,
-)
-from vllmops.protocol.compares import CacheComparison, ComparisonSample
+from vllmops.model.cache_comparison import CacheComparison, ComparisonSample
+from vllmops.model.caches import Cache, EncoderCache, ProcessCaches, ProcessGap, WorkerEncoderCache
+from vllmops.model.roles import Role
 
-from ..diagnose.test_compares import lru
+from ..rules.test_cache_comparison import lru
 
 Spawn = Callable[..., Any]
 

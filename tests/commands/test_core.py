@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from vllmops.diagnose import stacks as judge
-from vllmops.host import processes
-from vllmops.host.cudacore import FLAGS, build_coredump_environment
-from vllmops.protocol import files
-from vllmops.protocol.pasted import PastedStacks
-from vllmops.protocol.stacks import DumpOptions, StacksSnapshot
-from vllmops.stacks import core as cores
-from vllmops.stacks import coreprocess
+from vllmops.collect.machine import processes
+from vllmops.collect.machine.cuda_core_dumps import FLAGS, build_coredump_environment
+from vllmops.collect.stacks import core_files as cores
+from vllmops.collect.stacks import core_reader as coreprocess
+from vllmops.model import snapshot_files as files
+from vllmops.model.pasted_stacks import PastedStacks
+from vllmops.model.stacks import DumpOptions, StacksSnapshot
+from vllmops.rules.stacks import explanation as judge
 
 from ..support.commands import Vllmops
 from ..support.waiting import until

@@ -1,4 +1,4 @@
-"""``vllmops doctor``, with a stand-in for vLLM (see instances/standin.py)."""
+"""``vllmops doctor``, with a stand-in for vLLM (see servers/standin.py)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vllmops.commands import steps
+from vllmops.collect.machine.shared_memory import SHM
+from vllmops.collect.stacks.pasted_text import parse_stacks
+from vllmops.commands import step_history_view as steps
 from vllmops.commands.doctor import render_finding
-from vllmops.diagnose.doctor import list_checks
-from vllmops.diagnose.stacks import explain_stacks
-from vllmops.host.shm import SHM
-from vllmops.protocol.steps import Step, StepsRecording
-from vllmops.stacks.paste import parse_stacks
+from vllmops.model.step_recording import Step, StepsRecording
+from vllmops.rules.diagnosis import list_checks
+from vllmops.rules.stacks.explanation import explain_stacks
 
 from ..support.waiting import until
 
 # What a machine that runs tests has in /dev/shm is none of a server's business.
 OWN = ("--skip", "machine")
-STACKS = Path(__file__).parents[1] / "diagnose/stacks"
+STACKS = Path(__file__).parents[1] / "rules/stacks"
 
 
 def codes(answer: Any) -> list[str]:

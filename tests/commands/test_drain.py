@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from vllmops.commands import drain
-from vllmops.host.roles import Role
-from vllmops.instances.draining import explain_unreadiness
-from vllmops.instances.servers import resolve_server
+from vllmops.model.roles import Role
+from vllmops.servers.discovery import resolve_server
+from vllmops.servers.drain import explain_unreadiness
 
 from ..support.fleet import Fleet
 from ..support.waiting import until
@@ -23,7 +23,7 @@ Spawn = Callable[..., Any]
 # Its engine has no scheduler that could count, so the command asks for vLLM's own figures.
 COUNTED = """
 import asyncio, os
-from vllmops.agent.gate import gate
+from vllmops.agent.hooks.request_gate import gate
 app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") != "/metrics"]
 @app.get("/metrics")
 def counted():
@@ -116,7 +116,7 @@ def test_why_a_server_is_no_place_for_new_requests(spawn: Spawn, home: Path) -> 
     engine.run(
         """
 from types import SimpleNamespace as Made
-from vllmops.agent import objects
+from vllmops.agent.hooks import vllm_objects as objects
 class Scheduler(Made):
     __hash__ = object.__hash__
 scheduler = Scheduler(running=[], waiting=[], current_step=7, pause_state=Made(name="PAUSED_ALL"))

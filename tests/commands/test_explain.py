@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from vllmops.diagnose.facts import make_metrics_facts
-from vllmops.protocol import files
-from vllmops.protocol.metrics import Metrics
-from vllmops.stacks.paste import parse_stacks
+from vllmops.collect.stacks.pasted_text import parse_stacks
+from vllmops.model import snapshot_files as files
+from vllmops.model.vllm_metrics import Metrics
+from vllmops.rules.stacks.progress_facts import make_metrics_facts
 
 from ..support.commands import Answer, Vllmops
 from . import test_stacks
 
-STACKS = Path(__file__).parent.parent / "diagnose" / "stacks"
+STACKS = Path(__file__).parents[1] / "rules/stacks"
 SPIN = STACKS / "mm-cache-eviction-spin.txt"
 BUSY = STACKS / "healthy-busy.one-dump.txt"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from vllmops.commands.stacks import explanation
-from vllmops.errors import ExitCode
+from vllmops.commands.stacks import explanation_view as explanation
+from vllmops.support.errors import ExitCode
 
 from ..support.extent import EVERYTHING, long
 
@@ -91,7 +91,7 @@ def test_odd_files_are_read_to_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # How long a line really may be is seen where it comes from standard input.
-    lines = import_module("vllmops.commands.responses.import_")
+    lines = import_module("vllmops_responses.commands.responses.import_")
     monkeypatch.setattr(lines, "LONGEST_LINE", 64 << 20)
     monkeypatch.setattr(lines, "ENDLESS", lines.LONGEST_LINE + 1)
     # Each command reads some kinds; over the commands each kind has its turns.

@@ -13,7 +13,7 @@ import pytest
 
 from vllmops.commands.help import render_page
 from vllmops.docs import load_pages
-from vllmops.terminal import Terminal
+from vllmops.support.terminal import Terminal
 
 from ..support.extent import long
 

@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from vllmops.keys import file
+from vllmops_responses.keys import keyring_file as file
 
 
 def test_a_unit_that_systemd_takes(vllmops: Any, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``vllmops logs``, with a stand-in for vLLM (see instances/standin.py)."""
+"""``vllmops logs``, with a stand-in for vLLM (see servers/standin.py)."""
 
 import signal
 import subprocess
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vllmops.instances.logs import rotate_log
-from vllmops.instances.record import InstanceFolder
+from vllmops.servers.logs import rotate_log
+from vllmops.servers.record import InstanceFolder
 
 from ..support.commands import background
 from ..support.extent import long

@@ -19,10 +19,10 @@ import msgspec
 import psutil
 import pytest
 
-from vllmops.host.roles import Role
-from vllmops.memory import plot
-from vllmops.memory import record as memory
-from vllmops.protocol.memory import MemoryRecordingHead, MemorySample, ProcessMemory
+from vllmops.model.memory import MemoryRecordingHead, MemorySample, ProcessMemory
+from vllmops.model.roles import Role
+from vllmops.observe.memory import plot
+from vllmops.observe.memory import recorder as memory
 
 from ..support.commands import Answer, background, run_vllmops
 from ..support.waiting import until

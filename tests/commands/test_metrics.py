@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllmops.commands import metrics
 from vllmops.commands.options import parse_host_port
-from vllmops.instances.servers import Server
-from vllmops.metrics import listener
-from vllmops.metrics.gathering import BackgroundCollector
+from vllmops.metrics import http_listener as listener
+from vllmops.metrics.collector import BackgroundCollector
+from vllmops.servers.discovery import Server
 
 from ..support import commands
 from ..support.children import Child

@@ -13,16 +13,16 @@ from typing import Any
 import httpx
 import pytest
 
-from vllmops.host.roles import Role
-from vllmops.keys.admin_token import PLACE
-from vllmops.keys.node_identity import make_tls_context
-from vllmops.protocol.remote import USUAL_NODE_PORT
+from vllmops.collect.agents.admin_token import PLACE
+from vllmops.collect.agents.node_certificate import make_tls_context
+from vllmops.model.admin_api import USUAL_NODE_PORT
+from vllmops.model.roles import Role
 
 from ..support.children import CHILD, Child, start_child
 from ..support.commands import Vllmops
-from ..support.far import ip, machine, network
 from ..support.fleet import SERVING, TOKEN, token_file
 from ..support.ranked import make_rank_code
+from ..support.remote_machine import ip, machine, network
 from ..support.waiting import until
 
 SIZES = (2, 1, 1)
@@ -90,7 +90,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
             far.run(ACTOR)
             # The port opens with the first object that the agent sees, and knows whose it is.
             far.run(make_rank_code("engine", instance="2", dp=1, sizes=SIZES, local=1))
-            far.run("from vllmops.agent import service; service.start_agent()")
+            far.run(
+                "from vllmops.agent.transport import unix_socket as service; service.start_agent()"
+            )
             port = int(far.run(TAKE))
             engine = repr(CONNECT.format(address=address, port=port)) + "\n"
             near.run(f"below[0].stdin.write({engine.encode()!r}); below[0].stdin.flush()")
@@ -207,12 +209,14 @@ def test_stopped_process_of_a_node_hides_no_other_process(vllmops: Vllmops, node
         "actor.stdout.readline()"
     ).format(title="VLLM::Worker_DP1", child=str(CHILD), python=sys.executable)
     nodes.far.run(code)
-    listen = "from vllmops.agent import service; service.start_agent()"
+    listen = "from vllmops.agent.transport import unix_socket as service; service.start_agent()"
     for line in (ACTOR, make_rank_code("worker", instance="2", dp=1, sizes=SIZES, local=1), listen):
         assert "Traceback" not in nodes.far.run(f"out = tell({line!r})")
     until(lambda: "DP1 two" in rows(vllmops, nodes))
     nodes.far.run("import os, signal; os.kill(actor.pid, signal.SIGSTOP)")
     # A busy machine may take its time.
-    nodes.near.run("from vllmops.agent import remote; remote.NODE_S = 6.0")
+    nodes.near.run(
+        "from vllmops.agent.transport import server_members as remote; remote.NODE_S = 6.0"
+    )
     looks = [rows(vllmops, nodes)["DP1 two"] for _ in range(4)]
     assert looks.count("answers") >= 3, looks

@@ -24,7 +24,10 @@ def list_crowded_commands() -> Iterator[Any]:
     """Every command with many visible options, and these options."""
     for noun, entry in COMMANDS.items():
         module, _, attribute = entry.module.partition(":")
-        app = getattr(import_module(f"vllmops.commands.{module}"), attribute or "app")
+        app = getattr(
+            import_module(module if "." in module else f"vllmops.commands.{module}"),
+            attribute or "app",
+        )
         for name, command in commands(typer.main.get_command(app), noun):
             options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
             if len(options) > MANY:

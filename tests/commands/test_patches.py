@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.adapters import features
 from vllmops.agent.patches.registry import PATCHES
+from vllmops.agent.versions import features
 
 
 @pytest.mark.parametrize("patch", PATCHES)

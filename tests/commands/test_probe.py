@@ -14,14 +14,13 @@ from typing import Any
 import httpx
 import pytest
 
-from vllmops import quick_probe
 from vllmops.commands import probe
-from vllmops.errors import VllmopsError
-from vllmops.host.roles import Role
-from vllmops.instances import supervisor
-from vllmops.instances.record import InstanceFolder
-from vllmops.protocol.identity import read_boot_id
-from vllmops.protocol.probe import ProbeResult, judge_state
+from vllmops.model.probe import ProbeResult, judge_state
+from vllmops.model.process_identity import read_boot_id
+from vllmops.model.roles import Role
+from vllmops.servers import quick_probe, supervisor
+from vllmops.servers.record import InstanceFolder
+from vllmops.support.errors import VllmopsError
 
 from ..support.commands import background
 from ..support.ports import free_port
@@ -97,7 +96,7 @@ def test_a_port_that_is_none(vllmops: Any, place: str) -> None:
 
 SCHEDULER = """
 from types import SimpleNamespace as Made
-from vllmops.agent import objects
+from vllmops.agent.hooks import vllm_objects as objects
 class Scheduler(Made):
     __hash__ = object.__hash__
 scheduler = Scheduler(running=[], waiting=[], current_step=7)

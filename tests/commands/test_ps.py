@@ -1,4 +1,4 @@
-"""``vllmops ps``, with a stand-in for vLLM (see instances/standin.py)."""
+"""``vllmops ps``, with a stand-in for vLLM (see servers/standin.py)."""
 
 import json
 import os
@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from vllmops.instances.record import InstanceFolder
-from vllmops.streams import UNSAFE
-from vllmops.vllm_api import http
+from vllmops.collect.http import vllm_client as http
+from vllmops.servers.record import InstanceFolder
+from vllmops.support.streams import UNSAFE
 
 from ..support.commands import background
 from ..support.extent import long

@@ -15,16 +15,16 @@ import httpx
 import psutil
 import pytest
 
-from vllmops.host import listeners
-from vllmops.host.roles import Role
-from vllmops.protocol.remote import PROCESSES
+from vllmops.collect.machine import listeners
+from vllmops.model.admin_api import PROCESSES
+from vllmops.model.roles import Role
 
-from ..agent.test_recorder import SCHEDULER
+from ..agent.recording.test_step_recorder import SCHEDULER
 from ..support.children import Child, Spawn, start_child
 from ..support.commands import Vllmops, background
-from ..support.far import far
 from ..support.fleet import TOKEN, Fleet, token_file
 from ..support.ranked import make_rank_code
+from ..support.remote_machine import far
 from ..support.waiting import until
 
 

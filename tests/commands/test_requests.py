@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vllmops.commands.requests.list_ import make_requests_table
-from vllmops.output import print_parts
-from vllmops.requests.listing import InFlightRequest
+from vllmops.observe.requests.listing import InFlightRequest
+from vllmops.support.output import print_parts
 
 ID = "chatcmpl-be432188b3dcdefe"
 ROUTE = "/v1/chat/completions"

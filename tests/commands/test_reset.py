@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from vllmops.collect.agents.agent_client import open_agent
 from vllmops.commands.cache import reset
-from vllmops.protocol.resets import ResetRequest
-from vllmops.rpc.agent import open_agent
+from vllmops.model.cache_resets import ResetRequest
 
 from ..support.extent import long
 from ..support.waiting import until
@@ -27,8 +27,8 @@ Spawn = Callable[..., Any]
 CLIENT = """
 import asyncio, threading
 from types import SimpleNamespace
-from vllmops.agent import objects
-from vllmops.agent.gate import gate
+from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.hooks.request_gate import gate
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()
 class Client:

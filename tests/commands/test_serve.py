@@ -1,4 +1,4 @@
-"""``vllmops serve`` from end to end, with a stand-in for vLLM (see instances/standin.py).
+"""``vllmops serve`` from end to end, with a stand-in for vLLM (see servers/standin.py).
 
 tests/live starts the real one; here are the faults and the corner cases.
 """
@@ -24,20 +24,20 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllmops.collect.machine.processes import is_alive
 from vllmops.commands.serve import create_default_keyring
-from vllmops.host.processes import is_alive
-from vllmops.instances.record import InstanceFolder
-from vllmops.keys import file as keys
-from vllmops.store import settings
-from vllmops.store.opening import make_backend
-from vllmops.store.store import ResponseStore
+from vllmops.servers.record import InstanceFolder
+from vllmops_responses.keys import keyring_file as keys
+from vllmops_responses.store import settings
+from vllmops_responses.store.backend_factory import make_backend
+from vllmops_responses.store.response_store import ResponseStore
 
 from ..support.commands import background
 from ..support.extent import long
 from ..support.ports import free_port
 from ..support.waiting import until
 
-LOGS = Path(__file__).parents[1] / "instances" / "logs"
+LOGS = Path(__file__).parents[1] / "servers/logs"
 NOBODY = 65534
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllmops.host import processes
-from vllmops.protocol import files
-from vllmops.protocol.stacks import StacksSnapshot
+from vllmops.collect.machine import processes
+from vllmops.model import snapshot_files as files
+from vllmops.model.stacks import StacksSnapshot
 
 from ..support.commands import Vllmops
 from ..support.waiting import until

@@ -1,10 +1,10 @@
-"""``vllmops status``, with a stand-in for vLLM (see instances/standin.py)."""
+"""``vllmops status``, with a stand-in for vLLM (see servers/standin.py)."""
 
 import threading
 from typing import Any
 
 from vllmops.commands.status import CacheUse, make_cache_rows
-from vllmops.instances import takedown
+from vllmops.servers import shutdown as takedown
 
 from ..support.waiting import until
 

@@ -1,4 +1,4 @@
-"""``vllmops stop`` and ``restart``, with a stand-in for vLLM (see instances/standin.py)."""
+"""``vllmops stop`` and ``restart``, with a stand-in for vLLM (see servers/standin.py)."""
 
 import signal
 import threading
@@ -10,10 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllmops.collect.machine.processes import is_alive
 from vllmops.commands import stop as commands
-from vllmops.host.processes import is_alive
-from vllmops.instances import control, takedown
-from vllmops.instances.record import InstanceFolder
+from vllmops.servers import shutdown as takedown
+from vllmops.servers import supervisor_client as control
+from vllmops.servers.record import InstanceFolder
 
 from ..support.commands import background
 from ..support.extent import long, sample_cases

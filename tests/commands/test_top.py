@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllmops.commands import top
-from vllmops.errors import ExitCode, VllmopsError
+from vllmops.support.errors import ExitCode, VllmopsError
 
 
 def test_every_server_of_the_machine_is_shown(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""``vllmops wait``, with a stand-in for vLLM (see instances/standin.py)."""
+"""``vllmops wait``, with a stand-in for vLLM (see servers/standin.py)."""
 
 import os
 import time
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.instances.record import InstanceFolder
+from vllmops.servers.record import InstanceFolder
 
 from ..support.commands import background
 from ..support.extent import long

@@ -21,19 +21,21 @@ from typing import Any
 
 import pytest
 
-from vllmops.bundle import bundle, collecting
-from vllmops.diagnose import doctor, vigil
-from vllmops.doctor import examine
-from vllmops.errors import VllmopsError
-from vllmops.host.roles import Role
-from vllmops.instances import supervisor
-from vllmops.instances.record import InstanceFolder
-from vllmops.instances.servers import resolve_server
-from vllmops.rpc import agent
-from vllmops.stacks import pyspy
-from vllmops.watch import watched
+from vllmops.bundle import bundle_file as bundle
+from vllmops.bundle import parts as collecting
+from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.stacks import pyspy
+from vllmops.model.roles import Role
+from vllmops.observe import server_snapshot as examine
+from vllmops.rules import diagnosis as doctor
+from vllmops.rules import stall_detector as vigil
+from vllmops.servers import supervisor
+from vllmops.servers.discovery import resolve_server
+from vllmops.servers.record import InstanceFolder
+from vllmops.support.errors import VllmopsError
+from vllmops.watch import watch_target as watched
 
-from ..diagnose.servers import make_healthy_sample, process
+from ..rules.sample_servers import make_healthy_sample, process
 from ..support.commands import background
 from ..support.waiting import until
 
@@ -41,7 +43,7 @@ Spawn = Callable[..., Any]
 QUICK = ("--interval", "0.2", "--checks", "3", "--patience", "1.5")
 SCHEDULER = """
 from types import SimpleNamespace as Made
-from vllmops.agent import objects
+from vllmops.agent.hooks import vllm_objects as objects
 class Scheduler(Made):
     __hash__ = object.__hash__
 scheduler = Scheduler(running=[], waiting=[], current_step=7)

@@ -8,11 +8,16 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from vllmops.store.backend import EVERYBODY, Backend, EventChunk, EventLog, Limits
-from vllmops.store.conversations import ConversationItem, ConversationResult, ItemAddition, ItemPage
-from vllmops.store.packing import deflate
-from vllmops.store.response import Response
-from vllmops.store.sqlite import Sqlite
+from vllmops_responses.store.backend import EVERYBODY, Backend, EventChunk, EventLog, Limits
+from vllmops_responses.store.backends.sqlite import Sqlite
+from vllmops_responses.store.compression import deflate
+from vllmops_responses.store.conversation_backend import (
+    ConversationItem,
+    ConversationResult,
+    ItemAddition,
+    ItemPage,
+)
+from vllmops_responses.store.stored_response import Response
 
 
 class Broken(Sqlite):

@@ -25,7 +25,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..store import served
+from ..responses.store import served
 
 KEYS = ["ann", "bob"]
 LEASE_S = 1.0
@@ -222,11 +222,11 @@ sys.meta_path.insert(0, Vllm())
 
 def serve(port: int, url: str, kind: str) -> None:
     """Be a replica, until the process ends."""
-    from vllmops.agent.responses import conversation_routes, routes
-    from vllmops.agent.responses.serving import StoreBackedServing
-    from vllmops.store import opening
-    from vllmops.store.backend import Limits
-    from vllmops.store.store import ResponseStore
+    from vllmops_responses.server import conversation_routes, routes
+    from vllmops_responses.server.serving import StoreBackedServing
+    from vllmops_responses.store import backend_factory as opening
+    from vllmops_responses.store.backend import Limits
+    from vllmops_responses.store.response_store import ResponseStore
 
     def step(number: int, _: Any) -> None:
         stepped_s[0] += STEP_S if number == signal.SIGUSR1 else -STEP_S
@@ -253,8 +253,8 @@ def serve(port: int, url: str, kind: str) -> None:
 
 
 def main() -> None:
-    from vllmops.agent.responses import conversation_routes, serving
-    from vllmops.store import postgresql, redis, sqlite
+    from vllmops_responses.server import conversation_routes, serving
+    from vllmops_responses.store.backends import postgresql, redis, sqlite
 
     assert all((conversation_routes, serving, postgresql, redis, sqlite))
     gc.freeze()

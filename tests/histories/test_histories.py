@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from vllmops.store import opening
-from vllmops.store.backend import Backend, Limits, Response, derive_owner
-from vllmops.store.store import ResponseStore
+from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store.backend import Backend, Limits, Response, derive_owner
+from vllmops_responses.store.response_store import ResponseStore
 
 from ..support.databases import LOCAL, Servers
 from ..support.extent import EVERYTHING, programs

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import httpx
 import openai
 
-from vllmops.host.processes import Process
-from vllmops.host.roles import Role
-from vllmops.protocol import identity
-from vllmops.rpc import agent
+from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.machine.processes import Process
+from vllmops.model import process_identity as identity
+from vllmops.model.roles import Role
 
 from ..support.waiting import until
 

@@ -25,7 +25,7 @@ import httpx
 import psutil
 import pytest
 
-from vllmops.host import shm
+from vllmops.collect.machine import shared_memory as shm
 
 from ..support import plug_ins
 from ..support.commands import run_vllmops
@@ -148,7 +148,7 @@ class Live:
 
     def supervisor(self) -> int:
         """The pid of the supervisor."""
-        command = f"vllmops.instances.supervisor {self.name} "
+        command = f"vllmops.servers.supervisor {self.name} "
         return next(
             process.pid
             for process in psutil.process_iter(["cmdline", "environ"])

@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.http import vllm_client as web
+from vllmops.collect.machine.processes import Process
 from vllmops.demo.inputs import make_chat_request
-from vllmops.host.processes import Process
-from vllmops.instances.servers import resolve_server
-from vllmops.rpc import agent
-from vllmops.vllm_api import http as web
+from vllmops.servers.discovery import resolve_server
 
 from ..support import plug_ins
 from ..support.waiting import until

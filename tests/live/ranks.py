@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllmops.protocol.socket import get_socket_directory
+from vllmops.model.agent_socket import get_socket_directory
 
 from ..support.waiting import until
 from .conftest import Cli, Live, PlugIn
@@ -60,7 +60,7 @@ owner.{method} = {method}
 REDUCE = ("vllm.distributed.device_communicators.cpu_communicator", "CpuCommunicator", "all_reduce")
 FORWARD = ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_model_forward")
 GHOST = """
-from vllmops.agent import objects
+from vllmops.agent.hooks import vllm_objects as objects
 
 objects.list_objects("mm-cache")[0]._cache._LRUCache__order["ghost"] = None
 """

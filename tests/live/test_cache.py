@@ -18,14 +18,14 @@ from typing import Any
 import httpx
 import pytest
 
-from vllmops.agent import caches as agent_caches
+from vllmops.agent.state import caches as agent_caches
+from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.machine.processes import Process
 from vllmops.demo.inputs import make_chat_request, make_wav
-from vllmops.diagnose.caches import check_cache
-from vllmops.host.processes import Process
-from vllmops.host.roles import Role
-from vllmops.protocol import identity
-from vllmops.protocol.caches import EncoderCache
-from vllmops.rpc import agent
+from vllmops.model import process_identity as identity
+from vllmops.model.caches import EncoderCache
+from vllmops.model.roles import Role
+from vllmops.rules.caches import check_cache
 
 from ..support.extent import long
 from ..support.waiting import until
@@ -382,8 +382,8 @@ SPIN = """
 import sys, threading, time
 from types import SimpleNamespace
 from vllm.utils.cache import LRUCache
-from vllmops.agent import caches
-from vllmops.protocol import identity
+from vllmops.agent.state import caches
+from vllmops.model import process_identity as identity
 cache = LRUCache(3, getsizeof=lambda value: 1)
 for key in "abc":
     cache[key] = key

@@ -20,12 +20,12 @@ import httpx
 import psutil
 import pytest
 
-from vllmops.bundle import messages
-from vllmops.instances.servers import resolve_server
-from vllmops.protocol.caches import EncoderCache
-from vllmops.requests import listing
-from vllmops.requests.ending import abort_requests
-from vllmops.rpc import agent
+from vllmops.actions.request_abort import abort_requests
+from vllmops.bundle import fatal_messages as messages
+from vllmops.collect.agents import agent_client as agent
+from vllmops.model.caches import EncoderCache
+from vllmops.observe.requests import listing
+from vllmops.servers.discovery import resolve_server
 
 from ..support.extent import EVERYTHING, long
 from ..support.waiting import until

@@ -14,8 +14,8 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllmops.metrics.boards import BOARDS
-from vllmops.metrics.families import PREFIX
+from vllmops.metrics.grafana_dashboards import BOARDS
+from vllmops.metrics.metric_families import PREFIX
 
 from ..support.extent import long
 from ..support.ports import free_port

@@ -16,7 +16,7 @@ import pytest
 import vllmops
 from vllmops import demo
 from vllmops.demo import DemoKind
-from vllmops.errors import VllmopsError
+from vllmops.support.errors import VllmopsError
 
 from ..support.extent import long
 
@@ -131,7 +131,7 @@ def test_without_vllm_the_hint_is_to_install_it(
     bare = home / "bare"
     venv.create(bare, symlinks=True)
     program = (
-        "from vllmops import demo, errors\n"
+        "from vllmops import demo; from vllmops.support import errors\n"
         f"try: demo.build_missing_model(demo.DemoKind({kind!r}))\n"
         "except errors.VllmopsError as error: print(error.code, error.hint, sep='|')"
     )

@@ -21,9 +21,9 @@ import httpx
 import pytest
 
 from ..support.extent import EVERYTHING
-from ..support.far import certificate, ip, machine, open_namespaces
 from ..support.fleet import token_file
 from ..support.ports import free_port
+from ..support.remote_machine import certificate, ip, machine, open_namespaces
 from ..support.waiting import until
 from .conftest import START_TIMEOUT_S, Cli, PlugIn, Ran
 from .ranks import NOBIND

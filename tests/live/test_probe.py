@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vllmops.rpc import agent
+from vllmops.collect.agents import agent_client as agent
 
 from ..support.extent import EVERYTHING, long
 from ..support.ports import free_port

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.responses import carried, wire
-from vllmops.agent.responses.history import HistoryReader
-from vllmops.store.backend import Response
-from vllmops.store.packing import deflate
+from vllmops_responses.server import carrier_merge as carried
+from vllmops_responses.server import wire_format as wire
+from vllmops_responses.server.turn_history import HistoryReader
+from vllmops_responses.store.backend import Response
+from vllmops_responses.store.compression import deflate
 
 pytestmark = pytest.mark.usefixtures("imported_vllm")
 
@@ -63,7 +64,7 @@ def make_sealed_items(*, harmony: bool) -> list[Any]:
 
 def make_signed_items(*, harmony: bool) -> list[Any]:
     """What a carrier of format 1 holds of them."""
-    messages = import_module("vllmops.agent.responses.parsing").convert_items_to_messages(
+    messages = import_module("vllmops_responses.server.item_conversion").convert_items_to_messages(
         make_sealed_items(harmony=harmony)
     )
     return carried.convert_messages_to_items(json.loads(json.dumps(messages)))
@@ -73,7 +74,7 @@ WAYS = [read_stored_items, make_sealed_items, make_signed_items]
 
 
 def parse_items(items: list[Any]) -> list[Any]:
-    found: list[Any] = import_module("vllmops.agent.responses.parsing").parse_items(items)
+    found: list[Any] = import_module("vllmops_responses.server.item_conversion").parse_items(items)
     return found
 
 
@@ -116,7 +117,9 @@ def test_for_gpt_oss(way: Any) -> None:
 )
 def test_images_and_sounds_come_as_they_were(part: Any) -> None:
     item = {"role": "user", "content": [part, {"type": "input_text", "text": "what is it?"}]}
-    messages = import_module("vllmops.agent.responses.parsing").convert_items_to_messages([item])
+    messages = import_module("vllmops_responses.server.item_conversion").convert_items_to_messages(
+        [item]
+    )
     for items in ([item], carried.convert_messages_to_items(messages)):
         (made,) = vllm("utils").construct_input_messages(request_input=parse_items(items))
         was, words = made["content"]

@@ -36,7 +36,7 @@ from agents import (
 )
 from pydantic import BaseModel
 
-from vllmops.store.backend import GONE
+from vllmops_responses.store.backend import GONE
 
 from ..support.databases import Server, Servers, folder_for_servers, postgres_parts
 from ..support.extent import combinations, long

@@ -34,8 +34,9 @@ from agents import (
     SQLiteSession,
 )
 
-from vllmops.keys import carrier, file
-from vllmops.keys.ring import KeyRing, Secret, make_single_key_ring
+from vllmops_responses.keys import carrier
+from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys.keyring import KeyRing, Secret, make_single_key_ring
 
 from ..support.extent import combinations, long
 from ..support.fleet import TOKEN

@@ -20,8 +20,8 @@ import httpx
 import openai
 import pytest
 
-from vllmops.agent.responses.rerun import AGAIN, MARK
-from vllmops.diagnose.progress import PATIENCE_S
+from vllmops.rules.progress import PATIENCE_S
+from vllmops_responses.server.background_rerun import AGAIN, MARK
 
 from ..support.extent import long
 from ..support.waiting import until

@@ -1,6 +1,6 @@
 """A real server as a service of a real systemd: whoever ends it or has it hang, it comes back.
 
-The unit is as `vllmops integrate systemd` prints it, and so are its times; tests/instances has more
+The unit is as `vllmops integrate systemd` prints it, and so are its times; tests/servers has more
 cases, with a stand-in.
 """
 

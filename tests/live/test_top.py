@@ -26,11 +26,11 @@ pytest.importorskip("textual")
 
 from textual.pilot import Pilot
 
-from vllmops.protocol.metrics import Metrics
-from vllmops.top import rows
-from vllmops.top.app import TopApp
-from vllmops.top.look import METRICS_S, FollowedServers, ServerFollower
-from vllmops.vllm_api.http import fetch_metrics
+from vllmops.collect.http.vllm_client import fetch_metrics
+from vllmops.model.vllm_metrics import Metrics
+from vllmops.top import table_rows as rows
+from vllmops.top.full_screen import TopApp
+from vllmops.top.server_followers import METRICS_S, FollowedServers, ServerFollower
 
 from ..top.screens import lines, wait_for_texts
 

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from vllmops.agent.adapters import features
+from vllmops.agent.versions import features
 
 from ..support.extent import EVERYTHING
 from ..support.versions import RENAMED, RUN, rewritten

@@ -13,10 +13,10 @@ import pytest
 import yaml
 
 from vllmops.docs import load_pages
-from vllmops.metrics import families
+from vllmops.metrics import metric_families as families
 from vllmops.metrics.alerts import AlertFormat, render_alert_rules
-from vllmops.metrics.counters import COUNTERS
-from vllmops.metrics.families import FAMILIES, PREFIX
+from vllmops.metrics.metric_families import FAMILIES, PREFIX
+from vllmops_responses.server.metrics import COUNTERS
 
 from ..support.extent import long, programs
 from ..support.prometheus import program

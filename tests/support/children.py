@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from vllmops.host.processes import Process
-from vllmops.host.roles import Role
-from vllmops.protocol import identity
-from vllmops.protocol.socket import get_socket_directory
+from vllmops.collect.machine.processes import Process
+from vllmops.model import process_identity as identity
+from vllmops.model.agent_socket import get_socket_directory
+from vllmops.model.roles import Role
 
 CHILD: Final = Path(__file__).parents[1] / "agent" / "child.py"
 

@@ -31,11 +31,11 @@ import httpx
 import typer.main
 
 from vllmops import app
-from vllmops.host import processes
-from vllmops.instances import supervisor
-from vllmops.vllm_api import http
+from vllmops.collect.http import vllm_client as http
+from vllmops.collect.machine import processes
+from vllmops.servers import supervisor
 
-from . import own
+from . import own_processes as own
 from .forking import Forking
 
 # What commands import late: a fork that has it starts in a third of the time. And a user who may
@@ -43,14 +43,15 @@ from .forking import Forking
 for late in (
     *("rich.emoji", "rich.live", "rich.markdown", "rich.markup", "rich.panel", "rich.pretty"),
     *("rich.progress", "rich.table", "rich.traceback", "typer.rich_utils"),
-    *("vllmops.agent.patches.registry", "vllmops.commands.stacks.explanation"),
+    *("vllmops.agent.patches.registry", "vllmops.commands.stacks.explanation_view"),
 ):
     import_module(late)
 # Nor need each fork build its command anew, from the annotations of its function.
 typer.main.get_command = cache(typer.main.get_command)
 for entry in app.COMMANDS.values():
     place, _, attribute = entry.module.partition(":")
-    typer.main.get_command(getattr(import_module(f"vllmops.commands.{place}"), attribute or "app"))
+    place = place if "." in place else f"vllmops.commands.{place}"
+    typer.main.get_command(getattr(import_module(place), attribute or "app"))
 
 
 @cache
@@ -68,7 +69,7 @@ vars(http)["make_ssl_context"] = make_ssl_context
 for is_remote in (False, True):
     make_ssl_context(is_remote=is_remote)
 
-MAINS: Final = {"vllmops": app.main, "vllmops.instances.supervisor": supervisor.main}
+MAINS: Final = {"vllmops": app.main, "vllmops.servers.supervisor": supervisor.main}
 PR_SET_NAME: Final = 15
 STYLE: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -278,7 +279,7 @@ def start_detached_fork(
     log: int | None = None,
     directory: str | None = None,
 ) -> None:
-    """`vllmops.instances.detached.start_detached`, without the start of an interpreter."""
+    """`vllmops.servers.detached_process.start_detached`, without the start of an interpreter."""
     argv = [module, *words]
     fork_program(
         MAINS[module], argv, keep, stdout=log, stderr=log, session=True, directory=directory

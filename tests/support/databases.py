@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import psutil
 import redis
 
-from ..support.waiting import until
 from .ports import free_port
+from .waiting import until
 
 LOCAL = "127.0.0.1"
 # The server is trusted with as little as its tests need.

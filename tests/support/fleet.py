@@ -8,8 +8,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from vllmops.keys.admin_token import PLACE
-from vllmops.keys.file import PLACE as RING
+from vllmops.collect.agents.admin_token import PLACE
+from vllmops_responses.keys.keyring_file import PLACE as RING
 
 from .children import CHILD, Child, Spawn
 

@@ -15,13 +15,13 @@ import time
 
 import msgspec
 
-from vllmops.protocol.caches import ProcessCaches
-from vllmops.protocol.engine import EngineState, Hello, Traffic
-from vllmops.protocol.keys import ProcessKeys
-from vllmops.protocol.patches import ProcessPatches
-from vllmops.protocol.remote import PROCESSES, Refusal, RefusalBody, ServerProcess, ServerProcesses
-from vllmops.protocol.repairs import ProcessRepair
-from vllmops.protocol.stacks import AgentStacks, ProcessStacks
+from vllmops.model.admin_api import PROCESSES, Refusal, RefusalBody, ServerProcess, ServerProcesses
+from vllmops.model.agent_state import EngineState, Hello, Traffic
+from vllmops.model.cache_repairs import ProcessRepair
+from vllmops.model.caches import ProcessCaches
+from vllmops.model.keys import ProcessKeys
+from vllmops.model.patches import ProcessPatches
+from vllmops.model.stacks import AgentStacks, ProcessStacks
 
 ROLES = {11: "api", 12: "engine", 13: "worker"}
 

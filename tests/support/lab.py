@@ -16,14 +16,15 @@ import httpx
 import psutil
 import pytest
 
-from vllmops.host import processes
-from vllmops.host.processes import Process, is_alive
-from vllmops.instances import launch, takedown
-from vllmops.instances.record import InstanceFolder, InstanceRecord
-from vllmops.vllm_api.http import is_healthy
+from vllmops.collect.http.vllm_client import is_healthy
+from vllmops.collect.machine import processes
+from vllmops.collect.machine.processes import Process, is_alive
+from vllmops.servers import launch
+from vllmops.servers import shutdown as takedown
+from vllmops.servers.record import InstanceFolder, InstanceRecord
 
 from .commands import Vllmops, background
-from .own import in_home
+from .own_processes import in_home
 from .ports import free_port
 from .waiting import until
 

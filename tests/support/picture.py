@@ -16,17 +16,17 @@ import msgspec
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 
+from vllmops.collect.stacks.pasted_text import parse_stacks
 from vllmops.commands.doctor import render_diagnosis
-from vllmops.diagnose.doctor import diagnose_snapshot
-from vllmops.protocol.engine import EngineState
-from vllmops.protocol.server import Exposure
-from vllmops.stacks.paste import parse_stacks
+from vllmops.model.agent_state import EngineState
+from vllmops.model.server_snapshot import Exposure
+from vllmops.rules.diagnosis import diagnose_snapshot
 
-from ..diagnose.servers import healthy, make_agent_report
+from ..rules.sample_servers import healthy, make_agent_report
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "cli/vllmops/docs/doctor.svg"
-DUMP = ROOT / "tests/diagnose/stacks/mm-cache-eviction-spin.txt"
+DUMP = ROOT / "tests/rules/stacks/mm-cache-eviction-spin.txt"
 COLUMNS = 100
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)  # a terminal may be without internet
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllmops.store.conformance import CHECKS
+from vllmops_responses.store.conformance.response_checks import CHECKS
 
 # They wait until leases and ages of half a second are over, and what is renewed must not be over.
 TIMED = (

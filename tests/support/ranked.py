@@ -6,7 +6,7 @@ from __future__ import annotations
 CODE = """
 import multiprocessing
 from types import SimpleNamespace
-from vllmops.agent import objects
+from vllmops.agent.hooks import vllm_objects as objects
 
 class Held:
     pass

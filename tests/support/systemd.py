@@ -20,7 +20,7 @@ from typing import IO, Final
 
 import pytest
 
-from vllmops.instances.record import RECORDS, InstanceRecord
+from vllmops.servers.record import RECORDS, InstanceRecord
 
 from .commands import run_vllmops
 from .waiting import until

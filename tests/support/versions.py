@@ -12,8 +12,8 @@ import zipfile
 from importlib.util import cache_from_source, resolve_name
 from pathlib import Path
 
-from vllmops.agent import objects
-from vllmops.agent.adapters import features
+from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.versions import features
 
 from . import modules
 from .extent import EVERYTHING

@@ -12,11 +12,11 @@ from contextlib import contextmanager
 
 from textual.pilot import Pilot
 
-from vllmops.top.app import TopApp
-from vllmops.top.look import FollowedServers, TargetSample
+from vllmops.top.full_screen import TopApp
+from vllmops.top.server_followers import FollowedServers, TargetSample
 
-from .looks import board, make_stalled_samples, make_target_sample
-from .looks import make_busy_server_sample as observed
+from .sample_snapshots import board, make_stalled_samples, make_target_sample
+from .sample_snapshots import make_busy_server_sample as observed
 
 CELL = re.compile(r'<text class="[^"]*" x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>')
 WIDTH, HEIGHT = 12.2, 24.4  # of a character in Rich's pictures

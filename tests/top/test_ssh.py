@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ..support import own
+from ..support import own_processes as own
 from ..support.sshd import Session, server
 from ..support.waiting import until
 

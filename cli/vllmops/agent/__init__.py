@@ -11,8 +11,8 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
-from .adapters import places
 from .log import log
+from .versions import module_locations as places
 
 
 def register() -> None:
@@ -24,7 +24,7 @@ def register() -> None:
     if os.environ.get("VLLMOPS_DISABLE") == "1" or is_inspection_process():
         return
     try:
-        from . import service  # noqa: PLC0415
+        from .transport import unix_socket as service  # noqa: PLC0415
 
         instrument_vllm()
         add_server_features()
@@ -39,9 +39,16 @@ def instrument_vllm(withheld: Mapping[str, str] | None = None) -> None:
     Args:
         withheld: patches that are not applied, and why, by id.
     """
-    from . import compare, handover, objects, recorder, service, unsent  # noqa: PLC0415
-    from .heal import event_loop, io_threads, sockets  # noqa: PLC0415
+    from .actions import blocked_event_loop as event_loop  # noqa: PLC0415
+    from .actions import dead_io_threads as io_threads  # noqa: PLC0415
+    from .actions import input_sockets as sockets  # noqa: PLC0415
+    from .hooks import socket_handover as handover  # noqa: PLC0415
+    from .hooks import unsendable_requests as unsent  # noqa: PLC0415
+    from .hooks import vllm_objects as objects  # noqa: PLC0415
     from .patches import registry  # noqa: PLC0415
+    from .recording import step_recorder as recorder  # noqa: PLC0415
+    from .state import cache_comparison as compare  # noqa: PLC0415
+    from .transport import unix_socket as service  # noqa: PLC0415
 
     objects.report_compatibility()
     objects.hook_constructors(service.start_agent)
@@ -57,9 +64,13 @@ def instrument_vllm(withheld: Mapping[str, str] | None = None) -> None:
 
 def add_server_features() -> None:
     """Add keys, stored responses, admin routes and metrics to a server that starts."""
-    from ..store import settings  # noqa: PLC0415
-    from . import admin, identity, keys, metrics  # noqa: PLC0415
-    from .responses import hook  # noqa: PLC0415
+    from vllmops_responses.server import installation as hook  # noqa: PLC0415
+    from vllmops_responses.server import keyring_follower as keys  # noqa: PLC0415
+    from vllmops_responses.store import settings  # noqa: PLC0415
+
+    from . import identity  # noqa: PLC0415
+    from .transport import admin_routes as admin  # noqa: PLC0415
+    from .transport import metrics  # noqa: PLC0415
 
     if identity.detect_role() == "api":
         metrics.install_collector()

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from ..host.shape import parse_serving_mode
-from ..protocol import identity
-from ..protocol.identity import ProcessIdentity
-from ..protocol.place import ServerMembership, make_placement
-from . import objects
-from .adapters import ranks
+from ..collect.machine.server_address import parse_serving_mode
+from ..model import process_identity as identity
+from ..model.process_identity import ProcessIdentity
+from ..model.ranks import ServerMembership, make_placement
+from .hooks import vllm_objects as objects
+from .versions import ranks
 
 # By the prefixes of vLLM's process names; any other process is the front end.
 ROLES = {"EngineCore": "engine", "VllmWorker": "worker", "Worker": "worker"}

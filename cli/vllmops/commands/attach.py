@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import output
-from ..attach import attach
-from ..attach.attach import AttachPlan, AttachResult
-from ..errors import ExitCode, VllmopsError
-from ..host.processes import ROLES
-from ..instances.servers import Server, resolve_server
-from ..numbers import format_count
-from ..output import Progress, Result, print_result
-from ..protocol.caches import ProcessGap
-from ..protocol.place import format_process
-from ..rpc import agent
+from ..actions.attach import agent_loader as attach
+from ..actions.attach.agent_loader import AttachPlan, AttachResult
+from ..collect.agents import agent_client as agent
+from ..collect.machine.processes import ROLES
+from ..model.caches import ProcessGap
+from ..model.ranks import format_process
+from ..servers.discovery import Server, resolve_server
+from ..support import output
+from ..support.errors import ExitCode, VllmopsError
+from ..support.numbers import format_count
+from ..support.output import Progress, Result, print_result
 from .options import Target, make_seconds_parser
 
 if TYPE_CHECKING:

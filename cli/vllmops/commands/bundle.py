@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from .. import files, output
-from ..bundle import bundle as bundles
-from ..bundle.collecting import COLLECT_ENV_S, TIMEOUT_S, collect_contents
-from ..diagnose.findings import Finding
-from ..errors import VllmopsError
-from ..instances.servers import Server, list_servers, resolve_server
-from ..output import Json, Progress, Result, format_bytes, make_table, make_typer_app
-from ..protocol.bundles import BundleIndex
-from ..protocol.place import format_role_and_ranks
-from ..streams import make_stop_event
+from ..bundle import bundle_file as bundles
+from ..bundle.parts import COLLECT_ENV_S, TIMEOUT_S, collect_contents
+from ..model.bundle_index import BundleIndex
+from ..model.findings import Finding
+from ..model.ranks import format_role_and_ranks
+from ..servers.discovery import Server, list_servers, resolve_server
+from ..support import files, output
+from ..support.errors import VllmopsError
+from ..support.output import Json, Progress, Result, format_bytes, make_table, make_typer_app
+from ..support.streams import make_stop_event
+from .multi_target import allow_remote_target
 from .options import Target, make_seconds_parser, validate_output_path
-from .several import allow_remote_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

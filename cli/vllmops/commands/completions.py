@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
-from ..output import Json, Result, VerbatimText, make_typer_app, print_result
+from ..support.output import Json, Result, VerbatimText, make_typer_app, print_result
 
 app = make_typer_app()
 

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ..diagnose import doctor as judge
-from ..diagnose.findings import Finding, Severity
-from ..diagnose.stacks import StackFinding
-from ..errors import make_usage_error
-from ..host import namesake
-from ..host.shape import format_url
-from ..output import (
+from ..collect.machine import name_collision as namesake
+from ..collect.machine.server_address import format_url
+from ..model.findings import Finding, Severity
+from ..model.server_snapshot import Gap, ServerSnapshot
+from ..model.vllm_metrics import Metrics
+from ..rules import diagnosis as judge
+from ..rules.stacks.explanation import StackFinding
+from ..support.errors import make_usage_error
+from ..support.output import (
     FoldedLines,
     IndentedLine,
     Json,
@@ -30,13 +32,11 @@ from ..output import (
     print_to_stderr,
     style_text,
 )
-from ..protocol.metrics import Metrics
-from ..protocol.server import Gap, ServerSnapshot
-from . import steps
-from .findings import STYLES, FailOn, choose_exit_code
+from . import step_history_view as steps
+from .findings_view import STYLES, FailOn, choose_exit_code
+from .multi_target import run_per_target
 from .options import Target, is_on_command_line, make_seconds_parser
-from .several import run_per_target
-from .stacks.explanation import render_evidence as lines_of
+from .stacks.explanation_view import render_evidence as lines_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -141,13 +141,13 @@ def doctor(
             raise make_usage_error(
                 "a FILE can't be combined with --target or --canary", "give a FILE or a server"
             )
-        from ..bundle import bundle  # noqa: PLC0415
+        from ..bundle import bundle_file as bundle  # noqa: PLC0415
 
         snapshot = bundle.load_bundle(file)
         if history:
             return steps.make_steps_result(snapshot.server, snapshot.recordings, ())
     elif history:
-        from ..doctor import history as recorded  # noqa: PLC0415
+        from ..observe import step_recordings as recorded  # noqa: PLC0415
 
         return steps.make_steps_result(*recorded.load_history(target))
     else:
@@ -188,8 +188,8 @@ def clean_shared_memory(*, is_only_option: bool) -> Result:
             "--clean-shm can't be combined with a FILE, --canary or --history",
             "vllmops doctor --clean-shm",
         )
-    from ..home import format_user  # noqa: PLC0415
-    from ..host import shm  # noqa: PLC0415
+    from ..collect.machine import shared_memory as shm  # noqa: PLC0415
+    from ..support.home import format_user  # noqa: PLC0415
 
     left, removed = shm.remove_stale_segments()
     young = f"it is less than {format_duration(shm.OLD_S)} old, so a process may be about to use it"
@@ -219,8 +219,8 @@ def take_live_snapshot(
     target: str | None, interval_s: float, *, canary: bool, quiet: bool
 ) -> ServerSnapshot:
     """A snapshot of a running server."""
-    from ..doctor import examine  # noqa: PLC0415 - slow, and not for --list
-    from ..instances.servers import resolve_server  # noqa: PLC0415
+    from ..observe import server_snapshot as examine  # noqa: PLC0415 - slow, and not for --list
+    from ..servers.discovery import resolve_server  # noqa: PLC0415
 
     server = resolve_server(target)
     with Progress(time.time(), quiet=quiet) as progress:

@@ -7,16 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import VllmopsError
-from ..instances.control import STOP_TIMEOUT_S
-from ..instances.draining import set_draining
-from ..instances.servers import resolve_server
-from ..instances.takedown import count_in_flight, find_dead_processes, wait_for_requests
-from ..numbers import format_count
-from ..output import Json, Progress, Result, make_typer_app
-from ..protocol.place import format_role_and_ranks
+from ..model.ranks import format_role_and_ranks
+from ..servers.discovery import resolve_server
+from ..servers.drain import set_draining
+from ..servers.shutdown import count_in_flight, find_dead_processes, wait_for_requests
+from ..servers.supervisor_client import STOP_TIMEOUT_S
+from ..support.errors import VllmopsError
+from ..support.numbers import format_count
+from ..support.output import Json, Progress, Result, make_typer_app
+from .multi_target import run_per_target
 from .options import Target, TargetArgument, make_seconds_parser
-from .several import run_per_target
 
 drain_app = make_typer_app()
 resume_app = make_typer_app()

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .. import output
-from ..errors import ExitCode, make_usage_error
-from ..heal import heal as healing
-from ..heal.action import Action
-from ..heal.beyond import RemainingStall, find_remaining_stall
-from ..heal.heal import ACTIONS, GONE_S, HealResult
-from ..instances.servers import resolve_server
-from ..output import Json, Progress, Result, make_typer_app
-from ..protocol.place import format_process
-from .findings import render_findings
+from ..actions import healing
+from ..actions.action import Action
+from ..actions.healing import ACTIONS, GONE_S, HealResult
+from ..actions.unhealable_stalls import RemainingStall, find_remaining_stall
+from ..model.ranks import format_process
+from ..servers.discovery import resolve_server
+from ..support import output
+from ..support.errors import ExitCode, make_usage_error
+from ..support.output import Json, Progress, Result, make_typer_app
+from .findings_view import render_findings
+from .multi_target import run_per_target
 from .options import Target
-from .several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

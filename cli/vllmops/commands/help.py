@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..docs import Page, load_pages
-from ..errors import VllmopsError
-from ..output import Json, Result, make_table, make_typer_app, print_result
+from ..support.errors import VllmopsError
+from ..support.output import Json, Result, make_table, make_typer_app, print_result
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

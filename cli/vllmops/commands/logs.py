@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
-from ..errors import VllmopsError, make_usage_error
-from ..host.roles import Role
-from ..instances.control import is_over, read_supervised_record
-from ..instances.logs import WATCH, LogTail, parse_line, parse_line_role
-from ..instances.record import InstanceFolder
-from ..instances.servers import list_servers, resolve_server
-from ..output import (
+from ..model.roles import Role
+from ..servers.discovery import list_servers, resolve_server
+from ..servers.logs import WATCH, LogTail, parse_line, parse_line_role
+from ..servers.record import InstanceFolder
+from ..servers.supervisor_client import is_over, read_supervised_record
+from ..support.errors import VllmopsError, make_usage_error
+from ..support.output import (
     Json,
     Result,
     VerbatimText,

@@ -11,19 +11,20 @@ from typing import Annotated, Any
 import typer
 from msgspec.structs import replace
 
-from ..doctor.examine import observe_server
-from ..errors import VllmopsError
-from ..host import gpu
-from ..host.roles import Role
-from ..instances.servers import Server, resolve_server
+from ..collect.agents import agent_client as agent
+from ..collect.agents import membership
+from ..collect.agents.server_metrics import MetricsCollector
+from ..collect.machine import gpu
 from ..metrics.alerts import AlertFormat, render_alert_rules
-from ..output import Json, JsonText, Result, VerbatimText, make_typer_app, print_to_stderr
-from ..protocol.place import make_process_key
-from ..protocol.view import MetricsSnapshot
-from ..rpc import agent, membership
-from ..rpc.view import MetricsCollector
+from ..model.ranks import make_process_key
+from ..model.roles import Role
+from ..model.server_metrics import MetricsSnapshot
+from ..observe.server_snapshot import observe_server
+from ..servers.discovery import Server, resolve_server
+from ..support.errors import VllmopsError
+from ..support.output import Json, JsonText, Result, VerbatimText, make_typer_app, print_to_stderr
+from .multi_target import allow_remote_target
 from .options import Target, normalize_host_port, parse_host_port
-from .several import allow_remote_target
 
 TIMEOUT_S = 2.0
 app = make_typer_app()
@@ -68,7 +69,7 @@ def metrics(
         text = render_alert_rules(alerts)
         return Result({"form": alerts, "rules": text}, lambda: [VerbatimText(text.rstrip())])
     if board:
-        from ..metrics.boards import build_dashboard as made  # noqa: PLC0415 - of all commands, for this one
+        from ..metrics.grafana_dashboards import build_dashboard as made  # noqa: PLC0415 - of all commands, for this one
 
         dashboard = made(board)
         return Result(dashboard, lambda: [JsonText(json.dumps(dashboard, indent=1))])
@@ -78,7 +79,8 @@ def metrics(
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - slow
     from prometheus_client.metrics_core import Metric  # noqa: PLC0415
 
-    from ..metrics import families, state  # noqa: PLC0415
+    from ..metrics import metric_families as families  # noqa: PLC0415
+    from ..metrics import metric_values as state  # noqa: PLC0415
 
     samples = families.build_metrics(state.make_samples(make_view_function(lambda: server)()[0]))
 
@@ -103,7 +105,7 @@ def make_view_function(find: Callable[[], Server]) -> Callable[[], tuple[Metrics
     Args:
         find: the server as it is now.
     """
-    from ..metrics.state import has_differing_sides  # noqa: PLC0415 - it imports prometheus_client
+    from ..metrics.metric_values import has_differing_sides  # noqa: PLC0415 - it imports prometheus_client
 
     processes: dict[tuple[str, int], Any] = {}
     began = time.monotonic()
@@ -131,8 +133,8 @@ def serve_metrics(server: Server, target: str | None, host: str, port: int) -> N
     """
     from prometheus_client import CollectorRegistry  # noqa: PLC0415 - slow
 
-    from ..metrics.gathering import BackgroundCollector  # noqa: PLC0415
-    from ..metrics.listener import make_metrics_server  # noqa: PLC0415
+    from ..metrics.collector import BackgroundCollector  # noqa: PLC0415
+    from ..metrics.http_listener import make_metrics_server  # noqa: PLC0415
 
     registry = CollectorRegistry()
     # By its name an instance is found also where others run later on, and when its pids are new.

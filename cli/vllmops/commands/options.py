@@ -10,12 +10,19 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..errors import VllmopsError, make_usage_error
-from ..files import STDIN
-from ..keys.admin_token import PLACE
-from ..numbers import CENTURY_S, DAY_S, LONGEST_WAIT_S, MOST, parse_number, parse_whole_number
-from ..output import ORDER
-from ..targets import parse_target
+from ..collect.agents.admin_token import PLACE
+from ..model.targets import parse_target
+from ..support.errors import VllmopsError, make_usage_error
+from ..support.files import STDIN
+from ..support.numbers import (
+    CENTURY_S,
+    DAY_S,
+    LONGEST_WAIT_S,
+    MOST,
+    parse_number,
+    parse_whole_number,
+)
+from ..support.output import ORDER
 
 T = TypeVar("T")
 Named = TypeVar("Named", str | None, list[str] | None)
@@ -121,14 +128,14 @@ def validate_output_path(path: Path | None) -> Path | None:
 
 def complete_running_instance(incomplete: str) -> list[str]:
     """Names of the instances that run, for completion."""
-    from ..instances.record import InstanceFolder  # noqa: PLC0415
+    from ..servers.record import InstanceFolder  # noqa: PLC0415
 
     return [name for name in complete_instance(incomplete) if InstanceFolder(name).is_supervised()]
 
 
 def complete_instance(incomplete: str) -> list[str]:
     """Names of all instances, including those that have ended, for completion."""
-    from ..instances.record import list_instance_folders  # noqa: PLC0415
+    from ..servers.record import list_instance_folders  # noqa: PLC0415
 
     with suppress(VllmopsError):  # a completion prints no errors
         return [f.name for f in list_instance_folders() if f.name.startswith(incomplete)]

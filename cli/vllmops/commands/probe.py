@@ -12,19 +12,19 @@ from typing import Annotated
 
 import typer
 
-from ..diagnose.progress import PATIENCE_S, find_stalls
-from ..doctor import examine
-from ..errors import ExitCode, VllmopsError, make_usage_error
-from ..instances.record import InstanceFolder, InstanceState
-from ..instances.servers import resolve_server
-from ..output import Json, Result, make_typer_app, print_to_stderr
-from ..protocol.probe import WORDS, ProbeResult, judge_state
-from ..quick_probe import read_verdict as of_instance
-from ..streams import make_stop_event
-from ..watch import verdict as verdicts
-from ..watch.board import PATHS, ProbeServer
+from ..model.probe import WORDS, ProbeResult, judge_state
+from ..observe import server_snapshot as examine
+from ..rules.progress import PATIENCE_S, find_stalls
+from ..servers.discovery import resolve_server
+from ..servers.quick_probe import read_verdict as of_instance
+from ..servers.record import InstanceFolder, InstanceState
+from ..support.errors import ExitCode, VllmopsError, make_usage_error
+from ..support.output import Json, Result, make_typer_app, print_to_stderr
+from ..support.streams import make_stop_event
+from ..watch import liveness as verdicts
+from ..watch.probe_server import PATHS, ProbeServer
+from .multi_target import allow_remote_target
 from .options import Target, normalize_host_port, parse_host_port
-from .several import allow_remote_target
 
 app = make_typer_app()
 

@@ -13,21 +13,25 @@ from msgspec.structs import replace
 from rich.console import RenderableType
 from rich.text import Text
 
-from ..errors import VllmopsError
-from ..host.processes import is_orphaned
-from ..host.roles import Role
-from ..host.shape import format_url
-from ..instances.draining import explain_unreadiness
-from ..instances.readiness import are_engines_up
-from ..instances.record import InstanceState, list_instance_folders
-from ..instances.servers import (
+from ..collect.agents import agent_client as agent
+from ..collect.http import vllm_client as client_http
+from ..collect.machine.processes import is_orphaned
+from ..collect.machine.server_address import format_url
+from ..model.process_identity import compute_age_s
+from ..model.ranks import Placement, format_role_and_ranks, make_process_key
+from ..model.roles import Role
+from ..servers.discovery import (
     Server,
     is_pending,
     list_servers,
     resolve_server,
     restart_dead_supervisors,
 )
-from ..output import (
+from ..servers.drain import explain_unreadiness
+from ..servers.readiness import are_engines_up
+from ..servers.record import InstanceState, list_instance_folders
+from ..support.errors import VllmopsError
+from ..support.output import (
     Json,
     Result,
     format_bytes,
@@ -36,13 +40,9 @@ from ..output import (
     make_typer_app,
     print_to_stderr,
 )
-from ..protocol.identity import compute_age_s
-from ..protocol.place import Placement, format_role_and_ranks, make_process_key
-from ..rpc import agent
-from ..streams import make_printable
-from ..vllm_api import http as client_http
+from ..support.streams import make_printable
+from .multi_target import run_per_target
 from .options import AnyTarget
-from .several import run_per_target
 
 app = make_typer_app()
 

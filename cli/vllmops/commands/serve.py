@@ -19,22 +19,32 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
+from vllmops_responses.keys import keyring_file as keys
+from vllmops_responses.keys.keyring import Key, KeyStatus, generate_secret
+from vllmops_responses.store import settings
+from vllmops_responses.store.response_store import ResponseStore
+
 from .. import demo as demos
 from ..agent.patches.registry import OFF, require_patch
-from ..diagnose import packages
-from ..errors import VllmopsError
-from ..files import make_not_written_error, read_input, require_writable
-from ..home import resolve_home
-from ..host import cudacore, namesake
-from ..host.shape import find_option, format_url
-from ..instances import launch, logs
-from ..instances.control import STOP_TIMEOUT_S, ControlRequest, ControlSession, start_supervisor
-from ..instances.notify import SystemdNotifier
-from ..instances.record import Failure, InstanceFolder, InstanceRecord, InstanceState
-from ..keys import admin_token as admin
-from ..keys import file as keys
-from ..keys.ring import Key, KeyStatus, generate_secret
-from ..output import (
+from ..collect.agents import admin_token as admin
+from ..collect.machine import cuda_core_dumps as cudacore
+from ..collect.machine import name_collision as namesake
+from ..collect.machine.server_address import find_option, format_url
+from ..model.package_versions import read_package_versions
+from ..rules import package_versions as packages
+from ..servers import launch, logs
+from ..servers.record import Failure, InstanceFolder, InstanceRecord, InstanceState
+from ..servers.supervisor_client import (
+    STOP_TIMEOUT_S,
+    ControlRequest,
+    ControlSession,
+    start_supervisor,
+)
+from ..servers.systemd_notify import SystemdNotifier
+from ..support.errors import VllmopsError
+from ..support.files import make_not_written_error, read_input, require_writable
+from ..support.home import resolve_home
+from ..support.output import (
     Json,
     OrderTrackingCommand,
     Progress,
@@ -46,9 +56,6 @@ from ..output import (
     print_result,
     print_to_stderr,
 )
-from ..protocol.packages import read_package_versions
-from ..store import settings
-from ..store.store import ResponseStore
 from . import serve_config
 from . import serve_options as opts
 from .options import parse_duration, parse_host_port
@@ -258,7 +265,7 @@ def make_watch_arguments(
     """
     words: list[str] = []
     if command or webhook:
-        from ..watch.messenger import CommandHook, Webhook  # noqa: PLC0415 - slow, and rarely needed
+        from ..watch.event_delivery import CommandHook, Webhook  # noqa: PLC0415 - slow, and rarely needed
 
         if command:
             CommandHook(command)
@@ -690,7 +697,7 @@ class LogFollower:
 
 def build_instance_data(record: InstanceRecord) -> dict[str, Any]:
     """An instance for ``--json``: without secrets, since such output is often stored in logs."""
-    from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
+    from ..bundle.redaction.redactor import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
     return {
@@ -744,7 +751,7 @@ def make_failure_error(record: InstanceRecord, folder: InstanceFolder) -> Vllmop
 
 def render_shell_command(record: InstanceRecord) -> list[VerbatimText]:
     """The command to paste into a shell; secrets are redacted and must be filled in."""
-    from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
+    from ..bundle.redaction.redactor import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
     environment = hidden.redact_secret_variables(settings.redact_environment(record.environment))

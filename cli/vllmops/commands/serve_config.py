@@ -12,8 +12,8 @@ from typing import Any
 
 import typer
 
-from .. import files
-from ..host.shape import find_option
+from ..collect.machine.server_address import find_option
+from ..support import files
 from .options import is_on_command_line
 
 MAX_BYTES = 1 << 20
@@ -184,7 +184,7 @@ def format_config(ctx: typer.Context, env: Sequence[str], arguments: Sequence[st
         env: environment variables that the person gave, as ``K=V``.
         arguments: of vLLM that the person gave.
     """
-    from ..bundle.redact import Redactor  # noqa: PLC0415 - few commands need it
+    from ..bundle.redaction.redactor import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
     lines = ["# For vllmops serve --config FILE"]

@@ -8,9 +8,10 @@ from typing import Annotated
 
 import typer
 
+from vllmops_responses.store import settings
+
 from .. import demo as demos
-from ..numbers import MOST
-from ..store import settings
+from ..support.numbers import MOST
 from . import serve_config
 from .options import (
     complete_patch_id,

@@ -9,23 +9,23 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import RenderableType
 
-from .. import output
-from ..host.processes import ROLES
-from ..host.roles import Role
-from ..instances.record import InstanceFolder
-from ..instances.servers import Server, resolve_server
-from ..output import Json, Result, format_bytes, make_typer_app
-from ..protocol.caches import LruCache, ProcessCaches, ShmCache
-from ..protocol.engine import EngineState
-from ..protocol.metrics import Metrics
-from ..protocol.patches import PatchState, ProcessPatches
-from ..protocol.place import format_process
-from ..rpc import agent
-from ..rpc.agent import Agent
-from ..vllm_api import http as client_http
+from ..collect.agents import agent_client as agent
+from ..collect.agents.agent_client import Agent
+from ..collect.http import vllm_client as client_http
+from ..collect.machine.processes import ROLES
+from ..model.agent_state import EngineState
+from ..model.caches import LruCache, ProcessCaches, ShmCache
+from ..model.patches import PatchState, ProcessPatches
+from ..model.ranks import format_process
+from ..model.roles import Role
+from ..model.vllm_metrics import Metrics
+from ..servers.discovery import Server, resolve_server
+from ..servers.record import InstanceFolder
+from ..support import output
+from ..support.output import Json, Result, format_bytes, make_typer_app
+from .multi_target import run_per_target
 from .options import Target, TargetArgument
 from .ps import InstanceRow, build_instance_row, render_servers
-from .several import run_per_target
 
 A = TypeVar("A")
 

@@ -11,11 +11,14 @@ from uuid import uuid4
 
 import typer
 
-from ..errors import ExitCode, VllmopsError, make_usage_error
-from ..home import format_user, require_safe_folder, resolve_home
-from ..host.processes import is_alive
-from ..instances import launch
-from ..instances.control import (
+from ..collect.agents import agent_client as agent
+from ..collect.machine.processes import is_alive
+from ..servers import launch
+from ..servers.discovery import Server, list_servers, resolve_server
+from ..servers.handover import make_hand_over_error
+from ..servers.record import FAILED, InstanceFolder, InstanceRecord, InstanceState
+from ..servers.shutdown import END_S, drain_server, take_down
+from ..servers.supervisor_client import (
     NOTHING,
     STOP_TIMEOUT_S,
     ControlRequest,
@@ -23,12 +26,9 @@ from ..instances.control import (
     connect_supervisor,
     start_supervisor,
 )
-from ..instances.handover import make_hand_over_error
-from ..instances.record import FAILED, InstanceFolder, InstanceRecord, InstanceState
-from ..instances.servers import Server, list_servers, resolve_server
-from ..instances.takedown import END_S, drain_server, take_down
-from ..output import Json, Progress, Result, make_typer_app, print_result, print_to_stderr
-from ..rpc import agent
+from ..support.errors import ExitCode, VllmopsError, make_usage_error
+from ..support.home import format_user, require_safe_folder, resolve_home
+from ..support.output import Json, Progress, Result, make_typer_app, print_result, print_to_stderr
 from .options import Target, TargetArgument, make_seconds_parser
 from .serve import build_instance_data, follow_instance, make_failure_error, render_summary
 
@@ -215,9 +215,9 @@ def save_hang_evidence(record: InstanceRecord, *, quiet: bool) -> str:
     if record.state is not InstanceState.READY:
         return ""
     # Slow to import, and rarely needed.
-    from ..diagnose import progress  # noqa: PLC0415
-    from ..heal.beyond import collect_samples  # noqa: PLC0415
-    from ..watch.watched import WatchedServer  # noqa: PLC0415
+    from ..actions.unhealable_stalls import collect_samples  # noqa: PLC0415
+    from ..rules import progress  # noqa: PLC0415
+    from ..watch.watch_target import WatchedServer  # noqa: PLC0415
 
     try:
         server = resolve_server(record.name)

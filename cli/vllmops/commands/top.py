@@ -11,14 +11,15 @@ from typing import Annotated
 
 import typer
 
-from ..errors import ExitCode, VllmopsError
-from ..instances.servers import is_pending, list_servers
-from ..output import Json, Result, make_typer_app
-from ..top import look, rows
-from ..top.look import ServerFollower
-from ..top.screen import render_servers
+from ..servers.discovery import is_pending, list_servers
+from ..support.errors import ExitCode, VllmopsError
+from ..support.output import Json, Result, make_typer_app
+from ..top import server_followers as look
+from ..top import table_rows as rows
+from ..top.plain_screen import render_servers
+from ..top.server_followers import ServerFollower
+from .multi_target import allow_remote_target, expand_targets, make_repeatable
 from .options import AnyTarget
-from .several import allow_remote_target, expand_targets, make_repeatable
 
 app = make_typer_app()
 
@@ -47,7 +48,7 @@ def top(
     if once or json_:
         return make_screen_result(targets)
     require_full_screen()
-    from ..top.app import TopApp  # noqa: PLC0415 - needs Textual
+    from ..top.full_screen import TopApp  # noqa: PLC0415 - needs Textual
 
     # Below nohup, a lost connection would leave it running without a terminal.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -9,19 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ..errors import VllmopsError
-from ..host.processes import is_alive
-from ..instances.control import read_supervised_record
-from ..instances.readiness import are_engines_up
-from ..instances.record import InstanceFolder, InstanceState
-from ..instances.servers import Server, is_remote_target, open_remote_endpoint, resolve_server
-from ..output import Json, Progress, Result, format_duration, make_typer_app
-from ..targets import Pod, ServerUrl, access, parse_target
-from ..vllm_api import http as client_http
-from ..vllm_api.endpoint import Endpoint
+from ..collect.http import vllm_client as client_http
+from ..collect.http.endpoint import Endpoint
+from ..collect.machine.processes import is_alive
+from ..model.targets import Pod, ServerUrl, access, parse_target
+from ..servers.discovery import Server, is_remote_target, open_remote_endpoint, resolve_server
+from ..servers.readiness import are_engines_up
+from ..servers.record import InstanceFolder, InstanceState
+from ..servers.supervisor_client import read_supervised_record
+from ..support.errors import VllmopsError
+from ..support.output import Json, Progress, Result, format_duration, make_typer_app
+from .multi_target import run_per_target
 from .options import Target, TargetArgument, make_seconds_parser
 from .serve import make_failure_error
-from .several import run_per_target
 
 app = make_typer_app()
 

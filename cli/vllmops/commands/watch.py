@@ -13,22 +13,23 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from .. import output
-from ..diagnose.progress import PATIENCE_S
-from ..diagnose.vigil import CHECKS, INTERVAL_S
-from ..errors import ExitCode, VllmopsError
-from ..home import require_safe_folder, resolve_home
-from ..instances.logs import WATCH
-from ..instances.record import InstanceFolder
-from ..instances.servers import Server, resolve_server
-from ..output import Json, OrderTrackingCommand, Result, format_duration, make_typer_app
-from ..protocol.watch import WatchEvent
-from ..streams import make_stop_event
-from ..watch import otlp
-from ..watch.board import ProbeBoard, ProbeServer
-from ..watch.messenger import CommandHook, Messenger, Webhook
-from ..watch.watch import EventHistory, Watch, WatchPlan
-from ..watch.watched import WatchedServer, make_foreign_error
+from ..model.watch_events import WatchEvent
+from ..rules.progress import PATIENCE_S
+from ..rules.stall_detector import CHECKS, INTERVAL_S
+from ..servers.discovery import Server, resolve_server
+from ..servers.logs import WATCH
+from ..servers.record import InstanceFolder
+from ..support import output
+from ..support.errors import ExitCode, VllmopsError
+from ..support.home import require_safe_folder, resolve_home
+from ..support.output import Json, OrderTrackingCommand, Result, format_duration, make_typer_app
+from ..support.streams import make_stop_event
+from ..watch import opentelemetry as otlp
+from ..watch.event_delivery import CommandHook, Messenger, Webhook
+from ..watch.probe_server import ProbeBoard, ProbeServer
+from ..watch.watch_loop import EventHistory, Watch, WatchPlan
+from ..watch.watch_target import WatchedServer, make_foreign_error
+from .multi_target import allow_remote_target
 from .options import (
     YEAR_S,
     Target,
@@ -37,7 +38,6 @@ from .options import (
     normalize_host_port,
     parse_host_port,
 )
-from .several import allow_remote_target
 
 SUPERVISED = "--supervised"
 

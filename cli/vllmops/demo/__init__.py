@@ -10,8 +10,8 @@ from enum import StrEnum
 from importlib.util import find_spec
 from pathlib import Path
 
-from ..errors import VllmopsError
-from ..home import create_folder, require_safe_folder, resolve_home
+from ..support.errors import VllmopsError
+from ..support.home import create_folder, require_safe_folder, resolve_home
 
 # Part of the directory's name: raise it when a recipe in `build` changes.
 RECIPE = 3

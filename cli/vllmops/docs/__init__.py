@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from ..diagnose.signatures import Signature, load_signatures
+from ..rules.stacks.signatures import Signature, load_signatures
 
 HEADING = re.compile(r"^## ", re.MULTILINE)
 

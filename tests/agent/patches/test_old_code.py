@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllmops.agent.patches.registry import PATCHES
-from vllmops.protocol.patches import PatchState
+from vllmops.model.patches import PatchState
 
 from ...support.versions import INSTALLED, OLD
 
@@ -48,7 +48,7 @@ for patch in registry.PATCHES.values():
         load(name)
 managers = load("vllm.v1.core.encoder_cache_manager")
 request = load("vllm.v1.request")
-from vllmops.agent.patches.scratch import ScratchRequest, SLOTS
+from vllmops.agent.patches.probe_objects import ScratchRequest, SLOTS
 """
 
 FREE_ORDER = """
@@ -219,7 +219,7 @@ def test_the_patches_cost_little(vllm: Callable[[str], Any], version: str) -> No
 LOST = """
 import sys, threading, time
 from vllm.distributed.device_communicators import shm_broadcast as code
-from vllmops.agent.heal import broadcast
+from vllmops.agent.actions import lost_broadcast as broadcast
 from vllmops.agent.patches import broadcast_recheck, registry
 def said(healed, patched):
     if patched:

@@ -6,11 +6,11 @@ from types import ModuleType
 
 import pytest
 
-from vllmops.agent import objects
+from vllmops.agent.hooks import vllm_objects as objects
 from vllmops.agent.patches import registry
 from vllmops.agent.patches.registry import PATCHES, observe_patches, patch_module, require_patch
-from vllmops.errors import VllmopsError
-from vllmops.protocol.patches import PatchReport, PatchState
+from vllmops.model.patches import PatchReport, PatchState
+from vllmops.support.errors import VllmopsError
 
 GHOSTS = PATCHES["mm-lru-ghost-keys"]
 

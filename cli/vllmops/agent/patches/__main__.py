@@ -10,8 +10,8 @@ import sys
 
 import msgspec
 
-from .. import objects
-from ..adapters import places
+from ..hooks import vllm_objects as objects
+from ..versions import module_locations as places
 from . import registry
 
 

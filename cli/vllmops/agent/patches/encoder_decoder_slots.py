@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from .patch import Patch
-from .scratch import ScratchRequest
+from .probe_objects import ScratchRequest
 
 MARK = "__vllmops__"
 

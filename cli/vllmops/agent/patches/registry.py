@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from functools import partial
 from types import ModuleType
 
-from ...errors import VllmopsError
-from ...protocol.patches import PatchReport, PatchState, ProcessPatches
-from .. import account
-from ..adapters import features, places
+from ...model.patches import PatchReport, PatchState, ProcessPatches
+from ...support.errors import VllmopsError
+from .. import cost as account
+from ..hooks.import_hook import when_imported
+from ..hooks.vllm_objects import problems, report_problem, report_unsupported
 from ..identity import detect_role
-from ..imports import when_imported
-from ..objects import problems, report_problem, report_unsupported
+from ..versions import features
+from ..versions import module_locations as places
 from . import (
     broadcast_recheck,
     encoder_decoder_free_order,

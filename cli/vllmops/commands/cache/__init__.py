@@ -1,6 +1,6 @@
 """``vllmops cache``: inspect, compare, repair and reset the multimodal and encoder caches."""
 
-from ...output import make_typer_app
+from ...support.output import make_typer_app
 from . import compare, inspect, repair, reset
 
 app = make_typer_app()

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ... import output
-from ...caches import compare as compares
-from ...diagnose import compares as judge
-from ...diagnose.findings import Severity
-from ...instances.servers import resolve_server
-from ...output import Progress, Result
-from ...protocol.caches import ProcessGap
-from ...protocol.compares import CacheComparison, CompareRequest
-from ...protocol.place import format_process, make_process_key
-from ..findings import FailOn, choose_exit_code, render_findings
+from ...model.cache_comparison import CacheComparison, CompareRequest
+from ...model.caches import ProcessGap
+from ...model.findings import Severity
+from ...model.ranks import format_process, make_process_key
+from ...observe.caches import comparison as compares
+from ...rules import cache_comparison as judge
+from ...servers.discovery import resolve_server
+from ...support import output
+from ...support.output import Progress, Result
+from ..findings_view import FailOn, choose_exit_code, render_findings
+from ..multi_target import run_per_target
 from ..options import Target, make_seconds_parser
-from ..several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -10,17 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ... import output
-from ...caches import inspect as caches
-from ...diagnose import caches as judge
-from ...diagnose.findings import Finding, Severity
-from ...errors import VllmopsError
-from ...files import is_gzip
-from ...host.processes import is_alive
-from ...instances.servers import resolve_server
-from ...output import Result
-from ...protocol import files
-from ...protocol.caches import (
+from ...collect.machine.processes import is_alive
+from ...model import snapshot_files as files
+from ...model.caches import (
     Cache,
     CacheSnapshot,
     EncoderCache,
@@ -30,11 +22,19 @@ from ...protocol.caches import (
     ShmCache,
     WorkerEncoderCache,
 )
-from ...protocol.place import format_process
-from ...protocol.place import make_process_fields as ranked
-from ..findings import FailOn, choose_exit_code, render_findings
+from ...model.findings import Finding, Severity
+from ...model.ranks import format_process
+from ...model.ranks import make_process_fields as ranked
+from ...observe.caches import snapshot as caches
+from ...rules import caches as judge
+from ...servers.discovery import resolve_server
+from ...support import output
+from ...support.errors import VllmopsError
+from ...support.files import is_gzip
+from ...support.output import Result
+from ..findings_view import FailOn, choose_exit_code, render_findings
+from ..multi_target import run_per_target
 from ..options import Target, is_on_command_line, make_seconds_parser, validate_output_path
-from ..several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -123,7 +123,7 @@ def load_snapshot(file: Path) -> CacheSnapshot:
     """
     if not is_gzip(file):
         return files.load_snapshot(file, CacheSnapshot)
-    from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
+    from ...bundle import bundle_file as bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
 
     bundled = bundle.load_bundle(file)
     if bundled.caches is None:

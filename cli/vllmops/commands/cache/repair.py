@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ... import output
-from ...caches import repair as repairs
-from ...caches.repair import RepairReport
-from ...diagnose import caches as judge
-from ...diagnose.findings import Severity, find_worst_severity
-from ...errors import ExitCode
-from ...instances.servers import resolve_server
-from ...output import Progress, Result
-from ...protocol.place import format_process
-from ...protocol.place import make_process_fields as ranked
-from ...protocol.repairs import CacheChange, CacheDefect
-from ..findings import render_findings
+from ...actions import cache_repair as repairs
+from ...actions.cache_repair import RepairReport
+from ...model.cache_repairs import CacheChange, CacheDefect
+from ...model.findings import Severity, find_worst_severity
+from ...model.ranks import format_process
+from ...model.ranks import make_process_fields as ranked
+from ...rules import caches as judge
+from ...servers.discovery import resolve_server
+from ...support import output
+from ...support.errors import ExitCode
+from ...support.output import Progress, Result
+from ..findings_view import render_findings
+from ..multi_target import run_per_target
 from ..options import Target
-from ..several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,21 +8,22 @@ from typing import Annotated, NamedTuple
 import msgspec
 import typer
 
-from ... import output
-from ...codes import ErrorCode, parse_error_code
-from ...errors import ExitCode, VllmopsError
-from ...host.processes import Process
-from ...host.roles import Role
-from ...instances.servers import Server, resolve_server
-from ...instances.takedown import count_in_flight
-from ...keys.ring import validate_seconds
-from ...numbers import format_count
-from ...output import Progress, Result
-from ...protocol.caches import ProcessGap
-from ...protocol.resets import ResetAnswer, ResetRequest
-from ...rpc import agent
+from vllmops_responses.keys.keyring import validate_seconds
+
+from ...collect.agents import agent_client as agent
+from ...collect.machine.processes import Process
+from ...model.cache_resets import ResetAnswer, ResetRequest
+from ...model.caches import ProcessGap
+from ...model.roles import Role
+from ...servers.discovery import Server, resolve_server
+from ...servers.shutdown import count_in_flight
+from ...support import output
+from ...support.error_codes import ErrorCode, parse_error_code
+from ...support.errors import ExitCode, VllmopsError
+from ...support.numbers import format_count
+from ...support.output import Progress, Result
+from ..multi_target import run_per_target
 from ..options import Target, make_seconds_parser
-from ..several import run_per_target
 
 SLACK_S = 15.0  # beyond the drain: the reset itself, and a slow machine
 

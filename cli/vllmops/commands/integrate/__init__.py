@@ -1,6 +1,6 @@
 """``vllmops integrate``: what systemd and Kubernetes need, in their own formats."""
 
-from ...output import make_typer_app
+from ...support.output import make_typer_app
 from . import kubernetes, systemd
 
 app = make_typer_app()

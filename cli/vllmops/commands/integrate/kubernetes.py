@@ -10,10 +10,11 @@ from typing import Annotated
 
 import typer
 
-from ...errors import VllmopsError
-from ...keys import file as keys
+from vllmops_responses.keys import keyring_file as keys
+
 from ...metrics.alerts import AlertFormat, render_alert_rules
-from ...output import Json, Result, VerbatimText, print_result
+from ...support.errors import VllmopsError
+from ...support.output import Json, Result, VerbatimText, print_result
 from ..options import make_count_parser
 
 FOLDER = Path(__file__).parent

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ...output import Json, Result, VerbatimText, print_result
+from ...support.output import Json, Result, VerbatimText, print_result
 
 UNIT = Path(__file__).with_name("unit.service")
 USER = re.compile(r"[a-z_][a-z0-9_-]{0,31}")

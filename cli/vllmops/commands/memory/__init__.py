@@ -1,6 +1,6 @@
 """``vllmops memory``: record the memory of a server's processes, and judge whether it grows."""
 
-from ...output import make_typer_app
+from ...support.output import make_typer_app
 from . import record, report
 
 app = make_typer_app()

@@ -9,20 +9,20 @@ from typing import Annotated
 
 import typer
 
-from ... import output
-from ...diagnose.findings import Severity
-from ...errors import VllmopsError, make_usage_error
-from ...instances.servers import resolve_server
-from ...memory import plot
-from ...memory.record import MemoryRecorder, MemorySampler, open_recording
-from ...numbers import MOST
-from ...output import Json, Progress, Result, format_bytes
-from ...protocol import files
-from ...protocol.memory import MemoryRecordingHead, MemorySample
-from ..findings import FailOn
+from ...model import snapshot_files as files
+from ...model.findings import Severity
+from ...model.memory import MemoryRecordingHead, MemorySample
+from ...observe.memory import plot
+from ...observe.memory.recorder import MemoryRecorder, MemorySampler, open_recording
+from ...servers.discovery import resolve_server
+from ...support import output
+from ...support.errors import VllmopsError, make_usage_error
+from ...support.numbers import MOST
+from ...support.output import Json, Progress, Result, format_bytes
+from ..findings_view import FailOn
+from ..multi_target import allow_remote_target
 from ..options import YEAR_S, Target, make_count_parser, make_seconds_parser, validate_output_path
-from ..several import allow_remote_target
-from .result import Plot, Tolerance, make_recording_result
+from .trend_result import Plot, Tolerance, make_recording_result
 
 NICENESS = 10
 ROUNDS = 5
@@ -124,7 +124,7 @@ def record(
     seed = time.time_ns() // 1000 if seed is None else seed
     prepared, built_in = None, False
     if load is not None:
-        from ...memory import loads  # noqa: PLC0415 - imports httpx, which only a load needs
+        from ...observe.memory import load_generators as loads  # noqa: PLC0415 - imports httpx, which only a load needs
 
         built_in = load in loads.KINDS
         prepared = loads.build_load(load, server, requests=requests, inputs=inputs, seed=seed)

@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from ...diagnose.findings import Severity
-from ...errors import VllmopsError
-from ...files import is_gzip
-from ...memory import plot
-from ...memory.record import read_recording
-from ...output import Json, Result, print_result
-from ...protocol.memory import MemoryRecording
-from ..findings import FailOn
-from .result import Plot, Tolerance, make_recording_result
+from ...model.findings import Severity
+from ...model.memory import MemoryRecording
+from ...observe.memory import plot
+from ...observe.memory.recorder import read_recording
+from ...support.errors import VllmopsError
+from ...support.files import is_gzip
+from ...support.output import Json, Result, print_result
+from ..findings_view import FailOn
+from .trend_result import Plot, Tolerance, make_recording_result
 
 
 @print_result
@@ -45,7 +45,7 @@ def load_bundled_recording(file: Path) -> MemoryRecording:
     Raises:
         VllmopsError: as `bundle.load_bundle` does, or ``bundle.no-memory``.
     """
-    from ...bundle import bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
+    from ...bundle import bundle_file as bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
 
     recording = bundle.load_bundle(file).memory
     if recording is None:

@@ -1,6 +1,6 @@
 """``vllmops patches``: known vLLM defects and the state of their patches."""
 
-from ...output import make_typer_app
+from ...support.output import make_typer_app
 from . import list_, show, verify
 
 app = make_typer_app()

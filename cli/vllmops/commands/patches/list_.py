@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from ...errors import make_usage_error
-from ...output import Json, Result
+from ...support.errors import make_usage_error
+from ...support.output import Json, Result
+from ..multi_target import run_per_target
 from ..options import Target
-from ..several import run_per_target
-from . import versions as tested
-from .states import build_patches_data, fetch_patches, render_patches
+from . import version_table as tested
+from .patch_states import build_patches_data, fetch_patches, render_patches
 
 Versions = Annotated[
     bool, typer.Option("--versions", help="Show what works with which version of vLLM, as tested.")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ... import output
 from ...agent.patches.registry import require_patch
-from ...output import Json, Result, print_result, style_text
+from ...support import output
+from ...support.output import Json, Result, print_result, style_text
 from ..options import complete_patch_id
 
 if TYPE_CHECKING:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...errors import ExitCode
-from ...output import Json, Result
+from ...support.errors import ExitCode
+from ...support.output import Json, Result
+from ..multi_target import run_per_target
 from ..options import Target
-from ..several import run_per_target
-from .states import build_patches_data, fetch_patches, render_patches
+from .patch_states import build_patches_data, fetch_patches, render_patches
 
 
 @run_per_target

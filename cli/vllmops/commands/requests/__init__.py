@@ -1,6 +1,6 @@
 """``vllmops requests``: list, show and end the requests that a server works on."""
 
-from ...output import make_typer_app
+from ...support.output import make_typer_app
 from . import abort, list_, show
 
 app = make_typer_app()

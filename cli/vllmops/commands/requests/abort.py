@@ -8,18 +8,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ... import output
-from ...errors import ExitCode, VllmopsError, make_usage_error
-from ...instances.servers import Server, resolve_server
-from ...numbers import format_count
-from ...output import Json, Progress, Result
-from ...requests.ending import AbortOutcome, abort_requests
-from ...requests.listing import InFlightRequest, RequestListing
-from ...vllm_api import http
+from ...actions.request_abort import AbortOutcome, abort_requests
+from ...collect.http import vllm_client as http
+from ...observe.requests.listing import InFlightRequest, RequestListing
+from ...servers.discovery import Server, resolve_server
+from ...support import output
+from ...support.errors import ExitCode, VllmopsError, make_usage_error
+from ...support.numbers import format_count
+from ...support.output import Json, Progress, Result
+from ..multi_target import allow_remote_target
 from ..options import Target, Yes, parse_duration, validate_duration
-from ..several import allow_remote_target
 from .list_ import make_requests_table
-from .selection import STUCK_S, StuckAfter, collect_requests, complete_request_id, require_requests
+from .request_options import (
+    STUCK_S,
+    StuckAfter,
+    collect_requests,
+    complete_request_id,
+    require_requests,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

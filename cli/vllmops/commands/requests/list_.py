@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ... import output
-from ...diagnose.findings import Severity
-from ...errors import VllmopsError
-from ...instances.servers import Server, resolve_server
-from ...output import Json, Result, format_duration
-from ...protocol.place import format_process
-from ...requests.listing import InFlightRequest
-from ...vllm_api import http
-from ..findings import FailOn, choose_exit_code, render_findings
+from ...collect.http import vllm_client as http
+from ...model.findings import Severity
+from ...model.ranks import format_process
+from ...observe.requests.listing import InFlightRequest
+from ...servers.discovery import Server, resolve_server
+from ...support import output
+from ...support.errors import VllmopsError
+from ...support.output import Json, Result, format_duration
+from ..findings_view import FailOn, choose_exit_code, render_findings
+from ..multi_target import run_per_target
 from ..options import Target, make_count_parser, make_seconds_parser
-from ..several import run_per_target
-from .selection import STUCK_S, StuckAfter, collect_requests
+from .request_options import STUCK_S, StuckAfter, collect_requests
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ...errors import ExitCode, VllmopsError
-from ...host.roles import Role
-from ...instances.servers import Server, resolve_server
-from ...output import Json, Result, VerbatimText, format_duration, style_text
-from ...protocol.requests import PromptAnswer
-from ...requests.listing import InFlightRequest
-from ...rpc import agent
+from ...collect.agents import agent_client as agent
+from ...model.requests import PromptAnswer
+from ...model.roles import Role
+from ...observe.requests.listing import InFlightRequest
+from ...servers.discovery import Server, resolve_server
+from ...support.errors import ExitCode, VllmopsError
+from ...support.output import Json, Result, VerbatimText, format_duration, style_text
+from ..multi_target import allow_remote_target
 from ..options import Target
-from ..several import allow_remote_target
-from .selection import STUCK_S, StuckAfter, collect_requests, complete_request_id, require_requests
+from .request_options import (
+    STUCK_S,
+    StuckAfter,
+    collect_requests,
+    complete_request_id,
+    require_requests,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +85,7 @@ def fetch_prompt(server: Server, row: InFlightRequest) -> PromptAnswer:
     """The prompt of a request.
 
     Raises:
-        VllmopsError: ``requests.no-prompt``, and as `rpc.agent.Agent` does.
+        VllmopsError: ``requests.no-prompt``, and as `collect.agents.agent_client.Agent` does.
     """
     if server.fleet:
         raise VllmopsError(

@@ -1,6 +1,6 @@
 """``vllmops stacks``: dump the stacks of a server, and explain them."""
 
-from ...output import make_typer_app
+from ...support.output import make_typer_app
 from . import dump, explain
 
 app = make_typer_app()

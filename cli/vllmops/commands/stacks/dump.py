@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ... import output
-from ...diagnose.findings import Severity
-from ...errors import ExitCode, VllmopsError, make_usage_error
-from ...host.roles import Role
-from ...numbers import format_count
-from ...output import FoldedLines, IndentedLine, Result
-from ...protocol.place import choose_process_title
-from ...protocol.stacks import DumpOptions, ProcessStacks, StacksSnapshot, ThreadStack
-from ..findings import FailOn
+from ...model.findings import Severity
+from ...model.ranks import choose_process_title
+from ...model.roles import Role
+from ...model.stacks import DumpOptions, ProcessStacks, StacksSnapshot, ThreadStack
+from ...support import output
+from ...support.errors import ExitCode, VllmopsError, make_usage_error
+from ...support.numbers import format_count
+from ...support.output import FoldedLines, IndentedLine, Result
+from ..findings_view import FailOn
+from ..multi_target import run_per_target
 from ..options import Target, make_count_parser, make_seconds_parser, validate_output_path
-from ..several import run_per_target
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from ...host.cudacore import CudaDump
-    from ...instances.servers import Server
+    from ...collect.machine.cuda_core_dumps import CudaDump
+    from ...servers.discovery import Server
 
 SLOW_S = 1.0
 SAMPLES, INTERVAL_S = 3, 2.0
@@ -168,8 +168,8 @@ def dump(
     options = DumpOptions(locals=locals_, native=native, nonblocking=nonblocking)
     if core:
         return _dump_core(core, options, timeout, save, fail_on, explain=explain_)
-    from ...instances.servers import resolve_server  # noqa: PLC0415 - slow, and not needed to explain
-    from ...stacks import pyspy  # noqa: PLC0415 - the same
+    from ...collect.stacks import pyspy  # noqa: PLC0415 - the same
+    from ...servers.discovery import resolve_server  # noqa: PLC0415 - slow, and not needed to explain
 
     server = resolve_server(target)
     if not server.processes:
@@ -179,7 +179,7 @@ def dump(
             f"vllmops wait {server.label} --for ready",
         )
     if explain_:
-        from .explanation import explain_server  # noqa: PLC0415 - slow to import, and not needed for a dump
+        from .explanation_view import explain_server  # noqa: PLC0415 - slow to import, and not needed for a dump
 
         return explain_server(
             server,
@@ -225,13 +225,13 @@ def _dump_core(
     explain: bool,
 ) -> Result:
     """What is shown of a core file."""
-    from ...stacks.core import read_core_stacks  # noqa: PLC0415 - rarely needed
+    from ...collect.stacks.core_files import read_core_stacks  # noqa: PLC0415 - rarely needed
 
     snapshot = read_core_stacks(core, options, timeout_s=timeout_s)
     _save_snapshot(save, snapshot, should_show=False)
     if not explain:
         return Result(snapshot, lambda: render_snapshot(snapshot))
-    from .explanation import explain_snapshot  # noqa: PLC0415 - slow to import
+    from .explanation_view import explain_snapshot  # noqa: PLC0415 - slow to import
 
     return explain_snapshot(snapshot, fail_on)
 
@@ -244,7 +244,7 @@ def _save_snapshot(save: Path | None, snapshot: StacksSnapshot, *, should_show: 
     """
     if not save:
         return
-    from ...protocol import files  # noqa: PLC0415
+    from ...model import snapshot_files as files  # noqa: PLC0415
 
     try:
         files.save_snapshot(save, snapshot)
@@ -265,7 +265,7 @@ def _add_cuda_dumps(
     Raises:
         VllmopsError: as `cudacore.dump_gpus` does; the stacks are its data.
     """
-    from ...host import cudacore  # noqa: PLC0415 - rarely needed
+    from ...collect.machine import cuda_core_dumps as cudacore  # noqa: PLC0415 - rarely needed
 
     try:
         if server.fleet:

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from ...diagnose.findings import Severity
-from ...output import Json, Result, print_result
-from ..findings import FailOn
+from ...model.findings import Severity
+from ...support.output import Json, Result, print_result
+from ..findings_view import FailOn
 
 
 @print_result
@@ -43,6 +43,6 @@ def explain(
     some seconds apart say more than one. If no known signature matches, it says so. It also reads
     a bundle, with the figures in it.
     """
-    from . import explanation  # noqa: PLC0415 - slow to import, and not needed for --help
+    from . import explanation_view as explanation  # noqa: PLC0415 - slow to import, and not needed for --help
 
     return explanation.explain_file(file, fact or (), fail_on)

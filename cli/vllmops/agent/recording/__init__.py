@@ -1,0 +1,1 @@
+"""What the agent writes to files while its process runs: steps and heartbeat."""

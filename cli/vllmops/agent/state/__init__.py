@@ -1,0 +1,1 @@
+"""What the agent reads of its process when it is asked."""

@@ -1,0 +1,157 @@
+"""The server's state in vLLM's ``/metrics``, gathered beside the event loop while somebody scrapes.
+
+A scrape shows what was gathered last and waits for nothing. Nobody scrapes, nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from ...metrics.collector import BackgroundCollector
+from ...model.roles import Role
+from ...model.server_metrics import MetricsSnapshot, StoreUsage
+from ...model.server_snapshot import ServerSample
+from ...support.errors import VllmopsError
+from ..hooks import vllm_objects as objects
+from ..hooks.import_hook import when_imported
+from ..log import log
+from ..state import engine
+from ..versions import metrics as adapter
+from ..versions import module_locations as places
+
+if TYPE_CHECKING:
+    from vllmops_responses.store.backend import StoreStats
+    from vllmops_responses.store.response_store import ResponseStore
+
+    from ...collect.agents.server_metrics import MetricsCollector
+    from ...model.admin_api import ServerProcess
+
+TIMEOUT_S = 2.0
+# From one count of the store to the next, which goes through many rows, and its share of the time.
+STORE_S, STORE_SHARE = 60.0, 0.005
+
+
+class ForwardedAgent:
+    """The agent of a process, on this node or on another.
+
+    Args:
+        process: of this server.
+    """
+
+    def __init__(self, process: ServerProcess) -> None:
+        self.pid_and_address = f"{process.pid}{process.node_address and '@'}{process.node_address}"
+
+    def fetch_answer(self, method: str, path: str, kind: type[Any]) -> Any:
+        """What it answers; raises VllmopsError."""
+        from ...collect.agents import agent_client as agent  # noqa: PLC0415
+        from . import server_members as remote  # noqa: PLC0415
+
+        try:
+            status, content = remote.forward_to_agent(
+                method, self.pid_and_address + path, None, TIMEOUT_S
+            )
+        except remote.NO_ANSWER as error:
+            raise VllmopsError("agent.broken", str(error)) from error
+        if status != remote.OK:
+            raise VllmopsError("agent.broken", f"it answered {status} to {path}")
+        return agent.decode_answer(f"the agent of pid {self.pid_and_address}", content, kind)
+
+
+class StoreUsageCounter:
+    """The store of this API server, counted now and then by its own event loop."""
+
+    def __init__(self) -> None:
+        self.counting: Future[StoreStats] | None = None
+        self.due = 0.0
+        self.began = 0.0
+        self.last_usage: StoreUsage | None = None
+
+    def poll_usage(self) -> StoreUsage | None:
+        """What was counted last; never waits."""
+        store: Any = getattr(objects.find_latest("responses"), "store", None)
+        now = time.monotonic()
+        if self.counting and self.counting.done():
+            counting, self.counting = self.counting, None
+            self.due = now + max(STORE_S, (now - self.began) / STORE_SHARE)
+            failed = store is None or counting.exception()
+            self.last_usage = None if failed else make_store_use(store, counting.result())
+        if store is not None and self.counting is None and now >= self.due:
+            from vllmops_responses.store.backend import EVERYBODY  # noqa: PLC0415
+            from vllmops_responses.store.response_store import ResponseStore  # noqa: PLC0415
+
+            if not isinstance(store, ResponseStore):  # vLLM's own
+                return None
+            try:
+                _, loop = engine.require_front_end()
+            except RuntimeError:  # not up yet
+                return self.last_usage
+            self.began = now
+            self.counting = asyncio.run_coroutine_threadsafe(store.collect_stats(EVERYBODY), loop)
+        return self.last_usage
+
+
+def make_store_use(store: ResponseStore, stats: StoreStats) -> StoreUsage:
+    return StoreUsage(
+        backend=type(store.backend).__name__.lower(),
+        statuses=stats.statuses,
+        bytes=stats.bytes,
+        evictions=stats.evictions,
+        capacity=store.backend.limits.max_size,
+    )
+
+
+def install_collector() -> None:
+    """Show the server's state in the ``/metrics`` of an API server."""
+    if places.find_symbol_module("metrics") is None:
+        lacks = places.PLACES["metrics"].name
+        objects.report_unsupported(f"the server's state is not in /metrics: there is no {lacks}")
+        return
+    collector = BackgroundCollector(
+        make_server_observer(), log.warning, locate_shared_file=find_shared_file
+    )
+    for module, show in adapter.SHOWN.items():
+        when_imported(module, objects.catch_errors(partial(show, collector)))
+    when_imported(adapter.FORMAT, objects.catch_errors(adapter.cache_escaped_names))
+
+
+def find_shared_file() -> Path | None:
+    """The file by which the API servers of this server share what one of them has gathered."""
+    # vLLM makes this directory for several API servers; the launcher is their parent.
+    place = os.environ.get(adapter.MULTIPROC_DIR)
+    return Path(place) / f"vllmops-{os.getppid()}" if place else None
+
+
+def make_server_observer() -> Callable[[], tuple[MetricsSnapshot, int]]:
+    """Looks at the server of this process, again and again."""
+    viewer: list[MetricsCollector] = []
+    store = StoreUsageCounter()
+
+    def observe_server() -> tuple[MetricsSnapshot, int]:
+        from ...collect.agents.server_metrics import MetricsCollector  # noqa: PLC0415 - slow, and nobody may ever scrape
+        from ...collect.machine import gpu  # noqa: PLC0415
+        from ...metrics.metric_values import has_differing_sides  # noqa: PLC0415
+        from . import server_members as remote  # noqa: PLC0415
+
+        if not viewer:
+            viewer.append(MetricsCollector(ForwardedAgent, has_differing_sides))
+        found = remote.observe_server_processes()
+        seen = ServerSample(
+            at_s=time.monotonic(),
+            heartbeats=found.heartbeats,
+            processes=found.processes,
+            compilers=found.compilers,
+        )
+        count = sum(process.role == Role.API for process in found.processes)
+        gpus = {found.node: gpu.observe_gpus()}
+        return replace(viewer[0].collect_snapshot(seen), store=store.poll_usage(), gpus=gpus), count
+
+    return observe_server

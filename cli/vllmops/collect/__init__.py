@@ -1,0 +1,1 @@
+"""Facts about a server, a package for each kind of source."""

@@ -1,1 +1,0 @@
-"""Looks at a server from all sides for ``vllmops doctor``."""

@@ -1,1 +1,0 @@
-"""The actions, a module each."""

@@ -1,0 +1,1 @@
+"""What vllmops knows about servers, as plain data: between processes, and in saved files."""

@@ -1,0 +1,1 @@
+"""Snapshots of several parts of a server, put together from many sources."""

@@ -1,0 +1,1 @@
+"""Which hang a set of stacks shows: signatures first, then hypotheses."""

@@ -1,0 +1,1 @@
+"""Commands on stored responses, conversations and their keys."""

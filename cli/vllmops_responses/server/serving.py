@@ -1,0 +1,866 @@
+"""vLLM's serving of the Responses API, with the store instead of vLLM's three dicts.
+
+vLLM makes the answers. The dicts that vLLM writes to keep nothing here; what vLLM reads from them
+comes from the store. A client gets a response only after the store has it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterator,
+)
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from fastapi import Request
+from msgspec.structs import replace
+from openai.types.responses import (
+    ResponseOutputItemAddedEvent,
+    ResponseOutputItemDoneEvent,
+    ResponseReasoningItem,
+)
+from starlette.requests import HTTPConnection
+
+from vllmops.agent.hooks.request_gate import gate
+from vllmops.agent.log import log
+
+from ..keys.keyring import KeyRing
+from ..store.backend import EVERYBODY, ConversationBroken, Response, StoreUnavailable, derive_owner
+from ..store.ids import is_valid_id
+from ..store.response_store import ResponseStore, encode_response
+from ..store.settings import CarrierFormat, CarrierSettings, WebSocketLimits
+from . import carrier_merge as carried
+from . import carrier_sealing as sealing
+from . import compaction, tracing, truncation, websocket
+from . import request_parameters as parameters
+from . import response_fields as fields
+from . import token_count as tokens
+from . import vllm_interface as adapter
+from . import wire_format as wire
+from .background import BackgroundRuns
+from .carrier_merge import Item, RequestCarrier
+from .conversations import (
+    ConversationTurns,
+    parse_conversation_parameter,
+    set_response_conversation,
+)
+from .event_writer import EventWriter
+from .item_conversion import convert_items_to_messages, parse_items
+from .response_fields import encode_model
+from .stored_responses import StoredResponsesApi
+from .turn import Turn, current, has_encrypted_items, set_current_turn
+from .turn_history import HistoryReader, extract_readable_parts
+from .vllm_interface import ErrorResponse, GenerationError, ResponsesResponse
+from .wire_format import ApiError, EncodedEvent
+
+FAILED = "The generation failed."
+# In a copy of a request whose input has the turns before it already, and is counted as it is. Where
+# it is too long, nobody is to free the blocks that another server has filled for the request.
+ALONE = {"previous_response_id": None, "truncation": "disabled", "kv_transfer_params": None}
+# The parameters that vLLM may not know.
+KNOWN = parameters.PARAMETERS.keys() | {carried.PREVIOUS}
+
+
+class DiscardingDict(dict[str, Any]):
+    """Replaces a dict of vLLM's and keeps nothing."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Drop it."""
+
+
+class PreviousResponseDict(DiscardingDict):
+    """The dict in which vLLM looks up the previous response, and stores the new one."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The history of the current turn; the default for any other key."""
+        turn = current.get()
+        if turn and turn.history is not None and key == turn.request.previous_response_id:
+            return turn.history
+        return default
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if turn := current.get():
+            turn.latest_response = value
+
+
+class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
+    """vLLM's serving class, with a store."""
+
+    # `routes.install_routes` sets these on the class, because vLLM makes the instance.
+    open_store: Callable[[], ResponseStore]
+    get_keyring: Callable[[], KeyRing | None]
+    carriers = CarrierSettings()
+    sockets = WebSocketLimits()
+    compaction_prompt = compaction.PROMPT
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.store = type(self).open_store()
+        self.enable_store = True
+        self.response_store = PreviousResponseDict()
+        self.msg_store = DiscardingDict()
+        self.event_store = DiscardingDict()
+        self.history = HistoryReader(parse_items, harmony=self.use_harmony)
+        self.counts = False
+        if renderer := adapter.find_renderer(self):
+            renderer.preprocess_chat = tokens.skip_cache_while_counting(renderer.preprocess_chat)
+            self.counts = True
+        self.conversations = ConversationTurns(self.store)
+        self.runs = BackgroundRuns(self)
+        self.stored_responses = StoredResponsesApi(
+            self.store, self.conversations, self.runs.stop_run
+        )
+
+    async def close(self) -> None:
+        """End what runs, and close the store."""
+        gate.ending = None  # it would keep vLLM's engine client until the interpreter has ended
+        await self.runs.shut_down()
+        await self.store.close()
+
+    # Making a response
+
+    async def answer_create_request(
+        self, request: Any, raw_request: Request
+    ) -> bytes | AsyncIterator[EncodedEvent] | ErrorResponse:
+        """Answer a request, and store the answer if the request asks for it.
+
+        Args:
+            request: vLLM's ResponsesRequest.
+            raw_request: the HTTP request.
+
+        Returns:
+            A response as JSON, a stream, or vLLM's error.
+
+        Raises:
+            ApiError: the request is invalid.
+            StoreUnavailable: the store is down, and the response is not stored.
+        """
+        turn = await self._with_kv_transfer_rejection_cleanup(
+            self.prepare_turn(request, raw_request), request, raw_request
+        )
+        try:
+            return await self.answer_turn(turn, request, raw_request)
+        except adapter.INVALID as error:
+            if name := adapter.PARAMETERS.get(getattr(error, "parameter", None) or ""):
+                raise ApiError(400, f"{name} is invalid: {error}", name) from error
+            raise
+        finally:
+            if turn and not turn.goes_on:
+                await self.conversations.release_turn(turn)
+
+    async def prepare_turn(self, request: Any, raw_request: Request) -> Turn | None:
+        """Check a request, collect what it needs; as `answer_create_request`, `build_turn`."""
+        await self.validate_parameters(request, raw_request)
+        if parameters.is_prewarm_request(request):
+            request.max_output_tokens = 1  # vLLM's least
+        if get_previous_response(request) is not None:
+            if request.background:
+                message = (
+                    "background can't be used with previous_response, because nothing is stored"
+                )
+                raise ApiError(400, message, "background")
+            request.store = False
+        threshold = self.find_compact_threshold(request)
+        if request.background and not request.store:
+            raise ApiError(400, "background can only be used when store is true", "background")
+        turn = await self.build_turn(request, raw_request, compacts=threshold is not None)
+        if turn:
+            turn.threshold = threshold
+        return turn
+
+    async def answer_turn(
+        self, turn: Turn | None, request: Any, raw_request: Request
+    ) -> bytes | AsyncIterator[EncodedEvent] | ErrorResponse:
+        """Answer a request whose needs are collected; else as `answer_create_request`."""
+        with set_current_turn(turn):
+            answer = await self.create_responses(request, raw_request)
+        if isinstance(answer, ErrorResponse):
+            return answer
+        if turn and request.background:
+            run = await self.runs.accept_run(turn, self.store.create, await raw_request.body())
+            return (
+                self.stored_responses.follow_events(run.owner, run.id)
+                if request.stream
+                else encode_response(run)
+            )
+        if not isinstance(answer, ResponsesResponse):
+            if turn:
+                turn.goes_on = True
+            return self.stream_response(turn, request, answer)
+        if parameters.is_prewarm_request(request):
+            fields.clear_output(answer)
+        if item := await self.build_carrier_item(turn, answer):
+            answer.output.append(item)
+        return await self.store_response(turn, fields.fill_response(answer, request))
+
+    async def validate_parameters(self, request: Any, raw_request: Request) -> None:
+        """Check that each parameter of a request works.
+
+        Raises:
+            ApiError: there is no such parameter, or it can't do what the request asks for; or the
+                request has what is no text.
+        """
+        wire.validate_utf8(await raw_request.body())
+        if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
+            raise ApiError(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
+        parameters.validate_parameters(
+            request,
+            tool_server=self.tool_server is not None,
+            tool_parser=adapter.can_parse_tool_calls(self),
+        )
+
+    async def answer_count_request(
+        self, request: Any, raw_request: Request
+    ) -> bytes | ErrorResponse:
+        """Count the tokens of what a request adds to its conversation and of all before it.
+
+        Args:
+            request: a `tokens.CountRequest`.
+            raw_request: the HTTP request.
+
+        Returns:
+            The count as JSON, or vLLM's error.
+
+        Raises:
+            ApiError: the request is invalid, or this vLLM can't render without an answer.
+            StoreUnavailable: the store is down.
+        """
+        await self.validate_parameters(request, raw_request)
+        tokens.reduce_to_input(request)
+        turn = await self.build_turn(request, raw_request, adds=False)
+        with set_current_turn(turn):
+            counted = await self.count_input_tokens(request)
+        return counted if isinstance(counted, ErrorResponse) else tokens.encode_token_count(counted)
+
+    async def count_input_tokens(self, request: Any) -> tokens.TokenCount | ErrorResponse:
+        """The tokens of a request's input, or vLLM's error where it would answer with one.
+
+        Raises:
+            ApiError: this vLLM can't render without an answer.
+        """
+        if not self.counts:
+            raise ApiError(501, "This version of vLLM can't count the tokens of an input.")
+        with tokens.count_only():
+            answer: tokens.TokenCount | ErrorResponse = await self.create_responses(request, None)
+        return answer
+
+    def _validate_generator_input(self, engine_input: Any, *args: Any, **options: Any) -> Any:
+        """What vLLM does last before the engine gets a request."""
+        error = super()._validate_generator_input(engine_input, *args, **options)
+        if error is None and tokens.is_count_only():
+            return tokens.TokenCount(self._extract_prompt_len(engine_input))
+        return error
+
+    # Compaction
+
+    def find_compact_threshold(self, request: Any) -> int | None:
+        """From how many tokens on a request wants its conversation compacted; None if it does not.
+
+        Raises:
+            ApiError: it asks for it in a wrong way, or this server can't seal a compaction.
+        """
+        tokens_ = compaction.parse_compact_threshold(request, self.model_config.max_model_len)
+        if tokens_ is not None:
+            sealing.require_sealing_key(self.get_keyring())
+        return tokens_
+
+    async def answer_compact_request(
+        self, request: Any, raw_request: Request
+    ) -> bytes | ErrorResponse:
+        """Compact a conversation.
+
+        Args:
+            request: a `tokens.CompactRequest`.
+            raw_request: the HTTP request.
+
+        Returns:
+            The user's messages and a compaction item as JSON, or vLLM's error.
+
+        Raises:
+            ApiError: the request is invalid, or this server can't seal a compaction.
+            StoreUnavailable: the store is down.
+        """
+        await self.validate_parameters(request, raw_request)
+        compaction.validate_compact_body(await raw_request.body())
+        sealing.require_sealing_key(self.get_keyring())
+        tokens.reduce_to_input(request)
+        turn = await self.build_turn(request, raw_request, compacts=True)
+        assert turn
+        with set_current_turn(turn):
+            error: ErrorResponse | None = await self._check_model(request)
+        if error is not None:
+            return error
+        if not turn.conversation:
+            raise ApiError(400, "There is no conversation to compact.", "input")
+        before = turn.conversation
+        usage = await self.compact_turn(turn)
+        return compaction.encode_compaction(before, turn.compaction, usage, turn.began)
+
+    async def compact_turn(self, turn: Turn) -> compaction.SummaryUsage:
+        """Compact the conversation of a turn; returns what the summary took.
+
+        Raises:
+            ApiError: it can't be summarized or sealed.
+        """
+        same = compaction.build_summary_parameters(turn.request, self.model_config.max_model_len)
+
+        def make_request(input_items: list[Item]) -> Any:
+            given = {**same, "input": list(map(adapter.adapt_item, input_items))}
+            return adapter.ResponsesRequest.model_validate(given)
+
+        async def generate_answer(input_items: list[Item]) -> Any:
+            made = await self.create_responses(make_request(input_items), None)
+            if isinstance(made, ErrorResponse):
+                raise ApiError(made.error.code, made.error.message, made.error.param)
+            return made
+
+        async def can_accept_items(input_items: list[Item]) -> bool:
+            return await self.can_accept_request(make_request(input_items))
+
+        with set_current_turn(None):
+            items, usage = await compaction.compact_conversation(
+                generate_answer, can_accept_items, turn.conversation, self.compaction_prompt
+            )
+        text = await sealing.seal_carrier(
+            items,
+            sum(len(carried.extract_text(item.get("content") or "")) for item in items),
+            self.carriers._replace(format=CarrierFormat.V2),
+            self.get_keyring(),
+            model=self.models.model_name(self._maybe_get_adapters(turn.request)),
+            owner=turn.owner,
+        )
+        if text is None:
+            sealing.require_sealing_key(None)
+        turn.conversation = items
+        turn.compaction = compaction.make_compaction_item(text or "")
+        return usage
+
+    async def can_accept_request(self, request: Any) -> bool:
+        """Whether vLLM would accept a request."""
+        try:
+            return isinstance(await self.count_input_tokens(request), tokens.TokenCount)
+        except (ApiError, *adapter.INVALID):
+            return False
+
+    async def compact_above_threshold(self, turn: Turn, threshold: int) -> None:
+        """Compact the conversation of a turn if it has more tokens than a threshold.
+
+        Raises:
+            ApiError: it can't be summarized or sealed.
+        """
+        request = turn.request.model_copy(update=ALONE)
+        with set_current_turn(None):
+            try:
+                found = await self.count_input_tokens(request)
+                many = found.tokens if isinstance(found, tokens.TokenCount) else None
+            except adapter.INVALID:
+                many = None  # too long for the model
+            if many is not None and many <= threshold:
+                return
+            before = turn.conversation
+            await self.compact_turn(turn)
+            request.input = parse_items(compaction.join_summary_messages(turn.conversation))
+            if many is not None and not await self.can_accept_request(request):
+                turn.conversation, turn.compaction = before, None
+                return
+        turn.request.input = request.input
+
+    async def truncate_input(self, request: Any) -> None:
+        """Drop the oldest items of an input that is too long for the model."""
+        whole = request.input
+        plain = request.model_copy(update=ALONE)
+
+        async def can_accept_items(items: list[Any]) -> bool:
+            return await self.can_accept_request(plain.model_copy(update={"input": items}))
+
+        with set_current_turn(None):
+            if isinstance(whole, list) and not await can_accept_items(whole):
+                request.input = (
+                    await truncation.select_fitting_items(whole, can_accept_items) or whole
+                )
+
+    async def build_turn(
+        self, request: Any, raw_request: Request, *, compacts: bool = False, adds: bool = True
+    ) -> Turn | None:
+        """Collect what a request needs before vLLM begins; None if neither store nor carrier is.
+
+        Args:
+            request: vLLM's ResponsesRequest.
+            raw_request: the HTTP request.
+            compacts: whether its conversation may be compacted.
+            adds: whether its turn is added to the conversation that it names.
+
+        Raises:
+            ApiError: the id is not available, the turn before this one can't be continued, or a
+                carrier is missing, or one too many.
+            StoreUnavailable: the store is down.
+        """
+        response = get_previous_response(request)
+        previous = request.previous_response_id
+        if request.store and previous is not None and websocket.find_remembered_history(previous):
+            message = "store must be false: the previous response is not stored"
+            raise ApiError(400, message, "store")
+        hidden = has_encrypted_items(request)
+        conversation = parse_conversation_parameter(request)
+        sealed = conversation is None and self.should_seal_carrier(request)
+        before = (previous, response, conversation)
+        continues = any(given is not None for given in before)
+        if conversation is not None and compacts:
+            message = "context_management can't be used with conversation"
+            raise ApiError(400, message, "context_management")
+        wanted = request.store or hidden or sealed or compacts or websocket.is_websocket_request()
+        if not (wanted or continues):
+            return None
+        items = wire.extract_input_items(await raw_request.body())
+        brought = None
+        if hidden or response is not None:
+            brought = carried.find_carrier(wire.ITEMS.decode(items), response)
+        validate_single_history(request, brought, conversation, needs_carrier=sealed)
+        who = find_owner(raw_request)
+        await self.validate_response_id(request, conversation)
+        if request.store and self.store.refuses:  # rather than generate for nothing
+            await self.store.get(EVERYBODY, request.request_id)
+        turn = Turn(
+            request,
+            who,
+            items,
+            history=await self.read_earlier_turns(who, request.previous_response_id),
+            has_encrypted_input=hidden,
+            request_carrier=brought,
+            needs_carrier=sealed,
+            compacts=compacts,
+        )
+        if conversation is not None:
+            await self.conversations.begin_turn(turn, conversation, adds=adds)
+        return turn
+
+    def should_seal_carrier(self, request: Any) -> bool:
+        """Whether a request asks for a carrier and this server can seal one."""
+        asks = not request.store and carried.INCLUDE in (request.include or ())
+        return asks and sealing.can_seal(self.get_keyring())
+
+    async def validate_response_id(self, request: Any, conversation: str | None) -> None:
+        """Check the id that a request chooses for its response, where it chooses one.
+
+        Args:
+            request: vLLM's ResponsesRequest.
+            conversation: the one that it names, which is held in the name of that id.
+
+        Raises:
+            ApiError: it is malformed, or another response has it.
+            StoreUnavailable: the store is down.
+        """
+        reaches_the_store = request.store or conversation is not None
+        if not reaches_the_store or "request_id" not in request.model_fields_set:
+            return
+        if not is_valid_id(request.request_id) or "/" in request.request_id:
+            raise ApiError(400, "request_id can't be the id of a response", "request_id")
+        if request.store and await self.store.get(EVERYBODY, request.request_id):
+            raise wire.make_id_taken_error(request.request_id)
+
+    async def read_earlier_turns(
+        self, owner: str, response_id: str | None
+    ) -> list[Response] | None:
+        """The turns up to a response, oldest first; None if no response is named.
+
+        Raises:
+            ApiError: there is no such response, part of its conversation is missing, or it is still
+                running.
+            StoreUnavailable: the store is down.
+        """
+        if response_id is None:
+            return None
+        if history := websocket.find_remembered_history(response_id):
+            return history
+        try:
+            history = await self.store.list_turns(owner, response_id)
+        except ConversationBroken as error:
+            raise ApiError(404, f"{error.message}.", "previous_response_id") from error
+        if not history:
+            raise wire.make_not_found_error(response_id, "previous_response_id")
+        if history[-1].is_running:
+            message = f"Response with id '{response_id}' is still {history[-1].status}."
+            raise ApiError(400, message, "previous_response_id")
+        return history
+
+    def responses_stream_generator(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
+        """VLLM's events, in every version with the same ids from the first to the last."""
+        events = adapter.normalize_stream_events(
+            super().responses_stream_generator(*args, **options)
+        )
+        turn = current.get()
+        if turn and turn.compaction:
+            return compaction.prepend_item(events, turn.compaction)
+        return events
+
+    async def responses_full_generator(self, *args: Any, **options: Any) -> Any:
+        """VLLM's answer, after the item of a compaction; a stream's gets it with its events."""
+        answer = await super().responses_full_generator(*args, **options)
+        turn = current.get()
+        item = turn and not turn.request.stream and turn.compaction
+        if item and isinstance(answer, ResponsesResponse):
+            answer.output.insert(0, item)
+        return answer
+
+    async def _check_model(self, request: Any, *args: Any, **options: Any) -> Any:
+        """What vLLM does first with a request, and the only step that every version awaits."""
+        error = await super()._check_model(request, *args, **options)
+        if error is None:
+            with translate_rendering_errors():
+                if (turn := current.get()) and turn.needs_rehydration:
+                    with tracing.start_span("rehydrate", {"turns": len(turn.history or ())}) as add:
+                        await self.rehydrate_turn(turn)
+                        add(tracing.count_response_bytes(turn.history))
+                if isinstance(request.input, list):
+                    request.input = [
+                        item for item in request.input if not wire.is_empty_answer(item)
+                    ]
+            if not (request.input or request.input == "" or request.instructions):
+                raise ApiError(400, "The input is empty.", "input")
+            if turn and turn.threshold is not None:
+                await self.compact_above_threshold(turn, turn.threshold)
+            if request.truncation == "auto" and self.counts:
+                await self.truncate_input(request)
+        return error
+
+    async def _get_trace_headers(self, headers: Any) -> Any:
+        """Put vLLM's span of a request below ours."""
+        return tracing.make_trace_headers() or await super()._get_trace_headers(headers)
+
+    async def rehydrate_turn(self, turn: Turn) -> None:
+        """Put the turns before this one into the input of its request.
+
+        As the items that they were, so vLLM needs no earlier messages: it renders tool calls and
+        reasoning as if the client had sent them again.
+
+        Raises:
+            ApiError: the carrier is not accepted, or the conversation is too large for the
+                answer's carrier.
+        """
+        size = len(turn.items)
+        items = wire.ITEMS.decode(turn.items)
+        if turn.hold:
+            before = await self.history.read_conversation_items(turn.hold.entries)
+            turn.hold.entries = ()
+        else:
+            before = await self.history.read_turns(
+                turn.history or (), partial(self.open_compaction, turn)
+            )
+        history, kept = await self.merge_carrier(turn, items)
+        added = [(n, item) for n in kept if (item := carried.extract_readable_part(items[n]))]
+        if history or turn.has_encrypted_input:
+            turn.items = wire.ENCODE([*history, *(item for _, item in added)])
+        readable = extract_readable_parts(history)
+        if before.items or readable or turn.has_encrypted_input:
+            later = parse_new_items(turn.request.input, items, added)
+            turn.request.input = [*before.parsed_items, *parse_items(readable), *later]
+        turn.conversation = [*before.items, *readable, *(item for _, item in added)]
+        wire.validate_tool_outputs([item for _, item in added], turn.conversation)
+        if any(map(compaction.is_summary, turn.conversation)):
+            turn.request.input = parse_items(compaction.join_summary_messages(turn.conversation))
+        if turn.needs_carrier:
+            size += before.size
+            if turn.request_carrier:
+                size += sealing.COMPRESSION * len(turn.request_carrier.text)
+            turn.size = await sealing.validate_carrier_size(turn.conversation, size)
+
+    async def open_compaction(self, turn: Turn, text: str) -> list[Item] | None:
+        """What a stored compaction item holds; None if it can't be opened any more."""
+        try:
+            return await self.open_carrier(turn, RequestCarrier(text, -1, "previous_response_id"))
+        except ApiError as error:
+            log.warning("vllmops: the turns before a compaction are read again: %s", error)
+            return None
+
+    async def merge_carrier(self, turn: Turn, items: list[Item]) -> tuple[list[Item], list[int]]:
+        """What the carrier of a turn holds, and the indices of the items that are not in it.
+
+        Args:
+            turn: which may have no carrier.
+            items: of the request's input.
+
+        Raises:
+            ApiError: the carrier is not accepted.
+        """
+        if not turn.request_carrier:
+            return [], list(range(len(items)))
+        history = await self.open_carrier(turn, turn.request_carrier)
+        return carried.merge_history(history, items, turn.request_carrier.item_index)
+
+    async def open_carrier(self, turn: Turn, request_carrier: RequestCarrier) -> list[Item]:
+        """What a carrier holds; raises `ApiError` where it is not one for this turn."""
+        model = self.models.model_name(self._maybe_get_adapters(turn.request))
+        return await sealing.open_carrier(
+            request_carrier, self.get_keyring(), model=model, owner=turn.owner
+        )
+
+    async def build_carrier_item(self, turn: Turn | None, response: Any) -> Any:
+        """The item with the carrier of a conversation and its answer; None if none is wanted.
+
+        Raises:
+            ApiError: the conversation is too large.
+        """
+        if not (turn and turn.needs_carrier):
+            return None
+        output = [item.model_dump(mode="json", by_alias=True) for item in response.output]
+        answer = map(
+            carried.drop_unneeded_fields,
+            wire.select_history_items(output, harmony=self.use_harmony),
+        )
+        history: list[Any] = [*turn.conversation, *answer]
+        if self.carriers.format is CarrierFormat.SIGNED_V1:
+            history = convert_items_to_messages(history)
+        text = await sealing.seal_carrier(
+            history,
+            turn.size,
+            self.carriers,
+            self.get_keyring(),
+            model=response.model,
+            owner=turn.owner,
+        )
+        if text is None:
+            return None
+        return ResponseReasoningItem(
+            id=f"rs_{uuid4().hex}",
+            type="reasoning",
+            summary=[],
+            encrypted_content=text,
+            status="completed",
+        )
+
+    async def store_response(self, turn: Turn | None, response: Any) -> bytes:
+        """A finished response as JSON, after it is stored where the request asks for that.
+
+        Raises:
+            ApiError: another response has taken its id meanwhile.
+            StoreUnavailable: it could not be stored.
+        """
+        body = encode_model(set_response_conversation(response, turn))
+        stored = turn.make_stored_response(response, body) if turn and turn.request.store else None
+        done = True
+        if turn and turn.hold:
+            done = await self.conversations.finish_turn(turn, stored, body, is_new=True)
+        elif stored:
+            done = await self.store.create(stored)
+        elif turn and websocket.is_websocket_request():
+            packed = await self.store.pack_response(turn.make_stored_response(response, body))
+            websocket.remember_history([*(turn.history or ()), packed])
+        if not done:
+            raise wire.make_id_taken_error(response.id)
+        return body
+
+    async def stream_response(
+        self, turn: Turn | None, request: Any, events: AsyncGenerator[Any, None]
+    ) -> AsyncIterator[EncodedEvent]:
+        """A foreground stream, with a final event in every case."""
+        response, number, failed = None, -1, None
+        try:
+            async for event in events:
+                if event.type in adapter.ENDS:
+                    websocket.clear_unwanted_output(event.response)
+                fields.fill_event(event, request)
+                number = event.sequence_number
+                if event.type in adapter.ENDS:
+                    if item := await self.build_carrier_item(turn, event.response):
+                        for frame in append_item(item, event.response.output, number):
+                            yield frame
+                            number += 1
+                    body = await self.store_response(turn, event.response)
+                    yield wire.make_final_event(event.response.status, number, body)
+                    return
+                if event.type in wire.BEGINNINGS:
+                    response = set_response_conversation(event.response, turn)
+                yield EncodedEvent(event.type, encode_model(event))
+        except ApiError as error:
+            failed = make_failure_event(response, number, error.message)
+        except StoreUnavailable as error:
+            failed = make_failure_event(
+                response, number, f"The response is not stored: {error.message}"
+            )
+        except Exception as error:
+            log.exception("vllmops: a stream failed: %r", error)
+            failed = make_failure_event(response, number + 1, self.explain_error(error))
+        finally:
+            await self.conversations.release_turn(turn)
+        if failed:
+            yield failed
+
+    def explain_error(self, error: Exception) -> str:
+        """The message that vLLM would send for an error that occurs after the stream began."""
+        cause = error.__context__ if isinstance(error.__context__, GenerationError) else error
+        message: str = self.create_error_response(cause).error.message
+        return message or FAILED
+
+    async def _run_background_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        async def generate_response(run: Response) -> Response:
+            answer = await self.responses_full_generator(request, *args, **kwargs)
+            if isinstance(answer, ErrorResponse):
+                return replace(run, status="failed", error=answer.error.message)
+            body = encode_model(
+                set_response_conversation(fields.fill_response(answer, request), current.get())
+            )
+            return replace(run, status=answer.status, body=body)
+
+        await self.runs.execute_run(generate_response)
+
+    async def _run_background_request_stream(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        turn = current.get()
+        first = turn.first_event_number if turn else 0
+
+        async def stream_to_store(run: Response) -> Response:
+            async with EventWriter(self.store, run) as writer:
+                async for event in self.responses_stream_generator(request, *args, **kwargs):
+                    fields.fill_event(event, request)
+                    if event.type in adapter.ENDS:
+                        # Followers read the final event from the stored response.
+                        body = encode_model(set_response_conversation(event.response, turn))
+                        return replace(run, status=event.response.status, body=body)
+                    if event.type in wire.BEGINNINGS:
+                        set_response_conversation(event.response, turn)
+                    event.sequence_number += first
+                    writer.queue_event(event.sequence_number, encode_model(event))
+            return replace(run, status="failed", error=FAILED)
+
+        await self.runs.execute_run(stream_to_store)
+
+
+@contextmanager
+def translate_rendering_errors() -> Iterator[None]:
+    """Refuse an input that can't be rendered: a valid but empty item, for which vLLM answers 500.
+
+    Raises:
+        ApiError: instead of the errors that vLLM raises then.
+    """
+    try:
+        yield
+    except (AssertionError, AttributeError, IndexError, KeyError, TypeError) as error:
+        log.warning("vllmops: an input can't be rendered: %r", error)
+        raise ApiError(400, "The input can't be rendered.", "input") from error
+
+
+def drop_previous_response(render: Callable[..., Any]) -> Callable[..., Any]:
+    """One of vLLM's `adapter.RENDERERS`, without a previous response: the input has all turns."""
+
+    @functools.wraps(render)
+    def render_all(self: Any, request: Any, _: Any, *args: Any, **options: Any) -> Any:
+        with translate_rendering_errors():
+            return render(self, request, None, *args, **options)
+
+    @functools.wraps(render)
+    async def render_all_async(self: Any, request: Any, _: Any, *args: Any, **options: Any) -> Any:
+        with translate_rendering_errors():
+            return await render(self, request, None, *args, **options)
+
+    return render_all_async if inspect.iscoroutinefunction(render) else render_all
+
+
+for _name in adapter.RENDERERS:
+    setattr(StoreBackedServing, _name, drop_previous_response(getattr(adapter.Serving, _name)))
+
+
+def find_owner(raw_request: HTTPConnection) -> str:
+    """A hash of the API key of a request, empty if the server requires none."""
+    keys = raw_request.app.state.args.api_key or [adapter.read_env_api_key()]
+    if not any(keys):
+        return ""
+    key = raw_request.headers.get("Authorization", "").partition(" ")[2]
+    return derive_owner(key)
+
+
+def get_previous_response(request: Any) -> Any:
+    """The ``previous_response`` of a request, which vLLM does not know; None if it has none."""
+    return (request.model_extra or {}).get(carried.PREVIOUS)
+
+
+def parse_new_items(
+    parsed_input: Any, items: list[Item], new_items: list[tuple[int, Item]]
+) -> list[Any]:
+    """The new items of a request as vLLM reads them.
+
+    Args:
+        parsed_input: the input as vLLM has read it.
+        items: of the input.
+        new_items: the index and the readable part of each new one.
+    """
+    if isinstance(parsed_input, str):
+        parsed_input = [{"role": "user", "content": parsed_input}]
+    return [
+        parsed_input[n] if item is items[n] else parse_items([item])[0] for n, item in new_items
+    ]
+
+
+def validate_single_history(
+    request: Any,
+    request_carrier: RequestCarrier | None,
+    conversation: str | None,
+    *,
+    needs_carrier: bool,
+) -> None:
+    """Check that a request gives its conversation in one way only.
+
+    Raises:
+        ApiError: it gives it in two.
+    """
+    if request_carrier and conversation is not None:
+        message = "conversation can't be used with a carrier: send only one of them"
+        raise ApiError(400, message, "conversation")
+    if request_carrier and request.previous_response_id is not None:
+        other = (
+            "previous_response"
+            if get_previous_response(request) is not None
+            else "a carrier in the input"
+        )
+        message = f"previous_response_id can't be used with {other}: send only one of them"
+        raise ApiError(400, message, "previous_response_id")
+    if (request_carrier or needs_carrier) and request.previous_input_messages:
+        message = "previous_input_messages can't be in a carrier: send them as items of the input"
+        raise ApiError(400, message, "previous_input_messages")
+
+
+def append_item(item: Any, output: list[Any], number: int) -> list[EncodedEvent]:
+    """Append an item to an answer; the events that announce it.
+
+    Args:
+        item: the item.
+        output: the answer's items.
+        number: the sequence number of the first event.
+    """
+    index = len(output)
+    output.append(item)
+    begun = item.model_copy(update={"encrypted_content": None, "status": "in_progress"})
+    events = (
+        ResponseOutputItemAddedEvent(
+            type="response.output_item.added",
+            item=begun,
+            output_index=index,
+            sequence_number=number,
+        ),
+        ResponseOutputItemDoneEvent(
+            type="response.output_item.done",
+            item=item,
+            output_index=index,
+            sequence_number=number + 1,
+        ),
+    )
+    return [EncodedEvent(event.type, encode_model(event)) for event in events]
+
+
+def make_failure_event(response: Any, number: int, message: str) -> EncodedEvent:
+    """The event that ends a stream that failed.
+
+    Args:
+        response: as it was when the stream began, None if it never began.
+        number: the sequence number.
+        message: what went wrong.
+    """
+    if response is None:
+        return wire.make_error_event(number, message)
+    body = response.model_dump(mode="json", by_alias=True)
+    return wire.make_final_event("failed", number, wire.encode_failed_response(body, message))

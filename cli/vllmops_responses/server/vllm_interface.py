@@ -1,0 +1,328 @@
+"""VLLM's serving of the Responses API: what the agent imports, overrides and calls of it.
+
+Imported only where vLLM has imported its own routes. An import that fails means another shape.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin
+
+from openai.types.responses import ResponseContentPartAddedEvent, ResponseContentPartDoneEvent
+from pydantic import WrapValidator, model_validator
+from vllm import envs
+from vllm.entrypoints.openai.responses import serving
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as Request
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+from vllm.entrypoints.serve.utils.api_utils import (
+    listen_for_disconnect,
+    load_aware_call,
+    validate_json_request,
+)
+
+from ..store.ids import is_storable
+
+try:
+    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
+    from vllm.exceptions import GenerationError
+except ImportError:  # up to 0.28
+    from vllm.entrypoints.openai.engine.protocol import ErrorResponse, GenerationError
+
+__all__ = [
+    "ENDS",
+    "INVALID",
+    "METHODS",
+    "RENDERERS",
+    "ErrorResponse",
+    "GenerationError",
+    "Request",
+    "ResponsesRequest",
+    "ResponsesResponse",
+    "Serving",
+    "adapt_item",
+    "can_parse_tool_calls",
+    "can_render_item",
+    "find_renderer",
+    "is_valid_item",
+    "listen_for_disconnect",
+    "load_aware_call",
+    "make_chat_messages",
+    "normalize_stream_events",
+    "parse_items",
+    "read_env_api_key",
+    "require_known_shape",
+    "serving",
+    "validate_json_request",
+]
+
+try:
+    from vllm.exceptions import VLLMClientError
+except ImportError:  # up to 0.28
+    VLLMClientError = ValueError
+
+# What vLLM raises for a request that is invalid or too long.
+INVALID: Final = (ValueError, VLLMClientError)
+# OpenAI's names of parameters that its errors call otherwise.
+PARAMETERS: Final = {"max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
+Serving: Final = serving.OpenAIServingResponses
+
+# The events that end a stream with a response: the first one for every status up to 0.32.
+ENDS: Final = frozenset({"response.completed", "response.incomplete"})
+
+
+def _make_part_converter(kind: Any) -> Callable[[Any], Any]:
+    """Makes an event of a part of reasoning one of OpenAI's: of any part."""
+    (name,) = get_args(kind.model_fields["type"].annotation)
+    return lambda event: kind.model_validate({**event.model_dump(), "type": name})
+
+
+PARTS: Final = {
+    "response.reasoning_part.added": _make_part_converter(ResponseContentPartAddedEvent),
+    "response.reasoning_part.done": _make_part_converter(ResponseContentPartDoneEvent),
+}
+# The methods that render a request's input after that of the previous response: one since 0.30,
+# before that one for chat models and one for gpt-oss, which is not a coroutine.
+RENDERERS: Final = tuple(
+    name
+    for name in ("_render_resolved_response_inputs", "_make_request", "_make_request_with_harmony")
+    if hasattr(Serving, name)
+)
+# The methods that are overridden or called, with their first parameters.
+METHODS: Final = {
+    "create_responses": ("request", "raw_request"),
+    "_check_model": ("request",),
+    "_with_kv_transfer_rejection_cleanup": ("awaitable", "request", "raw_request"),
+    "_validate_generator_input": ("engine_input",),
+    "_extract_prompt_len": ("prompt",),
+    "_run_background_request": ("request",),
+    "_run_background_request_stream": ("request",),
+    "responses_full_generator": ("request",),
+    "responses_stream_generator": ("request",),
+    **dict.fromkeys(RENDERERS, ("request", "prev_response")),
+}
+# What its constructor makes, and `StoreBackedServing` replaces.
+ATTRIBUTES: Final = ("response_store", "msg_store", "event_store", "background_tasks")
+
+
+def require_known_shape() -> None:
+    """Check that the class has the known methods and attributes.
+
+    Raises:
+        Exception: it has not.
+    """
+    if not RENDERERS:
+        raise TypeError("it has no method that renders inputs")
+    for name, parameters in METHODS.items():
+        names = list(inspect.signature(getattr(Serving, name)).parameters)
+        if tuple(names[1 : len(parameters) + 1]) != parameters:
+            raise TypeError(f"{name} takes {names}")
+    source = inspect.getsource(Serving.__init__)
+    for name in ATTRIBUTES:
+        if name not in source:
+            raise TypeError(f"there is no {name}")
+    parse_items([])
+
+
+def adapt_item(item: dict[str, Any]) -> dict[str, Any]:
+    """An item with parts that vLLM's renderer takes."""
+    if not isinstance(content := item.get("content"), list):
+        return item
+    return {**item, "content": list(map(adapt_part, content))}
+
+
+def adapt_part(part: Any) -> Any:
+    """A part of an item as vLLM's renderer takes it.
+
+    An image needs a ``detail``, which clients may leave out, and newer request models add.
+    A refusal, with which another model may have answered, is a text.
+    """
+    match part:
+        case {"type": "input_image"}:
+            return {"detail": "auto", **part}
+        case {"type": "refusal", "refusal": str(text)}:
+            return {"type": "output_text", "text": text, "annotations": []}
+    return part
+
+
+def complete_input_item(item: Any) -> Any:
+    """An item of a request's input with what vLLM requires, and clients may leave out.
+
+    No version takes an answer that has parts and no type. Older ones take one whose content is a
+    text for one with parts, unless it has no type.
+    """
+    if not isinstance(item, dict):
+        return item
+    if item.get("role") == "assistant":
+        if isinstance(item.get("content"), str):
+            return {name: value for name, value in item.items() if name != "type"}
+        return {"type": "message", **adapt_item(item)}
+    return adapt_item(item)
+
+
+# The role of a message that vLLM leaves as it is, and the fields of it and of its parts.
+ASKING: Final = frozenset({"user", "system", "developer"})
+MESSAGES: Final = ({"role", "content"}, {"type", "role", "content"})
+PART: Final = {"type", "text"}
+# The type of a part that is valid, and that no version renders.
+FILE: Final = "input_file"
+
+
+def is_plain_text_message(item: Any) -> bool:
+    """Whether an item of a request's input is a message that is nothing but text."""
+    if not (isinstance(item, dict) and item.keys() in MESSAGES):
+        return False
+    role, content = item["role"], item["content"]
+    if not isinstance(role, str) or role not in ASKING or item.get("type", "message") != "message":
+        return False
+    return is_valid_text(content) or (
+        isinstance(content, list) and all(map(is_plain_text_part, content))
+    )
+
+
+def is_plain_text_part(part: Any) -> bool:
+    """Whether a part of a message is nothing but text."""
+    fits = isinstance(part, dict) and part.keys() == PART
+    return fits and part["type"] == "input_text" and is_valid_text(part["text"])
+
+
+def is_valid_text(value: Any) -> bool:
+    """Whether a value is a text that pydantic takes; one with NUL is left to vLLM, too."""
+    return isinstance(value, str) and is_storable(value)
+
+
+def validate_unless_plain(item: Any, validate: Callable[[Any], Any]) -> Any:
+    """An item as vLLM validates it: a message that is plain stays as it is.
+
+    To find that out, vLLM tries some thirty types: a tenth of what a short request takes.
+    """
+    return item if is_plain_text_message(item) else validate(item)
+
+
+def make_fast_input_type(input_type: Any) -> Any:
+    """The type of an input whose plain messages are not validated; as it is if it is unknown.
+
+    Args:
+        input_type: vLLM's type, a text or a list of items.
+    """
+    match get_args(input_type):
+        case (kind, items) if kind is str and get_origin(items) is list:
+            (item,) = get_args(items)
+            return str | list[Annotated[item, WrapValidator(validate_unless_plain)]]  # type: ignore[valid-type]
+    return input_type
+
+
+if TYPE_CHECKING:
+    ResponsesRequest = Request
+else:
+    Input = make_fast_input_type(Request.model_fields["input"].annotation)
+
+    class ResponsesRequest(Request):
+        """VLLM's request, which also takes what OpenAI's API lets clients leave out."""
+
+        input: Input
+
+        @model_validator(mode="before")
+        @classmethod
+        def complete(cls, given: Any) -> Any:
+            if not isinstance(given, dict):
+                return given
+            # Null is as if it was left out, where vLLM refuses it, or takes it for false.
+            given = {name: value for name, value in given.items() if value is not None}
+            if isinstance(items := given.get("input"), list):
+                given["input"] = list(map(complete_input_item, items))
+            return given
+
+
+def parse_items(items: list[dict[str, Any]]) -> list[Any]:
+    """Items as vLLM's types."""
+    typed: list[Any] = ResponsesRequest.input_item_parsing({"input": items})["input"]
+    return typed
+
+
+def is_valid_item(item: dict[str, Any]) -> bool:
+    """Whether a request can have an item in its input."""
+    try:
+        ResponsesRequest.model_validate({"input": [item]})
+    except ValueError:
+        return False
+    return True
+
+
+def can_render_item(item: dict[str, Any]) -> bool:
+    """Whether vLLM can make a message of a valid item, as far as can be told."""
+    if any(part.get("type") == FILE for part in list_item_parts(item)):
+        return False
+    try:
+        made = make_chat_messages(parse_items([adapt_item(item)]))
+    except ImportError:
+        return True
+    except (*INVALID, TypeError, AttributeError, LookupError):
+        return False
+    # Older versions leave what they do not know as it is.
+    return all(one.get("role") if isinstance(one, dict) else hasattr(one, "role") for one in made)
+
+
+def list_item_parts(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of an item that has some: of a message, or of what a tool gave."""
+    content = item.get("content") or item.get("output")
+    given = content if isinstance(content, list) else []
+    return [part for part in given if isinstance(part, dict)]
+
+
+def make_chat_messages(items: list[Any]) -> list[Any]:
+    """Items of vLLM's types as messages of the Chat Completions API."""
+    # Imported here, because everything else also works in a vLLM without it.
+    from vllm.entrypoints.openai.responses.utils import (  # noqa: PLC0415
+        construct_chat_messages_with_tool_call,
+    )
+
+    return list(construct_chat_messages_with_tool_call(items))
+
+
+async def normalize_stream_events(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    """The events of a stream; the last one has the items that were streamed.
+
+    Up to 0.28 the last event gives each item another id, and a streamed message has the
+    summary of a reasoning item, too. Up to 0.31, the events of reasoning's parts have names that
+    OpenAI's API has not.
+    """
+    streamed: list[Any] = []
+    async with aclosing(events):
+        async for event in events:
+            if event.type == "response.output_item.done":
+                if event.item.type == "message" and event.item.model_extra:
+                    event.item.model_extra.pop("summary", None)
+                streamed.append(event.item)
+            elif event.type in ENDS:
+                output = event.response.output
+                if [item.type for item in output] == [item.type for item in streamed]:
+                    for item, before in zip(output, streamed, strict=True):
+                        item.id = before.id
+            yield PARTS[event.type](event) if event.type in PARTS else event
+
+
+def find_renderer(handler: Any) -> Any:
+    """What renders inputs for a serving class; None if it can't render without the engine's cache.
+
+    Args:
+        handler: an instance of vLLM's serving class.
+    """
+    found = getattr(handler, "online_renderer", None)
+    found = found or getattr(handler, "openai_serving_render", None)  # of 0.24
+    method = getattr(found, "preprocess_chat", None)
+    fits = method and "skip_mm_cache" in inspect.signature(method).parameters
+    return found if fits else None
+
+
+def can_parse_tool_calls(handler: Any) -> bool:
+    """Whether a serving class makes calls of tools of what the model says; for gpt-oss it does."""
+    parser = getattr(handler, "parser", None)
+    return handler.use_harmony or getattr(parser, "tool_parser_cls", None) is not None
+
+
+def read_env_api_key() -> str | None:
+    """The API key of the environment."""
+    key: str | None = envs.VLLM_API_KEY
+    return key

@@ -1,0 +1,1 @@
+"""Where responses are stored: a module for each kind of database."""

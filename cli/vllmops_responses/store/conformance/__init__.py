@@ -1,0 +1,1 @@
+"""Checks that every backend passes; also for backends of others."""

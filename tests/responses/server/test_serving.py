@@ -1,0 +1,170 @@
+"""The serving class on a scripted engine, without vLLM."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+COMPACTED = """
+import asyncio, json, sys
+from types import SimpleNamespace
+from tests.responses.store.served import Vllm
+sys.meta_path.insert(0, Vllm())
+from vllmops_responses.server import vllm_interface as adapter
+from vllmops_responses.server import compaction
+from vllmops_responses.server.serving import StoreBackedServing
+from vllmops_responses.server.turn import Turn, set_current_turn
+
+class Engine:
+    async def responses_full_generator(self, request):
+        answer = adapter.ResponsesResponse()
+        answer.output = [SimpleNamespace(type="message", id="msg_1")]
+        return answer
+
+    async def responses_stream_generator(self, request):
+        yield SimpleNamespace(type="response.created", sequence_number=0)
+        answer = await self.responses_full_generator(request)
+        yield SimpleNamespace(type="response.completed", sequence_number=1, response=answer)
+
+class Served(StoreBackedServing, Engine):
+    def __init__(self):
+        pass
+
+async def main():
+    found = []
+    for stream in (False, True):
+        request = SimpleNamespace(stream=stream)
+        turn = Turn(request, "", b"[]")
+        turn.compaction = compaction.make_compaction_item("sealed")
+        with set_current_turn(turn):
+            if stream:
+                events = [event async for event in Served().responses_stream_generator(request)]
+                answer = events[-1].response
+            else:
+                answer = await Served().responses_full_generator(request)
+        found.append([item.type for item in answer.output])
+    print(json.dumps(found))
+
+asyncio.run(main())
+"""
+
+# vLLM frees the blocks that another server has filled for a request, where it refuses that request.
+REJECTED = """
+import asyncio, json, sys
+from types import SimpleNamespace
+from typing import Any
+from pydantic import BaseModel
+from tests.responses.store.served import Vllm
+sys.meta_path.insert(0, Vllm())
+from vllmops_responses.server import token_count as tokens
+from vllmops_responses.server.serving import StoreBackedServing
+from vllmops_responses.server.wire_format import ApiError
+
+class Asked(BaseModel, extra="allow"):
+    input: Any = None
+    kv_transfer_params: Any = None
+    previous_response_id: str | None = None
+    truncation: str = "auto"
+
+freed, asked = [], []
+
+class Served(StoreBackedServing):
+    counts, tool_server, parser, use_harmony = True, None, None, False
+
+    def __init__(self):
+        pass
+
+    async def _with_kv_transfer_rejection_cleanup(self, awaitable, request, raw_request):
+        try:
+            return await awaitable
+        except Exception:
+            if request.kv_transfer_params:
+                freed.append(raw_request)
+            raise
+
+    async def create_responses(self, request, raw_request):
+        return await self._with_kv_transfer_rejection_cleanup(
+            self.limited(request), request, raw_request
+        )
+
+    async def limited(self, request):
+        asked.append(len(request.input))
+        if len(request.input) > 2:
+            raise ValueError("too long")
+        return tokens.TokenCount(1)
+
+async def main():
+    items = [{"role": "user", "content": str(n)} for n in range(4)]
+    request = Asked(input=items, kv_transfer_params={"do_remote_prefill": True})
+    await Served().truncate_input(request)
+    assert (len(request.input), freed) == (2, []) and asked, (request, freed, asked)
+    request = Asked(kv_transfer_params={"do_remote_prefill": True}, unknown=1)
+    raw = SimpleNamespace(body=lambda: asyncio.sleep(0, b"{}"))
+    try:
+        await Served().answer_create_request(request, raw)
+    except ApiError as error:
+        assert (error.param, freed) == ("unknown", [raw])
+        print("refused")
+
+asyncio.run(main())
+"""
+
+
+def test_blocks_are_freed_for_what_is_refused_and_for_nothing_that_is_measured() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REJECTED], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "refused\n"), done.stderr
+
+
+AWAY = """
+import asyncio, sys
+from types import SimpleNamespace
+from tests.responses.store.served import Vllm
+sys.meta_path.insert(0, Vllm())
+from vllmops_responses.server.serving import StoreBackedServing
+from vllmops_responses.store.backend import StoreUnavailable
+
+class Away:
+    def __init__(self, refuses):
+        self.refuses = refuses
+
+    async def get(self, owner, response_id):
+        raise StoreUnavailable(f"{response_id} is not there")
+
+async def main():
+    serving = StoreBackedServing.__new__(StoreBackedServing)
+    for refuses, store in ((True, True), (True, False), (False, True)):
+        serving.store = Away(refuses)
+        request = SimpleNamespace(
+            store=store, previous_response_id=None, input="x", include=[], model_extra=None,
+            previous_input_messages=None, request_id="resp_1", model_fields_set=set(),
+        )
+        raw = SimpleNamespace(body=lambda: asyncio.sleep(0, b'{"input": "x"}'), headers={})
+        raw.app = SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=[])))
+        try:
+            turn = await serving.build_turn(request, raw)
+            print("goes on", turn is not None)
+        except StoreUnavailable as error:
+            print(error.message)
+
+asyncio.run(main())
+"""
+
+
+def test_request_is_refused_if_the_store_can_not_take_its_response() -> None:
+    done = subprocess.run([sys.executable, "-c", AWAY], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == [
+        "resp_1 is not there",
+        "goes on False",
+        "goes on True",
+    ], done.stderr
+
+
+def test_an_answer_in_the_background_begins_with_one_compaction() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COMPACTED], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [["compaction", "message"]] * 2
