@@ -19,12 +19,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from vllmops.app import COMMANDS
 from vllmops.support.errors import ExitCode
@@ -74,12 +72,7 @@ def sample(param: Any, given: str) -> str:
 
 def leaves() -> Iterator[Leaf]:
     for name, entry in COMMANDS.items():
-        module, _, attribute = entry.module.partition(":")
-        app = getattr(
-            import_module(module if "." in module else f"vllmops.commands.{module}"),
-            attribute or "app",
-        )
-        command: Any = typer.main.get_command(app)
+        command = entry.import_command()
         if entry.has_subcommands:
             for word, each in command.commands.items():
                 yield Leaf((name, word), tuple(each.params))

@@ -39,6 +39,16 @@ class CommandEntry:  # not a dataclass: those cost `--version` a third of its ti
         self.help = help
         self.has_subcommands = has_subcommands
 
+    def import_command(self) -> Any:
+        """The click command; imports its module."""
+        from importlib import import_module  # noqa: PLC0415
+
+        import typer  # noqa: PLC0415
+
+        module, _, attribute = self.module.partition(":")
+        place = module if "." in module else f"vllmops.commands.{module}"
+        return typer.main.get_command(getattr(import_module(place), attribute or "app"))
+
 
 COMMANDS = {
     "serve": CommandEntry("serve", "Launch a vLLM server and supervise all its processes."),
@@ -93,8 +103,6 @@ COMMANDS = {
 
 def build_root_command() -> Any:
     """The click command behind ``vllmops``; imports Typer, and no command."""
-    from importlib import import_module  # noqa: PLC0415
-
     import typer  # noqa: PLC0415
     from typer.core import TyperCommand, TyperGroup  # noqa: PLC0415
 
@@ -110,12 +118,7 @@ def build_root_command() -> Any:
             name, command, rest = super().resolve_command(ctx, args)
             if name is None:
                 return name, command, rest
-            module, _, attribute = COMMANDS[name].module.partition(":")
-            app = getattr(
-                import_module(module if "." in module else f"vllmops.commands.{module}"),
-                attribute or "app",
-            )
-            command = typer.main.get_command(app)
+            command = COMMANDS[name].import_command()
             if COMMANDS[name].has_subcommands:
                 command.help, command.no_args_is_help = COMMANDS[name].help, True
             gc.freeze()

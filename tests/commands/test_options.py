@@ -1,11 +1,9 @@
 """Options that stand in the help of every command."""
 
 from collections.abc import Iterator
-from importlib import import_module
 from typing import Any
 
 import pytest
-import typer
 
 from vllmops.app import COMMANDS
 
@@ -23,12 +21,7 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
 def list_crowded_commands() -> Iterator[Any]:
     """Every command with many visible options, and these options."""
     for noun, entry in COMMANDS.items():
-        module, _, attribute = entry.module.partition(":")
-        app = getattr(
-            import_module(module if "." in module else f"vllmops.commands.{module}"),
-            attribute or "app",
-        )
-        for name, command in commands(typer.main.get_command(app), noun):
+        for name, command in commands(entry.import_command(), noun):
             options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
             if len(options) > MANY:
                 yield pytest.param(options, id=name)

@@ -49,9 +49,7 @@ for late in (
 # Nor need each fork build its command anew, from the annotations of its function.
 typer.main.get_command = cache(typer.main.get_command)
 for entry in app.COMMANDS.values():
-    place, _, attribute = entry.module.partition(":")
-    place = place if "." in place else f"vllmops.commands.{place}"
-    typer.main.get_command(getattr(import_module(place), attribute or "app"))
+    entry.import_command()
 
 
 @cache

@@ -180,9 +180,8 @@ def test_a_worker_needs_no_agent() -> None:
     answer = cloudpickle.loads(sent)(worker())
     (cache,) = msgspec.msgpack.decode(answer, type=ProcessCaches).caches
     assert isinstance(cache, WorkerEncoderCache)
-    assert (
-        b"vllmops.agent.state.cache_comparison" in sent
-    )  # imported by its name only once it runs, and caught
+    # Imported by its name only once it runs, and caught.
+    assert b"vllmops.agent.state.cache_comparison" in sent
 
 
 def test_handing_over_is_told_and_failing_to(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
