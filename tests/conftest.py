@@ -19,14 +19,12 @@ import hypothesis
 import psutil
 import pytest
 
-from vllmops.collect.http import admin_client as admin
+from vllmops.collect.http import admin_client
 from vllmops.collect.machine import processes
 from vllmops.model.roles import Role
-from vllmops.servers import detached_process as detached
-from vllmops.servers import launch
+from vllmops.servers import detached_process, launch
 
-from .support import commands, extent, gate, ports, reachable, versions
-from .support import own_processes as own
+from .support import commands, extent, gate, own_processes, ports, reachable, versions
 from .support.children import Child, Spawn, start_child
 from .support.commands import Vllmops
 from .support.databases import Server, start_shared_servers
@@ -99,7 +97,7 @@ def pytest_sessionfinish() -> None:
     commands.get_fork_server().close()
 
 
-START = detached.start_detached
+START = detached_process.start_detached
 LIVE = "tests/live/"
 STANDIN = Path(__file__).parent / "servers/standin.py"
 
@@ -109,9 +107,9 @@ def threads() -> Iterator[None]:
     """A test's threads end with it: of a process that has some, `commands` makes no forks."""
     before = set(threading.enumerate())
     yield
-    if admin.LOOP.running:  # kept for the next question of the same process
-        admin.LOOP.running.call_soon_threadsafe(admin.LOOP.running.stop)
-        admin.LOOP.running = None
+    if admin_client.LOOP.running:  # kept for the next question of the same process
+        admin_client.LOOP.running.call_soon_threadsafe(admin_client.LOOP.running.stop)
+        admin_client.LOOP.running = None
     until(lambda: set(threading.enumerate()) <= before, explain=threading.enumerate)
 
 
@@ -145,11 +143,11 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setenv("VLLMOPS_HOME", name)
         # Other servers may run on this machine, and this user's ports be theirs.
-        monkeypatch.setattr(processes, "read_process_table", own.table_of(place))
+        monkeypatch.setattr(processes, "read_process_table", own_processes.table_of(place))
         first, last = ports.launch_ports()
         monkeypatch.setattr(launch, "FIRST_PORT", first)
         monkeypatch.setattr(launch, "LAST_PORT", last)
-        monkeypatch.setattr(detached, "start_detached", commands.start_detached_fork)
+        monkeypatch.setattr(detached_process, "start_detached", commands.start_detached_fork)
         yield place
         while left := [pid for pid in set(psutil.pids()) - others if in_home(pid, place)]:
             for pid in left:
@@ -163,7 +161,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def programs(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What outlives a command is a program of its own, as it is for users, and no fork."""
-    monkeypatch.setattr(detached, "start_detached", START)
+    monkeypatch.setattr(detached_process, "start_detached", START)
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ import pytest
 
 from vllmops import app
 from vllmops.docs import load_pages
-from vllmops.model import snapshot_files as files
+from vllmops.model import snapshot_files
 from vllmops.model.memory import MemoryRecordingHead, MemorySample, ProcessMemory
 from vllmops.support import home
-from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.carrier import seal_history
 
 from .support import picture
@@ -269,13 +269,13 @@ def prepare(vllmops: Any, line: str) -> None:
     if "carrier.txt" in line:
         assert vllmops("keys", "add").code == 0
         sealed = seal_history(
-            [], file.load_keyring(home.resolve_home() / "keyring.json"), model="m", owner=""
+            [], keyring_file.load_keyring(home.resolve_home() / "keyring.json"), model="m", owner=""
         )
         Path("carrier.txt").write_text(sealed)
     if "--secret keyring.json" in line:
         assert vllmops("keys", "add", "--keyring", "keyring.json").code == 0
     if "memory.jsonl" in line:
-        journal = files.Journal(
+        journal = snapshot_files.Journal(
             Path("memory.jsonl"), MemoryRecordingHead(server="demo", started_at=0.0)
         )
         for number in range(8):

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from vllmops.metrics.http_listener import ScrapeHandler as Scraped
 from vllmops.metrics.http_listener import make_metrics_server
 from vllmops.model.probe import ProbeResult
-from vllmops.support import http_server as connections
+from vllmops.support import http_server
 from vllmops.watch.probe_server import ProbeServer
 
 from .support.ports import free_port
@@ -60,10 +60,10 @@ def test_the_oldest_connections_end_when_there_are_too_many(
     monkeypatch.setattr("vllmops.watch.probe_server.ProbeHandler.timeout", 600.0)
     before = threading.active_count()
     with ExitStack() as held:
-        slow = [open_unfinished_request(port, held) for _ in range(connections.MOST * 3)]
+        slow = [open_unfinished_request(port, held) for _ in range(http_server.MOST * 3)]
         for _ in range(3):
             assert httpx.get(f"http://127.0.0.1:{port}/livez", timeout=60).status_code == 200
-        until(lambda: threading.active_count() - before <= connections.MOST)
+        until(lambda: threading.active_count() - before <= http_server.MOST)
         assert slow[0].recv(1) == b""
         slow[-1].sendall(b"a\r\n\r\n")
         assert slow[-1].recv(64).startswith(b"HTTP/1.0 200")

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from vllmops.support import lazy_patterns as patterns
+from vllmops.support import lazy_patterns
 
 USERS = (
     *("collect.stacks.text_cleaning", "collect.stacks.issue_sections"),
@@ -25,7 +25,7 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return make(text, flags)
 
     monkeypatch.setattr(re, "compile", record_compile)
-    known = patterns.compile_lazily("(?P<word>a+)", re.IGNORECASE)
+    known = lazy_patterns.compile_lazily("(?P<word>a+)", re.IGNORECASE)
     assert not compiled
     assert [match["word"] for text in ("Aa", "b", "a") if (match := known.fullmatch(text))] == [
         "Aa",
@@ -37,7 +37,9 @@ def test_it_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", USERS)
 def test_all_lazy_patterns_compile(name: str) -> None:
     module = import_module(f"vllmops.{name}")
-    known = [value for value in vars(module).values() if isinstance(value, patterns._LazyPattern)]
+    known = [
+        value for value in vars(module).values() if isinstance(value, lazy_patterns._LazyPattern)
+    ]
     assert known
     for each in known:
         assert each.pattern

@@ -22,22 +22,18 @@ import msgspec
 import psutil
 import pytest
 
-from vllmops.bundle import parts as collecting
-from vllmops.collect.agents import admin_token
-from vllmops.collect.agents import agent_client as agent
-from vllmops.collect.http import vllm_client as http
+from vllmops.bundle import parts
+from vllmops.collect.agents import admin_token, agent_client
+from vllmops.collect.http import vllm_client
 from vllmops.collect.http.admin_client import push_keyring
-from vllmops.collect.machine import listeners, processes
-from vllmops.collect.machine import shared_memory as shm
+from vllmops.collect.machine import listeners, processes, shared_memory
 from vllmops.collect.machine.processes import Process
 from vllmops.collect.machine.server_address import make_unix_url
 from vllmops.commands import serve
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.roles import Role
-from vllmops.observe.memory import load_generators as loads
-from vllmops.servers import claimed_ports as ports
-from vllmops.servers import interpreter, launch
-from vllmops.servers import target_endpoint as endpoints
+from vllmops.observe.memory import load_generators
+from vllmops.servers import claimed_ports, interpreter, launch, target_endpoint
 from vllmops.servers.discovery import Server
 from vllmops.servers.record import (
     InstanceFolder,
@@ -49,8 +45,8 @@ from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops.support.files import read_private_file
 from vllmops.support.home import create_folder, require_safe_folder
 from vllmops.support.home import resolve_home as state_home
-from vllmops_responses.commands.keys import loaded_keys as instance_keys
-from vllmops_responses.keys import keyring_file as keyring
+from vllmops_responses.commands.keys import loaded_keys
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import Key, KeyRing, KeyStatus, generate_secret
 
 from .support.commands import TABLE
@@ -139,7 +135,9 @@ def plant_instance(folder: Path) -> None:
         started_at=us.create_time(),
         state=InstanceState.READY,
         session=os.getsid(0),
-        processes=(Process(Role.OTHER, us.pid, identity.read_identity(us.pid).start_ticks),),
+        processes=(
+            Process(Role.OTHER, us.pid, process_identity.read_identity(us.pid).start_ticks),
+        ),
         watch=("--exec", f"touch {folder}/hit"),
     )
     (folder / "instance.json").write_bytes(msgspec.json.encode(record))
@@ -314,7 +312,7 @@ def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None
     seen = psutil.Process(child.process.pid)
     until(lambda: seen.status() == psutil.STATUS_STOPPED)
     kept = child.beat.read_bytes()
-    assert agent.read_heartbeat(child.process)
+    assert agent_client.read_heartbeat(child.process)
     child.beat.unlink()
     if what == "fifo":
         os.mkfifo(child.beat)
@@ -329,7 +327,7 @@ def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None
         if what == "theirs":
             os.chown(child.beat, NOBODY, NOBODY)
     with within(60):
-        assert agent.read_heartbeat(child.process) is None
+        assert agent_client.read_heartbeat(child.process) is None
 
 
 LISTEN = """
@@ -358,7 +356,7 @@ def test_a_socket_that_another_user_listens_on(
     for path in (folder, child.socket):
         os.chown(path, 0, 0)
     child.socket.chmod(0o600)
-    error = refusal(lambda: agent.open_agent(child.process))
+    error = refusal(lambda: agent_client.open_agent(child.process))
     assert (error.code, error.exit_code) == ("agent.unsafe", ExitCode.NOT_AUTHORISED)
     assert "nobody" in error.message
 
@@ -385,7 +383,10 @@ def test_an_answer_that_trickles_in_has_an_end(spawn: Any) -> None:
     child = spawn()
     child.run(TRICKLE)
     with within(60):
-        assert refusal(lambda: agent.open_agent(child.process, timeout_s=1)).code == "agent.timeout"
+        assert (
+            refusal(lambda: agent_client.open_agent(child.process, timeout_s=1)).code
+            == "agent.timeout"
+        )
 
 
 def test_an_agent_that_trickles_is_not_asked_for_each_part_of_a_screen(
@@ -401,7 +402,7 @@ def test_an_agent_that_trickles_is_not_asked_for_each_part_of_a_screen(
 def test_a_directory_that_is_lax_is_not_to_be_removed(spawn: Any) -> None:
     child = spawn()
     child.socket.parent.chmod(0o755)
-    error = refusal(lambda: agent.open_agent(child.process))
+    error = refusal(lambda: agent_client.open_agent(child.process))
     assert f"chmod 700 {child.socket.parent}" in error.hint
     assert "rm " not in error.hint
 
@@ -425,10 +426,12 @@ def test_root_reaches_the_agent_of_another_users_process(home: Path) -> None:
     with child:
         assert child.stdout
         assert child.stdout.readline() == "'up'\n"
-        process = Process(Role.API, child.pid, identity.read_identity(child.pid).start_ticks)
+        process = Process(
+            Role.API, child.pid, process_identity.read_identity(child.pid).start_ticks
+        )
         told, pulse = (
-            agent.open_agent(process, timeout_s=60).fetch_hello(),
-            agent.read_heartbeat(process),
+            agent_client.open_agent(process, timeout_s=60).fetch_hello(),
+            agent_client.read_heartbeat(process),
         )
         child.kill()
     assert told.pid == child.pid
@@ -498,16 +501,18 @@ def test_no_key_goes_to_the_process_of_another_user(
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     theirs = as_nobody(SERVE, bound, port)
     url = f"http://{host}:{port}"
-    bird = http.request_one_token(url, 60.0)
+    bird = vllm_client.request_one_token(url, 60.0)
     assert bird.outcome == "unable"
     assert "nobody" in bird.detail
     answer = vllmops("responses", "list", "-t", url, "--json")
     assert (answer.code, answer.error["code"]) == (4, "responses.not-authorised")
     assert "was not sent" in answer.error["message"]
     server = Server(name="s", processes=(), host=host, port=port)
-    error = refusal(lambda: loads.build_load("text", server, requests=1, inputs=1, seed=0))
+    error = refusal(
+        lambda: load_generators.build_load("text", server, requests=1, inputs=1, seed=0)
+    )
     assert (error.code, "was not sent" in error.message) == ("load.not-authorised", True)
-    place = endpoints.resolve_endpoint(url)
+    place = target_endpoint.resolve_endpoint(url)
     error = refusal(lambda: push_keyring(place, SECRET, KeyRing()))
     assert (error.code, error.exit_code) == ("admin.other-user", ExitCode.NOT_AUTHORISED)
     found = read_received_keys(theirs)
@@ -521,9 +526,9 @@ def test_ones_own_server_and_roots_get_the_key_and_no_other(
     url = f"http://127.0.0.1:{listener}"
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    assert http.build_api_key_headers(url) == ({}, "")
+    assert vllm_client.build_api_key_headers(url) == ({}, "")
     monkeypatch.setenv("VLLM_API_KEY", "mine")
-    assert http.build_api_key_headers(url) == ({"Authorization": "Bearer mine"}, "")
+    assert vllm_client.build_api_key_headers(url) == ({"Authorization": "Bearer mine"}, "")
     ask = (
         "from vllmops.collect.http import vllm_client as http; "
         f"print(http.build_api_key_headers({url!r}).headers)"
@@ -573,8 +578,8 @@ def test_no_key_follows_a_redirect(
         url = f"http://127.0.0.1:{first.server_port}"
         answer = vllmops("responses", "list", "-t", url, "--json")
         assert f"answered {status}" in answer.error["message"]
-        assert http.request_one_token(url, 60.0).outcome == "refused"
-        refusal(lambda: push_keyring(endpoints.resolve_endpoint(url), SECRET, KeyRing()))
+        assert vllm_client.request_one_token(url, 60.0).outcome == "refused"
+        refusal(lambda: push_keyring(target_endpoint.resolve_endpoint(url), SECRET, KeyRing()))
         for server in (first, other):
             server.shutdown()
     assert set(asked) == {first.server_port}
@@ -606,15 +611,15 @@ def test_a_listener_of_version_six_counts_too(
 def test_no_key_goes_to_a_unix_socket_of_another_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(http.KEY, SECRET)
+    monkeypatch.setenv(vllm_client.KEY, SECRET)
     path = tmp_path / "A b.sock"
     url = make_unix_url(str(path))
-    assert http.build_api_key_headers(url).headers  # there is nobody to send it to
+    assert vllm_client.build_api_key_headers(url).headers  # there is nobody to send it to
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(path))
-        assert http.build_api_key_headers(url).headers
+        assert vllm_client.build_api_key_headers(url).headers
         os.chown(path, NOBODY, NOBODY)
-        assert http.build_api_key_headers(url) == ({}, f"{path} belongs to nobody")
+        assert vllm_client.build_api_key_headers(url) == ({}, f"{path} belongs to nobody")
 
 
 # -- ports -------------------------------------------------------------------------------------
@@ -640,11 +645,11 @@ def test_a_name_that_another_user_claims_keeps_no_port(
     as_nobody(SQUAT, how, *names)
     with within(60):
         for _ in range(3):  # a queue that is full keeps nobody waiting
-            held = ports.claim_port(port)
+            held = claimed_ports.claim_port(port)
             assert held is not None
             os.close(held)
         # Whose queue is full can't be asked who it is.
-        assert ports.find_other_claimant(port) in {"user nobody", "another user"}
+        assert claimed_ports.find_other_claimant(port) in {"user nobody", "another user"}
 
 
 @pytest.mark.usefixtures("home")
@@ -686,22 +691,22 @@ def test_a_process_of_another_user_that_cannot_read_a_keyring_follows_none(
     """It may only look like a server, and never answer."""
     child = as_nobody("print('up'); input()")
     ring = tmp_path / "keyring.json"
-    assert instance_keys.can_read_keyring(child.pid, ring)  # nobody knows yet
+    assert loaded_keys.can_read_keyring(child.pid, ring)  # nobody knows yet
     ring.touch(0o600)
-    assert not instance_keys.can_read_keyring(child.pid, ring)
-    assert instance_keys.can_read_keyring(os.getpid(), ring)
+    assert not loaded_keys.can_read_keyring(child.pid, ring)
+    assert loaded_keys.can_read_keyring(os.getpid(), ring)
     ring.chmod(0o640)  # by a group that it may be of
-    assert instance_keys.can_read_keyring(child.pid, ring)
+    assert loaded_keys.can_read_keyring(child.pid, ring)
 
 
 def test_a_claim_of_ones_own_is_found_however_often_it_is_asked_for(port: int) -> None:
-    held = ports.claim_port(port)
+    held = claimed_ports.claim_port(port)
     assert held is not None
-    assert not ports.find_other_claimant(port)
+    assert not claimed_ports.find_other_claimant(port)
     for _ in range(200):
-        assert ports.claim_port(port) is None
+        assert claimed_ports.claim_port(port) is None
     os.close(held)
-    held = ports.claim_port(port)
+    held = claimed_ports.claim_port(port)
     assert held is not None
     os.close(held)
 
@@ -710,7 +715,7 @@ def test_a_claim_of_ones_own_is_found_however_often_it_is_asked_for(port: int) -
 
 
 def server_of(child: "subprocess.Popen[str]") -> Server:
-    started = identity.read_identity(child.pid).start_ticks
+    started = process_identity.read_identity(child.pid).start_ticks
     return Server(name=None, processes=(Process(Role.API, child.pid, started),))
 
 
@@ -759,17 +764,20 @@ def test_a_bundle_holds_no_file_that_the_server_could_not_read(
     try:
         child = as_nobody(POINT, secret)
         assert os.readlink(f"/proc/{child.pid}/fd/2") == str(secret)
-        assert refusal(lambda: collecting.read_server_log(server_of(child))).code == "bundle.no-log"
+        assert refusal(lambda: parts.read_server_log(server_of(child))).code == "bundle.no-log"
     finally:
         secret.unlink()
 
 
 def test_a_segment_behind_a_link_is_not_removed(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("kept")
-    link = shm.SHM / f"vllmops-test-{os.getpid()}"
+    link = shared_memory.SHM / f"vllmops-test-{os.getpid()}"
     link.symlink_to(tmp_path)
     try:
-        assert shm.remove_unused_segments([f"{link.name}/file", f"../..{tmp_path}/file"]) == []
+        assert (
+            shared_memory.remove_unused_segments([f"{link.name}/file", f"../..{tmp_path}/file"])
+            == []
+        )
     finally:
         link.unlink()
     assert (tmp_path / "file").exists()
@@ -824,7 +832,7 @@ def test_a_bundle_opens_no_device_that_a_server_names(tmp_path: Path, home: Path
         time.sleep(0.1)
         place = {name: str(path)}
         given = [place.get(one) for one in ("ring", "token", "configuration")]
-        assert list(collecting.read_file_secrets(*given)) == []
+        assert list(parts.read_file_secrets(*given)) == []
         writer.join(0.2)
         assert writer.is_alive(), name
 
@@ -840,11 +848,11 @@ def test_the_secrets_in_a_servers_files_are_known_to_root(tmp_path: Path, home: 
     ring, token = tmp_path / "ring", tmp_path / "token"
     secret = generate_secret()
     ring.write_bytes(
-        keyring.encode_keyring(KeyRing(keys=(Key.from_secret(secret, KeyStatus.NEXT),)))
+        keyring_file.encode_keyring(KeyRing(keys=(Key.from_secret(secret, KeyStatus.NEXT),)))
     )
     token.write_text("t" * 40 + "\n")
     for path in (ring, token):
         path.chmod(0o600)
         os.chown(path, NOBODY, NOBODY)
-    known = set(collecting.read_file_secrets(str(ring), str(token), None))
+    known = set(parts.read_file_secrets(str(ring), str(token), None))
     assert {"t" * 40, secret.reveal().hex()} <= known

@@ -11,13 +11,13 @@ import httpx
 import msgspec
 from httpx_sse import EventSource
 
-from vllmops.collect.http import vllm_client as http
+from vllmops.collect.http import vllm_client
 from vllmops.collect.http.endpoint import Endpoint
 from vllmops.model.snapshot_files import DAMAGE
 from vllmops.support.errors import VllmopsError
 from vllmops.support.urls import redact_url
 
-from .store import response_schema as shape
+from .store import response_schema
 from .store.backend import (
     BROKEN,
     FINISHED,
@@ -83,9 +83,9 @@ class HttpResponseSource:
         self.endpoint = endpoint
         self.name = endpoint.name
         self.timeout_s = timeout_s
-        headers, self.withheld = http.build_api_key_headers(endpoint.url)
+        headers, self.withheld = vllm_client.build_api_key_headers(endpoint.url)
         # A key is for nobody but the right server.
-        self.client = http.make_client(headers, is_remote=not endpoint.local)
+        self.client = vllm_client.make_client(headers, is_remote=not endpoint.local)
 
     async def __aenter__(self) -> Self:
         return self
@@ -153,7 +153,7 @@ class HttpResponseSource:
             if not listing.has_more or not listing.last_id or not listing.data:
                 return msgspec.json.encode(items)
             size += len(answer.content)
-            if size > http.ANSWER_BYTES or listing.last_id == after.get("after"):
+            if size > vllm_client.ANSWER_BYTES or listing.last_id == after.get("after"):
                 break
             after = {"after": listing.last_id}
         raise VllmopsError(
@@ -178,10 +178,10 @@ class HttpResponseSource:
                     if answer.status_code == httpx.codes.BAD_REQUEST:
                         return []  # it was no background stream, or its events are gone
                     self.require_success(
-                        self.require_access(await http.read_whole_answer(answer, end)), doing
+                        self.require_access(await vllm_client.read_whole_answer(answer, end)), doing
                     )
                     raise self.make_no_route_error(doing)
-                async for part in http.read_answer_parts(answer, end):
+                async for part in vllm_client.read_answer_parts(answer, end):
                     content += part
         except (httpx.HTTPError, TimeoutError) as error:
             if not (response.is_running and isinstance(error, httpx.ReadTimeout | TimeoutError)):
@@ -262,7 +262,7 @@ class HttpResponseSource:
 
     async def send_request(self, method: str, url: str, **options: Any) -> httpx.Response:
         try:
-            return await http.send_request_async(
+            return await vllm_client.send_request_async(
                 self.client, method, url, self.timeout_s, **options
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -332,7 +332,7 @@ class HttpResponseSource:
     def make_no_route_error(self, doing: str) -> VllmopsError:
         """The error of a server without a route."""
         with ThreadPoolExecutor(1) as pool:  # an event loop runs on this thread
-            version = pool.submit(http.fetch_version, self.endpoint.url).result()
+            version = pool.submit(vllm_client.fetch_version, self.endpoint.url).result()
         if version is None and not self.endpoint.vllm:
             return VllmopsError(
                 "responses.no-route",
@@ -417,10 +417,10 @@ def parse_response(document: bytes) -> Response:
     )
 
 
-def parse_response_object(document: bytes) -> shape.ResponseObject | None:
+def parse_response_object(document: bytes) -> response_schema.ResponseObject | None:
     """A response object, None if it is none."""
     try:
-        return shape.DOCUMENT.decode(document)
+        return response_schema.DOCUMENT.decode(document)
     except BROKEN:
         return None
 

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllmops.actions import blocked_event_loop as event_loop
-from vllmops.actions import healing as heal
+from vllmops.actions import blocked_event_loop, healing
 from vllmops.actions.healing import HealResult
-from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.agents import agent_client
 from vllmops.collect.machine.processes import Process
 from vllmops.collect.stacks import pyspy
 from vllmops.model.roles import Role
@@ -35,23 +34,23 @@ def heal_blocked_loop(
     """
     left, signals = list(begins), list[int]()
 
-    def beat(_: Process) -> agent.TimedHeartbeat:
+    def beat(_: Process) -> agent_client.TimedHeartbeat:
         loop_s = 20.0 - len(left) if len(left) > 1 else 0.0
         begin = left.pop(0) if len(left) > 1 else left[0]
         beat_ = SimpleNamespace(monotonic=begin + loop_s, loop_s=loop_s, interrupt=50)
-        return agent.TimedHeartbeat(beat_, 0.1)  # type: ignore[arg-type]
+        return agent_client.TimedHeartbeat(beat_, 0.1)  # type: ignore[arg-type]
 
     thread = SimpleNamespace(tid=API.pid, frames=(PARSER,))
     dump = SimpleNamespace(pid=API.pid, threads=[thread])
-    monkeypatch.setattr(agent, "read_heartbeat", beat)
+    monkeypatch.setattr(agent_client, "read_heartbeat", beat)
     monkeypatch.setattr(pyspy, "dump_stacks", lambda *_, **__: SimpleNamespace(processes=[dump]))
-    monkeypatch.setattr(event_loop, "has_signal_handler", lambda *_: True)
-    monkeypatch.setattr(event_loop, "send_signal", lambda _, number: signals.append(number))
+    monkeypatch.setattr(blocked_event_loop, "has_signal_handler", lambda *_: True)
+    monkeypatch.setattr(blocked_event_loop, "send_signal", lambda _, number: signals.append(number))
     monkeypatch.setattr(time, "sleep", lambda _: None)
-    monkeypatch.setattr(heal, "ping_agent", lambda _: None)
-    monkeypatch.setattr(heal, "log_outcomes", lambda *_: None)
+    monkeypatch.setattr(healing, "ping_agent", lambda _: None)
+    monkeypatch.setattr(healing, "log_outcomes", lambda *_: None)
     server = Server(name="demo", processes=(API,))
-    return heal.heal_server(server, [event_loop.BlockedEventLoop()]), len(signals)
+    return healing.heal_server(server, [blocked_event_loop.BlockedEventLoop()]), len(signals)
 
 
 def test_a_parser_that_blocks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.actions import paused_engine as paused
+from vllmops.actions import paused_engine
 from vllmops.collect.agents.proven_states import HealCase
 from vllmops.collect.machine.processes import Process
 from vllmops.model.healing import HealAnswer, HealProof
@@ -31,9 +31,9 @@ def test_engine_without_weights_is_not_woken(level: int, monkeypatch: pytest.Mon
         woken.append(process)
         return HealAnswer(role="api", pid=1)
 
-    monkeypatch.setattr(paused, "collect_cases", collect_weight_cases)
-    monkeypatch.setattr(paused, "send_heal_request", record_wake_request)
-    left = paused.PausedEngine().heal_or_explain(
+    monkeypatch.setattr(paused_engine, "collect_cases", collect_weight_cases)
+    monkeypatch.setattr(paused_engine, "send_heal_request", record_wake_request)
+    left = paused_engine.PausedEngine().heal_or_explain(
         SERVER, [HealCase(ENGINE, HealProof(subject="engine", evidence="it is asleep"))]
     )
     if level == 2:

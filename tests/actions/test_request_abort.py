@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllmops.actions import request_abort as ending
+from vllmops.actions import request_abort
 from vllmops.actions.request_abort import find_holder_pids
 from vllmops.collect.machine.processes import Process
 from vllmops.model.caches import ProcessGap
@@ -47,11 +47,11 @@ def test_a_request_is_not_over_while_its_engine_does_not_answer(
 ) -> None:
     silent = ProcessGap(role=role, pid=13, code="agent.timeout", reason="", hint="")
     api = ProcessRequests(pid=11, role="api", front=[])
-    monkeypatch.setattr(ending, "collect_process_requests", lambda _: ([api], [silent]))
-    monkeypatch.setattr(ending, "send_abort", lambda *_: {})
-    monkeypatch.setattr(ending, "GONE_S", 0.0)
+    monkeypatch.setattr(request_abort, "collect_process_requests", lambda _: ([api], [silent]))
+    monkeypatch.setattr(request_abort, "send_abort", lambda *_: {})
+    monkeypatch.setattr(request_abort, "GONE_S", 0.0)
     server = Server(name="demo", processes=(Process(Role.API, 11, 1),))
-    (ended,) = ending.abort_requests(
+    (ended,) = request_abort.abort_requests(
         server, [InFlightRequest(id="a", state=RequestState.RUNNING, engine=engine)], ""
     )
     assert (ended.done, ended.reason) == (not left, left)

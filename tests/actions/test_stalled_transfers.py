@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from vllmops.actions import stalled_transfers as transfers
-from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.agents import agent_client
 from vllmops.collect.agents import proven_states as proofs
 from vllmops.collect.agents.proven_states import HealCase
 from vllmops.collect.machine.processes import Process
@@ -21,7 +21,7 @@ from vllmops.model.requests import EngineRequest, ProcessRequests, RequestState
 from vllmops.model.roles import Role
 from vllmops.observe.requests import listing
 from vllmops.observe.requests import stalled_transfers as loads
-from vllmops.rules import diagnosis as doctor
+from vllmops.rules import diagnosis
 from vllmops.servers.discovery import Server
 from vllmops.support.errors import VllmopsError
 
@@ -66,7 +66,7 @@ def test_transfer_is_lost_only_if_no_worker_knows_it(
 
     beat = SimpleNamespace(standing=SimpleNamespace(sizes=ranks))
     pulse = SimpleNamespace(heartbeat=beat, age_s=0.5)
-    monkeypatch.setattr(agent, "read_heartbeat", lambda _: pulse)
+    monkeypatch.setattr(agent_client, "read_heartbeat", lambda _: pulse)
     monkeypatch.setattr(proofs, "is_running_python", lambda _: True)
     for module in (proofs, loads):
         monkeypatch.setattr(module, "send_heal_request", answer_heal_request)
@@ -100,5 +100,5 @@ def test_a_load_that_is_lost_is_a_finding_of_list_and_doctor(
         [("request.lost-load", "lost")] if heard else []
     )
     snapshot = msgspec.structs.replace(healthy(), lost_loads=(proof,) if heard else ())
-    (told,) = doctor.diagnose_snapshot(snapshot).findings if heard else (None,)
+    (told,) = diagnosis.diagnose_snapshot(snapshot).findings if heard else (None,)
     assert told is None or told.next_step.startswith("vllmops heal --only transfers")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from vllmops.actions import unhealable_stalls as beyond
-from vllmops.observe import server_snapshot as examine
-from vllmops.rules import diagnosis as doctor
-from vllmops.rules import progress
+from vllmops.actions import unhealable_stalls
+from vllmops.observe import server_snapshot
+from vllmops.rules import diagnosis, progress
 from vllmops.rules.stacks.explanation import STOPPED
 from vllmops.servers.discovery import Server
 
@@ -21,10 +20,12 @@ def test_healed_server_gets_time_to_finish_a_step(
 ) -> None:
     # A server whose first step after a SIGCONT takes a second needs a machine that is busy.
     looks = iter([["stall"], ["stall"], []])
-    monkeypatch.setattr(beyond, "collect_samples", lambda _: [])
+    monkeypatch.setattr(unhealable_stalls, "collect_samples", lambda _: [])
     monkeypatch.setattr(progress, "find_stalls", lambda _: next(looks))
-    monkeypatch.setattr(examine, "examine_server", lambda *_, **__: None)
-    monkeypatch.setattr(doctor, "diagnose_snapshot", lambda _: None)
-    monkeypatch.setattr(doctor, "find_cause", lambda *_: FINDING)
-    monkeypatch.setattr(beyond, "count_in_flight_and_background", lambda _: (None, 0))
-    assert (beyond.find_remaining_stall(SERVER, settle_s=settle_s) is not None) is is_stuck
+    monkeypatch.setattr(server_snapshot, "examine_server", lambda *_, **__: None)
+    monkeypatch.setattr(diagnosis, "diagnose_snapshot", lambda _: None)
+    monkeypatch.setattr(diagnosis, "find_cause", lambda *_: FINDING)
+    monkeypatch.setattr(unhealable_stalls, "count_in_flight_and_background", lambda _: (None, 0))
+    assert (
+        unhealable_stalls.find_remaining_stall(SERVER, settle_s=settle_s) is not None
+    ) is is_stuck

@@ -17,7 +17,7 @@ import httpx
 import pytest
 import uvicorn
 
-from vllmops.agent import attach_start as attach
+from vllmops.agent import attach_start
 from vllmops.agent.hooks.request_gate import Gate
 
 from ..support.waiting import until
@@ -58,17 +58,19 @@ class Foreign:
 )
 def test_object_reachable_from_the_given_ones_is_found(wrap: Callable[[Thing], Any]) -> None:
     thing = Thing()
-    assert thing in list(attach.find_vllm_objects([wrap(thing)]))
+    assert thing in list(attach_start.find_vllm_objects([wrap(thing)]))
 
 
 def test_it_does_not_look_into_everything() -> None:
     thing = Thing()
-    assert thing not in list(attach.find_vllm_objects([Foreign(inner=thing)]))
-    assert thing not in list(attach.find_vllm_objects([Layer(inner=thing)]))
-    assert thing not in list(attach.find_vllm_objects([[*list(range(attach.LARGE)), thing]]))
+    assert thing not in list(attach_start.find_vllm_objects([Foreign(inner=thing)]))
+    assert thing not in list(attach_start.find_vllm_objects([Layer(inner=thing)]))
+    assert thing not in list(
+        attach_start.find_vllm_objects([[*list(range(attach_start.LARGE)), thing]])
+    )
     ring = Thing()
     vars(ring)["inner"] = ring
-    assert list(attach.find_vllm_objects([ring])) == [ring]
+    assert list(attach_start.find_vllm_objects([ring])) == [ring]
 
 
 @contextlib.contextmanager
@@ -111,7 +113,7 @@ def test_variables_of_threads_and_of_suspended_coroutines() -> None:
     with run_in_thread(spin), run_in_thread(loop):
         for _ in range(3):
             assert ready.acquire(timeout=60)
-        held = list(attach.list_live_values())
+        held = list(attach_start.list_live_values())
     for thing in (in_thread, in_task, in_context):
         assert thing in held
 
@@ -123,13 +125,13 @@ def test_a_forked_process_does_not_have_its_parent_s_variables() -> None:
 
     def run() -> None:
         of_child = Thing()
-        held = list(attach.list_live_values())
+        held = list(attach_start.list_live_values())
         theirs.send((of_child in held, identity in map(id, held)))
 
     child = multiprocessing.get_context("fork").Process(target=run)
     child.start()
     child.join(60)
-    assert of_parent in list(attach.list_live_values())
+    assert of_parent in list(attach_start.list_live_values())
     assert ours.recv() == (True, False)
 
 
@@ -148,7 +150,7 @@ def test_looking_keeps_nothing_alive() -> None:
 
     with run_in_thread(spin):
         done.acquire()
-        found = sum(isinstance(item, Thing) for item in attach.list_live_values())
+        found = sum(isinstance(item, Thing) for item in attach_start.list_live_values())
         steps.release()
         done.acquire()
         gc.collect()
@@ -169,7 +171,7 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
 
 def test_requests_that_began_before_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate()
-    monkeypatch.setattr(attach, "gate", gate)
+    monkeypatch.setattr(attach_start, "gate", gate)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -179,8 +181,10 @@ def test_requests_that_began_before_are_counted(monkeypatch: pytest.MonkeyPatch)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         asking = threading.Thread(target=httpx.get, args=(url,), kwargs={"timeout": 60})
         asking.start()
-        until(lambda: attach.select_request_tasks(attach.list_live_values()))
-        attach.count_earlier_requests(attach.select_request_tasks(attach.list_live_values()))
+        until(lambda: attach_start.select_request_tasks(attach_start.list_live_values()))
+        attach_start.count_earlier_requests(
+            attach_start.select_request_tasks(attach_start.list_live_values())
+        )
         until(lambda: (gate.in_flight, len(gate.rendering_requests)) == (1, 1))
         ANSWERED.set()
         asking.join(60)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
-from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.agents import agent_client
 from vllmops.collect.machine.processes import ROLES
 from vllmops.demo import DemoKind
 from vllmops.metrics.collector import SHARE
@@ -163,4 +163,4 @@ def compute_added_seconds(taken: Mapping[str, Sequence[float]]) -> tuple[float, 
 
 def cpu_s(server: Server) -> float:
     asked = (process for process in server.processes() if process.role in ROLES)
-    return sum(agent.open_agent(process).fetch_patches().cpu_s for process in asked)
+    return sum(agent_client.open_agent(process).fetch_patches().cpu_s for process in asked)

@@ -10,8 +10,8 @@ from typing import Any
 
 from tests.support.modules import locate_installed_vllm, lru_module
 
-from vllmops.agent.actions import cache_repair as repair
-from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.actions import cache_repair
+from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.patches import mm_lru_ghost_keys, mm_lru_stale_eviction
 from vllmops.model.cache_repairs import RepairRequest
 
@@ -49,15 +49,15 @@ def measure(setting: Setting) -> Iterator[Figure]:
             control=of["again"],
         )
     holder = Receiver(_cache=cache)
-    objects.track_object("mm-cache", holder)
+    vllm_objects.track_object("mm-cache", holder)
     for number in range(GHOSTS):
         cache._LRUCache__order[f"ghost{number}"] = None
     began = time.perf_counter()
-    (done,) = repair.repair_caches(RepairRequest()).caches
+    (done,) = cache_repair.repair_caches(RepairRequest()).caches
     took = time.perf_counter() - began
     if done.reason or done.changes[0].count != GHOSTS:
         raise RuntimeError(f"not repaired: {done}")
-    looks = repair.LOOKS * repair.APART_S
+    looks = cache_repair.LOOKS * cache_repair.APART_S
     yield Figure(
         f"cache repair, {ENTRIES:,} entries, {GHOSTS:,} ghost keys",
         "s",

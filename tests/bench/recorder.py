@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from vllmops.agent.recording import step_recorder as recorder
+from vllmops.agent.recording import step_recorder
 
 from .agent import PATH
 from .figure import Figure, Limit, interleave_measurements, medians
@@ -45,14 +45,14 @@ def measure(setting: Setting) -> Iterator[Figure]:
     bare, hooked = type("Bare", (Scheduler,), {})(), type("Scheduler", (Scheduler,), {})()
     module = ModuleType("scheduler")
     vars(module)["Scheduler"] = type(hooked)
-    recorder.install_recorder(lambda: create_directory(setting.home / "recorder"))
-    recorder.hook_scheduler(module)
+    step_recorder.install_recorder(lambda: create_directory(setting.home / "recorder"))
+    step_recorder.hook_scheduler(module)
     of = medians(
         interleave_measurements(
             rounds, {"bare": partial(measure_step, bare), "hooked": partial(measure_step, hooked)}
         )
     )
-    recorder.reset_after_fork()
+    step_recorder.reset_after_fork()
     yield Figure(
         "recording a step, CPU time",
         "s",

@@ -15,9 +15,9 @@ from itertools import accumulate
 import numpy as np
 import psutil
 
-from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.agents import agent_client
 from vllmops.model.roles import Role
-from vllmops.observe import step_recordings as history
+from vllmops.observe import step_recordings
 from vllmops.observe.requests import listing
 from vllmops.servers.discovery import Server
 
@@ -113,7 +113,7 @@ def measure_requests_route(server: Server) -> float:
     """Seconds that the engine takes to answer which requests it has."""
     (engine,) = server.select_processes(Role.ENGINE)
     began = time.perf_counter()
-    status, _ = agent.open_agent(engine).send_request("GET", "/requests", None)
+    status, _ = agent_client.open_agent(engine).send_request("GET", "/requests", None)
     assert status == OK
     return time.perf_counter() - began
 
@@ -122,7 +122,7 @@ def measure_engine_ping(server: Server) -> float:
     """Seconds that the engine takes to answer the shortest question."""
     (engine,) = server.select_processes(Role.ENGINE)
     began = time.perf_counter()
-    agent.open_agent(engine).fetch_engine_state()
+    agent_client.open_agent(engine).fetch_engine_state()
     return time.perf_counter() - began
 
 
@@ -153,7 +153,7 @@ def steps_s(
             began.append((at + first, at + second))
         time.sleep(max(at + 2 * half_s - time.time(), 0.0))
     time.sleep(1)
-    (recording,) = history.collect_history(server).recordings
+    (recording,) = step_recordings.collect_history(server).recordings
     times = [step.began_at for step in recording.steps]
     counts = list(accumulate((step.steps for step in recording.steps), initial=0))[:-1]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 
-from vllmops.model import snapshot_files as files
+from vllmops.model import snapshot_files
 from vllmops.model.caches import CacheSample, CacheSnapshot
 
 from .figure import Figure, Limit, interleave_measurements, medians
@@ -93,7 +93,7 @@ def measure_liveness_probe(setting: Setting) -> Iterator[Figure]:
 def heavy_imports(setting: Setting) -> int:
     """How many modules that a command line has no use for are imported all the same."""
     file = setting.home / "snapshot.json"
-    files.save_snapshot(
+    snapshot_files.save_snapshot(
         file,
         CacheSnapshot(server="none", samples=[CacheSample(taken_at=time.time(), processes=[])]),
     )

@@ -21,7 +21,7 @@ from tests.support.databases import Servers, folder_for_servers, postgres_parts
 
 from vllmops_responses.server.conversations import ConversationTurns
 from vllmops_responses.server.turn_history import HistoryReader
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Backend, Limits, Response, ResponseQuery
 from vllmops_responses.store.backends.postgresql import Postgresql
 from vllmops_responses.store.backends.redis import Redis
@@ -86,7 +86,7 @@ def response(number: int) -> Response:
 
 async def operations(setting: Setting, kind: str, url: str) -> list[Figure]:
     """`create` and `get`, one after the other, against the driver with the same statements."""
-    backend = opening.make_backend(f"{url}?namespace=ops", ENDLESS)
+    backend = backend_factory.make_backend(f"{url}?namespace=ops", ENDLESS)
     rounds, item = (4, 20) if setting.short else (60, 50)
     times: dict[str, list[float]] = {"create": [], "raw create": [], "get": [], "raw get": []}
     numbers, choice = iter(range(10**9)), random.Random(1)
@@ -203,7 +203,7 @@ async def turns(setting: Setting, kind: str, url: str) -> list[Figure]:
     rounds, item = (2, 5) if setting.short else (60, 10)
     figures = []
     for depth, limit in TURNS.items():
-        backend = opening.make_backend(f"{url}?namespace=turns{depth}", ENDLESS)
+        backend = backend_factory.make_backend(f"{url}?namespace=turns{depth}", ENDLESS)
         spent: dict[str, list[float]] = {"turn": [], "link": []}
         choice = random.Random(1)
         async with ResponseStore(backend) as store:
@@ -274,7 +274,7 @@ async def lists(setting: Setting, kind: str, url: str) -> Figure:
     many = 10_000 if setting.short else 1_000_000
     medians = {}
     for count in (FEW, many):
-        backend = opening.make_backend(f"{url}?namespace=n{count}", ENDLESS)
+        backend = backend_factory.make_backend(f"{url}?namespace=n{count}", ENDLESS)
         async with ResponseStore(backend, deadline_s=600) as store:
             await fill(store, count)
             middle = f"r{count // 2:09d}"
@@ -333,7 +333,7 @@ async def fill(store: ResponseStore, count: int) -> None:
 async def in_memory(setting: Setting) -> Figure:
     """What the backend ``memory`` keeps, against the JSON that it was given."""
     count, given = 500 if setting.short else 5_000, 0
-    async with ResponseStore(opening.make_backend("memory://", ENDLESS)) as store:
+    async with ResponseStore(backend_factory.make_backend("memory://", ENDLESS)) as store:
         tracemalloc.start()
         for number in range(count):
             made = response(number)

@@ -18,15 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllmops.bundle import bundle_file as bundle
-from vllmops.bundle import tar_archive as archive
+from vllmops.bundle import bundle_file, tar_archive
 from vllmops.bundle.parts import (
     BundleContents,
     UnredactedPart,
     collect_configuration,
     find_package_version,
 )
-from vllmops.bundle.redaction import redactor as redacting
+from vllmops.bundle.redaction import redactor
 from vllmops.bundle.redaction.redactor import MARK, find_launch_secrets
 from vllmops.collect.machine.processes import Process
 from vllmops.collect.stacks.pasted_text import parse_stacks
@@ -42,7 +41,7 @@ from vllmops.model.memory import (
 from vllmops.model.roles import Role
 from vllmops.model.server_snapshot import Gap, Gpu, ServerSnapshot
 from vllmops.model.step_recording import Step, StepsHead, StepsRecording
-from vllmops.rules import diagnosis as doctor
+from vllmops.rules import diagnosis
 from vllmops.servers.discovery import Server
 from vllmops.support.errors import VllmopsError
 
@@ -150,7 +149,7 @@ def read_bundle_parts(path: Path) -> dict[str, bytes]:
 
 def expect_load_error(path: Path) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
-        bundle.load_bundle(path)
+        bundle_file.load_bundle(path)
     assert str(path) in caught.value.message
     assert "\n" not in caught.value.message
     return caught.value
@@ -172,13 +171,13 @@ def member(name: str, size: int = 0, kind: bytes = tarfile.REGTYPE, link: str = 
 @pytest.mark.parametrize("redact", [True, False])
 def test_load_bundle_returns_the_written_snapshot(tmp_path: Path, redact: bool) -> None:
     snapshot = stuck()
-    path, index = bundle.write_bundle(contents(snapshot), tmp_path / "b.tar.gz", redact=redact)
-    assert bundle.load_bundle(path) == snapshot
-    shown = doctor.diagnose_snapshot(snapshot)
+    path, index = bundle_file.write_bundle(contents(snapshot), tmp_path / "b.tar.gz", redact=redact)
+    assert bundle_file.load_bundle(path) == snapshot
+    shown = diagnosis.diagnose_snapshot(snapshot)
     assert {"stack.mm-cache-eviction-spin", "mm-cache.ghost-keys"} <= {
         item.code for item in shown.findings
     }
-    assert doctor.diagnose_snapshot(bundle.load_bundle(path)) == shown
+    assert diagnosis.diagnose_snapshot(bundle_file.load_bundle(path)) == shown
     stands = next(item for item in shown.findings if item.code == "engine.no-progress")
     assert stands.evidence.endswith(
         "; step 4711 began at 00:16:40.000Z and has not ended for 60.0 s: 3 requests, 512 tokens;"
@@ -193,7 +192,7 @@ def test_the_index_lists_every_part(tmp_path: Path) -> None:
     found.pieces["proc/7.txt"] = UnredactedPart("p", 0.1)
     found.missing.append(BundleGap("caches.json", "nobody told"))
     found.interrupted = True
-    path, index = bundle.write_bundle(found, tmp_path / "b.tar.gz")
+    path, index = bundle_file.write_bundle(found, tmp_path / "b.tar.gz")
     parts = read_bundle_parts(path)
     first, *rest = parts
     assert first == "index.json"
@@ -214,7 +213,7 @@ def unpack(path: Path, into: Path) -> None:
 
 
 def test_parts_are_what_other_commands_read(vllmops: Any, tmp_path: Path) -> None:
-    path, _ = bundle.write_bundle(contents(stuck()), tmp_path / "b.tar.gz")
+    path, _ = bundle_file.write_bundle(contents(stuck()), tmp_path / "b.tar.gz")
     unpack(path, tmp_path / "x")
     for part, words, code in (
         ("stacks.jsonl", ("stacks", "explain"), "stack.mm-cache-eviction-spin"),
@@ -228,9 +227,9 @@ def test_parts_are_what_other_commands_read(vllmops: Any, tmp_path: Path) -> Non
         answer = vllmops("memory", "report", str(file), "--json")
         assert len(answer.data["samples"]) == 3
     answer = vllmops("doctor", str(path), "--json")
-    assert answer.data["findings"] == convert_to_json(doctor.diagnose_snapshot(stuck()).findings)
+    assert answer.data["findings"] == convert_to_json(diagnosis.diagnose_snapshot(stuck()).findings)
     sure = vllmops("stacks", "explain", str(path), "--json").data
-    assert sure["findings"] == convert_to_json(doctor.explain_snapshot(stuck()))["findings"]
+    assert sure["findings"] == convert_to_json(diagnosis.explain_snapshot(stuck()))["findings"]
     doubtful = ("--fact", "progress=moving")
     assert vllmops("stacks", "explain", str(path), *doubtful, "--json").data != sure
 
@@ -240,7 +239,7 @@ def test_commands_explain_missing_parts_of_a_bundle(vllmops: Any, tmp_path: Path
         Gap("stacks", "pyspy.missing", "py-spy, which reads the stacks, is not installed"),
         Gap("agent of engine 7", "agent.absent", "engine 7 has no agent"),
     )
-    path, _ = bundle.write_bundle(contents(healthy(gaps=unseen)), tmp_path / "b.tar.gz")
+    path, _ = bundle_file.write_bundle(contents(healthy(gaps=unseen)), tmp_path / "b.tar.gz")
     for words, code, why in (
         (("stacks", "explain"), "stacks.not-found", "is not installed"),
         (("cache", "inspect"), "bundle.no-caches", "engine 7 has no agent"),
@@ -251,7 +250,7 @@ def test_commands_explain_missing_parts_of_a_bundle(vllmops: Any, tmp_path: Path
         assert why in error["message"]
     found = contents()
     found.missing.append(BundleGap("server.json", "not done within 9 s"))
-    path, _ = bundle.write_bundle(found, tmp_path / "none.tar.gz")
+    path, _ = bundle_file.write_bundle(found, tmp_path / "none.tar.gz")
     error = expect_load_error(path)
     assert error.code == "bundle.no-snapshot"
     assert "not done within 9 s" in error.message
@@ -260,15 +259,15 @@ def test_commands_explain_missing_parts_of_a_bundle(vllmops: Any, tmp_path: Path
 def test_write_bundle_overwrites_only_on_request(tmp_path: Path) -> None:
     path = tmp_path / "b.tar.gz"
     path.write_text("an older one")
-    second, _ = bundle.write_bundle(contents(stuck()), path)
-    third, _ = bundle.write_bundle(contents(stuck()), path)
+    second, _ = bundle_file.write_bundle(contents(stuck()), path)
+    third, _ = bundle_file.write_bundle(contents(stuck()), path)
     assert (second.name, third.name) == ("b-2.tar.gz", "b-3.tar.gz")
     assert path.read_text() == "an older one"
-    assert bundle.write_bundle(contents(stuck()), path, overwrite=True)[0] == path
-    assert bundle.load_bundle(path) == stuck()
+    assert bundle_file.write_bundle(contents(stuck()), path, overwrite=True)[0] == path
+    assert bundle_file.load_bundle(path) == stuck()
     assert {item.name for item in tmp_path.iterdir()} == {path.name, second.name, third.name}
     with pytest.raises(VllmopsError) as caught:
-        bundle.write_bundle(contents(), tmp_path / "none" / "b.tar.gz")
+        bundle_file.write_bundle(contents(), tmp_path / "none" / "b.tar.gz")
     assert caught.value.code == "bundle.not-written"
 
 
@@ -278,14 +277,14 @@ def test_on_a_full_disk_the_largest_parts_are_left_out(
     noise = "".join(f"{number * 7919:x} {number**3:o}\n" for number in range(40_000))
     snapshot = healthy()
     found = contents(snapshot, log=noise, metrics=noise[:200_000])
-    path, index = bundle.write_bundle(found, home / "b", redact=False)
+    path, index = bundle_file.write_bundle(found, home / "b", redact=False)
     assert [item.name for item in index.missing] == ["log.txt"]
     assert "No space left" in index.missing[0].reason
-    assert bundle.load_bundle(path) == snapshot
+    assert bundle_file.load_bundle(path) == snapshot
     assert {item.name for item in home.iterdir()} == {"b"}
     full_disk()
     with pytest.raises(VllmopsError) as caught:
-        bundle.write_bundle(contents(snapshot), home / "c")
+        bundle_file.write_bundle(contents(snapshot), home / "c")
     assert caught.value.code == "bundle.not-written"
 
 
@@ -300,13 +299,13 @@ def test_bundle_omits_a_part_that_takes_too_long_to_redact(
         return looks / 1000
 
     # As if each line took a millisecond.
-    for module in (bundle, redacting):
+    for module in (bundle_file, redactor):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=monotonic))
     hostile = "password token secret key= \n" * 10_000
     found = contents(stuck(), log=hostile, supervisor="all is well")
     # First, so that the others would have no time left.
     found.pieces = {"log.txt": found.pieces.pop("log.txt"), **found.pieces}
-    path, index = bundle.write_bundle(found, tmp_path / "b", redact_s=2.0)
+    path, index = bundle_file.write_bundle(found, tmp_path / "b", redact_s=2.0)
     assert 2000 < looks < 3000  # it was given up in the midst of it
     (missing,) = index.missing
     assert (missing.name, missing.reason) == (
@@ -314,7 +313,7 @@ def test_bundle_omits_a_part_that_takes_too_long_to_redact(
         "not redacted within 2 s: a larger --timeout gives it more time",
     )
     assert {"supervisor.txt", "server.json"} <= {part.name for part in index.parts}
-    assert bundle.load_bundle(path) == stuck()
+    assert bundle_file.load_bundle(path) == stuck()
 
 
 # -- what is secret --------------------------------------------------------------------------
@@ -362,7 +361,7 @@ def test_planted_secrets_are_nowhere_in_the_archive(
     found.pieces["proc/7.txt"] = UnredactedPart(everything, 0.1)
     found.missing.append(BundleGap("x", everything))
     found.known_secrets = list(find_launch_secrets(environment, words))
-    path, index = bundle.write_bundle(found, tmp_path / "b.tar.gz", overwrite=True)
+    path, index = bundle_file.write_bundle(found, tmp_path / "b.tar.gz", overwrite=True)
     parts = read_bundle_parts(path)
     for name, content in parts.items():
         for mark in (b"Qx7", b"7xQ", b"Zk8", b"8kZ"):
@@ -372,8 +371,8 @@ def test_planted_secrets_are_nowhere_in_the_archive(
     shown = json.loads(parts["configuration.json"])
     assert shown["environment"] == dict.fromkeys(environment, MARK)
     assert shown["command"] == [*words[:4], MARK, "--port", "8000"]
-    assert bundle.load_bundle(path).caches == CACHES
-    bundle.write_bundle(found, path, redact=False, overwrite=True)
+    assert bundle_file.load_bundle(path).caches == CACHES
+    bundle_file.write_bundle(found, path, redact=False, overwrite=True)
     assert key.encode() in read_bundle_parts(path)["supervisor.txt"]
 
 
@@ -390,7 +389,7 @@ def test_bundle_redacts_commands_and_webhooks_of_a_watch(tmp_path: Path) -> None
         supervisor=f"(Watch pid=3) can't post to {hook}: Qx7-token-7xQ",
     )
     found.known_secrets = list(find_launch_secrets({}, watch))
-    path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz")
+    path, _ = bundle_file.write_bundle(found, tmp_path / "b.tar.gz")
     parts = read_bundle_parts(path)
     for name, content in parts.items():
         assert b"Qx7" not in content, name
@@ -409,7 +408,7 @@ def test_data_is_redacted_by_the_names_in_it(tmp_path: Path) -> None:
             "failure": {"cause": "ValueError: The prompt 'tell me Qx7f' is too long"},
         }
     )
-    path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz")
+    path, _ = bundle_file.write_bundle(found, tmp_path / "b.tar.gz")
     content = read_bundle_parts(path)["versions.json"]
     assert b"Qx7" not in content
     shown = json.loads(content)
@@ -433,7 +432,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         found = contents()
         found.pieces["configuration.json"] = UnredactedPart(collect_configuration(server), 0.1)
         for redact in (True, False):
-            path, _ = bundle.write_bundle(
+            path, _ = bundle_file.write_bundle(
                 found, tmp_path / "b.tar.gz", redact=redact, overwrite=True
             )
             shown = json.loads(read_bundle_parts(path)["configuration.json"])
@@ -449,8 +448,8 @@ def test_names_and_secrets_that_are_no_text(tmp_path: Path, redact: bool) -> Non
     found = contents(healthy(server="/m/\udcff"), words="/m/\udcff", log="p\ufffdssw0rd-of-vllm")
     found.server = "/m/\udcff"
     found.known_secrets = list(find_launch_secrets({"API_KEY": secret}, ()))
-    path, _ = bundle.write_bundle(found, tmp_path / "b.tar.gz", redact=redact)
-    assert bundle.load_bundle(path).server == "/m/\\udcff"
+    path, _ = bundle_file.write_bundle(found, tmp_path / "b.tar.gz", redact=redact)
+    assert bundle_file.load_bundle(path).server == "/m/\\udcff"
     assert read_bundle_parts(path)["words.txt"] == b"/m/\\udcff"
     assert (b"ssw0rd" in read_bundle_parts(path)["log.txt"]) is not redact
 
@@ -490,7 +489,7 @@ def test_the_same_part_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["server.json", "anything"])
 def test_bombs(tmp_path: Path, name: str) -> None:
     path = tmp_path / "b.tar.gz"
-    size = 4 * archive.LIMIT_BYTES
+    size = 4 * tar_archive.LIMIT_BYTES
     zeros = gzip.compress(bytes(1 << 22))
     path.write_bytes(gzip.compress(member(name, size).tobuf()) + zeros * (size >> 22))
     assert path.stat().st_size < size / 200
@@ -498,7 +497,7 @@ def test_bombs(tmp_path: Path, name: str) -> None:
         f"has {size} bytes" in expect_load_error(path).message
     )  # its head tells: nothing is unfolded
     # Many small files are none either.
-    many = [(member(f"x{number}"), b"") for number in range(archive.LIMIT_FILES + 1)]
+    many = [(member(f"x{number}"), b"") for number in range(tar_archive.LIMIT_FILES + 1)]
     assert "files" in expect_load_error(write_archive(path, *many)).message
 
 
@@ -528,7 +527,7 @@ def test_no_file_and_no_right_to_it(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     path = tmp_path_factory.mktemp("bundle") / "b.tar.gz"
-    return bundle.write_bundle(contents(stuck(), metrics="m" * 1000), path)[0].read_bytes()
+    return bundle_file.write_bundle(contents(stuck(), metrics="m" * 1000), path)[0].read_bytes()
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -544,7 +543,7 @@ def test_damage_of_any_kind(tmp_path: Path, sound: bytes, data: st.DataObject) -
     path = tmp_path / "b.tar.gz"
     path.write_bytes(content if whole else gzip.compress(content, compresslevel=1))
     try:
-        assert isinstance(bundle.load_bundle(path), ServerSnapshot)
+        assert isinstance(bundle_file.load_bundle(path), ServerSnapshot)
     except VllmopsError as error:
         assert error.code in {"bundle.damaged", "bundle.no-snapshot", "file.newer"}  # noqa: PT017
 
@@ -569,7 +568,7 @@ def test_parts_that_are_not_what_they_should_be(
     path.write_bytes(sound)
     parts = read_bundle_parts(path)
     parts[name] = change(parts[name])
-    path.write_bytes(archive.pack_archive(parts, 1.0))
+    path.write_bytes(tar_archive.pack_archive(parts, 1.0))
     error = expect_load_error(path)
     assert error.code == "bundle.damaged"
     assert name in error.message
@@ -579,10 +578,10 @@ def test_a_newer_one(tmp_path: Path, sound: bytes) -> None:
     path = tmp_path / "b.tar.gz"
     path.write_bytes(sound)
     parts = read_bundle_parts(path) | {"new.txt": b"of no use yet"}
-    path.write_bytes(archive.pack_archive(parts, 1.0))
-    assert bundle.load_bundle(path) == stuck()
+    path.write_bytes(tar_archive.pack_archive(parts, 1.0))
+    assert bundle_file.load_bundle(path) == stuck()
     parts["index.json"] = parts["index.json"].replace(b'"schema": 1', b'"schema": 2')
-    path.write_bytes(archive.pack_archive(parts, 1.0))
+    path.write_bytes(tar_archive.pack_archive(parts, 1.0))
     assert expect_load_error(path).code == "file.newer"
 
 
@@ -592,13 +591,13 @@ def test_unpacked_and_packed_again(tmp_path: Path, sound: bytes) -> None:
     unpack(path, tmp_path / "x")
     with tarfile.open(path, "w:gz") as made:
         made.add(tmp_path / "x", ".")
-    assert bundle.load_bundle(path) == stuck()
+    assert bundle_file.load_bundle(path) == stuck()
 
 
 def test_load_bundle_strips_terminal_control_characters(tmp_path: Path) -> None:
     snapshot = healthy(server="a\x1b]0;evil\x07\x9b31mb\r\\u001b\tc\n\x7f")
-    path, _ = bundle.write_bundle(contents(snapshot), tmp_path / "b.tar.gz", redact=False)
-    assert bundle.load_bundle(path).server == "a]0;evil31mb\\u001b\tc\n"
+    path, _ = bundle_file.write_bundle(contents(snapshot), tmp_path / "b.tar.gz", redact=False)
+    assert bundle_file.load_bundle(path).server == "a]0;evil31mb\\u001b\tc\n"
 
 
 @pytest.mark.parametrize(
@@ -619,11 +618,11 @@ def test_a_build_for_the_cpu_is_told_by_its_own_version(
 
 @pytest.mark.parametrize("value", ["1e308", "1e16", "-1e16"])
 def test_a_step_at_no_time_is_damage(vllmops: Any, tmp_path: Path, value: str) -> None:
-    path, _ = bundle.write_bundle(contents(stuck()), tmp_path / "b.tar.gz")
-    parts = archive.unpack_archive(path, lambda _: True)
+    path, _ = bundle_file.write_bundle(contents(stuck()), tmp_path / "b.tar.gz")
+    parts = tar_archive.unpack_archive(path, lambda _: True)
     assert b"1000.0" in parts["steps.jsonl"]
     parts = {**parts, "steps.jsonl": parts["steps.jsonl"].replace(b"1000.0", value.encode())}
-    path.write_bytes(archive.pack_archive(parts, 1e9))
+    path.write_bytes(tar_archive.pack_archive(parts, 1e9))
     for words in ((), ("--history",)):
         shown = vllmops("doctor", str(path), *words, "--json")
         assert shown.error["code"] == "bundle.damaged"

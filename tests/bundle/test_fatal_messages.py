@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.bundle import bundle_file as bundle
+from vllmops.bundle import bundle_file
 from vllmops.bundle.fatal_messages import ProcessFatalMessage, redact_messages
 from vllmops.bundle.parts import BundleContents, UnredactedPart
 from vllmops.model.fatal_messages import MessageFrame
@@ -45,7 +45,7 @@ def test_a_message_is_in_a_bundle(tmp_path: Path, *, redact: bool) -> None:
     contents = BundleContents(
         "demo", 1000.0, pieces={"messages.jsonl": UnredactedPart([MESSAGE], 0.1)}
     )
-    path, index = bundle.write_bundle(contents, tmp_path / "demo.tar.gz", redact=redact)
+    path, index = bundle_file.write_bundle(contents, tmp_path / "demo.tar.gz", redact=redact)
     assert [part.name for part in index.parts] == ["messages.jsonl"]
     with tarfile.open(path) as archive:
         name = next(name for name in archive.getnames() if name.endswith("messages.jsonl"))

@@ -17,7 +17,7 @@ from vllmops.bundle.redaction.redactor import MARK, Redactor
 from vllmops.bundle.redaction.secret_forms import FORMS, SecretForm
 
 from ..support.extent import EVERYTHING
-from . import secret_examples as carriers
+from . import secret_examples
 
 SEED = 20261122
 ALLOWED_DAMAGE = 2
@@ -39,7 +39,7 @@ def draw() -> random.Random:
 def test_each_secret_form_is_redacted_and_its_lookalike_kept(form: SecretForm) -> None:
     drawn = draw()
     for _ in range(DRAWS):
-        text = carriers.fill_example(form.goes, drawn)
+        text = secret_examples.fill_example(form.goes, drawn)
         assert any(has in text.lower() for has in form.has)
         assert form.pattern.search(text), text
         shown = Redactor().redact_text(f"at first {text} and last")
@@ -61,8 +61,10 @@ def report(left: Counter[str], of: int) -> str:
 
 def iterate_named_values(turn: int) -> Iterator[tuple[str, str]]:
     """Names and values: of the names some, or all."""
-    values = carriers.values(draw())
-    for name in carriers.NAMES if EVERYTHING else carriers.NAMES[turn % TURNS :: TURNS]:
+    values = secret_examples.values(draw())
+    for name in (
+        secret_examples.NAMES if EVERYTHING else secret_examples.NAMES[turn % TURNS :: TURNS]
+    ):
         for value in islice(values, 2):
             yield name, value
 
@@ -75,11 +77,13 @@ def is_hidden(shown: str, value: str) -> bool:
     return not any(form in shown for form in forms)
 
 
-@pytest.mark.parametrize("carrier", carriers.NAMED)
+@pytest.mark.parametrize("carrier", secret_examples.NAMED)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_secrets_with_a_name(carrier: str, way: Callable[[Redactor, str], str]) -> None:
-    write, left, count = carriers.NAMED[carrier], Counter[str](), 0
-    for name, value in iterate_named_values(WAYS.index(way) + [*carriers.NAMED].index(carrier)):
+    write, left, count = secret_examples.NAMED[carrier], Counter[str](), 0
+    for name, value in iterate_named_values(
+        WAYS.index(way) + [*secret_examples.NAMED].index(carrier)
+    ):
         count += 1
         if not is_hidden(way(Redactor(), write(name, value)), value):
             left[f"{name} {value}"] += 1
@@ -87,11 +91,11 @@ def test_secrets_with_a_name(carrier: str, way: Callable[[Redactor, str], str]) 
     assert not left, report(left, count)
 
 
-@pytest.mark.parametrize("carrier", carriers.ALONE)
+@pytest.mark.parametrize("carrier", secret_examples.ALONE)
 def test_secrets_with_a_form(carrier: str) -> None:
-    write, left, count, drawn = carriers.ALONE[carrier], Counter[str](), 0, draw()
+    write, left, count, drawn = secret_examples.ALONE[carrier], Counter[str](), 0, draw()
     for _ in range(2):
-        for name, (text, part) in carriers.tokens(drawn).items():
+        for name, (text, part) in secret_examples.tokens(drawn).items():
             count += 1
             if part in Redactor().redact_text(write(text)):
                 left[f"{name} {text}"] += 1
@@ -102,9 +106,9 @@ def test_secrets_with_a_form(carrier: str) -> None:
     )
 
 
-@pytest.mark.parametrize("sentence", carriers.SENTENCES)
+@pytest.mark.parametrize("sentence", secret_examples.SENTENCES)
 def test_secrets_in_sentences(sentence: str) -> None:
-    left, values = Counter[str](), list(islice(carriers.values(draw()), DRAWS))
+    left, values = Counter[str](), list(islice(secret_examples.values(draw()), DRAWS))
     for value in values:
         if "#" in value and "://" in sentence:
             value = quote(value, safe="")  # noqa: PLW2901 - as it has to be in a URL
@@ -119,7 +123,7 @@ def test_secrets_in_sentences(sentence: str) -> None:
 def test_private_keys_of_several_lines() -> None:
     drawn = draw()
     for kind in ("", "RSA ", "EC ", "OPENSSH ", "ENCRYPTED "):
-        key, body = carriers.pem(drawn, kind)
+        key, body = secret_examples.pem(drawn, kind)
         head = "(APIServer pid=7) INFO 11-20 19:05:14 [x.py:1] "
         for text in (
             key,
@@ -137,16 +141,16 @@ def test_private_keys_of_several_lines() -> None:
 
 
 def test_harmless_lines_stay() -> None:
-    assert len(carriers.HARMLESS) >= SECRETS
+    assert len(secret_examples.HARMLESS) >= SECRETS
     for way in (Redactor.redact_text, Redactor.redact_log):
-        damaged = [(line, way(Redactor(), line)) for line in carriers.HARMLESS]
+        damaged = [(line, way(Redactor(), line)) for line in secret_examples.HARMLESS]
         damaged = [(line, shown) for line, shown in damaged if line != shown]
         assert len(damaged) <= ALLOWED_DAMAGE, "\n".join(f"{a}\n  {b}" for a, b in damaged)
 
 
 def test_known_secrets_however_they_are_written() -> None:
     left, count = Counter[str](), 0
-    for secret in islice((x for x in carriers.values(draw()) if len(x) >= 10), SECRETS):
+    for secret in islice((x for x in secret_examples.values(draw()) if len(x) >= 10), SECRETS):
         count += 1
         redactor = Redactor([secret])
         for text in (

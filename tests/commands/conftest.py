@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from vllmops.collect.agents import agent_client as agent
-from vllmops.collect.http import vllm_client as http
+from vllmops.collect.agents import agent_client
+from vllmops.collect.http import vllm_client
 
 from ..support.waiting import patiently
 
 ASKING = (
-    agent.open_agent,
-    http.is_healthy,
-    http.fetch_health,
-    http.fetch_health_status,
-    http.fetch_status_code,
-    http.fetch_metrics,
+    agent_client.open_agent,
+    vllm_client.is_healthy,
+    vllm_client.fetch_health,
+    vllm_client.fetch_health_status,
+    vllm_client.fetch_status_code,
+    vllm_client.fetch_metrics,
 )
 
 

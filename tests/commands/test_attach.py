@@ -17,12 +17,11 @@ from typing import Any
 
 import pytest
 
-from vllmops.actions.attach import agent_loader as attaching
-from vllmops.actions.attach import injector as inject
+from vllmops.actions.attach import agent_loader, injector
 from vllmops.actions.attach.agent_loader import AttachPlan
 from vllmops.collect.machine import processes
 from vllmops.collect.machine.processes import Process
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.roles import Role
 from vllmops.support.errors import VllmopsError
 
@@ -208,13 +207,13 @@ def test_a_gil_that_is_never_free_is_waited_for_in_vain(home: Path, attach: Atta
 def test_elsewhere_it_takes_a_newer_python(
     server: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inject, "is_supported", lambda: False)
-    plan = attaching.plan_attach(
-        Process(Role.API, server[0], identity.read_identity(server[0]).start_ticks)
+    monkeypatch.setattr(injector, "is_supported", lambda: False)
+    plan = agent_loader.plan_attach(
+        Process(Role.API, server[0], process_identity.read_identity(server[0]).start_ticks)
     )
     assert plan.tids == ()
     with pytest.raises(VllmopsError) as caught:
-        attaching.attach_agent(plan, patch=False, timeout_s=600)
+        agent_loader.attach_agent(plan, patch=False, timeout_s=600)
     assert caught.value.code == "attach.machine"
     assert "remote_exec" in caught.value.message
     assert list_waiting_scripts(server[0]) == []
@@ -228,13 +227,13 @@ def list_waiting_scripts(pid: int) -> list[Path]:
 @pytest.fixture
 def patient(server: list[int], monkeypatch: pytest.MonkeyPatch) -> AttachPlan:
     """A process whose Python 3.14 has taken a script, and does not come to run it."""
-    monkeypatch.setattr(inject, "is_supported", lambda: False)
-    plan = attaching.plan_attach(
-        Process(Role.API, server[0], identity.read_identity(server[0]).start_ticks)
+    monkeypatch.setattr(injector, "is_supported", lambda: False)
+    plan = agent_loader.plan_attach(
+        Process(Role.API, server[0], process_identity.read_identity(server[0]).start_ticks)
     )
-    monkeypatch.setattr(attaching, "build_boot_code", lambda *_: "print('it runs')")
+    monkeypatch.setattr(agent_loader, "build_boot_code", lambda *_: "print('it runs')")
     taken = subprocess.CompletedProcess[str]((), 0)
-    monkeypatch.setattr(attaching.subprocess, "run", lambda *_, **__: taken)  # type: ignore[attr-defined]
+    monkeypatch.setattr(agent_loader.subprocess, "run", lambda *_, **__: taken)  # type: ignore[attr-defined]
     return plan
 
 
@@ -242,7 +241,7 @@ def test_a_script_that_python_runs_later_is_there_then(
     patient: AttachPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(VllmopsError) as caught:
-        attaching.attach_agent(patient, patch=False, timeout_s=0.2)
+        agent_loader.attach_agent(patient, patch=False, timeout_s=0.2)
     assert caught.value.code == "attach.timeout"
     monkeypatch.undo()
     (script,) = list_waiting_scripts(patient.process.pid)
@@ -263,9 +262,9 @@ def test_no_script_is_left_for_a_process_that_has_ended(
     if before:
         ends()
         until(lambda: not processes.is_alive(patient.process))
-    monkeypatch.setattr(attaching.subprocess, "run", ends)  # type: ignore[attr-defined]
+    monkeypatch.setattr(agent_loader.subprocess, "run", ends)  # type: ignore[attr-defined]
     with pytest.raises(VllmopsError) as caught:
-        attaching.attach_agent(patient, patch=False, timeout_s=600)
+        agent_loader.attach_agent(patient, patch=False, timeout_s=600)
     assert caught.value.code == "attach.gone"
     assert list_waiting_scripts(patient.process.pid) == []
 
@@ -296,9 +295,9 @@ def test_a_process_that_has_a_tracer_is_refused(server: list[int], attach: Attac
 
 
 def test_a_process_that_ends_meanwhile(server: list[int]) -> None:
-    process = Process(Role.WORKER, server[2], identity.read_identity(server[2]).start_ticks)
-    made = attaching.plan_attach(process)
+    process = Process(Role.WORKER, server[2], process_identity.read_identity(server[2]).start_ticks)
+    made = agent_loader.plan_attach(process)
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(VllmopsError) as caught:
-        attaching.attach_agent(made, patch=False, timeout_s=600)
+        agent_loader.attach_agent(made, patch=False, timeout_s=600)
     assert (caught.value.code, caught.value.exit_code) == ("attach.gone", 5)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.bundle import bundle_file as bundle
+from vllmops.bundle import bundle_file
 from vllmops.bundle import parts as collecting
 from vllmops.bundle.parts import (
     BundleCollector,
@@ -26,13 +26,13 @@ from vllmops.bundle.parts import (
     make_examination_options,
     read_server_log,
 )
-from vllmops.collect.machine import nccl_ras as ras
+from vllmops.collect.machine import nccl_ras
 from vllmops.collect.machine.processes import Process
 from vllmops.model.roles import Role
-from vllmops.observe import server_snapshot as examine
+from vllmops.observe import server_snapshot
 from vllmops.servers.discovery import Server, resolve_server
 from vllmops.support.errors import VllmopsError
-from vllmops_responses.keys import keyring_file as keyring
+from vllmops_responses.keys import keyring_file
 
 from ..support.commands import background
 from ..support.waiting import until
@@ -132,7 +132,7 @@ def test_bundle_redacts_secrets_that_files_hold(
     """Keys of the ring, the admin token, vLLM's configuration file: however a log has them."""
     ring, token, configured = tmp_path / "ring.json", tmp_path / "admin", tmp_path / "vllm.yaml"
     assert lab.vllmops("keys", "add", "--keyring", str(ring)).code == 0
-    (key,) = (item.secret.reveal() for item in keyring.load_keyring(ring).keys)
+    (key,) = (item.secret.reveal() for item in keyring_file.load_keyring(ring).keys)
     token.write_text("PLANTEDadmin" + "x7" * 20)
     token.chmod(0o600)
     configured.write_text("port: 1\napi-key: PLANTED of several words\n")
@@ -168,9 +168,11 @@ def test_bundle_holds_the_answers_of_nccl(
     )
     assert service.stdout
     port = int(service.stdout.readline())
-    monkeypatch.setattr(ras, "ANSWER_S", 60.0)  # a busy machine is no failure
+    monkeypatch.setattr(nccl_ras, "ANSWER_S", 60.0)  # a busy machine is no failure
     monkeypatch.setattr(
-        ras, "find_service_addresses", lambda pid: [("127.0.0.1", port)] if pid == engine else []
+        nccl_ras,
+        "find_service_addresses",
+        lambda pid: [("127.0.0.1", port)] if pid == engine else [],
     )
     try:
         answer = lab.vllmops("bundle", "--timeout", "60", "--json")
@@ -178,7 +180,7 @@ def test_bundle_holds_the_answers_of_nccl(
         service.kill()
         service.communicate()
     assert answer.code == 0, answer
-    kept = bundle.load_bundle(Path(answer.data["file"])).ras
+    kept = bundle_file.load_bundle(Path(answer.data["file"])).ras
     assert [(capture.pid, capture.port, capture.text) for capture in kept] == [
         (engine, port, text) for text in answers
     ]
@@ -244,7 +246,7 @@ def test_interrupted_it_keeps_what_there_is(
     assert index["interrupted"]
     assert "interrupted" in {item["why"] for item in index["missing"]}
     assert {"log.txt", "configuration.json", "server.json"} <= set(found)
-    assert bundle.load_bundle(folder / "b.tar.gz").samples
+    assert bundle_file.load_bundle(folder / "b.tar.gz").samples
     assert "log.txt" in out
 
 
@@ -264,7 +266,7 @@ def test_whatever_hangs_it_ends_in_time(
     assert "process.stopped" in codes
     missing = {item["name"]: item["why"] for item in answer.data["missing"]}
     assert "Timeout" in missing["metrics.txt"]
-    seen = bundle.load_bundle(Path(answer.data["file"]))
+    seen = bundle_file.load_bundle(Path(answer.data["file"]))
     assert {state.state for look in seen.samples for state in look.processes} == {"T"}
     found = parts(Path(answer.data["file"]))
     assert all("T (stopped)" in text for name, text in found.items() if "proc/" in name)
@@ -310,14 +312,14 @@ def test_collector_takes_the_snapshot_before_other_parts(lab: Any, folder: Path)
     """As a watch has it, which may not want the rest."""
     lab.serve("a")
     server = resolve_server("a")
-    looking = examine.Examination(server, make_examination_options(40.0), ignore_progress)
+    looking = server_snapshot.Examination(server, make_examination_options(40.0), ignore_progress)
     collecting = BundleCollector(looking, 60.0, 60.0, ignore_progress, threading.Event())
     seen = collecting.take_snapshot(snapshot_only=True)
     assert set(collecting.tasks) == {"server.json"}
-    path, index = bundle.write_bundle(
+    path, index = bundle_file.write_bundle(
         collecting.collect_contents(), folder / "a.tar.gz", redact=False
     )
-    assert bundle.load_bundle(path) == seen
+    assert bundle_file.load_bundle(path) == seen
     assert {"log.txt", "metrics.txt"} <= {item.name for item in index.parts}
 
 

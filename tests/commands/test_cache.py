@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.model import snapshot_files as files
+from vllmops.model import snapshot_files
 from vllmops.model.caches import (
     CacheSample,
     CacheSetup,
@@ -250,7 +250,7 @@ def snapshot(**changes: Any) -> CacheSnapshot:
 @pytest.fixture
 def saved_snapshot_path(tmp_path: Path) -> Path:
     path = tmp_path / "snapshot.json"
-    files.save_snapshot(path, snapshot())
+    snapshot_files.save_snapshot(path, snapshot())
     return path
 
 
@@ -279,7 +279,7 @@ def test_drift_of_the_two_sides(tmp_path: Path) -> None:
     whole = snapshot()
     processes = whole.samples[0].processes
     ahead = ProcessCaches(pid=4194301, parent=1, role="api", caches=[lru("P0", [*KEYS, "new"])])
-    files.save_snapshot(path, snapshot(processes=[ahead, *processes[1:]]))
+    snapshot_files.save_snapshot(path, snapshot(processes=[ahead, *processes[1:]]))
     done = inspect(path, "--fail-on", "warning", "--json")
     assert done.code == 1
     assert [item["code"] for item in done.data["findings"]] == ["mm-cache.front-only"]
@@ -291,7 +291,7 @@ def test_a_silent_process_in_a_file(tmp_path: Path) -> None:
     silent = ProcessGap(
         role="engine", pid=7, code="agent.stale", reason="nobody listens", hint="restart"
     )
-    files.save_snapshot(path, snapshot(gaps=[silent], quiet=False))
+    snapshot_files.save_snapshot(path, snapshot(gaps=[silent], quiet=False))
     done = inspect(path)
     assert done.code == 0
     assert "engine 7 did not answer: nobody listens" in done.out

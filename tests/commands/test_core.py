@@ -16,12 +16,11 @@ import pytest
 
 from vllmops.collect.machine import processes
 from vllmops.collect.machine.cuda_core_dumps import FLAGS, build_coredump_environment
-from vllmops.collect.stacks import core_files as cores
-from vllmops.collect.stacks import core_reader as coreprocess
-from vllmops.model import snapshot_files as files
+from vllmops.collect.stacks import core_files, core_reader
+from vllmops.model import snapshot_files
 from vllmops.model.pasted_stacks import PastedStacks
 from vllmops.model.stacks import DumpOptions, StacksSnapshot
-from vllmops.rules.stacks import explanation as judge
+from vllmops.rules.stacks import explanation
 
 from ..support.commands import Vllmops
 from ..support.waiting import until
@@ -104,7 +103,7 @@ def core_and_snapshot(tmp_path_factory: pytest.TempPathFactory) -> Kept:
     with start_titled_process(folder, TITLE, str(script)) as process:
         dump = (sys.executable, "-m", "vllmops", "stacks", "dump", "-t", str(process.pid))
         subprocess.run([*dump, "--save", saved], check=True, capture_output=True)
-        return left_by(process, folder), files.load_snapshot(saved, StacksSnapshot)
+        return left_by(process, folder), snapshot_files.load_snapshot(saved, StacksSnapshot)
 
 
 def threads(process: Any) -> dict[int, list[tuple[str, int]]]:
@@ -133,7 +132,7 @@ def test_a_core_shows_what_a_live_dump_showed(
         for thread in before.threads
     }
     assert "secret" not in shown.out
-    assert files.load_snapshot(saved, StacksSnapshot).processes[0].pid == before.pid
+    assert snapshot_files.load_snapshot(saved, StacksSnapshot).processes[0].pid == before.pid
     text = vllmops("stacks", "dump", "--core", str(path)).out
     assert text.startswith(f"Worker_TP1 pid {before.pid}\n")
     assert "    execute_model (" in text
@@ -144,14 +143,14 @@ def test_the_main_thread_has_its_name_in_a_core_of_gdb() -> None:
     thread: Any = SimpleNamespace(
         name="python", tid=7, holds_the_gil=0, all_frames=(), native_frames=(), python_version=()
     )
-    assert coreprocess._make_thread(thread, 7, DumpOptions()).name == "MainThread"
-    assert coreprocess._make_thread(thread, 6, DumpOptions()).name == "python"
+    assert core_reader._make_thread(thread, 7, DumpOptions()).name == "MainThread"
+    assert core_reader._make_thread(thread, 6, DumpOptions()).name == "python"
 
 
 def test_a_core_is_explained_as_a_live_dump_is(vllmops: Vllmops, core_and_snapshot: Kept) -> None:
     path, live = core_and_snapshot
     shown = vllmops("stacks", "dump", "--core", str(path), "--explain", "--json")
-    expected = judge.explain_stacks(PastedStacks((live,)))
+    expected = explanation.explain_stacks(PastedStacks((live,)))
     assert [f["code"] for f in shown.data["findings"]] == [f.code for f in expected.findings]
     assert shown.data["findings"][0]["subject"] == expected.findings[0].subject
     assert shown.data["verdict"] == expected.verdict == "maybe"
@@ -254,7 +253,7 @@ def test_without_pystack(
     vllmops: Vllmops, core_and_snapshot: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It is installed here, so it is made not to be found.
-    monkeypatch.setattr(cores, "find_spec", lambda _: None)
+    monkeypatch.setattr(core_files, "find_spec", lambda _: None)
     shown = vllmops("stacks", "dump", "--core", str(core_and_snapshot[0]), "--json")
     assert (shown.code, shown.error["code"]) == (1, "core.no-pystack")
     assert shown.error["hint"] == "pip install 'vllmops-cli[core]'"
@@ -264,9 +263,11 @@ def test_reading_a_core_times_out(
     vllmops: Vllmops, core_and_snapshot: Kept, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Less than the command takes, and than any start of Python does.
-    given = cores.read_core_stacks
+    given = core_files.read_core_stacks
     monkeypatch.setattr(
-        cores, "read_core_stacks", lambda core, options, **_: given(core, options, timeout_s=0.001)
+        core_files,
+        "read_core_stacks",
+        lambda core, options, **_: given(core, options, timeout_s=0.001),
     )
     shown = vllmops("stacks", "dump", "--core", str(core_and_snapshot[0]), "--json")
     assert (shown.code, shown.error["code"]) == (1, "core.timeout")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from vllmops.collect.machine.shared_memory import SHM
 from vllmops.collect.stacks.pasted_text import parse_stacks
-from vllmops.commands import step_history_view as steps
+from vllmops.commands import step_history_view
 from vllmops.commands.doctor import render_finding
 from vllmops.model.step_recording import Step, StepsRecording
 from vllmops.rules.diagnosis import list_checks
@@ -173,7 +173,7 @@ def test_a_history_fits_a_narrow_terminal() -> None:
     )
     recording = StepsRecording(pid=20, read_at=1004.0, steps=taken)
     console = Console(width=80, record=True, file=StringIO())
-    console.print(*steps.render_recordings("demo", [recording], []), sep="\n")
+    console.print(*step_history_view.render_recordings("demo", [recording], []), sep="\n")
     lines = console.export_text().splitlines()
     bars = [line.count("#") for line in lines if "#" in line]
     assert bars[0] == bars[2] > 8

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllmops.collect.stacks.pasted_text import parse_stacks
-from vllmops.model import snapshot_files as files
+from vllmops.model import snapshot_files
 from vllmops.model.vllm_metrics import Metrics
 from vllmops.rules.stacks.progress_facts import make_metrics_facts
 
@@ -101,7 +101,7 @@ def test_standard_input(stdin_explainer: Callable[..., Answer]) -> None:
 
 def test_a_saved_snapshot(vllmops: Any, tmp_path: Path) -> None:
     saved = tmp_path / "stuck.json"
-    files.save_snapshot(saved, parse_stacks(SPIN.read_text()).samples[0])
+    snapshot_files.save_snapshot(saved, parse_stacks(SPIN.read_text()).samples[0])
     answer = vllmops("stacks", "explain", str(saved), "--json")
     assert json.loads(answer.out)["data"]["findings"][0]["code"] == "stack.mm-cache-eviction-spin"
 

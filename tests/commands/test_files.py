@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from vllmops.commands.stacks import explanation_view as explanation
+from vllmops.commands.stacks import explanation_view
 from vllmops.support.errors import ExitCode
 
 from ..support.extent import EVERYTHING, long
 
 # What commands import late, a user who may not read this Python's library would not find.
-assert explanation
+assert explanation_view
 
 # Each takes a file where {} is.
 READERS = (

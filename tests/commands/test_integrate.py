@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys import keyring_file
 
 
 def test_a_unit_that_systemd_takes(vllmops: Any, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_a_secret_with_the_keys(vllmops: Any, tmp_path: Path) -> None:
     secret = yaml.safe_load(text)
     assert secret["metadata"]["name"] == "vllm-vllmops-keyring"
     content = base64.b64decode(secret["data"]["keyring.json"])
-    assert file.decode_keyring(content, path) == file.load_keyring(path)
+    assert keyring_file.decode_keyring(content, path) == keyring_file.load_keyring(path)
     valid(secret)
     answer = vllmops("integrate", "kubernetes", "--secret", str(tmp_path / "none"), "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.no-ring")

@@ -21,8 +21,7 @@ import pytest
 
 from vllmops.model.memory import MemoryRecordingHead, MemorySample, ProcessMemory
 from vllmops.model.roles import Role
-from vllmops.observe.memory import plot
-from vllmops.observe.memory import recorder as memory
+from vllmops.observe.memory import plot, recorder
 
 from ..support.commands import Answer, background, run_vllmops
 from ..support.waiting import until
@@ -309,7 +308,7 @@ def test_recordings_of_what_is_gone_do_not_pile_up(engine: Any, state: Path) -> 
     place = state / "memory"
     place.mkdir(parents=True)
     # Numbers that no process has; one has a new owner.
-    gone = [*range(1 << 22, (1 << 22) + memory.KEPT + 2), os.getpid()]
+    gone = [*range(1 << 22, (1 << 22) + recorder.KEPT + 2), os.getpid()]
     (state / "instances" / str(1 << 23)).mkdir(parents=True)
     others = ["demo", str(1 << 23), str(os.getppid())]
     for age, name in enumerate([*gone, *others]):
@@ -320,30 +319,30 @@ def test_recordings_of_what_is_gone_do_not_pile_up(engine: Any, state: Path) -> 
     label = str(engine.process.pid)
     assert run("record", "-t", label, "--interval", "0.1", "--duration", "0.3").code == 0
     left = {path.stem for path in place.glob("*.jsonl")}
-    assert left == {label, *others, *map(str, gone[: memory.KEPT])}
+    assert left == {label, *others, *map(str, gone[: recorder.KEPT])}
 
 
 def test_the_newest_recording_is_kept_for_doctor_and_bundle(engine: Any, state: Path) -> None:
     label, began = str(engine.process.pid), engine.process.create_time
-    assert memory.load_newest_recording(label, began) is None
+    assert recorder.load_newest_recording(label, began) is None
     words = ("-t", label, "--interval", "0.1", "--duration")
     assert run("record", *words, "0.3").code == 0
-    first = memory.load_newest_recording(label, began)
+    first = recorder.load_newest_recording(label, began)
     assert first is not None
     assert len(first.samples) >= 2
     assert first.end is not None
     assert run("record", *words, "0.2").code == 0
-    second = memory.load_newest_recording(label, began)
+    second = recorder.load_newest_recording(label, began)
     assert second is not None
     assert second.head.started_at > first.head.started_at
     # Of a server that started later, which only has the same name, it is none.
-    assert memory.load_newest_recording(label, second.head.started_at + 60) is None
-    kept = memory.get_recording_path(label)
+    assert recorder.load_newest_recording(label, second.head.started_at + 60) is None
+    kept = recorder.get_recording_path(label)
     assert kept.is_relative_to(state)
     assert kept.stat().st_mode & 0o777 == 0o600
     assert run("report", kept).code == 0
     kept.write_bytes(b"broken")
-    assert memory.load_newest_recording(label, began) is None
+    assert recorder.load_newest_recording(label, began) is None
 
 
 def test_record_succeeds_where_its_recording_cannot_be_stored(engine: Any, state: Path) -> None:

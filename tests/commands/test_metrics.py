@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllmops.commands import metrics
 from vllmops.commands.options import parse_host_port
-from vllmops.metrics import http_listener as listener
+from vllmops.metrics import http_listener
 from vllmops.metrics.collector import BackgroundCollector
 from vllmops.servers.discovery import Server
 
@@ -133,7 +133,7 @@ def test_an_instance_is_looked_for_by_its_name(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         BackgroundCollector, "collect", lambda gathering: gathering.gather()
     )  # in no thread
-    monkeypatch.setattr(listener, "make_server", lambda *_: SimpleNamespace(serve_forever=int))
+    monkeypatch.setattr(http_listener, "make_server", lambda *_: SimpleNamespace(serve_forever=int))
     for name, target in (("a", None), ("a", "12"), (None, None), (None, "12")):
         metrics.serve_metrics(Server(name, ()), target, "127.0.0.1", 9105)
     assert [*dict.fromkeys(asked)] == ["a", None, "12"]

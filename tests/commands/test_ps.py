@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.collect.http import vllm_client as http
+from vllmops.collect.http import vllm_client
 from vllmops.servers.record import InstanceFolder
 from vllmops.support.streams import UNSAFE
 
@@ -163,7 +163,7 @@ def test_many_are_asked_side_by_side(
 ) -> None:
     """All together they take no longer than one of them: none answers before all are asked."""
     monkeypatch.setattr(
-        http, "fetch_health_status", partial(http.fetch_health_status, timeout_s=600)
+        vllm_client, "fetch_health_status", partial(vllm_client.fetch_health_status, timeout_s=600)
     )
     with start_silent_servers(tmp_path, home) as late, ExitStack() as stack:
         popen = background("ps", "--json")

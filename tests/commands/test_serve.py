@@ -27,7 +27,7 @@ import pytest
 from vllmops.collect.machine.processes import is_alive
 from vllmops.commands.serve import create_default_keyring
 from vllmops.servers.record import InstanceFolder
-from vllmops_responses.keys import keyring_file as keys
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.store import settings
 from vllmops_responses.store.backend_factory import make_backend
 from vllmops_responses.store.response_store import ResponseStore
@@ -197,7 +197,7 @@ def test_a_folder_for_dumps_that_cannot_be_made(lab: Any) -> None:
 
 @pytest.fixture
 def keyring(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in (keys.PLACE, keys.SIGNING_KEY):
+    for name in (keyring_file.PLACE, keyring_file.SIGNING_KEY):
         monkeypatch.delenv(name, raising=False)
     return Path(lab.home) / "keyring.json"
 
@@ -207,17 +207,17 @@ def test_a_keyring_is_made_where_there_is_none(lab: Any, keyring: Path) -> None:
     assert not keyring.exists()
     answer = lab.vllmops(*lab.words("a"), "--detach")
     assert answer.code == 0, answer
-    key = keys.load_keyring(keyring).require_primary()
+    key = keyring_file.load_keyring(keyring).require_primary()
     assert [line for line in answer.err.splitlines() if key.kid in line and str(keyring) in line]
     assert keyring.stat().st_mode & 0o777 == 0o600
-    assert lab.record("a").environment[keys.PLACE] == str(keyring)
+    assert lab.record("a").environment[keyring_file.PLACE] == str(keyring)
     # The next one takes it, and says nothing.
     answer = lab.vllmops(*lab.words("b"), "--detach")
     assert key.kid not in answer.err
-    assert keys.load_keyring(keyring).keys == (key,)
+    assert keyring_file.load_keyring(keyring).keys == (key,)
     assert lab.vllmops("restart", "a", "--force").code == 0
-    assert lab.record("a").environment[keys.PLACE] == str(keyring)
-    assert keys.load_keyring(keyring).keys == (key,)
+    assert lab.record("a").environment[keyring_file.PLACE] == str(keyring)
+    assert keyring_file.load_keyring(keyring).keys == (key,)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_no_keyring_is_made_where_none_is_wanted(
 ) -> None:
     answer = lab.vllmops(*lab.words("a", *words), "--detach", "--json", env=env)
     assert answer.code == 0, answer
-    assert lab.record("a").environment.get(keys.PLACE) == place
+    assert lab.record("a").environment.get(keyring_file.PLACE) == place
     assert not keyring.exists()
 
 
@@ -251,10 +251,10 @@ def test_a_keyring_that_is_lost_is_not_replaced(lab: Any, keyring: Path) -> None
 
 
 def test_two_at_once_make_one_keyring(lab: Any, keyring: Path) -> None:
-    environment = {keys.PLACE: str(keyring)}
+    environment = {keyring_file.PLACE: str(keyring)}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: create_default_keyring(environment, quiet=True), range(8)))
-    assert len(keys.load_keyring(keyring).keys) == 1
+    assert len(keyring_file.load_keyring(keyring).keys) == 1
 
 
 def test_a_store_of_a_newer_version(lab: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from vllmops.collect.machine import processes
-from vllmops.model import snapshot_files as files
+from vllmops.model import snapshot_files
 from vllmops.model.stacks import StacksSnapshot
 
 from ..support.commands import Vllmops
@@ -197,7 +197,7 @@ def test_save_writes_what_was_shown(server: list[int], dump: Vllmops, tmp_path: 
     assert shown.code == 0
     assert f"saved to {target}" in " ".join(shown.err.split())
     assert json.loads(target.read_text()) == shown.data
-    found = files.load_snapshot(target, StacksSnapshot).processes[2].threads
+    found = snapshot_files.load_snapshot(target, StacksSnapshot).processes[2].threads
     assert any(frame.function == "wait" for frame in found[0].frames)
     assert [item.name for item in tmp_path.iterdir()] == ["stacks.json"]
 

@@ -4,7 +4,7 @@ import threading
 from typing import Any
 
 from vllmops.commands.status import CacheUse, make_cache_rows
-from vllmops.servers import shutdown as takedown
+from vllmops.servers import shutdown
 
 from ..support.waiting import until
 
@@ -12,7 +12,7 @@ from ..support.waiting import until
 def test_status_fits_one_narrow_screen(lab: Any) -> None:
     record = lab.serve("a")
     threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",)).start()
-    until(lambda: takedown.count_in_flight(record.processes, record.url) == 1)
+    until(lambda: shutdown.count_in_flight(record.processes, record.url) == 1)
     data = lab.vllmops("status", "--json").data
     assert data["instance"]["name"] == "a"
     assert data["stage"] == "ready"

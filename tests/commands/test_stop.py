@@ -12,8 +12,7 @@ import pytest
 
 from vllmops.collect.machine.processes import is_alive
 from vllmops.commands import stop as commands
-from vllmops.servers import shutdown as takedown
-from vllmops.servers import supervisor_client as control
+from vllmops.servers import shutdown, supervisor_client
 from vllmops.servers.record import InstanceFolder
 
 from ..support.commands import background
@@ -44,7 +43,7 @@ def test_requests_in_flight_finish(lab: Any, tmp_path: Path) -> None:
     url = f"{record.url}/until{tmp_path}/go"
     request = threading.Thread(target=lambda: done.append(urllib.request.urlopen(url).read()))
     request.start()
-    until(lambda: takedown.count_in_flight(record.processes, record.url) == 1)
+    until(lambda: shutdown.count_in_flight(record.processes, record.url) == 1)
     stop = background("stop", "a")
     assert stop.stderr is not None
     assert stop.stdout is not None
@@ -63,7 +62,7 @@ def test_requests_are_cut_off(lab: Any, words: list[str], note: str) -> None:
     record = lab.serve("a")
     request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",))
     request.start()
-    until(lambda: takedown.count_in_flight(record.processes, record.url) == 1)
+    until(lambda: shutdown.count_in_flight(record.processes, record.url) == 1)
     answer = lab.vllmops("stop", "a", *words, "--json")
     assert (answer.code, answer.data["note"]) == (0, note)
     request.join(60)
@@ -75,7 +74,7 @@ def test_a_second_stop_cuts_the_drain_short(lab: Any) -> None:
     record = lab.serve("a")
     request = threading.Thread(target=lab.cut_off, args=(f"{record.url}/slow/600",))
     request.start()
-    until(lambda: takedown.count_in_flight(record.processes, record.url) == 1)
+    until(lambda: shutdown.count_in_flight(record.processes, record.url) == 1)
     patient = threading.Thread(target=lab.vllmops, args=("stop", "a"))
     patient.start()
     until(lambda: lab.state("a") == "stopping")
@@ -122,7 +121,7 @@ def test_stop_reports_an_unknown_target(lab: Any, target: str) -> None:
 def test_stop_kills_a_server_that_ignores_sigterm(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.3)
+    monkeypatch.setattr(shutdown, "EXIT_GRACE_S", 0.3)
     server = lab.stranger(stubborn=True)
     assert lab.vllmops("stop", str(server.pid), "--force").code == 0
     assert server.wait(60) == -signal.SIGKILL
@@ -208,7 +207,9 @@ def test_restart_what_a_successor_has_just_ended(lab: Any, monkeypatch: pytest.M
         )
 
     monkeypatch.setattr(commands, "start_instance", too_early)
-    monkeypatch.setattr(control, "CONNECT_TIMEOUT_S", 600.0)  # nor does it wait for another one
+    monkeypatch.setattr(
+        supervisor_client, "CONNECT_TIMEOUT_S", 600.0
+    )  # nor does it wait for another one
     before = lab.serve("a")
     lab.kill_supervisor("a")
     for process in before.processes:
@@ -222,7 +223,7 @@ def test_restart_what_a_successor_has_just_ended(lab: Any, monkeypatch: pytest.M
 def test_restart_what_is_just_being_taken_down(
     lab: Any, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
+    monkeypatch.setattr(shutdown, "EXIT_GRACE_S", 2.0)
     before = lab.serve("a", stubborn=seen == "stopping")
     lab.kill(lab.process("a", "engine").pid)
     # Where this process stands still for as long, it is all over.
@@ -237,10 +238,10 @@ def test_restart_what_is_just_being_taken_down(
 
 @long
 def test_restart_what_somebody_else_stops(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
+    monkeypatch.setattr(shutdown, "EXIT_GRACE_S", 2.0)
     lab.serve("a", stubborn=True)
-    supervisor = control.connect_supervisor(InstanceFolder("a"))
-    supervisor.send_request(control.ControlRequest(stop=0.0))
+    supervisor = supervisor_client.connect_supervisor(InstanceFolder("a"))
+    supervisor.send_request(supervisor_client.ControlRequest(stop=0.0))
     until(lambda: lab.state("a") == "stopping")
     answer = lab.vllmops("restart", "a", "--json")
     assert (answer.code, answer.data["state"]) == (0, "ready"), answer

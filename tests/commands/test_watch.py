@@ -21,19 +21,17 @@ from typing import Any
 
 import pytest
 
-from vllmops.bundle import bundle_file as bundle
-from vllmops.bundle import parts as collecting
-from vllmops.collect.agents import agent_client as agent
+from vllmops.bundle import bundle_file, parts
+from vllmops.collect.agents import agent_client
 from vllmops.collect.stacks import pyspy
 from vllmops.model.roles import Role
-from vllmops.observe import server_snapshot as examine
-from vllmops.rules import diagnosis as doctor
-from vllmops.rules import stall_detector as vigil
+from vllmops.observe import server_snapshot
+from vllmops.rules import diagnosis, stall_detector
 from vllmops.servers import supervisor
 from vllmops.servers.discovery import resolve_server
 from vllmops.servers.record import InstanceFolder
 from vllmops.support.errors import VllmopsError
-from vllmops.watch import watch_target as watched
+from vllmops.watch import watch_target
 
 from ..rules.sample_servers import make_healthy_sample, process
 from ..support.commands import background
@@ -54,7 +52,7 @@ objects.track_object("scheduler", scheduler)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No long pauses in the watches and supervisors that are forks of this process."""
-    monkeypatch.setattr(vigil, "ASK_S", 1.0)
+    monkeypatch.setattr(stall_detector, "ASK_S", 1.0)
     monkeypatch.setattr(supervisor, "WATCH_S", 0.5)
 
 
@@ -140,10 +138,10 @@ def test_a_stall_from_its_beginning_to_its_end(engine: Any, home: Path, begin: B
     watch.says("has stalled")
     (kept,) = bundles(home)
     assert kept.stat().st_mode & 0o077 == 0
-    snapshot = bundle.load_bundle(kept)
+    snapshot = bundle_file.load_bundle(kept)
     assert len(snapshot.stacks) == 3
     assert "engine.no-progress" in {
-        item.code for item in doctor.diagnose_snapshot(snapshot, 1.5).findings
+        item.code for item in diagnosis.diagnose_snapshot(snapshot, 1.5).findings
     }
     assert str(kept) in watch.stderr_text
     let_go(engine)
@@ -190,7 +188,7 @@ def test_a_stopped_process_is_a_stall_where_it_holds_up_work(
     stick(engine)
 
     def stands() -> bool:  # as its heartbeat has it
-        pulse = agent.read_heartbeat(engine.process)
+        pulse = agent_client.read_heartbeat(engine.process)
         return bool(pulse and pulse.heartbeat.waiting and pulse.heartbeat.still_s)
 
     until(stands)
@@ -243,14 +241,14 @@ def test_on_a_slow_machine_all_samples_are_there(
     # A machine that is as busy can't be had otherwise.
     monkeypatch.setattr(pyspy, "find_pyspy", lambda: str(script))
     stick(engine)
-    server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
+    server = watch_target.WatchedServer(resolve_server(str(engine.process.pid)))
     snapshot = server.take_snapshot([], 10.0, threading.Event(), needs_all_evidence=False)
     assert [item.processes[0].error for item in snapshot.stacks] == [None] * 3
     assert [item.processes[0].note for item in snapshot.stacks] == [""] * 3
 
 
 def test_the_dead_do_not_move_and_one_sample_is_enough(engine: Any) -> None:
-    server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
+    server = watch_target.WatchedServer(resolve_server(str(engine.process.pid)))
     looks = [make_healthy_sample(0.0, processes=(process("api"), process("engine", state="")))]
     snapshot = server.take_snapshot(looks, 10.0, threading.Event(), needs_all_evidence=True)
     assert len(snapshot.stacks) == 1
@@ -271,8 +269,8 @@ def test_evidence_that_ends_early_has_all_that_is_there(
     engine: Any, pyspy_release_file: Path
 ) -> None:
     server = resolve_server(str(engine.process.pid))
-    looking = examine.Examination(
-        server, collecting.make_examination_options(600.0), collecting.ignore_progress
+    looking = server_snapshot.Examination(
+        server, parts.make_examination_options(600.0), parts.ignore_progress
     )
     with ThreadPoolExecutor() as pool:
         whole = pool.submit(looking.run)
@@ -293,15 +291,15 @@ def test_evidence_is_there_in_time_whatever_hangs(
     patience.undo()
     stick(engine)
     os.kill(engine.process.pid, signal.SIGSTOP)
-    server = watched.WatchedServer(resolve_server(str(engine.process.pid)))
+    server = watch_target.WatchedServer(resolve_server(str(engine.process.pid)))
     snapshot = server.take_snapshot([], 10.0, threading.Event(), needs_all_evidence=True)
     kept = server.save_evidence(home / "bundles")
-    assert watched.CAPTURE_S < 20
+    assert watch_target.CAPTURE_S < 20
     # On a busy machine there may be no time left to ask the agent.
     codes = {item.code for item in snapshot.gaps}
     assert "stacks.timeout" in codes
     assert codes & {"agent.timeout", "cut-short"}
-    assert bundle.load_bundle(kept).samples
+    assert bundle_file.load_bundle(kept).samples
 
 
 def test_command_lines_that_are_wrong(engine: Any, vllmops: Any) -> None:
@@ -442,7 +440,7 @@ def test_a_foreground_serve_shows_what_it_says(lab: Any) -> None:
 def test_a_restart_comes_though_the_supervisor_dies_before_it_obeys(lab: Any) -> None:
     """The server hangs, and the watch asks once."""
     record = lab.serve("a")
-    subject, supervisor = watched.WatchedServer(resolve_server("a")), lab.supervisor("a")
+    subject, supervisor = watch_target.WatchedServer(resolve_server("a")), lab.supervisor("a")
     os.kill(supervisor, signal.SIGSTOP)
     killing = threading.Timer(1.0, lab.kill, (supervisor,))
     killing.start()
@@ -455,11 +453,11 @@ def test_a_supervisor_that_does_nothing_does_not_hold_up_the_watch(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab.serve("a")
-    monkeypatch.setattr(watched, "RESTART_S", 0.5)
+    monkeypatch.setattr(watch_target, "RESTART_S", 0.5)
     pid = lab.supervisor("a")
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(VllmopsError) as caught:
-        watched.WatchedServer(resolve_server("a")).restart()
+        watch_target.WatchedServer(resolve_server("a")).restart()
     assert caught.value.code == "supervisor.silent"
     os.kill(pid, signal.SIGCONT)
 

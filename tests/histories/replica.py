@@ -224,7 +224,7 @@ def serve(port: int, url: str, kind: str) -> None:
     """Be a replica, until the process ends."""
     from vllmops_responses.server import conversation_routes, routes
     from vllmops_responses.server.serving import StoreBackedServing
-    from vllmops_responses.store import backend_factory as opening
+    from vllmops_responses.store import backend_factory
     from vllmops_responses.store.backend import Limits
     from vllmops_responses.store.response_store import ResponseStore
 
@@ -234,11 +234,11 @@ def serve(port: int, url: str, kind: str) -> None:
     signal.signal(signal.SIGUSR1, step)
     signal.signal(signal.SIGUSR2, step)
     if kind:
-        os.environ[opening.CLASS] = kind
+        os.environ[backend_factory.CLASS] = kind
     assert conversation_routes  # which adds to the others
     # A sweep while the clock is ahead would take the events that a client has not followed yet.
     limits = Limits(lease_s=LEASE_S, events_kept_s=2 * STEP_S)
-    backend = opening.make_backend(url, limits)
+    backend = backend_factory.make_backend(url, limits)
     StoreBackedServing.open_store = staticmethod(lambda: ResponseStore(backend))
     StoreBackedServing.get_keyring = staticmethod(lambda: None)
     app = FastAPI(lifespan=functools.partial(routes.lifespan, routes.router))

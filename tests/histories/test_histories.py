@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Backend, Limits, Response, derive_owner
 from vllmops_responses.store.response_store import ResponseStore
 
@@ -96,7 +96,7 @@ def test_reader_ahead_of_a_lost_run_gets_its_end(replicas: Replicas, tmp_path: P
     url, port = f"sqlite:///{tmp_path}/r.db", free_port()
 
     async def store_runs() -> None:
-        backend = opening.make_backend(url, Limits(lease_s=0.1))
+        backend = backend_factory.make_backend(url, Limits(lease_s=0.1))
         async with ResponseStore(backend) as store:
             for name in ("lost", "stopped", "over"):
                 made = Response(

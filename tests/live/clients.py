@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import httpx
 import openai
 
-from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.agents import agent_client
 from vllmops.collect.machine.processes import Process
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.roles import Role
 
 from ..support.waiting import until
@@ -102,11 +102,13 @@ def start_background_stream(client: Any, **options: Any) -> tuple[Any, str]:
     return stream, next(iter(stream)).response.id
 
 
-def reach(server: Live, role: str) -> list[agent.Agent]:
+def reach(server: Live, role: str) -> list[agent_client.Agent]:
     """The agents in the processes of a role."""
     pids = [row["pid"] for row in server.row["processes"] if row["role"] == role]
-    born = [identity.read_identity(pid).start_ticks for pid in pids]
-    return [agent.open_agent(Process(Role(role), *item)) for item in zip(pids, born, strict=True)]
+    born = [process_identity.read_identity(pid).start_ticks for pid in pids]
+    return [
+        agent_client.open_agent(Process(Role(role), *item)) for item in zip(pids, born, strict=True)
+    ]
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -25,7 +25,7 @@ import httpx
 import psutil
 import pytest
 
-from vllmops.collect.machine import shared_memory as shm
+from vllmops.collect.machine import shared_memory
 
 from ..support import plug_ins
 from ..support.commands import run_vllmops
@@ -159,7 +159,7 @@ class Live:
     def footprint(self) -> Footprint:
         pids = [process["pid"] for process in self.row["processes"]]
         # Semaphores, too, which their maker has mapped under another name.
-        used = {name for pid in pids for name in shm.find_used_segments(pid)}
+        used = {name for pid in pids for name in shared_memory.find_used_segments(pid)}
         segments = {name for name in used if (SHM / name).exists()}
         return Footprint(pids, self.row["port"], segments)
 

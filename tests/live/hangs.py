@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from vllmops.collect.agents import agent_client as agent
-from vllmops.collect.http import vllm_client as web
+from vllmops.collect.agents import agent_client
+from vllmops.collect.http import vllm_client
 from vllmops.collect.machine.processes import Process
 from vllmops.demo.inputs import make_chat_request
 from vllmops.servers.discovery import resolve_server
@@ -428,12 +428,12 @@ class Prone(Stock):
 
     def tokens(self) -> float | None:
         """Counted so far, None where nobody answers."""
-        found = web.fetch_metrics(self.url)
+        found = vllm_client.fetch_metrics(self.url)
         return found.tokens if found else None
 
     def count_handed_requests(self) -> int:
         """Requests that the API server has handed to the engine and that are not over."""
-        pulse = agent.read_heartbeat(self.processes["api"])
+        pulse = agent_client.read_heartbeat(self.processes["api"])
         assert pulse
         return pulse.heartbeat.engine_requests or 0
 
@@ -545,7 +545,9 @@ def livelock(server: Prone) -> Iterator[list[Asked]]:
         first = server.send_chat_request()
         until(lambda: server.count_handed_requests() > before)
         # A busy machine's engine might not be in this step yet, and take one of the two alone.
-        until(lambda: agent.open_agent(server.processes["engine"]).fetch_engine_state().running)
+        until(
+            lambda: agent_client.open_agent(server.processes["engine"]).fetch_engine_state().running
+        )
         texts = [f"{next(_numbers)} ".ljust(750, "z") for _ in range(2)]
         bodies = [make_chat_request([1, 2, 3], text) for text in texts]
         for body in bodies:
@@ -592,7 +594,7 @@ def gil_held(server: Prone) -> Iterator[list[Asked]]:
 def trigger_backtracking(server: Prone) -> Iterator[list[Asked]]:
     forced = {"choice": [BACKTRACKING]}
     asked = server.send_chat_request(tools=[TOOL], structured_outputs=forced, max_tokens=500)
-    until(lambda: not web.is_healthy(server.url, timeout_s=1))
+    until(lambda: not vllm_client.is_healthy(server.url, timeout_s=1))
     with ExitStack() as after:
         after.callback(os.kill, server.pids()["api"], signal.SIGUSR2)
         yield [asked]

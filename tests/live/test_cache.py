@@ -18,11 +18,11 @@ from typing import Any
 import httpx
 import pytest
 
-from vllmops.agent.state import caches as agent_caches
-from vllmops.collect.agents import agent_client as agent
+from vllmops.agent.state import caches
+from vllmops.collect.agents import agent_client
 from vllmops.collect.machine.processes import Process
 from vllmops.demo.inputs import make_chat_request, make_wav
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.caches import EncoderCache
 from vllmops.model.roles import Role
 from vllmops.rules.caches import check_cache
@@ -181,8 +181,8 @@ def test_a_stopped_engine_is_told_and_the_others_shown(vision_server: Any) -> No
 def test_draining_refuses_new_requests(vision_server: Any) -> None:
     rows = vision_server.row["processes"]
     row = next(row for row in rows if row["role"] == "api")
-    created = identity.read_identity(row["pid"]).start_ticks
-    api = agent.open_agent(Process(Role.API, row["pid"], created))
+    created = process_identity.read_identity(row["pid"]).start_ticks
+    api = agent_client.open_agent(Process(Role.API, row["pid"], created))
     url = vision_server.url
     before = api.fetch_traffic()
     assert before.in_flight == 0
@@ -203,7 +203,9 @@ def test_draining_refuses_new_requests(vision_server: Any) -> None:
 
 def test_engine_state(vision_server: Any) -> None:
     pid = vision_server.pids()["engine"]
-    engine = agent.open_agent(Process(Role.ENGINE, pid, identity.read_identity(pid).start_ticks))
+    engine = agent_client.open_agent(
+        Process(Role.ENGINE, pid, process_identity.read_identity(pid).start_ticks)
+    )
     before = engine.fetch_engine_state()
     assert send_image_request(vision_server.url, 2).status_code == 200
     after = engine.fetch_engine_state()
@@ -215,7 +217,7 @@ def test_engine_state(vision_server: Any) -> None:
     hello = engine.fetch_hello()
     assert (hello.role, hello.problems) == ("engine", ())
     time.sleep(1.2)
-    pulse = agent.read_heartbeat(engine.process)
+    pulse = agent_client.read_heartbeat(engine.process)
     assert pulse is not None
     assert pulse.heartbeat.current_step == after.current_step
     assert not pulse.is_late
@@ -329,7 +331,7 @@ def test_vllms_lru_cache_in_use_gives_no_finding_and_is_not_changed() -> None:
                 cache.pop(key, None)
         if choice.random() < 0.05:
             before = (cache.stat(), list(cache.order), cache.currsize)
-            snapshot = agent_caches.observe_lru_cache(holder, keys=True)
+            snapshot = caches.observe_lru_cache(holder, keys=True)
             assert check_cache(snapshot) == []
             assert (cache.stat(), snapshot.order, snapshot.bytes) == before
             assert snapshot.entries == len(cache)
@@ -371,7 +373,7 @@ def test_vllms_encoder_cache_manager_in_use_gives_no_finding() -> None:
                 del requests[name]
         if number % 20 == 0:
             looks += 1
-            cache = agent_caches.observe_encoder_cache(scheduler)
+            cache = caches.observe_encoder_cache(scheduler)
             assert isinstance(cache, EncoderCache)
             assert check_cache(cache) == []
             assert cache.slots_by_key == manager.num_embeds_by_hash

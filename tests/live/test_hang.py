@@ -21,8 +21,8 @@ import psutil
 import pytest
 
 from vllmops.actions.request_abort import abort_requests
-from vllmops.bundle import fatal_messages as messages
-from vllmops.collect.agents import agent_client as agent
+from vllmops.bundle import fatal_messages
+from vllmops.collect.agents import agent_client
 from vllmops.model.caches import EncoderCache
 from vllmops.observe.requests import listing
 from vllmops.servers.discovery import resolve_server
@@ -348,7 +348,7 @@ def end_all(server: Prone) -> list[dict[str, Any]]:
 
 def holds(server: Prone) -> tuple[float, int]:
     """How much of the KV cache is in use, as a share, and the pins in the encoder cache."""
-    engine = agent.open_agent(server.processes["engine"])
+    engine = agent_client.open_agent(server.processes["engine"])
     (cache,) = (one for one in engine.fetch_caches().caches if isinstance(one, EncoderCache))
     usage = engine.fetch_engine_state().kv_cache_usage
     assert usage is not None
@@ -477,7 +477,9 @@ def test_a_thread_that_ended_is_started_again(stock: Prone) -> None:
         assert (code, set(done) - {("caches", True)}) == (0, {("io-threads", True)})
         assert [one.answer(30) for one in asked] == [410, 200]
     assert stock.send_chat_request().answer(30) == 200
-    written, read = messages.fetch_fatal_messages(resolve_server(stock.name))[-2:]  # for a bundle
+    written, read = fatal_messages.fetch_fatal_messages(resolve_server(stock.name))[
+        -2:
+    ]  # for a bundle
     assert (written.thread, read.thread) == ("output thread", "input thread")
     (type_, *frames) = read.frames
     assert (type_.head, len(frames[0].head)) == (b"\0", frames[0].size)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllmops_responses.server import carrier_merge as carried
-from vllmops_responses.server import wire_format as wire
+from vllmops_responses.server import carrier_merge, wire_format
 from vllmops_responses.server.turn_history import HistoryReader
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.compression import deflate
@@ -40,7 +39,7 @@ RESULT = {"type": "function_call_output", "call_id": "c", "output": "it is on"}
 
 
 def turn(given: Any, output: list[Any]) -> Response:
-    items = deflate(wire.extract_input_items(json.dumps({"input": given}).encode()))
+    items = deflate(wire_format.extract_input_items(json.dumps({"input": given}).encode()))
     body = deflate(json.dumps({"output": output}).encode())
     return Response(id="r", owner="", model="m", status="completed", body=body, input=items)
 
@@ -58,7 +57,10 @@ def read_stored_items(*, harmony: bool) -> list[Any]:
 
 def make_sealed_items(*, harmony: bool) -> list[Any]:
     """What a carrier holds of them."""
-    words = map(carried.drop_unneeded_fields, wire.select_history_items(OUTPUT, harmony=harmony))
+    words = map(
+        carrier_merge.drop_unneeded_fields,
+        wire_format.select_history_items(OUTPUT, harmony=harmony),
+    )
     return [{"role": "user", "content": "light, please"}, *words, RESULT]
 
 
@@ -67,7 +69,7 @@ def make_signed_items(*, harmony: bool) -> list[Any]:
     messages = import_module("vllmops_responses.server.item_conversion").convert_items_to_messages(
         make_sealed_items(harmony=harmony)
     )
-    return carried.convert_messages_to_items(json.loads(json.dumps(messages)))
+    return carrier_merge.convert_messages_to_items(json.loads(json.dumps(messages)))
 
 
 WAYS = [read_stored_items, make_sealed_items, make_signed_items]
@@ -120,7 +122,7 @@ def test_images_and_sounds_come_as_they_were(part: Any) -> None:
     messages = import_module("vllmops_responses.server.item_conversion").convert_items_to_messages(
         [item]
     )
-    for items in ([item], carried.convert_messages_to_items(messages)):
+    for items in ([item], carrier_merge.convert_messages_to_items(messages)):
         (made,) = vllm("utils").construct_input_messages(request_input=parse_items(items))
         was, words = made["content"]
         assert was == ({"detail": "auto", **part} if part["type"] == "input_image" else part)
@@ -132,4 +134,4 @@ def test_an_answer_of_no_words_is_left_out() -> None:
     empty = {**words, "type": "message", "content": []}
     items = [{"role": "user", "content": "well?"}, empty, {**empty, "content": [TEXT]}]
     for given in (items, parse_items(items)):
-        assert [wire.is_empty_answer(item) for item in given] == [False, True, False]
+        assert [wire_format.is_empty_answer(item) for item in given] == [False, True, False]

@@ -28,7 +28,7 @@ from textual.pilot import Pilot
 
 from vllmops.collect.http.vllm_client import fetch_metrics
 from vllmops.model.vllm_metrics import Metrics
-from vllmops.top import table_rows as rows
+from vllmops.top import table_rows
 from vllmops.top.full_screen import TopApp
 from vllmops.top.server_followers import METRICS_S, FollowedServers, ServerFollower
 
@@ -195,10 +195,10 @@ def test_the_full_screen_looks_as_it_did(server: Live) -> None:
 def test_a_stopped_process_is_a_finding_and_its_end_is_seen(server: Live) -> None:
     follower = ServerFollower(server.name)
 
-    def row() -> rows.ServerRow:
+    def row() -> table_rows.ServerRow:
         follower.take_sample()
         time.sleep(0.2)
-        return rows.make_server_row(server.name, follower.samples, time.monotonic())
+        return table_rows.make_server_row(server.name, follower.samples, time.monotonic())
 
     assert row().findings == ()
     api = server.pids()["api"]
@@ -225,7 +225,7 @@ def test_looks_cost_two_per_cent_of_a_core(server: Live) -> None:
         for _ in range(count):
             follower.asked_s = float("-inf") if asks else time.monotonic()
             follower.take_sample()
-            rows.make_server_row(server.name, follower.samples, time.monotonic())
+            table_rows.make_server_row(server.name, follower.samples, time.monotonic())
         return (measure_cpu_s() - began) / count
 
     assert cost_s(LOOKS, asks=False) + cost_s(10, asks=True) / METRICS_S <= MOST

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from vllmops.docs import load_pages
-from vllmops.metrics import metric_families as families
+from vllmops.metrics import metric_families
 from vllmops.metrics.alerts import AlertFormat, render_alert_rules
 from vllmops.metrics.metric_families import FAMILIES, PREFIX
 from vllmops_responses.server.metrics import COUNTERS
@@ -205,7 +205,7 @@ def test_the_rules_name_metrics_that_there_are() -> None:
             for label in f.labels
         }
         assert labels <= of_rule | {"instance", "job", "backend"}
-    assert families.PREFIX == "vllmops:"
+    assert metric_families.PREFIX == "vllmops:"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=NAMES)

@@ -7,13 +7,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from vllmops.collect.machine import gpu
-from vllmops.collect.machine import kernel_log as kmsg
-from vllmops.collect.machine import shared_memory as shm
+from vllmops.collect.machine import gpu, kernel_log, shared_memory
 from vllmops.collect.machine.processes import Process
 from vllmops.model.roles import Role
 from vllmops.model.server_snapshot import Xid
-from vllmops.observe import server_snapshot as examine
+from vllmops.observe import server_snapshot
 from vllmops.servers.discovery import Server
 from vllmops.servers.record import InstanceRecord
 
@@ -25,17 +23,17 @@ def test_application_xids_of_other_processes_are_dropped(monkeypatch: pytest.Mon
         Xid("0000:3b:00", 79, "pid=8, GPU has fallen off the bus.", 3.0),
         Xid("0000:3b:00", 13, "told by NVML", 2.0),
     )
-    monkeypatch.setattr(kmsg, "read_xids", lambda _: logged)
+    monkeypatch.setattr(kernel_log, "read_xids", lambda _: logged)
     monkeypatch.setattr(gpu, "collect_xids", lambda: ())
-    monkeypatch.setattr(shm, "explain_hidden_processes", lambda: "")
+    monkeypatch.setattr(shared_memory, "explain_hidden_processes", lambda: "")
     server = Server("demo", (Process(Role.ENGINE, 7, 0),))
-    assert [(xid.number, xid.pid) for xid in examine.collect_xids(server)] == [
+    assert [(xid.number, xid.pid) for xid in server_snapshot.collect_xids(server)] == [
         (31, 7),
         (79, 8),
         (13, None),
     ]
-    monkeypatch.setattr(shm, "explain_hidden_processes", lambda: "this is a container")
-    assert examine.collect_xids(server) == logged
+    monkeypatch.setattr(shared_memory, "explain_hidden_processes", lambda: "this is a container")
+    assert server_snapshot.collect_xids(server) == logged
 
 
 def test_a_server_that_is_over_had_its_own_gpu_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,9 +44,9 @@ def test_a_server_that_is_over_had_its_own_gpu_errors(monkeypatch: pytest.Monkey
         return logged
 
     logged = (Xid("0000:3b:00", 31, "pid=7, MMU Fault", 5.0),)
-    monkeypatch.setattr(kmsg, "read_xids", record_xid_query)
+    monkeypatch.setattr(kernel_log, "read_xids", record_xid_query)
     monkeypatch.setattr(gpu, "collect_xids", lambda: ())
-    monkeypatch.setattr(shm, "explain_hidden_processes", lambda: "")
+    monkeypatch.setattr(shared_memory, "explain_hidden_processes", lambda: "")
     record = msgspec.convert(
         {
             "name": "demo",
@@ -66,6 +64,6 @@ def test_a_server_that_is_over_had_its_own_gpu_errors(monkeypatch: pytest.Monkey
         },
         InstanceRecord,
     )
-    monkeypatch.setattr(examine, "time", SimpleNamespace(time=lambda: 1100.0))
-    assert examine.collect_xids(Server("demo", (), record=record)) == logged
+    monkeypatch.setattr(server_snapshot, "time", SimpleNamespace(time=lambda: 1100.0))
+    assert server_snapshot.collect_xids(Server("demo", (), record=record)) == logged
     assert since == [100.0]

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from vllmops.collect.http import vllm_client as http
+from vllmops.collect.http import vllm_client
 from vllmops.collect.http.endpoint import Endpoint
 from vllmops.support.errors import ExitCode, VllmopsError
-from vllmops_responses import client as responses
+from vllmops_responses import client
 from vllmops_responses.client import HttpResponseSource
-from vllmops_responses.commands.responses import source_options as sources
+from vllmops_responses.commands.responses import source_options
 from vllmops_responses.commands.responses.source_options import (
     iterate_pages,
     retry_while_unavailable,
@@ -139,7 +139,7 @@ def test_response_id_that_changes_the_path_is_unknown(hostile: Hostile, response
 def test_an_answer_without_end(
     hostile: Hostile, question: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "ANSWER_BYTES", 1 << 20)
+    monkeypatch.setattr(vllm_client, "ANSWER_BYTES", 1 << 20)
     head = EVENTS if question is QUESTIONS["events"] else JSON + b"\r\n"
     error = refusal(hostile(endless(head, b"x" * 65536)), question)
     assert (error.code, error.exit_code) == ("responses.unreachable", ExitCode.NOT_FOUND)
@@ -151,7 +151,7 @@ def test_an_answer_without_end(
 def test_an_answer_that_trickles_in(
     hostile: Hostile, question: Any, head: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "GRACE_S", 0.05)
+    monkeypatch.setattr(vllm_client, "GRACE_S", 0.05)
     error = refusal(hostile(endless(head, b"x", 0.05)), question, SHORT_S)
     assert (error.code, error.exit_code) == ("responses.timeout", ExitCode.TIMED_OUT)
 
@@ -189,8 +189,8 @@ def make_response_page(number: int, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("new", [True, False])
 def test_lists_without_end(hostile: Hostile, new: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(responses, "PAGES", 5)
-    monkeypatch.setattr(sources, "PAGES", 5)
+    monkeypatch.setattr(client, "PAGES", 5)
+    monkeypatch.setattr(source_options, "PAGES", 5)
     numbers = itertools.count()
     place = hostile(lambda: make_json_answer(make_response_page(next(numbers) if new else 1)))
 
@@ -208,7 +208,7 @@ def test_lists_without_end(hostile: Hostile, new: bool, monkeypatch: pytest.Monk
 def test_a_server_that_wants_to_be_asked_later(
     hostile: Hostile, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(source_options, "LONGEST_PAUSE_S", 0.01)
     head = f"HTTP/1.1 503 x\r\nRetry-After: {after}\r\nContent-Length: 0\r\n"
     # Else the client might ask again on the connection that is just being closed.
     head += "Connection: close\r\n\r\n"

@@ -13,7 +13,7 @@ from vllmops.docs import load_pages
 from vllmops.model.findings import Severity
 from vllmops.model.server_snapshot import Gap, ServerSnapshot
 from vllmops.model.stacks import StacksSnapshot
-from vllmops.rules import diagnosis as doctor
+from vllmops.rules import diagnosis
 from vllmops.rules.diagnosis import diagnose_snapshot, list_checks
 from vllmops.rules.stacks.signatures import load_signatures
 
@@ -94,7 +94,7 @@ def test_steps_without_tokens_are_told_to_the_stacks() -> None:
             )
             for at_s, at in ((0.0, 5), (4.0, step))
         ]
-        known = doctor.collect_facts(seen, 10.0)
+        known = diagnosis.collect_facts(seen, 10.0)
         return {name: known[name] for name in ("steps", "still") if name in known}
 
     assert paces(900, still_s=8.2) == {"steps": "moving", "still": "8"}
@@ -139,7 +139,7 @@ def test_a_snapshot_says_the_same_once_it_was_saved() -> None:
         stacks=stacks("mm-cache-eviction-spin.txt"),
     )
     again = msgspec.json.decode(msgspec.json.encode(snapshot), type=ServerSnapshot)
-    assert doctor.diagnose_snapshot(again) == doctor.diagnose_snapshot(snapshot)
+    assert diagnosis.diagnose_snapshot(again) == diagnosis.diagnose_snapshot(snapshot)
 
 
 def test_every_check_has_its_page_and_every_page_its_check() -> None:
@@ -170,8 +170,8 @@ def test_every_page_says_what_it_means_how_vllmops_knows_and_what_to_do() -> Non
 
 def test_every_code_that_orders_or_hides_findings_is_one_of_a_check() -> None:
     codes = {check.code for check in list_checks()}
-    hidden = set().union(*doctor.HIDES.values())
-    assert doctor.SYMPTOMS.keys() | doctor.HIDES.keys() | hidden <= codes
+    hidden = set().union(*diagnosis.HIDES.values())
+    assert diagnosis.SYMPTOMS.keys() | diagnosis.HIDES.keys() | hidden <= codes
 
 
 def test_a_finding_names_its_page() -> None:

@@ -18,7 +18,7 @@ from vllmops.model.memory import (
     RequestCounts,
     StoreCounts,
 )
-from vllmops.rules import memory_growth as memory
+from vllmops.rules import memory_growth
 from vllmops.rules.memory_growth import (
     FLAT,
     GROWING,
@@ -228,4 +228,4 @@ def test_the_end_of_a_process_is_left_out() -> None:
 
 
 def test_rules_have_codes_of_their_own() -> None:
-    assert len({rule.code for rule in memory.RULES}) == len(memory.RULES)
+    assert len({rule.code for rule in memory_growth.RULES}) == len(memory_growth.RULES)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.bench.diagnosis import cases
 
-from vllmops.collect.stacks import pasted_text as paste
+from vllmops.collect.stacks import pasted_text
 from vllmops.rules.stacks import prose
 from vllmops.rules.stacks.explanation import explain_stacks
 from vllmops.rules.stacks.prose import (
@@ -43,7 +43,7 @@ def test_each_exclusion_pattern_drops_its_example(row: ReportPattern) -> None:
 
 @pytest.mark.parametrize("path", sorted(FIELD.glob("quiet-*.txt")), ids=lambda path: path.stem)
 def test_a_quiet_text_names_nothing(path: Path) -> None:
-    found = explain_stacks(paste.parse_stacks(path.read_text()))
+    found = explain_stacks(pasted_text.parse_stacks(path.read_text()))
     assert found.verdict not in {"hang", "maybe"}, found.findings
 
 

@@ -15,7 +15,7 @@ from vllmops.collect.machine import processes
 from vllmops.collect.machine.processes import Process, ProcessEntry, Table
 from vllmops.collect.machine.server_address import find_option
 from vllmops.model.roles import Role
-from vllmops.servers import discovery as servers
+from vllmops.servers import discovery
 from vllmops.servers.discovery import Server, is_local, list_servers, resolve_server
 from vllmops.servers.record import Failure, InstanceFolder, InstanceRecord, InstanceState
 from vllmops.support.errors import ExitCode, VllmopsError
@@ -335,4 +335,4 @@ def test_labels() -> None:
     tree = (Process(Role.API, 5, 1),)
     assert Server("a", tree).label == "a"
     assert Server(None, tree).label == "5"
-    assert servers.format_choices([]) == "no server runs on this machine"
+    assert discovery.format_choices([]) == "no server runs on this machine"

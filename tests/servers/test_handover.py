@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.hooks import socket_handover as adopting
-from vllmops.collect.agents import agent_client as agent
+from vllmops.agent.hooks import socket_handover
+from vllmops.collect.agents import agent_client
 from vllmops.collect.machine.processes import Process
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.agent_state import Traffic
 from vllmops.model.roles import Role
 from vllmops.model.socket_handover import LISTEN
@@ -52,7 +52,7 @@ def test_queued_connection_is_accepted_by_the_successor(
     create_server_socket.__module__ = module.__name__
     module.create_server_socket = create_server_socket  # type: ignore[attr-defined]
     monkeypatch.setenv(LISTEN, f"{number} {port} 127.0.0.1")
-    adopting.hook_socket_creation(module)
+    socket_handover.hook_socket_creation(module)
     module.create_server_socket(("127.0.0.1", port + 1), reuse_port=False)
     assert calls == [(("127.0.0.1", port + 1), False)]
     with module.create_server_socket(("127.0.0.1", port), reuse_port=True) as listener, client:
@@ -82,11 +82,11 @@ class Agent:
         self.in_flight = 0
         self.engine_answers = self.api_answers = True
         self.leaves = 0
-        monkeypatch.setattr(agent, "open_agent", lambda _: self)
+        monkeypatch.setattr(agent_client, "open_agent", lambda _: self)
         monkeypatch.setattr(handover, "KEEP_ALIVE_S", 0.2)
         monkeypatch.setattr(handover, "SLACK_S", 0.2)
         monkeypatch.setattr(handover, "POLL_S", 0.02)
-        started = identity.read_identity(os.getpid()).start_ticks
+        started = process_identity.read_identity(os.getpid()).start_ticks
         self.tree = [Process(role, os.getpid(), started) for role in (Role.API, Role.ENGINE)]
 
     def fetch_traffic(self) -> Traffic:

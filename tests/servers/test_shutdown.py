@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from vllmops.collect.http import vllm_client as http
+from vllmops.collect.http import vllm_client
 from vllmops.collect.machine import processes
 from vllmops.collect.machine.processes import Process, is_alive
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.agent_socket import get_socket_directory
 from vllmops.model.agent_state import Traffic
 from vllmops.model.roles import Role
-from vllmops.servers import shutdown as takedown
+from vllmops.servers import shutdown
 from vllmops.servers.shutdown import drain_server, find_session_members, send_signal, take_down
 from vllmops.support.home import create_folder
 
@@ -28,7 +28,7 @@ from ..support.waiting import patiently, until
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that is slow to tell how many requests it has is no server that can't."""
-    patiently(monkeypatch, "timeout_s", http.fetch_metrics)
+    patiently(monkeypatch, "timeout_s", vllm_client.fetch_metrics)
 
 
 def sleeper(**options: Any) -> "subprocess.Popen[bytes]":
@@ -38,7 +38,7 @@ def sleeper(**options: Any) -> "subprocess.Popen[bytes]":
 def test_a_tree_goes_with_its_port_and_its_segment(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 600.0)  # none of it is waited for in vain
+    monkeypatch.setattr(shutdown, "EXIT_GRACE_S", 600.0)  # none of it is waited for in vain
     server = lab.stranger()
     tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     assert [p.role for p in tree] == ["api", "engine", "worker"]
@@ -54,7 +54,7 @@ def test_a_tree_goes_with_its_port_and_its_segment(
 def test_orphans_that_heed_sigterm_are_not_waited_for_in_vain(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 600.0)
+    monkeypatch.setattr(shutdown, "EXIT_GRACE_S", 600.0)
     server = lab.stranger()
     tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     lab.kill(lab.pid_of(tree, "engine"))  # the API server does not know of the worker
@@ -65,7 +65,7 @@ def test_orphans_that_heed_sigterm_are_not_waited_for_in_vain(
 def test_take_down_kills_processes_that_ignore_sigterm(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.3)
+    monkeypatch.setattr(shutdown, "EXIT_GRACE_S", 0.3)
     server = lab.stranger(stubborn=True)
     tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     removed = take_down(tree, session=server.pid).removed_segments
@@ -99,7 +99,7 @@ def test_a_segment_that_somebody_else_maps_stays(lab: Any) -> None:
 
 def test_a_reused_pid_is_not_killed() -> None:
     bystander = sleeper()
-    created = identity.read_identity(bystander.pid).start_ticks
+    created = process_identity.read_identity(bystander.pid).start_ticks
     stale = Process(Role.API, bystander.pid, created - 60)
     send_signal(stale, signal.SIGKILL)
     take_down([stale])
@@ -110,11 +110,11 @@ def test_a_reused_pid_is_not_killed() -> None:
 
 def test_take_down_reports_an_unkillable_process(monkeypatch: pytest.MonkeyPatch) -> None:
     # A process that hangs in a driver's call can't be had here: signals are kept from this one.
-    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 0.1)
-    monkeypatch.setattr(takedown, "KILL_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(takedown, "send_signal", lambda *_: None)
+    monkeypatch.setattr(shutdown, "EXIT_GRACE_S", 0.1)
+    monkeypatch.setattr(shutdown, "KILL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(shutdown, "send_signal", lambda *_: None)
     hung = sleeper()
-    process = Process(Role.WORKER, hung.pid, identity.read_identity(hung.pid).start_ticks)
+    process = Process(Role.WORKER, hung.pid, process_identity.read_identity(hung.pid).start_ticks)
     remains = take_down([process])
     assert remains.unkillable == (process,)
     assert str(hung.pid) in str(remains)
@@ -123,7 +123,7 @@ def test_take_down_reports_an_unkillable_process(monkeypatch: pytest.MonkeyPatch
 
 
 def test_take_down_of_no_processes_does_nothing(home: Path) -> None:
-    assert take_down([]) == takedown.TakedownResult((), ())
+    assert take_down([]) == shutdown.TakedownResult((), ())
     assert find_session_members(processes.read_process_table(), None) == []
 
 
@@ -135,7 +135,9 @@ def test_take_down_removes_agent_sockets_and_heartbeats(home: Path) -> None:
         (folder / f"1{suffix}").touch()
     waiter = threading.Thread(target=victim.wait)
     waiter.start()
-    take_down([Process(Role.API, victim.pid, identity.read_identity(victim.pid).start_ticks)])
+    take_down(
+        [Process(Role.API, victim.pid, process_identity.read_identity(victim.pid).start_ticks)]
+    )
     waiter.join()
     assert {item.name for item in folder.iterdir()} == {"1.sock", "1.beat"}
 
@@ -147,7 +149,7 @@ def test_a_drain_waits_for_requests_in_flight(lab: Any, tmp_path: Path) -> None:
     words: list[str] = []
     request = threading.Thread(target=urllib.request.urlopen, args=(f"{url}/until{tmp_path}/go",))
     request.start()
-    until(lambda: takedown.count_in_flight(tree, url) == 1)
+    until(lambda: shutdown.count_in_flight(tree, url) == 1)
 
     def tell(text: str) -> None:
         words.append(text)
@@ -175,7 +177,7 @@ def test_a_drain_waits_for_requests_in_flight(lab: Any, tmp_path: Path) -> None:
 def test_unfinished_requests_are_counted_from_front_end_traffic(
     traffic: Traffic, count: int | None
 ) -> None:
-    assert takedown.count_unfinished(traffic) == count
+    assert shutdown.count_unfinished(traffic) == count
 
 
 SILENT = -1
@@ -219,10 +221,10 @@ def test_requests_in_flight_where_an_agent_does_not_answer(
         return [SimpleNamespace(unfinished_requests=unfinished) if unfinished != SILENT else None]
 
     asked = [Role.ENGINE, Role.API]
-    monkeypatch.setattr(takedown, "collect_agent_answers", answers)
+    monkeypatch.setattr(shutdown, "collect_agent_answers", answers)
     found = None if gauge is None else SimpleNamespace(running=gauge, waiting=0.0)
-    monkeypatch.setattr(http, "fetch_metrics", lambda _: found)
-    assert takedown.count_in_flight([], "http://127.0.0.1:1") == count
+    monkeypatch.setattr(vllm_client, "fetch_metrics", lambda _: found)
+    assert shutdown.count_in_flight([], "http://127.0.0.1:1") == count
 
 
 def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
@@ -231,7 +233,7 @@ def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
     tree = processes.build_process_tree(processes.read_process_table(), [server.pid])
     cut = threading.Thread(target=lab.cut_off, args=(f"{url}/slow/600",))
     cut.start()
-    until(lambda: takedown.count_in_flight(tree, url) == 1)
+    until(lambda: shutdown.count_in_flight(tree, url) == 1)
     assert drain_server(tree, url, 0.3, lambda _: None) == "requests cut off: 1"
     assert drain_server(
         tree, url, 600, lambda _: None, should_stop_waiting=lambda: True
@@ -244,13 +246,15 @@ def test_a_drain_ends_when_its_time_is_up_or_somebody_hurries(lab: Any) -> None:
 
 
 def test_engines_without_an_agent_and_an_api_server_are_not_waited_for() -> None:
-    tree = [Process(Role.ENGINE, os.getpid(), identity.read_identity(os.getpid()).start_ticks)]
+    tree = [
+        Process(Role.ENGINE, os.getpid(), process_identity.read_identity(os.getpid()).start_ticks)
+    ]
     assert drain_server(tree, None, 600, lambda _: None) == "requests cut off: unknown"
 
 
 def test_drain_reports_that_requests_in_flight_are_unknown(listener: int) -> None:
-    tree = [Process(Role.API, os.getpid(), identity.read_identity(os.getpid()).start_ticks)]
+    tree = [Process(Role.API, os.getpid(), process_identity.read_identity(os.getpid()).start_ticks)]
     words: list[str] = []
-    assert takedown.count_in_flight(tree, None) is None
+    assert shutdown.count_in_flight(tree, None) is None
     assert drain_server(tree, None, 0.2, words.append) == "requests cut off: unknown"
     assert "unknown" in words[0]

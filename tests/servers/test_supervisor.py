@@ -25,13 +25,10 @@ import pytest
 
 from vllmops.collect.machine import processes
 from vllmops.collect.machine.processes import Process, is_alive
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.agent_socket import get_socket_directory
 from vllmops.model.roles import Role
-from vllmops.servers import claimed_ports as ports
-from vllmops.servers import handover, logs, supervisor
-from vllmops.servers import shutdown as takedown
-from vllmops.servers import supervisor_client as control
+from vllmops.servers import claimed_ports, handover, logs, shutdown, supervisor, supervisor_client
 from vllmops.servers.record import InstanceFolder, InstanceState
 from vllmops.servers.supervisor import Supervisor
 from vllmops.servers.supervisor_client import ControlRequest
@@ -47,7 +44,7 @@ from ..support.waiting import until
 def test_killed_process_takes_the_whole_server_down(
     lab: Any, role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 600.0)  # none of them is waited for in vain
+    monkeypatch.setattr(shutdown, "EXIT_GRACE_S", 600.0)  # none of them is waited for in vain
     record = lab.serve("a")
     assert [p.role for p in record.processes] == ["api", "engine", "worker"]
     victim = lab.process("a", role)
@@ -197,16 +194,16 @@ def test_serving_goes_on_without_the_supervisor_of_a_detached_server(lab: Any) -
 @long
 def test_a_port_is_its_instance_s_for_as_long_as_that_is_supervised(lab: Any) -> None:
     port = lab.serve("a").port
-    assert ports.claim_port(port) is None
+    assert claimed_ports.claim_port(port) is None
     lab.kill_supervisor("a")
-    successor = control.connect_supervisor(InstanceFolder("a"))
+    successor = supervisor_client.connect_supervisor(InstanceFolder("a"))
     next(successor.follow_records())
-    assert ports.claim_port(port) is None
+    assert claimed_ports.claim_port(port) is None
     successor.close()
     assert lab.vllmops("restart", "a").code == 0
-    assert ports.claim_port(port) is None
+    assert claimed_ports.claim_port(port) is None
     assert lab.vllmops("stop", "a", "--force").code == 0
-    held = ports.claim_port(port)
+    held = claimed_ports.claim_port(port)
     assert held is not None
     again = lab.vllmops("restart", "a", "--json")
     assert (again.code, again.error["code"]) == (1, "port.taken")
@@ -358,7 +355,7 @@ def test_a_session_of_an_earlier_boot_is_nobody_s(lab: Any) -> None:
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
         # The same numbers, even the same start after boot, and another boot.
-        there = identity.read_identity(bystander.pid)
+        there = process_identity.read_identity(bystander.pid)
         old = Process(Role.API, there.pid, there.start_ticks, boot="another")
         folder = InstanceFolder("a")
         folder.save_record(msgspec.structs.replace(record, processes=(old,), session=bystander.pid))
@@ -394,7 +391,7 @@ def test_an_error_right_after_the_start_leaves_no_server(
     answer = lab.vllmops(*lab.words("a"), "--detach", "--json", timeout_s=60)
     assert (answer.code, answer.error["code"]) == (1, "serve.failed")
     assert "of all things" in answer.error["message"]
-    assert not takedown.find_session_members(
+    assert not shutdown.find_session_members(
         processes.read_process_table(), lab.record("a").session
     )
 
@@ -564,7 +561,7 @@ def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
     lab.kill_supervisor("a")
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
-        there = identity.read_identity(bystander.pid)
+        there = process_identity.read_identity(bystander.pid)
         old = Process(Role.API, there.pid, there.start_ticks, boot="another")
         beside = {
             "hand_over_processes": (old,),
@@ -583,9 +580,9 @@ def test_a_hand_over_of_an_earlier_boot_ends_nobody_s_session(lab: Any) -> None:
 # -- the holder dies -----------------------------------------------------------------------
 
 
-def hold(lab: Any, name: str) -> control.ControlConnection:
+def hold(lab: Any, name: str) -> supervisor_client.ControlConnection:
     """Connect to an instance and hold it, as a foreground ``serve`` does."""
-    found: control.ControlConnection = control.connect_supervisor(
+    found: supervisor_client.ControlConnection = supervisor_client.connect_supervisor(
         InstanceFolder(name), ControlRequest(hold=True)
     )
     next(found.follow_records())
@@ -601,10 +598,10 @@ def test_a_holder_that_disconnects_takes_the_server_with_it(lab: Any) -> None:
 
 def test_a_client_that_only_watches_does_not(lab: Any) -> None:
     record = lab.serve("a")
-    watcher = control.connect_supervisor(InstanceFolder("a"))
+    watcher = supervisor_client.connect_supervisor(InstanceFolder("a"))
     assert next(watcher.follow_records()).state == InstanceState.READY
     watcher.close()
-    mumbler = control.connect_supervisor(InstanceFolder("a"))
+    mumbler = supervisor_client.connect_supervisor(InstanceFolder("a"))
     mumbler.connection.sendall(b"this is no request\n")
     assert (
         list(mumbler.follow_records())[-1].state == InstanceState.READY
@@ -616,7 +613,7 @@ def test_a_client_that_only_watches_does_not(lab: Any) -> None:
 
 def test_watchers_receive_the_final_record_at_stop(lab: Any) -> None:
     lab.serve("a")
-    watchers = [control.connect_supervisor(InstanceFolder("a")) for _ in range(3)]
+    watchers = [supervisor_client.connect_supervisor(InstanceFolder("a")) for _ in range(3)]
     assert lab.vllmops("stop", "a", "--force").code == 0
     assert [list(item.follow_records())[-1].state for item in watchers] == [
         InstanceState.STOPPED
@@ -714,10 +711,10 @@ def test_without_a_descriptor_left_nothing_is_taken_for_dead(lab: Any) -> None:
 
 @long
 def test_descriptors_run_out_while_it_stops(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takedown, "EXIT_GRACE_S", 2.0)
+    monkeypatch.setattr(shutdown, "EXIT_GRACE_S", 2.0)
     record = lab.serve("a", stubborn=True)
     supervisor = lab.supervisor("a")
-    connection = control.connect_supervisor(InstanceFolder("a"))
+    connection = supervisor_client.connect_supervisor(InstanceFolder("a"))
     next(connection.follow_records())
     connection.send_request(ControlRequest(stop=0.0))
     until(lambda: lab.state("a") == "stopping")
@@ -732,7 +729,7 @@ def test_descriptors_run_out_while_it_stops(lab: Any, monkeypatch: pytest.Monkey
 @long
 def test_many_clients_do_not_use_up_its_descriptors(lab: Any) -> None:
     record = lab.serve("a")
-    clients = [control.connect_supervisor(InstanceFolder("a")) for _ in range(300)]
+    clients = [supervisor_client.connect_supervisor(InstanceFolder("a")) for _ in range(300)]
     descriptors = Path(f"/proc/{lab.supervisor('a')}/fd")
     until(lambda: len(list(descriptors.iterdir())) < 150)
     assert lab.vllmops("stop", "a", timeout_s=60).code == 0

@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from vllmops.model.probe import ProbeResult
-from vllmops.servers import launch
-from vllmops.servers import systemd_notify as notify
+from vllmops.servers import launch, systemd_notify
 from vllmops.servers.record import InstanceFolder, InstanceState
 from vllmops.servers.systemd_notify import SystemdNotifier
 
@@ -56,7 +55,7 @@ def manager(place: str) -> Iterator[Manager]:
 
 
 def test_a_service(lab: Any, manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(notify.SOCKET, place)
+    monkeypatch.setenv(systemd_notify.SOCKET, place)
     loaded = lab.home / "loaded"
     lab.start_in_foreground("a", ready_with=str(loaded))
     serve = lab.foreground[-1]
@@ -77,7 +76,7 @@ def test_a_service(lab: Any, manager: Manager, place: str, monkeypatch: pytest.M
 def test_a_server_that_fails_leaves_its_cause(
     lab: Any, manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(notify.SOCKET, place)
+    monkeypatch.setenv(systemd_notify.SOCKET, place)
     serve = lab.hold("a")
     lab.kill(lab.process("a", "engine").pid)
     serve.communicate(timeout=60)
@@ -88,7 +87,7 @@ def test_a_server_that_fails_leaves_its_cause(
 
 
 def test_a_status_is_one_line(manager: Manager, place: str) -> None:
-    notifier = SystemdNotifier(InstanceFolder("a"), {notify.SOCKET: place})
+    notifier = SystemdNotifier(InstanceFolder("a"), {systemd_notify.SOCKET: place})
     notifier.send_status("it failed:\n  no memory\nMAINPID=1")
     assert manager.read_lines() == ["STATUS=it failed: no memory MAINPID=1"]
 
@@ -105,13 +104,13 @@ def test_the_watchdog_is_fed_by_progress(
     manager: Manager, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [ProbeResult(live=True, ready=True, started=True)]
-    monkeypatch.setattr(notify, "read_verdict", lambda _: now[0])
-    environment = {notify.SOCKET: place, notify.PERIOD: "300000"}
+    monkeypatch.setattr(systemd_notify, "read_verdict", lambda _: now[0])
+    environment = {systemd_notify.SOCKET: place, systemd_notify.PERIOD: "300000"}
     other = SystemdNotifier(
-        InstanceFolder("a"), {**environment, notify.FOR_PID: "1"}
+        InstanceFolder("a"), {**environment, systemd_notify.FOR_PID: "1"}
     )  # it is for another process
     notifier = SystemdNotifier(
-        InstanceFolder("a"), {**environment, notify.FOR_PID: str(os.getpid())}
+        InstanceFolder("a"), {**environment, systemd_notify.FOR_PID: str(os.getpid())}
     )
     plan = launch.build_record(launch.LaunchOptions("m", name="a", port=1), "a", 1)
     notifier.send_progress(msgspec.structs.replace(plan, state=InstanceState.READY, stage="ready"))
@@ -138,8 +137,10 @@ def test_watchdog_is_fed_if_the_verdict_cannot_be_read(
     def raise_key_error(_: Path) -> ProbeResult:
         raise KeyError("state")  # a record of another version, say
 
-    monkeypatch.setattr(notify, "read_verdict", raise_key_error)
-    notifier = SystemdNotifier(InstanceFolder("a"), {notify.SOCKET: place, notify.PERIOD: "300000"})
+    monkeypatch.setattr(systemd_notify, "read_verdict", raise_key_error)
+    notifier = SystemdNotifier(
+        InstanceFolder("a"), {systemd_notify.SOCKET: place, systemd_notify.PERIOD: "300000"}
+    )
     try:
         until(lambda: manager.read_lines().count("WATCHDOG=1") >= 2)
     finally:
@@ -148,6 +149,6 @@ def test_watchdog_is_fed_if_the_verdict_cannot_be_read(
 
 def test_without_systemd_nothing_is_told(home: Path) -> None:
     SystemdNotifier(InstanceFolder("a"), {}).send_message("READY=1")
-    SystemdNotifier(InstanceFolder("a"), {notify.SOCKET: str(home / "gone")}).send_message(
+    SystemdNotifier(InstanceFolder("a"), {systemd_notify.SOCKET: str(home / "gone")}).send_message(
         "READY=1"
     )

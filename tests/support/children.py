@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from vllmops.collect.machine.processes import Process
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.agent_socket import get_socket_directory
 from vllmops.model.roles import Role
 
@@ -98,5 +98,5 @@ def start_child(
     assert popen.stdout is not None
     assert popen.stdout.readline() == "'up'\n"
     return Child(
-        popen, Process(role, popen.pid, identity.read_identity(popen.pid).start_ticks), home
+        popen, Process(role, popen.pid, process_identity.read_identity(popen.pid).start_ticks), home
     )

@@ -31,11 +31,11 @@ import httpx
 import typer.main
 
 from vllmops import app
-from vllmops.collect.http import vllm_client as http
+from vllmops.collect.http import vllm_client
 from vllmops.collect.machine import processes
 from vllmops.servers import supervisor
 
-from . import own_processes as own
+from . import own_processes
 from .forking import Forking
 
 # What commands import late: a fork that has it starts in a third of the time. And a user who may
@@ -58,12 +58,12 @@ def read_certificates(is_remote: bool, *named: str | None) -> ssl.SSLContext:
 
 
 def make_ssl_context(*, is_remote: bool) -> ssl.SSLContext:
-    """`http.make_ssl_context`, with what is read already; a fork may name other files."""
+    """`vllm_client.make_ssl_context`, with what is read already; a fork may name other files."""
     named = os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR")
     return read_certificates(is_remote, *named)
 
 
-vars(http)["make_ssl_context"] = make_ssl_context
+vars(vllm_client)["make_ssl_context"] = make_ssl_context
 for is_remote in (False, True):
     make_ssl_context(is_remote=is_remote)
 
@@ -218,7 +218,7 @@ def become_clean_command(
     added = environment.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [place for place in added if place and place not in sys.path]
     if hidden:
-        processes.read_process_table = own.table_of(Path(environment["VLLMOPS_HOME"]))
+        processes.read_process_table = own_processes.table_of(Path(environment["VLLMOPS_HOME"]))
     become(app.main, ["vllmops", *words])
 
 
@@ -227,7 +227,7 @@ def command(words: Sequence[str]) -> Callable[[], object]:
     if not has_running_threads():
         return app.main
     # Where this process hides other tests' servers, the program does, too.
-    file = ("-m", "vllmops") if processes.read_process_table is TABLE else (own.__file__,)
+    file = ("-m", "vllmops") if processes.read_process_table is TABLE else (own_processes.__file__,)
     return lambda: os.execv(sys.executable, [sys.executable, *file, *words])
 
 
@@ -324,7 +324,7 @@ def become(
     """Be a program, in a fork that has the program's standard input and output.
 
     Its environment in /proc is this process's still, so its name there says whose it is: see
-    `own.in_home`.
+    `own_processes.in_home`.
 
     Args:
         program: what is called; it ends with its exit code.

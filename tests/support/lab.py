@@ -19,8 +19,7 @@ import pytest
 from vllmops.collect.http.vllm_client import is_healthy
 from vllmops.collect.machine import processes
 from vllmops.collect.machine.processes import Process, is_alive
-from vllmops.servers import launch
-from vllmops.servers import shutdown as takedown
+from vllmops.servers import launch, shutdown
 from vllmops.servers.record import InstanceFolder, InstanceRecord
 
 from .commands import Vllmops, background
@@ -145,7 +144,7 @@ class Lab:
         assert len(of.processes) >= 3
         assert of.session
         assert not [p for p in of.processes if is_alive(p)]
-        assert not takedown.find_session_members(processes.read_process_table(), of.session)
+        assert not shutdown.find_session_members(processes.read_process_table(), of.session)
         assert of.port is None or launch.try_bind("127.0.0.1", of.port) is None
         assert of.segments
         assert not [name for name in of.segments if Path("/dev/shm", name).exists()]

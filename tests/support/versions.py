@@ -12,7 +12,7 @@ import zipfile
 from importlib.util import cache_from_source, resolve_name
 from pathlib import Path
 
-from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.versions import features
 
 from . import modules
@@ -151,7 +151,7 @@ class Vllm:
     def __init__(self) -> None:
         self.popen = subprocess.Popen(
             [sys.executable, "-P", "-c", CHILD],
-            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", objects.LOGGED: ""},
+            env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", vllm_objects.LOGGED: ""},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

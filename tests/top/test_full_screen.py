@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 from textual.widgets import Tree
 
 from vllmops.support.streams import UNSAFE
-from vllmops.top import key_bindings as actions
+from vllmops.top import key_bindings
 from vllmops.top.full_screen import TopApp
 from vllmops.top.server_followers import FollowedServers, ServerDetails
 
@@ -68,7 +68,7 @@ def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, ...]
         commands.append(words)
         return 1, json.dumps(STACKS) if "--json" in words else "\x1b[2Jdone [b]this[/b]"
 
-    monkeypatch.setattr(actions, "run_command", run)
+    monkeypatch.setattr(key_bindings, "run_command", run)
     monkeypatch.setenv("VLLMOPS_HOME", str(tmp_path))
     return commands
 

@@ -13,8 +13,7 @@ import pytest
 
 from vllmops.model.targets import RemoteAccess, access
 from vllmops.servers.discovery import Server, resolve_server
-from vllmops.top import server_followers as look
-from vllmops.top import table_rows as rows
+from vllmops.top import server_followers, table_rows
 from vllmops.top.server_followers import FollowedServers, ServerFollower
 from vllmops.watch.watch_target import ServerPhase
 
@@ -33,7 +32,7 @@ def test_an_unresponsive_server_delays_no_other_server(monkeypatch: pytest.Monke
             if self.target == "hung":
                 hangs.wait()
 
-    monkeypatch.setattr(look, "LOOK_S", 0.01)
+    monkeypatch.setattr(server_followers, "LOOK_S", 0.01)
     board = FollowedServers(("hung", "well"), Counting)
     board.start_following()
     until(lambda: counts["well"] > 5 and counts["hung"])
@@ -50,7 +49,7 @@ def test_a_look_that_fails_is_told_and_the_next_one_is_taken(
             self.samples = (*self.samples, *make_working_samples(until_s=0))
             raise RuntimeError("broken")
 
-    monkeypatch.setattr(look, "LOOK_S", 0.01)
+    monkeypatch.setattr(server_followers, "LOOK_S", 0.01)
     board = FollowedServers(("demo",), Failing)
     board.start_following()
     until(lambda: len(board.followers["demo"].samples) > 1)
@@ -61,7 +60,9 @@ def test_a_look_that_fails_is_told_and_the_next_one_is_taken(
 def test_an_instance_is_followed_from_its_start_to_its_end(
     lab: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(look, "METRICS_S", 600.0)  # soon, however long the machine takes
+    monkeypatch.setattr(
+        server_followers, "METRICS_S", 600.0
+    )  # soon, however long the machine takes
     follower = ServerFollower("demo")
     follower.take_sample()
     assert follower.last_sample
@@ -71,7 +72,7 @@ def test_an_instance_is_followed_from_its_start_to_its_end(
     follower.resolved_s = float("-inf")
     follower.reads_log = True
     follower.take_sample()
-    row = rows.make_server_row("demo", follower.samples, 0.0)
+    row = table_rows.make_server_row("demo", follower.samples, 0.0)
     assert (row.state, follower.failure) == ("ready", None)
     assert {item.role for node in row.nodes for item in node.processes} == {
         "api",
@@ -87,7 +88,7 @@ def test_an_instance_is_followed_from_its_start_to_its_end(
     assert follower.lines_read == len(follower.log)
     assert lab.vllmops("stop", "demo", "--force").code == 0
     follower.take_sample()
-    row = rows.make_server_row("demo", follower.samples, 0.0)
+    row = table_rows.make_server_row("demo", follower.samples, 0.0)
     assert row.state == "stopped"
     assert row.gaps[0].hint == "vllmops logs demo"
 
@@ -141,7 +142,7 @@ def test_a_server_on_another_machine_is_seen_by_its_url(spawn: Any, tmp_path: An
         follower.take_sample()
         follower.fetch_details()
         follower.take_sample()
-        row = rows.make_server_row(fleet.url, follower.samples, 0.0)
+        row = table_rows.make_server_row(fleet.url, follower.samples, 0.0)
         assert (row.state, row.gaps) == ("up", ())
         (node,) = row.nodes
         assert {item.role for item in node.processes} == {"api", "engine", "worker"}
@@ -150,7 +151,7 @@ def test_a_server_on_another_machine_is_seen_by_its_url(spawn: Any, tmp_path: An
 
         def state() -> str | None:
             follower.take_sample()
-            return rows.make_server_row(fleet.url, follower.samples, 0.0).severity
+            return table_rows.make_server_row(fleet.url, follower.samples, 0.0).severity
 
         until(lambda: state() == "error")
     finally:
@@ -161,7 +162,7 @@ def test_a_server_on_another_machine_is_seen_by_its_url(spawn: Any, tmp_path: An
 def test_two_looks_are_enough_for_rates_and_no_server_is_waited_for_longer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(look, "LOOK_S", 0.01)
+    monkeypatch.setattr(server_followers, "LOOK_S", 0.01)
     hangs = threading.Event()
     order: list[str] = []
 
@@ -180,9 +181,11 @@ def test_two_looks_are_enough_for_rates_and_no_server_is_waited_for_longer(
         return 3.0
 
     begun: list[float] = []
-    monkeypatch.setattr(look, "time", SimpleNamespace(monotonic=read_clock, sleep=time.sleep))
+    monkeypatch.setattr(
+        server_followers, "time", SimpleNamespace(monotonic=read_clock, sleep=time.sleep)
+    )
     slow: list[ServerFollower] = [Slow("hung"), Slow("well", Server(None, ()))]
-    look.take_two_samples(slow, 3.0)
+    server_followers.take_two_samples(slow, 3.0)
     until(lambda: "hung" in order)
     assert sorted(order) == ["hung", "well", "well"]
     hangs.set()

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ..support import own_processes as own
+from ..support import own_processes
 from ..support.sshd import Session, server
 from ..support.waiting import until
 
@@ -36,7 +36,9 @@ def top_over_ssh(tmp_path: Path, home: Path) -> Iterator[Opened]:
         ) -> Session:
             there = {"VLLMOPS_HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path), **set_}
             pairs = [f"{name}={value}" for name, value in there.items()]
-            line = shlex.join(["env", *pairs, sys.executable, "-m", own.__name__, "top", *words])
+            line = shlex.join(
+                ["env", *pairs, sys.executable, "-m", own_processes.__name__, "top", *words]
+            )
             at = shlex.quote(str(ROOT))
             session = Session(folder, serve, f"cd {at}; {before} exec {line}", term)
             stack.callback(session.close)
@@ -50,7 +52,8 @@ def tops(home: Path) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if own.__name__ in (process.info["cmdline"] or ()) and own.in_home(process.pid, home)
+        if own_processes.__name__ in (process.info["cmdline"] or ())
+        and own_processes.in_home(process.pid, home)
     ]
 
 

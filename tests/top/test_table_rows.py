@@ -8,8 +8,7 @@ from vllmops.model.findings import Severity
 from vllmops.model.server_snapshot import Gap
 from vllmops.support.output import make_console
 from vllmops.support.streams import UNSAFE
-from vllmops.top import plain_screen as screen
-from vllmops.top import table_rows as rows
+from vllmops.top import plain_screen, table_rows
 
 from ..rules.sample_servers import process, pulse
 from .sample_snapshots import (
@@ -23,14 +22,14 @@ from .sample_snapshots import (
 
 
 def test_a_server_at_work_has_its_processes_and_figures() -> None:
-    row = rows.make_server_row("demo", make_working_samples(), 30.5)
+    row = table_rows.make_server_row("demo", make_working_samples(), 30.5)
     assert (row.state, row.severity, row.age_s) == ("ready", None, 0.5)
     (node,) = row.nodes
     assert [item.role for item in node.processes] == ["api", "engine", "worker"]
     engine = node.processes[1]
     assert (engine.state, engine.step, engine.running, engine.waiting) == ("at work", 4711, 1, 1)
     assert engine.cpu == pytest.approx(0.5)
-    assert row.figures == rows.ServerFigures(100.0, 1, 1, 0.45, 0.8, None)
+    assert row.figures == table_rows.ServerFigures(100.0, 1, 1, 0.45, 0.8, None)
     (cache,) = row.caches
     assert (cache.name, cache.entries, cache.usage) == ("mm-lru P0", 3, 1 << 30)
     assert (len(row.requests), row.findings, row.gaps) == (2, (), ())
@@ -41,10 +40,10 @@ def test_figures_are_unknown_before_metrics_are_read_twice() -> None:
         make_target_sample(float(at_s), server_sample=make_busy_server_sample(at_s, metrics=None))
         for at_s in range(3)
     ]
-    figures = rows.make_server_row("demo", blind, 3.0).figures
-    assert figures == rows.ServerFigures(running=1, waiting=1)
+    figures = table_rows.make_server_row("demo", blind, 3.0).figures
+    assert figures == table_rows.ServerFigures(running=1, waiting=1)
     (once,) = make_working_samples(until_s=0)
-    assert rows.make_server_row("demo", [once], 0.0).figures.tokens_per_s is None
+    assert table_rows.make_server_row("demo", [once], 0.0).figures.tokens_per_s is None
 
 
 def test_counters_that_start_anew_give_no_rate() -> None:
@@ -53,8 +52,8 @@ def test_counters_that_start_anew_give_no_rate() -> None:
         make_target_sample(1.0, server_sample=make_busy_server_sample(0.0)),
         make_target_sample(2.0, server_sample=make_busy_server_sample(1.0)),
     ]
-    assert rows.compute_figures(looks[:2]).tokens_per_s is None
-    assert rows.compute_figures(looks).tokens_per_s == 100.0
+    assert table_rows.compute_figures(looks[:2]).tokens_per_s is None
+    assert table_rows.compute_figures(looks).tokens_per_s == 100.0
 
 
 def test_rates_are_per_second_however_far_readings_are_apart() -> None:
@@ -67,15 +66,15 @@ def test_rates_are_per_second_however_far_readings_are_apart() -> None:
         )
         for at_s in map(float, range(11))
     ]
-    assert rows.compute_figures(looks).tokens_per_s == 100.0
-    found = rows.make_sparkline_series(looks)
+    assert table_rows.compute_figures(looks).tokens_per_s == 100.0
+    found = table_rows.make_sparkline_series(looks)
     assert found["tokens_per_s"] == [100.0, 100.0]
     assert found["kv"] == [0.45] * 3
     assert found["running"] == [1.0] * 11
 
 
 def test_a_stall_is_a_finding_and_the_state() -> None:
-    row = rows.make_server_row("demo", make_stalled_samples(), 30.0)
+    row = table_rows.make_server_row("demo", make_stalled_samples(), 30.0)
     assert (row.state, row.severity) == ("stalled for 22 s", Severity.ERROR)
     assert row.findings[0].code == "engine.no-progress"
     assert len(row.findings) == 2
@@ -87,7 +86,7 @@ def test_a_stall_that_only_stacks_can_prove_is_a_warning() -> None:
     from vllmops.rules.progress import Stall
 
     doubt = Stall("api.no-progress", "api 10", 12.0, "an HTTP request arrived", alternative="work")
-    row = rows.make_server_row("demo", [make_target_sample(1.0, stalls=(doubt,))], 1.0)
+    row = table_rows.make_server_row("demo", [make_target_sample(1.0, stalls=(doubt,))], 1.0)
     assert (row.state, row.severity) == ("perhaps stalled for 12 s", Severity.WARNING)
     assert row.findings[0].severity is Severity.WARNING
     assert "stacks" in row.findings[0].evidence
@@ -112,14 +111,14 @@ def test_process_state_has_a_text_and_a_severity(
     state: str, fields: dict[str, Any] | None, text: str, severity: Severity | None
 ) -> None:
     shown = None if fields is None else pulse("engine", **fields)
-    assert rows.describe_process_state(process("engine", state), shown) == (text, severity)
+    assert table_rows.describe_process_state(process("engine", state), shown) == (text, severity)
 
 
 def test_a_server_that_drains_says_so() -> None:
     drains = make_busy_server_sample(
         1.0, health=503, heartbeats=(pulse("api", engine_requests=1, unready="draining"),)
     )
-    row = rows.make_server_row("demo", [make_target_sample(1.0, server_sample=drains)], 1.0)
+    row = table_rows.make_server_row("demo", [make_target_sample(1.0, server_sample=drains)], 1.0)
     assert (row.state, row.severity, row.findings) == (
         "ready, draining",
         Severity.WARNING,
@@ -132,7 +131,7 @@ def test_nodes_and_ranks_make_a_tree() -> None:
         process("worker", pid=number, node=f"n{number // 2}", ranks=f"TP{number}")
         for number in range(4)
     )
-    row = rows.make_server_row(
+    row = table_rows.make_server_row(
         "demo",
         [
             make_target_sample(
@@ -147,31 +146,33 @@ def test_nodes_and_ranks_make_a_tree() -> None:
 
 def test_a_server_that_starts_fails_or_is_not_reached() -> None:
     starting = make_target_sample(1.0, state="starting", stage="loading weights", reason="starting")
-    row = rows.make_server_row("demo", [starting], 1.0)
-    assert (screen.format_state(row), row.severity, row.gaps) == (
+    row = table_rows.make_server_row("demo", [starting], 1.0)
+    assert (plain_screen.format_state(row), row.severity, row.gaps) == (
         "starting: loading weights",
         None,
         (),
     )
-    failed = rows.make_server_row(
+    failed = table_rows.make_server_row(
         "demo",
         [make_target_sample(1.0, state="failed", reason="it failed: OOM", server_sample=None)],
         1.0,
     )
     assert (failed.state, failed.severity) == ("failed", Severity.ERROR)
     assert failed.gaps == (Gap("demo", "target.over", "it failed: OOM", "vllmops logs demo"),)
-    away = rows.make_server_row("x", [unreachable()], 40.0)
+    away = table_rows.make_server_row("x", [unreachable()], 40.0)
     assert (away.state, away.severity) == ("not seen", Severity.ERROR)
     assert away.gaps[0].code == "admin.unreachable"
-    late = rows.make_server_row("x", make_working_samples(), 40.0)
-    assert screen.format_state(late) == "ready (seen 10s ago)"
-    assert rows.make_server_row("x", [], 1.0).state == "not seen yet"
+    late = table_rows.make_server_row("x", make_working_samples(), 40.0)
+    assert plain_screen.format_state(late) == "ready (seen 10s ago)"
+    assert table_rows.make_server_row("x", [], 1.0).state == "not seen yet"
 
 
 @pytest.mark.parametrize(("state", "text"), [("?", "not reached"), ("", "ended")])
 def test_a_server_whose_processes_are_all_lost_is_not_up(state: str, text: str) -> None:
     lost = make_busy_server_sample(1.0, processes=(process("api", state), process("engine", state)))
-    row = rows.make_server_row("x", [make_target_sample(1.0, state="", server_sample=lost)], 1.0)
+    row = table_rows.make_server_row(
+        "x", [make_target_sample(1.0, state="", server_sample=lost)], 1.0
+    )
     assert (row.state, row.severity) == (text, Severity.ERROR)
 
 
@@ -182,12 +183,12 @@ def test_the_screen_fits_a_small_terminal_and_obeys_no_escape(
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", colour)
     output = [
-        rows.make_server_row("demo", make_working_samples(), 31.0),
-        rows.make_server_row("two", make_stalled_samples(), 30.0),
-        rows.make_server_row("away", [unreachable()], 31.0),
-        rows.make_server_row("evil", [hostile()], 1.0),
+        table_rows.make_server_row("demo", make_working_samples(), 31.0),
+        table_rows.make_server_row("two", make_stalled_samples(), 30.0),
+        table_rows.make_server_row("away", [unreachable()], 31.0),
+        table_rows.make_server_row("evil", [hostile()], 1.0),
     ]
-    for part in screen.render_servers(output):
+    for part in plain_screen.render_servers(output):
         make_console().print(part)
     shown = capsys.readouterr().out
     assert not UNSAFE.search(shown)

@@ -15,7 +15,7 @@ from opentelemetry.proto.logs.v1.logs_pb2 import SeverityNumber
 
 from vllmops.model.watch_events import WatchEvent
 from vllmops.support.errors import VllmopsError
-from vllmops.watch import opentelemetry as otlp
+from vllmops.watch import opentelemetry
 
 from ..support.otlp import PROTOCOL, Collector, attributes
 
@@ -49,7 +49,7 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 def test_a_stall_and_its_end(collector: Collector) -> None:
-    send = otlp.make_otlp_sender(os.environ)
+    send = opentelemetry.make_otlp_sender(os.environ)
     assert send
     send(STALLED)
     send(
@@ -81,7 +81,7 @@ def test_a_collector_that_is_gone_is_reported_in_time(
     collector: Collector, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
-    send = otlp.make_otlp_sender(os.environ)
+    send = opentelemetry.make_otlp_sender(os.environ)
     assert send
     collector.stop()
     calls: list[object] = []
@@ -111,7 +111,7 @@ def test_a_collector_that_is_gone_is_reported_in_time(
     ],
 )
 def test_otlp_is_off_without_a_configured_collector(environment: dict[str, str]) -> None:
-    assert otlp.make_otlp_sender(environment) is None
+    assert opentelemetry.make_otlp_sender(environment) is None
 
 
 def test_an_unsupported_protocol_and_a_missing_package_are_reported(
@@ -119,10 +119,10 @@ def test_an_unsupported_protocol_and_a_missing_package_are_reported(
 ) -> None:
     named = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}
     with pytest.raises(VllmopsError, match="none of grpc, http"):
-        otlp.make_otlp_sender({**named, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
+        opentelemetry.make_otlp_sender({**named, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(VllmopsError) as error:
-        otlp.make_otlp_sender(named)
+        opentelemetry.make_otlp_sender(named)
     assert error.value.hint == "pip install 'vllmops-cli[otel]'"
 
 

@@ -12,7 +12,7 @@ import httpx
 import msgspec
 import pytest
 
-from vllmops.collect.http import remote_processes as remote
+from vllmops.collect.http import remote_processes
 from vllmops.collect.http.endpoint import Endpoint
 from vllmops.collect.http.remote_processes import RemoteServer
 from vllmops.model.admin_api import ServerProcess, ServerProcesses
@@ -41,7 +41,7 @@ def test_a_server_that_can_not_be_reached_has_ended_only_if_that_lasts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(remote_processes, "time", SimpleNamespace(monotonic=lambda: now))
     admin = Admin()
     fleet = RemoteServer(admin)  # type: ignore[arg-type]
     watched = WatchedServer(Server(None, fleet.list_processes(), fleet=fleet))

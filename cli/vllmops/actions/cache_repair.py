@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..collect.machine.processes import ROLES, Process
 from ..model.cache_repairs import ProcessRepair, RepairRequest
 from ..model.caches import CacheSnapshot, ProcessGap
-from ..observe.caches import snapshot as caches
+from ..observe.caches import snapshot
 from ..rules.caches import find_front_only_keys
 from ..servers.discovery import Server
 
@@ -46,7 +46,7 @@ def repair_caches(server: Server, *, dry_run: bool = False) -> RepairReport:
     """
     repairs: list[ProcessRepair] = []
     for _ in range(1 if dry_run else ROUNDS):
-        answers, silent = agent.collect_answers(
+        answers, silent = agent_client.collect_answers(
             server.select_processes(*ROLES),
             lambda process: request_repair(process, RepairRequest(dry_run=dry_run)),
         )
@@ -56,23 +56,23 @@ def repair_caches(server: Server, *, dry_run: bool = False) -> RepairReport:
         # A request that was stuck in the front end continues, and may get stuck in the engine next.
         time.sleep(APART_S)
     if silent and not repairs:
-        raise agent.make_no_answer_error(
+        raise agent_client.make_no_answer_error(
             "repair.no-agent",
             f"no process of {server.label} can repair its caches",
             silent,
         )
-    agents = caches.CacheAgents(server)
-    after = caches.observe_caches(agents)
+    agents = snapshot.CacheAgents(server)
+    after = snapshot.observe_caches(agents)
     # Found only while no request is in flight, so none is about to bring these keys to the engine.
     if (front_only := find_front_only_keys(after)) is not None:
         pid, keys = front_only
         front = next(process for process in server.processes if process.pid == pid)
         repairs.append(request_repair(front, RepairRequest(dry_run=dry_run, front_only=keys)))
-        after = caches.observe_caches(agents)
+        after = snapshot.observe_caches(agents)
     return RepairReport([done for done in repairs if done.caches], silent, after)
 
 
 def request_repair(process: Process, request: RepairRequest) -> ProcessRepair:
-    peer = agent.open_agent(process, timeout_s=REACH_S)
+    peer = agent_client.open_agent(process, timeout_s=REACH_S)
     peer.timeout_s = TIMEOUT_S
     return peer.repair_caches(request)

@@ -9,7 +9,7 @@ from ..collect.agents.proven_states import HealCase, is_running_python
 from ..model.cache_repairs import CacheRepair
 from ..model.healing import HealProof
 from ..servers.discovery import Server
-from . import cache_repair as repair
+from . import cache_repair
 from .action import Action
 
 
@@ -37,12 +37,12 @@ class FaultyCaches(Action):
                     ),
                 ),
             )
-            for repaired in repair.repair_caches(server, dry_run=True).repairs
+            for repaired in cache_repair.repair_caches(server, dry_run=True).repairs
             for cache in repaired.caches
         ]
 
     def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:  # noqa: ARG002
-        repairs = repair.repair_caches(server).repairs
+        repairs = cache_repair.repair_caches(server).repairs
         return {
             format_subject(cache): cache.reason
             for one in repairs

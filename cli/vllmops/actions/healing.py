@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..collect.agents.proven_states import (
     HealCase,
     is_running_python,
@@ -91,7 +91,7 @@ def heal_server(
         VllmopsError: ``heal.no-agent``, if no agent answers and nothing else could be done.
     """
     agents = server.select_processes(*ROLES)
-    answers, silent = agent.collect_answers(agents, ping_agent)
+    answers, silent = agent_client.collect_answers(agents, ping_agent)
     outcomes: list[Outcome] = []
     problems: list[str] = []
     show(f"{server.label}: looking for what can be healed")
@@ -113,9 +113,9 @@ def heal_server(
             if not all(outcome.done for outcome in done):
                 break
     if silent and any(outcome.done for outcome in outcomes):  # what was healed may answer now
-        answers, silent = agent.collect_answers(agents, ping_agent)
+        answers, silent = agent_client.collect_answers(agents, ping_agent)
     if agents and not answers and not outcomes:
-        raise agent.make_no_answer_error(
+        raise agent_client.make_no_answer_error(
             "heal.no-agent", f"nothing of {server.label} can be healed", silent
         )
     return HealResult(outcomes, silent, problems)
@@ -128,7 +128,7 @@ def ping_agent(process: Process) -> HealAnswer:
         VllmopsError: it does not.
     """
     if not is_running_python(process):
-        raise agent.make_timeout_error(process)
+        raise agent_client.make_timeout_error(process)
     return send_heal_request(process, HealRequest(), REACH_S)
 
 

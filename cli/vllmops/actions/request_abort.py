@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..collect.machine.processes import Process
 from ..model.ranks import make_process_key
 from ..model.requests import AbortAnswer, AbortRequest, ProcessRequests, RequestState
@@ -78,11 +78,11 @@ def send_abort(server: Server, request: AbortRequest, role: Role) -> dict[int, s
     """Ask every process of a role to end requests; by pid why some do so only later, if at all."""
 
     def abort_in_process(process: Process) -> AbortAnswer:
-        return agent.open_agent(process, timeout_s=request.timeout_s + SLACK_S).abort_requests(
-            request
-        )
+        return agent_client.open_agent(
+            process, timeout_s=request.timeout_s + SLACK_S
+        ).abort_requests(request)
 
-    answers, silent = agent.collect_answers(server.select_processes(role), abort_in_process)
+    answers, silent = agent_client.collect_answers(server.select_processes(role), abort_in_process)
     late = {process.pid: "does not answer" for process in silent}
     return late | {answer.pid: "has a blocked event loop" for answer in answers if answer.pending}
 

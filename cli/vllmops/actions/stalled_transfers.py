@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..collect.agents.proven_states import HealCase
-from ..observe.requests import stalled_transfers as loads
+from ..observe.requests import stalled_transfers
 from ..observe.requests.listing import InFlightRequest
 from ..servers.discovery import Server
 from .action import AgentAction
@@ -13,7 +13,7 @@ from .request_abort import abort_requests
 
 
 class LostTransfers(AgentAction):
-    name = loads.ACTION
+    name = stalled_transfers.ACTION
     state = "a request waits for KV blocks whose transfer is over, or whose sender is gone"
     does = (
         "reports that load as failed: vLLM computes the request itself or ends it, as its policy "
@@ -24,7 +24,7 @@ class LostTransfers(AgentAction):
     unseen = True
 
     def find_cases(self, server: Server) -> list[HealCase]:
-        return loads.find_lost_loads(server)
+        return stalled_transfers.find_lost_loads(server)
 
     def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:
         left: dict[str, str] = {}

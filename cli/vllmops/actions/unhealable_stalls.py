@@ -12,7 +12,7 @@ from vllmops_responses.store.settings import STORE
 from ..collect.machine import proc
 from ..model.findings import Finding
 from ..model.server_snapshot import ServerSample
-from ..observe import server_snapshot as examine
+from ..observe import server_snapshot
 from ..observe.requests import listing
 from ..rules import diagnosis as doctor
 from ..rules import progress
@@ -55,7 +55,7 @@ def find_remaining_stall(
             break
     else:
         return None
-    diagnosis = doctor.diagnose_snapshot(examine.examine_server(server, show=show))
+    diagnosis = doctor.diagnose_snapshot(server_snapshot.examine_server(server, show=show))
     in_flight, background = count_in_flight_and_background(server)
     return RemainingStall(
         finding=doctor.find_cause(stalls, diagnosis),
@@ -70,7 +70,7 @@ def collect_samples(server: Server) -> list[ServerSample]:
     began, looks = time.monotonic(), []
     for pause_s in (0.0, APART_S):
         time.sleep(pause_s)
-        looks.append(examine.observe_server(server, began, web=False))
+        looks.append(server_snapshot.observe_server(server, began, web=False))
     return looks
 
 

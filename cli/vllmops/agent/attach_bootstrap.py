@@ -33,10 +33,10 @@ def boot_agent(options: BootOptions) -> None:
     """Start the agent in this process; never raises."""
     try:
         import_package(Path(options["package"]))
-        from vllmops.agent import attach_start as attach  # noqa: PLC0415
+        from vllmops.agent import attach_start  # noqa: PLC0415
 
         os.environ.setdefault("VLLMOPS_HOME", options["home"])
-        attach.attach_agent(patch=options["patch"])
+        attach_start.attach_agent(patch=options["patch"])
     except Exception as error:
         # By a rename: the command line waits for this file and must not read a part of it.
         half = Path(f"{options['error_file']}.half")

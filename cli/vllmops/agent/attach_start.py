@@ -25,11 +25,11 @@ from types import (
 from typing import Any
 
 from . import instrument_vllm
-from .hooks import vllm_objects as objects
+from .hooks import vllm_objects
 from .hooks.request_gate import Arrival, gate
 from .patches import registry
-from .transport import unix_socket as service
-from .versions import module_locations as places
+from .transport import unix_socket
+from .versions import module_locations
 
 MOST = 200_000  # objects visited; usually some 5,000
 LARGE = 10_000  # containers with more elements are skipped
@@ -50,9 +50,9 @@ def attach_agent(*, patch: bool) -> None:
     count_earlier_requests(select_request_tasks(roots))
     instrument_vllm(list_withheld_patches(patch=patch))
     track_existing_objects(roots)
-    service.start_agent()
-    if not service.is_running():
-        raise RuntimeError("; ".join(objects.problems) or "the agent did not start")
+    unix_socket.start_agent()
+    if not unix_socket.is_running():
+        raise RuntimeError("; ".join(vllm_objects.problems) or "the agent did not start")
 
 
 def list_withheld_patches(*, patch: bool) -> dict[str, str]:
@@ -69,13 +69,15 @@ def list_withheld_patches(*, patch: bool) -> dict[str, str]:
 def track_existing_objects(roots: Iterable[Any]) -> None:
     """Remember the objects that the hooks of the constructors would have remembered."""
     kinds = {
-        kind: cls for kind in objects.KINDS if (cls := places.find_loaded_class(kind)) is not None
+        kind: cls
+        for kind in vllm_objects.KINDS
+        if (cls := module_locations.find_loaded_class(kind)) is not None
     }
     for instance in find_vllm_objects(roots):
         for kind, cls in kinds.items():
             # By type: reading the __class__ of a proxy can run any code.
             if issubclass(type(instance), cls):
-                objects.track_object(kind, instance)
+                vllm_objects.track_object(kind, instance)
 
 
 def find_vllm_objects(roots: Iterable[Any]) -> Iterator[Any]:
@@ -112,7 +114,7 @@ def list_referents(item: Any) -> list[Any]:
 def is_vllm_object(item: Any) -> bool:
     """Whether it is an instance of one of vLLM's classes, and no layer of a model."""
     module = type(item).__module__
-    return module.startswith("vllm.") and not module.startswith(places.LAYERS)
+    return module.startswith("vllm.") and not module.startswith(module_locations.LAYERS)
 
 
 def list_live_values() -> Iterator[Any]:

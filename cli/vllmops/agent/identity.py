@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 
 from ..collect.machine.server_address import parse_serving_mode
-from ..model import process_identity as identity
+from ..model import process_identity
 from ..model.process_identity import ProcessIdentity
 from ..model.ranks import ServerMembership, make_placement
-from .hooks import vllm_objects as objects
+from .hooks import vllm_objects
 from .versions import ranks
 
 # By the prefixes of vLLM's process names; any other process is the front end.
@@ -35,7 +35,9 @@ def detect_role() -> str:
     if by_name := next((role for prefix, role in ROLES.items() if name.startswith(prefix)), None):
         return by_name
     if is_ray_worker():
-        return next((role for kind, role in BUILT.items() if objects.find_latest(kind)), "worker")
+        return next(
+            (role for kind, role in BUILT.items() if vllm_objects.find_latest(kind)), "worker"
+        )
     return "launcher" if parse_serving_mode(sys.argv).headless else "api"
 
 
@@ -52,12 +54,12 @@ def read_own_identity() -> ProcessIdentity:
 
 @cache
 def read_identity(pid: int) -> ProcessIdentity:
-    return identity.read_identity(pid)
+    return process_identity.read_identity(pid)
 
 
 def create_time() -> float:
     """When this process started, in seconds since the epoch by the current clock."""
-    return time.time() - identity.compute_age_s(read_own_identity().start_ticks)
+    return time.time() - process_identity.compute_age_s(read_own_identity().start_ticks)
 
 
 def make_process_fields() -> dict[str, Any]:
@@ -68,11 +70,15 @@ def make_process_fields() -> dict[str, Any]:
 def find_standing() -> ServerMembership:
     """Whose this process is, its node and its ranks; only the node before vLLM has a config."""
     node = os.uname().nodename
-    worker = objects.find_latest("worker")
-    holders = (worker, objects.find_latest("scheduler"), objects.find_latest("engine-client"))
+    worker = vllm_objects.find_latest("worker")
+    holders = (
+        worker,
+        vllm_objects.find_latest("scheduler"),
+        vllm_objects.find_latest("engine-client"),
+    )
     # Who is given a config has made none.
     configs: list[Any] = [getattr(holder, "vllm_config", None) for holder in holders]
-    config: Any = next(filter(None, [*configs, *objects.list_objects("config")]), None)
+    config: Any = next(filter(None, [*configs, *vllm_objects.list_objects("config")]), None)
     try:
         parallel, rank = config.parallel_config, getattr(worker, "rank", None)
         sizes = ranks.count_ranks(parallel)
@@ -86,7 +92,7 @@ def find_standing() -> ServerMembership:
 
 def can_span_nodes() -> bool:
     """Whether the engines or the workers of this API server may be on other nodes."""
-    config = getattr(objects.find_latest("engine-client"), "vllm_config", None)
+    config = getattr(vllm_objects.find_latest("engine-client"), "vllm_config", None)
     return config is not None and ranks.can_span_nodes(config.parallel_config)
 
 

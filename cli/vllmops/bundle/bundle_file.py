@@ -25,18 +25,17 @@ import msgspec
 
 from .. import __version__
 from ..model import json_text as text
-from ..model import snapshot_files as files
+from ..model import snapshot_files
 from ..model.bundle_index import BundleGap, BundleIndex, BundlePart
 from ..model.caches import CacheSnapshot
 from ..model.server_snapshot import ServerSnapshot
 from ..model.stacks import StacksSnapshot
 from ..model.step_recording import StepsRecording
-from ..observe.memory import recorder as memory
+from ..observe.memory import recorder
 from ..support.errors import VllmopsError
 from ..support.files import make_not_written_error as file_not_written
 from ..support.files import write_atomically
-from . import fatal_messages as messages
-from . import tar_archive as archive
+from . import fatal_messages, tar_archive
 from .parts import LOG_LINES, STACKS, BundleContents, UnredactedPart
 from .redaction.redactor import Redactor
 
@@ -117,7 +116,7 @@ def write_bundle(
     place = path
     while True:
         index = build_index(contents, parts, missing, redactor)
-        content = archive.pack_archive(
+        content = tar_archive.pack_archive(
             {INDEX: format_json(index), **{part.name: parts[part.name] for part in index.parts}},
             contents.made_at,
         )
@@ -195,7 +194,7 @@ def encode_part(name: str, piece: UnredactedPart, redactor: Redactor | None) -> 
         return join_lines(redact_lines(name, content, redactor) if redactor else iter([content]))
     if name.endswith(".jsonl"):
         if redactor and name == MESSAGES:
-            content = messages.redact_messages(content)
+            content = fatal_messages.redact_messages(content)
         lines = (msgspec.to_builtins(item, str_keys=True) for item in content)
         redacted = (redactor.redact_data(line, log=True) if redactor else line for line in lines)
         return join_lines(chain(map(text.encode_json, redacted), [b""]))
@@ -257,12 +256,12 @@ def load_bundle(path: Path) -> ServerSnapshot:
     """What a bundle holds of a server; it may be a stranger's.
 
     Raises:
-        VllmopsError: as `archive.unpack_archive` and `translate_errors` do, or
+        VllmopsError: as `tar_archive.unpack_archive` and `translate_errors` do, or
             ``bundle.no-snapshot`` where the server was not looked at.
     """
-    parts = archive.unpack_archive(path, READ.__contains__)
+    parts = tar_archive.unpack_archive(path, READ.__contains__)
     if INDEX not in parts:
-        raise archive.make_damaged_error(path, f"there is no {INDEX} in it")
+        raise tar_archive.make_damaged_error(path, f"there is no {INDEX} in it")
     index = parse_part(path, INDEX, parts, BundleIndex)
     if "server.json" not in parts:
         whys = [gap.reason for gap in index.missing if gap.name == "server.json"]
@@ -274,7 +273,7 @@ def load_bundle(path: Path) -> ServerSnapshot:
     with translate_errors(path, "memory.jsonl"):
         recording = parts.get("memory.jsonl")
         remembered = (
-            memory.parse_recording(path, remove_control_characters(recording))
+            recorder.parse_recording(path, remove_control_characters(recording))
             if recording
             else None
         )
@@ -301,7 +300,7 @@ def parse_part_lines(
 def parse_part(path: Path, name: str, parts: Mapping[str, bytes], kind: type[S]) -> S:
     """One part; raises as `translate_errors` does."""
     with translate_errors(path, name):
-        return files.parse_snapshot(path, remove_control_characters(parts[name]), kind)
+        return snapshot_files.parse_snapshot(path, remove_control_characters(parts[name]), kind)
 
 
 @contextlib.contextmanager
@@ -316,7 +315,7 @@ def translate_errors(path: Path, name: str) -> Iterator[None]:
     except VllmopsError as error:
         if error.code == "file.newer":
             raise
-        raise archive.make_damaged_error(path, f"{name}: {error.message}") from error
+        raise tar_archive.make_damaged_error(path, f"{name}: {error.message}") from error
 
 
 def remove_control_characters(content: bytes) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..model.fatal_messages import FatalMessage
 from ..model.ranks import format_role_and_ranks
 from ..model.roles import Role
@@ -34,8 +34,8 @@ class ProcessFatalMessage(FatalMessage, frozen=True, kw_only=True):
 def fetch_fatal_messages(server: Server) -> list[ProcessFatalMessage]:
     """Those that the engines of a server have kept; none where an agent does not answer."""
     asked = server.select_processes(Role.ENGINE)
-    answers, _ = agent.collect_answers(
-        asked, lambda process: agent.open_agent(process).fetch_fatal_messages()
+    answers, _ = agent_client.collect_answers(
+        asked, lambda process: agent_client.open_agent(process).fetch_fatal_messages()
     )
     return [
         ProcessFatalMessage(

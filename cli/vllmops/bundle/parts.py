@@ -21,23 +21,20 @@ from typing import Any
 import httpx
 import msgspec
 
-from vllmops_responses.keys import keyring_file as keyring
+from vllmops_responses.keys import keyring_file
 
 from .. import __version__
-from ..collect.agents import admin_token as admin
-from ..collect.agents import agent_client as agent
-from ..collect.http import vllm_client as http
-from ..collect.machine import proc, processes
-from ..collect.machine import process_details as procfacts
+from ..collect.agents import admin_token, agent_client
+from ..collect.http import vllm_client
+from ..collect.machine import proc, process_details, processes
 from ..model.bundle_index import BundleGap
 from ..model.findings import Finding
 from ..model.memory import MemoryRecording
 from ..model.ranks import format_role_and_ranks
 from ..model.server_snapshot import ServerSnapshot
-from ..observe import server_snapshot as examine
-from ..observe import step_recordings as history
-from ..observe.memory import recorder as memory
-from ..rules import diagnosis as doctor
+from ..observe import server_snapshot, step_recordings
+from ..observe.memory import recorder
+from ..rules import diagnosis
 from ..rules.progress import PATIENCE_S
 from ..servers import interpreter, logs
 from ..servers.discovery import Server
@@ -45,7 +42,7 @@ from ..servers.record import InstanceFolder
 from ..support.errors import VllmopsError
 from ..support.files import ANYBODY, open_regular_file
 from ..support.numbers import format_count
-from . import fatal_messages as messages
+from . import fatal_messages
 from .redaction.redactor import TEXT, find_launch_secrets, find_secret_values
 
 TIMEOUT_S = 20.0
@@ -124,7 +121,7 @@ def collect_contents(
         report_progress: takes what the capture waits for, in words.
         stop: once it is set nothing is waited for any more, and what there is is the content.
     """
-    looking = examine.Examination(
+    looking = server_snapshot.Examination(
         server, make_examination_options(compute_snapshot_s(timeout_s)), ignore_progress
     )
     stop = stop or threading.Event()
@@ -192,7 +189,7 @@ class BundleCollector:
 
     def __init__(
         self,
-        looking: examine.Examination,
+        looking: server_snapshot.Examination,
         timeout_s: float,
         collect_env_s: float,
         report_progress: Callable[[str], None],
@@ -253,12 +250,14 @@ class BundleCollector:
         if "memory.jsonl" in self.tasks:
             return
         self.start_part("memory.jsonl", lambda: load_memory_recording(server))
-        self.start_part("steps.jsonl", lambda: list(history.collect_history(server).recordings))
+        self.start_part(
+            "steps.jsonl", lambda: list(step_recordings.collect_history(server).recordings)
+        )
         if server.processes:
             self.start_part("metrics.txt", lambda: fetch_metrics_text(server))
         if server.fleet:
             return  # all else is of its machine
-        self.start_part("messages.jsonl", lambda: messages.fetch_fatal_messages(server))
+        self.start_part("messages.jsonl", lambda: fatal_messages.fetch_fatal_messages(server))
         self.start_part("log.txt", lambda: read_server_log(server))
         if server.record:
             self.start_part("supervisor.txt", lambda: read_supervisor_log(server))
@@ -344,7 +343,7 @@ class BundleCollector:
         sections = self.facts[f"proc/{pid}.txt"] = []
 
         def read_facts() -> None:
-            for section in procfacts.render_process_facts(pid):
+            for section in process_details.render_process_facts(pid):
                 sections.append(section)  # noqa: PERF402 - one by one
 
         return read_facts
@@ -417,7 +416,7 @@ class BundleCollector:
             contents.pieces["memory.jsonl"] = UnredactedPart(
                 [recording.head, *recording.samples, *end], self.tasks["memory.jsonl"].seconds
             )
-        judging = ThreadTask(lambda: doctor.diagnose_snapshot(snapshot))
+        judging = ThreadTask(lambda: diagnosis.diagnose_snapshot(snapshot))
         judging.thread.join(JUDGE_S)
         if judging.result:
             contents.findings = judging.result.findings
@@ -444,9 +443,9 @@ def compute_snapshot_s(timeout_s: float) -> float:
 
 def make_examination_options(
     seconds: float, patience_s: float = PATIENCE_S, samples: int = STACKS
-) -> examine.ExaminationOptions:
+) -> server_snapshot.ExaminationOptions:
     """How to look at a server that may hang, within a time."""
-    return examine.ExaminationOptions(
+    return server_snapshot.ExaminationOptions(
         patience_s=min(patience_s, seconds / 2),
         samples=samples,
         apart_s=APART_S,
@@ -479,8 +478,8 @@ def find_secret_files(
 ) -> tuple[str | None, ...]:
     """A server's keyring, its admin token's file and vLLM's configuration file."""
     return (
-        environment.get(keyring.PLACE),
-        environment.get(admin.PLACE),
+        environment.get(keyring_file.PLACE),
+        environment.get(admin_token.PLACE),
         find_configuration_file(arguments),
     )
 
@@ -490,15 +489,15 @@ def read_file_secrets(
 ) -> Iterator[str]:
     """What is secret in these files, whoever they belong to."""
     with contextlib.suppress(VllmopsError):
-        path = Path(keyring_path) if keyring_path else keyring.locate_default_keyring()
-        for key in keyring.decode_keyring(read_beginning(path).encode(), path).keys:
+        path = Path(keyring_path) if keyring_path else keyring_file.locate_default_keyring()
+        for key in keyring_file.decode_keyring(read_beginning(path).encode(), path).keys:
             secret = key.secret.reveal()
             yield from (secret.hex(), secret.hex().upper())
             yield from (
                 base64.b64encode(secret).decode(),
                 base64.urlsafe_b64encode(secret).decode(),
             )
-    if token and admin.TOKEN.fullmatch(text := read_beginning(Path(token)).strip()):
+    if token and admin_token.TOKEN.fullmatch(text := read_beginning(Path(token)).strip()):
         yield text
     if config_path:
         yield from find_secret_values(read_beginning(Path(config_path)))
@@ -532,7 +531,7 @@ def fetch_metrics_text(server: Server) -> str:
     if server.url is None:
         raise VllmopsError("bundle.metrics", "the address of the server is not known")
     try:
-        return http.fetch_metrics_text(server.url, METRICS_S)
+        return vllm_client.fetch_metrics_text(server.url, METRICS_S)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise VllmopsError("bundle.metrics", f"{type(error).__name__}: {error}") from error
 
@@ -546,7 +545,7 @@ def read_server_log(server: Server) -> str:
     if server.record:
         return read_shortened_log(InstanceFolder(server.record.name).server_log)
     places = [proc.get_process_folder(str(server.pid)) / f"fd/{number}" for number in OUTPUTS]
-    uid = agent.read_process_uid(server.processes[0]) if server.processes else None
+    uid = agent_client.read_process_uid(server.processes[0]) if server.processes else None
     whole = {
         place.resolve(): read_shortened_log(place, uid)
         for place in places
@@ -609,7 +608,7 @@ def load_memory_recording(server: Server) -> MemoryRecording:
     """
     record = server.record
     began = [process.create_time for process in server.processes]
-    recording = memory.load_newest_recording(
+    recording = recorder.load_newest_recording(
         server.label, min(began, default=record.created_at if record else 0.0)
     )
     if recording is None:

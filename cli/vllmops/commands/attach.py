@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..actions.attach import agent_loader as attach
+from ..actions.attach import agent_loader
 from ..actions.attach.agent_loader import AttachPlan, AttachResult
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..collect.machine.processes import ROLES
 from ..model.caches import ProcessGap
 from ..model.ranks import format_process
@@ -57,11 +57,11 @@ def attach_agent(
     server = resolve_server(target)
     with ThreadPoolExecutor() as pool:
         processes = server.select_processes(*ROLES)
-        lacks = zip(processes, pool.map(attach.needs_agent, processes), strict=True)
+        lacks = zip(processes, pool.map(agent_loader.needs_agent, processes), strict=True)
         new = [process for process, lacking in lacks if lacking]
         if not new:
             raise make_not_attachable_error(server)
-        plans = list(pool.map(attach.plan_attach, new))
+        plans = list(pool.map(agent_loader.plan_attach, new))
     if dry_run:
         data: dict[str, Any] = {"server": server.label, "dry_run": True, "patch": patch}
         rows = [
@@ -70,7 +70,7 @@ def attach_agent(
         ]
         return Result({**data, "processes": rows}, lambda: render_plan(plans))
     if not yes:
-        names = ", ".join(agent.format_process_name(process) for process in new)
+        names = ", ".join(agent_client.format_process_name(process) for process in new)
         output.require_confirmation(
             f"Load the agent{' and its patches' if patch else ''} into {names}?",
             f"vllmops attach -t {server.label} --yes",
@@ -80,8 +80,9 @@ def attach_agent(
             f"{server.label}: attaching to {format_count(len(new), 'process', 'processes')}"
         )
         by = dict(zip(new, plans, strict=True))
-        done, silent = agent.collect_answers(
-            new, lambda process: attach.attach_agent(by[process], patch=patch, timeout_s=timeout)
+        done, silent = agent_client.collect_answers(
+            new,
+            lambda process: agent_loader.attach_agent(by[process], patch=patch, timeout_s=timeout),
         )
     data = {
         "server": server.label,

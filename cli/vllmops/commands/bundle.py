@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ..bundle import bundle_file as bundles
+from ..bundle import bundle_file
 from ..bundle.parts import COLLECT_ENV_S, TIMEOUT_S, collect_contents
 from ..model.bundle_index import BundleIndex
 from ..model.findings import Finding
@@ -51,7 +51,7 @@ def bundle(
         typer.Option(
             parser=make_seconds_parser(1),
             help="Seconds to capture everything. vLLM's collect_env, which runs beside it, has "
-            f"{COLLECT_ENV_S:g} at least. Redaction, which follows, has {bundles.REDACT_S:g}.",
+            f"{COLLECT_ENV_S:g} at least. Redaction, which follows, has {bundle_file.REDACT_S:g}.",
         ),
     ] = TIMEOUT_S,
     no_redact: Annotated[
@@ -95,11 +95,11 @@ def bundle(
             stop=stop,
         )
         progress.update("writing the file")
-        path, index = bundles.write_bundle(
+        path, index = bundle_file.write_bundle(
             contents,
             path,
             redact=not no_redact,
-            redact_s=max(timeout, bundles.REDACT_S),
+            redact_s=max(timeout, bundle_file.REDACT_S),
             overwrite=replace,
         )
     findings = contents.findings
@@ -138,19 +138,19 @@ def choose_bundle_path(output_path: Path | None, label: str) -> Path:
     Raises:
         VllmopsError: ``bundle.not-written``.
     """
-    name = bundles.make_bundle_name(label, time.time())
+    name = bundle_file.make_bundle_name(label, time.time())
     path = output_path or Path()
     try:
         path = path / name if path.is_dir() else path
         files.require_writable(path)
     except OSError as error:
-        raise bundles.make_not_written_error(path.absolute(), error) from error
+        raise bundle_file.make_not_written_error(path.absolute(), error) from error
     return path
 
 
 def preview_bundle(server: Server, *, redact: bool) -> Result:
     """What would be captured."""
-    parts = dict(bundles.PARTS)
+    parts = dict(bundle_file.PARTS)
     if not server.processes:
         alive = {"stacks.jsonl", "caches.json", "metrics.txt"}
         parts = {name: about for name, about in parts.items() if name not in alive}
@@ -161,7 +161,7 @@ def preview_bundle(server: Server, *, redact: bool) -> Result:
         parts = {name: about for name, about in parts.items() if name not in there}
     for process in () if server.fleet else server.processes:
         name = format_role_and_ranks(process.role, process.place)
-        parts[f"proc/{process.pid}.txt"] = f"{name}: {bundles.ABOUT_PROC}"
+        parts[f"proc/{process.pid}.txt"] = f"{name}: {bundle_file.ABOUT_PROC}"
     data = {
         "server": server.label,
         "parts": [{"name": name, "about": about} for name, about in parts.items()],

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ..collect.machine import name_collision as namesake
+from ..collect.machine import name_collision
 from ..collect.machine.server_address import format_url
 from ..model.findings import Finding, Severity
 from ..model.server_snapshot import Gap, ServerSnapshot
@@ -32,7 +32,7 @@ from ..support.output import (
     print_to_stderr,
     style_text,
 )
-from . import step_history_view as steps
+from . import step_history_view
 from .findings_view import STYLES, FailOn, choose_exit_code
 from .multi_target import run_per_target
 from .options import Target, is_on_command_line, make_seconds_parser
@@ -141,17 +141,17 @@ def doctor(
             raise make_usage_error(
                 "a FILE can't be combined with --target or --canary", "give a FILE or a server"
             )
-        from ..bundle import bundle_file as bundle  # noqa: PLC0415
+        from ..bundle import bundle_file  # noqa: PLC0415
 
-        snapshot = bundle.load_bundle(file)
+        snapshot = bundle_file.load_bundle(file)
         if history:
-            return steps.make_steps_result(snapshot.server, snapshot.recordings, ())
+            return step_history_view.make_steps_result(snapshot.server, snapshot.recordings, ())
     elif history:
-        from ..observe import step_recordings as recorded  # noqa: PLC0415
+        from ..observe import step_recordings  # noqa: PLC0415
 
-        return steps.make_steps_result(*recorded.load_history(target))
+        return step_history_view.make_steps_result(*step_recordings.load_history(target))
     else:
-        if line := namesake.describe_namesakes():
+        if line := name_collision.describe_namesakes():
             print_to_stderr(line, "yellow")
         snapshot = take_live_snapshot(target, interval, canary=canary, quiet=json_)
     diagnosis = judge.diagnose_snapshot(snapshot)
@@ -188,11 +188,14 @@ def clean_shared_memory(*, is_only_option: bool) -> Result:
             "--clean-shm can't be combined with a FILE, --canary or --history",
             "vllmops doctor --clean-shm",
         )
-    from ..collect.machine import shared_memory as shm  # noqa: PLC0415
+    from ..collect.machine import shared_memory  # noqa: PLC0415
     from ..support.home import format_user  # noqa: PLC0415
 
-    left, removed = shm.remove_stale_segments()
-    young = f"it is less than {format_duration(shm.OLD_S)} old, so a process may be about to use it"
+    left, removed = shared_memory.remove_stale_segments()
+    young = (
+        f"it is less than {format_duration(shared_memory.OLD_S)} old, so a process may be about to "
+        "use it"
+    )
     kept = [
         {
             "name": segment.name,
@@ -200,7 +203,7 @@ def clean_shared_memory(*, is_only_option: bool) -> Result:
             "age_s": segment.age_s,
             "owner": format_user(segment.uid),
             "why": left.uncertainty
-            or (young if segment.age_s < shm.OLD_S else "a process uses it now"),
+            or (young if segment.age_s < shared_memory.OLD_S else "a process uses it now"),
         }
         for segment in left.segments
     ]
@@ -219,13 +222,13 @@ def take_live_snapshot(
     target: str | None, interval_s: float, *, canary: bool, quiet: bool
 ) -> ServerSnapshot:
     """A snapshot of a running server."""
-    from ..observe import server_snapshot as examine  # noqa: PLC0415 - slow, and not for --list
+    from ..observe import server_snapshot  # noqa: PLC0415 - slow, and not for --list
     from ..servers.discovery import resolve_server  # noqa: PLC0415
 
     server = resolve_server(target)
     with Progress(time.time(), quiet=quiet) as progress:
-        options = examine.ExaminationOptions(interval_s=interval_s, canary=canary)
-        return examine.examine_server(server, options, progress.update)
+        options = server_snapshot.ExaminationOptions(interval_s=interval_s, canary=canary)
+        return server_snapshot.examine_server(server, options, progress.update)
 
 
 def select_codes(

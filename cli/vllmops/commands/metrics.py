@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 from msgspec.structs import replace
 
-from ..collect.agents import agent_client as agent
-from ..collect.agents import membership
+from ..collect.agents import agent_client, membership
 from ..collect.agents.server_metrics import MetricsCollector
 from ..collect.machine import gpu
 from ..metrics.alerts import AlertFormat, render_alert_rules
@@ -79,10 +78,12 @@ def metrics(
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - slow
     from prometheus_client.metrics_core import Metric  # noqa: PLC0415
 
-    from ..metrics import metric_families as families  # noqa: PLC0415
+    from ..metrics import metric_families  # noqa: PLC0415
     from ..metrics import metric_values as state  # noqa: PLC0415
 
-    samples = families.build_metrics(state.make_samples(make_view_function(lambda: server)()[0]))
+    samples = metric_families.build_metrics(
+        state.make_samples(make_view_function(lambda: server)()[0])
+    )
 
     class SampleCollector:
         def collect(self) -> list[Metric]:
@@ -110,7 +111,9 @@ def make_view_function(find: Callable[[], Server]) -> Callable[[], tuple[Metrics
     processes: dict[tuple[str, int], Any] = {}
     began = time.monotonic()
     viewer = MetricsCollector(
-        lambda state: agent.open_agent(processes[make_process_key(state)], timeout_s=TIMEOUT_S),
+        lambda state: agent_client.open_agent(
+            processes[make_process_key(state)], timeout_s=TIMEOUT_S
+        ),
         has_differing_sides,
     )
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from ..model.probe import WORDS, ProbeResult, judge_state
-from ..observe import server_snapshot as examine
+from ..observe import server_snapshot
 from ..rules.progress import PATIENCE_S, find_stalls
 from ..servers.discovery import resolve_server
 from ..servers.quick_probe import read_verdict as of_instance
@@ -93,7 +93,7 @@ def judge_server(target: str | None) -> tuple[str, ProbeResult]:
         return target, judge_state(InstanceState.STOPPED)._replace(reason=error.message)
     if server.record and (verdict := of_instance(InstanceFolder(server.record.name).path)):
         return server.label, verdict
-    seen = examine.observe_server(server, time.monotonic())
+    seen = server_snapshot.observe_server(server, time.monotonic())
     over = not server.processes
     stall = verdicts.describe_likely_stall(find_stalls([seen], PATIENCE_S))
     return server.label, verdicts.judge_server(

@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ..collect.agents import agent_client as agent
-from ..collect.http import vllm_client as client_http
+from ..collect.http import vllm_client
 from ..collect.machine.processes import is_orphaned
 from ..collect.machine.server_address import format_url
 from ..model.process_identity import compute_age_s
@@ -207,7 +207,7 @@ def find_state(server: Server) -> str:
         return "orphaned" if lost else "no API server"
     if server.headless:
         return "ready" if are_engines_up(server.processes) else "starting, or without an agent"
-    health = client_http.fetch_health_status(server.url) if server.url else None
+    health = vllm_client.fetch_health_status(server.url) if server.url else None
     if health == 200:
         return "ready"
     return f"unhealthy ({health})" if health else "not answering"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
-from vllmops_responses.keys import keyring_file as keys
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import Key, KeyStatus, generate_secret
 from vllmops_responses.store import settings
 from vllmops_responses.store.response_store import ResponseStore
@@ -27,11 +27,10 @@ from vllmops_responses.store.response_store import ResponseStore
 from .. import demo as demos
 from ..agent.patches.registry import OFF, require_patch
 from ..collect.agents import admin_token as admin
-from ..collect.machine import cuda_core_dumps as cudacore
-from ..collect.machine import name_collision as namesake
+from ..collect.machine import cuda_core_dumps, name_collision
 from ..collect.machine.server_address import find_option, format_url
 from ..model.package_versions import read_package_versions
-from ..rules import package_versions as packages
+from ..rules import package_versions
 from ..servers import launch, logs
 from ..servers.record import Failure, InstanceFolder, InstanceRecord, InstanceState
 from ..servers.supervisor_client import (
@@ -56,8 +55,7 @@ from ..support.output import (
     print_result,
     print_to_stderr,
 )
-from . import serve_config
-from . import serve_options as opts
+from . import serve_config, serve_options
 from .options import parse_duration, parse_host_port
 
 if TYPE_CHECKING:
@@ -83,8 +81,8 @@ class PassThroughCommand(OrderTrackingCommand):
 def fill_coredump_folder(args: Sequence[str]) -> Iterator[str]:
     """The arguments; ``--cuda-coredump`` without a directory gets one in the state directory."""
     for word, following in zip(args, (*args[1:], "-"), strict=False):
-        alone = word == opts.CUDA and following.startswith("-")
-        yield f"{opts.CUDA}={resolve_home() / 'cuda'}" if alone else word
+        alone = word == serve_options.CUDA and following.startswith("-")
+        yield f"{serve_options.CUDA}={resolve_home() / 'cuda'}" if alone else word
 
 
 app = make_typer_app()
@@ -97,40 +95,40 @@ app = make_typer_app()
 @print_result
 def serve(
     ctx: typer.Context,
-    model: opts.Model = None,
-    detach: opts.Detach = False,
-    name: opts.Name = None,
-    host: opts.Host = None,
-    port: opts.Port = None,
-    config: opts.Config = None,
-    dry_run: opts.DryRun = False,
-    toml: opts.Toml = False,
-    demo: opts.Demo = None,
-    env: opts.Env = None,
-    no_patch: opts.NoPatch = None,
-    cuda_coredump: opts.CudaCoredump = None,
-    quiet: opts.Quiet = False,
-    store: opts.Store = None,
-    store_max_size: opts.StoreMaxSize = None,
-    store_max_per_key: opts.StoreMaxPerKey = None,
-    store_ttl: opts.StoreTtl = None,
-    keyring: opts.Keyring = None,
-    carrier: opts.Carrier = None,
-    carrier_ttl: opts.CarrierTtl = None,
-    compaction_prompt: opts.CompactionPrompt = None,
-    ws_max_message: opts.WsMaxMessage = None,
-    ws_idle: opts.WsIdle = None,
-    ws_max_requests: opts.WsMaxRequests = None,
-    ws_max_connections: opts.WsMaxConnections = None,
-    admin_token: opts.AdminToken = None,
-    watch: opts.Watch = False,
-    watch_exec: opts.WatchExec = None,
-    watch_webhook: opts.WatchWebhook = None,
-    watch_repair: opts.WatchRepair = False,
-    watch_heal: opts.WatchHeal = False,
-    watch_restart: opts.WatchRestart = False,
-    watch_rerun: opts.WatchRerun = False,
-    probe_port: opts.ProbePort = None,
+    model: serve_options.Model = None,
+    detach: serve_options.Detach = False,
+    name: serve_options.Name = None,
+    host: serve_options.Host = None,
+    port: serve_options.Port = None,
+    config: serve_options.Config = None,
+    dry_run: serve_options.DryRun = False,
+    toml: serve_options.Toml = False,
+    demo: serve_options.Demo = None,
+    env: serve_options.Env = None,
+    no_patch: serve_options.NoPatch = None,
+    cuda_coredump: serve_options.CudaCoredump = None,
+    quiet: serve_options.Quiet = False,
+    store: serve_options.Store = None,
+    store_max_size: serve_options.StoreMaxSize = None,
+    store_max_per_key: serve_options.StoreMaxPerKey = None,
+    store_ttl: serve_options.StoreTtl = None,
+    keyring: serve_options.Keyring = None,
+    carrier: serve_options.Carrier = None,
+    carrier_ttl: serve_options.CarrierTtl = None,
+    compaction_prompt: serve_options.CompactionPrompt = None,
+    ws_max_message: serve_options.WsMaxMessage = None,
+    ws_idle: serve_options.WsIdle = None,
+    ws_max_requests: serve_options.WsMaxRequests = None,
+    ws_max_connections: serve_options.WsMaxConnections = None,
+    admin_token: serve_options.AdminToken = None,
+    watch: serve_options.Watch = False,
+    watch_exec: serve_options.WatchExec = None,
+    watch_webhook: serve_options.WatchWebhook = None,
+    watch_repair: serve_options.WatchRepair = False,
+    watch_heal: serve_options.WatchHeal = False,
+    watch_restart: serve_options.WatchRestart = False,
+    watch_rerun: serve_options.WatchRerun = False,
+    probe_port: serve_options.ProbePort = None,
     json_: Json = False,
 ) -> Result:
     """Launch a vLLM server and supervise all its processes.
@@ -143,7 +141,11 @@ def serve(
         raise make_usage_error("--toml prints a file for --config: use it together with --dry-run")
     file = serve_config.get_config(ctx)
     given = [*file.env, *(env or [])]
-    cuda = cudacore.build_coredump_environment(cuda_coredump.absolute()) if cuda_coredump else {}
+    cuda = (
+        cuda_core_dumps.build_coredump_environment(cuda_coredump.absolute())
+        if cuda_coredump
+        else {}
+    )
     behind = (*file.arguments, *ctx.meta[BEHIND])
     limits = make_store_variables(store, store_max_size, store_max_per_key, store_ttl)
     env = format_variables(cuda)
@@ -191,12 +193,12 @@ def serve(
     if probe_port:
         launch.require_usable_port(*parse_host_port(probe_port))
     validate_store(order)
-    if line := namesake.describe_namesakes():
+    if line := name_collision.describe_namesakes():
         print_to_stderr(line, "yellow")
     launch.prepare_home()
     if cuda_coredump:
         create_coredump_folder(cuda_coredump)
-    for row in packages.find_bad_versions(read_package_versions()):
+    for row in package_versions.find_bad_versions(read_package_versions()):
         print_to_stderr(
             f"{row.package} {row.versions} is installed: {row.title}; {row.next_step}", "yellow"
         )
@@ -290,7 +292,7 @@ def create_coredump_folder(folder: Path) -> None:
         require_writable(folder / "core")
     except OSError as error:
         raise make_not_written_error(
-            folder, error, hint=f"choose another directory with {opts.CUDA}"
+            folder, error, hint=f"choose another directory with {serve_options.CUDA}"
         ) from error
 
 
@@ -311,15 +313,20 @@ def make_keyring_variables(keyring: Path | None, env: Sequence[str]) -> list[str
     Raises:
         VllmopsError: ``usage``, or whatever is wrong with the keyring or the key in use.
     """
-    if any(word.startswith(f"{keys.SIGNING_KEY}=") for word in env):
+    if any(word.startswith(f"{keyring_file.SIGNING_KEY}=") for word in env):
         raise make_usage_error(
-            f"--env {keys.SIGNING_KEY} would show the key to everybody who sees the command: "
+            f"--env {keyring_file.SIGNING_KEY} would show the key to everybody who sees the "
+            "command: "
             "export it before, or use --keyring"
         )
-    source = keys.find_keyring_source({**os.environ, **parse_variables(env)}, keyring)
-    if source.path is None or source.path != keys.locate_default_keyring() or source.path.exists():
+    source = keyring_file.find_keyring_source({**os.environ, **parse_variables(env)}, keyring)
+    if (
+        source.path is None
+        or source.path != keyring_file.locate_default_keyring()
+        or source.path.exists()
+    ):
         source.load()
-    return [] if source.text else [f"{keys.PLACE}={source}"]
+    return [] if source.text else [f"{keyring_file.PLACE}={source}"]
 
 
 def create_default_keyring(environment: Mapping[str, str], *, quiet: bool) -> None:
@@ -332,14 +339,16 @@ def create_default_keyring(environment: Mapping[str, str], *, quiet: bool) -> No
         quiet: whether to print nothing.
 
     Raises:
-        VllmopsError: as `keys.change_keyring`.
+        VllmopsError: as `keyring_file.change_keyring`.
     """
-    path = keys.locate_default_keyring()
-    if environment.get(keys.PLACE) != str(path) or path.exists():
+    path = keyring_file.locate_default_keyring()
+    if environment.get(keyring_file.PLACE) != str(path) or path.exists():
         return
     key = Key.from_secret(generate_secret(), KeyStatus.PRIMARY, time.time())
     # Another serve may have created it meanwhile.
-    ring = keys.change_keyring(path, lambda ring: ring if ring.keys else ring.add(key), create=True)
+    ring = keyring_file.change_keyring(
+        path, lambda ring: ring if ring.keys else ring.add(key), create=True
+    )
     if not quiet and ring.find(key.kid):
         what = "it protects client-held conversation state; to have none: --keyring none"
         print_to_stderr(f"made a key, {key.kid}, in {path}: {what}")

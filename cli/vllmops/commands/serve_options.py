@@ -10,7 +10,7 @@ import typer
 
 from vllmops_responses.store import settings
 
-from .. import demo as demos
+from .. import demo
 from ..support.numbers import MOST
 from . import serve_config
 from .options import (
@@ -66,7 +66,7 @@ Toml = Annotated[
     bool, typer.Option("--toml", help="With --dry-run: print a file for --config instead.")
 ]
 Demo = Annotated[
-    demos.DemoKind | None,
+    demo.DemoKind | None,
     instance_option(
         metavar="KIND",
         help="Build and serve a tiny model with random weights: text, moe, vision or audio.",

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 from rich.console import RenderableType
 
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..collect.agents.agent_client import Agent
-from ..collect.http import vllm_client as client_http
+from ..collect.http import vllm_client
 from ..collect.machine.processes import ROLES
 from ..model.agent_state import EngineState
 from ..model.caches import LruCache, ProcessCaches, ShmCache
@@ -52,9 +52,11 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
     """
     server = resolve_server(name or target)
     seen = build_instance_row(server)
-    agents, _ = agent.collect_answers(server.select_processes(*ROLES), agent.open_agent)
+    agents, _ = agent_client.collect_answers(
+        server.select_processes(*ROLES), agent_client.open_agent
+    )
     engines = fetch_answers(agents, Agent.fetch_engine_state, Role.ENGINE)
-    metrics = client_http.fetch_metrics(server.url) if server.url else None
+    metrics = vllm_client.fetch_metrics(server.url) if server.url else None
     caches = collect_cache_uses(fetch_answers(agents, Agent.fetch_caches, Role.API, Role.ENGINE))
     patched = group_patches_by_state(fetch_answers(agents, Agent.fetch_patches, *ROLES))
     data: dict[str, Any] = {
@@ -71,7 +73,7 @@ def status(name: TargetArgument = None, target: Target = None, json_: Json = Fal
 def fetch_answers(agents: Iterable[Agent], ask: Callable[[Agent], A], *roles: Role) -> list[A]:
     """What the agents in these roles answer; a process whose agent hangs is not asked again."""
     asked = {one.process: one for one in agents if one.process.role in roles}
-    return agent.collect_answers(asked, lambda process: ask(asked[process]))[0]
+    return agent_client.collect_answers(asked, lambda process: ask(asked[process]))[0]
 
 
 def group_patches_by_state(answers: Iterable[ProcessPatches]) -> dict[str, list[str]]:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from ..model import ranks as place
+from ..model import ranks
 from ..model.server_snapshot import Gap
 from ..model.step_recording import Step, StepsRecording
-from ..rules import step_history as history
+from ..rules import step_history
 from ..support.numbers import format_count
 from ..support.output import Result, format_duration, make_table, style_text
 
@@ -53,13 +53,13 @@ def make_steps_result(
 def build_recording_data(recording: StepsRecording) -> dict[str, Any]:
     """A recording for ``--json``; a step is a list, as ``columns`` names it."""
     return {
-        **place.make_process_fields(recording),
+        **ranks.make_process_fields(recording),
         "alive": recording.alive,
         "read_at": recording.read_at,
-        "end": history.describe_recording_end(recording),
+        "end": step_history.describe_recording_end(recording),
         "open": recording.open_step and msgspec.structs.asdict(recording.open_step),
-        "pauses": list(history.find_pauses(recording)),
-        "rows": history.group_steps_by_time(recording),
+        "pauses": list(step_history.find_pauses(recording)),
+        "rows": step_history.group_steps_by_time(recording),
         "steps": msgspec.to_builtins(recording.steps),
     }
 
@@ -74,7 +74,7 @@ def render_recordings(
         if number:
             yield ""
         yield style_text(
-            f"{place.format_process(recording)}{'' if recording.alive else ', which has ended'}",
+            f"{ranks.format_process(recording)}{'' if recording.alive else ', which has ended'}",
             "bold",
         )
         yield from render_recording(recording)
@@ -85,7 +85,7 @@ def render_recordings(
 
 
 def render_recording(recording: StepsRecording) -> Iterator[RenderableType]:
-    rows = history.group_steps_by_time(recording)
+    rows = step_history.group_steps_by_time(recording)
     if not rows:
         yield "it has taken no step"
         return
@@ -98,7 +98,7 @@ def render_recording(recording: StepsRecording) -> Iterator[RenderableType]:
     for row in rows:
         used = row.kv_cache_usage
         shown.add_row(
-            history.format_utc_time(row.began_at)[:8],
+            step_history.format_utc_time(row.began_at)[:8],
             f"{row.steps:,}",
             f"{1000 * row.longest_s:,.0f} ms" if row.steps else "-",
             f"{row.tokens:,}",
@@ -110,10 +110,13 @@ def render_recording(recording: StepsRecording) -> Iterator[RenderableType]:
             Bar(row.tokens / most),
         )
     yield shown
-    for pause in [*history.find_pauses(recording)][-PAUSES:]:
+    for pause in [*step_history.find_pauses(recording)][-PAUSES:]:
         why = f"with {format_count(pause.pending, 'request')} pending" if pause.pending else "idle"
-        yield f"{history.format_utc_time(pause.began_at)}: no step for {pause.seconds:.1f} s, {why}"
+        yield (
+            f"{step_history.format_utc_time(pause.began_at)}: no step for {pause.seconds:.1f} s, "
+            f"{why}"
+        )
     style = "bold red" if recording.open_step and not recording.alive else "bold"
-    yield style_text(history.describe_recording_end(recording), style)
-    if earlier := history.describe_previous_step(recording):
+    yield style_text(step_history.describe_recording_end(recording), style)
+    if earlier := step_history.describe_previous_step(recording):
         yield earlier

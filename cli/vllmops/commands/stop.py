@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import typer
 
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..collect.machine.processes import is_alive
 from ..servers import launch
 from ..servers.discovery import Server, list_servers, resolve_server
@@ -95,10 +95,10 @@ def stop_unsupervised(server: Server, wait_s: float, progress: Progress) -> str:
         VllmopsError: ``target.other-user`` (exit code 4), or ``agent.gone``.
     """
     root = server.processes[0]  # others come and go
-    if os.geteuid() not in {0, uid := agent.read_process_uid(root)}:
+    if os.geteuid() not in {0, uid := agent_client.read_process_uid(root)}:
         raise VllmopsError(
             "target.other-user",
-            f"{agent.format_process_name(root)} belongs to {format_user(uid)}, and you are "
+            f"{agent_client.format_process_name(root)} belongs to {format_user(uid)}, and you are "
             f"{format_user(os.geteuid())}",
             f"sudo vllmops stop {server.pid}",
             exit_code=ExitCode.NOT_AUTHORISED,

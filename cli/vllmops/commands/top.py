@@ -14,8 +14,7 @@ import typer
 from ..servers.discovery import is_pending, list_servers
 from ..support.errors import ExitCode, VllmopsError
 from ..support.output import Json, Result, make_typer_app
-from ..top import server_followers as look
-from ..top import table_rows as rows
+from ..top import server_followers, table_rows
 from ..top.plain_screen import render_servers
 from ..top.server_followers import ServerFollower
 from .multi_target import allow_remote_target, expand_targets, make_repeatable
@@ -52,7 +51,7 @@ def top(
 
     # Below nohup, a lost connection would leave it running without a terminal.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    TopApp(look.FollowedServers(targets)).run()
+    TopApp(server_followers.FollowedServers(targets)).run()
     return Result(None)
 
 
@@ -63,9 +62,9 @@ def make_screen_result(targets: list[str]) -> Result:
     else:
         running = [server for server in list_servers() if server.processes or is_pending(server)]
         followers = [ServerFollower(server.label, server) for server in running]
-    look.take_two_samples(followers, ONCE_S)
+    server_followers.take_two_samples(followers, ONCE_S)
     now_s = time.monotonic()
-    servers = [rows.make_server_row(each.target, each.samples, now_s) for each in followers]
+    servers = [table_rows.make_server_row(each.target, each.samples, now_s) for each in followers]
     errors = tuple(filter(None, map(find_failure, followers)))
     return Result(
         {"servers": servers},
@@ -75,7 +74,7 @@ def make_screen_result(targets: list[str]) -> Result:
     )
 
 
-def find_failure(follower: look.ServerFollower) -> VllmopsError | None:
+def find_failure(follower: server_followers.ServerFollower) -> VllmopsError | None:
     """Why nothing is known of a server; None where something is."""
     if follower.samples or follower.failure:
         return follower.failure

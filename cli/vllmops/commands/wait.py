@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..collect.http import vllm_client as client_http
+from ..collect.http import vllm_client
 from ..collect.http.endpoint import Endpoint
 from ..collect.machine.processes import is_alive
 from ..model.targets import Pod, ServerUrl, access, parse_target
@@ -112,7 +112,7 @@ def find_remote_endpoint(target: str | None) -> Endpoint | None:
 
 def fetch_health_state(url: str) -> str:
     """The state of a server as its health shows it."""
-    status = client_http.fetch_health_status(url)
+    status = vllm_client.fetch_health_status(url)
     if status is None:
         return Goal.STOPPED
     return Goal.READY if status == 200 else f"not healthy ({status or 'no answer'})"
@@ -130,7 +130,7 @@ def observe_state(server: Server, goal: Goal) -> str:
         if server.headless:
             ready = are_engines_up(server.processes)
         else:
-            ready = server.url is not None and client_http.is_healthy(server.url)
+            ready = server.url is not None and vllm_client.is_healthy(server.url)
         return Goal.READY if ready else "starting"
     folder = InstanceFolder(server.record.name)
     record = read_supervised_record(folder) or server.record

@@ -24,7 +24,7 @@ from ..support.errors import ExitCode, VllmopsError
 from ..support.home import require_safe_folder, resolve_home
 from ..support.output import Json, OrderTrackingCommand, Result, format_duration, make_typer_app
 from ..support.streams import make_stop_event
-from ..watch import opentelemetry as otlp
+from ..watch import opentelemetry
 from ..watch.event_delivery import CommandHook, Messenger, Webhook
 from ..watch.probe_server import ProbeBoard, ProbeServer
 from ..watch.watch_loop import EventHistory, Watch, WatchPlan
@@ -200,7 +200,7 @@ def watch(
     stop = make_stop_event(signal.SIGINT)
     log = LogWriter(InstanceFolder(server.label)) if supervised else ScreenWriter()
     try:
-        if send := otlp.make_otlp_sender(os.environ):
+        if send := opentelemetry.make_otlp_sender(os.environ):
             receivers.append(send)
     except VllmopsError as error:  # other programs may need those variables
         log.write(
@@ -210,7 +210,9 @@ def watch(
 
     def report_event(event: WatchEvent) -> None:
         messenger.send(event)
-        log.write(list(render_event(event)), "WARNING" if event.event in otlp.LOUD else "INFO")
+        log.write(
+            list(render_event(event)), "WARNING" if event.event in opentelemetry.LOUD else "INFO"
+        )
 
     board = ProbeBoard(
         InstanceFolder(server.name) if server.name and server.record else None, interval

@@ -40,7 +40,7 @@ class SharedSamples(msgspec.Struct, frozen=True):
         pid: of the process that gathered it.
         collected_at: when, by the monotonic clock, which is that of all processes of a machine.
         pause_s: seconds until it gathers again.
-        samples: each as `families.MetricSample`.
+        samples: each as `metric_families.MetricSample`.
     """
 
     pid: int
@@ -124,13 +124,15 @@ class BackgroundCollector:
     def collect_samples(self) -> None:
         """Gather once, for this process and those that share its file."""
         # Not before vLLM has imported prometheus_client, which reads the environment then.
-        from . import metric_families as families  # noqa: PLC0415
-        from . import metric_values as state  # noqa: PLC0415
+        from . import (  # noqa: PLC0415
+            metric_families,
+            metric_values,
+        )
 
         began = time.thread_time()
         view, servers = self.gather()
-        samples = list(state.make_samples(view))
-        shown = families.build_metrics(samples)
+        samples = list(metric_values.make_samples(view))
+        shown = metric_families.build_metrics(samples)
         spent_s = time.thread_time() - began
         self.pause_s = max(LOOK_S * max(servers, 1), spent_s / SHARE)
         at = time.monotonic()
@@ -149,13 +151,13 @@ class BackgroundCollector:
         try:
             found = place.stat()
             if self.shared_fingerprint != (mark := (found.st_ino, found.st_mtime_ns)):
-                from . import metric_families as families  # noqa: PLC0415 - as above
+                from . import metric_families  # noqa: PLC0415 - as above
 
                 told = TOLD.decode(read_private_file(place, None, MOST_BYTES))
                 self.shared_fingerprint, self.writer_pid = mark, told.pid
                 if self.collected_at < told.collected_at <= now:
-                    self.shown_metrics = families.build_metrics(
-                        families.MetricSample(*one) for one in told.samples
+                    self.shown_metrics = metric_families.build_metrics(
+                        metric_families.MetricSample(*one) for one in told.samples
                     )
                     self.collected_at, self.pause_s = told.collected_at, told.pause_s
         except FileNotFoundError:

@@ -15,16 +15,13 @@ import psutil
 from .. import __version__
 from ..collect.agents import agent_client as agent
 from ..collect.agents import membership
-from ..collect.http import vllm_client as http
-from ..collect.machine import gpu, proc, processes
-from ..collect.machine import kernel_log as kmsg
-from ..collect.machine import nccl_ras as ras
-from ..collect.machine import shared_memory as shm
+from ..collect.http import vllm_client
+from ..collect.machine import gpu, kernel_log, nccl_ras, proc, processes, shared_memory
 from ..collect.machine.memory import read_available_memory
 from ..collect.machine.process_states import find_compilers, observe_process
 from ..collect.machine.processes import ROLES, Process
 from ..collect.stacks import pyspy
-from ..model import process_identity as identity
+from ..model import process_identity
 from ..model.cache_comparison import CacheComparison, CompareRequest
 from ..model.caches import CacheSnapshot
 from ..model.pasted_stacks import PastedStacks
@@ -47,18 +44,17 @@ from ..model.server_snapshot import (
     Xid,
 )
 from ..model.stacks import StacksSnapshot
-from ..rules import cache_comparison as judge
-from ..rules import progress
-from ..rules.stacks import explanation as stacks
+from ..rules import cache_comparison, progress
+from ..rules.stacks import explanation
 from ..servers.discovery import Server
 from ..servers.record import InstanceState
 from ..support.errors import VllmopsError
 from ..support.home import format_user, resolve_home
-from . import step_recordings as history
+from . import step_recordings
 from .caches import comparison as compares
 from .caches import snapshot as caches
-from .memory import recorder as memory
-from .requests import stalled_transfers as loads
+from .memory import recorder
+from .requests import stalled_transfers
 
 # By NVIDIA's table of Xids these end one process, and its GPU serves the others as before.
 ONE_PROCESS = frozenset({13, 31, 43, 45})
@@ -187,7 +183,7 @@ class Examination:
         """Ask NCCL's RAS service, where one of the server's processes has it."""
         if not self.server.fleet:
             asked = self.server.select_processes(Role.ENGINE, Role.WORKER)
-            self.ras += ras.collect_captures(asked, self.began)
+            self.ras += nccl_ras.collect_captures(asked, self.began)
 
     def sample_stacks(self) -> None:
         """Take the stacks once."""
@@ -228,7 +224,7 @@ class Examination:
             return True
         if not self.samples:
             return False
-        explained = stacks.explain_stacks(PastedStacks(tuple(self.samples), complete=True))
+        explained = explanation.explain_stacks(PastedStacks(tuple(self.samples), complete=True))
         return explained.verdict in {"hang", "maybe"}
 
     def examine_longer(self, pool: ThreadPoolExecutor) -> None:
@@ -305,8 +301,8 @@ class Examination:
         return self.make_snapshot(
             **known,
             uptime_s=None if began is None else max(self.taken_at - began, 0.0),
-            vllm_version=version or (http.fetch_version(server.url) if server.url else None),
-            memory=None if began is None else memory.load_newest_recording(server.label, began),
+            vllm_version=version or (vllm_client.fetch_version(server.url) if server.url else None),
+            memory=None if began is None else recorder.load_newest_recording(server.label, began),
             canary=probe,
             gaps=tuple(self.gaps),
         )
@@ -326,8 +322,8 @@ class SnapshotParts:
             "patches": pool.submit(self.fetch_patches, own),
             "caches": self.caches,
             "comparisons": pool.submit(self.compare_caches),
-            "recordings": pool.submit(lambda: history.collect_history(server).recordings),
-            "lost_loads": pool.submit(lambda: tuple(loads.prove_lost_loads(server))),
+            "recordings": pool.submit(lambda: step_recordings.collect_history(server).recordings),
+            "lost_loads": pool.submit(lambda: tuple(stalled_transfers.prove_lost_loads(server))),
             "machine": pool.submit(observe_machine, server),
             "guard": pool.submit(check_exposure, server),
         }
@@ -380,7 +376,7 @@ class SnapshotParts:
         caches = self.caches.result()
         sample = caches.samples[-1] if caches else None
         # `agents` names who did not answer.
-        if sample is None or sample.gaps or not judge.should_compare(sample):
+        if sample is None or sample.gaps or not cache_comparison.should_compare(sample):
             return ()
         if not progress.is_making_progress(list(observe_processes(self.server).heartbeats)):
             why = "the engine is in a long step or hangs, so it was not asked"
@@ -397,7 +393,9 @@ class SnapshotParts:
         for api in silent:
             self.other_gaps.append(Gap(f"{SIDES} of api {api.pid}", "compare.silent", api.reason))
         notes = (
-            note for comparison in compared for note in judge.explain_missing_comparison(comparison)
+            note
+            for comparison in compared
+            for note in cache_comparison.explain_missing_comparison(comparison)
         )
         for note in dict.fromkeys(notes):
             self.other_gaps.append(Gap(SIDES, f"compare.{note.code}", note.text, COMPARE_LONGER))
@@ -436,9 +434,9 @@ def observe_server(server: Server, began: float, *, web: bool = True) -> ServerS
     at_s = time.monotonic() - began
     metrics = health = None
     if web and server.url:
-        answer = http.fetch_health(server.url)
+        answer = vllm_client.fetch_health(server.url)
         health = None if answer.has_retry_after else answer.status  # who drains is not unhealthy
-        metrics = http.fetch_metrics(server.url) if answer.status else None
+        metrics = vllm_client.fetch_metrics(server.url) if answer.status else None
     state = observe_processes(server, compiling=True)
     return ServerSample(
         at_s=at_s,
@@ -538,13 +536,13 @@ def collect_xids(server: Server) -> tuple[Xid, ...]:
     made for itself alone.
     """
     record = server.record
-    ages = [identity.compute_age_s(process.start_ticks) for process in server.processes]
+    ages = [process_identity.compute_age_s(process.start_ticks) for process in server.processes]
     if not ages and record and record.started_at:
         ages = [max(time.time() - record.started_at, 0.0)]
-    logged = kmsg.read_xids(max(ages, default=0.0))
+    logged = kernel_log.read_xids(max(ages, default=0.0))
     known = {(xid.gpu, xid.number) for xid in logged}
     found = (*logged, *(xid for xid in gpu.collect_xids() if (xid.gpu, xid.number) not in known))
-    if shm.explain_hidden_processes():
+    if shared_memory.explain_hidden_processes():
         return found  # pids are others than the kernel's
     own = {process.pid for process in (*server.processes, *(record.processes if record else ()))}
     return tuple(xid for xid in found if xid.number not in ONE_PROCESS or xid.pid in {None, *own})
@@ -556,7 +554,7 @@ def list_disks() -> Iterator[DiskSpace]:
     for path, use in (
         (resolve_home(), "state and logs"),
         (Path("/tmp"), "temporary files"),  # noqa: S108 - where other programs write them
-        (shm.SHM, "shared memory"),
+        (shared_memory.SHM, "shared memory"),
     ):
         with suppress(OSError):
             place = next(parent for parent in (path, *path.parents) if parent.exists())
@@ -569,7 +567,7 @@ def list_disks() -> Iterator[DiskSpace]:
 
 def list_shm_leftovers() -> Iterator[ShmLeftover]:
     """Segments of the kinds that vLLM makes and that no live process uses."""
-    unused = shm.find_unused_segments()
+    unused = shared_memory.find_unused_segments()
     for segment in unused.segments:
         owner = format_user(segment.uid)
         yield ShmLeftover(segment.name, segment.bytes, segment.age_s, owner, unused.uncertainty)
@@ -593,9 +591,11 @@ def check_exposure(server: Server) -> Exposure:
     return Exposure(
         addresses=addresses,
         exposed=exposed,
-        is_open=http.fetch_status_code(f"{server.url}/v1/models") == 200 if exposed else None,
+        is_open=vllm_client.fetch_status_code(f"{server.url}/v1/models") == 200
+        if exposed
+        else None,
         # A path that exists answers another method with 405.
-        dev_routes=http.fetch_status_code(f"{server.url}/reset_mm_cache", "OPTIONS") == 405
+        dev_routes=vllm_client.fetch_status_code(f"{server.url}/reset_mm_cache", "OPTIONS") == 405
         if exposed
         else None,
         signing_key=None if not environment else "absent" if not key else classify_signing_key(key),
@@ -628,4 +628,4 @@ def send_canary(server: Server) -> Canary:
     """Send one request for one token."""
     if not server.url:
         return Canary("unable", 0.0, "the server's address is not known")
-    return http.request_one_token(server.url, CANARY_S)
+    return vllm_client.request_one_token(server.url, CANARY_S)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..collect.machine.processes import ROLES, Process, is_alive
-from ..model import step_recording as steps
+from ..model import step_recording
 from ..model.agent_socket import DIRECTORY
 from ..model.ranks import format_process
 from ..model.roles import Role
@@ -80,9 +80,9 @@ def load_history(target: str | None) -> StepsHistory:
 def collect_history(server: Server) -> StepsHistory:
     """The recordings of a server's engines, those included that have ended."""
     if server.fleet:
-        answers, silent = agent.collect_answers(
+        answers, silent = agent_client.collect_answers(
             server.select_processes(Role.ENGINE),
-            lambda process: agent.open_agent(process).fetch_recording(),
+            lambda process: agent_client.open_agent(process).fetch_recording(),
         )
         missed = (
             Gap(f"steps of {format_process(one)}", one.code, one.reason, one.hint) for one in silent
@@ -94,9 +94,11 @@ def collect_history(server: Server) -> StepsHistory:
     ids: set[str] = set()
     for process in server.select_processes(*ROLES):
         with suppress(VllmopsError, OSError):
-            if pulse := agent.read_heartbeat(process):
+            if pulse := agent_client.read_heartbeat(process):
                 ids |= {*pulse.heartbeat.standing.servers}
-            folders[agent.find_socket_path(process).parents[1]] = agent.read_process_uid(process)
+            folders[agent_client.find_socket_path(process).parents[1]] = (
+                agent_client.read_process_uid(process)
+            )
             recordings.append(read_live_recording(process))
     known = {recording.head.identity for recording in recordings if recording.head}
 
@@ -119,19 +121,21 @@ def read_live_recording(process: Process) -> StepsRecording:
         VllmopsError: ``agent.gone``.
         OSError: it can't be read.
     """
-    known = agent.read_namespace_identity(process)
-    path = agent.find_socket_path(process).parents[1] / steps.make_recording_name(known)
-    recording = steps.parse_recording(
-        read_recording_file(path, agent.read_process_uid(process)), process.pid, process.role
+    known = agent_client.read_namespace_identity(process)
+    path = agent_client.find_socket_path(process).parents[1] / step_recording.make_recording_name(
+        known
+    )
+    recording = step_recording.parse_recording(
+        read_recording_file(path, agent_client.read_process_uid(process)), process.pid, process.role
     )
     same = recording.head is None or recording.head.identity == known
     return replace(
-        recording, head=recording.head if same else None, **agent.get_process_fields(process)
+        recording, head=recording.head if same else None, **agent_client.get_process_fields(process)
     )
 
 
 def read_recording_file(path: Path, uid: int | None) -> bytes:
-    return read_private_file(path, uid, steps.FILE_BYTES)
+    return read_private_file(path, uid, step_recording.FILE_BYTES)
 
 
 def sort_recordings(recordings: Iterable[StepsRecording]) -> tuple[StepsRecording, ...]:
@@ -161,14 +165,14 @@ def read_ended_recordings(
     folder: Path, uid: int | None, should_read: Callable[[StepsHead], bool]
 ) -> Iterator[StepsRecording]:
     """The wanted recordings of ended processes in a directory; only files of `uid` are read."""
-    for path in folder.glob(f"*{steps.SUFFIX}"):
+    for path in folder.glob(f"*{step_recording.SUFFIX}"):
         with suppress(OSError):
             content = read_recording_file(path, uid)
-            head = steps.parse_head(content)
-            if head is None or path.name != steps.make_recording_name(head.identity):
+            head = step_recording.parse_head(content)
+            if head is None or path.name != step_recording.make_recording_name(head.identity):
                 continue
             if should_read(head) and not is_process_alive(head):
-                yield steps.parse_recording(content, head.pid, Role.ENGINE, alive=False)
+                yield step_recording.parse_recording(content, head.pid, Role.ENGINE, alive=False)
 
 
 def is_process_alive(head: StepsHead) -> bool:

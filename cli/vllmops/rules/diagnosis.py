@@ -13,11 +13,15 @@ from ..model.ranks import make_process_key
 from ..model.server_snapshot import RasCapture, ServerSample, ServerSnapshot
 from ..model.stacks import StacksSnapshot
 from ..model.step_recording import StepsRecording
-from . import cache_comparison as compares
-from . import caches, progress, requests
-from . import memory_growth as memory
-from . import server_state as server
-from . import step_history as history
+from . import (
+    cache_comparison,
+    caches,
+    memory_growth,
+    progress,
+    requests,
+    server_state,
+    step_history,
+)
 from .stacks import explanation as stacks
 from .stacks.progress_facts import make_metrics_facts
 from .stacks.signatures import load_signatures
@@ -61,8 +65,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 def list_checks() -> list[Check]:
     """Every kind of finding, by code."""
-    rules = [*caches.CATALOGUE.values(), *memory.RULES, *progress.RULES, *requests.RULES]
-    rules += [rule for rule in server.CATALOGUE.values() if rule not in rules]
+    rules = [*caches.CATALOGUE.values(), *memory_growth.RULES, *progress.RULES, *requests.RULES]
+    rules += [rule for rule in server_state.CATALOGUE.values() if rule not in rules]
     found = [Check(rule.code, rule.severity, rule.title) for rule in rules]
     found += [Check(s.code, s.severity, s.title) for s in load_signatures() if s.hang]
     found.append(Check("stack.crash", Severity.ERROR, "a traceback shows why a process ended"))
@@ -83,15 +87,17 @@ def diagnose_snapshot(
     findings = [
         *make_stall_findings(stopped, snapshot.recordings),
         *select_hang_findings(explained),
-        *server.diagnose_server(snapshot),
+        *server_state.diagnose_server(snapshot),
     ]
     findings += requests.make_lost_load_findings(snapshot.lost_loads)
     if snapshot.caches:
         findings += caches.diagnose_caches(snapshot.caches)
     for comparison in snapshot.comparisons:
-        findings += compares.diagnose_comparison(comparison) if comparison.samples else []
+        findings += cache_comparison.diagnose_comparison(comparison) if comparison.samples else []
     if snapshot.memory:
-        findings += memory.diagnose_memory(snapshot.memory, memory.compute_trends(snapshot.memory))
+        findings += memory_growth.diagnose_memory(
+            snapshot.memory, memory_growth.compute_trends(snapshot.memory)
+        )
     return Diagnosis(tuple(rank_findings(findings)), tuple(stopped), explained)
 
 
@@ -197,7 +203,7 @@ def make_stall_findings(
     """A finding for each stall, with what the recording of its steps shows."""
     rules = {rule.code: rule for rule in progress.RULES}
     for stall in stalls_:
-        recorded = history.describe_last_steps(recordings, stall.subject)
+        recorded = step_history.describe_last_steps(recordings, stall.subject)
         yield rules[stall.code].make_finding(
             stall.subject, "; ".join(filter(None, (stall.evidence, recorded)))
         )

@@ -9,7 +9,7 @@ import msgspec
 
 from ..model.findings import Finding, Rule, Severity
 from ..model.package_versions import MACHINE
-from . import toml_tables as toml
+from . import toml_tables
 
 BAD_VERSION = Rule(
     "versions.known-bad",
@@ -38,7 +38,7 @@ class PackageTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def load_bad_versions() -> tuple[BadVersionRange, ...]:
     """The table."""
-    return toml.load_table("package_versions.toml", PackageTable).row
+    return toml_tables.load_table("package_versions.toml", PackageTable).row
 
 
 def find_bad_versions(versions: Mapping[str, str], *, nodes: int = 1) -> Iterator[BadVersionRange]:

@@ -21,7 +21,7 @@ from ..model.server_snapshot import (
     ShmLeftover,
     Xid,
 )
-from . import package_versions as packages
+from . import package_versions
 from .progress import NO_PYTHON, PATIENCE_S, UNHEALTHY, describe_heartbeat_age, format_role_and_pid
 from .stacks.explanation import STOPPED
 
@@ -260,7 +260,7 @@ ERRORS = Rule(
     "requests fail because of server errors",
     "vllmops logs shows the errors",
 )
-BAD_VERSION = packages.BAD_VERSION
+BAD_VERSION = package_versions.BAD_VERSION
 CATALOGUE = {rule.code: rule for rule in list(vars().values()) if isinstance(rule, Rule)}
 
 # Known defects, and the first version without each; for a server that no agent can probe. The
@@ -403,7 +403,7 @@ def check_patches(snapshot: ServerSnapshot) -> Iterator[Finding]:
 def check_installed_packages(snapshot: ServerSnapshot) -> Iterator[Finding]:
     """Versions that are known to hang."""
     versions = {name: v for report in snapshot.reports for name, v in report.packages.items()}
-    yield from packages.check_versions(versions)
+    yield from package_versions.check_versions(versions)
 
 
 def check_machine(snapshot: ServerSnapshot) -> Iterator[Finding]:

@@ -233,9 +233,9 @@ def open_remote_endpoint(target: ServerUrl | Pod) -> Endpoint:
     """Where a server on another machine is reached; raises VllmopsError."""
     if isinstance(target, ServerUrl):
         return Endpoint.from_url(target)
-    from ..collect.http import kubernetes_forward as forward  # noqa: PLC0415
+    from ..collect.http import kubernetes_forward  # noqa: PLC0415
 
-    return forward.open_pod_endpoint(target)
+    return kubernetes_forward.open_pod_endpoint(target)
 
 
 def is_remote_target(target: str | ServerUrl | Pod | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..collect.machine.processes import ROLES
 from ..model.agent_state import Traffic
 from ..model.roles import Role
@@ -33,12 +33,12 @@ def set_draining(server: Server, *, draining: bool) -> list[Traffic]:
             f"{server.label} has no API server here that could be told",
             "drain the server whose API server takes its requests; vllmops ps shows it",
         )
-    told, silent = agent.collect_answers(
-        apis, lambda process: agent.open_agent(process).set_draining(draining)
+    told, silent = agent_client.collect_answers(
+        apis, lambda process: agent_client.open_agent(process).set_draining(draining)
     )
     if silent:
         what = f"{len(silent)} of {len(apis)} API servers of {server.label} could not be told"
-        raise agent.make_no_answer_error("drain.no-agent", what, silent)
+        raise agent_client.make_no_answer_error("drain.no-agent", what, silent)
     return told
 
 
@@ -47,7 +47,7 @@ def explain_unreadiness(server: Server) -> str:
     reasons: dict[str, None] = {}
     for process in server.select_processes(*ROLES):
         with suppress(VllmopsError):
-            pulse = agent.read_heartbeat(process)
+            pulse = agent_client.read_heartbeat(process)
             if pulse and pulse.heartbeat.unready:
                 reasons[pulse.heartbeat.unready] = None
     return ", ".join(reasons)

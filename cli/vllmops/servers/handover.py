@@ -17,7 +17,7 @@ from ..collect.machine.processes import VITAL, Process, is_alive
 from ..model.roles import Role
 from ..support.errors import VllmopsError
 from ..support.numbers import format_count
-from . import shutdown as takedown
+from . import shutdown
 
 PIDFD_GETFD = 438  # on x86-64 and aarch64
 # A client may use its connection again as long as vLLM keeps it: for 5 s, unless it was told else.
@@ -88,15 +88,15 @@ def copy_open_file(pid: int, number: int) -> int:
 
 def is_accepting_connections(tree: Sequence[Process]) -> bool:
     """Whether all API servers of a tree take connections, as their agents say."""
-    apis = takedown.select_by_role(tree, Role.API)
-    answers = takedown.collect_agent_answers(apis, lambda api: api.fetch_traffic().serves)
+    apis = shutdown.select_by_role(tree, Role.API)
+    answers = shutdown.collect_agent_answers(apis, lambda api: api.fetch_traffic().serves)
     return bool(apis) and all(answers)
 
 
 def stop_accepting(tree: Sequence[Process]) -> bool:
     """Have all API servers of a tree take no more connections; False if one can't be told."""
-    answers = takedown.collect_agent_answers(
-        takedown.select_by_role(tree, Role.API),
+    answers = shutdown.collect_agent_answers(
+        shutdown.select_by_role(tree, Role.API),
         lambda api: api.set_draining(draining=False, leave=True),
     )
     return all(traffic and not traffic.serves for traffic in answers)
@@ -132,7 +132,7 @@ def drain_first_server(
         and (tree := list(filter(is_alive, tree)))
     ):
         has_left = has_left or stop_accepting(tree)
-        left, now = takedown.count_in_flight(tree, None), count_started_requests(tree)
+        left, now = shutdown.count_in_flight(tree, None), count_started_requests(tree)
         if not has_left or left != 0 or now != before:
             since, before = time.monotonic(), now
         elif time.monotonic() - since > quiet_s:
@@ -141,15 +141,15 @@ def drain_first_server(
         still = "" if has_left else ", and still takes connections: an agent does not answer"
         report_progress(f"the first server finishes {known}{still}")
         time.sleep(POLL_S)
-    left = takedown.count_in_flight(tree, None)
-    takedown.refuse_requests(tree, cut=True)
+    left = shutdown.count_in_flight(tree, None)
+    shutdown.refuse_requests(tree, cut=True)
     return f"requests cut off: {'unknown' if left is None else left}" if left != 0 else ""
 
 
 def count_started_requests(tree: Sequence[Process]) -> int:
     """How many requests its API servers have got so far."""
-    answers = takedown.collect_agent_answers(
-        takedown.select_by_role(tree, Role.API), lambda api: api.fetch_traffic().started_requests
+    answers = shutdown.collect_agent_answers(
+        shutdown.select_by_role(tree, Role.API), lambda api: api.fetch_traffic().started_requests
     )
     return sum(count or 0 for count in answers)
 

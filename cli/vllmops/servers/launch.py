@@ -23,7 +23,7 @@ import psutil
 from vllmops_responses.store.backend_factory import CLASS
 from vllmops_responses.store.settings import STORE
 
-from ..collect.machine import shared_memory as shm
+from ..collect.machine import shared_memory
 from ..collect.machine.processes import is_alive
 from ..collect.machine.server_address import (
     ServingMode,
@@ -500,7 +500,7 @@ def remove_leftover_segments(folder: InstanceFolder) -> None:
     """
     record = folder.load_record()
     if record is not None and not record.state.is_over:
-        shm.remove_unused_segments(record.segments)
+        shared_memory.remove_unused_segments(record.segments)
 
 
 def list_live_records() -> list[InstanceRecord]:

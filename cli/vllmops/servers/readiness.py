@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from ..collect.agents import agent_client as agent
-from ..collect.http import vllm_client as client_http
+from ..collect.agents import agent_client
+from ..collect.http import vllm_client
 from ..collect.machine import processes
 from ..collect.machine.processes import Process
 from ..model.roles import Role
@@ -38,7 +38,7 @@ def is_serving(
             for process in tree
             if process.role in {Role.API, Role.LAUNCHER}
         )
-        and client_http.is_healthy(url)
+        and vllm_client.is_healthy(url)
     )
 
 
@@ -62,7 +62,7 @@ def are_engines_up(tree: Sequence[Process], ready_pids: Collection[int] = ()) ->
 def has_scheduler(engine: Process) -> bool:
     """Whether an engine has a scheduler, as its heartbeat says; False where there is none."""
     try:
-        pulse = agent.read_heartbeat(engine)
+        pulse = agent_client.read_heartbeat(engine)
     except VllmopsError:
         return False
     return pulse is not None and pulse.heartbeat.current_step is not None

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ..collect.agents import agent_client as agent
-from ..collect.http import vllm_client as client_http
-from ..collect.machine import processes
-from ..collect.machine import shared_memory as shm
+from ..collect.agents import agent_client
+from ..collect.http import vllm_client
+from ..collect.machine import processes, shared_memory
 from ..collect.machine.processes import VITAL, Process, is_alive
 from ..model.agent_socket import get_socket_directory
 from ..model.agent_state import Traffic
@@ -102,7 +101,7 @@ def wait_for_requests(
 
 def find_dead_processes(tree: Sequence[Process]) -> list[Process]:
     """The processes of a server that have ended, and without which it does not go on."""
-    here = [process for process in tree if not isinstance(process, agent.ProxiedProcess)]
+    here = [process for process in tree if not isinstance(process, agent_client.ProxiedProcess)]
     return [process for process in here if process.role in VITAL and not is_alive(process)]
 
 
@@ -143,7 +142,7 @@ def count_in_flight(tree: Sequence[Process], url: str | None) -> int | None:
     )
     if http + engine and None not in http and (told or None not in engine):
         return known
-    counted = client_http.fetch_metrics(url) if url else None
+    counted = vllm_client.fetch_metrics(url) if url else None
     if counted is None or counted.running is None:
         return known or None
     count = max(known, round(counted.running + (counted.waiting or 0)))
@@ -163,13 +162,13 @@ def select_by_role(tree: Sequence[Process], role: Role) -> list[Process]:
 
 
 def collect_agent_answers(
-    processes: Sequence[Process], question: Callable[[agent.Agent], T]
+    processes: Sequence[Process], question: Callable[[agent_client.Agent], T]
 ) -> list[T | None]:
     """What the agents answer, all asked at once, so that many that hang take no longer than one."""
 
     def ask_agent(process: Process) -> T | None:
         try:
-            return question(agent.open_agent(process))
+            return question(agent_client.open_agent(process))
         except VllmopsError:
             return None
 
@@ -231,13 +230,13 @@ def take_down(
             with contextlib.suppress(OSError, VllmopsError):
                 place = Path(process.home) if process.home else resolve_home()
                 (get_socket_directory(place) / f"{process.pid}{suffix}").unlink(missing_ok=True)
-    return TakedownResult(tuple(shm.remove_unused_segments(shared)), tuple(left))
+    return TakedownResult(tuple(shared_memory.remove_unused_segments(shared)), tuple(left))
 
 
 def add_used_segments(users: Iterable[Process], segments: set[str]) -> None:
     """Take note of the segments that processes use."""
     for process in users:
-        segments |= shm.find_used_segments(process.pid)
+        segments |= shared_memory.find_used_segments(process.pid)
 
 
 def find_survivors(tree: Sequence[Process], session: int | None) -> list[Process]:

@@ -31,11 +31,9 @@ import psutil
 from vllmops_responses.store.settings import RERUN, RUN
 
 from ..collect.agents import membership
-from ..collect.machine import processes
-from ..collect.machine import server_address as shape
-from ..collect.machine import shared_memory as shm
+from ..collect.machine import processes, server_address, shared_memory
 from ..collect.machine.processes import VITAL, Process, is_alive
-from ..model import process_identity as identity
+from ..model import process_identity
 from ..model.process_identity import read_boot_id
 from ..model.ranks import format_role_and_ranks
 from ..model.roles import Role
@@ -44,10 +42,7 @@ from ..support.background import ErrorReporter, repeat_forever, run_and_report
 from ..support.errors import VllmopsError
 from ..support.files import read_peer_uid
 from ..support.home import resolve_home
-from . import claimed_ports as ports
-from . import handover, logs, readiness
-from . import shutdown as takedown
-from . import watch_process as watcher
+from . import claimed_ports, handover, logs, readiness, shutdown, watch_process
 from .node_status import PeerNodes
 from .record import (
     FAILED,
@@ -286,7 +281,7 @@ class Supervisor:
         self.peers = PeerNodes()
         run, rerun = uuid4().hex, self.record.rerun
         if self.record.uds:
-            shape.remove_stale_socket(self.record.uds)
+            server_address.remove_stale_socket(self.record.uds)
         logs.start_new_log(self.folder.server_log)
         self.tail = logs.LogTail(self.folder.server_log)
         self.child = self.spawn_server(
@@ -386,7 +381,7 @@ class Supervisor:
                 stage="ready",
                 stage_at=now,
                 ready_at=now,
-                ready_s=identity.compute_age_s(took.start_ticks),
+                ready_s=process_identity.compute_age_s(took.start_ticks),
             )
         await self.restore_files()
         if self.has_unsaved_record:
@@ -446,7 +441,7 @@ class Supervisor:
         self.watch_due = now + WATCH_S
         self.reap_children()
         try:
-            watcher.start_watch(self.folder, self.record.directory)
+            watch_process.start_watch(self.folder, self.record.directory)
         except OSError as error:
             write_log(f"the watch can't be started: {error}")
 
@@ -484,14 +479,16 @@ class Supervisor:
         known = self.record.processes
         table = processes.read_process_table()
         roots = [process.pid for process in known if is_alive(process)]
-        roots += takedown.find_session_members(table, self.record.session)
+        roots += shutdown.find_session_members(table, self.record.session)
         seen = membership.complete_tree(
             table, processes.build_process_tree(table, dict.fromkeys(roots))
         )
         seen = tuple(dataclasses.replace(process, rss_bytes=None) for process in seen)
         self.raylets |= membership.find_raylets(table, seen)
         pids = {process.pid for process in seen}
-        segments = set(self.record.segments).union(*(shm.find_used_segments(pid) for pid in pids))
+        segments = set(self.record.segments).union(
+            *(shared_memory.find_used_segments(pid) for pid in pids)
+        )
         self.update_record(
             processes=processes.retain_vital_processes(known, seen),
             segments=tuple(sorted(segments)),
@@ -589,7 +586,7 @@ class Supervisor:
             loop.call_soon_threadsafe(lambda: self.update_record(note=note))
 
         return await asyncio.to_thread(
-            takedown.drain_server,
+            shutdown.drain_server,
             self.record.processes,
             self.record.url,
             seconds,
@@ -634,7 +631,7 @@ class Supervisor:
         finally:
             os.close(listener)
         started_at = time.time()
-        started = identity.read_identity(second.pid).start_ticks
+        started = process_identity.read_identity(second.pid).start_ticks
         self.update_record(
             hand_over="the second server starts",
             hand_over_processes=(Process(Role.OTHER, second.pid, started),),
@@ -681,7 +678,7 @@ class Supervisor:
         """Take stock of the other server of a hand-over; and of this one."""
         self.refresh_record()
         table = processes.read_process_table()
-        roots = takedown.find_session_members(table, self.record.beside_session)
+        roots = shutdown.find_session_members(table, self.record.beside_session)
         self.update_record(hand_over_processes=processes.build_process_tree(table, roots))
         return self.record.hand_over_processes
 
@@ -729,10 +726,14 @@ class Supervisor:
         record = self.record
         own = set(record.segments)
         await asyncio.to_thread(
-            takedown.take_down,
+            shutdown.take_down,
             record.hand_over_processes,
             record.beside_session,
-            {name for p in record.hand_over_processes for name in shm.find_used_segments(p.pid)}
+            {
+                name
+                for p in record.hand_over_processes
+                for name in shared_memory.find_used_segments(p.pid)
+            }
             - own,
         )
         self.reap_children()
@@ -764,7 +765,7 @@ class Supervisor:
                     await asyncio.to_thread(self.stop_headless_nodes, should_restart=should_restart)
                 self.scan_processes()
                 remains = await asyncio.to_thread(
-                    takedown.take_down,
+                    shutdown.take_down,
                     self.record.processes,
                     self.record.session,
                     self.record.segments,
@@ -774,7 +775,7 @@ class Supervisor:
                 self.reporter.report(error)
                 await asyncio.sleep(RETRY_S)
         if self.record.uds:
-            shape.remove_stale_socket(self.record.uds)
+            server_address.remove_stale_socket(self.record.uds)
         if remains.removed_segments:
             write_log(f"removed from /dev/shm: {', '.join(remains.removed_segments)}")
         self.reap_children()
@@ -830,7 +831,7 @@ def is_session_reused(tree: Sequence[Process], session: int | None) -> bool:
     if leader is None or leader.boot != read_boot_id():
         return True
     try:
-        return identity.read_identity(leader.pid) != leader.identity
+        return process_identity.read_identity(leader.pid) != leader.identity
     except ProcessLookupError:
         return False
 
@@ -876,7 +877,7 @@ def main() -> None:
     client = socket.socket(fileno=given.client)
     port = given.port
     if port is None and record.port is not None:
-        port = ports.claim_port(record.port)
+        port = claimed_ports.claim_port(record.port)
     supervisor = Supervisor(folder, record, given.lock, port)
     asyncio.run(supervisor.run(launch=given.launch, client=client))
 

@@ -21,7 +21,7 @@ import msgspec
 from ..support.errors import VllmopsError
 from ..support.files import read_peer_uid
 from ..support.home import format_user
-from . import detached_process as detached
+from . import detached_process
 from .record import RECORDS, InstanceFolder, InstanceRecord, InstanceState
 
 STOP_TIMEOUT_S = 60.0
@@ -213,7 +213,7 @@ def start_supervisor(
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)
     try:
-        detached.start_detached("vllmops.servers.supervisor", words, keep, log)
+        detached_process.start_detached("vllmops.servers.supervisor", words, keep, log)
     finally:
         os.close(log)
         os.close(lock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..support.files import lock_file
-from . import detached_process as detached
+from . import detached_process
 from .record import InstanceFolder
 
 
@@ -28,6 +28,6 @@ def start_watch(folder: InstanceFolder, directory: str) -> None:
     try:
         there = directory if os.path.isdir(directory) else None
         given = ("watch", "--supervised", folder.name)
-        detached.start_detached("vllmops", given, [lock], directory=there)
+        detached_process.start_detached("vllmops", given, [lock], directory=there)
     finally:
         os.close(lock)

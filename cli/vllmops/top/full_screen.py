@@ -39,10 +39,7 @@ from ..support.errors import VllmopsError
 from ..support.numbers import format_count
 from ..support.output import IndentedLine
 from ..support.streams import clean_log_text, make_printable
-from . import finding_events as events
-from . import key_bindings as actions
-from . import plain_screen as screen
-from . import table_rows as rows
+from . import finding_events, key_bindings, plain_screen, table_rows
 from .finding_events import FindingEvent
 from .key_bindings import VllmopsCommand
 from .server_followers import FollowedServers, ServerFollower
@@ -238,8 +235,10 @@ class TopApp(App[None]):
         """Show what the looks have kept."""
         now_s = self.monotonic()
         followers = list(self.board.followers.items())
-        self.servers = [rows.make_server_row(name, each.samples, now_s) for name, each in followers]
-        self.events = events.update_events(self.events, self.servers, self.clock())
+        self.servers = [
+            table_rows.make_server_row(name, each.samples, now_s) for name, each in followers
+        ]
+        self.events = finding_events.update_events(self.events, self.servers, self.clock())
         with suppress(NoMatches):  # as the screen is taken down, timers and events still come
             self.show_title()
             self.show_tree()
@@ -329,13 +328,13 @@ class TopApp(App[None]):
             self.show_log(follower)
 
     def show_figures(self, row: ServerRow, follower: ServerFollower) -> None:
-        values = rows.make_sparkline_series(follower.samples)
+        values = table_rows.make_sparkline_series(follower.samples)
         figures = row.figures
         shown = {
             "tokens_per_s": format_number(figures.tokens_per_s),
             "running": format_number(figures.running),
             "waiting": format_number(figures.waiting),
-            "kv": screen.format_percent(figures.kv),
+            "kv": plain_screen.format_percent(figures.kv),
         }
         for name, label in FIGURES.items():
             self.update_text(f"#{name}-now", make_plain_text(f"{label} {shown[name]}"))
@@ -346,7 +345,7 @@ class TopApp(App[None]):
         lines = [
             IndentedLine(0, f"{name} {value:.0%}") for name, value in shares if value is not None
         ]
-        lines += [IndentedLine(0, screen.format_cache(each)) for each in row.caches]
+        lines += [IndentedLine(0, plain_screen.format_cache(each)) for each in row.caches]
         self.update_text("#caches", make_wrapped_text(lines))
 
     def show_findings(self, row: ServerRow) -> None:
@@ -368,7 +367,7 @@ class TopApp(App[None]):
         listed = (
             row.target,
             none,
-            *((each.id, *screen.make_request_cells(each)) for each in row.requests),
+            *((each.id, *plain_screen.make_request_cells(each)) for each in row.requests),
         )
         if listed == self.shown_requests:
             return
@@ -380,7 +379,7 @@ class TopApp(App[None]):
         for index, each in enumerate(row.requests[:MOST_REQUESTS]):
             style = "bold red" if each.stuck else ""
             table.add_row(
-                *(make_plain_text(cell, style) for cell in screen.make_request_cells(each)),
+                *(make_plain_text(cell, style) for cell in plain_screen.make_request_cells(each)),
                 key=str(index),
             )
             if each.id and each.id == chosen:
@@ -436,26 +435,26 @@ class TopApp(App[None]):
         self.get_main_widget("#lines").focus()
 
     def action_doctor(self) -> None:
-        self.offer_command(actions.make_doctor_command)
+        self.offer_command(key_bindings.make_doctor_command)
 
     def action_heal(self) -> None:
-        self.offer_command(actions.make_heal_command)
+        self.offer_command(key_bindings.make_heal_command)
 
     def action_bundle(self) -> None:
-        self.offer_command(actions.make_bundle_command)
+        self.offer_command(key_bindings.make_bundle_command)
 
     def action_drain(self) -> None:
-        self.offer_command(actions.make_drain_command)
+        self.offer_command(key_bindings.make_drain_command)
 
     def action_resume(self) -> None:
-        self.offer_command(actions.make_resume_command)
+        self.offer_command(key_bindings.make_resume_command)
 
     def action_abort(self) -> None:
         if not (chosen := self.selected_request_id):
             self.show_warning("there is no request to end")
             return
         self.action_tab("requests")
-        self.offer_command(lambda target: actions.make_abort_command(target, chosen))
+        self.offer_command(lambda target: key_bindings.make_abort_command(target, chosen))
 
     def offer_command(self, make: Callable[[str], VllmopsCommand]) -> None:
         """Ask whether to run a command for the chosen server, and run it."""
@@ -486,10 +485,11 @@ class TopApp(App[None]):
 
         def show_stacks(_: int, text: str) -> None:
             self.update_text(
-                "#frames", Text(clean_log_text("\n".join(actions.render_stacks(text, pid or None))))
+                "#frames",
+                Text(clean_log_text("\n".join(key_bindings.render_stacks(text, pid or None)))),
             )
 
-        self.run_in_background(actions.make_stacks_command(target), show_stacks)
+        self.run_in_background(key_bindings.make_stacks_command(target), show_stacks)
 
     def run_in_background(
         self, action: VllmopsCommand, show_output: Callable[[int, str], None]
@@ -497,7 +497,7 @@ class TopApp(App[None]):
         """Run a command in a thread, and tell what it printed; quitting does not wait for it."""
 
         def run_and_show() -> None:
-            code, text = actions.run_command(action.arguments, 70)
+            code, text = key_bindings.run_command(action.arguments, 70)
             with suppress(Exception):  # the window, or the application, may be closed
                 self.call_from_thread(show_output, code, text)
 
@@ -520,7 +520,8 @@ def make_tree_rows(servers: Iterable[ServerRow]) -> Iterable[tuple[Key, Text]]:
     for row in servers:
         label = make_plain_text(f"{row.target}  ", "bold")
         label.append(
-            make_printable(screen.format_state(row), lines=False), screen.STYLES[row.severity]
+            make_printable(plain_screen.format_state(row), lines=False),
+            plain_screen.STYLES[row.severity],
         )
         yield (row.target, "", 0), label
         several = len(row.nodes) > 1
@@ -535,17 +536,17 @@ def make_process_label(process: ProcessRow) -> Text:
     """A process: which one, its processor time, and what it does."""
     label = make_plain_text(
         f"{format_role_and_ranks(process.role, process)} {process.pid} "
-        f"{screen.format_percent(process.cpu)} "
+        f"{plain_screen.format_percent(process.cpu)} "
     )
-    style = screen.STYLES[process.severity] if process.severity else ""
-    label.append(make_printable(screen.describe_activity(process), lines=False), style)
+    style = plain_screen.STYLES[process.severity] if process.severity else ""
+    label.append(make_printable(plain_screen.describe_activity(process), lines=False), style)
     return label
 
 
 def render_event(event: FindingEvent) -> Iterable[IndentedLine]:
     """A finding with its time; one that is over is one line."""
     began = time.strftime("%H:%M:%S", time.localtime(event.began))
-    title, *rest = screen.render_finding(event.finding)
+    title, *rest = plain_screen.render_finding(event.finding)
     if event.ended_at is not None:
         ended = time.strftime("%H:%M:%S", time.localtime(event.ended_at))
         yield IndentedLine(0, f"{began} to {ended} {event.target}: {title.text.strip()}", "dim")

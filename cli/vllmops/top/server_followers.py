@@ -16,7 +16,7 @@ from itertools import chain, repeat
 
 import msgspec
 
-from ..collect.agents import agent_client as agent
+from ..collect.agents import agent_client
 from ..model.caches import ProcessCaches
 from ..model.findings import Finding
 from ..model.roles import Role
@@ -262,7 +262,9 @@ def fetch_caches(server: Server) -> tuple[ProcessCaches, ...]:
     """The caches of the processes that answer."""
     asked = server.select_processes(Role.API, Role.ENGINE)
     return tuple(
-        agent.collect_answers(asked, lambda process: agent.open_agent(process).fetch_caches())[0]
+        agent_client.collect_answers(
+            asked, lambda process: agent_client.open_agent(process).fetch_caches()
+        )[0]
     )
 
 

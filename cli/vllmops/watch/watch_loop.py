@@ -37,7 +37,7 @@ from ..servers.discovery import Server
 from ..support import background
 from ..support.background import ErrorReporter
 from ..support.errors import VllmopsError
-from . import liveness as verdicts
+from . import liveness
 from .watch_target import ServerPhase
 
 # After a false alarm: reading stacks stops the processes for a moment.
@@ -136,7 +136,7 @@ class OngoingStall:
     began: float
     evidence_path: str
     text: str
-    proof: verdicts.StallProof
+    proof: liveness.StallProof
     subjects: frozenset[str]
     restart_at: float | None = None
     heal_at: list[float] = field(default_factory=list)
@@ -256,7 +256,7 @@ class Watch:
             lasted_s = self.now() - ongoing.began
             sure = lasted_s >= ongoing.proof.after_s and not self.swapping()
             stall = "; ".join(filter(None, (ongoing.text, ongoing.proof.reason if sure else "")))
-        found = verdicts.judge_server(
+        found = liveness.judge_server(
             server,
             look,
             was_up=self.was_up,
@@ -332,7 +332,7 @@ class Watch:
             self.handle_ongoing_stall(self.ongoing_stall)
         elif found and not (all(s.alternative for s in found) and self.now() < self.doubt_until):
             self.publish_result(
-                verdicts.describe_likely_stall(found)
+                liveness.describe_likely_stall(found)
             )  # to collect the evidence takes a while
             self.handle_new_stall(found)
         elif (
@@ -380,7 +380,7 @@ class Watch:
         diagnosis = doctor.diagnose_snapshot(snapshot, self.plan.patience_s)
         confirmed = [stall for stall in stalls if is_stall_confirmed(stall, snapshot, diagnosis)]
         if not confirmed:
-            if not verdicts.is_cpu_starved(snapshot):  # else it may show more later
+            if not liveness.is_cpu_starved(snapshot):  # else it may show more later
                 self.stall_detector.dismiss(stalls)
             self.doubt_until = self.now() + DOUBT_S
             return
@@ -391,7 +391,7 @@ class Watch:
             began,
             kept,
             stalls[0].evidence,
-            verdicts.prove_stalls(stalls, snapshot, diagnosis, self.stall_periods),
+            liveness.prove_stalls(stalls, snapshot, diagnosis, self.stall_periods),
             list_stall_subjects(confirmed),
         )
         self.publish_result()
@@ -561,7 +561,7 @@ def is_stall_confirmed(stall: Stall, snapshot: ServerSnapshot, diagnosis: doctor
     if stall.alternative == "writing" and stall.since_s < progress.SURE_S:
         still = map(make_stall_key, progress.find_stalls(snapshot.samples, 0.0))
         # A heartbeat may only be late: it has come, or the machine had no time for it.
-        if make_stall_key(stall) not in still or verdicts.is_cpu_starved(snapshot):
+        if make_stall_key(stall) not in still or liveness.is_cpu_starved(snapshot):
             return False
     verdict = diagnosis.explanation.verdict if diagnosis.explanation else None
     return stall.is_confirmed(

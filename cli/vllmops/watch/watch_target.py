@@ -10,19 +10,17 @@ from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 
-from ..actions import cache_repair as repairs
-from ..actions import healing
+from ..actions import cache_repair, healing
 from ..actions.healing import HealResult
-from ..bundle import bundle_file as bundle
-from ..bundle import parts as collecting
+from ..bundle import bundle_file, parts
 from ..bundle.parts import STACKS, BundleCollector
 from ..collect.agents import membership
 from ..collect.machine import processes
 from ..collect.machine.processes import VITAL
 from ..model.server_snapshot import ServerSample, ServerSnapshot
-from ..observe import server_snapshot as examine
+from ..observe import server_snapshot
 from ..rules.progress import DEAD, has_fatal_stall
-from ..servers import supervisor_client as control
+from ..servers import supervisor_client
 from ..servers.discovery import Server, list_servers
 from ..servers.record import InstanceFolder, InstanceRecord, InstanceState
 from ..servers.supervisor_client import ControlRequest
@@ -67,7 +65,7 @@ class WatchedServer:
         self.dead = not server.processes
         self.is_complete = False
         self.collecting: BundleCollector | None = None
-        self.environment: collecting.ThreadTask | None = None
+        self.environment: parts.ThreadTask | None = None
 
     # -- where it is -------------------------------------------------------------------------
 
@@ -91,7 +89,7 @@ class WatchedServer:
         if self.dead and self.is_scan_due() and not folder.is_supervised():
             # Nobody records its end; a supervisor that takes over does.
             with suppress(VllmopsError):
-                if connection := control.restart_dead_supervisor(folder):
+                if connection := supervisor_client.restart_dead_supervisor(folder):
                     connection.close()
         return ServerPhase.UP if record.state is InstanceState.READY else ServerPhase.AWAY
 
@@ -173,9 +171,9 @@ class WatchedServer:
         """
         server = self.server
         if ask:
-            look = examine.observe_server(server, self.began)
+            look = server_snapshot.observe_server(server, self.began)
         else:
-            seen = examine.observe_processes(server)
+            seen = server_snapshot.observe_processes(server)
             look = ServerSample(
                 at_s=time.monotonic() - self.began,
                 heartbeats=seen.heartbeats,
@@ -213,9 +211,7 @@ class WatchedServer:
         """Begin with what a bundle has that takes long and hardly changes."""
         server = self.server
         if not server.fleet:
-            self.environment = collecting.ThreadTask(
-                lambda: collecting.run_collect_env(server, PREPARED_S)
-            )
+            self.environment = parts.ThreadTask(lambda: parts.run_collect_env(server, PREPARED_S))
 
     def take_snapshot(
         self,
@@ -236,16 +232,16 @@ class WatchedServer:
         """
         if self.collecting:
             self.collecting.stop_interpreters()
-        options = collecting.make_examination_options(
-            collecting.compute_snapshot_s(CAPTURE_S),
+        options = parts.make_examination_options(
+            parts.compute_snapshot_s(CAPTURE_S),
             patience_s,
             samples=1 if has_fatal_stall(samples) else STACKS,
         )
-        looking = examine.Examination(
-            self.server, options, collecting.ignore_progress, samples, self.began
+        looking = server_snapshot.Examination(
+            self.server, options, parts.ignore_progress, samples, self.began
         )
-        self.collecting = collecting.BundleCollector(
-            looking, CAPTURE_S, COLLECT_ENV_S, collecting.ignore_progress, stop, self.environment
+        self.collecting = parts.BundleCollector(
+            looking, CAPTURE_S, COLLECT_ENV_S, parts.ignore_progress, stop, self.environment
         )
         return self.collecting.take_snapshot(snapshot_only=not needs_all_evidence)
 
@@ -256,17 +252,17 @@ class WatchedServer:
             VllmopsError: ``bundle.not-written``.
         """
         assert self.collecting
-        path = folder / bundle.make_bundle_name(self.server.label, self.collecting.made_at)
+        path = folder / bundle_file.make_bundle_name(self.server.label, self.collecting.made_at)
         try:
             create_missing_folders(folder)
         except OSError as error:
             self.collecting.stop_interpreters()
-            raise bundle.make_not_written_error(path, error) from error
-        return bundle.write_bundle(self.collecting.collect_contents(), path)[0]
+            raise bundle_file.make_not_written_error(path, error) from error
+        return bundle_file.write_bundle(self.collecting.collect_contents(), path)[0]
 
-    def repair_caches(self) -> repairs.RepairReport:
-        """Repair its caches; raises as `repairs.repair_caches` does."""
-        return repairs.repair_caches(self.server)
+    def repair_caches(self) -> cache_repair.RepairReport:
+        """Repair its caches; raises as `cache_repair.repair_caches` does."""
+        return cache_repair.repair_caches(self.server)
 
     def heal_server(self, *, only_without_stall: bool = False) -> HealResult:
         """Heal what is proven; nothing that somebody may have wanted.
@@ -288,7 +284,7 @@ class WatchedServer:
         """
         if self.folder is None:
             raise make_foreign_error(self.server)
-        control.send_and_wait_until_begun(
+        supervisor_client.send_and_wait_until_begun(
             self.folder, ControlRequest(restart=0.0, rerun=self.rerun), RESTART_S
         )
 

@@ -15,7 +15,7 @@ from vllmops.support.errors import VllmopsError
 from vllmops.support.files import make_not_written_error, write_atomically
 from vllmops.support.output import Result, VerbatimText, print_result
 
-from ..keys import keyring_file as file
+from ..keys import keyring_file
 from ..keys.keyring import Key, KeyRing, generate_secret, make_single_key_ring
 
 app = output.make_typer_app()
@@ -69,7 +69,7 @@ def keygen(
         case KeyFormat.JSON:
             text = format_keyring(ring)
         case KeyFormat.KUBERNETES:
-            text = format_secret_manifest(file.SIGNING_KEY, format_key(key, KeyFormat.HEX))
+            text = format_secret_manifest(keyring_file.SIGNING_KEY, format_key(key, KeyFormat.HEX))
         case _:
             text = format_key(key, format_)
     if out:
@@ -91,12 +91,12 @@ def keygen(
 def format_key(key: Key, format_: KeyFormat) -> str:
     """A key by itself, as hex characters or as a line for an environment file."""
     text = key.secret.reveal().hex()
-    return text if format_ is KeyFormat.HEX else f"{file.SIGNING_KEY}={text}"
+    return text if format_ is KeyFormat.HEX else f"{keyring_file.SIGNING_KEY}={text}"
 
 
 def format_keyring(keyring: KeyRing) -> str:
     """A ring as its file has it."""
-    return file.encode_keyring(keyring).decode().rstrip()
+    return keyring_file.encode_keyring(keyring).decode().rstrip()
 
 
 def format_secret_manifest(name: str, content: str) -> str:

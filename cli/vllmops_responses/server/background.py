@@ -16,11 +16,7 @@ from vllmops.support.background import start_task
 
 from ..store.backend import Response, StoreUnavailable
 from ..store.response_store import ResponseStore, encode_response
-from . import background_rerun as rerun
-from . import carrier_merge as carried
-from . import response_fields as fields
-from . import vllm_interface as adapter
-from . import wire_format as wire
+from . import background_rerun, carrier_merge, response_fields, vllm_interface, wire_format
 from .conversations import (
     ConversationTurns,
     parse_conversation_parameter,
@@ -66,7 +62,7 @@ class BackgroundRuns:
 
     async def fail_unless_rerun(self, run: Response) -> None:
         """Mark a run that ends with the server as failed, unless the next start runs it again."""
-        if not (gate.rerun and rerun.extract_request(run)[0]):
+        if not (gate.rerun and background_rerun.extract_request(run)[0]):
             with suppress(StoreUnavailable):
                 await self.store.put(replace(run, status="failed", error=STOPPED))
                 await self.conversations.release_run(run)
@@ -116,13 +112,16 @@ class BackgroundRuns:
         queued = turn.latest_response
         try:
             body = encode_model(
-                set_response_conversation(fields.fill_response(queued, turn.request), turn)
+                set_response_conversation(response_fields.fill_response(queued, turn.request), turn)
             )
             run = turn.make_stored_response(
-                queued, body if request_body is None else rerun.embed_request(body, request_body)
+                queued,
+                body
+                if request_body is None
+                else background_rerun.embed_request(body, request_body),
             )
             if not await keep(run):
-                raise wire.make_id_taken_error(run.id)
+                raise wire_format.make_id_taken_error(run.id)
         except BaseException:
             task.cancel()
             await self.conversations.release_turn(turn)
@@ -143,7 +142,7 @@ class BackgroundRuns:
         loop = asyncio.get_running_loop()
         gate.ending = lambda: asyncio.run_coroutine_threadsafe(self.shut_down(), loop)
         try:
-            async for run, request in rerun.requeue_interrupted_runs(self.store):
+            async for run, request in background_rerun.requeue_interrupted_runs(self.store):
                 self.store.track_run(run, lambda: None)
                 task = asyncio.create_task(
                     self.rerun_response(run, request), name=f"again_{run.id}"
@@ -157,8 +156,8 @@ class BackgroundRuns:
         """Run a response again; its stream goes on with the next number."""
         turn = None
         try:
-            request_fields |= {"input": wire.ITEMS.decode(run.input), "request_id": run.id}
-            request = adapter.ResponsesRequest.model_validate(request_fields)
+            request_fields |= {"input": wire_format.ITEMS.decode(run.input), "request_id": run.id}
+            request = vllm_interface.ResponsesRequest.model_validate(request_fields)
             hidden = has_encrypted_items(request)
             before = partial(
                 self.handler.read_earlier_turns, run.owner, request.previous_response_id
@@ -169,7 +168,9 @@ class BackgroundRuns:
                 run.input,
                 history=await retry_while_unavailable(before),
                 has_encrypted_input=hidden,
-                request_carrier=carried.find_carrier(wire.ITEMS.decode(run.input), None)
+                request_carrier=carrier_merge.find_carrier(
+                    wire_format.ITEMS.decode(run.input), None
+                )
                 if hidden
                 else None,
                 compacts=(threshold := self.handler.find_compact_threshold(request)) is not None,
@@ -238,7 +239,7 @@ class BackgroundRuns:
         Logs errors, because vLLM ignores what this task raises.
         """
         put: Callable[[], Awaitable[bool]] = partial(self.store.put, response)
-        if turn and turn.hold and response.status in wire.ANSWERED:
+        if turn and turn.hold and response.status in wire_format.ANSWERED:
             put = partial(
                 self.conversations.finish_turn, turn, response, response.body, is_new=False
             )

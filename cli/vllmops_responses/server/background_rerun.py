@@ -18,7 +18,7 @@ from vllmops.agent.transport.unix_socket import make_agent_directory
 from vllmops.support.errors import VllmopsError
 from vllmops.support.files import lock_file
 
-from ..store import credential_redaction as redaction
+from ..store import credential_redaction
 from ..store.backend import BROKEN, EVERYBODY, FINISHED, Response, ResponseQuery
 from ..store.response_store import ASKED, BackgroundRequest, ResponseStore
 from ..store.settings import RERUN, RUN
@@ -52,7 +52,7 @@ def embed_request(body: bytes, request: bytes) -> bytes:
         return body
     asked.pop("input", None)
     run = os.environ.get(RUN)
-    if not run or redaction.redact_value(asked) != asked:
+    if not run or credential_redaction.redact_value(asked) != asked:
         return body
     return ENCODE({**msgspec.json.decode(body), ASKED: BackgroundRequest(run=run, request=asked)})
 

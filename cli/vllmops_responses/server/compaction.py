@@ -22,12 +22,11 @@ from openai.types.responses import (
     ResponseOutputItemDoneEvent,
 )
 
-from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.hooks import vllm_objects
 
 from ..store.backend import BROKEN
 from ..store.settings import COMPACTION_PROMPT
-from . import carrier_merge as carried
-from . import wire_format as wire
+from . import carrier_merge, wire_format
 from .carrier_merge import COMPACTION, Item, extract_text
 from .wire_format import ApiError
 
@@ -35,7 +34,7 @@ FIELD = "context_management"
 PARAM = f"{FIELD}[0].compact_threshold"
 # The parameters of OpenAI's /responses/compact, and those that Codex sends besides.
 PARAMETERS = frozenset(
-    {"model", "input", "instructions", "previous_response_id", carried.PREVIOUS}
+    {"model", "input", "instructions", "previous_response_id", carrier_merge.PREVIOUS}
     | {"prompt_cache_key", "prompt_cache_retention", "service_tier"}
     | {"tools", "parallel_tool_calls", "reasoning", "text"}
 )
@@ -109,7 +108,7 @@ def load_summary_prompt() -> str:
     try:
         return Path(path).read_text("utf-8").strip() or PROMPT
     except (OSError, UnicodeError) as error:
-        objects.report_problem(f"the prompt for compaction is vllmops' own: {path}: {error}")
+        vllm_objects.report_problem(f"the prompt for compaction is vllmops' own: {path}: {error}")
         return PROMPT
 
 
@@ -228,12 +227,12 @@ def build_compacted_items(items: Sequence[Item], summary: str) -> list[Item]:
     answered = {
         mark[1]
         for item in items
-        if (mark := carried.identify_item(item)) and is_output_identity(mark)
+        if (mark := carrier_merge.identify_item(item)) and is_output_identity(mark)
     }
     waiting = [
         item
         for item in items
-        if item.get("type") in carried.CALLS and is_unanswered_call(item, answered)
+        if item.get("type") in carrier_merge.CALLS and is_unanswered_call(item, answered)
     ]
     text = HEADING + (summary or "(There is none.)")
     return [
@@ -244,7 +243,7 @@ def build_compacted_items(items: Sequence[Item], summary: str) -> list[Item]:
 
 
 def is_output_identity(mark: tuple[str, str]) -> bool:
-    return mark[0] == carried.OUTPUT
+    return mark[0] == carrier_merge.OUTPUT
 
 
 def is_unanswered_call(call: Item, answered_ids: set[str]) -> bool:
@@ -253,7 +252,7 @@ def is_unanswered_call(call: Item, answered_ids: set[str]) -> bool:
 
 def should_keep_item(item: Item) -> bool:
     """Whether a compaction keeps an item unchanged."""
-    return item.get("role") in {"user", *carried.INSTRUCTIONS} and not is_summary(item)
+    return item.get("role") in {"user", *carrier_merge.INSTRUCTIONS} and not is_summary(item)
 
 
 def is_summary(item: Item) -> bool:
@@ -343,8 +342,8 @@ def encode_compaction(
     """The answer to a request for a compaction."""
     response_id = f"resp_{uuid4().hex}"
     users = [one for one in items if one.get("role") == "user" and not is_summary(one)]
-    shown = [wire.build_listed_item(one, response_id, n) for n, one in enumerate(users)]
-    return wire.ENCODE(
+    shown = [wire_format.build_listed_item(one, response_id, n) for n, one in enumerate(users)]
+    return wire_format.ENCODE(
         {
             "id": response_id,
             "object": "response.compaction",

@@ -23,7 +23,7 @@ from ..store.conversation_backend import Conversation, ConversationItem, Convers
 from ..store.conversation_store import ConversationHold
 from ..store.ids import is_valid_id
 from ..store.response_store import ResponseStore
-from . import wire_format as wire
+from . import wire_format
 from .carrier_merge import COMPACTION, extract_readable_part
 from .request_parameters import KEY, PAIRS, VALUE
 from .wire_format import ENCODE, ENCRYPTED, LOGPROBS, ApiError, validate_include
@@ -335,7 +335,7 @@ class ConversationsApi:
         entry = await self.conversations.get_item(owner, conversation_id, item_id)
         if entry is None:
             raise make_item_not_found_error(item_id)
-        with wire.translate_damage_errors("item"):
+        with wire_format.translate_damage_errors("item"):
             return ENCODE(build_client_item(entry, include))
 
     async def delete_item(self, owner: str, conversation_id: str, item_id: str) -> bytes:
@@ -449,7 +449,7 @@ def validate_new_items(items: list[msgspec.Raw]) -> list[ConversationItem]:
         message = f"{len(items)} items are too many: at most {AT_ONCE} can be added at a time"
         raise ApiError(400, message, "items")
     try:
-        decoded_items = [wire.ITEM.decode(item) for item in items]
+        decoded_items = [wire_format.ITEM.decode(item) for item in items]
     except BROKEN as error:
         raise ApiError(400, f"Invalid items: {error}", "items") from error
     validate_no_references((item.get("type") for item in decoded_items), "items")
@@ -462,7 +462,7 @@ def validate_new_items(items: list[msgspec.Raw]) -> list[ConversationItem]:
         if item.get("type") == COMPACTION:  # no turn would have what it stands for
             message = f"items[{n}], a compaction item, can't be in a conversation: send it as input"
             raise ApiError(400, message, f"items[{n}]")
-        part = None if wire.is_empty_answer(item) else extract_readable_part(item)
+        part = None if wire_format.is_empty_answer(item) else extract_readable_part(item)
         if part and not can_render_item(part):  # nor could any request with the conversation
             kind = normalize_item_type(item.get("type"))
             raise ApiError(400, f"items[{n}], a {kind}, can't be rendered by vLLM", f"items[{n}]")
@@ -488,7 +488,7 @@ def validate_no_references(types: Iterable[Any], param: str) -> None:
 
 def build_client_item(entry: ConversationItem, include: Collection[str] = ()) -> dict[str, Any]:
     """An item as clients see it: with its id, its type, and all that OpenAI's types require."""
-    item = wire.ITEM.decode(entry.body)
+    item = wire_format.ITEM.decode(entry.body)
     kind = normalize_item_type(item.get("type"))
     complete = {**item, "id": entry.id, "type": kind}
     for name, value in DEFAULTS.get(kind, {}).items():
@@ -533,7 +533,7 @@ def encode_items_page(
     entries: Sequence[ConversationItem], include: Collection[str], *, has_more: bool
 ) -> bytes:
     """A page of items; OpenAI's type wants texts as the ids of an empty one, too."""
-    with wire.translate_damage_errors("item"):
+    with wire_format.translate_damage_errors("item"):
         data = [build_client_item(entry, include) for entry in entries]
     ends = {
         "first_id": entries[0].id if entries else "",

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
-from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.hooks.import_hook import when_imported
-from vllmops.agent.versions import features
-from vllmops.agent.versions import module_locations as places
+from vllmops.agent.versions import features, module_locations
 from vllmops.support.errors import VllmopsError
 
 from ..keys.keyring import KeyRing
@@ -28,7 +27,7 @@ def replace_routes_on_import(get_keyring: Callable[[], KeyRing | None]) -> None:
     """
     if not settings.is_store_configured():
         return
-    module = places.find_symbol_module("responses-routes")
+    module = module_locations.find_symbol_module("responses-routes")
     if module and features.RESPONSES not in features.find_missing_features():
         when_imported(module, partial(replace_routes, get_keyring))
     else:
@@ -49,9 +48,9 @@ def replace_routes(get_keyring: Callable[[], KeyRing | None], module: ModuleType
             settings.parse_websocket_limits(),
         )
     except VllmopsError as error:
-        objects.report_problem(f"responses are not stored: {error.message}")
+        vllm_objects.report_problem(f"responses are not stored: {error.message}")
     except Exception as error:
-        objects.report_unsupported(
+        vllm_objects.report_unsupported(
             f"responses are not stored: unknown shape of {module.__name__}: {error!r}"
         )
         enable_vllm_store()
@@ -61,7 +60,7 @@ def enable_vllm_store() -> None:
     """Let vLLM keep responses in its own way, unless the environment says whether it shall."""
     if STOCK not in os.environ:
         os.environ[STOCK] = "1"
-        objects.problems.append(
+        vllm_objects.problems.append(
             "responses are kept in vLLM's own store: in the memory of each API server, without "
             f"bound, and for everybody who knows their id; {STOCK}=0 turns it off"
         )

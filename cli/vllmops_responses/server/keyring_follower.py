@@ -18,14 +18,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.identity import detect_role, make_process_fields
 from vllmops.agent.log import log
 from vllmops.model.keys import ProcessKeys
 from vllmops.support.background import ErrorReporter, start_repeating_thread
 from vllmops.support.errors import VllmopsError
 
-from ..keys import keyring_file as file
+from ..keys import keyring_file
 from ..keys.keyring import CARRIER_TTL_S, KeyRing, format_kids
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class KeyHolder:
         source: where they come from.
     """
 
-    def __init__(self, source: file.KeyringSource) -> None:
+    def __init__(self, source: keyring_file.KeyringSource) -> None:
         self.source = source
         self.keyring: KeyRing | None = None
         self.loaded_at: float | None = None
@@ -113,13 +113,13 @@ def start_key_holder() -> None:
     """
     global _holder  # noqa: PLW0603
     try:
-        source = file.find_keyring_source(os.environ)
-        text = os.environ.pop(file.SIGNING_KEY, "")
+        source = keyring_file.find_keyring_source(os.environ)
+        text = os.environ.pop(keyring_file.SIGNING_KEY, "")
         if detect_role() != "api" or _holder is not None or source.is_disabled:
             return
         if source.path is None:
             share_key_with_servers(text)
-        elif not (os.environ.get(file.PLACE) or source.path.exists()):
+        elif not (os.environ.get(keyring_file.PLACE) or source.path.exists()):
             return  # no keys are configured
         _holder = KeyHolder(source)
         _holder.reload_if_changed()
@@ -128,7 +128,7 @@ def start_key_holder() -> None:
             _holder.follow_file()
             reload_on_hangup()
     except Exception as error:
-        objects.report_problem(f"the keys can't be loaded: {error}")
+        vllm_objects.report_problem(f"the keys can't be loaded: {error}")
 
 
 def get_keyring() -> KeyRing | None:
@@ -171,17 +171,17 @@ def merge_keyring(keyring: KeyRing, carriers: Callable[[], CarrierSettings]) -> 
         The keys that this process holds afterwards.
 
     Raises:
-        VllmopsError: ``keys.no-file``, or as `file.change_keyring`.
+        VllmopsError: ``keys.no-file``, or as `keyring_file.change_keyring`.
     """
     path = _holder.source.path if _holder else None
     if path is None:
         raise VllmopsError(
             "keys.no-file",
             "this server has no keyring file to add the keys to",
-            f"start it with vllmops serve --keyring FILE, or with {file.PLACE}=FILE",
+            f"start it with vllmops serve --keyring FILE, or with {keyring_file.PLACE}=FILE",
         )
     overlap_s = max(CARRIER_TTL_S, carriers().ttl_s)
-    file.change_keyring(
+    keyring_file.change_keyring(
         path, lambda own: own.adopt_primary(keyring, time.time(), overlap_s), create=True
     )
     return observe_keys(reload=True)
@@ -211,11 +211,11 @@ def share_key_with_servers(text: str) -> None:
         # One at a time: when the first start ends, the second must still find the key. Reentrant,
         # because a child that this thread forks inherits the lock while it is held.
         with one_at_a_time:
-            os.environ[file.SIGNING_KEY] = text
+            os.environ[keyring_file.SIGNING_KEY] = text
             try:
                 start_process(self)
             finally:
-                os.environ.pop(file.SIGNING_KEY, None)
+                os.environ.pop(keyring_file.SIGNING_KEY, None)
 
     BaseProcess.start = start  # type: ignore[method-assign]
 

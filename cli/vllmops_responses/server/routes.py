@@ -21,8 +21,7 @@ from ..store.backend import Backend, CursorUnknown, StoreUnavailable
 from ..store.backend import ResponseQuery as StoreQuery
 from ..store.response_store import ResponseStore
 from ..store.settings import CarrierSettings, WebSocketLimits
-from . import tracing, websocket
-from . import vllm_interface as adapter
+from . import tracing, vllm_interface, websocket
 from .compaction import load_summary_prompt
 from .fast_routes import (
     DirectRoute,
@@ -96,7 +95,7 @@ def install_routes(
     Raises:
         Exception: this vLLM has an unknown shape; nothing is changed.
     """
-    adapter.require_known_shape()
+    vllm_interface.require_known_shape()
     if ("POST", "/v1/responses") not in map(make_route_key, module.router.routes):
         raise TypeError("its router has no POST /v1/responses")
     count_store_operations(backend)
@@ -114,7 +113,7 @@ def install_routes(
         *(route for route in module.router.routes if make_route_key(route) not in ours),
     ]
     module.router.lifespan_context = functools.partial(lifespan, module.router)
-    adapter.serving.OpenAIServingResponses = StoreBackedServing
+    vllm_interface.serving.OpenAIServingResponses = StoreBackedServing
 
 
 def make_route_key(route: Any) -> tuple[str, str]:
@@ -266,7 +265,7 @@ async def compact_responses(request: CompactRequest, raw_request: Request) -> Re
 async def serve_websocket(socket: WebSocket) -> None:
     """Make responses on a WebSocket."""
     handler = socket.app.state.openai_serving_responses
-    given = socket.app.state.args.api_key or [adapter.read_env_api_key()]
+    given = socket.app.state.args.api_key or [vllm_interface.read_env_api_key()]
     limits = StoreBackedServing.sockets
     if why := websocket.find_handshake_error(socket, [key for key in given if key], limits):
         await websocket.deny_handshake(socket, *why)

@@ -36,14 +36,19 @@ from ..store.backend import EVERYBODY, ConversationBroken, Response, StoreUnavai
 from ..store.ids import is_valid_id
 from ..store.response_store import ResponseStore, encode_response
 from ..store.settings import CarrierFormat, CarrierSettings, WebSocketLimits
-from . import carrier_merge as carried
-from . import carrier_sealing as sealing
-from . import compaction, tracing, truncation, websocket
-from . import request_parameters as parameters
-from . import response_fields as fields
-from . import token_count as tokens
-from . import vllm_interface as adapter
-from . import wire_format as wire
+from . import (
+    carrier_merge,
+    carrier_sealing,
+    compaction,
+    request_parameters,
+    response_fields,
+    token_count,
+    tracing,
+    truncation,
+    vllm_interface,
+    websocket,
+    wire_format,
+)
 from .background import BackgroundRuns
 from .carrier_merge import Item, RequestCarrier
 from .conversations import (
@@ -65,7 +70,7 @@ FAILED = "The generation failed."
 # it is too long, nobody is to free the blocks that another server has filled for the request.
 ALONE = {"previous_response_id": None, "truncation": "disabled", "kv_transfer_params": None}
 # The parameters that vLLM may not know.
-KNOWN = parameters.PARAMETERS.keys() | {carried.PREVIOUS}
+KNOWN = request_parameters.PARAMETERS.keys() | {carrier_merge.PREVIOUS}
 
 
 class DiscardingDict(dict[str, Any]):
@@ -90,7 +95,7 @@ class PreviousResponseDict(DiscardingDict):
             turn.latest_response = value
 
 
-class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
+class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
     """vLLM's serving class, with a store."""
 
     # `routes.install_routes` sets these on the class, because vLLM makes the instance.
@@ -109,8 +114,10 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         self.event_store = DiscardingDict()
         self.history = HistoryReader(parse_items, harmony=self.use_harmony)
         self.counts = False
-        if renderer := adapter.find_renderer(self):
-            renderer.preprocess_chat = tokens.skip_cache_while_counting(renderer.preprocess_chat)
+        if renderer := vllm_interface.find_renderer(self):
+            renderer.preprocess_chat = token_count.skip_cache_while_counting(
+                renderer.preprocess_chat
+            )
             self.counts = True
         self.conversations = ConversationTurns(self.store)
         self.runs = BackgroundRuns(self)
@@ -147,8 +154,8 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         )
         try:
             return await self.answer_turn(turn, request, raw_request)
-        except adapter.INVALID as error:
-            if name := adapter.PARAMETERS.get(getattr(error, "parameter", None) or ""):
+        except vllm_interface.INVALID as error:
+            if name := vllm_interface.PARAMETERS.get(getattr(error, "parameter", None) or ""):
                 raise ApiError(400, f"{name} is invalid: {error}", name) from error
             raise
         finally:
@@ -158,7 +165,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
     async def prepare_turn(self, request: Any, raw_request: Request) -> Turn | None:
         """Check a request, collect what it needs; as `answer_create_request`, `build_turn`."""
         await self.validate_parameters(request, raw_request)
-        if parameters.is_prewarm_request(request):
+        if request_parameters.is_prewarm_request(request):
             request.max_output_tokens = 1  # vLLM's least
         if get_previous_response(request) is not None:
             if request.background:
@@ -194,11 +201,11 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             if turn:
                 turn.goes_on = True
             return self.stream_response(turn, request, answer)
-        if parameters.is_prewarm_request(request):
-            fields.clear_output(answer)
+        if request_parameters.is_prewarm_request(request):
+            response_fields.clear_output(answer)
         if item := await self.build_carrier_item(turn, answer):
             answer.output.append(item)
-        return await self.store_response(turn, fields.fill_response(answer, request))
+        return await self.store_response(turn, response_fields.fill_response(answer, request))
 
     async def validate_parameters(self, request: Any, raw_request: Request) -> None:
         """Check that each parameter of a request works.
@@ -207,13 +214,13 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             ApiError: there is no such parameter, or it can't do what the request asks for; or the
                 request has what is no text.
         """
-        wire.validate_utf8(await raw_request.body())
+        wire_format.validate_utf8(await raw_request.body())
         if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
             raise ApiError(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
-        parameters.validate_parameters(
+        request_parameters.validate_parameters(
             request,
             tool_server=self.tool_server is not None,
-            tool_parser=adapter.can_parse_tool_calls(self),
+            tool_parser=vllm_interface.can_parse_tool_calls(self),
         )
 
     async def answer_count_request(
@@ -222,7 +229,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         """Count the tokens of what a request adds to its conversation and of all before it.
 
         Args:
-            request: a `tokens.CountRequest`.
+            request: a `token_count.CountRequest`.
             raw_request: the HTTP request.
 
         Returns:
@@ -233,13 +240,17 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             StoreUnavailable: the store is down.
         """
         await self.validate_parameters(request, raw_request)
-        tokens.reduce_to_input(request)
+        token_count.reduce_to_input(request)
         turn = await self.build_turn(request, raw_request, adds=False)
         with set_current_turn(turn):
             counted = await self.count_input_tokens(request)
-        return counted if isinstance(counted, ErrorResponse) else tokens.encode_token_count(counted)
+        return (
+            counted
+            if isinstance(counted, ErrorResponse)
+            else token_count.encode_token_count(counted)
+        )
 
-    async def count_input_tokens(self, request: Any) -> tokens.TokenCount | ErrorResponse:
+    async def count_input_tokens(self, request: Any) -> token_count.TokenCount | ErrorResponse:
         """The tokens of a request's input, or vLLM's error where it would answer with one.
 
         Raises:
@@ -247,15 +258,17 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         """
         if not self.counts:
             raise ApiError(501, "This version of vLLM can't count the tokens of an input.")
-        with tokens.count_only():
-            answer: tokens.TokenCount | ErrorResponse = await self.create_responses(request, None)
+        with token_count.count_only():
+            answer: token_count.TokenCount | ErrorResponse = await self.create_responses(
+                request, None
+            )
         return answer
 
     def _validate_generator_input(self, engine_input: Any, *args: Any, **options: Any) -> Any:
         """What vLLM does last before the engine gets a request."""
         error = super()._validate_generator_input(engine_input, *args, **options)
-        if error is None and tokens.is_count_only():
-            return tokens.TokenCount(self._extract_prompt_len(engine_input))
+        if error is None and token_count.is_count_only():
+            return token_count.TokenCount(self._extract_prompt_len(engine_input))
         return error
 
     # Compaction
@@ -268,7 +281,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         """
         tokens_ = compaction.parse_compact_threshold(request, self.model_config.max_model_len)
         if tokens_ is not None:
-            sealing.require_sealing_key(self.get_keyring())
+            carrier_sealing.require_sealing_key(self.get_keyring())
         return tokens_
 
     async def answer_compact_request(
@@ -277,7 +290,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         """Compact a conversation.
 
         Args:
-            request: a `tokens.CompactRequest`.
+            request: a `token_count.CompactRequest`.
             raw_request: the HTTP request.
 
         Returns:
@@ -289,8 +302,8 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         """
         await self.validate_parameters(request, raw_request)
         compaction.validate_compact_body(await raw_request.body())
-        sealing.require_sealing_key(self.get_keyring())
-        tokens.reduce_to_input(request)
+        carrier_sealing.require_sealing_key(self.get_keyring())
+        token_count.reduce_to_input(request)
         turn = await self.build_turn(request, raw_request, compacts=True)
         assert turn
         with set_current_turn(turn):
@@ -312,8 +325,8 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         same = compaction.build_summary_parameters(turn.request, self.model_config.max_model_len)
 
         def make_request(input_items: list[Item]) -> Any:
-            given = {**same, "input": list(map(adapter.adapt_item, input_items))}
-            return adapter.ResponsesRequest.model_validate(given)
+            given = {**same, "input": list(map(vllm_interface.adapt_item, input_items))}
+            return vllm_interface.ResponsesRequest.model_validate(given)
 
         async def generate_answer(input_items: list[Item]) -> Any:
             made = await self.create_responses(make_request(input_items), None)
@@ -328,16 +341,16 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             items, usage = await compaction.compact_conversation(
                 generate_answer, can_accept_items, turn.conversation, self.compaction_prompt
             )
-        text = await sealing.seal_carrier(
+        text = await carrier_sealing.seal_carrier(
             items,
-            sum(len(carried.extract_text(item.get("content") or "")) for item in items),
+            sum(len(carrier_merge.extract_text(item.get("content") or "")) for item in items),
             self.carriers._replace(format=CarrierFormat.V2),
             self.get_keyring(),
             model=self.models.model_name(self._maybe_get_adapters(turn.request)),
             owner=turn.owner,
         )
         if text is None:
-            sealing.require_sealing_key(None)
+            carrier_sealing.require_sealing_key(None)
         turn.conversation = items
         turn.compaction = compaction.make_compaction_item(text or "")
         return usage
@@ -345,8 +358,8 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
     async def can_accept_request(self, request: Any) -> bool:
         """Whether vLLM would accept a request."""
         try:
-            return isinstance(await self.count_input_tokens(request), tokens.TokenCount)
-        except (ApiError, *adapter.INVALID):
+            return isinstance(await self.count_input_tokens(request), token_count.TokenCount)
+        except (ApiError, *vllm_interface.INVALID):
             return False
 
     async def compact_above_threshold(self, turn: Turn, threshold: int) -> None:
@@ -359,8 +372,8 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         with set_current_turn(None):
             try:
                 found = await self.count_input_tokens(request)
-                many = found.tokens if isinstance(found, tokens.TokenCount) else None
-            except adapter.INVALID:
+                many = found.tokens if isinstance(found, token_count.TokenCount) else None
+            except vllm_interface.INVALID:
                 many = None  # too long for the model
             if many is not None and many <= threshold:
                 return
@@ -418,10 +431,10 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         wanted = request.store or hidden or sealed or compacts or websocket.is_websocket_request()
         if not (wanted or continues):
             return None
-        items = wire.extract_input_items(await raw_request.body())
+        items = wire_format.extract_input_items(await raw_request.body())
         brought = None
         if hidden or response is not None:
-            brought = carried.find_carrier(wire.ITEMS.decode(items), response)
+            brought = carrier_merge.find_carrier(wire_format.ITEMS.decode(items), response)
         validate_single_history(request, brought, conversation, needs_carrier=sealed)
         who = find_owner(raw_request)
         await self.validate_response_id(request, conversation)
@@ -443,8 +456,8 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
 
     def should_seal_carrier(self, request: Any) -> bool:
         """Whether a request asks for a carrier and this server can seal one."""
-        asks = not request.store and carried.INCLUDE in (request.include or ())
-        return asks and sealing.can_seal(self.get_keyring())
+        asks = not request.store and carrier_merge.INCLUDE in (request.include or ())
+        return asks and carrier_sealing.can_seal(self.get_keyring())
 
     async def validate_response_id(self, request: Any, conversation: str | None) -> None:
         """Check the id that a request chooses for its response, where it chooses one.
@@ -463,7 +476,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         if not is_valid_id(request.request_id) or "/" in request.request_id:
             raise ApiError(400, "request_id can't be the id of a response", "request_id")
         if request.store and await self.store.get(EVERYBODY, request.request_id):
-            raise wire.make_id_taken_error(request.request_id)
+            raise wire_format.make_id_taken_error(request.request_id)
 
     async def read_earlier_turns(
         self, owner: str, response_id: str | None
@@ -484,7 +497,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         except ConversationBroken as error:
             raise ApiError(404, f"{error.message}.", "previous_response_id") from error
         if not history:
-            raise wire.make_not_found_error(response_id, "previous_response_id")
+            raise wire_format.make_not_found_error(response_id, "previous_response_id")
         if history[-1].is_running:
             message = f"Response with id '{response_id}' is still {history[-1].status}."
             raise ApiError(400, message, "previous_response_id")
@@ -492,7 +505,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
 
     def responses_stream_generator(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         """VLLM's events, in every version with the same ids from the first to the last."""
-        events = adapter.normalize_stream_events(
+        events = vllm_interface.normalize_stream_events(
             super().responses_stream_generator(*args, **options)
         )
         turn = current.get()
@@ -520,7 +533,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
                         add(tracing.count_response_bytes(turn.history))
                 if isinstance(request.input, list):
                     request.input = [
-                        item for item in request.input if not wire.is_empty_answer(item)
+                        item for item in request.input if not wire_format.is_empty_answer(item)
                     ]
             if not (request.input or request.input == "" or request.instructions):
                 raise ApiError(400, "The input is empty.", "input")
@@ -545,7 +558,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
                 answer's carrier.
         """
         size = len(turn.items)
-        items = wire.ITEMS.decode(turn.items)
+        items = wire_format.ITEMS.decode(turn.items)
         if turn.hold:
             before = await self.history.read_conversation_items(turn.hold.entries)
             turn.hold.entries = ()
@@ -554,22 +567,22 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
                 turn.history or (), partial(self.open_compaction, turn)
             )
         history, kept = await self.merge_carrier(turn, items)
-        added = [(n, item) for n in kept if (item := carried.extract_readable_part(items[n]))]
+        added = [(n, item) for n in kept if (item := carrier_merge.extract_readable_part(items[n]))]
         if history or turn.has_encrypted_input:
-            turn.items = wire.ENCODE([*history, *(item for _, item in added)])
+            turn.items = wire_format.ENCODE([*history, *(item for _, item in added)])
         readable = extract_readable_parts(history)
         if before.items or readable or turn.has_encrypted_input:
             later = parse_new_items(turn.request.input, items, added)
             turn.request.input = [*before.parsed_items, *parse_items(readable), *later]
         turn.conversation = [*before.items, *readable, *(item for _, item in added)]
-        wire.validate_tool_outputs([item for _, item in added], turn.conversation)
+        wire_format.validate_tool_outputs([item for _, item in added], turn.conversation)
         if any(map(compaction.is_summary, turn.conversation)):
             turn.request.input = parse_items(compaction.join_summary_messages(turn.conversation))
         if turn.needs_carrier:
             size += before.size
             if turn.request_carrier:
-                size += sealing.COMPRESSION * len(turn.request_carrier.text)
-            turn.size = await sealing.validate_carrier_size(turn.conversation, size)
+                size += carrier_sealing.COMPRESSION * len(turn.request_carrier.text)
+            turn.size = await carrier_sealing.validate_carrier_size(turn.conversation, size)
 
     async def open_compaction(self, turn: Turn, text: str) -> list[Item] | None:
         """What a stored compaction item holds; None if it can't be opened any more."""
@@ -592,12 +605,12 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         if not turn.request_carrier:
             return [], list(range(len(items)))
         history = await self.open_carrier(turn, turn.request_carrier)
-        return carried.merge_history(history, items, turn.request_carrier.item_index)
+        return carrier_merge.merge_history(history, items, turn.request_carrier.item_index)
 
     async def open_carrier(self, turn: Turn, request_carrier: RequestCarrier) -> list[Item]:
         """What a carrier holds; raises `ApiError` where it is not one for this turn."""
         model = self.models.model_name(self._maybe_get_adapters(turn.request))
-        return await sealing.open_carrier(
+        return await carrier_sealing.open_carrier(
             request_carrier, self.get_keyring(), model=model, owner=turn.owner
         )
 
@@ -611,13 +624,13 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             return None
         output = [item.model_dump(mode="json", by_alias=True) for item in response.output]
         answer = map(
-            carried.drop_unneeded_fields,
-            wire.select_history_items(output, harmony=self.use_harmony),
+            carrier_merge.drop_unneeded_fields,
+            wire_format.select_history_items(output, harmony=self.use_harmony),
         )
         history: list[Any] = [*turn.conversation, *answer]
         if self.carriers.format is CarrierFormat.SIGNED_V1:
             history = convert_items_to_messages(history)
-        text = await sealing.seal_carrier(
+        text = await carrier_sealing.seal_carrier(
             history,
             turn.size,
             self.carriers,
@@ -653,7 +666,7 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             packed = await self.store.pack_response(turn.make_stored_response(response, body))
             websocket.remember_history([*(turn.history or ()), packed])
         if not done:
-            raise wire.make_id_taken_error(response.id)
+            raise wire_format.make_id_taken_error(response.id)
         return body
 
     async def stream_response(
@@ -663,19 +676,19 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         response, number, failed = None, -1, None
         try:
             async for event in events:
-                if event.type in adapter.ENDS:
+                if event.type in vllm_interface.ENDS:
                     websocket.clear_unwanted_output(event.response)
-                fields.fill_event(event, request)
+                response_fields.fill_event(event, request)
                 number = event.sequence_number
-                if event.type in adapter.ENDS:
+                if event.type in vllm_interface.ENDS:
                     if item := await self.build_carrier_item(turn, event.response):
                         for frame in append_item(item, event.response.output, number):
                             yield frame
                             number += 1
                     body = await self.store_response(turn, event.response)
-                    yield wire.make_final_event(event.response.status, number, body)
+                    yield wire_format.make_final_event(event.response.status, number, body)
                     return
-                if event.type in wire.BEGINNINGS:
+                if event.type in wire_format.BEGINNINGS:
                     response = set_response_conversation(event.response, turn)
                 yield EncodedEvent(event.type, encode_model(event))
         except ApiError as error:
@@ -704,7 +717,9 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
             if isinstance(answer, ErrorResponse):
                 return replace(run, status="failed", error=answer.error.message)
             body = encode_model(
-                set_response_conversation(fields.fill_response(answer, request), current.get())
+                set_response_conversation(
+                    response_fields.fill_response(answer, request), current.get()
+                )
             )
             return replace(run, status=answer.status, body=body)
 
@@ -717,12 +732,12 @@ class StoreBackedServing(adapter.Serving):  # type: ignore[misc]
         async def stream_to_store(run: Response) -> Response:
             async with EventWriter(self.store, run) as writer:
                 async for event in self.responses_stream_generator(request, *args, **kwargs):
-                    fields.fill_event(event, request)
-                    if event.type in adapter.ENDS:
+                    response_fields.fill_event(event, request)
+                    if event.type in vllm_interface.ENDS:
                         # Followers read the final event from the stored response.
                         body = encode_model(set_response_conversation(event.response, turn))
                         return replace(run, status=event.response.status, body=body)
-                    if event.type in wire.BEGINNINGS:
+                    if event.type in wire_format.BEGINNINGS:
                         set_response_conversation(event.response, turn)
                     event.sequence_number += first
                     writer.queue_event(event.sequence_number, encode_model(event))
@@ -746,7 +761,7 @@ def translate_rendering_errors() -> Iterator[None]:
 
 
 def drop_previous_response(render: Callable[..., Any]) -> Callable[..., Any]:
-    """One of vLLM's `adapter.RENDERERS`, without a previous response: the input has all turns."""
+    """One of `vllm_interface.RENDERERS` without a previous response: the input has all turns."""
 
     @functools.wraps(render)
     def render_all(self: Any, request: Any, _: Any, *args: Any, **options: Any) -> Any:
@@ -761,13 +776,15 @@ def drop_previous_response(render: Callable[..., Any]) -> Callable[..., Any]:
     return render_all_async if inspect.iscoroutinefunction(render) else render_all
 
 
-for _name in adapter.RENDERERS:
-    setattr(StoreBackedServing, _name, drop_previous_response(getattr(adapter.Serving, _name)))
+for _name in vllm_interface.RENDERERS:
+    setattr(
+        StoreBackedServing, _name, drop_previous_response(getattr(vllm_interface.Serving, _name))
+    )
 
 
 def find_owner(raw_request: HTTPConnection) -> str:
     """A hash of the API key of a request, empty if the server requires none."""
-    keys = raw_request.app.state.args.api_key or [adapter.read_env_api_key()]
+    keys = raw_request.app.state.args.api_key or [vllm_interface.read_env_api_key()]
     if not any(keys):
         return ""
     key = raw_request.headers.get("Authorization", "").partition(" ")[2]
@@ -776,7 +793,7 @@ def find_owner(raw_request: HTTPConnection) -> str:
 
 def get_previous_response(request: Any) -> Any:
     """The ``previous_response`` of a request, which vLLM does not know; None if it has none."""
-    return (request.model_extra or {}).get(carried.PREVIOUS)
+    return (request.model_extra or {}).get(carrier_merge.PREVIOUS)
 
 
 def parse_new_items(
@@ -861,6 +878,8 @@ def make_failure_event(response: Any, number: int, message: str) -> EncodedEvent
         message: what went wrong.
     """
     if response is None:
-        return wire.make_error_event(number, message)
+        return wire_format.make_error_event(number, message)
     body = response.model_dump(mode="json", by_alias=True)
-    return wire.make_final_event("failed", number, wire.encode_failed_response(body, message))
+    return wire_format.make_final_event(
+        "failed", number, wire_format.encode_failed_response(body, message)
+    )

@@ -9,8 +9,7 @@ import msgspec
 
 from ..store.backend import BROKEN, ResponseQuery, StoreUnavailable
 from ..store.response_store import ResponseStore, encode_response
-from . import response_fields as fields
-from . import wire_format as wire
+from . import response_fields, wire_format
 from .conversations import ConversationTurns
 from .event_writer import retry_while_unavailable
 from .wire_format import ApiError, EncodedEvent
@@ -49,9 +48,9 @@ class StoredResponsesApi:
         """
         response = await self.store.get(owner, response_id)
         if response is None:
-            raise wire.make_not_found_error(response_id)
+            raise wire_format.make_not_found_error(response_id)
         if include:
-            wire.require_included_fields(response, include)
+            wire_format.require_included_fields(response, include)
         return encode_response(response)
 
     async def resume_stream(
@@ -78,7 +77,7 @@ class StoredResponsesApi:
         after = -1 if starting_after is None else starting_after
         kept = await self.store.read_events(owner, response_id, after - 2)
         if kept is None:
-            raise wire.make_not_found_error(response_id)
+            raise wire_format.make_not_found_error(response_id)
         if not kept.chunks:
             complete = await self.store.read_events(owner, response_id, -1)
             if not (complete and complete.chunks):
@@ -86,7 +85,7 @@ class StoredResponsesApi:
                 raise ApiError(400, f"Response '{response_id}' {message}.", "stream")
         if not kept.running and after > (end := kept.chunks[-1].last_number if kept.chunks else -1):
             if after == end + 1:
-                return wire.make_empty_stream()
+                return wire_format.make_empty_stream()
             # Of a run that was lost or cancelled, events that somebody has seen may be lost, too.
             ended = await self.store.get(owner, response_id)
             if ended and ended.status in {"completed", "incomplete"}:
@@ -94,7 +93,9 @@ class StoredResponsesApi:
                 raise ApiError(400, message, "starting_after")
         events = self.follow_events(owner, response_id, after)
         return (
-            events if obfuscate is None else fields.obfuscate_events(events, should_pad=obfuscate)
+            events
+            if obfuscate is None
+            else response_fields.obfuscate_events(events, should_pad=obfuscate)
         )
 
     async def follow_events(
@@ -106,27 +107,31 @@ class StoredResponsesApi:
             while True:
                 async for events in self.store.follow_events(owner, response_id, after_number):
                     for data in events.events:
-                        yield EncodedEvent(wire.KIND.decode(data).type, data)
+                        yield EncodedEvent(wire_format.KIND.decode(data).type, data)
                     after_number = events.first_number + len(events.events) - 1
                 if ended and not ended.is_running:
                     break
                 ended = await retry_while_unavailable(partial(self.store.get, owner, response_id))
                 # A run that only seemed to be lost has more events before its answer, and so has
                 # one that runs again.
-                if ended is None or not (ended.is_running or ended.status in wire.ANSWERED):
+                if ended is None or not (ended.is_running or ended.status in wire_format.ANSWERED):
                     break
         except StoreUnavailable as error:
-            yield wire.make_error_event(after_number + 1, error.message)
+            yield wire_format.make_error_event(after_number + 1, error.message)
             return
         except (*BROKEN, ValueError) as error:
-            yield wire.make_error_event(after_number + 1, f"The stored events are damaged: {error}")
+            yield wire_format.make_error_event(
+                after_number + 1, f"The stored events are damaged: {error}"
+            )
             return
         if ended is None:
-            yield wire.make_error_event(
+            yield wire_format.make_error_event(
                 after_number + 1, f"Response with id '{response_id}' was deleted."
             )
         else:
-            yield wire.make_final_event(ended.status, after_number + 1, encode_response(ended))
+            yield wire_format.make_final_event(
+                ended.status, after_number + 1, encode_response(ended)
+            )
 
     async def cancel(self, owner: str, response_id: str) -> bytes:
         """Cancel a run, in whatever process it runs; a second call does no harm.
@@ -137,12 +142,12 @@ class StoredResponsesApi:
         """
         swap = await self.store.set_status(owner, response_id, "cancelled")
         if swap.response is None:
-            raise wire.make_not_found_error(response_id)
+            raise wire_format.make_not_found_error(response_id)
         if swap.changed:
             self.stop(response_id)
             await self.conversations.release_run(swap.response)
         elif swap.response.status != "cancelled":
-            if not wire.is_background_response(swap.response):
+            if not wire_format.is_background_response(swap.response):
                 raise ApiError(400, "Cannot cancel a synchronous response.", "response_id")
             message = f"Cannot cancel a response that is {swap.response.status}."
             raise ApiError(400, message, "response_id")
@@ -156,7 +161,7 @@ class StoredResponsesApi:
             StoreUnavailable: the store is down.
         """
         if not await self.store.delete(owner, response_id):
-            raise wire.make_not_found_error(response_id)
+            raise wire_format.make_not_found_error(response_id)
         self.stop(response_id)
         return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
@@ -169,7 +174,7 @@ class StoredResponsesApi:
         """
         page = await self.store.list_responses(owner, query)
         ids = [response.id for response in page.responses]
-        return wire.encode_list_page(
+        return wire_format.encode_list_page(
             list(map(encode_response, page.responses)), ids, has_more=page.has_more
         )
 
@@ -184,7 +189,7 @@ class StoredResponsesApi:
         """
         response = await self.store.get(owner, response_id)
         if response is None:
-            raise wire.make_not_found_error(response_id)
-        return wire.encode_input_items(
+            raise wire_format.make_not_found_error(response_id)
+        return wire_format.encode_input_items(
             response, after_id=after_id, limit=limit, descending=descending
         )

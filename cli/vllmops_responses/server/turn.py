@@ -11,7 +11,7 @@ from typing import Any
 
 from ..store.backend import Response
 from ..store.conversation_store import ConversationHold
-from . import carrier_merge as carried
+from . import carrier_merge
 from .carrier_merge import Item, RequestCarrier
 
 
@@ -122,5 +122,7 @@ def has_encrypted_items(request: Any) -> bool:
 def has_encrypted_content(item: Any) -> bool:
     """Whether an item, as vLLM reads it, has encrypted content, or should have."""
     if isinstance(item, dict):
-        return item.get("type") == carried.COMPACTION or bool(carried.get_encrypted_content(item))
+        return item.get("type") == carrier_merge.COMPACTION or bool(
+            carrier_merge.get_encrypted_content(item)
+        )
     return bool(getattr(item, "encrypted_content", None))

@@ -11,7 +11,7 @@ from cachetools import LRUCache
 from ..store.backend import Response
 from ..store.compression import inflate_async
 from ..store.conversation_backend import ConversationItem
-from . import wire_format as wire
+from . import wire_format
 from .carrier_merge import COMPACTION, Item, extract_readable_part, get_encrypted_content
 
 # Of the cached answers, as they are in memory: about as `estimate_memory_bytes` has it.
@@ -85,9 +85,11 @@ class HistoryReader:
         compacted, parsed = bool(items), self.parse(items)
         # What clients sent is read all at once, which takes half the time; a compaction has it.
         asking = turns[len(turns) - len(answers) + compacted :]
-        with wire.translate_damage_errors("turn"):
+        with wire_format.translate_damage_errors("turn"):
             sent = [await inflate_async(turn.input) for turn in asking]
-            asked = list(map(extract_readable_parts, wire.INPUTS.decode(b"[%b]" % b",".join(sent))))
+            asked = list(
+                map(extract_readable_parts, wire_format.INPUTS.decode(b"[%b]" % b",".join(sent)))
+            )
         asked_parsed = iter(self.parse([item for part in asked for item in part]))
         if compacted:
             asked.insert(0, [])
@@ -103,9 +105,11 @@ class HistoryReader:
         self, entries: Sequence[ConversationItem]
     ) -> ConversationPart:
         """The items of a conversation, as the store keeps them."""
-        with wire.translate_damage_errors("item"):
+        with wire_format.translate_damage_errors("item"):
             sent = [await inflate_async(entry.body) for entry in entries if not entry.answer]
-            given = list(map(extract_readable_part, wire.ITEMS.decode(b"[%b]" % b",".join(sent))))
+            given = list(
+                map(extract_readable_part, wire_format.ITEMS.decode(b"[%b]" % b",".join(sent)))
+            )
         asked = iter(given)
         asked_parsed = iter(self.parse([item for item in given if item]))
         items, parsed, size = list[Item](), list[Any](), sum(map(len, sent))
@@ -123,22 +127,26 @@ class HistoryReader:
 
     async def read_output_item(self, packed_body: bytes) -> ConversationPart:
         """An item that the model made; caches it."""
-        with wire.translate_damage_errors("item"):
+        with wire_format.translate_damage_errors("item"):
             body = await inflate_async(packed_body)
             items = extract_readable_parts(
-                wire.select_history_items([wire.ITEM.decode(body)], harmony=self.harmony)
+                wire_format.select_history_items(
+                    [wire_format.ITEM.decode(body)], harmony=self.harmony
+                )
             )
         return self.cache_part(packed_body, ConversationPart(items, self.parse(items), len(body)))
 
     async def read_output(self, packed_body: bytes) -> ConversationPart:
         """The answer in the body of a response; caches it."""
-        with wire.translate_damage_errors("turn"):
+        with wire_format.translate_damage_errors("turn"):
             body = await inflate_async(packed_body)
-            output = wire.OUTPUT.decode(body).output
+            output = wire_format.OUTPUT.decode(body).output
         compaction = next(
             (get_encrypted_content(item) for item in output if item.get("type") == COMPACTION), ""
         )
-        items = extract_readable_parts(wire.select_history_items(output, harmony=self.harmony))
+        items = extract_readable_parts(
+            wire_format.select_history_items(output, harmony=self.harmony)
+        )
         return self.cache_part(
             packed_body, ConversationPart(items, self.parse(items), len(body), compaction)
         )

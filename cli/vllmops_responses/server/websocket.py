@@ -20,7 +20,7 @@ import msgspec
 from fastapi import Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 
-from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.hooks.request_gate import RESPONSES, count_websocket_request, gate
 from vllmops.agent.log import log
 from vllmops.support.errors import VllmopsError
@@ -28,8 +28,7 @@ from vllmops.support.numbers import format_count
 
 from ..store.backend import Response, StoreUnavailable
 from ..store.settings import WebSocketLimits
-from . import response_fields as fields
-from . import wire_format as wire
+from . import response_fields, wire_format
 from .stored_responses import StoredResponsesApi
 from .wire_format import ApiError, EncodedEvent
 
@@ -223,7 +222,7 @@ def clear_unwanted_output(response: Any) -> None:
     run = _run.get()
     if run is None or run.generate:
         return
-    fields.clear_output(response)
+    response_fields.clear_output(response)
     if run.limit is not None:
         response.max_output_tokens = run.limit
 
@@ -231,7 +230,7 @@ def clear_unwanted_output(response: Any) -> None:
 def report_missing_library() -> None:
     """Report it where uvicorn has no library for WebSockets, and so answers them as HTTP."""
     if not any(map(importlib.util.find_spec, LIBRARIES)):
-        objects.report_problem(
+        vllm_objects.report_problem(
             f"there is no WebSocket {RESPONSES}: the package websockets is not installed"
         )
 
@@ -550,7 +549,7 @@ class WebSocketConnection:
             given.pop(name, None)
         if not generate:
             given["max_output_tokens"] = 1
-        http = self.make_http_request(wire.ENCODE(given))
+        http = self.make_http_request(wire_format.ENCODE(given))
         with track_server_load(self.socket.app.state):
             async with aclosing(await self.create(given, http)) as frames:  # type: ignore[type-var]
                 del given, http
@@ -598,7 +597,7 @@ class WebSocketConnection:
         if response_id is None:
             raise ApiError(404, "No response runs on this stream.", "stream_id")
         body = await self.stored_responses.cancel(self.owner, response_id)
-        await self.send_event(event.stream_id, wire.make_final_event("cancelled", 0, body))
+        await self.send_event(event.stream_id, wire_format.make_final_event("cancelled", 0, body))
 
     async def refuse_steer(self, event: dict[str, Any]) -> None:
         """Tell a client that the engine does not change the input of what runs."""
@@ -617,7 +616,9 @@ class WebSocketConnection:
         steer = {"previous_response_id": response_id or "", "input": given or ""}
         kind = "response.steer.failed"
         body = {"type": kind, "sequence_number": 0, "error": error, "steer": steer}
-        await self.send_event(run.stream_id if run else None, EncodedEvent(kind, wire.ENCODE(body)))
+        await self.send_event(
+            run.stream_id if run else None, EncodedEvent(kind, wire_format.ENCODE(body))
+        )
 
     async def send_error(self, error: ApiError, stream_id: str | None) -> None:
         """Send an error event; the connection stays open."""
@@ -629,7 +630,7 @@ class WebSocketConnection:
         # OpenAI's socket nests the error; the events of its streams, and its types, do not.
         nested = {"error": {"type": kind, **shown}}
         body = {"type": "error", "status": error.status, "sequence_number": 0, **shown, **nested}
-        await self.send_event(stream_id, EncodedEvent("error", wire.ENCODE(body)))
+        await self.send_event(stream_id, EncodedEvent("error", wire_format.ENCODE(body)))
 
     async def send_event(self, stream_id: str | None, frame: EncodedEvent) -> None:
         """Send an event, as soon as the client takes it.
@@ -639,7 +640,7 @@ class WebSocketConnection:
         """
         data = frame.data
         if stream_id is not None:
-            data = b'%b,"stream_id":%b}' % (data[:-1], wire.ENCODE(stream_id))
+            data = b'%b,"stream_id":%b}' % (data[:-1], wire_format.ENCODE(stream_id))
         async with self.sending:
             if self.client_lost.done():
                 raise WebSocketDisconnect(POLICY)
@@ -754,6 +755,6 @@ def validate_id(identifier: Any, param: str) -> str:
 
 def make_cancelled_event(response: dict[str, Any], number: int) -> EncodedEvent:
     """The event that ends a response which its client cancelled."""
-    return wire.make_final_event(
-        "cancelled", number, wire.ENCODE({**response, "status": "cancelled"})
+    return wire_format.make_final_event(
+        "cancelled", number, wire_format.ENCODE({**response, "status": "cancelled"})
     )

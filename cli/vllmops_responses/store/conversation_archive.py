@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from . import response_schema as shape
+from . import response_schema
 from .conversation_backend import Conversation, ConversationItem
 from .response_archive import parse_line, remove_line_breaks, validate_owner
 
@@ -18,7 +18,7 @@ class ConversationHeader(msgspec.Struct, kw_only=True):
 
     id: str
     owner: str
-    created_at: shape.Moment
+    created_at: response_schema.Moment
     metadata: dict[str, str] = {}
 
 
@@ -80,13 +80,13 @@ def decode_line(line: bytes) -> tuple[Conversation, list[ConversationItem]]:
     head = found.conversation
     ids = [head.id, *(one.id for one in found.items)]
     for name in ids:
-        if not shape.is_safe_id(name):
+        if not response_schema.is_safe_id(name):
             raise ValueError(f"{name[:300]!r} is not an id")
     if len(set(ids)) < len(ids):
         raise ValueError(f"two items of {head.id} have the same id")
     validate_owner(head.owner)
     for one in found.items:
-        shape.decode_json(bytes(one.item), shape.ResponseItem)
+        response_schema.decode_json(bytes(one.item), response_schema.ResponseItem)
     conversation = Conversation(
         id=head.id,
         owner=head.owner,

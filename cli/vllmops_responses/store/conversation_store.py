@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from vllmops.support.background import start_task
 
-from . import credential_redaction as redaction
+from . import credential_redaction
 from .backend import SILENT_S, Backend, CursorUnknown, Response, StoreUnavailable
 from .compression import deflate, deflate_async, inflate, inflate_async
 from .conversation_backend import (
@@ -332,7 +332,8 @@ class ConversationStore:
 async def pack_items(entries: Sequence[ConversationItem]) -> list[ConversationItem]:
     """Items as a backend keeps them: packed, and without credentials."""
     return [
-        replace(one, body=await deflate_async(redaction.redact_body(one.body))) for one in entries
+        replace(one, body=await deflate_async(credential_redaction.redact_body(one.body)))
+        for one in entries
     ]
 
 

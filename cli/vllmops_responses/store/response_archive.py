@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from . import response_schema as shape
+from . import response_schema
 from .backend import BROKEN, FINISHED, RUNNING, Response
 from .response_store import EventBatch
 
@@ -38,11 +38,11 @@ T = TypeVar("T", bound=VersionedLine)
 class ArchivedEvents(msgspec.Struct):
     """Consecutive events, and the sequence number of the first."""
 
-    first_number: shape.Count = msgspec.field(name="first")
+    first_number: response_schema.Count = msgspec.field(name="first")
     events: list[msgspec.Raw]
 
 
-class ResponseLine(shape.ResponseHeader, kw_only=True):
+class ResponseLine(response_schema.ResponseHeader, kw_only=True):
     """What a line says.
 
     Args:
@@ -136,15 +136,15 @@ def decode_line(line: bytes) -> tuple[Response, list[EventBatch]]:
         ValueError: what is wrong with the line, in words.
     """
     found = parse_line(LINE, line, FORMAT)
-    if why := shape.explain_invalid_header(found):
+    if why := response_schema.explain_invalid_header(found):
         raise ValueError(why)
-    body = shape.decode_json(bytes(found.response), shape.ArchivedResponse)
+    body = response_schema.decode_json(bytes(found.response), response_schema.ArchivedResponse)
     if body.id not in {"", found.id}:
         raise ValueError(f"the response object of {found.id} has the id {body.id[:300]!r}")
-    shape.decode_json(bytes(found.input), list[shape.ResponseItem])
+    response_schema.decode_json(bytes(found.input), list[response_schema.ResponseItem])
     for part in found.events:
         for event in part.events:
-            shape.decode_json(bytes(event), shape.StreamEvent)
+            response_schema.decode_json(bytes(event), response_schema.StreamEvent)
     validate_owner(found.owner)
     if found.status in RUNNING:
         raise ValueError(f"{found.id} is {found.status}, but no server runs it")

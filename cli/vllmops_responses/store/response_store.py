@@ -66,7 +66,7 @@ from msgspec.structs import replace
 from vllmops.support.background import ErrorReporter, repeat_forever
 from vllmops.support.errors import VllmopsError
 
-from . import credential_redaction as redaction
+from . import credential_redaction
 from .backend import (
     BROKEN,
     FINISHED,
@@ -317,7 +317,9 @@ class ResponseStore:
         """
         if not events:
             return True
-        joined = b"[" + b",".join(redaction.redact_event(event) for event in events) + b"]"
+        joined = (
+            b"[" + b",".join(credential_redaction.redact_event(event) for event in events) + b"]"
+        )
         chunk = EventChunk(
             first_number, first_number + len(events) - 1, await deflate_async(joined)
         )
@@ -423,7 +425,7 @@ class ResponseStore:
         return replace(
             response,
             error=sanitize_text(response.error),
-            body=await deflate_async(redaction.redact_body(response.body)),
+            body=await deflate_async(credential_redaction.redact_body(response.body)),
             input=await deflate_async(response.input),
         )
 

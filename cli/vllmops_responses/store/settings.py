@@ -12,7 +12,7 @@ from vllmops.support.errors import make_usage_error
 from vllmops.support.numbers import CENTURY_S, MOST, parse_number
 
 from ..keys.keyring import CARRIER_TTL_S, validate_seconds
-from . import backend_factory as opening
+from . import backend_factory
 from .backend import Backend, Limits
 
 STORE = "VLLMOPS_RESPONSES_STORE"
@@ -75,20 +75,20 @@ class WebSocketLimits(NamedTuple):
 def is_store_configured(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether there is to be a store: a URL, or a class of the user's own, names one."""
     url = environment.get(STORE, "")
-    return url != OFF and bool(url or environment.get(opening.CLASS))
+    return url != OFF and bool(url or environment.get(backend_factory.CLASS))
 
 
 def make_backend_from_env(environment: Mapping[str, str] = os.environ) -> Backend:
     """The backend that the environment asks for; not opened yet.
 
     Raises:
-        VllmopsError: as `opening.make_backend`, or ``usage`` where a number is none.
+        VllmopsError: as `backend_factory.make_backend`, or ``usage`` where a number is none.
     """
     limits = parse_limits(environment)
     url = environment.get(STORE, "")
-    if named := environment.get(opening.CLASS):
-        return opening.load_backend_class(named)(url, limits)
-    return opening.make_backend(url, limits)
+    if named := environment.get(backend_factory.CLASS):
+        return backend_factory.load_backend_class(named)(url, limits)
+    return backend_factory.make_backend(url, limits)
 
 
 def validate_settings(environment: Mapping[str, str]) -> None:
@@ -101,7 +101,7 @@ def validate_settings(environment: Mapping[str, str]) -> None:
     parse_websocket_limits(environment)
     if is_store_configured(environment):
         parse_limits(environment)
-        if not environment.get(opening.CLASS):
+        if not environment.get(backend_factory.CLASS):
             urls.parse_store_url(environment[STORE])
 
 

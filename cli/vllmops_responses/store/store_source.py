@@ -8,7 +8,7 @@ from typing import Self
 from vllmops.support.errors import VllmopsError, make_usage_error
 from vllmops.support.urls import redact_url
 
-from . import backend_factory as opening
+from . import backend_factory
 from .backend import (
     EVERYBODY,
     Limits,
@@ -39,7 +39,8 @@ class DirectStore:
         create: make one where there is none.
 
     Raises:
-        VllmopsError: as `opening.make_backend`, and ``usage`` for a store of one process's own.
+        VllmopsError: as `backend_factory.make_backend`, and ``usage`` for a store of one process's
+            own.
     """
 
     has_all_owners = True
@@ -52,7 +53,7 @@ class DirectStore:
             )
         self.name = redact_url(url)
         self.create = create
-        self.store = ResponseStore(opening.make_backend(url, LIMITS), deadline_s=DEADLINE_S)
+        self.store = ResponseStore(backend_factory.make_backend(url, LIMITS), deadline_s=DEADLINE_S)
 
     async def __aenter__(self) -> Self:
         """Open it.

@@ -17,19 +17,18 @@ from typing import Any
 
 import pytest
 
-from vllmops.actions.attach import injector as inject
+from vllmops.actions.attach import injector, x86
 from vllmops.actions.attach import ptrace as trace
-from vllmops.actions.attach import x86
 from vllmops.actions.attach.ptrace import BusyError
 from vllmops.support.errors import VllmopsError
 
 from ...support.extent import programs
 from ...support.waiting import until
 
-pytestmark = [programs, pytest.mark.skipif(not inject.is_supported(), reason="no such processor")]
+pytestmark = [programs, pytest.mark.skipif(not injector.is_supported(), reason="no such processor")]
 
 # Calls of ptrace(2) for one injection; arm64 also asks for a stack of return addresses.
-CALLS = 7 if inject.MACHINE is x86 else 8
+CALLS = 7 if injector.MACHINE is x86 else 8
 
 # Threads that wait in every way that Python has; each says that it is right when it is let go.
 PROGRAM = """
@@ -77,7 +76,7 @@ class Program:
         )
         assert self.process.stdout is not None
         self.tids: dict[str, int] = eval(self.process.stdout.readline())
-        self.target = inject.PythonProcess(self.process.pid)
+        self.target = injector.PythonProcess(self.process.pid)
         waiting = [tid for name, tid in self.tids.items() if name != "sleep"]
         until(lambda: all(map(self.target.is_idle, waiting)))
 
@@ -96,10 +95,10 @@ def program() -> Iterator[Program]:
     made.process.kill()
 
 
-def inject_in_thread(target: inject.PythonProcess, tid: int, code: str) -> float:
+def inject_in_thread(target: injector.PythonProcess, tid: int, code: str) -> float:
     """In a thread of its own, as it is to be called."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(inject.inject_code, target, tid, code).result()
+        return pool.submit(injector.inject_code, target, tid, code).result()
 
 
 def says(file: Path, line: str) -> bool:
@@ -145,7 +144,7 @@ def test_an_exception_harms_nothing(program: Program) -> None:
     assert program.end() == dict.fromkeys(program.tids, True)
 
 
-def kill_during_injection(step: int, target: inject.PythonProcess, tid: int, code: str) -> int:
+def kill_during_injection(step: int, target: injector.PythonProcess, tid: int, code: str) -> int:
     """Have a fork inject, and die right before its N-th ptrace(2), or right after the last."""
     if pid := os.fork():
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -160,7 +159,7 @@ def kill_during_injection(step: int, target: inject.PythonProcess, tid: int, cod
 
     try:
         trace.ptrace = ptrace
-        inject.inject_code(target, tid, code)
+        injector.inject_code(target, tid, code)
         os.kill(os.getpid(), signal.SIGKILL)
     finally:
         os._exit(1)
@@ -189,7 +188,7 @@ def test_a_running_thread_is_left_alone(program: Program) -> None:
     try:
         assert spin.stdout is not None
         spin.stdout.readline()
-        target = inject.PythonProcess(spin.pid)
+        target = injector.PythonProcess(spin.pid)
         assert not target.is_idle(spin.pid)
         with pytest.raises(BusyError):
             inject_in_thread(target, spin.pid, "1 / 0")
@@ -203,7 +202,7 @@ def test_a_process_without_python_is_refused() -> None:
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
         with pytest.raises(VllmopsError) as error:
-            inject_in_thread(inject.PythonProcess(sleeper.pid), sleeper.pid, "1")
+            inject_in_thread(injector.PythonProcess(sleeper.pid), sleeper.pid, "1")
         assert error.value.code == "attach.not-python"
     finally:
         sleeper.kill()
@@ -253,8 +252,8 @@ def in_call(pid: int, tid: int, number: int) -> bool:
 def test_injection_checks_the_wait_again_after_stopping_the_thread(start: Any) -> None:
     """Who looked before may have seen another wait."""
     process, tid = start(LOCKED)
-    until(lambda: in_call(process.pid, tid, inject.MACHINE.FUTEX))
-    target = inject.PythonProcess(process.pid)
+    until(lambda: in_call(process.pid, tid, injector.MACHINE.FUTEX))
+    target = injector.PythonProcess(process.pid)
     assert not target.is_idle(tid)
     for _ in range(3):
         with pytest.raises(BusyError):
@@ -266,13 +265,13 @@ def test_injection_checks_the_wait_again_after_stopping_the_thread(start: Any) -
 @pytest.mark.parametrize(
     ("number", "operation", "value", "harmless"),
     [
-        (inject.MACHINE.FUTEX, 128, 0, True),  # FUTEX_WAIT | FUTEX_PRIVATE_FLAG
-        (inject.MACHINE.FUTEX, 137 | 256, 7, True),  # FUTEX_WAIT_BITSET, private, realtime
-        (inject.MACHINE.FUTEX, 128, 2, False),
-        (inject.MACHINE.FUTEX, 128, 0xFFFF_0000_0000_0002, False),  # a futex has 32 bits
-        (inject.MACHINE.FUTEX, 129, 1, False),  # FUTEX_WAKE
-        (inject.MACHINE.FUTEX, 134, 0, False),  # FUTEX_LOCK_PI
-        (min(inject.MACHINE.WAITS), 2, 2, True),
+        (injector.MACHINE.FUTEX, 128, 0, True),  # FUTEX_WAIT | FUTEX_PRIVATE_FLAG
+        (injector.MACHINE.FUTEX, 137 | 256, 7, True),  # FUTEX_WAIT_BITSET, private, realtime
+        (injector.MACHINE.FUTEX, 128, 2, False),
+        (injector.MACHINE.FUTEX, 128, 0xFFFF_0000_0000_0002, False),  # a futex has 32 bits
+        (injector.MACHINE.FUTEX, 129, 1, False),  # FUTEX_WAKE
+        (injector.MACHINE.FUTEX, 134, 0, False),  # FUTEX_LOCK_PI
+        (min(injector.MACHINE.WAITS), 2, 2, True),
         (0, 0, 0, False),
         (2**64 - 1, 128, 0, False),  # in no system call
     ],
@@ -280,7 +279,7 @@ def test_injection_checks_the_wait_again_after_stopping_the_thread(start: Any) -
 def test_harmless_waits_are_recognized(
     number: int, operation: int, value: int, harmless: bool
 ) -> None:
-    assert inject._is_harmless_wait(number, operation, value) is harmless
+    assert injector._is_harmless_wait(number, operation, value) is harmless
 
 
 def has_thread_ended(program: Program) -> bool:
@@ -353,7 +352,7 @@ def test_vector_registers_are_as_they_were(start: Any, tmp_path: Path) -> None:
     until(lambda: in_call(process.pid, tid, number))
     file = tmp_path / "told"
     line = f"import ctypes; open({str(file)!r}, 'w').write(str(sum(x * 0.1 for x in range(9999))))"
-    inject_in_thread(inject.PythonProcess(process.pid), tid, line)
+    inject_in_thread(injector.PythonProcess(process.pid), tid, line)
     until(file.exists)
     assert process.communicate(timeout=60)[0] == "1\n"
 
@@ -378,7 +377,7 @@ def read_extended_state(tid: int, room: int = x86.XSTATE_BYTES) -> bytes:
     return trace.read_registers(tid, x86.NT_X86_XSTATE, room)
 
 
-@pytest.mark.skipif(inject.MACHINE is not x86, reason="its extended state")
+@pytest.mark.skipif(injector.MACHINE is not x86, reason="its extended state")
 def test_no_state_is_cut_off(program: Program) -> None:
     whole = run_while_stopped(program, read_extended_state)
     assert len(whole) < x86.XSTATE_BYTES

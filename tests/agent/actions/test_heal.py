@@ -21,14 +21,16 @@ import msgspec
 import pytest
 import zmq
 
-from vllmops.agent.actions import blocked_admission as admission
-from vllmops.agent.actions import blocked_event_loop as event_loop
-from vllmops.agent.actions import dead_io_threads as io_threads
+from vllmops.agent.actions import (
+    blocked_admission,
+    blocked_event_loop,
+    dead_io_threads,
+    stalled_transfers,
+)
 from vllmops.agent.actions import input_sockets as sockets
-from vllmops.agent.actions import stalled_transfers as transfers
 from vllmops.agent.actions.engine_thread import run_before_call, run_between_steps
-from vllmops.agent.hooks import vllm_objects as objects
-from vllmops.agent.state import fatal_messages as fatal
+from vllmops.agent.hooks import vllm_objects
+from vllmops.agent.state import fatal_messages
 from vllmops.agent.versions import scheduler as scheduling
 
 from ...support.waiting import until
@@ -89,7 +91,7 @@ def extract_tool_calls(signals: int) -> None:
 
 
 def helper() -> None:
-    event_loop.interrupt_parser(event_loop.SIGNAL, sys._getframe())
+    blocked_event_loop.interrupt_parser(blocked_event_loop.SIGNAL, sys._getframe())
 
 
 def test_a_signal_ends_no_other_call_than_the_one_before_it_met() -> None:
@@ -97,7 +99,7 @@ def test_a_signal_ends_no_other_call_than_the_one_before_it_met() -> None:
     extract_tool_calls(1)  # another one: the first has ended meanwhile
     helper()  # none
     extract_tool_calls(1)
-    with pytest.raises(event_loop.ParserInterruptedError):
+    with pytest.raises(blocked_event_loop.ParserInterruptedError):
         extract_tool_calls(2)
     extract_tool_calls(1)
 
@@ -105,10 +107,10 @@ def test_a_signal_ends_no_other_call_than_the_one_before_it_met() -> None:
 def test_a_call_that_was_met_is_forgotten_when_the_event_loop_goes_on() -> None:
     async def serve() -> None:
         extract_tool_calls(1)
-        assert event_loop._met is not None
+        assert blocked_event_loop._met is not None
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert event_loop._met is None
+        assert blocked_event_loop._met is None
 
     asyncio.run(serve())
 
@@ -135,8 +137,8 @@ def test_request_with_a_private_block_pool_is_not_called_too_large(private: bool
         connector=None,
     )
     request = SimpleNamespace(request_id="a", num_tokens=16, num_prompt_tokens=16)
-    assert bool(admission.explain_too_large(scheduler, request)) is not private
-    assert bool(admission.explain_blocked(scheduler, request)) is not private
+    assert bool(blocked_admission.explain_too_large(scheduler, request)) is not private
+    assert bool(blocked_admission.explain_blocked(scheduler, request)) is not private
 
 
 class Core:
@@ -264,18 +266,18 @@ def test_a_sender_is_judged_by_what_a_client_can_not_forge(
         vllm_config=SimpleNamespace(),
         pause_state=SimpleNamespace(name="UNPAUSED"),
     )
-    monkeypatch.setattr(objects, "find_latest", lambda _: scheduler)
+    monkeypatch.setattr(vllm_objects, "find_latest", lambda _: scheduler)
     together = threading.Barrier(20)
-    refuses = transfers.is_refusing_connections
+    refuses = stalled_transfers.is_refusing_connections
 
-    def is_refusing_after_barrier(address: transfers.Address) -> bool:
+    def is_refusing_after_barrier(address: stalled_transfers.Address) -> bool:
         if address[1] == mute:  # one after the other would not get on
             together.wait()
         return refuses(address)
 
-    monkeypatch.setattr(transfers, "is_refusing_connections", is_refusing_after_barrier)
-    monkeypatch.setattr(transfers, "LOOKED_UP_S", 60.0)
-    found = transfers.find_lost_loads()
+    monkeypatch.setattr(stalled_transfers, "is_refusing_connections", is_refusing_after_barrier)
+    monkeypatch.setattr(stalled_transfers, "LOOKED_UP_S", 60.0)
+    found = stalled_transfers.find_lost_loads()
     assert [proof.subject for proof in found if proof.client_message] == (
         [] if kind is Offloading else ["gone"]
     )
@@ -306,8 +308,8 @@ def test_an_act_that_found_no_step_does_not_run_later() -> None:
 
 def test_requests_lost_by_a_dead_io_thread_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
-    monkeypatch.setattr(io_threads, "_deaths", {})
-    io_threads.install_excepthook()
+    monkeypatch.setattr(dead_io_threads, "_deaths", {})
+    dead_io_threads.install_excepthook()
 
     def process_output_sockets() -> None:
         output = 0, SimpleNamespace(outputs=[SimpleNamespace(request_id="a")])
@@ -325,16 +327,16 @@ def test_requests_lost_by_a_dead_io_thread_are_noted(monkeypatch: pytest.MonkeyP
         thread = threading.Thread(target=target)
         thread.start()
         thread.join()
-    assert {name: death.requests for name, death in io_threads._deaths.items()} == {
+    assert {name: death.requests for name, death in dead_io_threads._deaths.items()} == {
         "process_output_sockets": ("a",),
         "process_input_sockets": ("b",),
     }
 
 
 def test_the_message_that_ended_a_thread_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_threads, "_deaths", {})
-    monkeypatch.setattr(fatal, "_kept", deque[Any](maxlen=fatal.KEPT))
-    monkeypatch.setattr(fatal, "MESSAGE_BYTES", 10)
+    monkeypatch.setattr(dead_io_threads, "_deaths", {})
+    monkeypatch.setattr(fatal_messages, "_kept", deque[Any](maxlen=fatal_messages.KEPT))
+    monkeypatch.setattr(fatal_messages, "MESSAGE_BYTES", 10)
 
     def decode(frames: list[Any]) -> None:
         raise ValueError(f"{len(frames)} frames can't be read")
@@ -363,8 +365,8 @@ def test_the_message_that_ended_a_thread_is_kept(monkeypatch: pytest.MonkeyPatch
         try:
             target(*given)
         except Exception as error:
-            io_threads.note_thread_death(error, error.__traceback__)
-    read, written = fatal.list_fatal_messages().messages
+            dead_io_threads.note_thread_death(error, error.__traceback__)
+    read, written = fatal_messages.list_fatal_messages().messages
     assert [(frame.size, frame.head) for frame in read.frames] == [
         (1, b"\0"),
         (7, b"1234567"),
@@ -386,7 +388,7 @@ class One(msgspec.Struct):
 def test_a_message_that_can_t_be_encoded_is_sent_without_those_to_blame(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(io_threads, "_deaths", {})
+    monkeypatch.setattr(dead_io_threads, "_deaths", {})
     sent = list[Any]()
 
     class Core:
@@ -413,7 +415,7 @@ def test_a_message_that_can_t_be_encoded_is_sent_without_those_to_blame(
         try:
             core.process_output_sockets(["a"], None, 0)
         except TypeError as error:
-            io_threads.note_thread_death(error, error.__traceback__)
+            dead_io_threads.note_thread_death(error, error.__traceback__)
 
     bad = One("b", what=object())
     for outputs in ([One("a"), bad, One("c")], [One("d")]):
@@ -421,9 +423,9 @@ def test_a_message_that_can_t_be_encoded_is_sent_without_those_to_blame(
     thread = threading.Thread(target=run_output_thread)
     thread.start()
     thread.join()
-    assert io_threads._deaths["process_output_sockets"].requests == ("b",)
+    assert dead_io_threads._deaths["process_output_sockets"].requests == ("b",)
     core.output_queue.put(None)
-    assert io_threads.restart_thread(core, "process_output_sockets") == ""
+    assert dead_io_threads.restart_thread(core, "process_output_sockets") == ""
     core.output_thread.join()
     assert [[one["request_id"] for one in outputs] for outputs in sent] == [["a", "c"], ["d"]]
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.agent.actions import heap_search as books
+from vllmops.agent.actions import heap_search
 
 NAME = "chatcmpl-1"
 
@@ -76,7 +76,7 @@ HELD: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("name", HELD)
 def test_name_that_an_object_holds_is_found(name: str) -> None:
-    assert books.find_mentioned_names([Holder(HELD[name]())], [NAME, "chatcmpl-2"]) == {NAME}
+    assert heap_search.find_mentioned_names([Holder(HELD[name]())], [NAME, "chatcmpl-2"]) == {NAME}
 
 
 @pytest.mark.parametrize(
@@ -95,15 +95,19 @@ def test_a_name_that_begins_as_another_one_is_found_beside_it(
     text: str | bytes, found: set[str]
 ) -> None:
     for names in permutations(("u-1", "u-10", "u-2")):
-        assert books.find_mentioned_names([[text]], names) == found
+        assert heap_search.find_mentioned_names([[text]], names) == found
 
 
 def test_native_objects_make_the_search_inconclusive() -> None:
     native = Holder(msgspec.msgpack.Encoder())  # of any class that is not written in Python
-    assert books.find_mentioned_names([Holder({}), native], [NAME]) is None
-    assert books.find_mentioned_names([Holder({}), native], [NAME], allow_native=True) == set()
+    assert heap_search.find_mentioned_names([Holder({}), native], [NAME]) is None
     assert (
-        books.find_mentioned_names([Holder(deque()), make_queue(), asyncio.Queue[str]()], [NAME])
+        heap_search.find_mentioned_names([Holder({}), native], [NAME], allow_native=True) == set()
+    )
+    assert (
+        heap_search.find_mentioned_names(
+            [Holder(deque()), make_queue(), asyncio.Queue[str]()], [NAME]
+        )
         == set()
     )
 
@@ -113,7 +117,7 @@ def test_a_coroutine_that_waits_is_found() -> None:
         task = asyncio.create_task(receives(NAME))
         await asyncio.sleep(0)
         try:
-            return books.find_mentioned_names([Holder(task)], [NAME])
+            return heap_search.find_mentioned_names([Holder(task)], [NAME])
         finally:
             task.cancel()
 
@@ -121,7 +125,9 @@ def test_a_coroutine_that_waits_is_found() -> None:
 
 
 def test_name_in_a_threads_local_variables_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books, "LIMIT_S", 60)  # other tests have left a lot that can be reached
+    monkeypatch.setattr(
+        heap_search, "LIMIT_S", 60
+    )  # other tests have left a lot that can be reached
     begun, over = threading.Event(), threading.Event()
 
     def receive(name: str) -> str:
@@ -133,8 +139,8 @@ def test_name_in_a_threads_local_variables_is_found(monkeypatch: pytest.MonkeyPa
         running = pool.submit(receive, NAME)
         assert begun.wait(60)
         try:
-            assert books.find_mentioned_names(
-                books.list_thread_values(), [NAME], allow_native=True
+            assert heap_search.find_mentioned_names(
+                heap_search.list_thread_values(), [NAME], allow_native=True
             ) == {NAME}
         finally:
             over.set()
@@ -145,11 +151,11 @@ def test_name_that_no_object_holds_is_not_found(monkeypatch: pytest.MonkeyPatch)
     # A function's module knows all kinds of things.
     monkeypatch.setitem(globals(), "chatcmpl", NAME + "7")
     assert (
-        books.find_mentioned_names([Holder(make_closure("another")), threading], [NAME + "7"])
+        heap_search.find_mentioned_names([Holder(make_closure("another")), threading], [NAME + "7"])
         == set()
     )
 
 
 def test_a_connector_that_is_too_large_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books, "OBJECTS", 50)
-    assert books.find_mentioned_names([[[number] for number in range(100)]], [NAME]) is None
+    monkeypatch.setattr(heap_search, "OBJECTS", 50)
+    assert heap_search.find_mentioned_names([[[number] for number in range(100)]], [NAME]) is None

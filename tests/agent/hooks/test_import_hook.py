@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from vllmops.agent.hooks import import_hook as imports
+from vllmops.agent.hooks import import_hook
 from vllmops.agent.hooks.import_hook import when_imported
 
 
@@ -20,10 +20,12 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package / "broken.py").write_text("raise ImportError('no device')")
     (package / "user.py").write_text("from vllmops_example.caches import Cache; seen = Cache.mark")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if f is not imports._watcher])
+    monkeypatch.setattr(
+        sys, "meta_path", [f for f in sys.meta_path if f is not import_hook._watcher]
+    )
     for name in [name for name in sys.modules if name.startswith("vllmops_example")]:
         monkeypatch.delitem(sys.modules, name)
-    imports._watcher.callbacks.clear()
+    import_hook._watcher.callbacks.clear()
 
 
 def mark(module: ModuleType) -> None:
@@ -61,4 +63,4 @@ def test_a_module_that_fails_or_does_not_exist_stays_so() -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("vllmops_example.none")
     assert seen == []
-    assert sum(finder is imports._watcher for finder in sys.meta_path) == 1
+    assert sum(finder is import_hook._watcher for finder in sys.meta_path) == 1

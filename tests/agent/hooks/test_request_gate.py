@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.hooks import request_gate as module
+from vllmops.agent.hooks import request_gate
 from vllmops.agent.hooks.request_gate import Gate, hook_fastapi
 
 
@@ -35,12 +35,12 @@ class App:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     call = App.__call__
-    monkeypatch.setattr(module, "gate", Gate())
+    monkeypatch.setattr(request_gate, "gate", Gate())
     fastapi = ModuleType("fastapi.applications")
     fastapi.FastAPI = App  # type: ignore[attr-defined]
     hook_fastapi(fastapi)
     hook_fastapi(fastapi)
-    yield module.gate
+    yield request_gate.gate
     App.__call__ = call  # type: ignore[method-assign]
 
 
@@ -65,7 +65,9 @@ def test_a_websocket_of_responses_counts_by_its_requests(gate: Gate) -> None:
         await asyncio.sleep(0.01)
         assert (gate.in_flight, gate.started_requests) == (0, 0)
         began = time.monotonic()
-        with module.count_websocket_request(scope("/v1/responses"), rendering=True) as arrival:
+        with request_gate.count_websocket_request(
+            scope("/v1/responses"), rendering=True
+        ) as arrival:
             assert gate.rendering_requests == {arrival}
             now = time.monotonic()
             assert gate.measure_rendering_s(now) <= now - began

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vllmops.agent.hooks import unsendable_requests as unsent
+from vllmops.agent.hooks import unsendable_requests
 
 
 class AsyncLLM:
@@ -34,8 +34,8 @@ class AsyncLLM:
 )
 def test_request_that_can_not_be_sent_is_forgotten(fields: Any) -> None:
     module: Any = SimpleNamespace(AsyncLLM=type("AsyncLLM", (AsyncLLM,), dict(vars(AsyncLLM))))
-    unsent.hook_front_end(module)
-    unsent.hook_front_end(module)
+    unsendable_requests.hook_front_end(module)
+    unsendable_requests.hook_front_end(module)
     client = module.AsyncLLM()
     asyncio.run(client._add_request(SimpleNamespace(request_id="a"), "prompt", None, 0))
     request = SimpleNamespace(**{"request_id": "b", **fields})

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.patches import registry
 from vllmops.agent.patches.registry import PATCHES, observe_patches, patch_module, require_patch
 from vllmops.model.patches import PatchReport, PatchState
@@ -18,7 +18,7 @@ GHOSTS = PATCHES["mm-lru-ghost-keys"]
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_verdicts", {})
-    monkeypatch.setattr(objects, "problems", [])
+    monkeypatch.setattr(vllm_objects, "problems", [])
 
 
 def get_single_report() -> PatchReport:
@@ -31,7 +31,7 @@ def test_another_shape_is_reported_and_left_alone() -> None:
     patch_module(GHOSTS, module)
     assert get_single_report().state is PatchState.FAILED
     assert "has an unknown shape" in str(get_single_report().reason)
-    assert "the patch mm-lru-ghost-keys is not applied" in objects.problems[0]
+    assert "the patch mm-lru-ghost-keys is not applied" in vllm_objects.problems[0]
     assert observe_patches(verify=True).patches[0].present is None
 
 
@@ -65,7 +65,7 @@ def test_a_name_that_is_no_patch_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("VLLMOPS_NO_PATCH", "mm-lru-ghosts")
     monkeypatch.setattr(registry, "when_imported", lambda *_: None)
     registry.install_patches()
-    assert objects.problems == ["VLLMOPS_NO_PATCH names an unknown patch: mm-lru-ghosts"]
+    assert vllm_objects.problems == ["VLLMOPS_NO_PATCH names an unknown patch: mm-lru-ghosts"]
 
 
 def test_the_worst_of_several_modules_counts() -> None:

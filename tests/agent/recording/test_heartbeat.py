@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from vllmops.agent.hooks import vllm_objects as objects
-from vllmops.agent.recording import heartbeat
-from vllmops.agent.recording import step_recorder as recorder
+from vllmops.agent.hooks import vllm_objects
+from vllmops.agent.recording import heartbeat, step_recorder
 from vllmops.agent.recording.heartbeat import HeartbeatWriter
 from vllmops.agent.state import engine
-from vllmops.agent.transport import unix_socket as service
+from vllmops.agent.transport import unix_socket
 from vllmops.model.agent_state import BEAT_BYTES, Heartbeat
 
 from ...support.waiting import until
@@ -72,7 +71,7 @@ def test_a_client_s_long_request_id_is_shortened(monkeypatch: pytest.MonkeyPatch
     def oldest(name: str) -> str:
         processor = SimpleNamespace(request_states={name: None})
         client = SimpleNamespace(output_processor=processor)
-        monkeypatch.setattr(objects, "find_latest", lambda _: client)
+        monkeypatch.setattr(vllm_objects, "find_latest", lambda _: client)
         return engine.find_oldest_request_id()
 
     one, other = (oldest(f"chatcmpl-{'x' * 600}-{end}") for end in ("0a", "0b"))
@@ -132,7 +131,7 @@ def test_progress_is_tokens_not_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     # vLLM's own takes a model; the live tests look at it.
     scheduler = Scheduler()
     monkeypatch.setattr(
-        objects, "find_latest", lambda kind: scheduler if kind == "scheduler" else None
+        vllm_objects, "find_latest", lambda kind: scheduler if kind == "scheduler" else None
     )
     progress = engine.ProgressTracker()
     assert progress.observe_scheduler(100.0) == (0, 0, 0, 0.0)
@@ -155,9 +154,9 @@ def test_requests_that_arrive_and_give_up_are_no_progress(monkeypatch: pytest.Mo
     """Under load there is always somebody."""
     scheduler, tokens = Scheduler(), 0
     monkeypatch.setattr(
-        objects, "find_latest", lambda kind: scheduler if kind == "scheduler" else None
+        vllm_objects, "find_latest", lambda kind: scheduler if kind == "scheduler" else None
     )
-    monkeypatch.setattr(recorder, "count_computed_tokens", lambda _: tokens)
+    monkeypatch.setattr(step_recorder, "count_computed_tokens", lambda _: tokens)
     progress = engine.ProgressTracker()
     progress.observe_scheduler(100.0)
     for second in range(20):
@@ -176,7 +175,7 @@ def test_requests_that_arrive_and_give_up_are_no_progress(monkeypatch: pytest.Mo
 
 def test_a_session_whose_user_says_nothing_is_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = Scheduler()
-    monkeypatch.setattr(objects, "find_latest", lambda _: scheduler)
+    monkeypatch.setattr(vllm_objects, "find_latest", lambda _: scheduler)
     progress = engine.ProgressTracker()
     scheduler.waiting.append(SimpleNamespace(request_id="talk"))
     scheduler.num_waiting_for_streaming_input = 1
@@ -208,8 +207,10 @@ def test_an_engine_client_of_another_shape_leaves_the_rest_of_a_beat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     client = SimpleNamespace(output_handler=object(), vllm_config=SimpleNamespace())
-    monkeypatch.setattr(objects, "find_latest", lambda kind: client if "client" in kind else None)
-    beat = service.make_heartbeat(1, 1.0)
+    monkeypatch.setattr(
+        vllm_objects, "find_latest", lambda kind: client if "client" in kind else None
+    )
+    beat = unix_socket.make_heartbeat(1, 1.0)
     assert (beat.pid, beat.loop_s) == (os.getpid(), None)
 
 

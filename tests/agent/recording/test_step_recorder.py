@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from vllmops.agent.recording import step_recorder as recorder
+from vllmops.agent.recording import step_recorder
 from vllmops.collect.agents.agent_client import open_agent, read_heartbeat
-from vllmops.model import step_recording as steps
-from vllmops.observe import step_recordings as history
+from vllmops.model import step_recording
+from vllmops.observe import step_recordings
 from vllmops.rules.step_history import describe_recording_end
 from vllmops.servers.discovery import Server
 
@@ -64,12 +64,12 @@ def engine(spawn: Spawn, monkeypatch: pytest.MonkeyPatch) -> Child:
 
 
 def list_recordings(child: Child) -> list[Path]:
-    return sorted(child.home.glob(f"agents/*{steps.SUFFIX}"))
+    return sorted(child.home.glob(f"agents/*{step_recording.SUFFIX}"))
 
 
-def after(child: Child) -> steps.StepsRecording:
+def after(child: Child) -> step_recording.StepsRecording:
     child.kill()
-    kept = history.find_recordings_by_pid(str(child.process.pid))
+    kept = step_recordings.find_recordings_by_pid(str(child.process.pid))
     (found,) = (one for one in kept if one.pid == child.process.pid)
     assert not found.alive
     return found
@@ -98,7 +98,8 @@ def test_a_hang_inside_the_scheduler_is_told(engine: Child) -> None:
     engine.send("slow.schedule()")
     until(
         lambda: (
-            (open_ := history.read_live_recording(engine.process).open_step) and open_.number == 10
+            (open_ := step_recordings.read_live_recording(engine.process).open_step)
+            and open_.number == 10
         )
     )
     last = after(engine).open_step
@@ -124,12 +125,16 @@ def test_the_end_of_a_step_is_written_with_what_follows(engine: Child) -> None:
         "beat, recorder.flush_recording = recorder.flush_recording, int"
     )  # no heartbeat comes in between
     engine.run("step(); time.sleep(0.02); s.schedule()")
-    assert [step.is_complete for step in history.read_live_recording(engine.process).steps] == [
+    assert [
+        step.is_complete for step in step_recordings.read_live_recording(engine.process).steps
+    ] == [
         True,
         False,
     ]
     engine.run("time.sleep(0.02); s.update_from_output(s.schedule(), None)")
-    assert [step.is_complete for step in history.read_live_recording(engine.process).steps] == [
+    assert [
+        step.is_complete for step in step_recordings.read_live_recording(engine.process).steps
+    ] == [
         True,
         False,
         False,
@@ -140,14 +145,14 @@ def test_the_end_of_a_step_is_written_with_what_follows(engine: Child) -> None:
         True,
     ]
     engine.run("recorder.flush_recording = beat")
-    until(lambda: history.read_live_recording(engine.process).steps[-1].is_complete)
+    until(lambda: step_recordings.read_live_recording(engine.process).steps[-1].is_complete)
     engine.run(
         "s.running, s.waiting, s.skipped_waiting = [], [], []; recorder._recorder.open_steps = {}"
     )
     engine.run(
         "recorder._recorder.previous_unwritten_steps = recorder; step()"
     )  # a heartbeat has nothing to write
-    assert history.read_live_recording(engine.process).steps[-1].is_complete
+    assert step_recordings.read_live_recording(engine.process).steps[-1].is_complete
 
 
 OTHER = """
@@ -207,17 +212,17 @@ def test_on_a_file_system_of_the_network_the_engine_writes_nothing(engine: Child
     ]
     until(
         lambda: (
-            [step.is_complete for step in history.read_live_recording(engine.process).steps]
+            [step.is_complete for step in step_recordings.read_live_recording(engine.process).steps]
             == [True, True]
         )
     )
 
 
 def test_which_file_systems_are_of_this_machine(tmp_path: Path) -> None:
-    assert recorder.is_local_filesystem(tmp_path)
-    assert recorder.is_local_filesystem(Path("/dev/shm"))
-    assert not recorder.is_local_filesystem(Path("/proc"))
-    assert not recorder.is_local_filesystem(tmp_path / "nowhere")
+    assert step_recorder.is_local_filesystem(tmp_path)
+    assert step_recorder.is_local_filesystem(Path("/dev/shm"))
+    assert not step_recorder.is_local_filesystem(Path("/proc"))
+    assert not step_recorder.is_local_filesystem(tmp_path / "nowhere")
 
 
 def test_fast_steps_share_a_record(engine: Child) -> None:
@@ -233,13 +238,15 @@ def test_fast_steps_share_a_record(engine: Child) -> None:
 def test_record_of_several_steps_keeps_the_largest_usage(engine: Child) -> None:
     """The last step of a request schedules nothing, and its KV blocks are free."""
 
-    def together() -> list[steps.Step]:  # a busy machine may take its time between them
+    def together() -> list[step_recording.Step]:  # a busy machine may take its time between them
         engine.run(
             "s.kv_cache_manager.usage = 0.5; step(); s.kv_cache_manager.usage = 0.0; step(0)"
         )
         engine.run("recorder.flush_recording(); recorder.flush_recording()")
         return [
-            step for step in history.read_live_recording(engine.process).steps if step.steps == 2
+            step
+            for step in step_recordings.read_live_recording(engine.process).steps
+            if step.steps == 2
         ]
 
     (found,) = until(together)
@@ -308,19 +315,19 @@ def test_the_newest_recordings_stay_for_a_day(engine: Child, tmp_path: Path) -> 
     engine.run("step()")
     (live,) = list_recordings(engine)
     now = time.time()
-    ended = [live.with_name(f"{number}-1{steps.SUFFIX}") for number in range(900, 912)]
+    ended = [live.with_name(f"{number}-1{step_recording.SUFFIX}") for number in range(900, 912)]
     for age, path in enumerate(ended, 1):
         path.touch(0o600)
         os.utime(path, (now - 3600 * age,) * 2)
     os.utime(live, (now - 90_000,) * 2)
-    fifo = live.with_name(f"1-1{steps.SUFFIX}")
+    fifo = live.with_name(f"1-1{step_recording.SUFFIX}")
     os.mkfifo(fifo)
-    link = live.with_name(f"2-1{steps.SUFFIX}")
+    link = live.with_name(f"2-1{step_recording.SUFFIX}")
     link.symlink_to(tmp_path / "other")
-    recorder.remove_old_recordings(live.parent)
-    assert set(list_recordings(engine)) == {live, fifo, link, *ended[: recorder.KEPT]}
+    step_recorder.remove_old_recordings(live.parent)
+    assert set(list_recordings(engine)) == {live, fifo, link, *ended[: step_recorder.KEPT]}
     os.utime(ended[0], (now - 90_000,) * 2)
-    recorder.remove_old_recordings(live.parent)
+    step_recorder.remove_old_recordings(live.parent)
     assert not ended[0].exists()
     assert not (tmp_path / "other").exists()
 
@@ -331,13 +338,13 @@ def test_a_reader_takes_no_other_file(engine: Child, monkeypatch: pytest.MonkeyP
     pid = str(engine.process.pid)
     engine.kill()
     path.chmod(0o622)
-    assert history.find_recordings_by_pid(pid) == ()
+    assert step_recordings.find_recordings_by_pid(pid) == ()
     path.chmod(0o600)
-    path.rename(path.with_name(f"{pid}-12{steps.SUFFIX}"))
-    assert history.find_recordings_by_pid(pid) == ()
+    path.rename(path.with_name(f"{pid}-12{step_recording.SUFFIX}"))
+    assert step_recordings.find_recordings_by_pid(pid) == ()
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(str(path))
-        assert history.find_recordings_by_pid(pid) == ()
+        assert step_recordings.find_recordings_by_pid(pid) == ()
 
 
 def test_doctor_shows_a_dead_engine(engine: Child, vllmops: Any, monkeypatch: Any) -> None:
@@ -381,7 +388,7 @@ def test_every_rank_has_a_recording_even_a_killed_one(spawn: Spawn) -> None:
         return bool(beat and beat.heartbeat.standing.servers)
 
     until(has_membership)
-    found = history.collect_history(Server(None, (first.process,))).recordings
+    found = step_recordings.collect_history(Server(None, (first.process,))).recordings
     assert [(one.pid, one.alive) for one in found] == [
         (first.process.pid, True),
         (second.process.pid, False),

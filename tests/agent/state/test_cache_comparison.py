@@ -13,8 +13,7 @@ import msgspec
 import pytest
 
 from vllmops.agent.hooks.request_gate import Arrival, Gate
-from vllmops.agent.state import cache_comparison as compare
-from vllmops.agent.state import engine
+from vllmops.agent.state import cache_comparison, engine
 from vllmops.model.cache_comparison import CompareRequest
 from vllmops.model.caches import ProcessCaches, WorkerEncoderCache
 
@@ -54,7 +53,7 @@ class Client:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     made = Gate()
-    monkeypatch.setattr(compare, "gate", made)
+    monkeypatch.setattr(cache_comparison, "gate", made)
     return made
 
 
@@ -65,7 +64,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     thread.start()
     module = ModuleType("vllm.v1.engine.core")
     module.EngineCore = Core  # type: ignore[attr-defined]
-    compare.hook_engine(module)
+    cache_comparison.hook_engine(module)
     monkeypatch.setattr(engine, "require_front_end", lambda: (made, loop))
     yield made
     # What is cancelled ends some turns of the loop later.
@@ -97,11 +96,11 @@ def hurry(monkeypatch: pytest.MonkeyPatch, pace: float) -> None:
         monotonic=lambda: time.monotonic() + passed_s,
         sleep=sleep,
     )
-    monkeypatch.setattr(compare, "time", clock)
+    monkeypatch.setattr(cache_comparison, "time", clock)
 
 
 def test_two_looks_at_both_sides(client: Client) -> None:
-    found = compare.compare_caches(request())
+    found = cache_comparison.compare_caches(request())
     assert len(found.samples) == client.calls == 2
     assert found.settled
     assert found.waited_s >= 0.05
@@ -118,15 +117,15 @@ def test_the_second_look_waits_for_who_was_on_the_way_at_the_first(
 ) -> None:
     early, later = (Arrival(0.0, rendering=True) for _ in range(2))
     gate.arrivals.add(early)
-    wait = compare.wait_until_handed_over
+    wait = cache_comparison.wait_until_handed_over
 
     def handed_over(pending: set[Arrival], deadline: float) -> bool:
         gate.arrivals.add(later)
         threading.Timer(0.3, gate.arrivals.discard, (early,)).start()
         return wait(pending, deadline)
 
-    monkeypatch.setattr(compare, "wait_until_handed_over", handed_over)
-    found = compare.compare_caches(request())
+    monkeypatch.setattr(cache_comparison, "wait_until_handed_over", handed_over)
+    found = cache_comparison.compare_caches(request())
     assert found.settled
     assert found.waited_s > 0
     assert [item.rendering for item in found.samples] == [1, 1]
@@ -137,7 +136,7 @@ def test_comparison_does_not_wait_forever_for_an_arriving_request(
 ) -> None:
     gate.arrivals.add(Arrival(0.0, rendering=True))
     hurry(monkeypatch, 100)
-    found = compare.compare_caches(request(120))
+    found = cache_comparison.compare_caches(request(120))
     assert len(found.samples) == 2
     assert not found.settled
 
@@ -148,19 +147,19 @@ def test_an_engine_that_does_not_answer_leaves_nothing_behind(
 ) -> None:
     client.answers = looks
     hurry(monkeypatch, 2000)  # the deadline is over once it has looked
-    found = compare.compare_caches(request(60 if looks else 0.5))
+    found = cache_comparison.compare_caches(request(60 if looks else 0.5))
     assert (len(found.samples), found.front_after) == (looks, None)
 
 
 def test_a_late_call_does_nothing() -> None:
-    (shown,) = compare.observe_engine_caches(SimpleNamespace(), time.time() - 1)
+    (shown,) = cache_comparison.observe_engine_caches(SimpleNamespace(), time.time() - 1)
     assert str(shown).startswith("the engine answers after the deadline")
 
 
 def test_a_worker_that_can_not_be_read_is_told() -> None:
     core = Core()
     core.model_executor.collective_rpc = lambda ask: [ask(worker()), ask(object())]
-    own, one, other = compare.observe_engine_caches(core, time.time() + 60)
+    own, one, other = cache_comparison.observe_engine_caches(core, time.time() + 60)
     assert isinstance(own, bytes)
     assert isinstance(one, bytes)
     assert isinstance(other, str)
@@ -170,13 +169,15 @@ def test_a_worker_that_can_not_be_read_is_told() -> None:
 def test_an_executor_that_has_failed_is_told() -> None:
     core = Core()
     del core.model_executor.collective_rpc
-    (shown,) = compare.observe_engine_caches(core, time.time() + 60)
+    (shown,) = cache_comparison.observe_engine_caches(core, time.time() + 60)
     assert str(shown).startswith("the engine can't be read: ")
 
 
 def test_a_worker_needs_no_agent() -> None:
     """As cloudpickle sends it: by value, so that no lookup in the worker can fail."""
-    sent = cloudpickle.dumps(compare.make_worker_function(), protocol=pickle.HIGHEST_PROTOCOL)
+    sent = cloudpickle.dumps(
+        cache_comparison.make_worker_function(), protocol=pickle.HIGHEST_PROTOCOL
+    )
     answer = cloudpickle.loads(sent)(worker())
     (cache,) = msgspec.msgpack.decode(answer, type=ProcessCaches).caches
     assert isinstance(cache, WorkerEncoderCache)
@@ -196,8 +197,8 @@ def test_handing_over_is_told_and_failing_to(gate: Gate, monkeypatch: pytest.Mon
     monkeypatch.setattr(gate, "mark_reached_engine", lambda: handed.append(True))
     module = ModuleType("vllm.v1.engine.async_llm")
     module.AsyncLLM = AsyncLLM  # type: ignore[attr-defined]
-    compare.hook_front_end(module)
-    compare.hook_front_end(module)
+    cache_comparison.hook_front_end(module)
+    cache_comparison.hook_front_end(module)
     assert asyncio.run(AsyncLLM().add_request(7)) == 7
     with pytest.raises(ValueError, match="too long"):
         asyncio.run(AsyncLLM().add_request(-1))

@@ -17,8 +17,8 @@ from typing import Any
 import cachetools
 import pytest
 
-from vllmops.agent.actions import in_flight_messages as transit
-from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.actions import in_flight_messages
+from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.state import caches
 from vllmops.collect.agents.agent_client import open_agent
 from vllmops.model.caches import (
@@ -312,17 +312,17 @@ class Held:
 @pytest.fixture
 def quiet_agent(monkeypatch: pytest.MonkeyPatch) -> None:
     """No agent in the test's own process."""
-    monkeypatch.setattr(objects, "_tell", lambda: None)
-    monkeypatch.setattr(objects, "_refs", {})
-    monkeypatch.setattr(objects, "problems", [])
+    monkeypatch.setattr(vllm_objects, "_tell", lambda: None)
+    monkeypatch.setattr(vllm_objects, "_refs", {})
+    monkeypatch.setattr(vllm_objects, "problems", [])
 
 
 @pytest.mark.usefixtures("quiet_agent")
 def test_cache_of_unknown_shape_is_reported_as_a_problem() -> None:
     odd, other = Held(), Held()
     odd._cache = object()
-    objects.track_object("mm-cache", odd)
-    objects.track_object("scheduler", other)
+    vllm_objects.track_object("mm-cache", odd)
+    vllm_objects.track_object("scheduler", other)
     snapshot = caches.observe_caches()
     assert snapshot.caches == []
     assert len(snapshot.problems) == 1
@@ -346,23 +346,23 @@ def test_hooked_classes_remember_their_instances_as_long_as_they_live() -> None:
             self.size = size
 
     for _ in range(2):
-        objects.hook_constructor("mm-cache", "Base", module(Base=Base))
+        vllm_objects.hook_constructor("mm-cache", "Base", module(Base=Base))
     one, other = Cache(1), Cache(size=2)
-    assert [held.size for held in objects.list_objects("mm-cache")] == [1, 2]
-    assert objects.find_latest("mm-cache") is other
+    assert [held.size for held in vllm_objects.list_objects("mm-cache")] == [1, 2]
+    assert vllm_objects.find_latest("mm-cache") is other
     del one
     gc.collect()
-    assert objects.list_objects("mm-cache") == [other]
-    assert objects.problems == []
-    objects.reset_after_fork()
-    assert objects.find_latest("mm-cache") is None
+    assert vllm_objects.list_objects("mm-cache") == [other]
+    assert vllm_objects.problems == []
+    vllm_objects.reset_after_fork()
+    assert vllm_objects.find_latest("mm-cache") is None
 
 
 @pytest.mark.usefixtures("quiet_agent")
 def test_an_object_whose_constructor_loads_the_agent_is_remembered() -> None:
     class Engine:
         def __init__(self, name: str) -> None:
-            objects.hook_constructor("engine-core", "Engine", module(Engine=Engine))
+            vllm_objects.hook_constructor("engine-core", "Engine", module(Engine=Engine))
             self.name = name
 
     class Process(Engine):
@@ -370,18 +370,18 @@ def test_an_object_whose_constructor_loads_the_agent_is_remembered() -> None:
             super().__init__("spawned")
 
     made = Process()
-    assert objects.list_objects("engine-core") == [made]
+    assert vllm_objects.list_objects("engine-core") == [made]
     assert made.name == "spawned"
 
 
 @pytest.mark.usefixtures("quiet_agent")
 def test_queues_of_unknown_shape_are_not_proven_empty() -> None:
     assert (
-        transit.prove_queues_empty() == []
+        in_flight_messages.prove_queues_empty() == []
     )  # nor where neither an engine nor its client was found
     scheduler = Held()
-    objects.track_object("scheduler", scheduler)
-    assert transit.prove_queues_empty() == []
+    vllm_objects.track_object("scheduler", scheduler)
+    assert in_flight_messages.prove_queues_empty() == []
 
 
 @pytest.mark.usefixtures("quiet_agent")
@@ -390,11 +390,11 @@ def test_a_constructor_that_raises_still_raises() -> None:
         def __init__(self) -> None:
             raise ValueError("no memory")
 
-    objects.hook_constructor("mm-cache", "Cache", module(Cache=Cache))
+    vllm_objects.hook_constructor("mm-cache", "Cache", module(Cache=Cache))
     with pytest.raises(ValueError, match="no memory"):
         Cache()
     gc.collect()
-    assert objects.list_objects("mm-cache") == []
+    assert vllm_objects.list_objects("mm-cache") == []
 
 
 @pytest.mark.usefixtures("quiet_agent")
@@ -404,9 +404,11 @@ def test_classes_of_another_shape_are_reported_and_left_alone(
     class Slotted:
         __slots__ = ()
 
-    monkeypatch.setenv(objects.LOGGED, "1")
-    objects.catch_errors(partial(objects.hook_constructor, "mm-cache", "Missing"))(module())
-    assert "no attribute 'Missing'" in objects.problems[0]
-    objects.hook_constructor("mm-cache", "Slotted", module(Slotted=Slotted))
+    monkeypatch.setenv(vllm_objects.LOGGED, "1")
+    vllm_objects.catch_errors(partial(vllm_objects.hook_constructor, "mm-cache", "Missing"))(
+        module()
+    )
+    assert "no attribute 'Missing'" in vllm_objects.problems[0]
+    vllm_objects.hook_constructor("mm-cache", "Slotted", module(Slotted=Slotted))
     assert isinstance(Slotted(), Slotted)
-    assert "Slotted can't be tracked" in objects.problems[1]
+    assert "Slotted can't be tracked" in vllm_objects.problems[1]

@@ -19,7 +19,7 @@ from vllmops.collect.agents.admin_token import KEYS, PLACE
 from vllmops.model.admin_api import GETS, PROCESSES, TIMEOUT
 from vllmops.model.agent_socket import BODY_BYTES
 from vllmops.model.agent_state import SCHEMA
-from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.carrier import seal_history, unseal_carrier
 from vllmops_responses.keys.keyring import Key, KeyStatus, generate_secret
 
@@ -59,7 +59,7 @@ def token(tmp_path: Path) -> Path:
 @pytest.fixture
 def local_keyring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A keyring with a primary."""
-    for name in (PLACE, file.PLACE, file.SIGNING_KEY, "VLLMOPS_TARGET"):
+    for name in (PLACE, keyring_file.PLACE, keyring_file.SIGNING_KEY, "VLLMOPS_TARGET"):
         monkeypatch.delenv(name, raising=False)
     grow(path := tmp_path / "here", KeyStatus.PRIMARY)
     return path
@@ -71,7 +71,7 @@ def server_keyring(tmp_path: Path) -> Path:
 
 
 def serve(spawn: Spawn, ring: Path, token: Path) -> tuple[Any, str]:
-    child = spawn(**{file.PLACE: str(ring), PLACE: str(token)})
+    child = spawn(**{keyring_file.PLACE: str(ring), PLACE: str(token)})
     return child, f"http://127.0.0.1:{child.run(SERVING)}"
 
 
@@ -80,7 +80,7 @@ def build_push_arguments(token: Path, keyring: Path, url: str) -> tuple[str, ...
 
 
 def statuses(path: Path) -> dict[str, str]:
-    return {key.kid: key.status.value for key in file.load_keyring(path).keys}
+    return {key.kid: key.status.value for key in keyring_file.load_keyring(path).keys}
 
 
 def send_admin_request(
@@ -98,25 +98,27 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
     vllmops: Any, spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
     child, url = serve(spawn, server_keyring, token)
-    beside = check_keys_often(spawn(**{file.PLACE: str(server_keyring)}))
+    beside = check_keys_often(spawn(**{keyring_file.PLACE: str(server_keyring)}))
     words = build_push_arguments(token, local_keyring, url)
     for _ in range(3):  # a key, one that is next, and that one as the primary
         answer = vllmops(*words, "--json")
         assert answer.code == 0, answer
         assert {key["kid"]: key["status"] for key in answer.data["keys"]} == statuses(local_keyring)
-        assert file.load_keyring(server_keyring) == file.load_keyring(local_keyring)
+        assert keyring_file.load_keyring(server_keyring) == keyring_file.load_keyring(local_keyring)
         assert server_keyring.stat().st_mode & 0o777 == 0o600
         assert fetch_key_statuses(child) == statuses(local_keyring)
         until(lambda: fetch_key_statuses(beside) == statuses(local_keyring))
-        if coming := file.load_keyring(local_keyring).next_key:
-            file.change_keyring(
+        if coming := keyring_file.load_keyring(local_keyring).next_key:
+            keyring_file.change_keyring(
                 local_keyring, lambda ring: ring.promote(coming.kid, time.time(), 3600)
             )
         else:
             grow(local_keyring)
     answer = vllmops(*words)
-    assert f"seals with {file.load_keyring(local_keyring).require_primary().kid}" in answer.out
-    secrets = [key.secret.reveal().hex() for key in file.load_keyring(local_keyring).keys]
+    assert (
+        f"seals with {keyring_file.load_keyring(local_keyring).require_primary().kid}" in answer.out
+    )
+    secrets = [key.secret.reveal().hex() for key in keyring_file.load_keyring(local_keyring).keys]
     log = child.end()
     assert "POST /v1/vllmops/keys" in log
     assert not [item for item in (TOKEN, *secrets) if item in log + answer.out + answer.err]
@@ -126,19 +128,19 @@ def test_carriers_sealed_with_the_servers_old_key_still_open(
     vllmops: Any, spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
     own = grow(server_keyring, KeyStatus.PRIMARY).kid
-    before = seal_history(["x"], file.load_keyring(server_keyring), model="m", owner="o")
+    before = seal_history(["x"], keyring_file.load_keyring(server_keyring), model="m", owner="o")
     child, url = serve(spawn, server_keyring, token)
-    lead = file.load_keyring(local_keyring).require_primary().kid
+    lead = keyring_file.load_keyring(local_keyring).require_primary().kid
     words = build_push_arguments(token, local_keyring, url)
     assert vllmops(*words).code == 0
     assert fetch_key_statuses(child) == {own: "verify-only", lead: "primary"}
     assert unseal_carrier(
-        before, file.load_keyring(server_keyring), model="m", owner="o"
+        before, keyring_file.load_keyring(server_keyring), model="m", owner="o"
     ).history == ["x"]
-    (old,) = file.load_keyring(server_keyring).select_keys(KeyStatus.VERIFY_ONLY)
+    (old,) = keyring_file.load_keyring(server_keyring).select_keys(KeyStatus.VERIFY_ONLY)
     assert old.not_after == pytest.approx(time.time() + 30 * 24 * 3600, abs=120)
     # What was revoked there stays so.
-    file.change_keyring(
+    keyring_file.change_keyring(
         server_keyring,
         lambda ring: ring.revoke(lead, Key.from_secret(generate_secret(), KeyStatus.NEXT, 1), 1),
     )
@@ -200,7 +202,7 @@ def test_admin_requests_without_the_token_are_refused(
 def test_there_are_no_routes_where_there_is_no_token(
     vllmops: Any, spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
-    child = spawn(**{file.PLACE: str(server_keyring)})
+    child = spawn(**{keyring_file.PLACE: str(server_keyring)})
     url = f"http://127.0.0.1:{child.run(SERVING)}"
     assert send_admin_request(f"{url}{KEYS}").json() == {"error": "Unauthorized"}
     assert send_admin_request(f"{url}{KEYS}", "user").json() == {"detail": "Not Found"}
@@ -215,7 +217,7 @@ def test_invalid_keyring_changes_nothing(
 ) -> None:
     own = grow(server_keyring, KeyStatus.PRIMARY).kid
     child, url = serve(spawn, server_keyring, token)
-    secret = file.load_keyring(local_keyring).keys[0].secret.reveal().hex()
+    secret = keyring_file.load_keyring(local_keyring).keys[0].secret.reveal().hex()
     ring = local_keyring.read_bytes()
     for content in (
         b"",
@@ -224,7 +226,7 @@ def test_invalid_keyring_changes_nothing(
         ring.replace(b'"version": 1', b'"version": 9'),
         ring.replace(b'"primary"', b'"odd"'),
         ring.replace(secret.encode(), b"ab" * 32),
-        b" " * (file.MOST_BYTES + 1),
+        b" " * (keyring_file.MOST_BYTES + 1),
         b"[" * 100_000,
     ):
         refused = send_admin_request(f"{url}{KEYS}", content=content)
@@ -248,20 +250,20 @@ def test_another_key_of_a_known_kid_is_not_taken(
 ) -> None:
     own = grow(server_keyring, KeyStatus.PRIMARY)
     other = Key.from_secret(generate_secret(), KeyStatus.NEXT, 1)
-    file.change_keyring(
+    keyring_file.change_keyring(
         local_keyring, lambda ring: ring.add(msgspec.structs.replace(other, kid=own.kid))
     )
     _, url = serve(spawn, server_keyring, token)
     answer = vllmops(*build_push_arguments(token, local_keyring, url), "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.same-kid")
     assert own.kid in answer.error["message"]
-    assert file.load_keyring(server_keyring).keys == (own,)
+    assert keyring_file.load_keyring(server_keyring).keys == (own,)
 
 
 def test_a_server_whose_key_is_in_its_environment_takes_none(
     spawn: Spawn, local_keyring: Path, token: Path
 ) -> None:
-    child = spawn(**{file.SIGNING_KEY: "ab" * 32, PLACE: str(token)})
+    child = spawn(**{keyring_file.SIGNING_KEY: "ab" * 32, PLACE: str(token)})
     url = f"http://127.0.0.1:{child.run(SERVING)}"
     refused = send_admin_request(f"{url}{KEYS}", content=local_keyring.read_bytes())
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "keys.no-file")
@@ -307,7 +309,7 @@ def test_an_engine_has_no_routes(spawn: Spawn, server_keyring: Path, token: Path
         "from fastapi.applications import FastAPI\n"
         "admin.install_routes(print); out = hasattr(FastAPI.__call__, '__vllmops_admin__')"
     )
-    child = spawn(**{file.PLACE: str(server_keyring)})
+    child = spawn(**{keyring_file.PLACE: str(server_keyring)})
     child.run(f"import os; os.environ[{PLACE!r}] = {str(token)!r}")
     assert child.run(code) == "False"
 

@@ -18,7 +18,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 
 from vllmops.agent.log import log
 from vllmops.agent.versions import metrics as adapter
-from vllmops.metrics import collector as metrics
+from vllmops.metrics import collector
 from vllmops.metrics.collector import BackgroundCollector
 from vllmops.model.server_metrics import MetricsSnapshot
 from vllmops.model.server_snapshot import ProcessState
@@ -54,7 +54,7 @@ def test_a_scrape_waits_for_nothing_and_shows_what_was_gathered(
     assert not names(gathering)
     go.set()
     until(lambda: names(gathering) == {"vllmops:stalled"})
-    gathering.collected_at -= metrics.OLD * metrics.LOOK_S
+    gathering.collected_at -= collector.OLD * collector.LOOK_S
     assert not names(gathering)  # it shows no present
 
 
@@ -68,20 +68,20 @@ def test_metrics_are_collected_only_while_scraped(
         count += 1
         return MetricsSnapshot(), 1
 
-    monkeypatch.setattr(metrics, "LOOK_S", 0.01)
-    monkeypatch.setattr(metrics, "SHARE", 100.0)
+    monkeypatch.setattr(collector, "LOOK_S", 0.01)
+    monkeypatch.setattr(collector, "SHARE", 100.0)
     gathering = BackgroundCollector(take_snapshot, log.warning, stop_event.wait)
     assert count == 0
     gathering.collect()
     until(lambda: count > 2)
-    monkeypatch.setattr(metrics, "IDLE_S", 0.0)
+    monkeypatch.setattr(collector, "IDLE_S", 0.0)
     until(lambda: gathering.pid == 0)
     ended = count
     time.sleep(0.1)
     assert count == ended
-    monkeypatch.setattr(metrics, "IDLE_S", 600.0)
+    monkeypatch.setattr(collector, "IDLE_S", 600.0)
     gathering.collect()
-    monkeypatch.setattr(metrics, "LOOK_S", 600.0)  # what it shows stays new
+    monkeypatch.setattr(collector, "LOOK_S", 600.0)  # what it shows stays new
     until(lambda: count > ended and bool(names(gathering)))
 
 
@@ -114,16 +114,16 @@ def test_collection_interval_follows_its_cost(
         return MetricsSnapshot(), 4
 
     clocks = SimpleNamespace(monotonic=time.monotonic, thread_time=lambda: spent_s)
-    monkeypatch.setattr(metrics, "time", clocks)
+    monkeypatch.setattr(collector, "time", clocks)
     gathering = BackgroundCollector(take_costly_snapshot, log.warning, stop_event.wait)
     gathering.collect()
     until(lambda: gathering.collected_at > 0)
-    assert gathering.pause_s == pytest.approx(4 * metrics.LOOK_S)
-    monkeypatch.setattr(metrics, "LOOK_S", 0.1)
+    assert gathering.pause_s == pytest.approx(4 * collector.LOOK_S)
+    monkeypatch.setattr(collector, "LOOK_S", 0.1)
     other = BackgroundCollector(take_costly_snapshot, log.warning, stop_event.wait)
     other.collect()
     until(lambda: other.collected_at > 0)
-    assert other.pause_s == pytest.approx(0.03 / metrics.SHARE)
+    assert other.pause_s == pytest.approx(0.03 / collector.SHARE)
 
 
 def make_shared_collector(
@@ -135,7 +135,7 @@ def make_shared_collector(
     return made
 
 
-def tell(place: Path, told: metrics.SharedSamples) -> None:
+def tell(place: Path, told: collector.SharedSamples) -> None:
     """What another API server writes."""
     write_atomically(place, msgspec.json.encode(told))
 
@@ -170,10 +170,10 @@ def test_shared_samples_are_used_until_they_are_late(tmp_path: Path) -> None:
     server = make_shared_collector(place, lambda: (MetricsSnapshot(), 2))
     assert not server.load_shared_samples()
     sample = ("repairs_total", 3.0, {"role": "api", "what": "cache"})
-    tell(place, metrics.SharedSamples(1, now, 20.0, [sample]))
+    tell(place, collector.SharedSamples(1, now, 20.0, [sample]))
     assert server.load_shared_samples()
     assert names(server) == {"vllmops:repairs"}
-    tell(place, metrics.SharedSamples(1, now + 3600.0, 20.0, [sample]))  # of another boot
+    tell(place, collector.SharedSamples(1, now + 3600.0, 20.0, [sample]))  # of another boot
     server.collected_at -= 1.5 * 20.0
     assert not server.load_shared_samples()
     server.collect_samples()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vllmops.agent.transport import node_channel as nodes
+from vllmops.agent.transport import node_channel
 from vllmops.model.admin_api import NODE_PORT
 from vllmops.support.background import ErrorReporter
 
@@ -25,9 +25,9 @@ def test_silent_connections_do_not_block_other_clients(
     token.write_text("a" * 40)
     token.chmod(0o600)
     monkeypatch.setenv(NODE_PORT, str(port))
-    monkeypatch.setattr(nodes, "HANDSHAKE_S", 60.0)  # a busy machine
+    monkeypatch.setattr(node_channel, "HANDSHAKE_S", 60.0)  # a busy machine
     reporter = ErrorReporter("it does not listen", print)
-    server = nodes.NodeServer(port, reporter, token, lambda *_: (200, b"{}"))
+    server = node_channel.NodeServer(port, reporter, token, lambda *_: (200, b"{}"))
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     with ExitStack() as held:
@@ -35,10 +35,10 @@ def test_silent_connections_do_not_block_other_clients(
         held.callback(server.server_close)
         held.callback(server.shutdown)
         for _ in range(3):
-            for _ in range(2 * nodes.MOST_AT_ONCE):
+            for _ in range(2 * node_channel.MOST_AT_ONCE):
                 held.enter_context(socket.create_connection((HOST, port)))
-            answer = nodes.request_from_node(
+            answer = node_channel.request_from_node(
                 HOST, "GET", "/x", None, token=token, servers=["s"], timeout_s=60
             )
             assert answer == (200, b"{}")
-        assert len(server.unverified_connections) <= nodes.MOST_AT_ONCE
+        assert len(server.unverified_connections) <= node_channel.MOST_AT_ONCE

@@ -17,29 +17,28 @@ from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
-from vllmops.agent.actions import blocked_admission as admission
-from vllmops.agent.actions import cache_repair as repair
-from vllmops.agent.actions import dead_io_threads as io_threads
-from vllmops.agent.actions import encoder_cache_deadlock as encoder_cache
-from vllmops.agent.actions import paused_engine as paused
-from vllmops.agent.hooks import vllm_objects as objects
+from vllmops.agent.actions import (
+    blocked_admission,
+    cache_repair,
+    dead_io_threads,
+    encoder_cache_deadlock,
+    paused_engine,
+)
+from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.patches import registry
 from vllmops.agent.patches.probe_objects import ScratchRequest
 from vllmops.agent.patches.request_hash_cycle import make_scratch_request
-from vllmops.agent.recording import step_recorder as recorder
-from vllmops.agent.state import cache_comparison as compare
-from vllmops.agent.state import caches, engine, requests
+from vllmops.agent.recording import step_recorder
+from vllmops.agent.state import cache_comparison, caches, engine, requests
 from vllmops.agent.versions import engine as adapter
-from vllmops.agent.versions import features
-from vllmops.agent.versions import kv_transfers as transfers
-from vllmops.agent.versions import module_locations as places
+from vllmops.agent.versions import features, kv_transfers, module_locations
 from vllmops.agent.versions import requests as adapted
 from vllmops.agent.versions import scheduler as scheduling
-from vllmops.collect.machine import shared_memory as shm
+from vllmops.collect.machine import shared_memory
 from vllmops.model.cache_repairs import RepairRequest
 from vllmops.model.caches import EncoderCache, LruCache
 from vllmops.rules.caches import check_cache
-from vllmops_responses.server import installation as hook
+from vllmops_responses.server import installation
 from vllmops_responses.store.backend import Response
 
 ATTRIBUTES = (
@@ -51,12 +50,12 @@ ATTRIBUTES = (
 def drive_features() -> dict[str, str]:
     """Installs the hooks, imports what they are for, and drives them; the result by feature."""
     importlib.import_module("vllm.multimodal")  # alone, parts of it import each other in a circle
-    objects.report_compatibility()
-    objects.hook_constructors(lambda: None)
-    compare.install_hooks()
-    recorder.install_recorder(Path)
+    vllm_objects.report_compatibility()
+    vllm_objects.hook_constructors(lambda: None)
+    cache_comparison.install_hooks()
+    step_recorder.install_recorder(Path)
     registry.install_patches()
-    hook.replace_routes_on_import(lambda: None)
+    installation.replace_routes_on_import(lambda: None)
     results: dict[str, str] = {}
     lacks = features.find_missing_features()
     for name in features.FEATURES:
@@ -67,7 +66,7 @@ def drive_features() -> dict[str, str]:
         except BaseException as error:  # what a version raises is the result
             results[name] = f"off: {type(error).__name__}: {error}"[:200]
     for patch in registry.PATCHES.values():
-        for module in filter(None, map(places.find_existing_module, patch.modules)):
+        for module in filter(None, map(module_locations.find_existing_module, patch.modules)):
             importlib.import_module(module)
     for verdict in registry.observe_patches(verify=True).patches:
         results[verdict.id] = verdict.state.value if not verdict.present else "failed"
@@ -75,13 +74,13 @@ def drive_features() -> dict[str, str]:
 
 
 def import_symbol(kind: str) -> Any:
-    module = places.find_symbol_module(kind)
+    module = module_locations.find_symbol_module(kind)
     assert module
-    return getattr(importlib.import_module(module), places.PLACES[kind].name)
+    return getattr(importlib.import_module(module), module_locations.PLACES[kind].name)
 
 
 def source(kind: str) -> str:
-    text = places.read_source(places.find_symbol_module(kind) or "")
+    text = module_locations.read_source(module_locations.find_symbol_module(kind) or "")
     assert text
     return text
 
@@ -89,9 +88,9 @@ def source(kind: str) -> str:
 def multimodal_caches() -> None:
     """A receiver's cache is remembered, read, and rid of a ghost key."""
     name = getattr(importlib.import_module("vllm.envs"), "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "")
-    assert not name or shm.NAMES.fullmatch(name), name
+    assert not name or shared_memory.NAMES.fullmatch(name), name
     base = import_symbol("mm-cache")
-    module = places.find_existing_module("vllm.multimodal.cache.lru") or base.__module__
+    module = module_locations.find_existing_module("vllm.multimodal.cache.lru") or base.__module__
     receiver = next(
         cls
         for name, cls in vars(importlib.import_module(module)).items()
@@ -99,7 +98,7 @@ def multimodal_caches() -> None:
     )
     config = SimpleNamespace(mm_processor_cache_gb=1)
     holder: Any = receiver(SimpleNamespace(get_multimodal_config=lambda: config))
-    assert objects.list_objects("mm-cache") == [holder]
+    assert vllm_objects.list_objects("mm-cache") == [holder]
     import torch
 
     holder._cache["a"] = torch.zeros(2)
@@ -107,7 +106,7 @@ def multimodal_caches() -> None:
     read = caches.observe_lru_cache(holder)
     assert isinstance(read, LruCache)
     assert (read.entries, read.bytes, read.side, read.order_only) == (1, 8, "P1", ["ghost"])
-    assert repair.repair_caches(RepairRequest()).caches[0].reason is None
+    assert cache_repair.repair_caches(RepairRequest()).caches[0].reason is None
     assert not check_cache(caches.observe_lru_cache(holder))
 
 
@@ -157,7 +156,7 @@ def progress() -> None:
 def comparison() -> None:
     """Both ends are hooked, and every engine is asked."""
     assert hasattr(import_symbol("engine-client").add_request, "__vllmops__")
-    assert import_symbol("engine-core").vllmops_look is compare.observe_engine_caches
+    assert import_symbol("engine-core").vllmops_look is cache_comparison.observe_engine_caches
     assert "def collective_rpc" in source("executor")
     clients = importlib.import_module("vllm.v1.engine.core_client")
 
@@ -177,10 +176,10 @@ def live_requests() -> None:
     """A request is counted while it lives."""
     cls = import_symbol("request")
     one = make_scratch_request(importlib.import_module(cls.__module__))
-    assert objects.count_objects("request") == 1
+    assert vllm_objects.count_objects("request") == 1
     assert not one.is_finished()
     del one
-    assert objects.count_objects("request") == 0
+    assert vllm_objects.count_objects("request") == 0
 
 
 def requests_in_flight() -> None:
@@ -270,9 +269,9 @@ def drive_healing() -> None:
         assert scheduling.list_undeferred_requests(scheduler) == [request]
     assert scheduling.count_usable_blocks(scheduler) == 3
     assert scheduling.count_needed_blocks(scheduler, request) == 1
-    assert admission.explain_too_large(scheduler, request) == ""
+    assert blocked_admission.explain_too_large(scheduler, request) == ""
     needs = SimpleNamespace(request_id="b", num_tokens=64, num_prompt_tokens=64)
-    assert "need 4 blocks" in admission.explain_too_large(scheduler, needs)
+    assert "need 4 blocks" in blocked_admission.explain_too_large(scheduler, needs)
     assert scheduling.has_one_block_pool(scheduler)
     knot(scheduler, request)
     manager = import_symbol("encoder-cache")(cache_size=6)
@@ -281,17 +280,19 @@ def drive_healing() -> None:
         manager.allocate(first, number)
     for feature in second.mm_features:
         feature.mm_position = SimpleNamespace(offset=0, length=3)
-    assert encoder_cache.can_list_holders(manager)
+    assert encoder_cache_deadlock.can_list_holders(manager)
     assert scheduling.count_slots_by_entry(manager, first) == {"a": 3, "b": 3}
     assert scheduling.find_unencoded_input(manager, second) == ("c", 3)
-    assert encoder_cache.count_releasable_slots(manager, [first]) == 6
+    assert encoder_cache_deadlock.count_releasable_slots(manager, [first]) == 6
     scheduling.release_encoder_slots(manager, first)
     assert (manager.num_freeable_slots, manager.get_cached_input_ids(first)) == (6, set())
     asleep()
     for recomputes in (True, False):
         lost_load(scheduler, request, recomputes=recomputes)
-    core = importlib.import_module(places.find_symbol_module("engine-core") or "").EngineCoreProc
-    for name, count in ((io_threads.READER, 4), (io_threads.WRITER, 3)):
+    core = importlib.import_module(
+        module_locations.find_symbol_module("engine-core") or ""
+    ).EngineCoreProc
+    for name, count in ((dead_io_threads.READER, 4), (dead_io_threads.WRITER, 3)):
         inspect.signature(getattr(core, name)).bind(*range(count + 1))
     for kind, words in {
         "engine-core": ("self.step_fn(", "self.addresses", "def run_busy_loop"),
@@ -306,23 +307,23 @@ def knot(scheduler: Any, holder: Any) -> None:
     head = SimpleNamespace(request_id="head", **fields)
     scheduler.scheduler_reserve_full_isl, scheduler.connector = True, None
     scheduler.requests = {holder.request_id: holder}
-    assert admission.explain_blocked(scheduler, head) == ""  # it fits
+    assert blocked_admission.explain_blocked(scheduler, head) == ""  # it fits
     scheduler.kv_cache_manager.allocate_slots(holder, 1)
     assert scheduling.count_free_blocks(scheduler) == 2
-    assert "needs 3 more blocks" in admission.explain_blocked(scheduler, head)
-    assert "and requests that wait hold 1" in admission.explain_blocked(scheduler, head)
+    assert "needs 3 more blocks" in blocked_admission.explain_blocked(scheduler, head)
+    assert "and requests that wait hold 1" in blocked_admission.explain_blocked(scheduler, head)
     scheduler.running = [holder]
-    assert admission.explain_blocked(scheduler, head) == ""
+    assert blocked_admission.explain_blocked(scheduler, head) == ""
     scheduler.running = []
     passed = SimpleNamespace(status=holder.status, num_computed_tokens=0)
     scheduler.deferred_waiting, scheduler.skipped_waiting = {holder}, [holder]
     scheduler.waiting, scheduler.kv_holding_waiting = [], []
     scheduler._pause_state = SimpleNamespace(name="UNPAUSED")
-    objects.track_object("scheduler", scheduler)
-    assert admission.find_blocking_requests() == []  # the only one is passed over
+    vllm_objects.track_object("scheduler", scheduler)
+    assert blocked_admission.find_blocking_requests() == []  # the only one is passed over
     big = SimpleNamespace(request_id="big", status=holder.status, **{**fields, "num_tokens": 64})
     scheduler.deferred_waiting = scheduler.skipped_waiting = scheduler.waiting = [big]
-    assert [proof.subject for proof in admission.find_blocking_requests()] == [
+    assert [proof.subject for proof in blocked_admission.find_blocking_requests()] == [
         "big"
     ]  # its grammar took a while
     scheduler.deferred_waiting, scheduler.skipped_waiting = {holder}, [holder]
@@ -348,10 +349,10 @@ def asleep() -> None:
         executor.is_sleeping = False
     scheduler._pause_state = SimpleNamespace(name="UNPAUSED")
     for name, made in {"executor": executor, "scheduler": scheduler}.items():
-        objects.track_object(name, made)
-    assert paused.find_paused_engine() == []
+        vllm_objects.track_object(name, made)
+    assert paused_engine.find_paused_engine() == []
     executor.sleep(1)
-    (proof,) = paused.find_paused_engine()
+    (proof,) = paused_engine.find_paused_engine()
     assert "it is asleep" in proof.evidence
 
     async def yes() -> bool:
@@ -372,15 +373,15 @@ def asleep() -> None:
         is_scheduler_paused_async=no,
         shutdown=lambda *_, **__: None,  # called as it goes
     )
-    asyncio.run(paused.wake_and_resume(client))
-    assert paused.find_paused_engine() == []
+    asyncio.run(paused_engine.wake_and_resume(client))
+    assert paused_engine.find_paused_engine() == []
     # Its base: the worker itself needs a GPU.
     worker = object.__new__(import_symbol("worker"))
     worker._sleep_saved_buffers = {}
-    objects.track_object("worker", worker)
-    assert paused.find_dropped_weights() == []
+    vllm_objects.track_object("worker", worker)
+    assert paused_engine.find_dropped_weights() == []
     worker._sleep_saved_buffers = {"rope": 1}
-    (proof,) = paused.find_dropped_weights()
+    (proof,) = paused_engine.find_dropped_weights()
     assert "level 2" in proof.evidence
     spec = importlib.util.find_spec("vllm.v1.worker.gpu_worker")
     assert "self._sleep_saved_buffers = {" in Path(str(spec and spec.origin)).read_text("utf-8")
@@ -406,14 +407,14 @@ def lost_load(scheduler: Any, request: Any, *, recomputes: bool) -> None:
         "log_stats": False,
     }.items():
         setattr(scheduler, key, value)
-    request.status = getattr(type(request.status), transfers.WAITS)
+    request.status = getattr(type(request.status), kv_transfers.WAITS)
     assert manager.allocate_slots(request, request.num_tokens, delay_cache_blocks=True)
     request.num_computed_tokens = request.num_tokens
-    assert transfers.list_loading_requests(scheduler) == [request]
-    assert transfers.find_failure_policy(scheduler) == ("recompute" if recomputes else "fail")
-    importlib.import_module(transfers.OUTPUTS)
+    assert kv_transfers.list_loading_requests(scheduler) == [request]
+    assert kv_transfers.find_failure_policy(scheduler) == ("recompute" if recomputes else "fail")
+    importlib.import_module(kv_transfers.OUTPUTS)
     output = SimpleNamespace(kv_connector_output=None)
-    told = transfers.add_failed_loads(scheduler, output, {name, "another"}).kv_connector_output
+    told = kv_transfers.add_failed_loads(scheduler, output, {name, "another"}).kv_connector_output
     assert (output.kv_connector_output, told.finished_recving) == (None, {name})
     if told.invalid_block_ids:
         failed = scheduler._handle_invalid_blocks(told.invalid_block_ids, {})
@@ -424,8 +425,8 @@ def lost_load(scheduler: Any, request: Any, *, recomputes: bool) -> None:
     assert ".failed_recving" in text or ".invalid_block_ids" in text
     if recomputes:
         scheduler._update_from_kv_xfer_finished(told)
-        assert transfers.list_loading_requests(scheduler) == []
-        again = transfers.add_failed_loads(scheduler, output, {name})
+        assert kv_transfers.list_loading_requests(scheduler) == []
+        again = kv_transfers.add_failed_loads(scheduler, output, {name})
         assert again is output
         scheduler._update_waiting_for_remote_kv(request)
     assert request.num_computed_tokens == (
@@ -450,9 +451,9 @@ KV_CACHE = ("core.kv_cache_manager", "kv_cache_interface")
 def responses() -> None:
     """The routes are ours, and a turn gets the items of the turn before, as this vLLM's types."""
     routes = import_symbol("responses-routes")
-    served = vars(importlib.import_module(places.find_symbol_module("responses") or ""))
+    served = vars(importlib.import_module(module_locations.find_symbol_module("responses") or ""))
     cls = served["OpenAIServingResponses"]
-    assert cls.__name__ == "StoreBackedServing", objects.problems
+    assert cls.__name__ == "StoreBackedServing", vllm_objects.problems
     assert ("GET", "/v1/responses") in [
         (min(route.methods), route.path) for route in routes.routes if hasattr(route, "methods")
     ]
@@ -466,7 +467,7 @@ def responses() -> None:
         lora_requests={}, is_base_model=lambda _: True, model_name=lambda _: "m"
     )
     serving._is_model_supported = lambda _: True
-    from vllmops_responses.server import item_conversion as parsing
+    from vllmops_responses.server import item_conversion
     from vllmops_responses.server import turn as ours
     from vllmops_responses.server.background import BackgroundRuns
     from vllmops_responses.server.conversations import ConversationTurns
@@ -479,12 +480,12 @@ def responses() -> None:
     serving.stored_responses = StoredResponsesApi(
         serving.store, serving.conversations, serving.runs.stop_run
     )
-    serving.history = HistoryReader(parsing.parse_items, harmony=False)
+    serving.history = HistoryReader(item_conversion.parse_items, harmony=False)
     assert RENDERERS
     for name in RENDERERS:
         kinds = {inspect.iscoroutinefunction(vars(held)[name]) for held in (cls, cls.__base__)}
         assert len(kinds) == 1, name
-    place = places.find_existing_module("vllm.renderers.online_renderer")  # since 0.25
+    place = module_locations.find_existing_module("vllm.renderers.online_renderer")  # since 0.25
     module = importlib.import_module(place or "vllm.entrypoints.serve.render.serving")
     name, kind = ("online_renderer", "OnlineRenderer") if place else (OLD, "OpenAIServingRender")
     assert name in inspect.getsource(cls.__base__.__init__)
@@ -492,7 +493,7 @@ def responses() -> None:
     assert find_renderer(SimpleNamespace(**{name: rendering})) is rendering
     asyncio.run(turns(serving, ResponsesRequest, ours))
     words = [{"role": "user", "content": "hi"}, {"type": "function_call", **CALL}]
-    chat = parsing.convert_items_to_messages(
+    chat = item_conversion.convert_items_to_messages(
         [*words, {"type": "function_call_output", "call_id": "c", "output": "x"}]
     )
     assert [message["role"] for message in chat] == ["user", "assistant", "tool"]
@@ -602,11 +603,10 @@ async def check_event_fields(serving: Any) -> None:
     from openai.types.responses import ResponseStreamEvent
     from pydantic import TypeAdapter
 
-    from vllmops_responses.server import request_parameters as parameters
+    from vllmops_responses.server import request_parameters, wire_format
     from vllmops_responses.server import response_fields as fields
     from vllmops_responses.server import turn as ours
     from vllmops_responses.server import vllm_interface as adapter
-    from vllmops_responses.server import wire_format as wire
 
     protocol = importlib.import_module(adapter.ResponsesResponse.__module__)
     request = protocol.ResponsesRequest.model_validate(
@@ -640,13 +640,13 @@ async def check_event_fields(serving: Any) -> None:
             {"model": "m", "input": "hi", given: param[0]}
         )
         try:
-            parameters.validate_parameters(asked, tool_server=False, tool_parser=True)
+            request_parameters.validate_parameters(asked, tool_server=False, tool_parser=True)
             refused = None
-        except wire.ApiError as error:
+        except wire_format.ApiError as error:
             refused = error.param
         assert refused == given + param[1]
     warm = {"model": "m", "input": "hi", "prompt_cache_options": {"prewarm": True}}
-    assert parameters.is_prewarm_request(protocol.ResponsesRequest.model_validate(warm))
+    assert request_parameters.is_prewarm_request(protocol.ResponsesRequest.model_validate(warm))
     for status in ("completed", "incomplete"):
         request.request_id = f"resp_{status}"
         # Since 0.33, an incomplete answer has an event of its own.

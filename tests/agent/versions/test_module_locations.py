@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vllmops.agent.versions import module_locations as places
+from vllmops.agent.versions import module_locations
 
 
 @pytest.fixture
@@ -21,10 +21,10 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
 
-    monkeypatch.setattr(places, "find_source_root", lambda: tmp_path)
-    places.find_existing_module.cache_clear()
+    monkeypatch.setattr(module_locations, "find_source_root", lambda: tmp_path)
+    module_locations.find_existing_module.cache_clear()
     yield make
-    places.find_existing_module.cache_clear()
+    module_locations.find_existing_module.cache_clear()
 
 
 ALIAS = """import importlib
@@ -73,19 +73,19 @@ def test_find_defining_module_follows_aliases_and_imports(
     tree: Callable[..., None], modules: dict[str, str], found: str | None
 ) -> None:
     tree(**modules)
-    assert places.find_defining_module("vllm.cache", "Cache") == found
+    assert module_locations.find_defining_module("vllm.cache", "Cache") == found
 
 
 def test_modules_of_patches_follow_shims_alone(tree: Callable[..., None]) -> None:
     tree(old=ALIAS.format("'vllm.new'"), new="", users="from .new import Cache")
-    assert places.find_existing_module("vllm.old") == "vllm.new"
-    assert places.find_existing_module("vllm.users") == "vllm.users"
-    assert places.find_existing_module("vllm.none") is None
+    assert module_locations.find_existing_module("vllm.old") == "vllm.new"
+    assert module_locations.find_existing_module("vllm.users") == "vllm.users"
+    assert module_locations.find_existing_module("vllm.none") is None
 
 
 def test_without_sources_a_module_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "find_source_root", lambda: None)
-    places.find_existing_module.cache_clear()
-    assert places.find_existing_module("vllm.any") == "vllm.any"
-    assert places.find_defining_module("vllm.any", "Any") == "vllm.any"
-    places.find_existing_module.cache_clear()
+    monkeypatch.setattr(module_locations, "find_source_root", lambda: None)
+    module_locations.find_existing_module.cache_clear()
+    assert module_locations.find_existing_module("vllm.any") == "vllm.any"
+    assert module_locations.find_defining_module("vllm.any", "Any") == "vllm.any"
+    module_locations.find_existing_module.cache_clear()

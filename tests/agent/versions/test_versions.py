@@ -55,7 +55,7 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
     read: Any = process.run("out = messages()")
     assert read["as it is"] > 40 < read["refused"]
     assert (read["differ"], read["quick"]) == ([], True)
-    assert process.run("out = objects.problems") == []
+    assert process.run("out = vllm_objects.problems") == []
 
 
 SCRAPE = """
@@ -74,7 +74,7 @@ out = ""
 while "vllmops:stalled" not in out:
     out = client.get("/metrics").text
     time.sleep(0.1)
-out = out.count("# TYPE vllmops:stalled gauge"), objects.problems
+out = out.count("# TYPE vllmops:stalled gauge"), vllm_objects.problems
 """
 
 
@@ -153,7 +153,7 @@ def test_features_renamed_by_a_later_version_are_off(made_up: Callable[..., Vllm
     (line,) = lines
     assert "vLLM 0.34.0 is newer than 0.33, the newest tested; off: multimodal caches" in line
     assert "no OpenAIServingResponses" in line
-    problems: Any = process.run("out = objects.problems")
+    problems: Any = process.run("out = vllm_objects.problems")
     assert problems[0] in line
     assert "responses are kept in vLLM's own store" in problems[1]
     # vLLM's own routes stay, and its own store is on.
@@ -181,7 +181,7 @@ def test_a_class_of_another_shape_keeps_its_routes_and_its_store(
         "OpenAIServingResponses",
     )
     assert process.run("out = vars(importlib.import_module(cls.__module__))[cls.__name__] is cls")
-    assert "responses_full_generator" in process.run("out = objects.problems[0]")  # type: ignore[operator]
+    assert "responses_full_generator" in process.run("out = vllm_objects.problems[0]")  # type: ignore[operator]
     assert process.run("out = os.environ['VLLM_ENABLE_RESPONSES_API_STORE']") == kept
 
 
@@ -189,10 +189,9 @@ def test_hooks_follow_shims(made_up: Callable[..., Vllm]) -> None:
     process = made_up({}, MOVED, shims=True)
     found: Any = process.run("out = drive_features()")
     assert found == features.load_tested_versions()[NEWEST_BUILD].results
-    assert process.run("out = objects.problems") == []
+    assert process.run("out = vllm_objects.problems") == []
     assert process.run("out = lines") == [
         "vllmops: vLLM 0.34.0 is newer than 0.33, the newest tested"
     ]
-    assert (
-        process.run("out = places.find_symbol_module('engine-core')") == "vllm.runtime.engine.core"
-    )
+    module = process.run("out = module_locations.find_symbol_module('engine-core')")
+    assert module == "vllm.runtime.engine.core"

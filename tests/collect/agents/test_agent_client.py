@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.agents import agent_client
 from vllmops.collect.agents.agent_client import collect_answers, open_agent, read_heartbeat
 from vllmops.collect.machine import proc
 from vllmops.collect.machine.processes import Process
@@ -311,14 +311,15 @@ def test_home_where_a_title_hides_the_environment(spawn: Spawn, tmp_path: Path) 
     process = Process(Role.WORKER, pid, 0)
     until(lambda: proc.read_environment(pid) == {})
     assert (
-        agent.find_socket_path(process) == get_socket_directory(tmp_path / "theirs") / f"{pid}.sock"
+        agent_client.find_socket_path(process)
+        == get_socket_directory(tmp_path / "theirs") / f"{pid}.sock"
     )
 
 
 def test_every_answer_has_a_decoder_that_was_made_on_one_thread() -> None:
     # msgspec.json.decode(type=...) builds what it knows of a type at its first use, and two
     # threads that do so at once have crashed the process.
-    assert set(agent.DECODERS) == {AgentAnswer, *AgentAnswer.__subclasses__()}
+    assert set(agent_client.DECODERS) == {AgentAnswer, *AgentAnswer.__subclasses__()}
 
 
 def test_damaged_heartbeat_is_none(spawn: Spawn) -> None:

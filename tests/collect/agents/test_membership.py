@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vllmops.agent import identity
-from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.agents import agent_client
 from vllmops.collect.agents.membership import group_server_trees
 from vllmops.collect.machine import processes
 from vllmops.model.ranks import format_process
@@ -64,7 +64,7 @@ def wait_for_heartbeats(*children: Child) -> None:
     """Wait for the heartbeat that says who they are."""
 
     def has_known_servers(child: Child) -> bool:
-        pulse = agent.read_heartbeat(child.process)
+        pulse = agent_client.read_heartbeat(child.process)
         return bool(pulse and pulse.heartbeat.standing.servers)
 
     until(lambda: all(has_known_servers(child) for child in children))
@@ -119,7 +119,7 @@ def test_an_agent_with_another_state_directory_is_asked_there(
     actor = start(ACTOR, "worker", home=elsewhere)
     wait_for_heartbeats(ours, actor)
     (server,) = list_servers()
-    assert agent.open_agent(server.processes[1]).fetch_hello().pid == actor.process.pid
+    assert agent_client.open_agent(server.processes[1]).fetch_hello().pid == actor.process.pid
 
 
 def test_engines_that_take_themselves_for_the_only_one_have_their_ranks(start: Start) -> None:
@@ -188,6 +188,6 @@ def test_a_process_below_ray_takes_no_part_of_an_api_server(
 def test_how_a_process_is_named(start: Start) -> None:
     actor = start(ACTOR, "worker", dp=1, rank=1, sizes=(2, 2, 1))
     wait_for_heartbeats(actor)
-    reached = agent.open_agent(list_servers()[0].processes[0])
+    reached = agent_client.open_agent(list_servers()[0].processes[0])
     assert format_process(reached.fetch_caches()) == f"worker DP1 TP1 {actor.process.pid}"
     assert reached.fetch_hello().standing.ranks == "DP1 TP1"

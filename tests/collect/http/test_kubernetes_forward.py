@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from vllmops.collect.http import kubernetes_forward as forward
-from vllmops.collect.http import vllm_client as http
+from vllmops.collect.http import kubernetes_forward, vllm_client
 from vllmops.model.targets import Pod, parse_target
 
 from ...support import commands
@@ -45,11 +44,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         import_module("kubernetes.stream")
         # Nor is a server away that is slow.
         asking = (
-            http.is_healthy,
-            http.fetch_health,
-            http.fetch_health_status,
-            http.fetch_status_code,
-            http.fetch_metrics,
+            vllm_client.is_healthy,
+            vllm_client.fetch_health,
+            vllm_client.fetch_health_status,
+            vllm_client.fetch_status_code,
+            vllm_client.fetch_metrics,
         )
         patiently(patch, "timeout_s", *asking)
         forking = Forking(commands.become_clean_command)
@@ -130,7 +129,7 @@ def test_forwarded_socket_is_private_and_survives_fd_exhaustion(
     cluster: Cluster, folder: Path
 ) -> None:
     cluster.configuration(folder)
-    made = forward.PortForward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
+    made = kubernetes_forward.PortForward(Pod("k8s:inference/vllm-0", "inference", "vllm-0", 8000))
     assert stat.S_IMODE(os.stat(made.path.parent).st_mode) == 0o700
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(made.path))) as client:
         for _ in range(3):
@@ -159,9 +158,9 @@ def test_a_pod_is_forwarded_once(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(pod)
         return SimpleNamespace(path=Path(f"/{len(made)}"))
 
-    monkeypatch.setattr(forward, "PortForward", make_forward)
+    monkeypatch.setattr(kubernetes_forward, "PortForward", make_forward)
     pods = [Pod(name, "a", name, 8000) for name in ("b", "c", "b")]
-    first, other, again = map(forward.open_pod_endpoint, pods)
+    first, other, again = map(kubernetes_forward.open_pod_endpoint, pods)
     assert first == again != other
     assert made == pods[:2]
-    forward.open_pod_endpoint.cache_clear()
+    kubernetes_forward.open_pod_endpoint.cache_clear()

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from vllmops.collect.http import vllm_client as http
+from vllmops.collect.http import vllm_client
 from vllmops.collect.http.vllm_client import (
     fetch_health,
     fetch_health_status,
@@ -18,7 +18,7 @@ from vllmops.collect.http.vllm_client import (
     is_healthy,
 )
 from vllmops.model.vllm_metrics import Metrics
-from vllmops.observe import server_snapshot as examine
+from vllmops.observe import server_snapshot
 from vllmops.servers.discovery import Server
 
 from ...support.waiting import patiently
@@ -48,7 +48,7 @@ python_gc_objects_collected_total{generation="0"} 5.0
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that answers may take its time on a busy machine; the others get little."""
-    monkeypatch.setattr(http, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(vllm_client, "TIMEOUT_S", 60.0)
     patiently(
         monkeypatch, "timeout_s", is_healthy, fetch_health, fetch_health_status, fetch_metrics
     )
@@ -115,7 +115,7 @@ def test_a_server_that_drains_is_not_said_to_be_unhealthy(serve: Serve) -> None:
     def observe_health(url: str) -> int | None:
         port = int(url.rpartition(":")[2])
         server = Server(None, (), host="127.0.0.1", port=port)
-        return examine.observe_server(server, 0.0).health
+        return server_snapshot.observe_server(server, 0.0).health
 
     assert observe_health(serve(503)) == 503
     assert observe_health(serve(503, headers={"Retry-After": "5"})) is None
@@ -137,7 +137,7 @@ def test_a_server_that_drains_is_not_said_to_be_unhealthy(serve: Serve) -> None:
 def test_vllm_ends_requests_by_its_own_routes(
     serve: Serve, posts: dict[str, bytes], ids: list[str], count: int | None
 ) -> None:
-    assert http.abort_requests_or_all(serve(posts=posts), ids) == count
+    assert vllm_client.abort_requests_or_all(serve(posts=posts), ids) == count
 
 
 def test_unreachable_server_has_no_health_or_metrics() -> None:
@@ -171,10 +171,10 @@ def test_an_answer_that_trickles_in(words: str) -> None:
 
 
 def test_an_answer_without_end(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "SHORT_BYTES", 1000)
+    monkeypatch.setattr(vllm_client, "SHORT_BYTES", 1000)
     assert fetch_health_status(serve(body=bytes(1000))) == 200
     assert fetch_health_status(serve(body=bytes(1001))) is None
-    monkeypatch.setattr(http, "METRICS_BYTES", 1000)
+    monkeypatch.setattr(vllm_client, "METRICS_BYTES", 1000)
     assert fetch_metrics(serve(body=b" " * 1000)) == Metrics()
     assert fetch_metrics(serve(body=b" " * 1001)) is None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from vllmops.collect.machine import kernel_log as kmsg
+from vllmops.collect.machine import kernel_log
 
 
 def record(age_s: float, text: str) -> str:
@@ -26,9 +26,9 @@ def test_read_xids_skips_records_before_the_server_started(
         record(30, "NVRM: Xid (0000:5e:00): 94, Contained"),
         "no record at all",
     ]
-    monkeypatch.setattr(kmsg, "read_records", lambda _: iter(log))
+    monkeypatch.setattr(kernel_log, "read_records", lambda _: iter(log))
     (tmp_path / "kmsg").touch()
-    first, second = kmsg.read_xids(600, tmp_path / "kmsg")
+    first, second = kernel_log.read_xids(600, tmp_path / "kmsg")
     assert (first.gpu, first.number) == ("0000:3b:00", 79)
     assert first.text == "pid=8, GPU has fallen off the bus."
     assert first.age_s == pytest.approx(50, abs=40)
@@ -52,8 +52,8 @@ def test_the_journal_where_the_log_may_not_be_read(
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{JOURNAL.format(at=at_s)}END\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(kmsg, "JOURNAL_S", 60.0)  # a busy machine
-    (xid,) = kmsg.read_xids(100, tmp_path / "none")
+    monkeypatch.setattr(kernel_log, "JOURNAL_S", 60.0)  # a busy machine
+    (xid,) = kernel_log.read_xids(100, tmp_path / "none")
     assert (xid.gpu, xid.number, xid.text) == (
         "0000:3b:00",
         79,
@@ -70,12 +70,12 @@ def test_a_journal_that_tells_nothing(
     program.write_text(f"#!/bin/sh\n{script.replace('sleep', 'exec sleep')}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(kmsg, "JOURNAL_S", 0.2)
-    assert kmsg.read_xids(100, tmp_path / "none") == ()
+    monkeypatch.setattr(kernel_log, "JOURNAL_S", 0.2)
+    assert kernel_log.read_xids(100, tmp_path / "none") == ()
 
 
 def readable() -> Iterator[str]:
-    return kmsg.read_records(kmsg.KMSG)
+    return kernel_log.read_records(kernel_log.KMSG)
 
 
 def test_the_real_log_is_read_to_its_end() -> None:
@@ -84,6 +84,6 @@ def test_the_real_log_is_read_to_its_end() -> None:
 
 def test_without_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert kmsg.read_xids(600, tmp_path / "none") == ()
+    assert kernel_log.read_xids(600, tmp_path / "none") == ()
     (tmp_path / "empty").touch()
-    assert kmsg.read_xids(600, tmp_path / "empty") == ()
+    assert kernel_log.read_xids(600, tmp_path / "empty") == ()

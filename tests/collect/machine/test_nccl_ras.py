@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.collect.machine import nccl_ras as ras
+from vllmops.collect.machine import nccl_ras
 from vllmops.model.pasted_stacks import PastedStacks
 from vllmops.model.server_snapshot import RasCapture
 from vllmops.rules.stacks.explanation import explain_stacks
@@ -78,9 +78,11 @@ MISMATCH = """Communicators ranks have different AllReduce operation counts
 
 def collect_captures_twice(process: Any) -> list[RasCapture]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ras, "ANSWER_S", 60.0)  # on a busy machine
+        patched.setattr(nccl_ras, "ANSWER_S", 60.0)  # on a busy machine
         return [
-            found for _ in range(2) for found in ras.collect_captures([process], time.monotonic())
+            found
+            for _ in range(2)
+            for found in nccl_ras.collect_captures([process], time.monotonic())
         ]
 
 
@@ -132,31 +134,32 @@ def test_an_older_service_answers_in_text(start: Start) -> None:
 
 @pytest.mark.parametrize("kind", ["silent", "other", "endless"])
 def test_a_service_that_is_none_is_given_up(start: Start, kind: str) -> None:
-    assert list(ras.collect_captures([start(kind, "")], time.monotonic())) == []
+    assert list(nccl_ras.collect_captures([start(kind, "")], time.monotonic())) == []
 
 
 def test_only_ras_services_of_the_process_itself_are_found(start: Start) -> None:
     stranger = start("json", status(1, 1))
-    assert ras.find_service_addresses(stranger.pid)
-    assert ras.find_service_addresses(os.getpid()) == []
-    assert ras.find_service_addresses(start("json", status(1), NCCL_RAS_ENABLE="0").pid) == []
+    assert nccl_ras.find_service_addresses(stranger.pid)
+    assert nccl_ras.find_service_addresses(os.getpid()) == []
+    assert nccl_ras.find_service_addresses(start("json", status(1), NCCL_RAS_ENABLE="0").pid) == []
     assert (
-        ras.find_service_addresses(start("json", status(1), NCCL_RAS_ADDR="localhost:1").pid) == []
+        nccl_ras.find_service_addresses(start("json", status(1), NCCL_RAS_ADDR="localhost:1").pid)
+        == []
     )
 
 
 @pytest.mark.parametrize(
     ("value", "port"),
     [
-        ("", ras.PORT),
+        ("", nccl_ras.PORT),
         ("localhost:4711", 4711),
         ("[::1]:4711", 4711),
-        ("x", ras.PORT),
+        ("x", nccl_ras.PORT),
         (":0", 28028),
     ],
 )
 def test_the_port_that_is_named(value: str, port: int) -> None:
-    assert ras.find_service_port({"NCCL_RAS_ADDR": value}) == port
+    assert nccl_ras.find_service_port({"NCCL_RAS_ADDR": value}) == port
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"communicators": 3}', "\0" * 99])
@@ -193,5 +196,5 @@ def test_an_answer_that_names_no_process_counts_where_nobody_else_listens(
     found = collect_captures_twice(process)
     assert [capture.text for capture in found] == [FINE, FINE]
     assert find_ras_evidence(found) == []  # no counts: whether they move is not known
-    monkeypatch.setattr(ras, "find_listener_pids", lambda _: {process.pid, None})
+    monkeypatch.setattr(nccl_ras, "find_listener_pids", lambda _: {process.pid, None})
     assert collect_captures_twice(process) == []

@@ -19,7 +19,7 @@ from vllmops.collect.machine.processes import (
     read_process_table,
     retain_vital_processes,
 )
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.roles import Role
 
 
@@ -160,7 +160,7 @@ def test_a_shell_that_quotes_the_command_is_no_server() -> None:
 
 
 def test_a_pid_that_was_reused_is_another_process() -> None:
-    created = identity.read_identity(os.getpid()).start_ticks
+    created = process_identity.read_identity(os.getpid()).start_ticks
     assert is_alive(Process(Role.API, os.getpid(), created))
     assert not is_alive(Process(Role.API, os.getpid(), created - 60))
     assert not is_alive(Process(Role.API, 2**22 + 1, created))
@@ -168,7 +168,7 @@ def test_a_pid_that_was_reused_is_another_process() -> None:
 
 def test_a_zombie_is_not_alive() -> None:
     popen = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    created = identity.read_identity(popen.pid).start_ticks
+    created = process_identity.read_identity(popen.pid).start_ticks
     os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
     assert read_process_table()[popen.pid].zombie
     assert not is_alive(Process(Role.API, popen.pid, created))
@@ -192,7 +192,7 @@ def test_a_process_with_a_name_that_is_no_text() -> None:
         child.stdout.readline()
         assert proc.read_effective_uid(child.pid) == os.geteuid()
         assert proc.read_process_name(child.pid) == "\ufffd\ufffd"
-        assert identity.read_identity(child.pid).pid == child.pid
+        assert process_identity.read_identity(child.pid).pid == child.pid
         child.communicate(b"\n")
 
 
@@ -218,7 +218,7 @@ def test_ranks_are_in_the_titles(
 
 
 def test_observe_process_ignores_a_reused_pid() -> None:
-    ticks = identity.read_identity(os.getpid()).start_ticks
+    ticks = process_identity.read_identity(os.getpid()).start_ticks
     assert observe_process(Process(Role.ENGINE, os.getpid(), ticks)).state in {"R", "S", "D"}
     other = observe_process(Process(Role.ENGINE, os.getpid(), ticks - 1))
     assert (other.state, other.rss_bytes) == ("", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.collect.http import vllm_client as http
+from vllmops.collect.http import vllm_client
 from vllmops.collect.machine.server_address import (
     ServingMode,
     format_url,
@@ -122,7 +122,7 @@ def test_a_unix_socket_on_which_no_server_can_listen(lab: Any) -> None:
 def test_a_stranger_on_a_unix_socket(lab: Any) -> None:
     path = lab.home / "s.sock"
     lab.stranger_with("--uds", str(path))
-    until(lambda: http.is_healthy(make_unix_url(str(path))))
+    until(lambda: vllm_client.is_healthy(make_unix_url(str(path))))
     (row,) = lab.vllmops("ps", "--json").data["instances"]
     assert (row["state"], row["uds"], row["port"]) == ("ready", str(path), None)
     assert lab.vllmops("stop", f"unix:{path}").code == 0

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from vllmops.collect.machine import shared_memory as shm
+from vllmops.collect.machine import shared_memory
 from vllmops.collect.machine.shared_memory import (
     SHM,
     find_unused_segments,
@@ -54,8 +54,8 @@ def hold(how: str, name: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize("name", ["model-{}.gguf", "vllm-weights-{}.safetensors"])
 def test_a_file_of_the_user_s_own_is_no_segment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "explain_hidden_processes", str)  # as outside of a container
-    monkeypatch.setattr(shm, "OLD_S", 0.0)
+    monkeypatch.setattr(shared_memory, "explain_hidden_processes", str)  # as outside of a container
+    monkeypatch.setattr(shared_memory, "OLD_S", 0.0)
     path = SHM / name.format(os.getpid())
     path.write_bytes(bytes(4096))
     try:
@@ -147,32 +147,32 @@ def test_a_semaphore_is_its_maker_s_though_it_has_another_name_there() -> None:
 
 
 def test_a_file_that_took_a_dead_one_s_name_stays(segment: str) -> None:
-    (old,) = [item for item in shm.list_segments() if item.name == segment]
+    (old,) = [item for item in shared_memory.list_segments() if item.name == segment]
     (SHM / segment).rename(SHM / f"{segment}_kept")
     (SHM / segment).write_bytes(b"another's")
     (SHM / f"{segment}_kept").unlink()
-    (new,) = [item for item in shm.list_segments() if item.name == segment]
+    (new,) = [item for item in shared_memory.list_segments() if item.name == segment]
     if old.file != new.file:  # an inode may be used again
-        assert shm.unlink_segments([old]) == []
+        assert shared_memory.unlink_segments([old]) == []
 
 
 def test_no_segment_is_removed_if_its_users_are_unknown(
     segment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As with no descriptor left, which would hinder pytest itself.
-    def none_left(_: int) -> set[shm.File]:
+    def none_left(_: int) -> set[shared_memory.File]:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(shm, "find_used_files", none_left)
+    monkeypatch.setattr(shared_memory, "find_used_files", none_left)
     assert remove_unused_segments([segment]) == []
     assert (SHM / segment).exists()
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "OLD_S", 0.0)
+    monkeypatch.setattr(shared_memory, "OLD_S", 0.0)
     # Other tests' segments are theirs.
-    monkeypatch.setattr(shm, "NAMES", re.compile(rf"psm_test_{os.getpid()}"))
+    monkeypatch.setattr(shared_memory, "NAMES", re.compile(rf"psm_test_{os.getpid()}"))
 
 
 @pytest.mark.root_only
@@ -217,7 +217,7 @@ def test_a_young_one_and_one_of_another_kind_stay(
         assert segment in {item.name for item in find_unused_segments().segments}
         _, removed = remove_stale_segments()
         assert segment not in {item.name for item in removed}
-        monkeypatch.setattr(shm, "OLD_S", 0.0)
+        monkeypatch.setattr(shared_memory, "OLD_S", 0.0)
         names = {item.name for item in find_unused_segments().segments}
         assert other.name not in names
         assert segment in names

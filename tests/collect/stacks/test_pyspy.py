@@ -19,8 +19,7 @@ import pytest
 from vllmops.collect.machine import proc
 from vllmops.collect.machine.processes import Process
 from vllmops.collect.stacks import pyspy
-from vllmops.model import process_identity as identity
-from vllmops.model import snapshot_files as files
+from vllmops.model import process_identity, snapshot_files
 from vllmops.model.roles import Role
 from vllmops.model.stacks import DumpOptions, ProcessStacks, StacksSnapshot
 from vllmops.support.errors import VllmopsError
@@ -108,7 +107,7 @@ def python(source: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def process(pid: int, role: Role = Role.ENGINE) -> Process:
-    return Process(role=role, pid=pid, start_ticks=identity.read_identity(pid).start_ticks)
+    return Process(role=role, pid=pid, start_ticks=process_identity.read_identity(pid).start_ticks)
 
 
 def dump(
@@ -221,7 +220,7 @@ def test_a_pid_reused_while_it_is_dumped(monkeypatch: pytest.MonkeyPatch) -> Non
         # The pid can't be made to change hands at that moment: the table is told to say so.
         asked = process(target.pid)
         seen = iter([asked.identity, asked.identity._replace(start_ticks=2**40)])
-        monkeypatch.setattr(identity, "read_identity", lambda _: next(seen))
+        monkeypatch.setattr(process_identity, "read_identity", lambda _: next(seen))
         assert code(pyspy.dump_stacks([asked]).processes[0]) == "stacks.gone"
 
 
@@ -406,8 +405,8 @@ def test_pyspy_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_snapshot_survives_a_file(tmp_path: Path) -> None:
     with python(THREADS) as target:
         snapshot = pyspy.dump_stacks([process(target.pid)], DumpOptions(locals=True))
-    files.save_snapshot(tmp_path / "stacks.json", snapshot)
-    assert files.load_snapshot(tmp_path / "stacks.json", StacksSnapshot) == snapshot
+    snapshot_files.save_snapshot(tmp_path / "stacks.json", snapshot)
+    assert snapshot_files.load_snapshot(tmp_path / "stacks.json", StacksSnapshot) == snapshot
 
 
 AS_NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups",

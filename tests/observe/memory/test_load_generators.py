@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllmops.observe.memory import load_generators as loads
+from vllmops.observe.memory import load_generators
 from vllmops.servers.discovery import Server
 from vllmops.support.errors import ExitCode, VllmopsError
 
@@ -39,7 +39,7 @@ class Api:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
-    monkeypatch.setattr(loads, "MODELS_TIMEOUT_S", 60.0)  # a busy machine is no failure
+    monkeypatch.setattr(load_generators, "MODELS_TIMEOUT_S", 60.0)  # a busy machine is no failure
     found = Api()
 
     class Handler(BaseHTTPRequestHandler):
@@ -65,7 +65,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
 
     class Listening(ThreadingHTTPServer):
         # With five, as by default, the kernel resets some of those that connect at once.
-        request_queue_size = loads.CONNECTIONS
+        request_queue_size = load_generators.CONNECTIONS
 
     server = Listening(("127.0.0.1", 0), Handler)
     found.port = server.server_address[1]
@@ -75,11 +75,13 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
     server.server_close()
 
 
-def prepare(request: str, api: Api, *, requests: int = 6, seed: int = 1 << 40) -> loads.Load:
-    return loads.build_load(request, api.server, requests=requests, inputs=2, seed=seed)
+def prepare(
+    request: str, api: Api, *, requests: int = 6, seed: int = 1 << 40
+) -> load_generators.Load:
+    return load_generators.build_load(request, api.server, requests=requests, inputs=2, seed=seed)
 
 
-def refusal(load: loads.Load) -> VllmopsError:
+def refusal(load: load_generators.Load) -> VllmopsError:
     with pytest.raises(VllmopsError) as caught:
         load.run_round(1, threading.Event())
     return caught.value
@@ -125,7 +127,7 @@ def test_load_reports_a_request_that_the_server_rejects(api: Api) -> None:
     error = refusal(prepare("images", api))
     assert (error.code, error.exit_code) == ("load.failed", ExitCode.FAILED)
     assert "--load images: the server answered 400: At most 0 image(s)" in error.message
-    assert len(api.paths) <= loads.CONNECTIONS
+    assert len(api.paths) <= load_generators.CONNECTIONS
 
 
 def test_the_api_key(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +145,9 @@ def test_a_server_that_is_gone_or_names_no_model(api: Api) -> None:
     with pytest.raises(VllmopsError, match="lists no model"):
         prepare("text", api)
     with pytest.raises(VllmopsError) as caught:
-        loads.build_load("text", Server(name="s", processes=()), requests=1, inputs=1, seed=1)
+        load_generators.build_load(
+            "text", Server(name="s", processes=()), requests=1, inputs=1, seed=1
+        )
     assert caught.value.code == "load.no-url"
     gone = Api(port=1)
     with pytest.raises(VllmopsError, match="connection attempts failed"):
@@ -154,12 +158,12 @@ def test_it_stops_when_told(api: Api) -> None:
     stop = threading.Event()
 
     def stop_at_full_load() -> None:
-        if len(api.paths) >= loads.CONNECTIONS:
+        if len(api.paths) >= load_generators.CONNECTIONS:
             stop.set()
 
     api.heard = stop_at_full_load
     prepare("text", api, requests=1000).run_round(1, stop)
-    assert len(api.paths) <= 3 * loads.CONNECTIONS
+    assert len(api.paths) <= 3 * load_generators.CONNECTIONS
 
 
 def python(code: str) -> str:
@@ -173,9 +177,9 @@ def test_a_command_gets_to_know_the_server(api: Api, tmp_path: Path) -> None:
     prepare(python(code), api).run_round(3, threading.Event())
     assert path.read_text() == f"http://127.0.0.1:{api.port} m 3"
     # One that does not say its models is named as it was started.
-    loads.build_load(python(code), Api(port=1).server, requests=1, inputs=1, seed=1).run_round(
-        1, threading.Event()
-    )
+    load_generators.build_load(
+        python(code), Api(port=1).server, requests=1, inputs=1, seed=1
+    ).run_round(1, threading.Event())
     assert path.read_text() == "http://127.0.0.1:1 org/m 1"
 
 

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from vllmops.actions.one_sided_requests import ZombieRequests
-from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.agents import agent_client
 from vllmops.collect.machine.processes import Process
 from vllmops.model.requests import FrontRequest, ProcessRequests
 from vllmops.model.roles import Role
-from vllmops.observe.requests import listing
-from vllmops.observe.requests import one_sided_requests as lost
+from vllmops.observe.requests import listing, one_sided_requests
 from vllmops.servers.discovery import Server
 
 API, ENGINE = Process(Role.API, 11, 1), Process(Role.ENGINE, 12, 1)
@@ -39,9 +38,9 @@ def test_request_is_lost_only_if_no_process_can_still_deliver_it(
     monkeypatch: pytest.MonkeyPatch, quiet: list[Process], ranks: int, lost_: list[str]
 ) -> None:
     beat = SimpleNamespace(heartbeat=SimpleNamespace(standing=SimpleNamespace(sizes={"DP": ranks})))
-    monkeypatch.setattr(lost, "is_at_rest", lambda process: process in quiet)
+    monkeypatch.setattr(one_sided_requests, "is_at_rest", lambda process: process in quiet)
     monkeypatch.setattr(listing, "collect_process_requests", lambda _: (LOST, []))
-    monkeypatch.setattr(agent, "read_heartbeat", lambda _: beat)
+    monkeypatch.setattr(agent_client, "read_heartbeat", lambda _: beat)
     found = ZombieRequests().find_cases(SERVER)
     assert [(case.process, case.proof.subject) for case in found] == [(API, one) for one in lost_]
     assert [finding.subject for finding in listing.list_requests(SERVER, 30).findings] == lost_

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from vllmops.model.roles import Role
 from vllmops.servers.record import InstanceFolder, InstanceState
-from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.carrier import seal_history, sign_history, verify_carrier
 from vllmops_responses.keys.keyring import Key, KeyRing, KeyStatus, generate_secret
 from vllmops_responses.store.settings import CARRIER_TTL as TTL
@@ -30,19 +30,19 @@ from ...support.waiting import until
 from ..keys.test_keyring_file import killed_at
 
 TEXT = "ab" * 32
-NAME = file.SIGNING_KEY
+NAME = keyring_file.SIGNING_KEY
 Spawn = Callable[..., Any]
 
 
 @pytest.fixture
 def path(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in (file.PLACE, NAME):
+    for name in (keyring_file.PLACE, NAME):
         monkeypatch.delenv(name, raising=False)
     return home / "keyring.json"
 
 
 def statuses(path: Path) -> list[str]:
-    return [key.status.value for key in file.load_keyring(path).keys]
+    return [key.status.value for key in keyring_file.load_keyring(path).keys]
 
 
 def secrets(ring: KeyRing) -> list[str]:
@@ -62,7 +62,7 @@ def test_keygen(vllmops: Any, path: Path) -> None:
     manifest = vllmops("keygen", "--format", "k8s-secret").out.splitlines()
     assert manifest[:2] == ["apiVersion: v1", "kind: Secret"]
     assert len(json.loads(manifest[-1].removeprefix(f"  {NAME}: "))) == 64
-    ring = file.decode_keyring(vllmops("keygen", "--format", "json").out.encode(), path)
+    ring = keyring_file.decode_keyring(vllmops("keygen", "--format", "json").out.encode(), path)
     assert ring.primary
     data = vllmops("keygen", "--json").data
     assert (len(data["key"]), len(data["kid"]), data["path"]) == (64, 8, None)
@@ -137,14 +137,14 @@ def test_import_and_export(vllmops: Any, path: Path, home: Path) -> None:
     assert out.stat().st_mode & 0o777 == 0o600
     other = str(home / "other.json")
     vllmops("keys", "import", str(out), "--keyring", other)
-    assert file.load_keyring(Path(other)) == file.load_keyring(path)
-    before = file.load_keyring(Path(other))
-    file.change_keyring(
+    assert keyring_file.load_keyring(Path(other)) == keyring_file.load_keyring(path)
+    before = keyring_file.load_keyring(Path(other))
+    keyring_file.change_keyring(
         path, lambda ring: ring.add(Key.from_secret(generate_secret(), KeyStatus.NEXT))
     )
     words = ("keys", "import", str(path), "--keyring", other, "--verify-only", "--json")
     assert vllmops(*words).error["code"] == "usage"
-    assert file.load_keyring(Path(other)) == before
+    assert keyring_file.load_keyring(Path(other)) == before
     assert vllmops("keys", "export", "--format", "env", "--reveal").out == f"{NAME}={TEXT}\n"
     assert vllmops("keys", "export", kid, "--format", "hex", "--reveal").out == f"{TEXT}\n"
     given.write_text("nonsense")
@@ -154,7 +154,7 @@ def test_import_and_export(vllmops: Any, path: Path, home: Path) -> None:
 def test_no_command_shows_a_secret_unasked(vllmops: Any, path: Path, home: Path) -> None:
     vllmops("keys", "add")
     vllmops("keys", "rotate")
-    ring = file.load_keyring(path)
+    ring = keyring_file.load_keyring(path)
     carrier = seal_history(["x"], ring, model="m", owner="o")
     verify_only, primary = (key.kid for key in ring.keys)
     for words in (
@@ -205,7 +205,7 @@ def test_without_a_home_a_named_keyring_works(tmp_path: Path) -> None:
 
 def test_verify(vllmops: Any, path: Path) -> None:
     kid = vllmops("keys", "add", "--json").data["kid"]
-    ring = file.load_keyring(path)
+    ring = keyring_file.load_keyring(path)
     good = seal_history(["needle"], ring, model="m", owner="hash")
     data = vllmops("keys", "verify", good, "--json").data
     assert (data["valid"], data["kid"], data["model"], data["owner"]) == (True, kid, "m", "hash")
@@ -248,7 +248,7 @@ def test_rotate_replaces_a_next_key_whose_time_is_over(vllmops: Any, path: Path)
         Key.from_secret(generate_secret(), KeyStatus.NEXT, 1),
     )
     late = replace(late, not_after=2)
-    file.change_keyring(path, lambda _: KeyRing(keys=(old, late)), create=True)
+    keyring_file.change_keyring(path, lambda _: KeyRing(keys=(old, late)), create=True)
     steps = " ".join(vllmops("keys", "rotate", "--dry-run", "--json").data["steps"])
     assert f"remove {late.kid}" in steps
     assert "fresh" in steps
@@ -263,14 +263,14 @@ def test_rotate_waits_for_every_server_and_refuses_none(
     patience.undo()
     vllmops("keys", "add")
     servers = [server(spawn, home, path) for _ in range(2)]
-    before = seal_history(["x"], file.load_keyring(path), model="m", owner="o")
+    before = seal_history(["x"], keyring_file.load_keyring(path), model="m", owner="o")
     stopped = servers[1].process.pid
     os.kill(stopped, signal.SIGSTOP)
     answer = vllmops("keys", "rotate", "--timeout", "1", "--json")
     assert (answer.code, answer.error["code"]) == (3, "keys.not-loaded")
     assert str(stopped) in answer.error["message"]
     assert statuses(path) == ["primary", "next"]
-    kid = file.load_keyring(path).keys[1].kid
+    kid = keyring_file.load_keyring(path).keys[1].kid
     answer = vllmops("keys", "promote", kid, "--json")
     assert (answer.code, answer.error["code"]) == (1, "keys.not-loaded")
     silent = vllmops("keys", "status", "--json").data["silent"]
@@ -283,7 +283,7 @@ def test_rotate_waits_for_every_server_and_refuses_none(
     status = vllmops("keys", "status", "--json").data
     assert [item["up_to_date"] for item in status["servers"]] == [True, True]
     assert status["stage"] == "overlap"
-    after = seal_history(["x"], file.load_keyring(path), model="m", owner="o")
+    after = seal_history(["x"], keyring_file.load_keyring(path), model="m", owner="o")
     for item in servers:
         for text in (before, after):
             code = (
@@ -377,7 +377,7 @@ def test_the_overlap_is_as_long_as_carriers_live(lab: Any, path: Path) -> None:
 
     assert plan() == (30 * DAY_S, "carriers live for 30 days")
     wide = lab.serve("wide", "--carrier-ttl", "60d")
-    other = {**wide.environment, file.PLACE: str(lab.home / "other"), TTL: "9e9"}
+    other = {**wide.environment, keyring_file.PLACE: str(lab.home / "other"), TTL: "9e9"}
     for name, environment in (
         ("other", other),
         ("narrow", {**wide.environment, TTL: "60"}),
@@ -391,9 +391,9 @@ def test_the_overlap_is_as_long_as_carriers_live(lab: Any, path: Path) -> None:
     assert plan("--overlap", "1h") == (3600, "--overlap, but carriers of wide live for 60 days")
     # What it has sealed does not end with it.
     assert lab.vllmops("stop", "wide", "--force").code == 0
-    for words in (("rotate",), ("promote", file.load_keyring(path).keys[0].kid)):
+    for words in (("rotate",), ("promote", keyring_file.load_keyring(path).keys[0].kid)):
         assert lab.vllmops("keys", *words).code == 0
-        (old,) = file.load_keyring(path).select_keys(KeyStatus.VERIFY_ONLY)
+        (old,) = keyring_file.load_keyring(path).select_keys(KeyStatus.VERIFY_ONLY)
         assert old.not_after == pytest.approx(time.time() + 60 * DAY_S + 60, abs=600)
 
 
@@ -454,11 +454,11 @@ def test_a_rotation_killed_at_each_step_verifies_what_it_did_and_goes_on(
     kills = 0
     for name in ("replace", "fsync"):
         for number in range(1, 10):
-            before = file.load_keyring(path)
+            before = keyring_file.load_keyring(path)
             carrier = seal_history(["x"], before, model="m", owner="o")
             fault = f"{name}:{number}:{('before', 'after')[number % 2]}"
             done = vllmops("keys", "rotate", before=partial(killed_at, fault))
-            ring = file.load_keyring(path)
+            ring = keyring_file.load_keyring(path)
             assert ring.primary
             assert {key.kid for key in before.keys} <= {key.kid for key in ring.keys}
             assert verify_carrier(carrier, ring).history == ["x"]
@@ -467,7 +467,7 @@ def test_a_rotation_killed_at_each_step_verifies_what_it_did_and_goes_on(
             assert done.code == -signal.SIGKILL, done.err
             kills += 1
             assert vllmops("keys", "rotate", "--json").code == 0
-            assert file.load_keyring(path).select_keys(KeyStatus.NEXT) == ()
+            assert keyring_file.load_keyring(path).select_keys(KeyStatus.NEXT) == ()
     assert kills >= 8
 
 
@@ -477,13 +477,13 @@ def test_a_rotation_killed_at_each_step_verifies_what_it_did_and_goes_on(
 def test_serve_hands_down_where_the_keys_are(vllmops: Any, path: Path, home: Path) -> None:
     words = ("serve", "org/model", "--dry-run", "--json")
     # Also before there is one: it may come later.
-    assert vllmops(*words).data["environment"][file.PLACE] == str(path)
+    assert vllmops(*words).data["environment"][keyring_file.PLACE] == str(path)
     vllmops("keys", "add")
     vllmops("keys", "add", "--keyring", str(home / "other"))
     answer = vllmops(*words, "--keyring", str(home / "other"))
-    assert answer.data["environment"][file.PLACE] == str(home / "other")
+    assert answer.data["environment"][keyring_file.PLACE] == str(home / "other")
     alone = vllmops(*words, env={NAME: TEXT})
-    assert file.PLACE not in alone.data["environment"]
+    assert keyring_file.PLACE not in alone.data["environment"]
     assert TEXT not in alone.out
 
 

@@ -24,7 +24,7 @@ import pytest
 
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops.support.files import lock_file
-from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import Key, KeyRing, KeyStatus, generate_secret
 
 NOBODY = 65534
@@ -76,7 +76,7 @@ class Adding:
         self.before()
         for _ in range(self.count):
             key = Key.from_secret(generate_secret(), KeyStatus.NEXT, 1)
-            file.change_keyring(self.path, partial(KeyRing.add, key=key), create=True)
+            keyring_file.change_keyring(self.path, partial(KeyRing.add, key=key), create=True)
             os.write(self.saying, f"{key.kid}\n".encode())
 
     def end(self) -> str:
@@ -90,8 +90,8 @@ class Adding:
 def create_keyring(path: Path, keys: int = 1) -> KeyRing:
     for _ in range(keys):
         key = Key.from_secret(generate_secret(), KeyStatus.NEXT, 1)
-        file.change_keyring(path, lambda ring, key=key: ring.add(key), create=True)  # type: ignore[misc]
-    return file.load_keyring(path)
+        keyring_file.change_keyring(path, lambda ring, key=key: ring.add(key), create=True)  # type: ignore[misc]
+    return keyring_file.load_keyring(path)
 
 
 def refusal(code: str) -> pytest.RaisesExc[VllmopsError]:
@@ -110,7 +110,7 @@ def test_it_is_private_and_has_a_copy(path: Path) -> None:
         os.umask(before)
     assert names(path) == {"keyring.json", "keyring.json.copy", "keyring.json.lock"}
     assert {stat.S_IMODE(item.stat().st_mode) for item in path.parent.iterdir()} == {0o600}
-    assert path.read_bytes() == file.locate_copy(path).read_bytes()
+    assert path.read_bytes() == keyring_file.locate_copy(path).read_bytes()
     assert len(ring.keys) == 2
     written = json.loads(path.read_text())
     assert written["version"] == 1
@@ -121,7 +121,7 @@ def test_it_is_private_and_has_a_copy(path: Path) -> None:
 def test_unchanged_keyring_is_not_written(path: Path) -> None:
     ring = create_keyring(path)
     before = path.stat()
-    assert file.change_keyring(path, lambda ring: ring.add(ring.keys[0])) == ring
+    assert keyring_file.change_keyring(path, lambda ring: ring.add(ring.keys[0])) == ring
     assert path.stat() == before
 
 
@@ -132,15 +132,17 @@ def test_a_link_is_followed(path: Path, tmp_path: Path) -> None:
     link.symlink_to(path)
     create_keyring(link)
     assert link.is_symlink()
-    assert len(file.load_keyring(path).keys) == len(file.load_keyring(link).keys) == 2
+    assert (
+        len(keyring_file.load_keyring(path).keys) == len(keyring_file.load_keyring(link).keys) == 2
+    )
 
 
 def test_no_file(path: Path) -> None:
     with refusal("keys.no-ring") as caught:
-        file.load_keyring(path)
+        keyring_file.load_keyring(path)
     assert caught.value.exit_code == ExitCode.FAILED
     with refusal("keys.no-ring"):
-        file.change_keyring(path, lambda ring: ring)
+        keyring_file.change_keyring(path, lambda ring: ring)
 
 
 def test_a_lost_file_is_not_begun_anew_beside_its_copy(path: Path) -> None:
@@ -148,9 +150,9 @@ def test_a_lost_file_is_not_begun_anew_beside_its_copy(path: Path) -> None:
     path.unlink()
     with refusal("keys.no-ring") as caught:
         create_keyring(path)
-    assert str(file.locate_copy(path)) in caught.value.hint
-    file.locate_copy(path).rename(path)
-    assert file.load_keyring(path) == ring
+    assert str(keyring_file.locate_copy(path)) in caught.value.hint
+    keyring_file.locate_copy(path).rename(path)
+    assert keyring_file.load_keyring(path) == ring
 
 
 @pytest.mark.parametrize("mode", [0o604, 0o660, 0o601, 0o777])
@@ -158,7 +160,7 @@ def test_a_lax_mode(path: Path, mode: int) -> None:
     create_keyring(path)
     path.chmod(mode)
     with refusal("keys.unsafe") as caught:
-        file.load_keyring(path)
+        keyring_file.load_keyring(path)
     assert caught.value.exit_code == ExitCode.NOT_AUTHORISED
     assert f"{mode:o}" in caught.value.message
     assert caught.value.hint == f"chmod 600 {path}"
@@ -183,7 +185,7 @@ def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
     for mode in (0o644, 0o660):
         path.chmod(mode)
         with refusal("keys.unsafe"):
-            file.load_keyring(path)
+            keyring_file.load_keyring(path)
     path.chmod(0o640)
     create_keyring(path)
     at = path.stat()
@@ -192,10 +194,10 @@ def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
     own = path.stat()
     os.seteuid(NOBODY)
     try:
-        file.require_private_file(path, at)
+        keyring_file.require_private_file(path, at)
         # Nobody but root need do that.
         with refusal("keys.unsafe"):
-            file.require_private_file(path, own)
+            keyring_file.require_private_file(path, own)
     finally:
         os.seteuid(0)
 
@@ -210,7 +212,7 @@ def test_keyring_must_be_a_regular_file(path: Path, what: str) -> None:
         case _:
             path = Path("/dev/zero")
     with refusal("keys.unsafe"):
-        file.load_keyring(path)
+        keyring_file.load_keyring(path)
 
 
 def spoilt(content: bytes) -> dict[str, bytes]:
@@ -235,14 +237,16 @@ def spoilt(content: bytes) -> dict[str, bytes]:
         "no version": content.replace(b'"version"', b'"vision"'),
         "newer": content.replace(b'"version": 1', b'"version": 2'),
         "deep": b'{"version":1,"keys":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        "huge": content + b" " * file.MOST_BYTES,
+        "huge": content + b" " * keyring_file.MOST_BYTES,
     }
 
 
 @pytest.mark.parametrize(
     "how",
     spoilt(
-        file.encode_keyring(KeyRing(keys=(Key.from_secret(generate_secret(), KeyStatus.NEXT),)))
+        keyring_file.encode_keyring(
+            KeyRing(keys=(Key.from_secret(generate_secret(), KeyStatus.NEXT),))
+        )
     ),
 )
 def test_a_spoilt_file_loses_nothing_and_tells_nothing(path: Path, how: str) -> None:
@@ -253,8 +257,8 @@ def test_a_spoilt_file_loses_nothing_and_tells_nothing(path: Path, how: str) -> 
         create_keyring(path)
     assert path.read_bytes() == spoilt(content)[how]
     # As the message says: its last good content is put back.
-    file.locate_copy(path).replace(path)
-    assert file.load_keyring(path) == ring
+    keyring_file.locate_copy(path).replace(path)
+    assert keyring_file.load_keyring(path) == ring
     shown = "".join(traceback.format_exception(caught.value)) + caught.value.hint
     for key in ring.keys:
         assert key.secret.reveal().hex()[4:20] not in shown
@@ -270,16 +274,18 @@ def test_killed_at_every_step(path: Path) -> None:
     for name in CALLS:
         for number in range(1, 20):
             for when in ("before", "after"):
-                before = file.load_keyring(path)
+                before = keyring_file.load_keyring(path)
                 adder = Adding(path, 1, partial(killed_at, f"{name}:{number}:{when}"))
                 adder.end()
                 code = adder.process.exitcode
                 assert code in {0, -signal.SIGKILL}
-                after = file.load_keyring(path)
+                after = keyring_file.load_keyring(path)
                 assert set(before.keys) <= set(after.keys)
                 assert len(after.keys) - len(before.keys) in ({0, 1} if code else {1})
                 assert set(after.keys) <= set(
-                    file.decode_keyring(file.locate_copy(path).read_bytes(), path).keys
+                    keyring_file.decode_keyring(
+                        keyring_file.locate_copy(path).read_bytes(), path
+                    ).keys
                 )
                 faults += code != 0
             if code == 0:
@@ -308,7 +314,7 @@ def test_killed_in_the_middle_of_a_write(path: Path) -> None:
         adder.end()
         assert adder.process.exitcode == -signal.SIGXFSZ
         assert any(item.startswith(".keyring.json.") for item in names(path))
-        assert file.load_keyring(path) == before
+        assert keyring_file.load_keyring(path) == before
 
 
 def test_killed_at_any_moment_while_many_write(path: Path) -> None:
@@ -321,7 +327,7 @@ def test_killed_at_any_moment_while_many_write(path: Path) -> None:
         for writer in writers:
             writer.process.kill()
         words = "".join(writer.end() for writer in writers)
-        after = file.load_keyring(path)
+        after = keyring_file.load_keyring(path)
         assert before <= set(after.keys)
         kids = {key.kid for key in after.keys}
         # The last line may be torn.
@@ -334,7 +340,7 @@ def test_many_writers_lose_nothing(path: Path) -> None:
     writers = [Adding(path, 10) for _ in range(4)]
     words = [writer.end() for writer in writers]
     assert [writer.process.exitcode for writer in writers] == [0] * 4
-    kids = {key.kid for key in file.load_keyring(path).keys}
+    kids = {key.kid for key in keyring_file.load_keyring(path).keys}
     assert kids == set("".join(words).split())
     assert len(kids) == 40
 
@@ -345,7 +351,7 @@ def test_a_writer_that_hangs_is_not_waited_for_for_ever(
     create_keyring(path)
     held = lock_file(path.with_name("keyring.json.lock"))
     assert held is not None
-    monkeypatch.setattr(file, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr(keyring_file, "LOCK_WAIT_S", 0.1)
     with refusal("keys.locked") as caught:
         create_keyring(path)
     assert caught.value.exit_code == ExitCode.TIMED_OUT
@@ -359,12 +365,12 @@ def test_a_full_disk(home: Path, full_disk: Callable[[], None]) -> None:
     full_disk()
     for _ in range(3):
         with refusal("keys.not-written") as caught:
-            file.change_keyring(path, add_many_keys)
+            keyring_file.change_keyring(path, add_many_keys)
         assert "No space" in caught.value.message
-        assert file.load_keyring(path) == ring
+        assert keyring_file.load_keyring(path) == ring
     assert not [item for item in names(path) if item.startswith(".keyring")]
     (home / "filler").unlink()
-    assert len(file.change_keyring(path, add_many_keys).keys) == 52
+    assert len(keyring_file.change_keyring(path, add_many_keys).keys) == 52
 
 
 def add_many_keys(ring: KeyRing) -> KeyRing:
@@ -391,14 +397,16 @@ def test_files_of_others_beside_it_are_left_alone(path: Path) -> None:
 
 def test_which_ring_counts(monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path) -> None:
     text = "ab" * 32
-    everything = {file.PLACE: "/place/ring", file.SIGNING_KEY: text}
-    assert file.find_keyring_source(everything, Path("/named")).path == Path("/named")
-    assert file.find_keyring_source(everything).path == Path("/place/ring")
+    everything = {keyring_file.PLACE: "/place/ring", keyring_file.SIGNING_KEY: text}
+    assert keyring_file.find_keyring_source(everything, Path("/named")).path == Path("/named")
+    assert keyring_file.find_keyring_source(everything).path == Path("/place/ring")
     assert (
-        file.find_keyring_source({file.PLACE: "", file.SIGNING_KEY: ""}).path
+        keyring_file.find_keyring_source(
+            {keyring_file.PLACE: "", keyring_file.SIGNING_KEY: ""}
+        ).path
         == home / "keyring.json"
     )
-    single = file.find_keyring_source({file.SIGNING_KEY: text})
+    single = keyring_file.find_keyring_source({keyring_file.SIGNING_KEY: text})
     assert single.path is None
     ring = single.load()
     assert ring.primary is not None
@@ -406,10 +414,10 @@ def test_which_ring_counts(monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path
     # The same on every replica, and once it is imported.
     assert single.load() == ring
     with refusal("keys.not-hex") as caught:
-        file.find_keyring_source({file.SIGNING_KEY: "x" * 64}).load()
-    assert file.SIGNING_KEY in caught.value.message
+        keyring_file.find_keyring_source({keyring_file.SIGNING_KEY: "x" * 64}).load()
+    assert keyring_file.SIGNING_KEY in caught.value.message
     monkeypatch.chdir(tmp_path)
-    assert file.find_keyring_source({file.PLACE: "ring"}).path == tmp_path / "ring"
+    assert keyring_file.find_keyring_source({keyring_file.PLACE: "ring"}).path == tmp_path / "ring"
 
 
 def test_an_encoded_ring_is_what_was_decoded(path: Path) -> None:
@@ -420,7 +428,7 @@ def test_an_encoded_ring_is_what_was_decoded(path: Path) -> None:
             *ring.keys[1:],
         )
     )
-    assert file.decode_keyring(file.encode_keyring(changed), path) == changed
+    assert keyring_file.decode_keyring(keyring_file.encode_keyring(changed), path) == changed
 
 
 def test_a_lock_of_somebody_else_is_a_missing_right(
@@ -430,7 +438,7 @@ def test_a_lock_of_somebody_else_is_a_missing_right(
         raise PermissionError(errno.EACCES, "Permission denied", str(lock))
 
     create_keyring(path)
-    monkeypatch.setattr(file, "lock_file", deny_lock)
+    monkeypatch.setattr(keyring_file, "lock_file", deny_lock)
     with refusal("keys.not-written") as caught:
         create_keyring(path)
     assert caught.value.exit_code == ExitCode.NOT_AUTHORISED
@@ -442,14 +450,14 @@ def test_a_hint_can_be_run_whatever_the_name(tmp_path: Path) -> None:
     ring = create_keyring(path)
     path.chmod(0o644)
     with refusal("keys.unsafe") as caught:
-        file.load_keyring(path)
+        keyring_file.load_keyring(path)
     subprocess.run(caught.value.hint, shell=True, check=True)
     path.write_text("{")
     with refusal("keys.broken") as caught:
-        file.load_keyring(path)
+        keyring_file.load_keyring(path)
     subprocess.run(caught.value.hint.partition(": ")[2], shell=True, check=True)
     path.unlink()
     with refusal("keys.no-ring") as caught:
-        file.load_keyring(path)
+        keyring_file.load_keyring(path)
     subprocess.run(caught.value.hint.partition(", or")[0], shell=True, check=True)
-    assert file.load_keyring(path) == ring
+    assert keyring_file.load_keyring(path) == ring

@@ -20,7 +20,8 @@ def fail(_):
 async def main():
     turn = Turn(SimpleNamespace(), "", b"[]")
     turn.latest_response = SimpleNamespace(id="resp_1")
-    background.fields.fill_response = background.set_response_conversation = lambda it, _: it
+    background.response_fields.fill_response = lambda it, _: it
+    background.set_response_conversation = lambda it, _: it
     background.encode_model = fail
     task = asyncio.ensure_future(turn.accepted_run)
     handler = SimpleNamespace(
@@ -49,7 +50,7 @@ from vllmops_responses.store import backend_factory as opening
 from vllmops_responses.store.conversation_backend import Conversation
 from vllmops_responses.store.response_store import ResponseStore
 
-background.fields.fill_response = background.set_response_conversation = lambda it, _: it
+background.response_fields.fill_response = background.set_response_conversation = lambda it, _: it
 background.encode_model = lambda _: b"{}"
 
 def runs_of(store):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from vllmops_responses.server import background_rerun as rerun
+from vllmops_responses.server import background_rerun
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.settings import RUN
 
@@ -24,11 +24,11 @@ def test_a_request_is_kept_if_it_can_be_stored(
     request_: bytes, kept: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(RUN, "start")
-    body = json.loads(rerun.embed_request(b'{"id": "resp_1"}', request_))
+    body = json.loads(background_rerun.embed_request(b'{"id": "resp_1"}', request_))
     assert body.get("vllmops") == (kept and {"run": "start", "request": kept})
 
 
 def test_a_damaged_run_is_not_run_again() -> None:
     body = b'{"vllmops":{"run":"start","request":{}},"metadata":{"a":"\xff"}}'
     run = Response(id="r", owner="", model="m", status="failed", body=body)
-    assert rerun.extract_request(run) == ("", {}, {})
+    assert background_rerun.extract_request(run) == ("", {}, {})

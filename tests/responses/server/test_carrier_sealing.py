@@ -18,7 +18,7 @@ from vllmops_responses.keys.keyring import (
     generate_secret,
     make_single_key_ring,
 )
-from vllmops_responses.server import carrier_sealing as sealing
+from vllmops_responses.server import carrier_sealing
 from vllmops_responses.server.carrier_merge import RequestCarrier
 from vllmops_responses.server.wire_format import ApiError
 from vllmops_responses.store.settings import CarrierFormat, CarrierSettings
@@ -29,13 +29,17 @@ WHERE: dict[str, Any] = {"model": "m", "owner": "o"}
 
 
 def open_carrier(text: str, ring: KeyRing | None = RING) -> Any:
-    return asyncio.run(sealing.open_carrier(RequestCarrier(text, 0, "input"), ring, **WHERE))
+    return asyncio.run(
+        carrier_sealing.open_carrier(RequestCarrier(text, 0, "input"), ring, **WHERE)
+    )
 
 
 def seal_carrier(
     history: Any = ITEMS, form: CarrierFormat = CarrierFormat.V2, ring: KeyRing | None = RING
 ) -> Any:
-    return asyncio.run(sealing.seal_carrier(history, 1, CarrierSettings(form, 60), ring, **WHERE))
+    return asyncio.run(
+        carrier_sealing.seal_carrier(history, 1, CarrierSettings(form, 60), ring, **WHERE)
+    )
 
 
 @pytest.mark.parametrize("form", list(CarrierFormat))
@@ -57,7 +61,7 @@ def test_a_server_without_a_key_that_seals(caplog: pytest.LogCaptureFixture) -> 
     text = seal_carrier()
     waiting = Key.from_secret(generate_secret(), KeyStatus.NEXT)
     for ring in (None, KeyRing(), KeyRing(keys=(waiting,))):
-        assert not sealing.can_seal(ring)
+        assert not carrier_sealing.can_seal(ring)
         assert seal_carrier(ring=ring) is None
         with pytest.raises(ApiError) as caught:
             open_carrier(text, ring)
@@ -94,11 +98,11 @@ def test_messages_that_are_none(message: Any) -> None:
 def test_size_limit_is_checked_before_sealing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier, "MOST_BYTES", 100)
     with pytest.raises(ApiError, match="larger than a carrier may hold") as caught:
-        asyncio.run(sealing.validate_carrier_size([{"content": "x" * 100}], 1))
+        asyncio.run(carrier_sealing.validate_carrier_size([{"content": "x" * 100}], 1))
     assert (caught.value.code, caught.value.param) == ("carrier.too-large", "input")
 
 
 def test_large_carriers_are_processed_off_the_event_loop() -> None:
     here = threading.get_ident()
-    assert asyncio.run(sealing.run_off_loop(carrier.LARGE, threading.get_ident)) == here
-    assert asyncio.run(sealing.run_off_loop(carrier.LARGE + 1, threading.get_ident)) != here
+    assert asyncio.run(carrier_sealing.run_off_loop(carrier.LARGE, threading.get_ident)) == here
+    assert asyncio.run(carrier_sealing.run_off_loop(carrier.LARGE + 1, threading.get_ident)) != here

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from vllmops_responses.server import carrier_merge as carried
-from vllmops_responses.server import compaction
+from vllmops_responses.server import carrier_merge, compaction
 from vllmops_responses.server.wire_format import ApiError
 from vllmops_responses.store import settings
 
@@ -23,7 +22,7 @@ WRONG: list[Any] = [0, -1, 1.5, "9", True, []]
 
 
 def texts(items: list[Any]) -> list[str]:
-    return [carried.extract_text(item["content"]) for item in items]
+    return [carrier_merge.extract_text(item["content"]) for item in items]
 
 
 def test_messages_and_calls_without_outputs_are_left() -> None:

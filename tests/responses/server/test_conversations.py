@@ -22,7 +22,7 @@ from vllmops_responses.server.conversations import (
     validate_new_items,
 )
 from vllmops_responses.server.wire_format import ApiError
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import StoreUnavailable
 from vllmops_responses.store.conversation_backend import (
     Conversation,
@@ -51,7 +51,7 @@ def user(name: Any) -> dict[str, Any]:
 @asynccontextmanager
 async def open_store(**given: Any) -> AsyncIterator[ResponseStore]:
     """A store with a conversation of one item, ``msg_kept``."""
-    async with ResponseStore(opening.make_backend("memory://"), **given) as store:
+    async with ResponseStore(backend_factory.make_backend("memory://"), **given) as store:
         kept = [ConversationItem("msg_kept", msgspec.json.encode(user("msg_kept")))]
         made = Conversation(id=CONVERSATION, owner="")
         assert await store.conversations.create(made, kept) is ConversationResult.DONE

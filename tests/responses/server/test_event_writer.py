@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from vllmops_responses.server import event_writer as writing
+from vllmops_responses.server import event_writer
 from vllmops_responses.server.event_writer import EventWriter
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.response_store import ResponseStore
 
@@ -26,7 +26,7 @@ async def read_event_numbers(store: ResponseStore) -> list[int]:
 
 def test_all_events_are_stored_in_few_writes() -> None:
     async def play() -> tuple[list[int], int]:
-        async with ResponseStore(opening.make_backend("memory://")) as store:
+        async with ResponseStore(backend_factory.make_backend("memory://")) as store:
             await store.create(RUN)
             async with EventWriter(store, RUN) as writer:
                 for n in range(500):
@@ -43,10 +43,10 @@ def test_all_events_are_stored_in_few_writes() -> None:
 
 
 def test_the_first_event_is_not_kept_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "BATCH_S", 600.0)
+    monkeypatch.setattr(event_writer, "BATCH_S", 600.0)
 
     async def play() -> None:
-        async with ResponseStore(opening.make_backend("memory://")) as store:
+        async with ResponseStore(backend_factory.make_backend("memory://")) as store:
             await store.create(RUN)
             async with EventWriter(store, RUN) as writer:
                 writer.queue_event(0, b"{}")
@@ -59,9 +59,9 @@ def test_the_first_event_is_not_kept_back(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_store_that_is_down_for_a_while_gets_all_of_them(tmp_path: Path) -> None:
     async def play() -> list[int]:
         url = f"sqlite:///{tmp_path}/responses.db"
-        async with ResponseStore(opening.make_backend(url)) as store:
+        async with ResponseStore(backend_factory.make_backend(url)) as store:
             await store.create(RUN)
-        async with ResponseStore(opening.make_backend(url), deadline_s=0.2) as store:
+        async with ResponseStore(backend_factory.make_backend(url), deadline_s=0.2) as store:
             blocker = sqlite3.connect(tmp_path / "responses.db", isolation_level=None)
             async with EventWriter(store, RUN) as writer:
                 blocker.execute("BEGIN IMMEDIATE")
@@ -78,7 +78,7 @@ def test_a_store_that_is_down_for_a_while_gets_all_of_them(tmp_path: Path) -> No
 
 def test_a_run_that_is_gone_costs_nothing_more() -> None:
     async def play() -> None:
-        async with ResponseStore(opening.make_backend("memory://")) as store:
+        async with ResponseStore(backend_factory.make_backend("memory://")) as store:
             await store.create(RUN)
             async with EventWriter(store, RUN) as writer:
                 writer.queue_event(0, b"{}")
@@ -99,7 +99,7 @@ def test_a_run_that_is_cancelled_waits_for_no_store(tmp_path: Path) -> None:
 
     async def play() -> None:
         url = f"sqlite:///{tmp_path}/responses.db"
-        async with ResponseStore(opening.make_backend(url), deadline_s=600) as store:
+        async with ResponseStore(backend_factory.make_backend(url), deadline_s=600) as store:
             await store.create(RUN)
             blocker = sqlite3.connect(tmp_path / "responses.db", isolation_level=None)
             blocker.execute("BEGIN IMMEDIATE")

@@ -9,7 +9,7 @@ import time
 import pytest
 from prometheus_client import REGISTRY
 
-from vllmops.agent import cost as account
+from vllmops.agent import cost
 from vllmops_responses.keys.carrier import CarrierError, CarrierProblem
 from vllmops_responses.server.instrumentation import count_carrier, count_store_operations
 from vllmops_responses.store.backend import EVERYBODY, Limits
@@ -75,7 +75,7 @@ def test_the_cpu_time_of_its_threads() -> None:
             pass
 
     used: list[float] = []
-    before, done, go = account.measure_cpu_s(), threading.Event(), threading.Event()
+    before, done, go = cost.measure_cpu_s(), threading.Event(), threading.Event()
 
     def use_cpu_and_wait() -> None:
         use_cpu()
@@ -89,14 +89,14 @@ def test_the_cpu_time_of_its_threads() -> None:
     thread.start()
     other.start()
     done.wait()
-    assert 0.19 < account.measure_cpu_s() - before < sum(used)  # not what the other one has used
+    assert 0.19 < cost.measure_cpu_s() - before < sum(used)  # not what the other one has used
     go.set()
     thread.join()
     other.join()
-    before = account.measure_cpu_s()
+    before = cost.measure_cpu_s()
     short = threading.Thread(
-        target=account.wrap_with_cpu_accounting(use_cpu_and_wait), name="vllmops-request"
+        target=cost.wrap_with_cpu_accounting(use_cpu_and_wait), name="vllmops-request"
     )
     short.start()
     short.join()
-    assert 0.19 < account.measure_cpu_s() - before < 1.5 * used[-1]  # it counts once
+    assert 0.19 < cost.measure_cpu_s() - before < 1.5 * used[-1]  # it counts once

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from vllmops.collect.agents.agent_client import open_agent
-from vllmops.model import process_identity as identity
+from vllmops.model import process_identity
 from vllmops.model.keys import ProcessKeys
-from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import Key, KeyStatus, generate_secret
 
 from ...support.waiting import until
@@ -42,7 +42,7 @@ def path(tmp_path: Path) -> Path:
 
 def grow(path: Path, status: KeyStatus = KeyStatus.NEXT) -> Key:
     key = Key.from_secret(generate_secret(), status, 1)
-    file.change_keyring(path, lambda ring: ring.add(key), create=True)
+    keyring_file.change_keyring(path, lambda ring: ring.add(key), create=True)
     return key
 
 
@@ -91,7 +91,7 @@ def test_a_change_is_taken_within_two_seconds(spawn: Spawn, path: Path) -> None:
     second = grow(path)
     for child in children:
         until(lambda child=child: second.kid in fetch_key_statuses(child))  # type: ignore[misc]
-    file.change_keyring(path, lambda ring: ring.promote(second.kid, time.time(), 3600))
+    keyring_file.change_keyring(path, lambda ring: ring.promote(second.kid, time.time(), 3600))
     for child in children:
         until(lambda child=child: fetch_key_statuses(child)[second.kid] == "primary")  # type: ignore[misc]
         assert fetch_key_statuses(child)[first.kid] == "verify-only"
@@ -143,7 +143,7 @@ def test_broken_keyring_file_is_reported_and_old_keys_stay(spawn: Spawn, path: P
         time.sleep(0.1)
         # Once it is in order again, all is.
         path.unlink(missing_ok=True)
-        file.locate_copy(path).replace(path)
+        keyring_file.locate_copy(path).replace(path)
         before[grow(path).kid] = "next"
         until(lambda: fetch_key_statuses(child) == before)
         assert keys(child).problem == ""
@@ -244,7 +244,7 @@ def test_children_that_serve_no_http_do_not_inherit_it(tmp_path: Path) -> None:
     script.write_text(PARENT)
     done = subprocess.run(
         [sys.executable, script],
-        env={**os.environ, "VLLMOPS_HOME": str(tmp_path / "h"), file.SIGNING_KEY: TEXT},
+        env={**os.environ, "VLLMOPS_HOME": str(tmp_path / "h"), keyring_file.SIGNING_KEY: TEXT},
         capture_output=True,
         text=True,
         check=False,
@@ -269,7 +269,7 @@ def test_an_engine_holds_none(spawn: Spawn, path: Path) -> None:
         "keys.start_key_holder(); out = (keys.observe_keys().source, os.environ.get('{0}'))"
     )
     child = spawn(VLLMOPS_KEYRING=str(path))
-    assert child.run(code.format(file.SIGNING_KEY, TEXT)) == "('none', None)"
+    assert child.run(code.format(keyring_file.SIGNING_KEY, TEXT)) == "('none', None)"
 
 
 def test_a_fork_holds_none(spawn: Spawn, path: Path) -> None:
@@ -348,7 +348,9 @@ def make_child(popen: subprocess.Popen[str]) -> Any:
     from vllmops.model.roles import Role
 
     class Looping:
-        process = Process(Role.API, popen.pid, identity.read_identity(popen.pid).start_ticks)
+        process = Process(
+            Role.API, popen.pid, process_identity.read_identity(popen.pid).start_ticks
+        )
 
     return Looping
 

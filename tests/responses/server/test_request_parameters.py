@@ -14,14 +14,12 @@ from openai.types.responses.response import ToolChoice
 from openai.types.shared import Reasoning
 from pydantic import BaseModel, ConfigDict
 
-from vllmops_responses.server import request_parameters as parameters
-from vllmops_responses.server import response_fields as fields
-from vllmops_responses.server import wire_format as wire
+from vllmops_responses.server import request_parameters, response_fields, wire_format
 from vllmops_responses.server.request_parameters import PARAMETERS, ParameterSupport
 from vllmops_responses.server.wire_format import ApiError, EncodedEvent
 from vllmops_responses.store.backend import Response
 
-PAGE = Path(parameters.__file__).parents[2] / "vllmops/docs/parameters.md"
+PAGE = Path(request_parameters.__file__).parents[2] / "vllmops/docs/parameters.md"
 
 
 class Tool(BaseModel):
@@ -48,7 +46,7 @@ def find_refused_parameter(**given: Any) -> str:
 
 def refused_of(request: Request, *, tool_parser: bool) -> str:
     try:
-        parameters.validate_parameters(request, tool_server=False, tool_parser=tool_parser)
+        request_parameters.validate_parameters(request, tool_server=False, tool_parser=tool_parser)
     except ApiError as error:
         return error.param if error.status == 400 and error.message and error.param else "?"
     return ""
@@ -69,7 +67,7 @@ def test_the_table_has_what_the_official_client_sends() -> None:
 
 
 def test_the_manual_has_the_table() -> None:
-    assert parameters.render_parameter_table() in PAGE.read_text("utf-8")
+    assert request_parameters.render_parameter_table() in PAGE.read_text("utf-8")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +153,7 @@ def test_padding_is_put_into_stored_events_and_taken_out() -> None:
     async def read(*, wanted: bool) -> list[dict[str, Any]]:
         return [
             json.loads(f.data)
-            async for f in fields.obfuscate_events(generate_events(), should_pad=wanted)
+            async for f in response_fields.obfuscate_events(generate_events(), should_pad=wanted)
         ]
 
     bare = asyncio.run(read(wanted=False))
@@ -163,25 +161,27 @@ def test_padding_is_put_into_stored_events_and_taken_out() -> None:
     *padded, last = asyncio.run(read(wanted=True))
     assert "obfuscation" not in last
     sizes = [len(event["delta"].encode()) + len(event["obfuscation"]) for event in padded]
-    assert sizes == [fields.STEP, fields.STEP, 3 * fields.STEP]
+    assert sizes == [response_fields.STEP, response_fields.STEP, 3 * response_fields.STEP]
 
 
 def test_include_of_fields_that_a_response_lacks_is_refused() -> None:
     part: dict[str, Any] = {"type": "output_text", "text": "a", "annotations": [], "logprobs": None}
     body = json.dumps({"output": [{"type": "message", "content": [part]}]}).encode()
     made = Response(id="r", owner="", model="m", status="completed", body=body)
-    wire.require_included_fields(made, ["file_search_call.results", "reasoning.encrypted_content"])
+    wire_format.require_included_fields(
+        made, ["file_search_call.results", "reasoning.encrypted_content"]
+    )
     for name in ("message.output_text.logprobs", "other"):
         with pytest.raises(ApiError) as caught:
-            wire.require_included_fields(made, [name])
+            wire_format.require_included_fields(made, [name])
         assert (caught.value.status, caught.value.param) == (400, "include")
     with_them = body.replace(b"null", b'[{"token": "a"}]')
     made = Response(id="r", owner="", model="m", status="completed", body=with_them)
-    wire.require_included_fields(made, ["message.output_text.logprobs"])
+    wire_format.require_included_fields(made, ["message.output_text.logprobs"])
 
 
 def test_an_answer_without_tokens_has_all_the_logprobs_that_there_are() -> None:
     part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": []}
     body = json.dumps({"output": [{"type": "message", "content": [part]}]}).encode()
     made = Response(id="r", owner="", model="m", status="completed", body=body)
-    wire.require_included_fields(made, ["message.output_text.logprobs"])
+    wire_format.require_included_fields(made, ["message.output_text.logprobs"])

@@ -12,9 +12,9 @@ import pytest
 from openai.types import responses as official
 from pydantic import TypeAdapter
 
-from vllmops_responses.server import wire_format as wire
+from vllmops_responses.server import wire_format
 from vllmops_responses.server.response_fields import encode_model
-from vllmops_responses.store import response_defaults as fields
+from vllmops_responses.store import response_defaults
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.response_store import encode_response
 
@@ -29,9 +29,12 @@ def valid(found: dict[str, Any]) -> None:
 
 
 def test_each_required_field_has_a_default() -> None:
-    valid({**fields.DEFAULTS, **BODY, "status": "completed"})
+    valid({**response_defaults.DEFAULTS, **BODY, "status": "completed"})
     own = {"id", "created_at", "model", "object", "output", "status"}
-    assert openresponses_types.ResponseResource.model_fields.keys() - own == fields.DEFAULTS.keys()
+    assert (
+        openresponses_types.ResponseResource.model_fields.keys() - own
+        == response_defaults.DEFAULTS.keys()
+    )
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -44,7 +47,7 @@ def test_response_stored_by_an_older_version_is_valid(body: bytes, status: Any, 
 
 
 def test_an_error_in_a_stream_is_valid_for_both() -> None:
-    event = json.loads(wire.make_error_event(3, "it fell over").data)
+    event = json.loads(wire_format.make_error_event(3, "it fell over").data)
     openresponses_types.ErrorStreamingEvent.model_validate(event)
     EVENT.validate_python(event)
 
@@ -56,7 +59,7 @@ def test_unset_fields_of_an_item_are_left_out() -> None:
     )
     thought = official.ResponseReasoningItem(id="t", type="reasoning", summary=[])
     response = official.Response.model_validate(
-        {**fields.DEFAULTS, **BODY, "status": "completed", "output": [message, thought]}
+        {**response_defaults.DEFAULTS, **BODY, "status": "completed", "output": [message, thought]}
     )
     with warnings.catch_warnings(action="error"):
         found = msgspec.json.decode(encode_model(response))

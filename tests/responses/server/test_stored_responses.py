@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from vllmops_responses.server.conversations import ConversationTurns
 from vllmops_responses.server.stored_responses import StoredResponsesApi
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Limits, Response
 from vllmops_responses.store.response_store import ResponseStore
 
@@ -43,7 +43,7 @@ def test_the_events_of_a_run_that_seemed_lost_come_before_its_end(
     kind: type[ResponseStore],
 ) -> None:
     async def read() -> list[str]:
-        async with kind(opening.make_backend("memory://", Limits(lease_s=0.01))) as store:
+        async with kind(backend_factory.make_backend("memory://", Limits(lease_s=0.01))) as store:
             await store.create(RUN)
             await store.append_events(RUN, 0, [b'{"type":"response.created"}'] * 2)
             await asyncio.sleep(0.05)

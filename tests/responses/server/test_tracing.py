@@ -16,8 +16,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from vllmops_responses.keys.keyring import generate_secret, make_single_key_ring
-from vllmops_responses.server import carrier_sealing as sealing
-from vllmops_responses.server import tracing
+from vllmops_responses.server import carrier_sealing, tracing
 from vllmops_responses.server.carrier_merge import RequestCarrier
 from vllmops_responses.server.wire_format import ApiError
 from vllmops_responses.store.backend import EVERYBODY, Limits, Response
@@ -160,7 +159,7 @@ def test_carriers(spans: InMemorySpanExporter) -> None:
     text: list[str] = []
 
     async def seal_and_open_carriers() -> None:
-        made = await sealing.seal_carrier(
+        made = await carrier_sealing.seal_carrier(
             [{"role": "user", "content": SECRET}],
             9,
             CarrierSettings(),
@@ -170,9 +169,11 @@ def test_carriers(spans: InMemorySpanExporter) -> None:
         )
         assert made
         text.append(made)
-        await sealing.open_carrier(RequestCarrier(made, 0, "input"), ring, model="m", owner=OWNER)
+        await carrier_sealing.open_carrier(
+            RequestCarrier(made, 0, "input"), ring, model="m", owner=OWNER
+        )
         with pytest.raises(ApiError):
-            await sealing.open_carrier(
+            await carrier_sealing.open_carrier(
                 RequestCarrier(made[:-9], 0, "input"), ring, model="m", owner=OWNER
             )
 

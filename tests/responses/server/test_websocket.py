@@ -21,8 +21,7 @@ from fastapi import FastAPI, Request, WebSocket
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from vllmops_responses.server import websocket
-from vllmops_responses.server import wire_format as wire
+from vllmops_responses.server import websocket, wire_format
 from vllmops_responses.server.wire_format import ApiError, EncodedEvent
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.settings import WebSocketLimits
@@ -48,7 +47,7 @@ class Handler:
         self.made.append(given)
         before = given.get("previous_response_id")
         if before and websocket.find_remembered_history(before) is None:
-            raise wire.make_not_found_error(before, "previous_response_id")
+            raise wire_format.make_not_found_error(before, "previous_response_id")
         if given["input"] == "refused":
             raise ApiError(400, "no", "input")
         if given["input"] == "broken":
@@ -79,7 +78,7 @@ class Handler:
 
     async def cancel(self, owner: str, response_id: str) -> bytes:
         if response_id != BACKGROUND:
-            raise wire.make_not_found_error(response_id)
+            raise wire_format.make_not_found_error(response_id)
         self.goes_on.set()
         return b"{}"
 
@@ -87,7 +86,7 @@ class Handler:
         self, owner: str, response_id: str, after: int | None
     ) -> AsyncIterator[EncodedEvent]:
         if response_id != BACKGROUND:
-            raise wire.make_not_found_error(response_id)
+            raise wire_format.make_not_found_error(response_id)
         return self.background(after)
 
     async def background(self, after: int | None) -> AsyncIterator[EncodedEvent]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllmops_responses.server import wire_format as wire
+from vllmops_responses.server import wire_format
 from vllmops_responses.server.wire_format import ApiError
 from vllmops_responses.store.backend import Response
 
@@ -29,18 +29,21 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
 
 def test_a_text_is_a_message_of_the_user() -> None:
-    assert json.loads(wire.extract_input_items(b'{"input":"hello","model":"m"}')) == [
+    assert json.loads(wire_format.extract_input_items(b'{"input":"hello","model":"m"}')) == [
         {"type": "message", **USER}
     ]
 
 
 def test_items_are_kept_as_they_came() -> None:
     body = json.dumps({"model": "m", "input": [USER, REASONING, CALL]}).encode()
-    assert json.loads(wire.extract_input_items(body)) == [USER, REASONING, CALL]
+    assert json.loads(wire_format.extract_input_items(body)) == [USER, REASONING, CALL]
 
 
 def test_no_input_adds_nothing() -> None:
-    assert [wire.extract_input_items(body) for body in (b"{}", b'{"input":null}')] == [b"[]", b"[]"]
+    assert [wire_format.extract_input_items(body) for body in (b"{}", b'{"input":null}')] == [
+        b"[]",
+        b"[]",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,7 @@ def test_no_input_adds_nothing() -> None:
 )
 def test_input_that_can_not_be_stored_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        wire.extract_input_items(body)
+        wire_format.extract_input_items(body)
     assert (caught.value.status, caught.value.param) == (400, "input")
 
 
@@ -58,13 +61,13 @@ HALF = b'"\xed\xa0\x80"'  # as Python reads it, and no answer can have it
 @pytest.mark.parametrize("text", [HALF, rb'"\ud800"', rb'"\uDC00"', rb'["\ud83d\ude00", "\ud83d"]'])
 def test_a_text_that_no_answer_can_repeat_is_refused(text: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        wire.validate_utf8(b'{"metadata":{"a":%b}}' % text)
+        wire_format.validate_utf8(b'{"metadata":{"a":%b}}' % text)
     assert caught.value.status == 400
 
 
 @pytest.mark.parametrize("text", ["\U0001f600", "\\ud83d\\ude00", "\\\\ud800", "a"])
 def test_a_text_that_an_answer_can_repeat(text: str) -> None:
-    wire.validate_utf8(f'{{"input":"{text}"}}'.encode())
+    wire_format.validate_utf8(f'{{"input":"{text}"}}'.encode())
 
 
 def test_pages_of_items() -> None:
@@ -72,7 +75,9 @@ def test_pages_of_items() -> None:
 
     def page(after: str | None, limit: int, descending: bool) -> Any:
         return json.loads(
-            wire.encode_input_items(given, after_id=after, limit=limit, descending=descending)
+            wire_format.encode_input_items(
+                given, after_id=after, limit=limit, descending=descending
+            )
         )
 
     first = page(None, 2, False)
@@ -95,7 +100,9 @@ def test_pages_of_items() -> None:
 
 def test_an_item_with_an_id_keeps_it() -> None:
     found = json.loads(
-        wire.encode_input_items(turn([REASONING], []), after_id=None, limit=1, descending=True)
+        wire_format.encode_input_items(
+            turn([REASONING], []), after_id=None, limit=1, descending=True
+        )
     )
     assert found["data"] == [REASONING]
 
@@ -106,7 +113,9 @@ def test_each_item_has_an_id_that_a_page_can_begin_after() -> None:
     given = turn([{**said, "id": name, "content": str(n)} for n, name in enumerate(names)], [])
     texts, after = [], None
     for _ in names:
-        page = json.loads(wire.encode_input_items(given, after_id=after, limit=1, descending=False))
+        page = json.loads(
+            wire_format.encode_input_items(given, after_id=after, limit=1, descending=False)
+        )
         (item,) = page["data"]
         assert (item["id"], item["status"]) == (page["last_id"], "completed")
         texts.append(item["content"][0]["text"])
@@ -116,7 +125,7 @@ def test_each_item_has_an_id_that_a_page_can_begin_after() -> None:
 
 
 def test_the_event_that_ends_a_stream() -> None:
-    frame = wire.make_final_event("cancelled", 7, b'{"id":"resp_1","status":"cancelled"}')
+    frame = wire_format.make_final_event("cancelled", 7, b'{"id":"resp_1","status":"cancelled"}')
     assert frame.type == "response.cancelled"
     assert json.loads(frame.data) == {
         "type": "response.cancelled",
@@ -129,11 +138,11 @@ def test_the_event_that_ends_a_stream() -> None:
 def test_an_output_needs_its_call(kind: str) -> None:
     call = {"type": f"{kind}_call", "call_id": "a"}
     output = {"type": f"{kind}_call_output", "call_id": "a"}
-    wire.validate_tool_outputs([output], [call, output])
-    wire.validate_tool_outputs([call, output], [call, output])
-    wire.validate_tool_outputs([], [output])  # what is there already is not looked at
+    wire_format.validate_tool_outputs([output], [call, output])
+    wire_format.validate_tool_outputs([call, output], [call, output])
+    wire_format.validate_tool_outputs([], [output])  # what is there already is not looked at
     for call_id in ("b", None):
         wrong = {**output, "call_id": call_id}
-        with pytest.raises(wire.ApiError) as refused:
-            wire.validate_tool_outputs([wrong], [call, wrong])
+        with pytest.raises(wire_format.ApiError) as refused:
+            wire_format.validate_tool_outputs([wrong], [call, wrong])
         assert (refused.value.status, refused.value.param) == (400, "input")

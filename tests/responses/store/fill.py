@@ -9,7 +9,7 @@ import sys
 
 import psutil
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import EVERYBODY, Limits, Response
 from vllmops_responses.store.response_store import ResponseStore
 
@@ -45,7 +45,9 @@ def rss() -> int:
 
 
 async def main(url: str, max_size: int, counts: list[int], events: int) -> None:
-    store = ResponseStore(opening.make_backend(url, Limits(max_size=max_size)), deadline_s=60)
+    store = ResponseStore(
+        backend_factory.make_backend(url, Limits(max_size=max_size)), deadline_s=60
+    )
     async with store:
         begun, number, words, raw = rss(), 0, [], 0
         for count in counts:

@@ -75,11 +75,11 @@ def ours(url: str, keys: list[str]) -> FastAPI:
     from vllmops_responses.server.conversations import ConversationTurns
     from vllmops_responses.server.serving import StoreBackedServing
     from vllmops_responses.server.stored_responses import StoredResponsesApi
-    from vllmops_responses.store import backend_factory as opening
+    from vllmops_responses.store import backend_factory
     from vllmops_responses.store.response_store import ResponseStore
 
     serving = StoreBackedServing.__new__(StoreBackedServing)
-    serving.store = ResponseStore(opening.make_backend(url), deadline_s=60)
+    serving.store = ResponseStore(backend_factory.make_backend(url), deadline_s=60)
     serving.conversations = ConversationTurns(serving.store)
     serving.stored_responses = StoredResponsesApi(
         serving.store, serving.conversations, serving.store.wake_followers

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from vllmops_responses.server.event_writer import EventWriter
-from vllmops_responses.store import backend_factory as opening
-from vllmops_responses.store import response_store as stores
+from vllmops_responses.store import backend_factory, response_store
 from vllmops_responses.store.backend import EventChunk, Limits, Response, StoreUnavailable
 from vllmops_responses.store.backends.batching import CallBatcher
 from vllmops_responses.store.backends.memory import Memory
@@ -52,8 +51,8 @@ class Faulty(Memory):
 def test_the_heartbeat_goes_on(
     error: BaseException, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "AFTER_S", 0.05)
-    monkeypatch.setattr(stores, "SWEEP_S", 0.1)  # leases are renewed as often, at least
+    monkeypatch.setattr(response_store, "AFTER_S", 0.05)
+    monkeypatch.setattr(response_store, "SWEEP_S", 0.1)  # leases are renewed as often, at least
 
     async def play() -> None:
         backend = Faulty("memory://", Limits(lease_s=600))
@@ -81,8 +80,8 @@ def test_the_heartbeat_goes_on(
 def test_sweeping_goes_on_and_hinders_no_heartbeat(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stores, "SWEEP_S", 0.1)
-    monkeypatch.setattr(stores, "AFTER_S", 0.05)
+    monkeypatch.setattr(response_store, "SWEEP_S", 0.1)
+    monkeypatch.setattr(response_store, "AFTER_S", 0.05)
 
     class Sweeps(Memory):
         swept = 0
@@ -260,7 +259,7 @@ def test_server_that_is_no_database_makes_the_store_unavailable(scheme: str, wor
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         store = ResponseStore(
-            opening.make_backend(f"{scheme}://127.0.0.1:{port}/0"), deadline_s=0.5
+            backend_factory.make_backend(f"{scheme}://127.0.0.1:{port}/0"), deadline_s=0.5
         )
         await store.open()
         store.track_run(RUN, lambda: None)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from vllmops_responses.store.backends import batching as gathering
+from vllmops_responses.store.backends import batching
 from vllmops_responses.store.backends.batching import CallBatcher
 
 
@@ -74,8 +74,8 @@ def test_single_call_can_fail_or_be_cancelled() -> None:
 
 
 def test_not_more_than_so_many_and_so_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gathering, "MOST", 3)
-    monkeypatch.setattr(gathering, "ROOM", 100)
+    monkeypatch.setattr(batching, "MOST", 3)
+    monkeypatch.setattr(batching, "ROOM", 100)
 
     async def call_with_limits() -> None:
         doubling = Doubling()

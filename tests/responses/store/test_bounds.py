@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.backends.postgresql import Postgresql
 from vllmops_responses.store.response_store import ResponseStore
@@ -72,7 +72,7 @@ def test_a_conversation_is_looked_up_by_its_ids(shared_servers: dict[str, Server
     url = f"{shared_servers['postgresql'].url}?namespace=plans"
 
     async def plan() -> str:
-        backend = opening.make_backend(url)
+        backend = backend_factory.make_backend(url)
         assert isinstance(backend, Postgresql)
         async with ResponseStore(backend) as store:
             body = b'{"output":"%s"}' % secrets.token_hex(1000).encode()

@@ -27,9 +27,9 @@ import pytest
 from vllmops.collect.http.endpoint import Endpoint
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops_responses.client import HttpResponseSource
-from vllmops_responses.commands.responses import response_options as selection
+from vllmops_responses.commands.responses import response_options
 from vllmops_responses.commands.responses.source_options import iterate_pages
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import EVERYBODY, Response, ResponseQuery
 from vllmops_responses.store.response_defaults import fill_defaults
 from vllmops_responses.store.response_store import ResponseStore
@@ -88,7 +88,7 @@ def run_with_store(url: str, work: Callable[[ResponseStore], Awaitable[Any]]) ->
     """Do something with a store."""
 
     async def run() -> Any:
-        async with ResponseStore(opening.make_backend(url)) as store:
+        async with ResponseStore(backend_factory.make_backend(url)) as store:
             return await work(store)
 
     return asyncio.run(run())
@@ -818,7 +818,7 @@ def test_ids_are_completed(
     empty_server: Ours, vllmops: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = fill(empty_server.store, [*make_responses(1, 2), response(3, status="in_progress")])
-    monkeypatch.setattr(selection, "COMPLETION_S", 60)  # a busy machine is no failure
+    monkeypatch.setattr(response_options, "COMPLETION_S", 60)  # a busy machine is no failure
 
     def complete_words(words: str, key: str = "one") -> tuple[list[str], str]:
         answer = vllmops(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backends.redis import Redis, send_commands
 
 from ...support.databases import Server
@@ -31,7 +31,9 @@ class Lender:
 
     def __init__(self, kind: str, servers: dict[str, Server]) -> None:
         self.kind = kind
-        backend: Any = opening.make_backend(f"{servers[kind].url}?namespace=t{time.time_ns()}")
+        backend: Any = backend_factory.make_backend(
+            f"{servers[kind].url}?namespace=t{time.time_ns()}"
+        )
         self.backend = backend
         self.lend = (backend.source if kind == "redis" else backend.pool).lend
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from vllmops.support.errors import ExitCode
-from vllmops_responses.commands.conversations import store_options as place
+from vllmops_responses.commands.conversations import store_options
 from vllmops_responses.store.backend import EVERYBODY
 from vllmops_responses.store.conversation_backend import (
     Conversation,
@@ -62,10 +62,10 @@ def read_conversations(url: str) -> Kept:
     """All that a store has."""
 
     async def run() -> Kept:
-        async with place.open_conversations(None, url) as (_, found):
+        async with store_options.open_conversations(None, url) as (_, found):
             return {
-                one.id: (one, await place.load_items(found, one.id))
-                async for one in place.iterate_conversations(found)
+                one.id: (one, await store_options.load_items(found, one.id))
+                async for one in store_options.iterate_conversations(found)
             }
 
     return asyncio.run(run())
@@ -214,7 +214,7 @@ def test_a_damaged_one_is_left_out_of_an_export_and_named(
 def test_an_export_has_nothing_that_import_does_not_take(
     vllmops: Any, store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place, "LONGEST_LINE", 2000)
+    monkeypatch.setattr(store_options, "LONGEST_LINE", 2000)
     file, other = tmp_path / "a.jsonl", f"sqlite:///{tmp_path}/b.db"
     answer = vllmops("conversations", "export", "--store", store, "-o", str(file), "--json")
     assert (answer.code, answer.data["damaged"].keys()) == (ExitCode.FAILED, {"conv_0002"})
@@ -229,9 +229,9 @@ def test_a_store_of_one_process_can_not_be_read(vllmops: Any) -> None:
 
 def test_deletion_during_iteration_does_not_end_it(store: str) -> None:
     async def run() -> list[str]:
-        async with place.open_conversations(None, store) as (_, found):
+        async with store_options.open_conversations(None, store) as (_, found):
             seen = []
-            async for one in place.iterate_conversations(found, page=1):
+            async for one in store_options.iterate_conversations(found, page=1):
                 seen.append(one.id)
                 await found.delete(EVERYBODY, one.id)
             return seen

@@ -19,8 +19,7 @@ import pytest
 
 from vllmops.support.errors import ExitCode
 from vllmops_responses.commands.responses.import_ import number_lines
-from vllmops_responses.store import backend_factory as opening
-from vllmops_responses.store import compression as packing
+from vllmops_responses.store import backend_factory, compression
 from vllmops_responses.store.backend import Response
 
 from ...support.extent import EVERYTHING, long, sample_cases
@@ -47,7 +46,7 @@ def store_damaged_responses(url: str) -> None:
     """Put them past what the store checks, as an older one did."""
 
     async def main() -> None:
-        backend = opening.make_backend(url)
+        backend = backend_factory.make_backend(url)
         await backend.open()
         for number, (name, body) in enumerate({**BAD, "resp_good": GOOD}.items()):
             made = Response(
@@ -56,8 +55,8 @@ def store_damaged_responses(url: str) -> None:
                 model="m",
                 status="completed",
                 created_at=1e308 if name == "resp_made" else 1e9 + number,
-                body=packing.PLAIN + body,
-                input=packing.PLAIN + (b"[]" if name == "resp_good" else body),
+                body=compression.PLAIN + body,
+                input=compression.PLAIN + (b"[]" if name == "resp_good" else body),
             )
             assert await backend.create(made)
         await backend.close()
@@ -146,9 +145,9 @@ def test_events_that_can_not_be_read(tmp_path: Path, vllmops: Any) -> None:
     store_damaged_responses(url)
     for events in (
         b"\x01junk",
-        packing.PLAIN + b"[1",
-        packing.PLAIN + b"[[]]",
-        packing.PLAIN + DEEP,
+        compression.PLAIN + b"[1",
+        compression.PLAIN + b"[[]]",
+        compression.PLAIN + DEEP,
     ):
         with closing(sqlite3.connect(tmp_path / "responses.db")) as file:
             file.execute("DELETE FROM vllmops_events")

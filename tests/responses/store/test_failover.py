@@ -15,7 +15,7 @@ import asyncpg
 import pytest
 import redis
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Response, StoreUnavailable
 from vllmops_responses.store.response_store import ResponseStore
 
@@ -45,7 +45,7 @@ class Load:
         self.slowest = 0.0
 
     async def write(self, name: str) -> None:
-        async with ResponseStore(opening.make_backend(self.url)) as store:
+        async with ResponseStore(backend_factory.make_backend(self.url)) as store:
             number = 0
             while True:
                 number += 1
@@ -57,7 +57,7 @@ class Load:
 
     async def read_repeatedly(self) -> None:
         """What is read is an answer, of the server that takes writes."""
-        async with ResponseStore(opening.make_backend(self.url)) as store:
+        async with ResponseStore(backend_factory.make_backend(self.url)) as store:
             while True:
                 if await self.call_or_none(lambda: store.get(OWNER, "first")):
                     self.read.append(time.monotonic())
@@ -76,7 +76,7 @@ class Load:
 
     @asynccontextmanager
     async def run_in_background(self) -> AsyncIterator[None]:
-        async with ResponseStore(opening.make_backend(self.url), deadline_s=60) as store:
+        async with ResponseStore(backend_factory.make_backend(self.url), deadline_s=60) as store:
             assert await store.create(response("first"))
         tasks = [asyncio.create_task(self.write(f"w{number}")) for number in range(4)]
         tasks += [asyncio.create_task(self.read_repeatedly()) for _ in range(2)]
@@ -99,7 +99,7 @@ class Load:
 
     async def check(self) -> None:
         """All that was acknowledged is there."""
-        async with ResponseStore(opening.make_backend(self.url), deadline_s=60) as store:
+        async with ResponseStore(backend_factory.make_backend(self.url), deadline_s=60) as store:
             for item in self.acknowledged:
                 assert await store.get(OWNER, item), item
         for times in (self.written, self.read):
@@ -194,7 +194,7 @@ def test_postgresql_becomes_read_only_and_writable_again(servers: Servers) -> No
         return False
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(server.url)) as store:
+        async with ResponseStore(backend_factory.make_backend(server.url)) as store:
             assert await store.create(response("a"))
             for value in ("on", "off"):
                 change = await asyncpg.connect(server.url)
@@ -281,7 +281,7 @@ def test_temporary_redis_refusals_are_retried(
         front = await asyncio.start_server(accept, LOCAL, 0)
         port = front.sockets[0].getsockname()[1]
         url = f"redis://{LOCAL}:{port}/0?namespace=t{time.time_ns()}"
-        async with ResponseStore(opening.make_backend(url)) as store:
+        async with ResponseStore(backend_factory.make_backend(url)) as store:
             assert await store.create(response("a"))
         front.close()
 
@@ -295,7 +295,7 @@ def test_write_on_too_few_replicas_is_not_acknowledged(servers: Servers) -> None
 
     async def main() -> None:
         url = f"{primary.url}?wait_replicas=1"
-        async with ResponseStore(opening.make_backend(url)) as store:
+        async with ResponseStore(backend_factory.make_backend(url)) as store:
             assert await store.create(response("a"))
             replica.kill()
             with pytest.raises(StoreUnavailable, match="too few replicas"):
@@ -313,7 +313,7 @@ def test_a_replica_that_is_there_and_silent_is_waited_for(servers: Servers) -> N
 
     async def main() -> None:
         async with ResponseStore(
-            opening.make_backend(f"redis+sentinel://{LOCAL}:{sentinel.port}/main")
+            backend_factory.make_backend(f"redis+sentinel://{LOCAL}:{sentinel.port}/main")
         ) as store:
             assert await store.create(response("a"))
             replica.signal(signal.SIGSTOP)

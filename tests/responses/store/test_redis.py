@@ -10,7 +10,7 @@ import redis
 from msgspec.structs import replace
 
 from vllmops.support.errors import VllmopsError
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Limits, Response
 from vllmops_responses.store.backends.redis import Redis
 from vllmops_responses.store.conformance.response_checks import make_response
@@ -42,7 +42,7 @@ def test_to_read_writes_nothing(servers: Servers) -> None:
     server = redis.Redis.from_url(alone.url)
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(alone.url)) as store:
+        async with ResponseStore(backend_factory.make_backend(alone.url)) as store:
             made = turns(3)
             for item in made:
                 await store.create(item)
@@ -58,10 +58,10 @@ def test_a_store_that_was_emptied_is_there(servers: Servers) -> None:
     alone = servers.valkey()
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(alone.url)) as store:
+        async with ResponseStore(backend_factory.make_backend(alone.url)) as store:
             await store.create(make_response("r"))
             alone.execute_command("FLUSHALL")
-            reader = opening.make_backend(alone.url)
+            reader = backend_factory.make_backend(alone.url)
             assert not await reader.exists()
             await store.create(make_response("r"))
             assert await reader.exists()
@@ -73,16 +73,16 @@ def test_a_store_that_was_emptied_is_there(servers: Servers) -> None:
 def test_uses_are_written_with_the_next_response(url: str) -> None:
     async def main() -> None:
         limits = Limits(max_size=3)
-        async with ResponseStore(opening.make_backend(url, limits)) as store:
+        async with ResponseStore(backend_factory.make_backend(url, limits)) as store:
             for item in turns(4)[:3]:
                 await store.create(item)
             await store.get("", "r0")
             await store.create(turns(4)[3])
             assert await store.get("", "r1") is None
-        async with ResponseStore(opening.make_backend(url, limits)) as store:
+        async with ResponseStore(backend_factory.make_backend(url, limits)) as store:
             await store.get("", "r0")
         # What was left to write came with the end of that store.
-        async with ResponseStore(opening.make_backend(url, limits)) as store:
+        async with ResponseStore(backend_factory.make_backend(url, limits)) as store:
             for name in ("new", "newer"):
                 await store.create(replace(turns(1)[0], id=name))
             assert await store.get("", "r0") is not None
@@ -92,7 +92,7 @@ def test_uses_are_written_with_the_next_response(url: str) -> None:
 
 def test_uses_of_a_very_long_conversation(url: str) -> None:
     async def main() -> None:
-        backend = opening.make_backend(url)
+        backend = backend_factory.make_backend(url)
         async with ResponseStore(backend) as store:
             await store.create(turns(1)[0])
             assert isinstance(backend, Redis)
@@ -104,7 +104,7 @@ def test_uses_of_a_very_long_conversation(url: str) -> None:
 
 def test_a_use_is_not_set_back_and_not_lost(url: str) -> None:
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(url, Limits(max_size=3))) as store:
+        async with ResponseStore(backend_factory.make_backend(url, Limits(max_size=3))) as store:
             made = turns(4)
             for item in made[:3]:
                 await store.create(item)
@@ -141,7 +141,9 @@ def test_slow_sweep_does_not_delay_other_calls(shared_servers: dict[str, Server]
     async def main() -> None:
         network = await asyncio.start_server(accept, "127.0.0.1", 0)
         here = network.sockets[0].getsockname()[1]
-        async with ResponseStore(opening.make_backend(url.replace(str(port), str(here)))) as store:
+        async with ResponseStore(
+            backend_factory.make_backend(url.replace(str(port), str(here)))
+        ) as store:
             (made,) = turns(1)
             await store.create(made)
             for item in frozen:
@@ -160,7 +162,7 @@ def test_an_old_server_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("vllmops_responses.store.backends.redis.LEAST_VERSION", (99, 0))
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(url)):
+        async with ResponseStore(backend_factory.make_backend(url)):
             pass
 
     with pytest.raises(VllmopsError, match="the store needs") as told:
@@ -170,7 +172,7 @@ def test_an_old_server_is_refused(url: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_server_that_has_forgotten_the_script(url: str, server: redis.Redis) -> None:
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(url)) as store:
+        async with ResponseStore(backend_factory.make_backend(url)) as store:
             made = turns(20)
             for item in (made[:10], made[10:]):
                 server.script_flush()
@@ -185,7 +187,7 @@ def test_a_redis_that_may_write_late_is_told(servers: Servers) -> None:
     server = servers.add("redis")
 
     async def list_caveats() -> list[str]:
-        backend = opening.make_backend(server.url)
+        backend = backend_factory.make_backend(server.url)
         try:
             return await backend.list_caveats()
         finally:

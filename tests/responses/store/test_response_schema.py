@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from vllmops_responses.store import compression as packing
-from vllmops_responses.store import response_archive as archive
-from vllmops_responses.store import response_schema as shape
+from vllmops_responses.store import compression, response_archive, response_schema
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.response_archive import decode_line
 from vllmops_responses.store.response_store import EventBatch, encode_response
@@ -161,9 +159,9 @@ BAD = {
 @pytest.mark.parametrize("name", GOOD)
 def test_valid_lines_are_decoded(name: str) -> None:
     response, events = decode_line(GOOD[name])
-    again = archive.encode_line(response, events)
+    again = response_archive.encode_line(response, events)
     assert decode_line(again) == (response, events)
-    shape.parse_response(response)
+    response_schema.parse_response(response)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -192,11 +190,11 @@ def test_a_server_has_an_object_for_what_is_damaged(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x03x", b"\x01", b"\x02", b"\x01garbage", packing.deflate(b"a" * 200)[:-3]]
+    "data", [b"", b"\x03x", b"\x01", b"\x02", b"\x01garbage", compression.deflate(b"a" * 200)[:-3]]
 )
 def test_data_that_can_not_be_inflated_raises_value_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="compress"):
-        packing.inflate(data)
+        compression.inflate(data)
 
 
 def test_data_packed_by_an_earlier_version_is_unpacked() -> None:
@@ -205,10 +203,10 @@ def test_data_packed_by_an_earlier_version_is_unpacked() -> None:
         b'{"id":"resp_1","object":"response","status":"completed","tools":[],"top_p":1.0,'
         b'"output_messages":null,"metrics":null}'
     )
-    assert packing.inflate(packed) == body
+    assert compression.inflate(packed) == body
 
 
 def test_events_are_as_they_were() -> None:
     made = Response(id="r", owner="", model="m", status="completed", body=b"{}")
     events = [EventBatch(2, [b'{"type":"a","x":1.50}'])]
-    assert decode_line(archive.encode_line(made, events)) == (made, events)
+    assert decode_line(response_archive.encode_line(made, events)) == (made, events)

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from vllmops.support.errors import VllmopsError
 from vllmops.support.urls import redact_url
-from vllmops_responses.store import backend
-from vllmops_responses.store import backend_factory as opening
-from vllmops_responses.store import compression as packing
-from vllmops_responses.store import credential_redaction as redaction
-from vllmops_responses.store import response_defaults as fields
+from vllmops_responses.store import (
+    backend,
+    backend_factory,
+    compression,
+    credential_redaction,
+    response_defaults,
+)
 from vllmops_responses.store.backend import LastUseBuffer, Limits, Response
 from vllmops_responses.store.response_store import encode_response
 
@@ -38,8 +40,8 @@ JSON = st.recursive(
 
 @given(st.binary())
 def test_inflate_restores_deflated_data(data: bytes) -> None:
-    assert packing.inflate(packing.deflate(data)) == data
-    assert len(packing.deflate(data)) <= len(data) + 1
+    assert compression.inflate(compression.deflate(data)) == data
+    assert len(compression.deflate(data)) <= len(data) + 1
 
 
 def test_a_response_takes_a_quarter_of_its_json() -> None:
@@ -50,20 +52,20 @@ def test_a_response_takes_a_quarter_of_its_json() -> None:
         | {"output": [message], "parallel_tool_calls": True, "temperature": 1.0, "tools": []}
         | {"top_p": 1.0, "background": False, "max_output_tokens": 100, "status": "completed"}
     )
-    assert len(packing.deflate(body)) < len(body) / 4
+    assert len(compression.deflate(body)) < len(body) / 4
 
 
 def test_unknown_compression_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown compression"):
-        packing.inflate(b"\x07abc")
+        compression.inflate(b"\x07abc")
 
 
 @given(JSON)
 def test_redaction_takes_any_tools(tools: object) -> None:
     body = msgspec.json.encode({"status": "completed", "tools": tools, "x": "Bearer kept"})
-    assert msgspec.json.decode(redaction.redact_body(body))["x"] == "Bearer kept"
+    assert msgspec.json.decode(credential_redaction.redact_body(body))["x"] == "Bearer kept"
     event = b'{"type":"response.created","response":%s}' % body
-    assert b"response.created" in redaction.redact_event(event)
+    assert b"response.created" in credential_redaction.redact_event(event)
 
 
 def test_redaction_removes_secrets_of_tools_and_keeps_the_rest() -> None:
@@ -81,19 +83,19 @@ def test_redaction_removes_secrets_of_tools_and_keeps_the_rest() -> None:
         },
         {"type": "shell", "environment": {"domain_secrets": [{"name": "hush", "value": "hush"}]}},
     ]
-    found = redaction.redact_body(msgspec.json.encode({"tools": tools}))
+    found = credential_redaction.redact_body(msgspec.json.encode({"tools": tools}))
     assert b"hush" not in found
     function, mcp, _ = msgspec.json.decode(found)["tools"]
     assert function == tools[0]
     assert mcp["server_url"] == "https://host:1/mcp"
-    assert mcp["headers"]["X-Anything"] == redaction.REDACTED
+    assert mcp["headers"]["X-Anything"] == credential_redaction.REDACTED
     assert (mcp["require_approval"], mcp["allowed_tools"]) == ("never", ["kept"])
 
 
 def test_without_tools_not_a_byte_is_touched() -> None:
     body = b'{ "status" : "completed", "tools":[],  "authorization" : "part of an answer" }'
-    assert redaction.redact_body(body) is body
-    assert redaction.redact_event(body) is body
+    assert credential_redaction.redact_body(body) is body
+    assert credential_redaction.redact_event(body) is body
 
 
 def test_the_object_that_a_client_gets() -> None:
@@ -113,7 +115,7 @@ def test_a_stored_object_without_all_fields_gets_the_defaults() -> None:
     made = Response(id="r", owner="", model="m", status="completed", body=body)
     found = msgspec.json.decode(encode_response(made))
     assert found == {
-        **fields.DEFAULTS,
+        **response_defaults.DEFAULTS,
         "id": "r",
         "status": "completed",
         "top_p": 0.5,
@@ -146,7 +148,7 @@ def test_the_turns_before_a_turn_are_used_once_in_a_while(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("url", URLS)
 def test_a_url_names_its_backend(url: str) -> None:
-    assert type(opening.make_backend(url)).__name__ == URLS[url]
+    assert type(backend_factory.make_backend(url)).__name__ == URLS[url]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +156,7 @@ def test_a_url_names_its_backend(url: str) -> None:
 )
 def test_invalid_store_url_is_refused(url: str) -> None:
     with pytest.raises(VllmopsError) as output:
-        opening.make_backend(url)
+        backend_factory.make_backend(url)
     assert (output.value.code, output.value.exit_code) == ("usage", 2)
 
 
@@ -168,37 +170,37 @@ def test_invalid_store_url_is_refused(url: str) -> None:
     ],
 )
 def test_a_namespace_is_no_part_of_what_the_driver_gets(url: str, rest: str, name: str) -> None:
-    assert opening.split_namespace(url) == (rest, name)
+    assert backend_factory.split_namespace(url) == (rest, name)
 
 
 def test_a_password_is_not_told() -> None:
     assert redact_url("postgresql://ann:hush@h/d") == "postgresql://ann:…@h/d"
     assert redact_url("redis://:hush@h") == "redis://:…@h"
     with pytest.raises(VllmopsError) as output:
-        opening.make_backend("mysql://ann:hush@h")
+        backend_factory.make_backend("mysql://ann:hush@h")
     assert "hush" not in output.value.message
 
 
 @pytest.mark.parametrize("named", ["nothing", "no.such.Module", "os.path.join", "json.Missing"])
 def test_a_class_that_is_none(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(opening.CLASS, named)
+    monkeypatch.setenv(backend_factory.CLASS, named)
     with pytest.raises(VllmopsError) as output:
-        opening.make_backend("memory://")
+        backend_factory.make_backend("memory://")
     assert output.value.code == "usage"
     assert named in output.value.message
 
 
 def test_a_store_for_nothing_is_refused() -> None:
     with pytest.raises(VllmopsError, match="keep none"):
-        opening.make_backend("memory://", Limits(max_size=0))
+        backend_factory.make_backend("memory://", Limits(max_size=0))
 
 
 def test_a_driver_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "asyncpg", None)
     monkeypatch.delitem(sys.modules, "vllmops_responses.store.backends.postgresql", raising=False)
     with pytest.raises(VllmopsError) as output:
-        opening.make_backend("postgresql://h/d")
-    assert (output.value.code, output.value.hint) == ("store.driver", opening.EXTRA)
+        backend_factory.make_backend("postgresql://h/d")
+    assert (output.value.code, output.value.hint) == ("store.driver", backend_factory.EXTRA)
 
 
 def test_it_imports_neither_vllm_nor_a_driver_that_nobody_asked_for() -> None:

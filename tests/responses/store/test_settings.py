@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vllmops.support.errors import VllmopsError
-from vllmops_responses.store import backend_factory as opening
-from vllmops_responses.store import settings
+from vllmops_responses.store import backend_factory, settings
 from vllmops_responses.store.backends.memory import Memory
 
 
@@ -16,9 +15,9 @@ from vllmops_responses.store.backends.memory import Memory
         ({}, False),
         ({settings.STORE: ""}, False),
         ({settings.STORE: "none"}, False),
-        ({settings.STORE: "none", opening.CLASS: "a.B"}, False),
+        ({settings.STORE: "none", backend_factory.CLASS: "a.B"}, False),
         ({settings.STORE: "memory://"}, True),
-        ({opening.CLASS: "a.B"}, True),
+        ({backend_factory.CLASS: "a.B"}, True),
     ],
 )
 def test_whether_there_is_one(environment: dict[str, str], wanted: bool) -> None:

@@ -12,7 +12,7 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import EVERYBODY, Limits, Response, plan_evictions
 from vllmops_responses.store.backends import sql
 from vllmops_responses.store.backends.sqlite import Sqlite, bind_values
@@ -59,7 +59,7 @@ def test_one_key_can_not_evict_responses_of_another(url: str) -> None:
 
     async def main() -> None:
         limits = Limits(max_size=50)
-        async with ResponseStore(opening.make_backend(url, limits), deadline_s=10) as store:
+        async with ResponseStore(backend_factory.make_backend(url, limits), deadline_s=10) as store:
             for number in range(10):
                 await store.create(make_response(number, OWNERS[0], status="in_progress"))
                 await store.create(make_response(100 + number, OWNERS[1]))
@@ -75,7 +75,7 @@ def test_one_key_can_not_evict_responses_of_another(url: str) -> None:
 def test_many_with_one_each_take_turns(url: str) -> None:
     async def main() -> None:
         limits = Limits(max_size=5)
-        async with ResponseStore(opening.make_backend(url, limits), deadline_s=10) as store:
+        async with ResponseStore(backend_factory.make_backend(url, limits), deadline_s=10) as store:
             for number, owner in enumerate(OWNERS):
                 await store.create(make_response(number, owner))
             assert set(await count_by_owner(store)) == set(
@@ -98,16 +98,16 @@ async def fill(store: ResponseStore) -> None:
 async def check_migrated_store(url: str) -> None:
     """What was stored before is all there, and its owners have shares."""
     limits = Limits(max_size=30)
-    async with ResponseStore(opening.make_backend(url), deadline_s=10) as store:
+    async with ResponseStore(backend_factory.make_backend(url), deadline_s=10) as store:
         assert await count_by_owner(store) == {"ann": 30, "bob": 5}
-    async with ResponseStore(opening.make_backend(url, limits), deadline_s=10) as store:
+    async with ResponseStore(backend_factory.make_backend(url, limits), deadline_s=10) as store:
         await store.sweep()
         assert await count_by_owner(store) == {"ann": 25, "bob": 5}
         assert await store.get("ann", "r4")
         assert not await store.get("ann", "r0")
         assert await store.get("ann", "r1")  # it runs
     shares = Limits(max_size=30, max_per_key=3)
-    async with ResponseStore(opening.make_backend(url, shares), deadline_s=10) as store:
+    async with ResponseStore(backend_factory.make_backend(url, shares), deadline_s=10) as store:
         await store.create(make_response(200, "ann"))
         await store.sweep()
         assert await count_by_owner(store) == {"ann": 3, "bob": 3}
@@ -124,7 +124,7 @@ def test_tables_of_an_older_version(
         url = f"{server.url}?namespace=t{time.time_ns()}"
 
     async def before() -> None:
-        async with ResponseStore(opening.make_backend(url), deadline_s=10) as store:
+        async with ResponseStore(backend_factory.make_backend(url), deadline_s=10) as store:
             await fill(store)
 
     with monkeypatch.context() as patch:
@@ -140,7 +140,7 @@ def test_keys_of_an_older_version(shared_servers: dict[str, Server]) -> None:
     client = redis.Redis.from_url(shared_servers["redis"].url, decode_responses=True)
 
     async def before() -> None:
-        async with ResponseStore(opening.make_backend(url), deadline_s=10) as store:
+        async with ResponseStore(backend_factory.make_backend(url), deadline_s=10) as store:
             await fill(store)
 
     asyncio.run(before())
@@ -161,7 +161,7 @@ def test_size_limit_holds_beside_an_older_version(shared_servers: dict[str, Serv
 
     async def main() -> None:
         async with ResponseStore(
-            opening.make_backend(url, Limits(max_size=8)), deadline_s=10
+            backend_factory.make_backend(url, Limits(max_size=8)), deadline_s=10
         ) as store:
             for number in range(8):
                 await store.create(make_response(number, "ann"))
@@ -183,7 +183,7 @@ def test_evictions_are_found_by_an_index(kind: str, request: Any, tmp_path: Path
 
     async def plan(name: str, *values: Any) -> str:
         explain = "EXPLAIN" if kind == "postgresql" else "EXPLAIN QUERY PLAN"
-        backend = opening.make_backend(url)
+        backend = backend_factory.make_backend(url)
         assert isinstance(backend, sql.SqlBackend)
         async with ResponseStore(backend) as store:
             await store.get("", "x")
@@ -198,7 +198,7 @@ def test_evictions_are_found_by_an_index(kind: str, request: Any, tmp_path: Path
             return "\n".join(str(row[-1]) for row in rows)
 
     async def fill_store() -> None:
-        async with ResponseStore(opening.make_backend(url), deadline_s=30) as store:
+        async with ResponseStore(backend_factory.make_backend(url), deadline_s=30) as store:
             for first in range(0, 3000, 100):
                 some = [make_response(first + n, OWNERS[n % 20]) for n in range(100)]
                 await asyncio.gather(*map(store.create, some))
@@ -225,7 +225,7 @@ def test_a_response_costs_redis_as_much_however_many_owners_there_are(
     async def cost(owners: int, size: int) -> float:
         url = f"{alone.url}?namespace=t{time.time_ns()}"
         async with ResponseStore(
-            opening.make_backend(url, Limits(max_size=size)), deadline_s=10
+            backend_factory.make_backend(url, Limits(max_size=size)), deadline_s=10
         ) as store:
             for number in range(size):
                 await store.create(make_response(number, f"{number % owners}"))
@@ -243,7 +243,7 @@ def test_the_command_tells_who_has_most(tmp_path: Path, vllmops: Any) -> None:
     url = f"sqlite:///{tmp_path}/responses.db"
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(url)) as store:
+        async with ResponseStore(backend_factory.make_backend(url)) as store:
             for number in range(30):
                 await store.create(
                     make_response(number, OWNERS[number % 15] if number < 20 else "")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from vllmops.support.errors import VllmopsError
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import EVERYBODY, Limits, Response
 from vllmops_responses.store.backends import sqlite
 from vllmops_responses.store.backends.sqlite import ConnectionThread, Sqlite
@@ -34,8 +34,8 @@ def test_a_device_is_no_file_for_a_store(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for place in ("/dev/null", tmp_path / "fifo", tmp_path):
         with pytest.raises(VllmopsError, match="is not a regular file"):
-            opening.make_backend(f"sqlite:///{place}")
-    opening.make_backend(f"sqlite:///{tmp_path}/new.db")
+            backend_factory.make_backend(f"sqlite:///{place}")
+    backend_factory.make_backend(f"sqlite:///{tmp_path}/new.db")
 
 
 def test_connections_that_open_a_new_file_wait_for_each_other(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ def test_a_file_behind_a_link_is_private_too(tmp_path: Path) -> None:
     try:
 
         async def main() -> None:
-            async with ResponseStore(opening.make_backend(f"sqlite:///{tmp_path}/link.db")):
+            async with ResponseStore(backend_factory.make_backend(f"sqlite:///{tmp_path}/link.db")):
                 pass
 
         asyncio.run(main())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import (
     EVERYBODY,
     GONE,
@@ -58,7 +58,7 @@ def test_the_writer_is_killed(shared_url: str, writer: Callable[..., Any]) -> No
         acknowledged += [item.strip() for item in process.kill() if item.endswith("\n")]
 
     async def check_store() -> None:
-        async with ResponseStore(opening.make_backend(shared_url), deadline_s=60) as store:
+        async with ResponseStore(backend_factory.make_backend(shared_url), deadline_s=60) as store:
             await check(store, acknowledged)
 
     asyncio.run(check_store())
@@ -76,7 +76,7 @@ def test_reader_of_the_file_does_not_remove_its_log(tmp_path: Path) -> None:
     response = Response(id="a", owner=OWNER, model="m", status="completed", body=b"{}")
 
     async def write_while_other_reads() -> None:
-        async with ResponseStore(opening.make_backend(f"sqlite:///{path}")) as store:
+        async with ResponseStore(backend_factory.make_backend(f"sqlite:///{path}")) as store:
             assert await store.create(response)
             assert await store.get(OWNER, "a")
             await asyncio.to_thread(subprocess.run, [sys.executable, "-c", look], check=True)
@@ -108,7 +108,7 @@ def test_the_server_is_killed(kind: str, servers: Any) -> None:
                 acknowledged.append(made.id)
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(server.url)) as store:
+        async with ResponseStore(backend_factory.make_backend(server.url)) as store:
             writers = [asyncio.create_task(write(store, f"w{number}")) for number in range(4)]
             for _ in range(KILLS):
                 wanted = len(acknowledged) + 50
@@ -120,7 +120,7 @@ def test_the_server_is_killed(kind: str, servers: Any) -> None:
                 item.cancel()
             ends = await asyncio.gather(*writers, return_exceptions=True)
             assert {type(item) for item in ends} == {asyncio.CancelledError}, ends
-        async with ResponseStore(opening.make_backend(server.url), deadline_s=60) as store:
+        async with ResponseStore(backend_factory.make_backend(server.url), deadline_s=60) as store:
             await check(store, acknowledged)
 
     asyncio.run(main())
@@ -133,7 +133,7 @@ def test_a_response_whose_server_was_killed_has_failed(
     process = writer(shared_url, LEASE_S)
 
     async def main() -> None:
-        backend = opening.make_backend(shared_url, Limits(lease_s=LEASE_S))
+        backend = backend_factory.make_backend(shared_url, Limits(lease_s=LEASE_S))
         async with ResponseStore(backend, deadline_s=60) as store:
             made = Response(id="r", owner=OWNER, model="m", status="queued", body=b"{}")
             await store.create(made)

@@ -16,7 +16,7 @@ import asyncpg
 import pytest
 
 from vllmops.support.errors import VllmopsError
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Response, ResponseQuery, StoreUnavailable
 from vllmops_responses.store.backends import sql, sqlite
 from vllmops_responses.store.response_store import DEADLINE_S as OWN_DEADLINE_S
@@ -106,7 +106,9 @@ def test_a_server_that_stops_answering(kind: str, servers: Any) -> None:
     server = servers.add(kind)
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(server.url), deadline_s=DEADLINE_S) as store:
+        async with ResponseStore(
+            backend_factory.make_backend(server.url), deadline_s=DEADLINE_S
+        ) as store:
             await check_recovery(store)
             for _ in range(TIMES):
                 server.signal(signal.SIGSTOP)
@@ -125,7 +127,7 @@ def test_a_server_that_stops_answering_does_not_block_the_event_loop(
     server = servers.add(kind)
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(server.url), deadline_s=600) as store:
+        async with ResponseStore(backend_factory.make_backend(server.url), deadline_s=600) as store:
             await check_recovery(store)
             server.signal(signal.SIGSTOP)
             calls = [asyncio.ensure_future(call()) for call in of_each_kind(store)]
@@ -142,7 +144,9 @@ def test_a_server_that_is_down_at_first_and_again_later(kind: str, servers: Any)
     server.kill()
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(server.url), deadline_s=DEADLINE_S) as store:
+        async with ResponseStore(
+            backend_factory.make_backend(server.url), deadline_s=DEADLINE_S
+        ) as store:
             await check_all_calls_fail(store)
             for _ in range(TIMES):
                 server.start()
@@ -158,9 +162,9 @@ def test_tables_that_somebody_has_dropped_are_made_again(shared_servers: Any) ->
     url = f"{shared_servers['postgresql'].url}?namespace=t{time.time_ns()}"
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(url)) as store:
+        async with ResponseStore(backend_factory.make_backend(url)) as store:
             await store.create(response("r"))
-            await opening.make_backend(url).delete_store()
+            await backend_factory.make_backend(url).delete_store()
             assert await store.get(OWNER, "r") is None
             assert await store.create(response("r"))
 
@@ -171,7 +175,7 @@ def test_an_outage_is_told_once_and_its_end(servers: Any) -> None:
     server, told = servers.add("redis"), list[str]()
 
     async def main() -> None:
-        backend = opening.make_backend(server.url)
+        backend = backend_factory.make_backend(server.url)
         async with ResponseStore(backend, outages=told.append) as store:
             await check_recovery(store)
             server.kill()  # which refuses at once
@@ -191,7 +195,7 @@ def test_call_that_waits_too_long_fails_while_others_are_answered(shared_servers
     url, name = shared_servers["postgresql"].url, f"t{time.time_ns()}"
 
     async def main() -> None:
-        backend = opening.make_backend(f"{url}?namespace={name}")
+        backend = backend_factory.make_backend(f"{url}?namespace={name}")
         async with ResponseStore(backend) as store:
             held, other = response(status="queued"), response()
             assert await store.create(held)
@@ -221,7 +225,7 @@ def test_writes_that_wait_too_long_while_reads_are_answered(shared_servers: Any)
     told: list[str] = []
 
     async def main() -> None:
-        backend = opening.make_backend(f"{url}?namespace={name}")
+        backend = backend_factory.make_backend(f"{url}?namespace={name}")
         async with ResponseStore(backend, outages=told.append) as store:
             made = response()
             assert await store.create(made)
@@ -245,7 +249,7 @@ def test_a_stream_goes_on_once_the_server_is_back(servers: Any) -> None:
     server = servers.add("redis")
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(server.url)) as store:
+        async with ResponseStore(backend_factory.make_backend(server.url)) as store:
             made = response("r", status="in_progress")
             await store.create(made)
             await store.append_events(made, 0, [b'{"n":0}'])
@@ -274,7 +278,7 @@ def test_a_file_that_somebody_holds(tmp_path: Path) -> None:
     path = tmp_path / "responses.db"
 
     async def main() -> None:
-        backend = opening.make_backend(f"sqlite:///{path}")
+        backend = backend_factory.make_backend(f"sqlite:///{path}")
         async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
             await check_recovery(store)
             with closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -294,7 +298,7 @@ def test_an_event_loop_that_was_blocked_is_no_outage(shared_url: str) -> None:
     """As by a tool parser's regular expression: what the backend has answered is read then."""
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(shared_url)) as store:
+        async with ResponseStore(backend_factory.make_backend(shared_url)) as store:
             await store.create(response())
             made = response()
             calls = [asyncio.create_task(store.create(made)) for made in (made, response())]
@@ -313,7 +317,7 @@ def test_refusal_of_a_single_call_is_no_outage(shared_url: str) -> None:
     """The others' calls go on."""
 
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(shared_url)) as store:
+        async with ResponseStore(backend_factory.make_backend(shared_url)) as store:
 
             async def hold_with_invalid_name() -> None:
                 async with store.backend_call() as backend:
@@ -331,7 +335,7 @@ def test_a_directory_that_is_not_there_yet(tmp_path: Path) -> None:
 
     async def main() -> None:
         url = f"sqlite:///{tmp_path}/in-the-way/responses.db"
-        async with ResponseStore(opening.make_backend(url), deadline_s=DEADLINE_S) as store:
+        async with ResponseStore(backend_factory.make_backend(url), deadline_s=DEADLINE_S) as store:
             await check_all_calls_fail(store)
             (tmp_path / "in-the-way").unlink()
             await check_recovery(store)
@@ -345,7 +349,7 @@ def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "responses.db"
 
     async def main() -> None:
-        backend = opening.make_backend(f"sqlite:///{path}")
+        backend = backend_factory.make_backend(f"sqlite:///{path}")
         assert isinstance(backend, sqlite.Sqlite)
         async with ResponseStore(backend, deadline_s=DEADLINE_S) as store:
             await check_recovery(store)
@@ -367,9 +371,9 @@ def test_a_write_that_nobody_waits_for_is_left_out(tmp_path: Path) -> None:
 
 def test_a_schema_from_the_future_is_no_trouble_that_passes(shared_url: str) -> None:
     async def main() -> None:
-        async with ResponseStore(opening.make_backend(shared_url)) as store:
+        async with ResponseStore(backend_factory.make_backend(shared_url)) as store:
             await raise_schema(store)
-        store = ResponseStore(opening.make_backend(shared_url))
+        store = ResponseStore(backend_factory.make_backend(shared_url))
         with pytest.raises(VllmopsError) as shown:
             await store.open()
         assert shown.value.code == "store.schema"
@@ -399,11 +403,13 @@ def test_an_older_schema_is_upgraded(shared_url: str, monkeypatch: pytest.Monkey
         made = [response(f"r{number}") for number in range(5)]
         with monkeypatch.context() as old:
             old.setattr(sql, "SCHEMA", 1)
-            async with ResponseStore(opening.make_backend(shared_url)) as store:
+            async with ResponseStore(backend_factory.make_backend(shared_url)) as store:
                 for item in made:
                     assert await store.create(item)
         # All at once, as servers are started.
-        stores = [ResponseStore(opening.make_backend(shared_url), deadline_s=60) for _ in range(4)]
+        stores = [
+            ResponseStore(backend_factory.make_backend(shared_url), deadline_s=60) for _ in range(4)
+        ]
         await asyncio.gather(*(item.open() for item in stores))
         for store in stores:
             backend: Any = store.backend

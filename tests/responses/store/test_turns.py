@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.backends.postgresql import Postgresql
 from vllmops_responses.store.conversation_backend import (
@@ -35,7 +35,7 @@ def response(name: str, status: str = "completed") -> Response:
 
 def with_conversation(server: Server, work: Callable[[Postgresql], Awaitable[None]]) -> None:
     async def run() -> None:
-        backend = opening.make_backend(f"{server.url}?namespace=t{time.time_ns()}")
+        backend = backend_factory.make_backend(f"{server.url}?namespace=t{time.time_ns()}")
         assert isinstance(backend, Postgresql)
         await backend.open()
         try:

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from vllmops.support import urls
 from vllmops.support.errors import ExitCode, VllmopsError
-from vllmops_responses.store import backend_factory as opening
-from vllmops_responses.store import settings
+from vllmops_responses.store import backend_factory, settings
 from vllmops_responses.store.backend import Limits, StoreUnavailable
 from vllmops_responses.store.backends.sqlite import Sqlite
 from vllmops_responses.store.response_store import ResponseStore
@@ -93,7 +92,7 @@ def test_a_file_with_any_name_has_a_url(tmp_path: Path, name: str) -> None:
     url = urls.make_sqlite_url(file)
     assert urls.parse_store_url(url).scheme == "sqlite"
     assert str(tmp_path) in urls.redact_url(url)
-    made = opening.make_backend(url)
+    made = backend_factory.make_backend(url)
     assert isinstance(made, Sqlite)
     assert made.path == file
 
@@ -101,7 +100,7 @@ def test_a_file_with_any_name_has_a_url(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["~nobody-of-that-name/a.db", "a%00.db"])
 def test_a_name_that_no_file_can_have_is_a_usage_error(name: str) -> None:
     with pytest.raises(VllmopsError) as caught:
-        opening.make_backend(f"sqlite:///{name}")
+        backend_factory.make_backend(f"sqlite:///{name}")
     assert caught.value.exit_code == ExitCode.USAGE
     assert name in caught.value.message
 
@@ -123,7 +122,7 @@ def test_no_password_is_shown(form: str) -> None:
 def attempt(url: str) -> str:
     """What is said of a store."""
     try:
-        return repr(opening.make_backend(url))
+        return repr(backend_factory.make_backend(url))
     except VllmopsError as told:
         return f"{told.message} {told.hint} {told!r} {told.__cause__}"
 
@@ -281,13 +280,13 @@ BAD = [
 @pytest.mark.parametrize("url", GOOD)
 def test_a_store_that_can_be(url: str) -> None:
     settings.validate_settings({settings.STORE: url})
-    opening.make_backend(url)
+    backend_factory.make_backend(url)
 
 
 @pytest.mark.parametrize("url", BAD)
 def test_a_store_that_can_not_be(url: str) -> None:
     with pytest.raises(VllmopsError) as told:
-        opening.make_backend(url)
+        backend_factory.make_backend(url)
     assert (told.value.code, told.value.exit_code) == ("usage", 2)
     assert told.value.hint
     assert "://" in told.value.hint or "?" in told.value.hint or "one of" in told.value.hint
@@ -295,7 +294,7 @@ def test_a_store_that_can_not_be(url: str) -> None:
 
 def test_a_file_is_told_how_it_is_written() -> None:
     with pytest.raises(VllmopsError) as told:
-        opening.make_backend("/srv/a.db")
+        backend_factory.make_backend("/srv/a.db")
     assert told.value.hint == "sqlite:////srv/a.db"
 
 
@@ -355,7 +354,7 @@ def test_errors_of_real_drivers_contain_no_password() -> None:
 
     async def read_error_text(url: str) -> str:
         with pytest.raises((StoreUnavailable, VllmopsError)) as error:
-            async with ResponseStore(opening.make_backend(url, Limits())) as store:
+            async with ResponseStore(backend_factory.make_backend(url, Limits())) as store:
                 await store.get("", "r")
         return f"{error.value} {error.value.message} {error.value.hint}"
 

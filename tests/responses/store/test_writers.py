@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.response_store import ResponseStore
 
@@ -27,7 +27,7 @@ def test_concurrent_writers_leave_one_consistent_status(
     shared_url: str, writer: Callable[..., Any]
 ) -> None:
     writers = [writer(shared_url) for _ in range(PROCESSES)]
-    store = ResponseStore(opening.make_backend(shared_url))
+    store = ResponseStore(backend_factory.make_backend(shared_url))
     kinds: set[str | None] = set()
 
     @settings(

@@ -13,7 +13,7 @@ import sys
 
 from msgspec.structs import replace
 
-from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Limits, Response
 from vllmops_responses.store.backends import sqlite
 from vllmops_responses.store.response_store import ResponseStore
@@ -47,7 +47,7 @@ async def do(store: ResponseStore, what: str, response: Response) -> object:
 
 
 async def main(url: str, lease_s: float) -> None:
-    store = ResponseStore(opening.make_backend(url, Limits(lease_s=lease_s)), deadline_s=60)
+    store = ResponseStore(backend_factory.make_backend(url, Limits(lease_s=lease_s)), deadline_s=60)
     loop = asyncio.get_running_loop()
     async with store:
         print("ready", flush=True)

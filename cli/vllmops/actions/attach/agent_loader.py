@@ -13,15 +13,14 @@ from tempfile import TemporaryDirectory, mkstemp
 
 import vllmops
 
-from ...collect.agents import agent_client as agent
-from ...collect.machine import proc
-from ...collect.machine import ptrace_permission as ptrace
+from ...collect.agents import agent_client
+from ...collect.machine import proc, ptrace_permission
 from ...collect.machine.processes import Process, is_alive
 from ...collect.stacks import pyspy
 from ...model.stacks import DumpOptions
 from ...support.errors import ExitCode, VllmopsError
 from ...support.home import format_user
-from . import injector as inject
+from . import injector
 from .ptrace import BusyError
 
 PACKAGE = Path(vllmops.__file__).parent
@@ -65,10 +64,11 @@ def needs_agent(process: Process) -> bool:
     """Whether a process has no agent.
 
     Raises:
-        VllmopsError: as `agent.open_agent` does, where there is one with which something is wrong.
+        VllmopsError: as `agent_client.open_agent` does, where there is one with which something is
+            wrong.
     """
     try:
-        agent.open_agent(process)
+        agent_client.open_agent(process)
     except VllmopsError as error:
         if error.code not in NO_AGENT:
             raise
@@ -82,14 +82,15 @@ def plan_attach(process: Process) -> AttachPlan:
     Raises:
         VllmopsError: ``attach.other-user``, ``attach.gone``, ``attach.state``,
             ``attach.container``, ``attach.not-python``, ``attach.busy``, or what
-            `ptrace.make_refusal_error` says.
+            `ptrace_permission.make_refusal_error` says.
     """
     try:
-        uid = agent.read_process_uid(process)
+        uid = agent_client.read_process_uid(process)
         if uid != os.geteuid():
             raise VllmopsError(
                 "attach.other-user",
-                f"{agent.format_process_name(process)} belongs to {format_user(uid)}, and you are "
+                f"{agent_client.format_process_name(process)} belongs to {format_user(uid)}, and "
+                "you are "
                 f"{format_user(os.geteuid())}",
                 f"sudo -u {format_user(uid)} vllmops attach -t {process.pid}",
                 exit_code=ExitCode.NOT_AUTHORISED,
@@ -98,27 +99,29 @@ def plan_attach(process: Process) -> AttachPlan:
         if state[0] in STATES:
             raise VllmopsError(
                 "attach.state",
-                f"{agent.format_process_name(process)} is {STATES[state[0]]}: it runs no Python",
+                f"{agent_client.format_process_name(process)} is {STATES[state[0]]}: it runs no "
+                "Python",
                 f"kill -CONT {process.pid}" if state[0] == "T" else "vllmops ps",
             )
         inside = Path(f"/proc/{process.pid}/root{BOOT}")
         if not inside.exists() or not inside.samefile(BOOT):
             raise VllmopsError(
                 "attach.container",
-                f"{agent.format_process_name(process)} does not see the files of this vllmops "
+                f"{agent_client.format_process_name(process)} does not see the files of this "
+                "vllmops "
                 f"({PACKAGE}): it is "
                 "in a container",
                 "install vllmops-cli in the container, then: docker exec CONTAINER vllmops attach",
             )
-        tids = find_borrowable_threads(process) if inject.is_supported() else ()
+        tids = find_borrowable_threads(process) if injector.is_supported() else ()
     except PermissionError as error:
         raise make_refused_error(process) from error
     except (FileNotFoundError, ProcessLookupError) as error:
         raise make_gone_error(process) from error
-    if inject.is_supported() and not tids:
+    if injector.is_supported() and not tids:
         raise VllmopsError(
             "attach.busy",
-            f"no thread of {agent.format_process_name(process)} waits in the kernel now",
+            f"no thread of {agent_client.format_process_name(process)} waits in the kernel now",
             f"try again: vllmops attach -t {process.pid}",
         )
     return AttachPlan(process, tids)
@@ -130,7 +133,7 @@ def find_borrowable_threads(process: Process) -> tuple[int, ...]:
     Python's own idle ones come first: nobody waits for them. The main thread's event loop may have
     more to do, and in a native thread Python has to make itself at home.
     """
-    target = inject.PythonProcess(process.pid)
+    target = injector.PythonProcess(process.pid)
     # Both can fail, and are asked for before anything is changed.
     _ = target.function_addresses, target.entry_point
     dump = pyspy.dump_stacks([process], DumpOptions(nonblocking=True), timeout_s=PYSPY_S).processes[
@@ -180,7 +183,7 @@ def attach_agent(plan: AttachPlan, *, patch: bool, timeout_s: float) -> AttachRe
             ) from error
         while time.monotonic() < deadline:
             with suppress(VllmopsError):
-                agent.open_agent(process)
+                agent_client.open_agent(process)
                 return AttachResult(process, stopped_s, time.monotonic() - began)
             if problem.exists():
                 raise make_failed_error(process, problem.read_text("utf-8", "replace"))
@@ -191,7 +194,8 @@ def attach_agent(plan: AttachPlan, *, patch: bool, timeout_s: float) -> AttachRe
             time.sleep(PAUSE_S)
     raise VllmopsError(
         "attach.timeout",
-        f"the agent of {agent.format_process_name(process)} did not answer within {timeout_s:g} s: "
+        f"the agent of {agent_client.format_process_name(process)} did not answer within "
+        f"{timeout_s:g} s: "
         "a thread "
         "holds the GIL, or Python does not run; the agent starts as soon as Python runs again",
         f"vllmops stacks dump --native -t {process.pid}",
@@ -202,7 +206,7 @@ def build_boot_code(process: Process, patch: bool, problem: Path) -> str:
     """The line of Python that starts the agent in a thread of its own, and is done at once."""
     options = {
         "package": str(PACKAGE),
-        "home": str(agent.find_state_home(process)),
+        "home": str(agent_client.find_state_home(process)),
         "patch": patch,
         "error_file": str(problem),
     }
@@ -218,7 +222,7 @@ def run_in_borrowed_thread(plan: AttachPlan, code: str, deadline: float) -> floa
         VllmopsError: ``attach.busy`` or ``attach.gone``.
         PermissionError: the kernel does not allow it.
     """
-    target = inject.PythonProcess(plan.process.pid)
+    target = injector.PythonProcess(plan.process.pid)
     while time.monotonic() < deadline:
         if not is_alive(plan.process):
             raise make_gone_error(plan.process)
@@ -227,11 +231,12 @@ def run_in_borrowed_thread(plan: AttachPlan, code: str, deadline: float) -> floa
                 continue
             # In a thread of its own: with it ends whatever hold we have.
             with ThreadPoolExecutor(1) as pool, suppress(BusyError):
-                return pool.submit(inject.inject_code, target, tid, code).result()
+                return pool.submit(injector.inject_code, target, tid, code).result()
         time.sleep(PAUSE_S)
     raise VllmopsError(
         "attach.busy",
-        f"no thread of {agent.format_process_name(plan.process)} waited in the kernel long enough",
+        f"no thread of {agent_client.format_process_name(plan.process)} waited in the kernel long "
+        "enough",
         f"try again: vllmops attach -t {plan.process.pid}",
         exit_code=ExitCode.TIMED_OUT,
     )
@@ -269,14 +274,14 @@ def schedule_remote_exec(process: Process, code: str) -> Path:
 def make_failed_error(process: Process, reason: str) -> VllmopsError:
     return VllmopsError(
         "attach.failed",
-        f"the agent can't run in {agent.format_process_name(process)}: {reason}",
+        f"the agent can't run in {agent_client.format_process_name(process)}: {reason}",
         f"vllmops stacks dump -t {process.pid} needs no agent",
     )
 
 
 def make_gone_error(process: Process) -> VllmopsError:
     return VllmopsError(
-        "attach.gone", f"{agent.format_process_name(process)} is gone", "vllmops ps"
+        "attach.gone", f"{agent_client.format_process_name(process)} is gone", "vllmops ps"
     )
 
 
@@ -286,19 +291,21 @@ def make_refused_error(process: Process) -> VllmopsError:
         return VllmopsError(
             "attach.traced",
             f"pid {tracer} (a debugger or strace, for example) traces "
-            f"{agent.format_process_name(process)}, and "
+            f"{agent_client.format_process_name(process)}, and "
             "the kernel allows one tracer at a time",
             f"end pid {tracer}, then vllmops attach -t {process.pid}",
         )
     if not is_alive(process):
         return make_gone_error(process)
-    return ptrace.make_refusal_error(process.pid, ptrace.read_rights(process.pid), "attach")
+    return ptrace_permission.make_refusal_error(
+        process.pid, ptrace_permission.read_rights(process.pid), "attach"
+    )
 
 
 def find_tracer_pid(process: Process) -> int:
     """The pid of whoever traces a process or one of its threads; 0 if nobody does."""
     with suppress(OSError):
-        for tid in inject.PythonProcess(process.pid).list_thread_ids():
+        for tid in injector.PythonProcess(process.pid).list_thread_ids():
             if tracer := int(proc.read_status(f"{process.pid}/task/{tid}")["TracerPid"]):
                 return tracer
     return 0

@@ -12,7 +12,7 @@ import os
 import struct
 from contextlib import suppress
 
-from . import ptrace as trace
+from . import ptrace
 from .ptrace import BusyError
 
 NT_FPREGSET, NT_ARM_GCS = 2, 0x410
@@ -88,17 +88,17 @@ def build_signal_frame(
         BusyError: the thread has a second stack, of return addresses, that would not fit.
     """
     with suppress(OSError):
-        if int.from_bytes(trace.read_registers(tid, NT_ARM_GCS)[:8], "little") & 1:
+        if int.from_bytes(ptrace.read_registers(tid, NT_ARM_GCS)[:8], "little") & 1:
             raise BusyError(f"thread {tid} has a guarded control stack")
     top = Registers.from_buffer_copy(register_bytes).sp - len(argument)
     place = (top - FRAME_BYTES) & ~15
     content = bytearray(top - place)
     struct.pack_into("<QQQiiQ", content, CONTEXT, 0, 0, 0, NO_SUCH_STACK, 0, 0)
-    content[CONTEXT + MASK : CONTEXT + MASK + 8] = trace.read_signal_mask(tid)
+    content[CONTEXT + MASK : CONTEXT + MASK + 8] = ptrace.read_signal_mask(tid)
     back = build_resume_registers(register_bytes, memory)
     at = CONTEXT + MACHINE + 8  # behind the address of a fault
     content[at : at + len(back)] = back
-    vectors = trace.read_registers(tid, NT_FPREGSET)
+    vectors = ptrace.read_registers(tid, NT_FPREGSET)
     status = vectors[VECTORS_BYTES : VECTORS_BYTES + 8]
     record = struct.pack("<II", FPSIMD_MAGIC, 16 + VECTORS_BYTES) + status
     at = CONTEXT + RECORDS

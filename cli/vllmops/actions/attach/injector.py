@@ -23,8 +23,7 @@ from typing import Protocol
 
 from ...collect.machine import proc
 from ...support.errors import VllmopsError
-from . import arm64, x86
-from . import ptrace as trace
+from . import arm64, ptrace, x86
 from .ptrace import BusyError
 
 STACK_BYTES = 128 << 10  # what compiling and running a line of Python may take
@@ -246,14 +245,14 @@ def inject_code(target: PythonProcess, tid: int, code: str) -> float:
 def _inject_code(
     target: PythonProcess, tid: int, code: str, entry: int, functions: tuple[int, ...]
 ) -> float:
-    trace.ptrace(trace.SEIZE, tid)
+    ptrace.ptrace(ptrace.SEIZE, tid)
     began = time.monotonic()
-    trace.ptrace(trace.INTERRUPT, tid)
-    trace.wait_until_stopped(tid)
+    ptrace.ptrace(ptrace.INTERRUPT, tid)
+    ptrace.wait_until_stopped(tid)
     try:
         with open(f"/proc/{target.pid}/task/{tid}/mem", "r+b", buffering=0) as file:
             memory = file.fileno()
-            registers = trace.read_registers(tid, trace.NT_PRSTATUS)
+            registers = ptrace.read_registers(tid, ptrace.NT_PRSTATUS)
             # Only now does it stay as it is: since somebody looked it may have gone on to wait for
             # something else.
             if not _is_harmless_wait(*MACHINE.read_system_call(registers, memory)):
@@ -266,12 +265,12 @@ def _inject_code(
             for content, address in ((frame, place), (MACHINE.STUB, entry)):
                 if os.pwrite(memory, content, address) != len(content):
                     raise BusyError(f"the stack of thread {tid} has no free space")
-        trace.write_registers(
+        ptrace.write_registers(
             tid, MACHINE.build_stub_registers(registers, entry, place, argument, functions)
         )
     finally:
         with suppress(OSError):
-            trace.ptrace(trace.DETACH, tid)
+            ptrace.ptrace(ptrace.DETACH, tid)
     return time.monotonic() - began
 
 

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import struct
 
-from . import ptrace as trace
+from . import ptrace
 from .ptrace import BusyError
 
 NT_X86_XSTATE = 0x202
@@ -93,7 +93,7 @@ def build_signal_frame(
         Its address (where the stub's stack begins), its content, and the argument's address.
     """
     registers = Registers.from_buffer_copy(register_bytes)
-    state = build_extended_state(trace.read_registers(tid, NT_X86_XSTATE, XSTATE_BYTES))
+    state = build_extended_state(ptrace.read_registers(tid, NT_X86_XSTATE, XSTATE_BYTES))
     top = registers.rsp - RED_ZONE - len(argument)
     state_at = (top - len(state)) & ~63
     header = struct.calcsize("<QQQiiQ")
@@ -106,7 +106,7 @@ def build_signal_frame(
             struct.pack(f"<{len(SAVED)}Q", *(getattr(back, name) for name in SAVED)),
             struct.pack("<4H", registers.cs, 0, 0, registers.ss),
             struct.pack("<5Q8Q", 0, 0, 0, 0, state_at, *[0] * 8),
-            trace.read_signal_mask(tid),
+            ptrace.read_signal_mask(tid),
         )
     )
     content = content.ljust(state_at - place, b"\0") + state

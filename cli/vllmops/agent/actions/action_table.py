@@ -8,16 +8,18 @@ from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 from ...model.healing import HealAnswer, HealProof, HealRequest
-from .. import cost as account
+from .. import cost
 from ..identity import make_process_fields
 from ..log import log
-from . import blocked_admission as admission
-from . import dead_io_threads as io_threads
-from . import encoder_cache_deadlock as encoder_cache
-from . import in_flight_messages as transit
-from . import lost_broadcast as broadcast
-from . import paused_engine as paused
-from . import stalled_transfers as transfers
+from . import (
+    blocked_admission,
+    dead_io_threads,
+    encoder_cache_deadlock,
+    in_flight_messages,
+    lost_broadcast,
+    paused_engine,
+    stalled_transfers,
+)
 
 
 class Action(NamedTuple):
@@ -36,17 +38,21 @@ class Action(NamedTuple):
 
 
 ACTIONS: Final = {
-    "admission": Action(admission.find_blocking_requests),
-    "broadcast": Action(broadcast.find_stuck_readers, broadcast.wake_readers),
-    "encoder-cache": Action(encoder_cache.find_deadlocked_holders, encoder_cache.release_holders),
-    "io-threads": Action(io_threads.find_dead_threads, io_threads.restart_threads),
-    "paused": Action(paused.find_paused_engine, paused.wake_engines),
-    "pauser": Action(paused.find_pausing_request),
-    "sleeping-weights": Action(paused.find_dropped_weights),
-    "transfers": Action(
-        transfers.find_lost_loads, transfers.fail_lost_loads, transfers.find_known_loads
+    "admission": Action(blocked_admission.find_blocking_requests),
+    "broadcast": Action(lost_broadcast.find_stuck_readers, lost_broadcast.wake_readers),
+    "encoder-cache": Action(
+        encoder_cache_deadlock.find_deadlocked_holders, encoder_cache_deadlock.release_holders
     ),
-    "transit": Action(transit.prove_queues_empty),
+    "io-threads": Action(dead_io_threads.find_dead_threads, dead_io_threads.restart_threads),
+    "paused": Action(paused_engine.find_paused_engine, paused_engine.wake_engines),
+    "pauser": Action(paused_engine.find_pausing_request),
+    "sleeping-weights": Action(paused_engine.find_dropped_weights),
+    "transfers": Action(
+        stalled_transfers.find_lost_loads,
+        stalled_transfers.fail_lost_loads,
+        stalled_transfers.find_known_loads,
+    ),
+    "transit": Action(in_flight_messages.prove_queues_empty),
 }
 
 
@@ -70,7 +76,7 @@ def answer_heal(request: HealRequest) -> HealAnswer:
         elif action.heal:
             with _acting:
                 left = action.heal(request.subjects)
-            account.repairs[request.action] += len(set(request.subjects) - left.keys())
+            cost.repairs[request.action] += len(set(request.subjects) - left.keys())
     if request.note:
         log.warning("vllmops: heal: %s", " ".join(request.note.split()))
     return HealAnswer(

@@ -9,16 +9,15 @@ from __future__ import annotations
 from typing import Any
 
 from ...model.healing import HealProof
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..state import engine
-from ..versions import kv_transfers as transfers
-from ..versions import requests
+from ..versions import kv_transfers, requests
 from ..versions import scheduler as scheduling
 
 
 def find_blocking_requests() -> list[HealProof]:
     """The request at the head, if nothing that runs can make room for it."""
-    scheduler = objects.find_latest("scheduler")
+    scheduler = vllm_objects.find_latest("scheduler")
     if scheduler is None or engine.is_paused_or_asleep(scheduler):
         return []
     waiting, queue = (
@@ -64,7 +63,7 @@ def explain_blocked(scheduler: Any, request: Any) -> str:
     once a session that waits for input gets on.
     """
     sessions = getattr(scheduler, "num_waiting_for_streaming_input", 0)
-    if scheduler.running or sessions or transfers.list_loading_requests(scheduler):
+    if scheduler.running or sessions or kv_transfers.list_loading_requests(scheduler):
         return ""
     if not scheduling.has_one_block_pool(scheduler):
         return ""

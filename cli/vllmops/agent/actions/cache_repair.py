@@ -24,12 +24,12 @@ from ...model.cache_repairs import (
     ProcessRepair,
     RepairRequest,
 )
-from .. import cost as account
-from ..hooks import vllm_objects as objects
+from .. import cost
+from ..hooks import vllm_objects
 from ..identity import make_process_fields
 from ..log import log
 from ..state.caches import find_cache_side, observe_lru_cache
-from ..versions import module_locations as places
+from ..versions import module_locations
 
 LOOKS, APART_S = 3, 0.05
 # The switch interval during a change: far longer than a change takes.
@@ -88,7 +88,7 @@ def repair_caches(request: RepairRequest) -> ProcessRepair:
     """Repair every LRU cache of this process that has a lasting fault."""
     began = time.perf_counter()
     repaired = []
-    for holder in objects.list_objects("mm-cache"):
+    for holder in vllm_objects.list_objects("mm-cache"):
         cache = vars(holder).get("_cache")
         if cache is None:
             continue
@@ -112,7 +112,7 @@ def repair_caches(request: RepairRequest) -> ProcessRepair:
         if left is not None:
             log.warning("vllmops: could not repair %s", change)
         elif not request.dry_run:
-            account.repairs["cache"] += 1
+            cost.repairs["cache"] += 1
             log.warning("vllmops: repaired %s", change)
     return ProcessRepair(
         pid=os.getpid(),
@@ -206,7 +206,7 @@ os.register_at_fork(
 
 def are_caches_idle() -> bool:
     """Whether no thread is in the middle of an operation on an LRU cache."""
-    names = (*MODULES, places.find_symbol_module("lru") or "")
+    names = (*MODULES, module_locations.find_symbol_module("lru") or "")
     files = {module.__file__ for name in names if (module := sys.modules.get(name)) is not None}
     own = sys._getframe()
     for top in sys._current_frames().values():

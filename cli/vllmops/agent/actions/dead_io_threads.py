@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ...model.healing import HealProof
-from ..hooks import vllm_objects as objects
-from ..state import engine
-from ..state import fatal_messages as fatal
+from ..hooks import vllm_objects
+from ..state import engine, fatal_messages
 from ..versions import engine as adapter
 
 READER, WRITER, LOOP = "process_input_sockets", "process_output_sockets", "run_busy_loop"
@@ -87,11 +86,11 @@ def note_thread_death(error: BaseException, traceback: TracebackType | None) -> 
             )
             with suppress(Exception):  # what is left of it would be for a bundle alone
                 parts = (
-                    fatal.find_message_parts(frame, inner)
+                    fatal_messages.find_message_parts(frame, inner)
                     if name == READER
-                    else fatal.encode_outputs(found)
+                    else fatal_messages.encode_outputs(found)
                 )
-                fatal.keep_fatal_message(NAMES[name], text, death.requests, parts)
+                fatal_messages.keep_fatal_message(NAMES[name], text, death.requests, parts)
 
 
 def split_unencodable_outputs(
@@ -127,7 +126,7 @@ def list_request_ids(thread_items: list[Any]) -> list[str]:
 
 def find_dead_threads() -> list[HealProof]:
     """The threads that are gone, while the engine's main loop runs."""
-    core = objects.find_latest("engine-core")
+    core = vllm_objects.find_latest("engine-core")
     if core is None or not hasattr(core, "addresses"):
         return []
     running = {
@@ -160,7 +159,7 @@ def restart_threads(subjects: list[str]) -> dict[str, str]:
 
     In an API server: let the new reader have the place of the old one.
     """
-    core = objects.find_latest("engine-core")
+    core = vllm_objects.find_latest("engine-core")
     if core is None:
         return allow_reconnection(subjects)
     gone = {proof.subject for proof in find_dead_threads()} & set(subjects)

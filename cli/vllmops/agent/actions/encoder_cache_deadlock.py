@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...model.healing import HealProof
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..state import engine
 from ..versions import scheduler as scheduling
 from .engine_thread import run_between_steps
@@ -31,7 +31,7 @@ class EncoderCacheDeadlock(NamedTuple):
 
 def find_deadlock() -> EncoderCacheDeadlock | None:
     """The knot at this moment."""
-    scheduler = objects.find_latest("scheduler")
+    scheduler = vllm_objects.find_latest("scheduler")
     if scheduler is None or engine.is_paused_or_asleep(scheduler):
         return None
     manager = scheduler.encoder_cache_manager
@@ -69,7 +69,7 @@ def count_releasable_slots(manager: Any, holders: list[Any]) -> int:
 
 def find_deadlocked_holders() -> list[HealProof]:
     """The waiting requests of a knot; nothing where anything gets on."""
-    found, scheduler = find_deadlock(), objects.find_latest("scheduler")
+    found, scheduler = find_deadlock(), vllm_objects.find_latest("scheduler")
     if found is None or scheduler is None:
         return []
     manager = scheduler.encoder_cache_manager
@@ -95,12 +95,12 @@ def release_holders(subjects: list[str]) -> dict[str, str]:
     """Release what the holders have, on the engine's own thread; returns why that failed."""
 
     def release_subjects() -> None:
-        found, scheduler = find_deadlock(), objects.find_latest("scheduler")
+        found, scheduler = find_deadlock(), vllm_objects.find_latest("scheduler")
         if found is None or scheduler is None:
             return
         for request in found.holders:
             if request.request_id in subjects:
                 scheduling.release_encoder_slots(scheduler.encoder_cache_manager, request)
 
-    left = run_between_steps(objects.find_latest("engine-core"), release_subjects)
+    left = run_between_steps(vllm_objects.find_latest("engine-core"), release_subjects)
     return dict.fromkeys(subjects, left) if left else {}

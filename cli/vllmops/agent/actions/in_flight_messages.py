@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from ...model.healing import HealProof
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..state import engine
 from .dead_io_threads import READER, WRITER
 
@@ -26,8 +26,11 @@ WAITS = {READER: "poll", WRITER: "get"}  # what such a thread calls then
 def prove_queues_empty() -> list[HealProof]:
     """One proof where each queue of this process was empty at some moment."""
     until = time.monotonic() + WITHIN_S
-    core, client = objects.find_latest("engine-core"), objects.find_latest("engine-client")
-    if core is None and objects.find_latest("scheduler") is not None:
+    core, client = (
+        vllm_objects.find_latest("engine-core"),
+        vllm_objects.find_latest("engine-client"),
+    )
+    if core is None and vllm_objects.find_latest("scheduler") is not None:
         return []  # its queues can't be seen
     ends: list[Callable[[], bool]] = []
     for name, thread in (("input_queue", READER), ("output_queue", WRITER)):

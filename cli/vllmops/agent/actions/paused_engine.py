@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ...model.healing import HealProof
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..hooks.request_gate import gate
 from ..state import engine
 from ..versions.engine import has_dropped_weights
@@ -17,7 +17,7 @@ TIMEOUT_S = 60.0  # weights come back from the host's memory
 
 def find_paused_engine() -> list[HealProof]:
     """One proof where this process's engine rests."""
-    scheduler = objects.find_latest("scheduler")
+    scheduler = vllm_objects.find_latest("scheduler")
     if scheduler is None or not engine.is_paused_or_asleep(scheduler):
         return []
     state = engine.observe_engine()
@@ -44,7 +44,7 @@ def find_pausing_request() -> list[HealProof]:
 
 def find_dropped_weights() -> list[HealProof]:
     """One proof where a worker of this process sleeps without its weights."""
-    if not any(map(has_dropped_weights, objects.list_objects("worker"))):
+    if not any(map(has_dropped_weights, vllm_objects.list_objects("worker"))):
         return []
     return [
         HealProof(

@@ -16,10 +16,10 @@ from typing import Any, TypeAlias
 
 from ...model.healing import HealProof
 from ...support.background import call_in_thread
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..state import engine
-from ..versions import kv_transfers as adapter
-from . import heap_search as books
+from ..versions import kv_transfers
+from . import heap_search
 from .engine_thread import run_before_call
 
 # A load takes less; one that native code alone knows has so long at least.
@@ -33,18 +33,20 @@ _asked: dict[Address, Future[bool]] = {}  # whose answer has not come
 
 def find_lost_loads() -> list[HealProof]:
     """The requests of a scheduler whose sender is gone, or of which its connector knows nothing."""
-    scheduler, now = objects.find_latest("scheduler"), time.time()
+    scheduler, now = vllm_objects.find_latest("scheduler"), time.time()
     if scheduler is None or engine.is_paused_or_asleep(scheduler):
         return []
     waiting = [
-        one for one in adapter.list_loading_requests(scheduler) if now - one.arrival_time >= LEAST_S
+        one
+        for one in kv_transfers.list_loading_requests(scheduler)
+        if now - one.arrival_time >= LEAST_S
     ]
     if not (waiting := waiting[:MOST]):
         return []
     names, kept = [request.request_id for request in waiting], set[str]()
-    if not adapter.is_keyed_by_request(scheduler.connector):
+    if not kv_transfers.is_keyed_by_request(scheduler.connector):
         kept = find_tracked_requests(scheduler.connector, names)
-    peers = [adapter.find_sender_address(scheduler, request) for request in waiting]
+    peers = [kv_transfers.find_sender_address(scheduler, request) for request in waiting]
     gone = find_refusing_addresses({peer for peer in peers if peer})
     return [
         proof
@@ -75,7 +77,7 @@ def prove_lost_load(
         what += f"; {where}, which has them, refuses connections"
         why = f"the server that has its KV blocks, {where}, is gone: send it again"
     else:
-        policy = adapter.find_failure_policy(scheduler)
+        policy = kv_transfers.find_failure_policy(scheduler)
         what += f"; the connector knows no such load; kv_load_failure_policy: {policy}"
     steps = engine.find_current_step(scheduler)
     preemptions, computed_tokens = request.num_preemptions, request.num_computed_tokens
@@ -84,7 +86,7 @@ def prove_lost_load(
         evidence=what,
         client_message=why,
         progress_key=f"{id(request)} {preemptions} {computed_tokens} {bool(dead_address)}",
-        rises=None if steps is None else steps // adapter.get_max_concurrent_steps(scheduler),
+        rises=None if steps is None else steps // kv_transfers.get_max_concurrent_steps(scheduler),
     )
 
 
@@ -115,7 +117,7 @@ def is_refusing_connections(address: Address) -> bool:
 
 def find_known_loads(names: Sequence[str]) -> list[HealProof]:
     """One proof where this process has the workers' part of a connector: the loads it knows."""
-    connector = adapter.find_worker_connector()
+    connector = kv_transfers.find_worker_connector()
     if connector is None:
         return []
     kept = sorted(find_tracked_requests(connector, names))
@@ -124,16 +126,18 @@ def find_known_loads(names: Sequence[str]) -> list[HealProof]:
 
 def find_tracked_requests(connector: Any, names: Sequence[str]) -> set[str]:
     """The requests whose load a connector may know: all, where not all of it can be seen."""
-    own = books.find_mentioned_names(
-        [connector], names, allow_native=adapter.is_keyed_by_request(connector)
+    own = heap_search.find_mentioned_names(
+        [connector], names, allow_native=kv_transfers.is_keyed_by_request(connector)
     )
-    others = books.find_mentioned_names(books.list_thread_values(), names, allow_native=True)
+    others = heap_search.find_mentioned_names(
+        heap_search.list_thread_values(), names, allow_native=True
+    )
     return set(names) if own is None or others is None else own | others
 
 
 def fail_lost_loads(subjects: list[str]) -> dict[str, str]:
     """Have the next step's output say that these loads failed; returns why that was not done."""
-    scheduler = objects.find_latest("scheduler")
+    scheduler = vllm_objects.find_latest("scheduler")
     names = {proof.subject for proof in find_lost_loads() if not proof.client_message} & set(
         subjects
     )
@@ -141,7 +145,7 @@ def fail_lost_loads(subjects: list[str]) -> dict[str, str]:
         return {}
 
     def report_failed_loads(plan: Any, output: Any) -> tuple[Any, Any]:
-        return plan, adapter.add_failed_loads(scheduler, output, names)
+        return plan, kv_transfers.add_failed_loads(scheduler, output, names)
 
     left = run_before_call(scheduler, "update_from_output", report_failed_loads)
     return dict.fromkeys(names, left) if left else {}

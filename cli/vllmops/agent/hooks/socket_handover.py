@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from ...model.socket_handover import LISTEN
-from . import vllm_objects as objects
+from . import vllm_objects
 from .import_hook import when_imported
 from .request_gate import gate
 
@@ -25,10 +25,10 @@ _servers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def install_hooks() -> None:
     """Remember the servers of this process; take a socket that it was started with."""
-    when_imported("uvicorn.server", objects.catch_errors(hook_uvicorn))
+    when_imported("uvicorn.server", vllm_objects.catch_errors(hook_uvicorn))
     if os.environ.get(LISTEN):
         for name in MODULES:
-            when_imported(name, objects.catch_errors(hook_socket_creation))
+            when_imported(name, vllm_objects.catch_errors(hook_socket_creation))
 
 
 def hook_uvicorn(module: ModuleType) -> None:

@@ -12,13 +12,13 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from ..versions import requests as adapter
-from . import vllm_objects as objects
+from ..versions import requests
+from . import vllm_objects
 
 
 def install_hook() -> None:
     """Hook the front end, once its module is imported."""
-    objects.when_symbol_imported("engine-client", hook_front_end)
+    vllm_objects.when_symbol_imported("engine-client", hook_front_end)
 
 
 def hook_front_end(module: ModuleType) -> None:
@@ -35,7 +35,7 @@ def hook_front_end(module: ModuleType) -> None:
             parent = args[1] if len(args) > 1 else None  # of several choices (n)
             with suppress(Exception):  # the engine is told, too, where its id can be encoded
                 await self.abort([(parent or request).request_id], internal=True)
-            raise adapter.make_validation_error(
+            raise requests.make_validation_error(
                 f"this request can't be sent to the engine: {error}"
             ) from error
 

@@ -15,9 +15,8 @@ from types import ModuleType
 from typing import Any
 
 from ..log import log
-from ..versions import features
-from ..versions import module_locations as places
-from . import request_gate as gate
+from ..versions import features, module_locations
+from . import request_gate
 from .import_hook import when_imported
 
 # kind -> {id: weak reference}; no WeakSet, because vLLM's caches are unhashable.
@@ -47,17 +46,17 @@ def hook_constructors(on_new_object: Callable[[], None]) -> None:
     _tell = on_new_object
     for kind in KINDS:
         when_symbol_imported(
-            kind, functools.partial(hook_constructor, kind, places.PLACES[kind].name)
+            kind, functools.partial(hook_constructor, kind, module_locations.PLACES[kind].name)
         )
-    when_imported("fastapi.applications", catch_errors(gate.hook_fastapi))
+    when_imported("fastapi.applications", catch_errors(request_gate.hook_fastapi))
 
 
 def when_symbol_imported(kind: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action(module)`` once the module is imported that defines one of `places.PLACES`.
+    """Call ``action(module)`` once a module of `module_locations.PLACES` for `kind` is imported.
 
     Never, where this vLLM has no such module.
     """
-    if module := places.find_symbol_module(kind):
+    if module := module_locations.find_symbol_module(kind):
         when_imported(module, catch_errors(action))
 
 

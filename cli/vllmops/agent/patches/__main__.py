@@ -10,17 +10,17 @@ import sys
 
 import msgspec
 
-from ..hooks import vllm_objects as objects
-from ..versions import module_locations as places
+from ..hooks import vllm_objects
+from ..versions import module_locations
 from . import registry
 
 
 def main() -> None:
     importlib.import_module("vllm")
-    objects.report_compatibility()
+    vllm_objects.report_compatibility()
     registry.install_patches()
     for patch in registry.PATCHES.values():
-        for name in filter(None, map(places.find_existing_module, patch.modules)):
+        for name in filter(None, map(module_locations.find_existing_module, patch.modules)):
             importlib.import_module(name)
     answer = msgspec.structs.replace(registry.observe_patches(verify=True), role="here")
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(answer) + b"\n")

@@ -11,12 +11,11 @@ from types import ModuleType
 
 from ...model.patches import PatchReport, PatchState, ProcessPatches
 from ...support.errors import VllmopsError
-from .. import cost as account
+from .. import cost
 from ..hooks.import_hook import when_imported
 from ..hooks.vllm_objects import problems, report_problem, report_unsupported
 from ..identity import detect_role
-from ..versions import features
-from ..versions import module_locations as places
+from ..versions import features, module_locations
 from . import (
     broadcast_recheck,
     encoder_decoder_free_order,
@@ -81,7 +80,7 @@ def install_patches(withheld: Mapping[str, str] | None = None) -> None:
     for name in sorted(read_disabled_patches() - PATCHES.keys()):
         report_problem(f"{OFF} names an unknown patch: {name}")
     for patch in PATCHES.values():
-        present = list(filter(None, map(places.find_existing_module, patch.modules)))
+        present = list(filter(None, map(module_locations.find_existing_module, patch.modules)))
         for name in present:
             when_imported(name, partial(patch_module, patch))
         if not present:
@@ -147,8 +146,8 @@ def observe_patches(*, verify: bool = False) -> ProcessPatches:
         patches=[merge_verdicts(verdicts[name]) for name in PATCHES if name in verdicts],
         seconds=_spent_s,
         problems=tuple(problems),
-        cpu_s=account.measure_cpu_s(),
-        repairs=dict(account.repairs),
+        cpu_s=cost.measure_cpu_s(),
+        repairs=dict(cost.repairs),
     )
 
 

@@ -31,7 +31,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from ...model import step_recording as steps
+from ...model import step_recording
 from ...model.step_recording import (
     ENDED,
     EXECUTING,
@@ -44,7 +44,7 @@ from ...model.step_recording import (
 )
 from ...support.background import ErrorReporter
 from ...support.files import lock_file, open_regular_file, read_private_file
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..identity import find_standing, make_process_fields, read_own_identity
 from ..log import log
 from ..versions.engine import count_requests_by_state, kv_cache_usage
@@ -52,7 +52,7 @@ from ..versions.engine import count_requests_by_state, kv_cache_usage
 KEPT = 8  # recordings of processes that have ended
 KEPT_S = 24 * 3600.0
 NEW_S = 60.0
-SIZE = steps.RECORD.size
+SIZE = step_recording.RECORD.size
 _pwrite = ctypes.PyDLL(None, use_errno=True).pwrite
 _pwrite.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_ssize_t)
 _pwrite.restype = ctypes.c_ssize_t
@@ -87,7 +87,7 @@ class StepRecorder:
     def __init__(self, directory: Path) -> None:
         remove_old_recordings(directory)
         identity = read_own_identity()
-        self.path = directory / steps.make_recording_name(identity)
+        self.path = directory / step_recording.make_recording_name(identity)
         # The lock shows that the process lives, also to other containers; the kernel drops it.
         fd = lock_file(self.path)
         if fd is None:
@@ -101,7 +101,7 @@ class StepRecorder:
             standing=find_standing(),
         )
         os.ftruncate(fd, 0)
-        os.pwrite(fd, msgspec.json.encode(self.head).ljust(steps.HEAD_BYTES), 0)
+        os.pwrite(fd, msgspec.json.encode(self.head).ljust(step_recording.HEAD_BYTES), 0)
         self.reporter = ErrorReporter("the engine's steps can't be recorded", log.warning)
         self.run: StepAccumulator | None = None
         self.open_steps: dict[int, StepAccumulator] = {}
@@ -112,7 +112,7 @@ class StepRecorder:
         self.turn = threading.Lock()
         # What the heartbeat's thread is to write; None where the engine's does.
         self.queued_writes: Aside | None = (
-            None if is_local_filesystem(directory) else Aside(maxlen=steps.SLOTS)
+            None if is_local_filesystem(directory) else Aside(maxlen=step_recording.SLOTS)
         )
 
     def begin_step(self, scheduler: Any) -> StepAccumulator:
@@ -187,7 +187,7 @@ class StepRecorder:
 
     def read_content(self) -> bytes:
         """Of the file, with what is not written yet."""
-        found = bytearray(read_private_file(self.path, None, steps.FILE_BYTES))
+        found = bytearray(read_private_file(self.path, None, step_recording.FILE_BYTES))
         for content, offset in tuple(self.queued_writes or ()):
             found[offset : offset + len(content)] = content
         if late := self.unwritten_steps:
@@ -203,7 +203,7 @@ class StepRecorder:
             number = ctypes.get_errno()
             self.reporter.report(OSError(number, os.strerror(number)))
         if (took_s := monotonic() - began) > SLOW_S:
-            self.queued_writes = Aside(maxlen=steps.SLOTS)
+            self.queued_writes = Aside(maxlen=step_recording.SLOTS)
             log.warning(
                 "vllmops: the engine's steps are written once a second from now on: a write to %s "
                 "took %.1f s",
@@ -237,7 +237,7 @@ def install_recorder(make_directory: Callable[[], Path]) -> None:
     """
     global _place  # noqa: PLW0603
     _place = make_directory
-    objects.when_symbol_imported("scheduler", hook_scheduler)
+    vllm_objects.when_symbol_imported("scheduler", hook_scheduler)
 
 
 def hook_scheduler(module: ModuleType) -> None:
@@ -298,7 +298,7 @@ def stop_recording(error: Exception) -> None:
     """Record no more."""
     global _recorder, _off
     _recorder, _off = None, True
-    objects.report_problem(f"the engine's steps are not recorded: {error!r}")
+    vllm_objects.report_problem(f"the engine's steps are not recorded: {error!r}")
 
 
 def reset_after_fork() -> None:
@@ -313,7 +313,7 @@ def reset_after_fork() -> None:
 def remove_old_recordings(directory: Path) -> None:
     """Remove recordings of processes that have ended, except the newest of the last day."""
     ended: list[tuple[float, Path]] = []
-    for path in directory.glob(f"*{steps.SUFFIX}"):
+    for path in directory.glob(f"*{step_recording.SUFFIX}"):
         with suppress(OSError):
             modified = path.lstat().st_mtime
             # Without the check, the lock would open a FIFO; a new file may not be locked yet.

@@ -19,7 +19,7 @@ import msgspec
 
 from ...model.cache_comparison import CacheComparison, CompareRequest, ComparisonSample
 from ...model.caches import ProcessCaches
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..hooks.request_gate import Arrival, gate
 from ..identity import make_process_fields
 from ..versions import engine as adapter
@@ -35,8 +35,8 @@ DECODER = msgspec.msgpack.Decoder(ProcessCaches)
 
 def install_hooks() -> None:
     """Hook the front end and the engine, once their modules are imported."""
-    objects.when_symbol_imported("engine-client", hook_front_end)
-    objects.when_symbol_imported("engine-core", hook_engine)
+    vllm_objects.when_symbol_imported("engine-client", hook_front_end)
+    vllm_objects.when_symbol_imported("engine-core", hook_engine)
 
 
 def hook_front_end(module: ModuleType) -> None:
@@ -78,7 +78,7 @@ def observe_engine_caches(core: Any, deadline: float) -> list[bytes | str]:
     try:
         # One try: this is the engine's own thread, and a second try would delay its step.
         answers: list[bytes | str] = [ENCODER.encode(caches.observe_caches(keys=True, tries=1))]
-        if not objects.list_objects("worker"):
+        if not vllm_objects.list_objects("worker"):
             # No timeout, and no method that a worker might lack: after a failed call, vLLM takes
             # the other workers' answers to it for answers to the next call.
             answers += core.model_executor.collective_rpc(make_worker_function())

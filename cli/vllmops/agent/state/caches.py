@@ -27,10 +27,9 @@ from ...model.caches import (
     WorkerEncoderCache,
 )
 from ...rules.caches import check_cache
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..identity import detect_role, make_process_fields
-from ..versions import encoder_caches as encoders
-from ..versions import ranks
+from ..versions import encoder_caches, ranks
 from ..versions.engine import is_text_only
 from . import engine
 
@@ -48,7 +47,7 @@ def observe_caches(*, keys: bool = False, tries: int = TRIES) -> ProcessCaches:
         tries: how often to read a cache that contradicts itself.
     """
     caches: list[Cache] = []
-    problems = list(objects.problems)
+    problems = list(vllm_objects.problems)
     for take, holder in list_cache_readers(keys):
         try:
             if (cache := observe_until_consistent(take, holder, tries)) is not None:
@@ -74,10 +73,12 @@ def list_cache_readers(keys: bool) -> list[tuple[Callable[[Any], Cache | None], 
     """Each object, and the function that reads its cache."""
     held: list[tuple[Callable[[Any], Cache | None], Any]] = [
         (partial(observe_multimodal_cache, keys=keys), cache)
-        for cache in objects.list_objects("mm-cache")
+        for cache in vllm_objects.list_objects("mm-cache")
     ]
-    held += [(observe_encoder_cache, scheduler) for scheduler in objects.list_objects("scheduler")]
-    held += [(observe_encoder_outputs, worker) for worker in objects.list_objects("worker")]
+    held += [
+        (observe_encoder_cache, scheduler) for scheduler in vllm_objects.list_objects("scheduler")
+    ]
+    held += [(observe_encoder_outputs, worker) for worker in vllm_objects.list_objects("worker")]
     return held
 
 
@@ -234,7 +235,7 @@ def observe_encoder_cache(scheduler: Any) -> EncoderCache | EncoderDecoderCache 
     if manager is None:
         return None
     own = vars(manager)
-    if (lists := encoders.find_key_lists(manager)) is not None:
+    if (lists := encoder_caches.find_key_lists(manager)) is not None:
         own, *lists = read_atomically((dict, own), *((list, held) for held in lists))
         return EncoderDecoderCache(
             name=type(manager).__name__,
@@ -242,7 +243,10 @@ def observe_encoder_cache(scheduler: Any) -> EncoderCache | EncoderDecoderCache 
             free_slots=own["num_free_slots"],
             passing=[key for held in lists for key in held],
         )
-    embeds, inputs = encoders.find_slots_by_key(manager), encoders.find_inputs_by_request(manager)
+    embeds, inputs = (
+        encoder_caches.find_slots_by_key(manager),
+        encoder_caches.find_inputs_by_request(manager),
+    )
     own, keys, references, by_key, freeable, holders, numbers, requests = read_atomically(
         (dict, own),
         (list, manager.cached),
@@ -276,7 +280,7 @@ def observe_encoder_cache(scheduler: Any) -> EncoderCache | EncoderDecoderCache 
 
 def observe_encoder_outputs(worker: Any) -> WorkerEncoderCache | None:
     """A worker's encoder outputs, of either model runner; None without a runner or a cache."""
-    outputs = encoders.find_outputs_by_key(worker)
+    outputs = encoder_caches.find_outputs_by_key(worker)
     if outputs is None:
         return None
     keys, tensors = read_atomically((list, outputs), (list, outputs.values()))
@@ -291,7 +295,7 @@ def observe_encoder_outputs(worker: Any) -> WorkerEncoderCache | None:
 
 def find_cache_setup() -> CacheSetup | None:
     """The settings that decide which caches this server has, from vLLM's config."""
-    holder = objects.find_latest("scheduler") or objects.find_latest("worker")
+    holder = vllm_objects.find_latest("scheduler") or vllm_objects.find_latest("worker")
     config = getattr(holder, "vllm_config", None)
     if config is None:
         return None

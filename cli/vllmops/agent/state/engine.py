@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ...model.agent_state import STORE_AWAY, EngineState, Traffic
-from ..hooks import socket_handover as handover
-from ..hooks import vllm_objects as objects
+from ..hooks import socket_handover, vllm_objects
 from ..hooks.request_gate import gate
 from ..identity import detect_role
-from ..recording import step_recorder as recorder
-from ..versions import engine as adapter
+from ..recording import step_recorder
+from ..versions import engine
 
 T = TypeVar("T")
 
@@ -21,11 +20,11 @@ MOST_OF_ID = 64  # characters; a heartbeat has room for little more
 
 def observe_engine() -> EngineState:
     """The state of this process's engine; None for each attribute of an unknown shape."""
-    scheduler = objects.find_latest("scheduler")
+    scheduler = vllm_objects.find_latest("scheduler")
     if scheduler is None:
         return EngineState()
     executor, kv_cache = (
-        objects.find_latest("executor"),
+        vllm_objects.find_latest("executor"),
         getattr(scheduler, "kv_cache_manager", None),
     )
     running, waiting = count_requests(scheduler)
@@ -36,7 +35,7 @@ def observe_engine() -> EngineState:
         current_step=find_current_step(scheduler),
         pause_state=read_or_none(lambda: str(scheduler.pause_state.name).lower()),
         sleeping=read_or_none(lambda: executor and bool(executor.is_sleeping)),
-        kv_cache_usage=read_or_none(lambda: adapter.kv_cache_usage(scheduler)),
+        kv_cache_usage=read_or_none(lambda: engine.kv_cache_usage(scheduler)),
         kv_cache_blocks=read_or_none(lambda: kv_cache and int(kv_cache.block_pool.num_gpu_blocks)),
         prefix_caching=read_or_none(lambda: kv_cache and bool(kv_cache.enable_caching)),
         max_running=read_or_none(lambda: int(scheduler.max_num_running_reqs)),
@@ -65,7 +64,7 @@ class ProgressTracker:
         Args:
             now: monotonic, in seconds.
         """
-        scheduler = objects.find_latest("scheduler")
+        scheduler = vllm_objects.find_latest("scheduler")
         if scheduler is None:
             return None, None, None, None
         running, waiting = count_requests(scheduler)
@@ -75,7 +74,7 @@ class ProgressTracker:
             name: known if (known := before.get(name)) and known[0] == count else (count, now)
             for name, count in tokens.items()
         }
-        computed = recorder.count_computed_tokens(scheduler)
+        computed = step_recorder.count_computed_tokens(scheduler)
         seen = (tokens, running, waiting) if computed is None else computed
         # vLLM counts an idle streaming session as waiting, too.
         listening = read_or_none(lambda: int(scheduler.num_waiting_for_streaming_input)) or 0
@@ -132,7 +131,7 @@ def is_paused_or_asleep(scheduler: Any) -> bool:
 
 def is_asleep() -> bool:
     """Whether this process's engine is asleep."""
-    return bool(read_or_none(lambda: objects.find_latest("executor").is_sleeping))  # type: ignore[union-attr]
+    return bool(read_or_none(lambda: vllm_objects.find_latest("executor").is_sleeping))  # type: ignore[union-attr]
 
 
 def count_tokens_by_request(scheduler: Any) -> dict[str, int]:
@@ -142,17 +141,17 @@ def count_tokens_by_request(scheduler: Any) -> dict[str, int]:
 
 def count_handed_requests() -> int | None:
     """Requests that this API server has handed to its engines; None in other processes."""
-    client = objects.find_latest("engine-client")
+    client = vllm_objects.find_latest("engine-client")
     if client is None:
         return None
-    return read_or_none(lambda: adapter.count_unfinished_requests(client))
+    return read_or_none(lambda: engine.count_unfinished_requests(client))
 
 
 def find_oldest_request_id() -> str:
     """The id of the oldest of them, of a long one the ends; empty without one."""
-    client = objects.find_latest("engine-client")
+    client = vllm_objects.find_latest("engine-client")
     name = (
-        "" if client is None else read_or_none(lambda: adapter.find_oldest_request_id(client)) or ""
+        "" if client is None else read_or_none(lambda: engine.find_oldest_request_id(client)) or ""
     )
     # A client may choose it, and vLLM adds to it on both sides what tells requests apart.
     return name if len(name) <= MOST_OF_ID else name[: MOST_OF_ID // 2] + name[-MOST_OF_ID // 2 :]
@@ -165,12 +164,12 @@ def measure_rendering_s(now: float) -> float | None:
 
 def explain_unreadiness() -> str:
     """Why new requests had better go to another server; empty if this process knows no reason."""
-    scheduler = objects.find_latest("scheduler")
+    scheduler = vllm_objects.find_latest("scheduler")
     if scheduler is not None and is_paused_or_asleep(scheduler):
         return "asleep" if is_asleep() else "paused"
     if gate.is_closed:
         return "draining"
-    refuses = read_or_none(lambda: objects.find_latest("responses").store.refuses)  # type: ignore[union-attr]
+    refuses = read_or_none(lambda: vllm_objects.find_latest("responses").store.refuses)  # type: ignore[union-attr]
     return STORE_AWAY if refuses else ""
 
 
@@ -183,7 +182,7 @@ def observe_traffic() -> Traffic:
         engine_requests=count_handed_requests(),
         started_requests=gate.started_requests,
         draining=gate.is_closed,
-        serves=handover.is_accepting_connections(),
+        serves=socket_handover.is_accepting_connections(),
     )
 
 
@@ -198,7 +197,7 @@ def require_front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
     Raises:
         RuntimeError: this process has none.
     """
-    client = objects.find_latest("engine-client")
+    client = vllm_objects.find_latest("engine-client")
     handler = getattr(client, "output_handler", None)
     if client is None or handler is None:
         raise RuntimeError("this process has no engine client")
@@ -210,7 +209,7 @@ def require_front_end() -> tuple[Any, asyncio.AbstractEventLoop]:
 
 def count_requests(scheduler: Any) -> tuple[int | None, int | None]:
     """Requests running and waiting."""
-    return read_or_none(lambda: adapter.count_requests(scheduler)) or (None, None)
+    return read_or_none(lambda: engine.count_requests(scheduler)) or (None, None)
 
 
 def find_current_step(scheduler: Any) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...model.memory import AgentMemory, CacheUsage, GcGeneration, RequestCounts, StoreCounts
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..identity import create_time
 from . import caches, engine
 
@@ -21,7 +21,7 @@ CHECKED = 2000
 
 def observe_memory() -> AgentMemory:
     """The answer to ``GET /memory``; what can't be read is listed in ``problems``."""
-    problems = list(objects.problems)
+    problems = list(vllm_objects.problems)
 
     def read_or_report(subject: str, read: Callable[[], Any]) -> Any:
         try:
@@ -47,15 +47,17 @@ def observe_memory() -> AgentMemory:
 
 def count_live_requests() -> RequestCounts | None:
     """The live ``Request`` objects; None without a scheduler, or where the agent does not count."""
-    scheduler, since = objects.find_latest("scheduler"), objects.hooked.get("request")
+    scheduler, since = vllm_objects.find_latest("scheduler"), vllm_objects.hooked.get("request")
     if scheduler is None or since is None:
         return None
-    alive = objects.count_objects("request")
+    alive = vllm_objects.count_objects("request")
     known = scheduler.requests
     if alive > CHECKED:
         finished = max(alive - len(known), 0)
     else:
-        finished = sum(is_released(request, known) for request in objects.list_objects("request"))
+        finished = sum(
+            is_released(request, known) for request in vllm_objects.list_objects("request")
+        )
     late_s = round(since - create_time(), 1)
     return RequestCounts(
         alive_requests=alive, finished_alive=finished, known_requests=len(known), late_s=late_s
@@ -74,11 +76,11 @@ def is_released(request: Any, known_requests: dict[str, Any]) -> bool:
 
 def list_size_readers() -> Iterator[tuple[Any, Callable[[Any], CacheUsage | None]]]:
     """Each object, and the function that reads it."""
-    for cache in objects.list_objects("mm-cache"):
+    for cache in vllm_objects.list_objects("mm-cache"):
         yield cache, measure_multimodal_cache
-    for scheduler in objects.list_objects("scheduler"):
+    for scheduler in vllm_objects.list_objects("scheduler"):
         yield scheduler, measure_encoder_cache
-    for worker in objects.list_objects("worker"):
+    for worker in vllm_objects.list_objects("worker"):
         yield worker, measure_encoder_outputs
 
 
@@ -148,7 +150,7 @@ def list_gc_generations() -> tuple[GcGeneration, ...]:
 
 def count_store_entries() -> StoreCounts | None:
     """The entries of the Responses store; None if there is none."""
-    serving = objects.find_latest("responses")
+    serving = vllm_objects.find_latest("responses")
     if serving is None:
         return None
     own = vars(serving)

@@ -23,7 +23,7 @@ from ...model.requests import (
     RequestState,
     WaitCause,
 )
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..hooks.request_gate import Arrival, gate
 from ..identity import make_process_fields
 from ..versions import requests as adapter
@@ -54,13 +54,13 @@ def observe_requests() -> ProcessRequests:
             problems.append(f"the requests of {type(holder).__name__} can't be read: {error!r}")
             return None
 
-    scheduler = objects.find_latest("scheduler")
+    scheduler = vllm_objects.find_latest("scheduler")
     return ProcessRequests(
         pid=os.getpid(),
         **make_process_fields(),
-        front=read_or_report(list_front_requests, objects.find_latest("engine-client")),
+        front=read_or_report(list_front_requests, vllm_objects.find_latest("engine-client")),
         engine=read_or_report(list_engine_requests, scheduler),
-        worker=read_or_report(adapter.list_worker_request_ids, objects.find_latest("worker")),
+        worker=read_or_report(adapter.list_worker_request_ids, vllm_objects.find_latest("worker")),
         leaving=tuple(read_or_report(adapter.list_finished_ids, scheduler) or ()),
         still_s=engine.progress.observe_scheduler(time.monotonic())[3],
         resting=scheduler is not None and engine.is_paused_or_asleep(scheduler),
@@ -172,7 +172,7 @@ def find_bottleneck(scheduler: Any) -> tuple[WaitCause | Literal[""], str]:
 
 def reveal_prompt(request: PromptRequest) -> PromptAnswer:
     """``POST /prompt``: what a client sent; only for who asks for it."""
-    client = objects.find_latest("engine-client")
+    client = vllm_objects.find_latest("engine-client")
     front = client and adapter.find_front_end_request(client, request.id)
     if front is None:
         return PromptAnswer()
@@ -204,7 +204,7 @@ def abort_requests(request: AbortRequest) -> AbortAnswer:
 
 def abort_in_engine(request: AbortRequest) -> AbortAnswer:
     """End requests in this process's engine, as if their API server had asked for it."""
-    scheduler, core = objects.find_latest("scheduler"), objects.find_latest("engine-core")
+    scheduler, core = vllm_objects.find_latest("scheduler"), vllm_objects.find_latest("engine-core")
     if scheduler is None or core is None:
         return AbortAnswer(pid=os.getpid(), ids=[])
     known = [found for name in request.ids if (found := scheduler.requests.get(name))]

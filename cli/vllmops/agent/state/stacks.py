@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from ...model import process_identity as identity
+from ...model import process_identity
 from ...model.stacks import AgentStacks, Frame, ProcessStacks, ThreadStack
 from ..identity import create_time, detect_role, read_own_identity
 
@@ -69,7 +69,7 @@ def shorten_path(path: str, frame: FrameType) -> str:
 def read_thread_state(tid: int | None) -> Literal["active", "idle"]:
     """Whether the kernel runs a thread, or is about to."""
     with suppress(OSError, LookupError):
-        if tid is not None and identity.read_stat_fields(f"self/task/{tid}")[0] == "R":
+        if tid is not None and process_identity.read_stat_fields(f"self/task/{tid}")[0] == "R":
             return "active"
     return "idle"
 

@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import KeyRing
-from vllmops_responses.server import keyring_follower as keys
+from vllmops_responses.server import keyring_follower
 
-from ...collect.agents import admin_token as admin
+from ...collect.agents import admin_token
 from ...model.admin_api import LONGEST_S, PROCESSES, TIMEOUT, Refusal, RefusalBody
 from ...model.agent_socket import BODY_BYTES
 from ...model.keys import ProcessKeys
 from ...support.error_codes import ErrorCode
 from ...support.errors import VllmopsError
 from ...support.numbers import parse_number
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..hooks.import_hook import when_imported
 from ..hooks.request_gate import Scope, Send
 from ..identity import detect_role, find_standing
 from ..log import log
-from . import node_channel as nodes
+from . import node_channel
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -67,13 +67,13 @@ def install_routes(accept: Callable[[KeyRing], ProcessKeys]) -> None:
     Args:
         accept: puts a keyring that an admin sends into the server's own.
     """
-    nodes.set_responder(answer_other_node)
-    place = os.environ.get(admin.PLACE)
+    node_channel.set_responder(answer_other_node)
+    place = os.environ.get(admin_token.PLACE)
     if place and detect_role() == "api":
-        from . import server_members as remote  # noqa: F401, PLC0415 - other processes don't need it; now, as it is slow
+        from . import server_members  # noqa: F401, PLC0415 - other processes don't need it; now, as it is slow
 
         put_before = functools.partial(hook_fastapi, Path(place), accept)
-        when_imported("fastapi.applications", objects.catch_errors(put_before))
+        when_imported("fastapi.applications", vllm_objects.catch_errors(put_before))
 
 
 def hook_fastapi(
@@ -92,7 +92,7 @@ def hook_fastapi(
 
     @functools.wraps(call)
     async def __call__(self: Any, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: N807
-        if scope["type"] != "http" or not scope["path"].startswith(admin.ROUTES):
+        if scope["type"] != "http" or not scope["path"].startswith(admin_token.ROUTES):
             await call(self, scope, receive, send)
             return
         from starlette.requests import Request  # noqa: PLC0415 - other processes don't need it
@@ -114,21 +114,23 @@ async def answer_admin_request(
         token_path: the file with the token.
         accept: as in `install_routes`.
     """
-    from . import server_members as remote  # noqa: PLC0415
+    from . import server_members  # noqa: PLC0415
 
     try:
         await asyncio.to_thread(
             require_admin_token, request.headers.get("authorization", ""), token_path
         )
         match request.method, request.scope["path"]:
-            case "GET", admin.KEYS:
-                return make_json_response(keys.observe_keys())
-            case "POST", admin.KEYS:
-                ring = parse_keyring(await read_body(request, file.MOST_BYTES, "admin.no-ring"))
+            case "GET", admin_token.KEYS:
+                return make_json_response(keyring_follower.observe_keys())
+            case "POST", admin_token.KEYS:
+                ring = parse_keyring(
+                    await read_body(request, keyring_file.MOST_BYTES, "admin.no-ring")
+                )
                 return make_json_response(await asyncio.to_thread(accept, ring))
             case "GET", path if path == PROCESSES:
                 return make_json_response(
-                    await remote.run_in_thread(remote.observe_server_processes)
+                    await server_members.run_in_thread(server_members.observe_server_processes)
                 )
             case ("GET" | "POST") as method, path if path.startswith(f"{PROCESSES}/"):
                 return await forward_to_process(request, method, path.removeprefix(f"{PROCESSES}/"))
@@ -155,15 +157,15 @@ def answer_other_node(
         timeout_s: seconds that the other node waits.
         servers: the ids of the server that it asks about.
     """
-    from . import server_members as remote  # noqa: PLC0415
+    from . import server_members  # noqa: PLC0415
 
     if not set(servers) & set(find_standing().servers):
         error = VllmopsError("agent.gone", "the process that answers is of another server")
-        return nodes.STRANGER, encode_refusal(error)[1]
+        return node_channel.STRANGER, encode_refusal(error)[1]
     try:
         if (method, path) == ("GET", PROCESSES):
-            return 200, msgspec.json.encode(remote.observe_node_processes())
-        return remote.forward_to_agent(
+            return 200, msgspec.json.encode(server_members.observe_node_processes())
+        return server_members.forward_to_agent(
             method, path.removeprefix(f"{PROCESSES}/"), content, timeout_s
         )
     except VllmopsError as error:
@@ -186,7 +188,7 @@ async def forward_to_process(request: Request, method: str, path: str) -> Respon
         method: of it.
         path: its path, from the pid on.
     """
-    from . import server_members as remote  # noqa: PLC0415
+    from . import server_members  # noqa: PLC0415
 
     question = request.scope["query_string"].decode("latin-1")
     content = await read_body(request, BODY_BYTES, "admin.too-large") if method == "POST" else None
@@ -194,8 +196,8 @@ async def forward_to_process(request: Request, method: str, path: str) -> Respon
     with suppress(ValueError):
         timeout_s = parse_number(request.headers.get(TIMEOUT, ""), 0.1, LONGEST_S)
     whole = f"{path}?{question}" if question else path
-    ask = functools.partial(remote.forward_to_agent, method, whole, content, timeout_s)
-    return make_response(*await remote.run_in_thread(ask))
+    ask = functools.partial(server_members.forward_to_agent, method, whole, content, timeout_s)
+    return make_response(*await server_members.run_in_thread(ask))
 
 
 def make_json_response(content: Any, status: int = 200) -> Response:
@@ -216,9 +218,9 @@ def require_admin_token(authorization: str, token_path: Path) -> None:
         VllmopsError: ``admin.refused``, whatever the reason.
     """
     try:
-        expected = f"Bearer {admin.read_admin_token(token_path)}"
+        expected = f"Bearer {admin_token.read_admin_token(token_path)}"
     except VllmopsError as error:
-        objects.report_problem(
+        vllm_objects.report_problem(
             f"admin requests are refused: the admin token can't be read: {error.message}"
         )
         expected = ""
@@ -244,6 +246,6 @@ def parse_keyring(content: bytes) -> KeyRing:
         VllmopsError: ``admin.no-ring``: the body is no keyring.
     """
     try:
-        return file.decode_keyring(content, Path("the request body"))
+        return keyring_file.decode_keyring(content, Path("the request body"))
     except VllmopsError as error:
         raise VllmopsError("admin.no-ring", error.message) from None

@@ -21,12 +21,11 @@ from ...model.roles import Role
 from ...model.server_metrics import MetricsSnapshot, StoreUsage
 from ...model.server_snapshot import ServerSample
 from ...support.errors import VllmopsError
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..hooks.import_hook import when_imported
 from ..log import log
 from ..state import engine
-from ..versions import metrics as adapter
-from ..versions import module_locations as places
+from ..versions import metrics, module_locations
 
 if TYPE_CHECKING:
     from vllmops_responses.store.backend import StoreStats
@@ -52,18 +51,18 @@ class ForwardedAgent:
 
     def fetch_answer(self, method: str, path: str, kind: type[Any]) -> Any:
         """What it answers; raises VllmopsError."""
-        from ...collect.agents import agent_client as agent  # noqa: PLC0415
-        from . import server_members as remote  # noqa: PLC0415
+        from ...collect.agents import agent_client  # noqa: PLC0415
+        from . import server_members  # noqa: PLC0415
 
         try:
-            status, content = remote.forward_to_agent(
+            status, content = server_members.forward_to_agent(
                 method, self.pid_and_address + path, None, TIMEOUT_S
             )
-        except remote.NO_ANSWER as error:
+        except server_members.NO_ANSWER as error:
             raise VllmopsError("agent.broken", str(error)) from error
-        if status != remote.OK:
+        if status != server_members.OK:
             raise VllmopsError("agent.broken", f"it answered {status} to {path}")
-        return agent.decode_answer(f"the agent of pid {self.pid_and_address}", content, kind)
+        return agent_client.decode_answer(f"the agent of pid {self.pid_and_address}", content, kind)
 
 
 class StoreUsageCounter:
@@ -77,7 +76,7 @@ class StoreUsageCounter:
 
     def poll_usage(self) -> StoreUsage | None:
         """What was counted last; never waits."""
-        store: Any = getattr(objects.find_latest("responses"), "store", None)
+        store: Any = getattr(vllm_objects.find_latest("responses"), "store", None)
         now = time.monotonic()
         if self.counting and self.counting.done():
             counting, self.counting = self.counting, None
@@ -111,22 +110,24 @@ def make_store_use(store: ResponseStore, stats: StoreStats) -> StoreUsage:
 
 def install_collector() -> None:
     """Show the server's state in the ``/metrics`` of an API server."""
-    if places.find_symbol_module("metrics") is None:
-        lacks = places.PLACES["metrics"].name
-        objects.report_unsupported(f"the server's state is not in /metrics: there is no {lacks}")
+    if module_locations.find_symbol_module("metrics") is None:
+        lacks = module_locations.PLACES["metrics"].name
+        vllm_objects.report_unsupported(
+            f"the server's state is not in /metrics: there is no {lacks}"
+        )
         return
     collector = BackgroundCollector(
         make_server_observer(), log.warning, locate_shared_file=find_shared_file
     )
-    for module, show in adapter.SHOWN.items():
-        when_imported(module, objects.catch_errors(partial(show, collector)))
-    when_imported(adapter.FORMAT, objects.catch_errors(adapter.cache_escaped_names))
+    for module, show in metrics.SHOWN.items():
+        when_imported(module, vllm_objects.catch_errors(partial(show, collector)))
+    when_imported(metrics.FORMAT, vllm_objects.catch_errors(metrics.cache_escaped_names))
 
 
 def find_shared_file() -> Path | None:
     """The file by which the API servers of this server share what one of them has gathered."""
     # vLLM makes this directory for several API servers; the launcher is their parent.
-    place = os.environ.get(adapter.MULTIPROC_DIR)
+    place = os.environ.get(metrics.MULTIPROC_DIR)
     return Path(place) / f"vllmops-{os.getppid()}" if place else None
 
 
@@ -139,11 +140,11 @@ def make_server_observer() -> Callable[[], tuple[MetricsSnapshot, int]]:
         from ...collect.agents.server_metrics import MetricsCollector  # noqa: PLC0415 - slow, and nobody may ever scrape
         from ...collect.machine import gpu  # noqa: PLC0415
         from ...metrics.metric_values import has_differing_sides  # noqa: PLC0415
-        from . import server_members as remote  # noqa: PLC0415
+        from . import server_members  # noqa: PLC0415
 
         if not viewer:
             viewer.append(MetricsCollector(ForwardedAgent, has_differing_sides))
-        found = remote.observe_server_processes()
+        found = server_members.observe_server_processes()
         seen = ServerSample(
             at_s=time.monotonic(),
             heartbeats=found.heartbeats,

@@ -29,15 +29,14 @@ from typing import Any, cast
 
 import msgspec
 
-from ...collect.agents import admin_token
-from ...collect.agents import agent_client as agent
+from ...collect.agents import admin_token, agent_client
 from ...collect.machine.server_address import parse_serving_mode
 from ...model.admin_api import NODE_PORT, SERVERS, TIMEOUT, USUAL_NODE_PORT
 from ...model.agent_socket import BODY_BYTES
 from ...support import background
 from ...support.background import ErrorReporter
 from .. import identity
-from ..hooks import vllm_objects as objects
+from ..hooks import vllm_objects
 from ..log import log
 from .threaded_server import DaemonThreadingMixIn
 
@@ -78,7 +77,7 @@ def start_listening() -> None:
     try:
         _listening = NodeListener(Path(place), _respond)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:
-        objects.report_problem(
+        vllm_objects.report_problem(
             f"the other nodes can't ask this one: {error}; {NODE_PORT} is its port"
         )
 
@@ -203,7 +202,7 @@ class NodeHandler(BaseHTTPRequestHandler):
         """Do not log requests."""
 
 
-class NodeConnection(agent.DeadlineSocket, ssl.SSLSocket):
+class NodeConnection(agent_client.DeadlineSocket, ssl.SSLSocket):
     """A connection to another node, with a deadline."""
 
 

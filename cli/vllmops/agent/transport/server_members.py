@@ -22,8 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from ... import __version__
-from ...collect.agents import admin_token, membership
-from ...collect.agents import agent_client as agent
+from ...collect.agents import admin_token, agent_client, membership
 from ...collect.machine import proc, processes
 from ...collect.machine.connected_nodes import find_node_addresses
 from ...collect.machine.process_states import find_compilers, observe_process
@@ -48,7 +47,7 @@ from ...model.snapshot_files import DAMAGE
 from ...support import background
 from ...support.errors import VllmopsError
 from ..identity import can_span_nodes, detect_role, find_standing
-from . import node_channel as nodes
+from . import node_channel
 
 T = TypeVar("T")
 
@@ -141,7 +140,7 @@ def observe_node_processes() -> ServerProcesses:
         processes=tuple(map(export_process, local)),
         heartbeats=tuple(
             ProcessHeartbeat(
-                **agent.get_process_fields(process),
+                **agent_client.get_process_fields(process),
                 pid=process.pid,
                 age_s=pulse.age_s,
                 heartbeat=pulse.heartbeat,
@@ -194,7 +193,7 @@ class RemoteNode:
             status, content = self.send_request("GET", PROCESSES, None, NODE_S)
             if status != OK:
                 raise VllmopsError("admin.failed", REFUSALS.decode(content).error.message)
-            self.members = agent.decode_answer(
+            self.members = agent_client.decode_answer(
                 f"the agent of {self.address}", content, ServerProcesses
             )
             self.no_answer_reason, self.has_refused = "", False
@@ -208,8 +207,8 @@ class RemoteNode:
     def send_request(
         self, method: str, path: str, body: bytes | None, timeout_s: float
     ) -> tuple[int, bytes]:
-        """What it answers; raises as `nodes.request_from_node` does."""
-        return nodes.request_from_node(
+        """What it answers; raises as `node_channel.request_from_node` does."""
+        return node_channel.request_from_node(
             self.address,
             method,
             path,
@@ -265,7 +264,7 @@ class RemoteNodes:
             for look in looks:  # no pool: its threads hold up the end of the process
                 look.start()
             for look in looks:
-                look.join(NODE_S + nodes.SLACK_S + 1)
+                look.join(NODE_S + node_channel.SLACK_S + 1)
             return list(self.nodes.values())
 
     def find_node(self, address: str) -> RemoteNode | None:
@@ -372,10 +371,10 @@ def export_process(process: Process) -> ServerProcess:
     return ServerProcess(**seen, start_ticks=process.start_ticks, boot=process.boot)
 
 
-def read_heartbeat(process: Process) -> agent.TimedHeartbeat | None:
+def read_heartbeat(process: Process) -> agent_client.TimedHeartbeat | None:
     """The heartbeat of a process, None if it has none."""
     with suppress(VllmopsError):
-        return agent.read_heartbeat(process) if process.role in ROLES else None
+        return agent_client.read_heartbeat(process) if process.role in ROLES else None
     return None
 
 
@@ -392,7 +391,7 @@ def forward_to_agent(
 
     Raises:
         VllmopsError: ``admin.no-route``, ``agent.gone``, ``agent.node-lost``, or as
-            `agent.open_agent` does.
+            `agent_client.open_agent` does.
     """
     where, _, route = path.partition("/")
     pid, _, address = where.partition("@")
@@ -404,11 +403,12 @@ def forward_to_agent(
     process = None if address else _nearby.find_process(int(pid))
     if process is None:
         raise VllmopsError("agent.gone", f"pid {where} is not a process of this server")
-    reached = agent.open_agent(process, timeout_s=timeout_s)
+    reached = agent_client.open_agent(process, timeout_s=timeout_s)
     status, content = reached.send_request(method, f"/{route}", body)
     if len(content) > ANSWER_BYTES:
         most = f"{ANSWER_BYTES >> 20} MiB"
         raise VllmopsError(
-            "admin.too-large", f"the answer of {agent.format_process_name(process)} exceeds {most}"
+            "admin.too-large",
+            f"the answer of {agent_client.format_process_name(process)} exceeds {most}",
         )
     return status, content

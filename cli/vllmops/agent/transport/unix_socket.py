@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from vllmops_responses.server import keyring_follower as keys
+from vllmops_responses.server import keyring_follower
 
 from ... import __version__
-from ...model import package_versions as packages
+from ...model import package_versions
 from ...model.agent_socket import BODY_BYTES, DIRECTORY, PATH_BYTES, get_socket_directory
 from ...model.agent_state import Heartbeat, Hello, Traffic
 from ...model.cache_comparison import CompareRequest
@@ -37,23 +37,17 @@ from ...support.background import ErrorReporter
 from ...support.errors import VllmopsError
 from ...support.files import read_peer_uid
 from ...support.home import create_missing_folders, resolve_home
-from ..actions import action_table as healing
-from ..actions import blocked_event_loop as event_loop
-from ..actions import cache_repair as repair
-from ..actions import cache_reset as reset
-from ..hooks import socket_handover as handover
-from ..hooks import vllm_objects as objects
+from ..actions import action_table, blocked_event_loop, cache_repair, cache_reset
+from ..hooks import socket_handover, vllm_objects
 from ..hooks.request_gate import gate
 from ..identity import detect_role, find_standing, read_own_identity
 from ..log import log
 from ..patches import registry
-from ..recording import step_recorder as recorder
+from ..recording import step_recorder
 from ..recording.heartbeat import HeartbeatWriter
-from ..state import cache_comparison as compare
-from ..state import caches, engine, memory, requests, stacks
-from ..state import fatal_messages as fatal
+from ..state import cache_comparison, caches, engine, fatal_messages, memory, requests, stacks
 from ..versions import features
-from . import node_channel as nodes
+from . import node_channel
 from .threaded_server import DaemonThreadingMixIn
 
 OLD_S = 24 * 3600.0
@@ -176,7 +170,7 @@ class RunningAgent:
         """Remove the files, unless this is a forked child: they are its parent's."""
         if self.pid == os.getpid():
             self.heartbeat_writer.stop()
-            recorder.flush_recording()
+            step_recorder.flush_recording()
             for path in (self.path, self.heartbeat_writer.path):
                 with suppress(OSError):
                     path.unlink(missing_ok=True)
@@ -196,7 +190,7 @@ _forks_watched = False
 def start_agent() -> None:
     """Start the agent in this process, unless it runs; an error is reported, not raised."""
     global _running, _forks_watched  # noqa: PLW0603
-    nodes.start_listening()
+    node_channel.start_listening()
     if _running is not None or not _starting.acquire(blocking=False):
         return
     try:
@@ -208,7 +202,7 @@ def start_agent() -> None:
         log.debug("vllmops: the agent of pid %d listens on %s", _running.pid, _running.path)
     except (AgentStartError, OSError, RuntimeError, VllmopsError) as error:
         # RuntimeError: no thread can be started. VllmopsError: no home directory is known.
-        objects.report_problem(f"the agent does not start in pid {os.getpid()}: {error}")
+        vllm_objects.report_problem(f"the agent does not start in pid {os.getpid()}: {error}")
     finally:
         _starting.release()
 
@@ -222,9 +216,9 @@ def reset_after_fork() -> None:
     """In a forked child: no thread survives, so the agent starts again with vLLM's next object."""
     global _running, _starting  # noqa: PLW0603
     _starting = threading.Lock()
-    objects.reset_after_fork()
-    recorder.reset_after_fork()
-    nodes.reset_after_fork()
+    vllm_objects.reset_after_fork()
+    step_recorder.reset_after_fork()
+    node_channel.reset_after_fork()
     if _running is not None:
         _running.close_inherited_socket()
     _running = None
@@ -317,7 +311,7 @@ turns = engine.EventLoopMonitor()
 def make_heartbeat(sequence: int, now: float) -> Heartbeat:
     """A heartbeat's content."""
     step, running, waiting, still_s = engine.progress.observe_scheduler(now)
-    recorder.flush_recording()
+    step_recorder.flush_recording()
     return Heartbeat(
         monotonic=now,
         sequence=sequence,
@@ -332,7 +326,7 @@ def make_heartbeat(sequence: int, now: float) -> Heartbeat:
         oldest_request_id=engine.find_oldest_request_id(),
         rendering_s=engine.measure_rendering_s(now),
         loop_s=turns.measure_blocked_s(now),
-        interrupt=event_loop.find_interrupt_signal(),
+        interrupt=blocked_event_loop.find_interrupt_signal(),
         unready=engine.explain_unreadiness(),
     )
 
@@ -347,7 +341,7 @@ def answer_hello() -> Hello:
         vllm_version=features.find_vllm_version(),
         python=platform.python_version(),
         features=FEATURES,
-        problems=tuple(objects.problems),
+        problems=tuple(vllm_objects.problems),
     )
 
 
@@ -355,7 +349,7 @@ def set_draining(request: DrainRequest) -> Traffic:
     """``POST /drain``."""
     gate.draining, gate.rerun = request.should_drain, request.rerun
     if request.leave:
-        handover.stop_accepting_connections()
+        socket_handover.stop_accepting_connections()
     if request.cut:
         gate.cut_off_requests(CUT_S)
     return engine.observe_traffic()
@@ -364,27 +358,27 @@ def set_draining(request: DrainRequest) -> Traffic:
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
 POSTS: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Any]]] = {
     "/abort": (msgspec.json.Decoder(AbortRequest), requests.abort_requests),
-    "/compare": (msgspec.json.Decoder(CompareRequest), compare.compare_caches),
+    "/compare": (msgspec.json.Decoder(CompareRequest), cache_comparison.compare_caches),
     "/drain": (msgspec.json.Decoder(DrainRequest), set_draining),
-    "/heal": (msgspec.json.Decoder(HealRequest), healing.answer_heal),
+    "/heal": (msgspec.json.Decoder(HealRequest), action_table.answer_heal),
     "/prompt": (msgspec.json.Decoder(PromptRequest), requests.reveal_prompt),
-    "/repair": (msgspec.json.Decoder(RepairRequest), repair.repair_caches),
-    "/reset": (msgspec.json.Decoder(ResetRequest), reset.reset_caches),
+    "/repair": (msgspec.json.Decoder(RepairRequest), cache_repair.repair_caches),
+    "/reset": (msgspec.json.Decoder(ResetRequest), cache_reset.reset_caches),
 }
 GETS: dict[str, Callable[[], Any]] = {
     "/hello": answer_hello,
     "/engine": engine.observe_engine,
     "/caches": caches.observe_caches,
     "/caches?keys=1": partial(caches.observe_caches, keys=True),
-    "/keys": keys.observe_keys,
-    "/keys?reload=1": partial(keys.observe_keys, reload=True),
+    "/keys": keyring_follower.observe_keys,
+    "/keys?reload=1": partial(keyring_follower.observe_keys, reload=True),
     "/memory": memory.observe_memory,
-    "/messages": fatal.list_fatal_messages,
-    "/packages": packages.collect_own_packages,
+    "/messages": fatal_messages.list_fatal_messages,
+    "/packages": package_versions.collect_own_packages,
     "/requests": requests.observe_requests,
     "/traffic": engine.observe_traffic,
     "/stacks": stacks.observe_stacks,
-    "/steps": recorder.read_recording,
+    "/steps": step_recorder.read_recording,
     "/patches": registry.observe_patches,
     "/patches?verify=1": partial(registry.observe_patches, verify=True),
     "/heartbeat": lambda: make_heartbeat(-1, time.monotonic()),

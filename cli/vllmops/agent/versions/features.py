@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from . import module_locations as places
+from . import module_locations
 
 
 class Feature(NamedTuple):
@@ -18,7 +18,7 @@ class Feature(NamedTuple):
 
     Args:
         title: in words.
-        needs: keys of `places.PLACES`.
+        needs: keys of `module_locations.PLACES`.
     """
 
     title: str
@@ -68,7 +68,9 @@ def find_missing_features() -> dict[str, list[str]]:
     """The features that this vLLM has another shape for, with the names that it lacks."""
     lacks = {
         feature: [
-            places.PLACES[kind].name for kind in needs if places.find_symbol_module(kind) is None
+            module_locations.PLACES[kind].name
+            for kind in needs
+            if module_locations.find_symbol_module(kind) is None
         ]
         for feature, (_, needs) in FEATURES.items()
     }
@@ -77,7 +79,7 @@ def find_missing_features() -> dict[str, list[str]]:
 
 def find_vllm_version() -> str | None:
     """The version of the imported vLLM."""
-    return getattr(sys.modules.get(places.ROOT), "__version__", None)
+    return getattr(sys.modules.get(module_locations.ROOT), "__version__", None)
 
 
 def describe_untested_version(name: str | None) -> str | None:

@@ -7,7 +7,7 @@ import re
 import sys
 from typing import Any, Final
 
-from . import module_locations as places
+from . import module_locations
 
 STATE: Final = "vllm.distributed.kv_transfer.kv_transfer_state"
 OUTPUTS: Final = "vllm.v1.outputs"
@@ -69,14 +69,15 @@ def is_keyed_by_request(connector: Any) -> bool:
     """Whether the workers' part of a connector keeps each load by its request's id."""
     parts = getattr(connector, "_connectors", None) or [connector]  # of a MultiConnector
     return all(
-        type(part).__name__ in BY_REQUEST and type(part).__module__.startswith(places.ROOT)
+        type(part).__name__ in BY_REQUEST
+        and type(part).__module__.startswith(module_locations.ROOT)
         for part in parts
     )
 
 
 def find_worker_connector() -> Any | None:
     """The workers' part of this process's connector; None without one."""
-    module = sys.modules.get(places.find_existing_module(STATE) or "")
+    module = sys.modules.get(module_locations.find_existing_module(STATE) or "")
     return getattr(module, "_KV_CONNECTOR_AGENT", None)
 
 
@@ -98,7 +99,9 @@ def add_failed_loads(scheduler: Any, output: Any, names: set[str]) -> Any:
     if not lost:
         return output
     ids = {request.request_id for request in lost}
-    kind = vars(sys.modules[places.find_existing_module(OUTPUTS) or OUTPUTS])["KVConnectorOutput"]
+    kind = vars(sys.modules[module_locations.find_existing_module(OUTPUTS) or OUTPUTS])[
+        "KVConnectorOutput"
+    ]
     made = kind() if known is None else copy.copy(known)
     made.finished_recving = over | ids
     if hasattr(made, "failed_recving"):

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from ...model.requests import RequestState
-from . import module_locations as places
+from . import module_locations
 from .engine import get_deferred_queue
 
 # By the name of vLLM's status; a name that is not here counts as waiting, with the name as reason.
@@ -126,7 +126,11 @@ def make_permanent_error(reason: str) -> Exception:
 
 def list_vllm_exceptions() -> dict[str, Any]:
     """What vLLM's module of exceptions has, by name."""
-    return dict(vars(sys.modules.get(places.find_existing_module("vllm.exceptions") or "", object)))
+    return dict(
+        vars(
+            sys.modules.get(module_locations.find_existing_module("vllm.exceptions") or "", object)
+        )
+    )
 
 
 def abort_engine_requests(core: Any, requests: list[Any]) -> None:

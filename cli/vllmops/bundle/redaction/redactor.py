@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
-from . import prompts as said
+from . import prompts
 from .log_lines import LogLineClassifier
 from .secret_blocks import PAIR_LINES, SecretBlockTracker, find_value_above_name
 from .secret_columns import SecretColumnTracker, find_sql_values
@@ -161,7 +161,7 @@ class Redactor:
 
     def redact_log_lines(self, lines: Iterable[str]) -> Iterator[str]:
         """Lines as `redact_log`, one by one."""
-        return said.redact_prompts(self.redact_lines(lines), self.counts)
+        return prompts.redact_prompts(self.redact_lines(lines), self.counts)
 
     def redact_server_log_lines(self, lines: Iterable[str]) -> Iterator[str]:
         """Lines as `redact_server_log`, one by one."""

@@ -57,8 +57,7 @@ from ...support.error_codes import ErrorCode
 from ...support.errors import ExitCode, VllmopsError
 from ...support.files import read_peer_uid, read_private_file
 from ...support.home import format_user, resolve_home
-from ..machine import proc
-from ..machine import ptrace_permission as ptrace
+from ..machine import proc, ptrace_permission
 from ..machine.processes import Process
 
 TIMEOUT_S = 2.0
@@ -688,7 +687,9 @@ def make_absent_error(process: Process, path: Path) -> VllmopsError:
     try:
         proc.has_separate_filesystem(process.pid)
     except PermissionError:
-        why = ptrace.make_refusal_error(process.pid, ptrace.read_rights(process.pid), "status")
+        why = ptrace_permission.make_refusal_error(
+            process.pid, ptrace_permission.read_rights(process.pid), "status"
+        )
         return VllmopsError(
             "agent.unreadable",
             f"the agent of {format_process_name(process)} can't be found: {why.message}",

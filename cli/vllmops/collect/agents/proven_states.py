@@ -11,7 +11,7 @@ from ...model.healing import HealAnswer, HealProof, HealRequest
 from ...support.errors import VllmopsError
 from ..machine.process_states import observe_process
 from ..machine.processes import Process
-from . import agent_client as agent
+from . import agent_client
 
 LOOKS, APART_S = 3, 0.3
 TIMEOUT_S = 5.0
@@ -40,7 +40,7 @@ def collect_cases(processes: Sequence[Process], action: str) -> list[HealCase]:
         proofs = send_heal_request(process, HealRequest(action=action)).proofs
         return [HealCase(process, proof) for proof in proofs]
 
-    answers, _ = agent.collect_answers(filter(is_running_python, processes), fetch_cases)
+    answers, _ = agent_client.collect_answers(filter(is_running_python, processes), fetch_cases)
     return [case for cases in answers for case in cases]
 
 
@@ -50,19 +50,22 @@ def is_running_python(process: Process) -> bool:
     Others do not answer before the time limit.
     """
     try:
-        if not isinstance(process, agent.ProxiedProcess) and observe_process(process).state == "T":
+        if (
+            not isinstance(process, agent_client.ProxiedProcess)
+            and observe_process(process).state == "T"
+        ):
             return False
-        pulse = agent.read_heartbeat(process)
+        pulse = agent_client.read_heartbeat(process)
     except VllmopsError:
         return False
-    return pulse is None or pulse.age_s < agent.BEAT_LATE_S
+    return pulse is None or pulse.age_s < agent_client.BEAT_LATE_S
 
 
 def send_heal_request(
     process: Process, request: HealRequest, timeout_s: float = TIMEOUT_S
 ) -> HealAnswer:
     """Ask one agent; raises VllmopsError."""
-    return agent.open_agent(process, timeout_s=timeout_s).send_heal_request(request)
+    return agent_client.open_agent(process, timeout_s=timeout_s).send_heal_request(request)
 
 
 def select_proven_cases(snapshots: Sequence[Sequence[HealCase]]) -> list[HealCase]:

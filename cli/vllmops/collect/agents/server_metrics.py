@@ -16,8 +16,7 @@ from ...model.ranks import format_process, make_process_key
 from ...model.requests import ProcessRequests
 from ...model.server_metrics import KnownBadVersion, MetricsSnapshot
 from ...model.server_snapshot import ProcessState, ServerSample
-from ...rules import package_versions as packages
-from ...rules import progress
+from ...rules import package_versions, progress
 from ...support.errors import VllmopsError
 from ..machine.processes import ROLES
 
@@ -94,7 +93,7 @@ class MetricsCollector:
             for versions in map(
                 dict, {tuple(installed.items()) for installed in self.versions.values()}
             )
-            for row in packages.find_bad_versions(versions, nodes=nodes)
+            for row in package_versions.find_bad_versions(versions, nodes=nodes)
         }
         return MetricsSnapshot(
             processes=sample.processes,

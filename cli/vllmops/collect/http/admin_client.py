@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from vllmops_responses.keys import keyring_file as file
+from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import KeyRing
 
 from ...model.admin_api import Refusal, RefusalBody
@@ -18,10 +18,10 @@ from ...model.snapshot_files import DAMAGE
 from ...support.error_codes import parse_error_code
 from ...support.errors import ExitCode, VllmopsError
 from ...support.urls import redact_url
-from ..agents import admin_token as admin
+from ..agents import admin_token
 from ..agents.agent_client import DECODERS
 from ..machine.listeners import explain_distrust
-from . import vllm_client as http
+from . import vllm_client
 from .endpoint import Endpoint
 
 # Longer than a server waits for another change of its keyring.
@@ -60,7 +60,7 @@ class AdminClient:
             )
         self.endpoint, self.token = endpoint, token
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self.client = http.make_client(headers, is_remote=not endpoint.local)
+        self.client = vllm_client.make_client(headers, is_remote=not endpoint.local)
 
     def send_request(
         self,
@@ -76,7 +76,7 @@ class AdminClient:
             VllmopsError: ``admin.unreachable`` (5) or ``admin.timeout`` (3).
         """
         try:
-            answer = http.send_request_async(
+            answer = vllm_client.send_request_async(
                 self.client,
                 method,
                 f"{self.endpoint.url}{path}",
@@ -177,7 +177,9 @@ def push_keyring(
             ``admin.no-route``, or the server's own error.
     """
     server = AdminClient(endpoint, token, allow_plain_http=allow_plain_http)
-    answer = server.send_request("POST", admin.KEYS, content=file.encode_keyring(keyring))
+    answer = server.send_request(
+        "POST", admin_token.KEYS, content=keyring_file.encode_keyring(keyring)
+    )
     if answer.is_success:
         try:
             held: ProcessKeys = DECODERS[ProcessKeys].decode(answer.content)

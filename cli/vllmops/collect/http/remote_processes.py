@@ -12,7 +12,7 @@ from ...model.ranks import Placement
 from ...model.roles import Role
 from ...model.snapshot_files import DAMAGE
 from ...support.errors import VllmopsError
-from ..agents import agent_client as agent
+from ..agents import agent_client
 from ..agents.agent_client import Agent, ProxiedProcess, TimedHeartbeat
 from .admin_client import REFUSED, AdminClient
 
@@ -52,7 +52,7 @@ class RemoteServer:
                 self.lost_at = None
                 if not answer.is_success:
                     raise self.admin.make_answer_error(answer)
-                members = agent.decode_answer(
+                members = agent_client.decode_answer(
                     self.admin.endpoint.name, answer.content, ServerProcesses
                 )
                 self.last_answer = time.monotonic(), members

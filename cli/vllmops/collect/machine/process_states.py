@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from ...model import process_identity as identity
+from ...model import process_identity
 from ...model.server_snapshot import ProcessState, ThreadTimeslices
 from . import proc
 from .processes import Process
@@ -32,7 +32,7 @@ def observe_process(process: Process) -> ProcessState:
         **msgspec.structs.asdict(process.place),
     )
     try:
-        fields = identity.read_stat_fields(process.pid)
+        fields = process_identity.read_stat_fields(process.pid)
     except OSError:
         return known
     if int(fields[19]) != process.start_ticks:
@@ -40,7 +40,7 @@ def observe_process(process: Process) -> ProcessState:
     return msgspec.structs.replace(
         known,
         state=fields[0],
-        cpu_s=(int(fields[11]) + int(fields[12])) / identity.TICKS,
+        cpu_s=(int(fields[11]) + int(fields[12])) / process_identity.TICKS,
         main=read_timeslices(process.pid),
         threads=int(fields[17]),
         rss_bytes=int(fields[21]) * os.sysconf("SC_PAGESIZE"),

@@ -22,7 +22,7 @@ from ...model.roles import Role, find_title_role
 from ...model.stacks import DumpOptions, Frame, ProcessStacks, StacksSnapshot, ThreadStack
 from ...support.errors import VllmopsError
 from ...support.lazy_patterns import compile_lazily
-from . import pyspy_json as pyspyjson
+from . import pyspy_json
 from .headings import Heading, parse_heading, parse_inline_heading, parse_same_stack
 from .issue_sections import split_issue_text
 from .stack_lines import (
@@ -271,7 +271,7 @@ def _parse_json(text: str) -> PastedStacks | None:
                 by_pid.setdefault(int(thread.get("pid") or 0), []).append(thread)
         for pid, threads in by_pid.items():
             try:
-                parsed = pyspyjson.parse_dump(msgspec.json.encode(threads))
+                parsed = pyspy_json.parse_dump(msgspec.json.encode(threads))
             except VllmopsError:
                 continue
             info = next((t["process_info"] for t in threads if t.get("process_info")), None)

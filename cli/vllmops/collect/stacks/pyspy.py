@@ -25,14 +25,14 @@ from typing import Any
 import msgspec
 import psutil
 
-from ...model import process_identity as identity
+from ...model import process_identity
 from ...model.stacks import DumpOptions, ProcessStacks, StacksGap, StacksSnapshot, ThreadStack
 from ...support.errors import VllmopsError
-from ..agents import agent_client as agent
+from ..agents import agent_client
 from ..machine import proc
 from ..machine.processes import ROLES, Process
 from ..machine.ptrace_permission import make_refusal_error, read_rights
-from . import pyspy_json as pyspyjson
+from . import pyspy_json
 
 SURE_SHARE = 0.8
 # A killed process ends at once, unless it is stuck in the kernel.
@@ -101,7 +101,9 @@ def dump_stacks(
     """
     options = options or DumpOptions()
     # From elsewhere only agents answer, and in other processes there is none.
-    processes = [p for p in processes if p.role in ROLES or not isinstance(p, agent.ProxiedProcess)]
+    processes = [
+        p for p in processes if p.role in ROLES or not isinstance(p, agent_client.ProxiedProcess)
+    ]
     captured_at, began = time.time(), time.monotonic()
     deadline = began + timeout_s
     with ThreadPoolExecutor(max(len(processes), 1)) as pool:
@@ -121,7 +123,7 @@ def dump_stacks(
 def _dump_process(process: Process, options: DumpOptions, deadline: float) -> ProcessStacks:
     began = time.monotonic()
     try:
-        if isinstance(process, agent.ProxiedProcess):
+        if isinstance(process, agent_client.ProxiedProcess):
             return _fetch_agent_stacks(process, options)
         _require_alive(process)
         try:
@@ -157,8 +159,8 @@ def _dump_local_process(process: Process, options: DumpOptions, deadline: float)
 
 
 def _fetch_agent_stacks(process: Process, options: DumpOptions) -> ProcessStacks:
-    """The stacks that the agent of a process lists; raises as `agent.open_agent` does."""
-    stacks = agent.open_agent(process, timeout_s=AGENT_S).fetch_stacks()
+    """The stacks that the agent of a process lists; raises as `agent_client.open_agent` does."""
+    stacks = agent_client.open_agent(process, timeout_s=AGENT_S).fetch_stacks()
     asked = ("local variables", options.locals), ("native frames", options.native)
     lacking = " and ".join(what for what, wanted in asked if wanted)
     return msgspec.structs.replace(stacks, note=f"without {lacking}") if lacking else stacks
@@ -179,7 +181,7 @@ def _require_alive(process: Process) -> None:
     """Raise unless this same process is alive."""
     try:
         process_ = psutil.Process(process.pid)
-        reused = identity.read_identity(process.pid) != process.identity
+        reused = process_identity.read_identity(process.pid) != process.identity
         zombie = not reused and process_.status() == psutil.STATUS_ZOMBIE
         parent = process_.ppid() if zombie else 0
     except (psutil.NoSuchProcess, ProcessLookupError):
@@ -226,7 +228,7 @@ def _try_dump_modes(
         limit_s = left_s * (1.0 if way is ways[-1] else SURE_SHARE if sure else 0.5)
         command = (program, "dump", "--json", "--pid", str(process.pid), *way, *locals_)
         try:
-            threads = pyspyjson.parse_dump(
+            threads = pyspy_json.parse_dump(
                 _run_pyspy(command, process, limit_s, halted=bool(halted)),
                 with_locals=options.locals,
             )
@@ -267,7 +269,7 @@ def _explain_unstoppable(pid: int, states: str = "tTD") -> str:
     """
     try:
         for task in proc.list_thread_ids(pid):
-            letter = identity.read_stat_fields(f"{pid}/task/{task}")[0]
+            letter = process_identity.read_stat_fields(f"{pid}/task/{task}")[0]
             match letter if letter in states else "":
                 case "t":
                     tracer = proc.read_status(f"{pid}/task/{task}")["TracerPid"]
@@ -335,7 +337,7 @@ def _kill_pyspy(running: subprocess.Popen[bytes]) -> None:
 def _is_traced(pid: int) -> bool:
     """Whether a tracer holds the main thread of a process, and so all of them."""
     with contextlib.suppress(OSError):
-        return identity.read_stat_fields(pid)[0] == "t"
+        return process_identity.read_stat_fields(pid)[0] == "t"
     return False
 
 

@@ -14,7 +14,7 @@ from ...model.caches import ProcessGap
 from ...model.findings import Severity
 from ...model.ranks import format_process, make_process_key
 from ...observe.caches import comparison as compares
-from ...rules import cache_comparison as judge
+from ...rules import cache_comparison
 from ...servers.discovery import resolve_server
 from ...support import output
 from ...support.output import Progress, Result
@@ -91,9 +91,9 @@ def build_comparison_data(
             "handed_over": sum(look.engine_requests for look in lasts),
             "engine": sum(engine.unfinished_requests or 0 for engine in engines.values()),
         },
-        "pairs": merge_unique(map(judge.list_cache_pairs, comparisons)),
-        "findings": merge_unique(map(judge.diagnose_comparison, comparisons)),
-        "notes": merge_unique(map(judge.make_comparison_notes, comparisons)),
+        "pairs": merge_unique(map(cache_comparison.list_cache_pairs, comparisons)),
+        "findings": merge_unique(map(cache_comparison.diagnose_comparison, comparisons)),
+        "notes": merge_unique(map(cache_comparison.make_comparison_notes, comparisons)),
         "silent": gaps,
         "problems": merge_unique(look.problems for look in lasts),
     }
@@ -128,13 +128,13 @@ def render_comparison(data: dict[str, Any]) -> Iterator[RenderableType]:
         if not data["pairs"]:
             yield output.style_text("Nothing to compare.", "yellow")
         else:
-            partly = any(note.code in judge.PARTLY for note in data["notes"])
+            partly = any(note.code in cache_comparison.PARTLY for note in data["notes"])
             partly = partly or data["silent"] or data["problems"]
             where = " in what could be compared" if partly else ""
             yield output.style_text(f"No drift{where}.", "yellow" if where else "green")
 
 
-def make_pair_table(pair: judge.CachePair) -> RenderableType:
+def make_pair_table(pair: cache_comparison.CachePair) -> RenderableType:
     """A table with a column for each side."""
     titles = [
         " ".join(filter(None, ("" if side == role else f"{side}:", role, ranks, str(pid))))

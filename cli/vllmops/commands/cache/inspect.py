@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...collect.machine.processes import is_alive
-from ...model import snapshot_files as files
+from ...model import snapshot_files
 from ...model.caches import (
     Cache,
     CacheSnapshot,
@@ -106,7 +106,7 @@ def inspect(
         agents = agents or caches.CacheAgents(resolve_server(target))
         snapshot = caches.observe_caches(agents, keys=keys or save is not None)
         if save is not None:
-            files.save_snapshot(save, snapshot)
+            snapshot_files.save_snapshot(save, snapshot)
             output.print_to_stderr(f"saved to {save}")
         if snapshot.samples[-1].gaps:
             agents = None
@@ -119,13 +119,14 @@ def load_snapshot(file: Path) -> CacheSnapshot:
     """The cache snapshot in a file: one that --save wrote, or a bundle.
 
     Raises:
-        VllmopsError: as `files.load_snapshot` and `bundle.load_bundle` do, or ``bundle.no-caches``.
+        VllmopsError: as `snapshot_files.load_snapshot` and `bundle_file.load_bundle` do, or
+            ``bundle.no-caches``.
     """
     if not is_gzip(file):
-        return files.load_snapshot(file, CacheSnapshot)
-    from ...bundle import bundle_file as bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
+        return snapshot_files.load_snapshot(file, CacheSnapshot)
+    from ...bundle import bundle_file  # noqa: PLC0415 - slow to import, and needed for a bundle only
 
-    bundled = bundle.load_bundle(file)
+    bundled = bundle_file.load_bundle(file)
     if bundled.caches is None:
         reasons = [unseen.reason for unseen in bundled.gaps if unseen.code.startswith("agent.")]
         raise VllmopsError(

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ...actions import cache_repair as repairs
+from ...actions import cache_repair
 from ...actions.cache_repair import RepairReport
 from ...model.cache_repairs import CacheChange, CacheDefect
 from ...model.findings import Severity, find_worst_severity
 from ...model.ranks import format_process
 from ...model.ranks import make_process_fields as ranked
-from ...rules import caches as judge
+from ...rules import caches
 from ...servers.discovery import resolve_server
 from ...support import output
 from ...support.errors import ExitCode
@@ -50,8 +50,8 @@ def repair(
     server = resolve_server(target)
     with Progress(time.time(), quiet=json_) as progress:
         progress.update(f"{server.label}: searching for faults")
-        report = repairs.repair_caches(server, dry_run=dry_run)
-    findings = judge.diagnose_caches(report.snapshot_after)
+        report = cache_repair.repair_caches(server, dry_run=dry_run)
+    findings = caches.diagnose_caches(report.snapshot_after)
     failed = find_worst_severity(findings) is Severity.ERROR or any(
         cache.reason for process in report.repairs for cache in process.caches
     )
@@ -100,6 +100,6 @@ def describe_change(change: CacheChange) -> str:
     """A change in words."""
     if change.defect is CacheDefect.SIZE_SUM:
         return f"{change.defect}: {change.count:+,.0f} bytes"
-    shown = ", ".join(map(judge.shorten_key, change.keys))
+    shown = ", ".join(map(caches.shorten_key, change.keys))
     more = ", …" if change.count > len(change.keys) else ""
     return f"{change.count:,.0f} {change.defect} ({shown}{more})"

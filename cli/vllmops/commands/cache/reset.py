@@ -10,7 +10,7 @@ import typer
 
 from vllmops_responses.keys.keyring import validate_seconds
 
-from ...collect.agents import agent_client as agent
+from ...collect.agents import agent_client
 from ...collect.machine.processes import Process
 from ...model.cache_resets import ResetAnswer, ResetRequest
 from ...model.caches import ProcessGap
@@ -72,7 +72,11 @@ def reset(
     data = {
         "server": server.label,
         "processes": [
-            {"pid": process.pid, **msgspec.to_builtins(answer), **agent.get_process_fields(process)}
+            {
+                "pid": process.pid,
+                **msgspec.to_builtins(answer),
+                **agent_client.get_process_fields(process),
+            }
             for process, answer in outcome.answers
         ],
         "silent": msgspec.to_builtins(outcome.gaps),
@@ -105,11 +109,13 @@ def request_resets(server: Server, request: ResetRequest) -> ResetAnswers:
     """
 
     def request_reset(process: Process) -> tuple[Process, ResetAnswer]:
-        return process, agent.open_agent(process, timeout_s=request.drain_s + SLACK_S).reset_caches(
-            request
-        )
+        return process, agent_client.open_agent(
+            process, timeout_s=request.drain_s + SLACK_S
+        ).reset_caches(request)
 
-    outcome = ResetAnswers(*agent.collect_answers(server.select_processes(Role.API), request_reset))
+    outcome = ResetAnswers(
+        *agent_client.collect_answers(server.select_processes(Role.API), request_reset)
+    )
     if not outcome.answers and not outcome.gaps:
         raise VllmopsError(
             "reset.no-agent",
@@ -128,7 +134,8 @@ def make_reset_error(
     if not busy and not outcome.gaps:
         return None
     why = [
-        f"{agent.format_process_name(process)} still had {format_count(left, 'request')} in flight "
+        f"{agent_client.format_process_name(process)} still had {format_count(left, 'request')} in "
+        "flight "
         f"after {timeout_s:g} s"
         for process, left in busy
     ]
@@ -139,7 +146,7 @@ def make_reset_error(
     if done:
         code: ErrorCode = "reset.partly"
         what = (
-            f"only {', '.join(map(agent.format_process_name, done))} reset the caches of "
+            f"only {', '.join(map(agent_client.format_process_name, done))} reset the caches of "
             f"{server.label}"
         )
     else:

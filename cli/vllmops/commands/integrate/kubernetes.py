@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from vllmops_responses.keys import keyring_file as keys
+from vllmops_responses.keys import keyring_file
 
 from ...metrics.alerts import AlertFormat, render_alert_rules
 from ...support.errors import VllmopsError
@@ -116,7 +116,9 @@ def kubernetes(
         text = render_alert_rules(AlertFormat.KUBERNETES)
         return Result({"manifest": text}, lambda: [VerbatimText(text.rstrip())])
     if secret is not None:
-        given["keyring"] = base64.b64encode(keys.encode_keyring(keys.load_keyring(secret))).decode()
+        given["keyring"] = base64.b64encode(
+            keyring_file.encode_keyring(keyring_file.load_keyring(secret))
+        ).decode()
         parts = ["secret"]
     else:
         wanted = {"mount": keyring, "debug": debug, "volume": keyring}

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ...model import snapshot_files as files
+from ...model import snapshot_files
 from ...model.findings import Severity
 from ...model.memory import MemoryRecordingHead, MemorySample
 from ...observe.memory import plot
@@ -124,10 +124,12 @@ def record(
     seed = time.time_ns() // 1000 if seed is None else seed
     prepared, built_in = None, False
     if load is not None:
-        from ...observe.memory import load_generators as loads  # noqa: PLC0415 - imports httpx, which only a load needs
+        from ...observe.memory import load_generators  # noqa: PLC0415 - imports httpx, which only a load needs
 
-        built_in = load in loads.KINDS
-        prepared = loads.build_load(load, server, requests=requests, inputs=inputs, seed=seed)
+        built_in = load in load_generators.KINDS
+        prepared = load_generators.build_load(
+            load, server, requests=requests, inputs=inputs, seed=seed
+        )
     else:
         # The server's work goes first.
         os.nice(NICENESS)
@@ -144,7 +146,9 @@ def record(
         tolerance_bytes=tolerance,
     )
     watch = MemorySampler(server)
-    journal = files.Journal(save, head) if save else open_default_journal(server.label, head)
+    journal = (
+        snapshot_files.Journal(save, head) if save else open_default_journal(server.label, head)
+    )
     with Progress(head.started_at, quiet=json_) as progress:
         # A live progress line costs more than the recording.
         progress.plain = progress.plain or rounds is None
@@ -174,7 +178,7 @@ def record(
     raise failure
 
 
-def open_default_journal(label: str, head: MemoryRecordingHead) -> files.Journal | None:
+def open_default_journal(label: str, head: MemoryRecordingHead) -> snapshot_files.Journal | None:
     """The file of a recording without --save; None if it can't be written."""
     try:
         return open_recording(label, head)

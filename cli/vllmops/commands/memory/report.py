@@ -43,11 +43,11 @@ def load_bundled_recording(file: Path) -> MemoryRecording:
     """The recording in a bundle.
 
     Raises:
-        VllmopsError: as `bundle.load_bundle` does, or ``bundle.no-memory``.
+        VllmopsError: as `bundle_file.load_bundle` does, or ``bundle.no-memory``.
     """
-    from ...bundle import bundle_file as bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
+    from ...bundle import bundle_file  # noqa: PLC0415 - slow to import, and needed for a bundle only
 
-    recording = bundle.load_bundle(file).memory
+    recording = bundle_file.load_bundle(file).memory
     if recording is None:
         raise VllmopsError(
             "bundle.no-memory",

@@ -10,7 +10,7 @@ import typer
 
 from ...model.findings import Severity
 from ...model.memory import MemoryRecording
-from ...rules import memory_growth as judge
+from ...rules import memory_growth
 from ...support.output import Result
 from ..findings_view import choose_exit_code
 from ..options import parse_size, validate_output_path
@@ -43,8 +43,8 @@ def make_recording_result(
     plot_path: Path | None,
 ) -> Result:
     """What both commands show of a recording that has ended."""
-    trends = judge.compute_trends(recording, tolerance_bytes)
-    findings = judge.diagnose_memory(recording, trends)
+    trends = memory_growth.compute_trends(recording, tolerance_bytes)
+    findings = memory_growth.diagnose_memory(recording, trends)
     data = {
         **msgspec.to_builtins(recording.head),
         "ended_at": recording.end.ended_at if recording.end else None,

@@ -10,7 +10,7 @@ from ...support.errors import make_usage_error
 from ...support.output import Json, Result
 from ..multi_target import run_per_target
 from ..options import Target
-from . import version_table as tested
+from . import version_table
 from .patch_states import build_patches_data, fetch_patches, render_patches
 
 Versions = Annotated[
@@ -35,6 +35,6 @@ def list_patches(
             raise make_usage_error(
                 "--versions shows what was tested, not a server", "vllmops patches list --versions"
             )
-        return Result(tested.build_versions_data(), tested.render_versions)
+        return Result(version_table.build_versions_data(), version_table.render_versions)
     processes, silent = fetch_patches(target, verify=False, quiet=json_)
     return Result(build_patches_data(processes, silent), lambda: render_patches(processes, silent))

@@ -13,7 +13,7 @@ import msgspec
 
 from ...agent.patches.registry import PATCHES
 from ...agent.versions.features import describe_untested_version
-from ...collect.agents import agent_client as agent
+from ...collect.agents import agent_client
 from ...collect.machine.processes import ROLES
 from ...model.caches import ProcessGap
 from ...model.patches import PatchReport, PatchState, ProcessPatches
@@ -50,9 +50,9 @@ def fetch_patches(
     if target is None:
         return [inspect_local_patches(quiet=quiet)], []
     server = resolve_server(target)
-    patches, silent = agent.collect_answers(
+    patches, silent = agent_client.collect_answers(
         server.select_processes(*ROLES),
-        lambda process: agent.open_agent(process).fetch_patches(verify=verify),
+        lambda process: agent_client.open_agent(process).fetch_patches(verify=verify),
     )
     if not patches:
         reasons = "; ".join(dict.fromkeys(process.reason for process in silent))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...actions.request_abort import AbortOutcome, abort_requests
-from ...collect.http import vllm_client as http
+from ...collect.http import vllm_client
 from ...observe.requests.listing import InFlightRequest, RequestListing
 from ...servers.discovery import Server, resolve_server
 from ...support import output
@@ -132,7 +132,7 @@ def abort_through_vllm(
         output.require_confirmation(
             f"End all requests of {server.label}?", "repeat the command with --yes"
         )
-    count = http.abort_requests_or_all(server.url, ids) if server.url else None
+    count = vllm_client.abort_requests_or_all(server.url, ids) if server.url else None
     if count is None:
         raise error
     data = {"server": server.label, "requests": [], "asked": count, "missing": error.message}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...collect.http import vllm_client as http
+from ...collect.http import vllm_client
 from ...model.findings import Severity
 from ...model.ranks import format_process
 from ...observe.requests.listing import InFlightRequest
@@ -108,7 +108,7 @@ def make_counts_result(server: Server, error: VllmopsError) -> Result:
     Raises:
         VllmopsError: the one given, if the server has none.
     """
-    metrics = http.fetch_metrics(server.url or "")
+    metrics = vllm_client.fetch_metrics(server.url or "")
     if metrics is None or metrics.running is None:
         raise error
     running, waiting = round(metrics.running), round(metrics.waiting or 0)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from ...collect.agents import agent_client as agent
+from ...collect.agents import agent_client
 from ...model.requests import PromptAnswer
 from ...model.roles import Role
 from ...observe.requests.listing import InFlightRequest
@@ -97,7 +97,7 @@ def fetch_prompt(server: Server, row: InFlightRequest) -> PromptAnswer:
     for process in server.select_processes(Role.API):
         if (
             process.pid == row.api
-            and (prompt := agent.open_agent(process).fetch_prompt(row.id)).is_known
+            and (prompt := agent_client.open_agent(process).fetch_prompt(row.id)).is_known
         ):
             return prompt
     raise VllmopsError(

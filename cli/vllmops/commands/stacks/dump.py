@@ -244,10 +244,10 @@ def _save_snapshot(save: Path | None, snapshot: StacksSnapshot, *, should_show: 
     """
     if not save:
         return
-    from ...model import snapshot_files as files  # noqa: PLC0415
+    from ...model import snapshot_files  # noqa: PLC0415
 
     try:
-        files.save_snapshot(save, snapshot)
+        snapshot_files.save_snapshot(save, snapshot)
     except VllmopsError as error:
         # These stacks can't be taken again, so they are shown in any case.
         error.data = snapshot
@@ -263,9 +263,9 @@ def _add_cuda_dumps(
     """The stacks, and the core dumps of the GPUs.
 
     Raises:
-        VllmopsError: as `cudacore.dump_gpus` does; the stacks are its data.
+        VllmopsError: as `cuda_core_dumps.dump_gpus` does; the stacks are its data.
     """
-    from ...collect.machine import cuda_core_dumps as cudacore  # noqa: PLC0415 - rarely needed
+    from ...collect.machine import cuda_core_dumps  # noqa: PLC0415 - rarely needed
 
     try:
         if server.fleet:
@@ -274,7 +274,7 @@ def _add_cuda_dumps(
                 "--cuda works on the machine of the server",
                 "vllmops stacks dump --cuda there",
             )
-        dumps = cudacore.dump_gpus(server.processes, timeout_s=timeout_s)
+        dumps = cuda_core_dumps.dump_gpus(server.processes, timeout_s=timeout_s)
     except VllmopsError as error:
         error.data = snapshot
         if should_show:

@@ -43,6 +43,6 @@ def explain(
     some seconds apart say more than one. If no known signature matches, it says so. It also reads
     a bundle, with the figures in it.
     """
-    from . import explanation_view as explanation  # noqa: PLC0415 - slow to import, and not needed for --help
+    from . import explanation_view  # noqa: PLC0415 - slow to import, and not needed for --help
 
-    return explanation.explain_file(file, fact or (), fail_on)
+    return explanation_view.explain_file(file, fact or (), fail_on)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...collect.stacks import pasted_text as paste
-from ...model import snapshot_files as files
+from ...collect.stacks import pasted_text
+from ...model import snapshot_files
 from ...model.findings import Severity
 from ...model.pasted_stacks import PastedStacks
 from ...model.ranks import choose_process_title
@@ -73,14 +73,14 @@ def explain_bundle(file: Path, known_facts: dict[str, str]) -> judge.Explanation
         known_facts: facts that override the figures in the bundle.
 
     Raises:
-        VllmopsError: as `bundle.load_bundle` does, or ``stacks.not-found``.
+        VllmopsError: as `bundle_file.load_bundle` does, or ``stacks.not-found``.
     """
-    from ...bundle import bundle_file as bundle  # noqa: PLC0415 - slow to import, and needed for a bundle only
-    from ...rules import diagnosis as doctor  # noqa: PLC0415 - the same
+    from ...bundle import bundle_file  # noqa: PLC0415 - slow to import, and needed for a bundle only
+    from ...rules import diagnosis  # noqa: PLC0415 - the same
     from ...rules.progress import PATIENCE_S  # noqa: PLC0415 - the same
 
-    snapshot = bundle.load_bundle(file)
-    explanation = doctor.explain_snapshot(snapshot)
+    snapshot = bundle_file.load_bundle(file)
+    explanation = diagnosis.explain_snapshot(snapshot)
     if explanation is None:
         reasons = [unseen.reason for unseen in snapshot.gaps if unseen.part.startswith("stacks")]
         raise VllmopsError(
@@ -89,7 +89,7 @@ def explain_bundle(file: Path, known_facts: dict[str, str]) -> judge.Explanation
             f"vllmops doctor {file} shows what the bundle contains",
         )
     if known_facts:
-        figures = doctor.collect_facts(snapshot.samples, PATIENCE_S)
+        figures = diagnosis.collect_facts(snapshot.samples, PATIENCE_S)
         explanation = judge.explain_stacks(
             PastedStacks(snapshot.stacks, complete=True), {**figures, **known_facts}
         )
@@ -122,11 +122,11 @@ def explain_server(
     """
     from ...collect.stacks import pyspy  # noqa: PLC0415 - the same
     from ...observe.server_snapshot import observe_server  # noqa: PLC0415 - slow to import, and not needed for a file
-    from ...rules import diagnosis as doctor  # noqa: PLC0415 - the same
+    from ...rules import diagnosis  # noqa: PLC0415 - the same
 
     began = time.monotonic()
     taken: list[StacksSnapshot] = []
-    journal: files.Journal | None = None
+    journal: snapshot_files.Journal | None = None
     with output.Progress(time.time(), quiet=quiet) as progress:
         lasts_s = (samples - 1) * interval_s
         progress.update(f"{server.label}: watching its stacks for {lasts_s:g} s")
@@ -143,13 +143,13 @@ def explain_server(
                 if journal.failure:
                     raise journal.failure
             elif save:
-                journal = files.Journal(save, snapshot)
+                journal = snapshot_files.Journal(save, snapshot)
         looks.append(observe_server(server, began))
     if save:
         output.print_to_stderr(
             f"saved to {save}" + (", local variables included" if options.locals else "")
         )
-    explanation = doctor.explain_samples(taken, looks)
+    explanation = diagnosis.explain_samples(taken, looks)
     failed = any(process.error for process in taken[-1].processes)
     answer = make_explanation_result(explanation, fail_on, failed=failed)
     data = {**msgspec.structs.asdict(explanation), "processes": taken[-1].processes}
@@ -211,7 +211,7 @@ def load_stacks(file: Path | None) -> PastedStacks:
         raise VllmopsError("stacks.binary", f"{where} is binary, not text", HINT)
     if text.count("\n") > MOST_LINES:
         raise VllmopsError("file.too-large", f"{where} has more than {MOST_LINES:,} lines", HINT)
-    return paste.parse_stacks(text, file.name if file else "")
+    return pasted_text.parse_stacks(text, file.name if file else "")
 
 
 def decode_text(content: bytes) -> str | None:

@@ -6,7 +6,7 @@ import time
 
 import msgspec
 
-from ...collect.agents import agent_client as agent
+from ...collect.agents import agent_client
 from ...collect.machine.processes import Process
 from ...model.cache_comparison import CacheComparison, CompareRequest
 from ...model.caches import ProcessCaches, ProcessGap
@@ -39,21 +39,21 @@ def compare_caches(
             f"vllmops wait {server.label} --for ready, or vllmops cache inspect -t {server.label}",
         )
     # Ask first: vLLM logs a traceback for each call of a utility that an engine does not have.
-    _, silent = agent.collect_answers(engines, require_comparing_agent)
+    _, silent = agent_client.collect_answers(engines, require_comparing_agent)
     # An engine that hangs may still answer within the time limit, so it does not count as lacking.
     if lacking := [engine for engine in silent if engine.code != "agent.timeout"]:
-        raise agent.make_no_answer_error(
+        raise agent_client.make_no_answer_error(
             "compare.no-agent", f"can't compare the caches of {server.label}", lacking
         )
     request = msgspec.structs.replace(
         request,
         timeout_s=max(request.timeout_s - (time.monotonic() - began), request.timeout_s / 2),
     )
-    comparisons, silent = agent.collect_answers(
+    comparisons, silent = agent_client.collect_answers(
         fronts, lambda process: request_comparison(process, request)
     )
     if not comparisons:
-        raise agent.make_no_answer_error(
+        raise agent_client.make_no_answer_error(
             "compare.no-agent", f"no API server of {server.label} made a comparison", silent
         )
     if any(comparison.front_after is None or not comparison.samples for comparison in comparisons):
@@ -73,7 +73,7 @@ def set_process_ranks(comparison: CacheComparison, server: Server) -> CacheCompa
     An engine tells its workers' caches by its own view: that of a model without experts knows of
     no other data parallel rank.
     """
-    known = {(p.place.node, p.pid): agent.get_process_fields(p) for p in server.processes}
+    known = {(p.place.node, p.pid): agent_client.get_process_fields(p) for p in server.processes}
 
     def set_ranks(process: ProcessCaches) -> ProcessCaches:
         return msgspec.structs.replace(process, **known.get((process.node, process.pid), {}))
@@ -95,17 +95,18 @@ def request_comparison(process: Process, request: CompareRequest) -> CacheCompar
     return peer.compare_caches(request)
 
 
-def require_comparing_agent(process: Process) -> agent.Agent:
+def require_comparing_agent(process: Process) -> agent_client.Agent:
     """The agent of a process, if it is new enough to compare caches.
 
     Raises:
-        VllmopsError: as `agent.open_agent`, or ``agent.older``.
+        VllmopsError: as `agent_client.open_agent`, or ``agent.older``.
     """
-    peer = agent.open_agent(process)
+    peer = agent_client.open_agent(process)
     if FEATURE not in peer.fetch_hello().features:
         raise VllmopsError(
             "agent.older",
-            f"the agent of {agent.format_process_name(process)} is older than this vllmops and "
+            f"the agent of {agent_client.format_process_name(process)} is older than this vllmops "
+            "and "
             "can't compare",
             "restart the server, so that it loads this vllmops",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from functools import partial
 
-from ...collect.agents import agent_client as agent
+from ...collect.agents import agent_client
 from ...collect.machine.processes import ROLES, Process
 from ...model.caches import CacheSample, CacheSnapshot, ProcessCaches, ProcessGap
 from ...model.ranks import make_process_key
@@ -46,11 +46,11 @@ class CacheAgents:
     def __init__(self, server: Server) -> None:
         self.server = server
         self.processes = server.select_processes(*ROLES)
-        self.agents: dict[Process, agent.Agent] = {}
+        self.agents: dict[Process, agent_client.Agent] = {}
 
     def take_sample(self, *, keys: bool) -> CacheSample:
         """One sample of all processes."""
-        caches, silent = agent.collect_answers(
+        caches, silent = agent_client.collect_answers(
             self.processes, partial(self.fetch_caches, keys=keys)
         )
         if not caches:
@@ -65,7 +65,7 @@ class CacheAgents:
     def fetch_caches(self, process: Process, *, keys: bool) -> ProcessCaches:
         """One process's caches."""
         # An agent that does not answer is not kept: the next sample locates it again.
-        asked = self.agents.pop(process, None) or agent.open_agent(process)
+        asked = self.agents.pop(process, None) or agent_client.open_agent(process)
         answer = asked.fetch_caches(keys=keys)
         self.agents[process] = asked
         return answer
@@ -96,6 +96,6 @@ class CacheAgents:
                 f"{self.server.label} has no process with a cache yet",
                 f"vllmops wait {self.server.label} --for ready",
             )
-        return agent.make_no_answer_error(
+        return agent_client.make_no_answer_error(
             "cache.no-agent", f"no process of {self.server.label} reported its caches", gaps
         )

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from ...collect.http import vllm_client as http
+from ...collect.http import vllm_client
 from ...collect.http.vllm_client import KEY, build_api_key_headers
 from ...demo.inputs import make_png, make_wav
 from ...servers.discovery import Server
@@ -155,7 +155,7 @@ class BuiltInLoad:
         """Send one request; ``first_input`` is the number of its first input."""
         path, content = KINDS[self.name](self.model, range(first_input, first_input + self.inputs))
         try:
-            response = http.send_request(
+            response = vllm_client.send_request(
                 "POST", f"{self.url}{path}", TIMEOUT_S, headers=self.headers, **content
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -285,7 +285,7 @@ def fetch_model_name(server: Server) -> str:
         raise VllmopsError("load.no-url", f"{server.label} has no known address", "vllmops ps")
     url = f"{server.url}/v1/models"
     try:
-        response = http.send_request(
+        response = vllm_client.send_request(
             "GET", url, MODELS_TIMEOUT_S, headers=build_api_key_headers(url).headers
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -14,10 +14,10 @@ from urllib.parse import quote
 import msgspec
 import psutil
 
-from ...collect.agents import agent_client as agent
+from ...collect.agents import agent_client
 from ...collect.machine.gpu import NvidiaGpus
 from ...collect.machine.processes import ROLES, VITAL, Process
-from ...model import snapshot_files as files
+from ...model import snapshot_files
 from ...model.admin_api import ServerProcesses
 from ...model.memory import (
     AgentMemory,
@@ -122,18 +122,18 @@ def read_recording(path: Path) -> MemoryRecording:
     """The recording in a file.
 
     Raises:
-        VllmopsError: as `files.read_input` and `parse_recording` do.
+        VllmopsError: as `snapshot_files.read_input` and `parse_recording` do.
     """
-    return parse_recording(path, read_bounded(path, files.MOST_BYTES))
+    return parse_recording(path, read_bounded(path, snapshot_files.MOST_BYTES))
 
 
 def parse_recording(path: Path, content: bytes) -> MemoryRecording:
     """The recording in a file's content.
 
     Raises:
-        VllmopsError: as `files.parse_snapshot` does, and ``memory.empty``.
+        VllmopsError: as `snapshot_files.parse_snapshot` does, and ``memory.empty``.
     """
-    head, entries = files.parse_journal(path, content, MemoryRecordingHead, LINES)
+    head, entries = snapshot_files.parse_journal(path, content, MemoryRecordingHead, LINES)
     samples = [entry for entry in entries if isinstance(entry, MemorySample)]
     if not samples:
         raise VllmopsError(
@@ -146,7 +146,7 @@ def parse_recording(path: Path, content: bytes) -> MemoryRecording:
         for sample in samples
     }
     if len(measured) > 1 or () in measured:
-        raise files.make_damaged_error(
+        raise snapshot_files.make_damaged_error(
             path, ValueError("its samples are not all of the same processes")
         )
     end = next((entry for entry in entries if isinstance(entry, RecordingEnd)), None)
@@ -170,7 +170,7 @@ class MemorySampler:
         for process in () if self.fleet else self.processes:
             with suppress(psutil.NoSuchProcess):
                 self.handles[process] = psutil.Process(process.pid)
-        self.agents: dict[Process, agent.Agent] = {}
+        self.agents: dict[Process, agent_client.Agent] = {}
         self.gaps_by_process: dict[tuple[str, int], tuple[float, str]] = {}
 
     def take_sample(
@@ -215,7 +215,7 @@ class MemorySampler:
             round=round_,
             processes=[
                 ProcessMemory(
-                    **agent.get_process_fields(process),
+                    **agent_client.get_process_fields(process),
                     pid=process.pid,
                     rss_bytes=rss.get(make_process_key(process)),
                     agent=answers.get(process),
@@ -235,7 +235,7 @@ class MemorySampler:
             if process.role in ROLES
             and now >= self.gaps_by_process.get(make_process_key(process), (0.0, ""))[0]
         ]
-        answers, silent = agent.collect_answers(asked, self.fetch_report)
+        answers, silent = agent_client.collect_answers(asked, self.fetch_report)
         for process, _ in answers:
             self.gaps_by_process.pop(make_process_key(process), None)
         for process_ in silent:
@@ -247,7 +247,7 @@ class MemorySampler:
 
     def fetch_report(self, process: Process) -> tuple[Process, AgentMemory]:
         # An agent that does not answer is not kept: the next sample locates it again.
-        reached = self.agents.pop(process, None) or agent.open_agent(process)
+        reached = self.agents.pop(process, None) or agent_client.open_agent(process)
         answer = reached.fetch_memory()
         self.agents[process] = reached
         return process, answer
@@ -264,7 +264,7 @@ class MemorySampler:
                 info = handle.memory_full_info()
                 rss, pss, uss = info.rss, info.pss, info.uss
         return ProcessMemory(
-            **agent.get_process_fields(process),
+            **agent_client.get_process_fields(process),
             pid=process.pid,
             rss_bytes=rss,
             pss_bytes=pss,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...collect.agents import agent_client as agent
+from ...collect.agents import agent_client
 from ...collect.agents.proven_states import is_running_python
 from ...collect.machine.processes import Process
 from ...model.caches import ProcessGap
@@ -20,7 +20,7 @@ from ...model.roles import Role
 from ...rules.requests import check_zombie_requests, make_lost_load_findings
 from ...servers.discovery import Server
 from ...support.errors import VllmopsError
-from . import stalled_transfers as loads
+from . import stalled_transfers
 from .one_sided_requests import find_one_sided_requests
 
 LOOKS, APART_S = 3, 0.4
@@ -111,7 +111,7 @@ def list_requests(server: Server, stuck_s: float) -> RequestListing:
     if any(
         one.state == RequestState.WAITING_FOR_KV for each in processes for one in each.engine or ()
     ):
-        found += make_lost_load_findings(loads.prove_lost_loads(server))
+        found += make_lost_load_findings(stalled_transfers.prove_lost_loads(server))
     return RequestListing(
         rows=merge_requests(
             processes, stuck_s, {finding.subject: finding.evidence for finding in found}
@@ -142,11 +142,11 @@ def collect_process_requests(server: Server) -> tuple[list[ProcessRequests], lis
 
     def fetch_requests(process: Process) -> ProcessRequests:
         timeout_s = TIMEOUT_S if is_running_python(process) else HARDLY_S
-        return agent.open_agent(process, timeout_s=timeout_s).fetch_requests()
+        return agent_client.open_agent(process, timeout_s=timeout_s).fetch_requests()
 
-    processes, silent = agent.collect_answers(asked, fetch_requests)
+    processes, silent = agent_client.collect_answers(asked, fetch_requests)
     if not processes:
-        raise agent.make_no_answer_error(
+        raise agent_client.make_no_answer_error(
             "requests.no-agent", f"no process of {server.label} reported its requests", silent
         )
     return processes, silent

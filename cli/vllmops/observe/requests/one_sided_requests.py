@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...collect.agents import agent_client as agent
+from ...collect.agents import agent_client
 from ...collect.machine.processes import Process
 from ...model.caches import ProcessGap
 from ...model.healing import HealRequest
@@ -33,7 +33,7 @@ def find_one_sided_requests(
     lone = compare_request_sides(processes, gaps)
     if not lone or len(server.select_processes(Role.ENGINE)) < count_engines(server):
         return {}  # an engine on another node may have it
-    rested, _ = agent.collect_answers(server.select_processes(*ENDS), is_at_rest)
+    rested, _ = agent_client.collect_answers(server.select_processes(*ENDS), is_at_rest)
     return lone if all(rested) and len(rested) == len(server.select_processes(*ENDS)) else {}
 
 
@@ -42,11 +42,11 @@ def is_at_rest(process: Process) -> bool:
 
     One whose heartbeat is late would not answer, as it runs no Python.
     """
-    pulse = agent.read_heartbeat(process)
-    if pulse is not None and pulse.age_s >= agent.BEAT_LATE_S:
+    pulse = agent_client.read_heartbeat(process)
+    if pulse is not None and pulse.age_s >= agent_client.BEAT_LATE_S:
         return False
     return bool(
-        agent.open_agent(process, timeout_s=TIMEOUT_S)
+        agent_client.open_agent(process, timeout_s=TIMEOUT_S)
         .send_heal_request(HealRequest(action="transit"))
         .proofs
     )
@@ -54,7 +54,7 @@ def is_at_rest(process: Process) -> bool:
 
 def count_engines(server: Server) -> int:
     """How many engines a server has on all its nodes, as far as its heartbeats tell."""
-    pulses = [agent.read_heartbeat(process) for process in server.select_processes(*ENDS)]
+    pulses = [agent_client.read_heartbeat(process) for process in server.select_processes(*ENDS)]
     return max(
         (pulse.heartbeat.standing.sizes.get("DP", 1) for pulse in pulses if pulse), default=1
     )

@@ -11,7 +11,7 @@ import msgspec
 from ...model.ranks import MOST_WRITTEN, NUMBERS, parse_ranks
 from ...model.stacks import DumpOptions, Frame, ProcessStacks, StacksSnapshot, ThreadStack
 from ...support.lazy_patterns import compile_lazily
-from .. import toml_tables as toml
+from .. import toml_tables
 from .thread_phases import LOCKS, find_phase_ids, find_wait_ids, is_startup_frame
 from .wait_chains import WaitChain, find_wait_chain
 
@@ -81,7 +81,7 @@ class ReportTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def load_report_tables() -> ReportTables:
     """The words, in the order of the file."""
-    return toml.load_table("stacks/prose.toml", ReportTables)
+    return toml_tables.load_table("stacks/prose.toml", ReportTables)
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import msgspec
 
 from ...model.findings import Severity
 from ...model.stacks import Frame
-from .. import toml_tables as toml
+from .. import toml_tables
 
 CACHED = 1 << 16  # frames and patterns: dumps repeat the same frames
 
@@ -116,7 +116,7 @@ class _Catalogue(msgspec.Struct, forbid_unknown_fields=True):
 @functools.cache
 def load_signatures() -> tuple[Signature, ...]:
     """All signatures, in the order of the file."""
-    return toml.load_table("stacks/signatures.toml", _Catalogue).signature
+    return toml_tables.load_table("stacks/signatures.toml", _Catalogue).signature
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import msgspec
 
 from ...model.stacks import Frame, ProcessStacks, ThreadStack
 from ...support.lazy_patterns import compile_lazily
-from .. import toml_tables as toml
+from .. import toml_tables
 from .signatures import CACHED, strip_qualifiers
 
 # Frames that say nothing of their own: what they wait for stands further out.
@@ -140,7 +140,7 @@ class ThreadPosition:
 @functools.cache
 def load_frame_tables() -> FrameTables:
     """The tables, as the file has them."""
-    return toml.load_table("stacks/thread_phases.toml", FrameTables)
+    return toml_tables.load_table("stacks/thread_phases.toml", FrameTables)
 
 
 APART = compile_lazily(r"\|(?![^(]*\))")  # between alternatives

@@ -111,8 +111,10 @@ def find_weak_evidence(text: str, facts: Mapping[str, str], *, stacks: bool) -> 
         facts: figures, by the names in `facts.FACTS`.
         stacks: whether the text has stacks, too; words count less than these.
     """
-    from . import prose  # noqa: PLC0415 - slow to import, and not needed for most stacks
-    from . import symptoms as signs  # noqa: PLC0415 - slow to import, and not needed for most stacks
+    from . import (  # noqa: PLC0415
+        prose,
+        symptoms,
+    )
 
     found: list[TextEvidence] = []
     log = "".join(prose.select_statements(text).split())
@@ -149,7 +151,7 @@ def find_weak_evidence(text: str, facts: Mapping[str, str], *, stacks: bool) -> 
             f"as the text says: {row.sentence}",
             phase=get_phase_title(row.phase),
         )
-        for row in signs.match_sentences(text)
+        for row in symptoms.match_sentences(text)
     ]
     # Names of functions tell that ranks wait; words tell that one of them does not come.
     late = [clue for clue in said[:1] if found and found[0].ids[0] in LATE and clue.ids[0] in APART]

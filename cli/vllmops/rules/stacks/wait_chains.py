@@ -12,7 +12,7 @@ import msgspec
 
 from ...model.pasted_stacks import CrashTraceback
 from ...model.stacks import ProcessStacks, StacksSnapshot, ThreadStack
-from .. import toml_tables as toml
+from .. import toml_tables
 from .progress_facts import matches_condition
 from .signatures import strip_qualifiers
 from .thread_phases import (
@@ -70,7 +70,7 @@ class HangTables(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 @functools.cache
 def load_hang_tables() -> HangTables:
     """The table of answers, in the order of the file."""
-    return toml.load_table("stacks/wait_chains.toml", HangTables)
+    return toml_tables.load_table("stacks/wait_chains.toml", HangTables)
 
 
 def find_hang_id(crash: CrashTraceback) -> str:

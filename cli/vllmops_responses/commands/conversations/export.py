@@ -18,7 +18,7 @@ from ...store import conversation_archive
 from ...store.backend import CursorUnknown
 from ..responses.export import SHOWN, Force, Out, open_line_writer
 from ..responses.progress import ProgressCounter, return_or_show_and_raise
-from . import store_options as place
+from . import store_options
 from .store_options import Store, iterate_conversations, load_items, open_conversations
 
 
@@ -94,8 +94,8 @@ async def export_conversations(
                 line = None if entries is None else conversation_archive.encode_line(one, entries)
                 if line:  # what `import` would not take is left out, and named
                     conversation_archive.decode_line(line)
-                    if len(line) >= place.LONGEST_LINE:
-                        raise ValueError(f"it has more than {place.LONGEST_LINE >> 20} MiB")
+                    if len(line) >= store_options.LONGEST_LINE:
+                        raise ValueError(f"it has more than {store_options.LONGEST_LINE >> 20} MiB")
             except (ValueError, CursorUnknown) as error:
                 counts.damage_by_id[one.id] = f"{error}"
                 continue

@@ -20,7 +20,7 @@ from ...store.conversation_backend import ConversationResult
 from ..responses.import_ import SHOWN, File, number_lines, open_lines
 from ..responses.progress import ProgressCounter, return_or_show_and_raise
 from ..responses.source_options import retry_while_unavailable
-from . import store_options as place
+from . import store_options
 from .store_options import Store, open_conversations
 
 
@@ -92,9 +92,9 @@ async def import_lines(
 ) -> str:
     """Import lines into a store. Gives its name."""
     async with open_conversations(target, store, create=True) as (name, kept):
-        for number, text in number_lines(lines, place.LONGEST_LINE):
+        for number, text in number_lines(lines, store_options.LONGEST_LINE):
             if text is None:
-                counts.broken[number] = f"it is longer than {place.LONGEST_LINE >> 20} MiB"
+                counts.broken[number] = f"it is longer than {store_options.LONGEST_LINE >> 20} MiB"
                 continue
             if not text.strip():
                 continue

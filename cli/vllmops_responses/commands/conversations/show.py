@@ -14,7 +14,7 @@ from vllmops.support import output
 from vllmops.support.output import FoldedLines, Json, Result, VerbatimText, print_result
 
 from ...keys.keyring import format_utc_time
-from ...store import response_schema as shape
+from ...store import response_schema
 from ...store.backend import EVERYBODY
 from ..responses.response_rows import format_age
 from ..responses.show import render_items, sanitize_json
@@ -102,6 +102,6 @@ def render_conversation(
         yield FoldedLines(tuple(render_items(partial(decode_item, one))))
 
 
-def decode_item(entry: ConversationItem) -> list[shape.ResponseItem]:
+def decode_item(entry: ConversationItem) -> list[response_schema.ResponseItem]:
     """As much of an item as is shown."""
-    return [msgspec.json.decode(entry.body, type=shape.ResponseItem)]
+    return [msgspec.json.decode(entry.body, type=response_schema.ResponseItem)]

@@ -7,7 +7,7 @@ import time
 from vllmops.support import output
 from vllmops.support.output import Result, print_result
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from ...keys.keyring import Key, KeyStatus, generate_secret
 from .keyring_options import Keyring, find_keyring_path, make_keyring_result, make_primary_if_first
 
@@ -21,7 +21,7 @@ def add(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
     """
     path = find_keyring_path(keyring)
     key = Key.from_secret(generate_secret(), KeyStatus.NEXT, time.time())
-    ring = file.change_keyring(
+    ring = keyring_file.change_keyring(
         path, lambda ring: ring.add(make_primary_if_first(ring, key)), create=True
     )
     if len(ring.keys) > 1 and not json_:

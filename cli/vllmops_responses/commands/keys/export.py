@@ -12,7 +12,7 @@ from vllmops.support.errors import make_usage_error
 from vllmops.support.numbers import format_count
 from vllmops.support.output import Result, VerbatimText, print_result
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from ...keys.keyring import KeyRing
 from .. import keygen
 from ..keygen import Force, KeyFormat, Out
@@ -44,7 +44,7 @@ def export(
         raise make_usage_error(
             "this would print secrets", "use --out FILE, or --reveal to print them"
         )
-    ring = file.find_keyring_source(os.environ, keyring).load()
+    ring = keyring_file.find_keyring_source(os.environ, keyring).load()
     if kid:
         ring = KeyRing(keys=(ring.get(kid),))
     match format_:

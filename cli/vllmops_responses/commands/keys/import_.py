@@ -13,7 +13,7 @@ from vllmops.support.errors import make_usage_error
 from vllmops.support.files import format_input_name, read_input
 from vllmops.support.output import Result, print_result
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from ...keys.keyring import Key, KeyRing, KeyStatus, parse_hex_secret
 from .keyring_options import Keyring, find_keyring_path, make_keyring_result, make_primary_if_first
 from .keys_in_use import collect_load_status
@@ -58,7 +58,7 @@ def import_keys(
             else other
         )
 
-    ring = file.change_keyring(path, merge_input, create=True)
+    ring = keyring_file.change_keyring(path, merge_input, create=True)
     return make_keyring_result(ring, str(path), *collect_load_status(path, ring))
 
 
@@ -68,7 +68,7 @@ def read_key_input(source: Path, *, verify_only: bool) -> Key | KeyRing:
     Raises:
         VllmopsError: as `files.read_input` does, the error of the content, or ``usage``.
     """
-    content = read_input(source, file.MOST_BYTES)
+    content = read_input(source, keyring_file.MOST_BYTES)
     if content.lstrip().startswith(b"{"):
         if verify_only:
             # Its keys have their own states, and one of them might be promoted here.
@@ -78,9 +78,9 @@ def read_key_input(source: Path, *, verify_only: bool) -> Key | KeyRing:
             raise make_usage_error(
                 message, "vllmops keys export KID --format hex --out FILE, there"
             )
-        return file.decode_keyring(content, source)
+        return keyring_file.decode_keyring(content, source)
     text = content.decode(errors="replace").strip()
-    text = text.removeprefix("export ").removeprefix(f"{file.SIGNING_KEY}=").strip("\"'")
+    text = text.removeprefix("export ").removeprefix(f"{keyring_file.SIGNING_KEY}=").strip("\"'")
     secret = parse_hex_secret(text, "the input")
     return Key.from_secret(
         secret, KeyStatus.VERIFY_ONLY if verify_only else KeyStatus.NEXT, time.time()

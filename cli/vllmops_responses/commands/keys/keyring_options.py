@@ -16,7 +16,7 @@ from vllmops.commands.options import validate_duration
 from vllmops.support.errors import VllmopsError, make_usage_error
 from vllmops.support.output import Result, make_table, style_text
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from ...keys.keyring import Key, KeyRing, KeyStatus, format_utc_time
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ STYLES = {"primary": "green", "next": "cyan", "verify-only": "", "revoked": "red
 def complete_kid(incomplete: str) -> list[str]:
     """Names of the keys, for completion."""
     with suppress(VllmopsError):
-        ring = file.find_keyring_source(os.environ).load()
+        ring = keyring_file.find_keyring_source(os.environ).load()
         return [key.kid for key in ring.keys if key.kid.startswith(incomplete)]
     return []
 
@@ -60,15 +60,18 @@ def find_keyring_path(keyring: Path | None) -> Path:
     Raises:
         VllmopsError: ``usage``.
     """
-    if str(keyring) == file.OFF:
-        message = f"--keyring {file.OFF} is for vllmops serve: here it takes a file"
-        hint = f"--keyring ./{file.OFF} for a file of that name"
+    if str(keyring) == keyring_file.OFF:
+        message = f"--keyring {keyring_file.OFF} is for vllmops serve: here it takes a file"
+        hint = f"--keyring ./{keyring_file.OFF} for a file of that name"
         raise make_usage_error(message, hint)
     if str(keyring) == "-":
         message = "--keyring needs a file, not stdin: the command changes it"
         raise make_usage_error(message, "--keyring FILE")
-    named = {file.PLACE: os.environ.get(file.PLACE, "")}
-    return file.find_keyring_source(named, keyring).path or file.locate_default_keyring()
+    named = {keyring_file.PLACE: os.environ.get(keyring_file.PLACE, "")}
+    return (
+        keyring_file.find_keyring_source(named, keyring).path
+        or keyring_file.locate_default_keyring()
+    )
 
 
 def make_keyring_result(

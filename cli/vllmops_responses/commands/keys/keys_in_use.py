@@ -10,7 +10,7 @@ from vllmops.model.ranks import format_process
 
 from ...keys import rotation
 from ...keys.keyring import LONGEST_S, KeyRing, format_lifetime
-from . import loaded_keys as client
+from . import loaded_keys
 
 
 class OverlapPeriod(NamedTuple):
@@ -30,7 +30,7 @@ def choose_overlap_period(overlap: str | None, path: Path) -> OverlapPeriod:
     Raises:
         VllmopsError: ``usage``.
     """
-    needed, whose = client.find_longest_carrier_ttl(path)
+    needed, whose = loaded_keys.find_longest_carrier_ttl(path)
     live = f"carriers{f' of {whose}' if whose else ''} live for {format_lifetime(needed)}"
     if overlap is None:
         return OverlapPeriod(min(needed, LONGEST_S), live)
@@ -40,7 +40,9 @@ def choose_overlap_period(overlap: str | None, path: Path) -> OverlapPeriod:
 
 def describe_not_loaded(path: Path, kid: str) -> list[str]:
     """Which processes have not loaded a key, and why; the servers reload the file first."""
-    holdings = client.collect_keyring_users(keyring_path=path, reload=True).select_by_keyring(path)
+    holdings = loaded_keys.collect_keyring_users(keyring_path=path, reload=True).select_by_keyring(
+        path
+    )
     lacking = rotation.find_processes_without_key(kid, [process.keys for process in holdings.users])
     why = [
         f"{process.display_name} has not loaded it"
@@ -56,7 +58,9 @@ def describe_not_loaded(path: Path, kid: str) -> list[str]:
 
 def collect_load_status(path: Path, keyring: KeyRing) -> tuple[dict[str, Any], list[str]]:
     """Which servers have loaded a change: fields for ``--json``, and lines for a person."""
-    holdings = client.collect_keyring_users(keyring_path=path, reload=True).select_by_keyring(path)
+    holdings = loaded_keys.collect_keyring_users(keyring_path=path, reload=True).select_by_keyring(
+        path
+    )
     taken = [process for process in holdings.users if rotation.is_up_to_date(process.keys, keyring)]
     late = [process.display_name for process in holdings.users if process not in taken]
     late += [f"{server} {format_process(process)}" for server, process in holdings.gaps]

@@ -7,7 +7,7 @@ import os
 from vllmops.support import output
 from vllmops.support.output import Result, print_result
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from .keyring_options import Keyring, make_keyring_result
 
 
@@ -18,5 +18,5 @@ def list_keys(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
     New state is sealed with the `primary`. State sealed with a `primary`, `next`
     or `verify-only` key is accepted; with a `revoked` key it is refused.
     """
-    source = file.find_keyring_source(os.environ, keyring)
+    source = keyring_file.find_keyring_source(os.environ, keyring)
     return make_keyring_result(source.load(), str(source))

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllmops.collect.agents import agent_client as agent
+from vllmops.collect.agents import agent_client
 from vllmops.collect.machine import proc
 from vllmops.collect.machine.processes import Process
 from vllmops.model.caches import ProcessGap
@@ -18,7 +18,7 @@ from vllmops.model.roles import Role
 from vllmops.servers.discovery import Server, list_servers
 from vllmops.support.errors import VllmopsError
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from ...keys.keyring import CARRIER_TTL_S
 from ...keys.keyring_file import PLACE
 from ...store.settings import parse_carrier_settings
@@ -81,7 +81,7 @@ class KeyringUsers:
         """Those that follow one ring, and those that may."""
         mark = ""
         with suppress(VllmopsError):
-            if primary := file.load_keyring(path).primary:
+            if primary := keyring_file.load_keyring(path).primary:
                 mark = primary.fingerprint
         reported = [holding for holding in self.users if holding.is_using_keyring(path, mark)]
         return KeyringUsers(reported, self.gaps)
@@ -107,7 +107,7 @@ def collect_keyring_users(
     }
 
     def fetch_keyring_user(process: Process) -> KeyringUser | None:
-        reached = agent.open_agent(process)
+        reached = agent_client.open_agent(process)
         if FEATURE not in reached.fetch_hello().features:
             return None
         keys, inside = reached.fetch_keys(reload=reload), None
@@ -116,7 +116,7 @@ def collect_keyring_users(
                 inside = proc.resolve_path(process.pid, keys.keyring)
         return KeyringUser(asked[process].label, keys, inside)
 
-    answers, silent = agent.collect_answers(asked, fetch_keyring_user)
+    answers, silent = agent_client.collect_answers(asked, fetch_keyring_user)
     by_pid = {process.pid: server for process, server in asked.items()}
     return KeyringUsers(
         [holding for holding in answers if holding and holding.keys.source != "none"],

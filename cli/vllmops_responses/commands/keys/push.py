@@ -16,7 +16,7 @@ from vllmops.support.errors import VllmopsError, make_usage_error
 from vllmops.support.numbers import format_count
 from vllmops.support.output import Result, print_result
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from ...keys.keyring import KeyRing, KeyStatus
 from .keyring_options import Keyring, find_keyring_path
 
@@ -47,7 +47,7 @@ def push(
             "the server's admin token is required",
             "--admin-token FILE: the file given to vllmops serve",
         )
-    ring = file.load_keyring(find_keyring_path(keyring)).without_expired(time.time())
+    ring = keyring_file.load_keyring(find_keyring_path(keyring)).without_expired(time.time())
     token, server = admin.read_admin_token(admin_token), resolve_endpoint(target)
     held = push_keyring(server, token, ring, allow_plain_http=plain)
     if lacks := describe_missing_keys(ring, held):

@@ -10,7 +10,7 @@ import typer
 from vllmops.support import output
 from vllmops.support.output import Result, print_result
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from .keyring_options import Keyring, Kid, find_keyring_path, make_keyring_result
 from .keys_in_use import collect_load_status
 
@@ -28,5 +28,7 @@ def retire(
 ) -> Result:
     """Remove a key from the keyring after its overlap has ended."""
     path = find_keyring_path(keyring)
-    ring = file.change_keyring(path, lambda ring: ring.retire(kid, time.time(), force=force))
+    ring = keyring_file.change_keyring(
+        path, lambda ring: ring.retire(kid, time.time(), force=force)
+    )
     return make_keyring_result(ring, str(path), *collect_load_status(path, ring))

@@ -8,7 +8,7 @@ from vllmops.commands.options import Yes
 from vllmops.support import output
 from vllmops.support.output import Result, print_result, require_confirmation
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from ...keys.keyring import Key, KeyRing, KeyStatus, generate_secret
 from .keyring_options import Keyring, Kid, find_keyring_path, make_keyring_result
 from .keys_in_use import collect_load_status
@@ -29,10 +29,10 @@ def revoke(
     """
     path = find_keyring_path(keyring)
     spare = Key.from_secret(generate_secret(), KeyStatus.NEXT, time.time())
-    breaks = describe_revocation_impact(file.load_keyring(path), kid, time.time())
+    breaks = describe_revocation_impact(keyring_file.load_keyring(path), kid, time.time())
     if not yes:
         require_confirmation(f"{breaks} Revoke {kid}?", f"vllmops keys revoke {kid} --yes")
-    ring = file.change_keyring(path, lambda ring: ring.revoke(kid, spare, time.time()))
+    ring = keyring_file.change_keyring(path, lambda ring: ring.revoke(kid, spare, time.time()))
     more, notes = collect_load_status(path, ring)
     return make_keyring_result(
         ring, str(path), {"kid": kid, "breaks": breaks, **more}, [breaks, *notes]

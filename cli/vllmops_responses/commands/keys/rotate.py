@@ -14,8 +14,7 @@ from vllmops.support import output
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops.support.output import Progress, Result, print_result
 
-from ...keys import keyring_file as file
-from ...keys import rotation
+from ...keys import keyring_file, rotation
 from ...keys.keyring import (
     Key,
     KeyRing,
@@ -24,7 +23,7 @@ from ...keys.keyring import (
     generate_secret,
     validate_seconds,
 )
-from . import loaded_keys as client
+from . import loaded_keys
 from .keyring_options import Keyring, Overlap, find_keyring_path, make_keyring_result
 from .keys_in_use import (
     OverlapPeriod,
@@ -68,14 +67,14 @@ def rotate(
             {"keyring": str(path), "overlap_s": overlap_period.seconds, "steps": steps},
             lambda: [f"{n}. {step}" for n, step in enumerate(steps, 1)],
         )
-    ring = file.change_keyring(
+    ring = keyring_file.change_keyring(
         path, lambda ring: rotation.begin_rotation(ring, spare, time.time()), create=True
     )
     assert ring.next_key
     kid = ring.next_key.kid
     with Progress(time.time(), quiet=json_) as progress:
         wait_until_loaded(path, kid, timeout, progress)
-    ring = file.change_keyring(
+    ring = keyring_file.change_keyring(
         path, lambda ring: rotation.finish_rotation(ring, kid, time.time(), overlap_period.seconds)
     )
     more, notes = collect_load_status(path, ring)
@@ -85,9 +84,9 @@ def rotate(
 def plan_rotation(path: Path, spare: Key, overlap_period: OverlapPeriod) -> list[str]:
     """The steps of a rotation, in words."""
     now = time.time()
-    ring = file.load_keyring(path) if path.exists() else KeyRing()
+    ring = keyring_file.load_keyring(path) if path.exists() else KeyRing()
     begun = rotation.begin_rotation(ring, spare, now)
-    holdings = client.collect_keyring_users(keyring_path=path).select_by_keyring(path)
+    holdings = loaded_keys.collect_keyring_users(keyring_path=path).select_by_keyring(path)
     steps = [f"remove {key.kid}: its time is over" for key in ring.keys if not begun.find(key.kid)]
     steps.append(
         f"continue with {coming.kid}, the next key"

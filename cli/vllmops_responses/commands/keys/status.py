@@ -16,11 +16,10 @@ from vllmops.support import output
 from vllmops.support.errors import VllmopsError
 from vllmops.support.output import Result, make_table
 
-from ...keys import keyring_file as file
-from ...keys import rotation
+from ...keys import keyring_file, rotation
 from ...keys.keyring import KeyRing
 from ...keys.rotation import RotationStage
-from . import loaded_keys as client
+from . import loaded_keys
 from .keyring_options import Keyring, find_keyring_path, render_keyring
 from .loaded_keys import KeyringUsers
 
@@ -50,7 +49,7 @@ def status(
     path = find_keyring_path(keyring)
     if target:
         # Its keyring may be a copy of this one, below another name, and this machine have none.
-        holdings = own = client.collect_keyring_users([resolve_server(target)])
+        holdings = own = loaded_keys.collect_keyring_users([resolve_server(target)])
         if keyring is None and not path.exists():
             data = {
                 "keyring": None,
@@ -60,10 +59,10 @@ def status(
             }
             return Result(data, lambda: list(render_servers(holdings)))
     else:
-        holdings = client.collect_keyring_users(keyring_path=path)
+        holdings = loaded_keys.collect_keyring_users(keyring_path=path)
         own = holdings.select_by_keyring(path)
     try:
-        ring = file.load_keyring(path)
+        ring = keyring_file.load_keyring(path)
     except VllmopsError as error:
         error.data = {
             "keyring": str(path),

@@ -18,7 +18,7 @@ from vllmops.support.files import STDIN, read_input
 from vllmops.support.numbers import format_count
 from vllmops.support.output import Result, format_duration, print_result
 
-from ...keys import keyring_file as file
+from ...keys import keyring_file
 from ...keys.keyring import format_utc_time
 from .keyring_options import Keyring
 
@@ -48,7 +48,7 @@ def verify(
     if carrier == STDIN:
         carrier = read_input(Path(STDIN), 2 * MOST_BYTES).decode("ascii", "replace")
     text = carrier.strip().strip("\"'")
-    ring = file.find_keyring_source(os.environ, keyring).load()
+    ring = keyring_file.find_keyring_source(os.environ, keyring).load()
     data: dict[str, Any] = {"valid": False, "case": None, "reason": "", "kid": None}
     try:
         opened = verify_carrier(text, ring)

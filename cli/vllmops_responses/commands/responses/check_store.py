@@ -14,7 +14,7 @@ from vllmops.support.errors import ExitCode
 from vllmops.support.output import Json, Progress, Result, print_result
 from vllmops.support.urls import redact_url
 
-from ...store.conformance import response_checks as conformance
+from ...store.conformance import response_checks
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -53,23 +53,23 @@ def check_store(
 
 async def run_checks(
     url: str, progress: Progress
-) -> tuple[list[conformance.CheckResult], list[str]]:
+) -> tuple[list[response_checks.CheckResult], list[str]]:
     """The outcome of every check, and caveats from the server's settings.
 
     Raises:
-        VllmopsError: as `conformance.run_checks`.
+        VllmopsError: as `response_checks.run_checks`.
     """
     outcomes = []
     progress.update("connecting")
-    caveats = await conformance.collect_caveats(url)
-    async for outcome in conformance.run_checks(url):
+    caveats = await response_checks.collect_caveats(url)
+    async for outcome in response_checks.run_checks(url):
         outcomes.append(outcome)
-        progress.update(f"{len(outcomes)} of {len(conformance.CHECKS)}: {outcome.name}")
+        progress.update(f"{len(outcomes)} of {len(response_checks.CHECKS)}: {outcome.name}")
     return outcomes, caveats
 
 
 def render_checks(
-    outcomes: list[conformance.CheckResult], caveats: list[str]
+    outcomes: list[response_checks.CheckResult], caveats: list[str]
 ) -> Iterator[RenderableType]:
     """Human-readable output."""
     table = output.make_table("check", "passed", "seconds", right_columns=["seconds"])

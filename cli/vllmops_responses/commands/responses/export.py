@@ -20,8 +20,7 @@ from vllmops.support.files import make_not_written_error, open_atomically
 from vllmops.support.numbers import format_count
 from vllmops.support.output import Json, JsonText, Progress, Result, print_result
 
-from ...store import response_archive as archive
-from ...store import response_schema as shape
+from ...store import response_archive, response_schema
 from ...store.backend import Response
 from .import_ import LONGEST_LINE
 from .progress import ProgressCounter, return_or_show_and_raise
@@ -179,7 +178,9 @@ async def export_responses(
                     lines[response.id] = await encode_response(responses, response, owner)
                     if len(lines[response.id]) >= LONGEST_LINE:
                         raise ValueError(f"it has more than {LONGEST_LINE >> 20} MiB")
-                    archive.decode_line(lines[response.id])  # what cannot be read back is damaged
+                    response_archive.decode_line(
+                        lines[response.id]
+                    )  # what cannot be read back is damaged
                 except ValueError as error:
                     counts.damage_by_id[response.id] = f"{error}"
                     del lines[response.id]
@@ -195,7 +196,7 @@ async def export_responses(
 
 def is_created_after(response: Response, began: float) -> bool:
     """Whether a response was created after the export began; a nonsense time does not count."""
-    return began <= response.created_at < shape.LATEST
+    return began <= response.created_at < response_schema.LATEST
 
 
 async def encode_response(responses: ResponseSource, response: Response, owner: str) -> bytes:
@@ -210,4 +211,4 @@ async def encode_response(responses: ResponseSource, response: Response, owner: 
     whole = msgspec.structs.replace(response, input=items)
     if not responses.has_all_owners:
         whole = msgspec.structs.replace(whole, owner=owner)
-    return archive.encode_line(whole, events)
+    return response_archive.encode_line(whole, events)

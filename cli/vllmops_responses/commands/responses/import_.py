@@ -21,7 +21,7 @@ from vllmops.support.files import make_too_large_error, make_unreadable_error, o
 from vllmops.support.numbers import format_count
 from vllmops.support.output import Json, Progress, Result, VerbatimText, print_result
 
-from ...store import response_archive as archive
+from ...store import response_archive
 from ...store.backend import EVERYBODY, Limits, Response
 from .progress import ProgressCounter, return_or_show_and_raise
 from .response_options import Store
@@ -266,7 +266,7 @@ async def import_line(
         overwrite: whether an existing response is replaced.
     """
     try:
-        response, events = archive.decode_line(text)
+        response, events = response_archive.decode_line(text)
     except (ValueError, RecursionError) as error:
         counts.broken[number] = f"{error}"
         return

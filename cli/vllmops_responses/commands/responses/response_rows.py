@@ -8,7 +8,7 @@ import msgspec
 
 from vllmops.support.output import format_duration
 
-from ...store import response_schema as shape
+from ...store import response_schema
 from ...store.backend import Response
 from ...store.response_store import encode_response
 
@@ -67,10 +67,10 @@ def make_entry(response: Response, *, has_owners: bool) -> ResponseEntry:
         has_owners: whether the source knows owners.
     """
     try:
-        head, damaged = shape.parse_response(response), None
+        head, damaged = response_schema.parse_response(response), None
     except ValueError as error:
-        head, damaged = shape.ResponseObject(), f"{error}"
-    known = 0 <= response.created_at < shape.LATEST
+        head, damaged = response_schema.ResponseObject(), f"{error}"
+    known = 0 <= response.created_at < response_schema.LATEST
     usage = head.usage
     return ResponseEntry(
         id=response.id,

@@ -23,7 +23,7 @@ from vllmops.support.output import (
 )
 
 from ...keys.keyring import format_utc_time
-from ...store import response_schema as shape
+from ...store import response_schema
 from ...store.backend import BROKEN
 from ...store.response_store import encode_response
 from .response_options import Store, complete_response_id
@@ -111,7 +111,7 @@ async def load_response(
 def sanitize_json(document: bytes) -> bytes:
     """The JSON unchanged; null if it is invalid or nested too deeply."""
     try:
-        shape.validate_depth(document)
+        response_schema.validate_depth(document)
         msgspec.json.decode(document)
     except (ValueError, RecursionError):
         return b"null"
@@ -160,10 +160,10 @@ def render_response(
     yield output.make_facts_table((name, value) for name, value in rows if value)
     if items is not None:
         yield output.style_text("\ninput", "bold")
-        yield FoldedLines(tuple(render_items(lambda: shape.ITEMS.decode(items))))
+        yield FoldedLines(tuple(render_items(lambda: response_schema.ITEMS.decode(items))))
     yield output.style_text("\noutput", "bold")
     yield FoldedLines(
-        tuple(render_items(lambda: shape.DOCUMENT.decode(body).output))
+        tuple(render_items(lambda: response_schema.DOCUMENT.decode(body).output))
         or (IndentedLine(2, "none", "dim"),)
     )
     if events:
@@ -177,7 +177,7 @@ def render_response(
             yield "  the response is still running"
 
 
-def render_items(items: Callable[[], list[shape.ResponseItem]]) -> Iterator[IndentedLine]:
+def render_items(items: Callable[[], list[response_schema.ResponseItem]]) -> Iterator[IndentedLine]:
     """The lines of items, or why they cannot be read."""
     try:
         yield from render_item_lines(items())
@@ -185,7 +185,7 @@ def render_items(items: Callable[[], list[shape.ResponseItem]]) -> Iterator[Inde
         yield IndentedLine(2, f"damaged: {error}", "red")
 
 
-def render_item_lines(items: list[shape.ResponseItem]) -> Iterator[IndentedLine]:
+def render_item_lines(items: list[response_schema.ResponseItem]) -> Iterator[IndentedLine]:
     """The role and text of items, as lines."""
     for item in items:
         kind = item.type or "message"
@@ -197,14 +197,14 @@ def render_item_lines(items: list[shape.ResponseItem]) -> Iterator[IndentedLine]
                 yield IndentedLine(4, line)
 
 
-def describe_item(kind: str, item: shape.ResponseItem) -> Iterator[str]:
+def describe_item(kind: str, item: response_schema.ResponseItem) -> Iterator[str]:
     """Type, name and call id of an item that is not a message."""
     if kind != "message":
         yield kind
         yield from filter(None, (item.name, item.call_id))
 
 
-def extract_texts(item: shape.ResponseItem) -> Iterator[str]:
+def extract_texts(item: response_schema.ResponseItem) -> Iterator[str]:
     """The texts in an item; other parts by their type."""
     for value in (item.content, item.summary, item.output, item.arguments, item.input):
         for part in value if isinstance(value, list) else [value]:

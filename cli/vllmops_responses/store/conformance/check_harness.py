@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from .. import backend_factory as opening
+from .. import backend_factory
 from ..backend import Limits, Response
 from ..response_store import ResponseStore
 
@@ -34,7 +34,7 @@ class StoreBench:
     async def open_store(self, **limits: float) -> ResponseStore:
         """A store on the backend; all of one process's memory share theirs."""
         given = msgspec.convert(limits, Limits)
-        store = ResponseStore(opening.make_backend(self.url, given), deadline_s=10)
+        store = ResponseStore(backend_factory.make_backend(self.url, given), deadline_s=10)
         if self.stores and self.url.startswith("memory:"):
             store.backend = self.stores[0].backend
         self.stores.append(store)

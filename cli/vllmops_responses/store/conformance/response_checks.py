@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from vllmops.support.errors import VllmopsError
 
-from .. import backend_factory as opening
+from .. import backend_factory
 from ..backend import (
     EVERYBODY,
     FINISHED,
@@ -31,7 +31,7 @@ from ..backend import (
 )
 from ..conversation_backend import require_conversations
 from ..response_store import ResponseStore, encode_response, unpack_response
-from . import conversation_checks as _checks_of_conversations
+from . import conversation_checks
 from .check_harness import (
     ANN,
     BOB,
@@ -49,7 +49,7 @@ from .check_harness import (
 
 __all__ = ["CHECKS", "CheckResult", "collect_caveats", "make_response", "run_check", "run_checks"]
 
-assert _checks_of_conversations  # which adds them
+assert conversation_checks  # which adds them
 CHECK_S = 60
 AT_ONCE = 4
 
@@ -72,12 +72,12 @@ async def collect_caveats(url: str) -> list[str]:
     """See whether a store can be checked; says how it could lose what it has acknowledged.
 
     Args:
-        url: as `opening.make_backend` takes it; a user's own class has to be empty.
+        url: as `backend_factory.make_backend` takes it; a user's own class has to be empty.
 
     Raises:
         VllmopsError: ``store.unavailable``, ``store.schema`` or ``store.not-empty``.
     """
-    opening.make_backend(url)  # tells what is wrong with it as it was given
+    backend_factory.make_backend(url)  # tells what is wrong with it as it was given
     bench = StoreBench(make_scratch_url(url))
     store = await bench.open_store()
     count = (await store.collect_stats(EVERYBODY)).response_count
@@ -101,7 +101,7 @@ async def collect_caveats(url: str) -> list[str]:
 def can_store_conversations(url: str) -> bool:
     """Whether the backend of a URL keeps conversations."""
     try:
-        require_conversations(opening.make_backend(url))
+        require_conversations(backend_factory.make_backend(url))
     except VllmopsError:
         return False
     return True
@@ -112,7 +112,7 @@ async def run_checks(url: str) -> AsyncIterator[CheckResult]:
 
     Several at a time, for they mostly sleep; but a user's own class knows of no namespaces.
     """
-    places = asyncio.Semaphore(1 if opening.CLASS in os.environ else AT_ONCE)
+    places = asyncio.Semaphore(1 if backend_factory.CLASS in os.environ else AT_ONCE)
 
     async def run_limited(name: str, function: Check) -> CheckResult:
         async with places:
@@ -126,7 +126,7 @@ async def run_checks(url: str) -> AsyncIterator[CheckResult]:
 
 def make_scratch_url(url: str) -> str:
     """The same database, and a store in it that nobody else has."""
-    plain, _ = opening.split_namespace(url)
+    plain, _ = backend_factory.split_namespace(url)
     return f"{plain}{'&' if '?' in plain else '?'}namespace=check_{secrets.token_hex(4)}"
 
 
