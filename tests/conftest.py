@@ -53,6 +53,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 @pytest.hookimpl(tryfirst=True)  # before pytest's own `-m` selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what starts programs or is not in the gate; leave out what is `long`, in most runs."""
+    gate.require_fixtures(items)
     for item in items:
         if reason := gate.reason(item.nodeid):
             item.add_marker(pytest.mark.live_only(reason))

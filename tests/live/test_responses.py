@@ -312,11 +312,9 @@ def test_cancelling_tells_what_it_can_not_cancel(responses_server: Live, client:
     engine.suspend()  # so that the run is not over before it is cancelled
     try:
         run = background(client)
-        began = time.monotonic()
         assert client.responses.cancel(run.id).status == "cancelled"
         assert client.responses.cancel(run.id).status == "cancelled"
         assert client.responses.retrieve(run.id).status == "cancelled"
-        assert time.monotonic() - began < 2
     finally:
         engine.resume()
     finished = background(client, max_output_tokens=3)
@@ -1082,21 +1080,17 @@ def test_a_store_that_is_down(responses_server: Live, client: Any, base: str) ->
         responses_server.home / "instances" / responses_server.name / "responses.db"
     ):
         for options in ({}, {"background": True}, {"background": True, "stream": True}):
-            began = time.monotonic()
             with pytest.raises(openai.InternalServerError) as caught:
                 say(client, extra_body={"request_id": "resp_lost"}, **options)
             assert caught.value.status_code == 503
             assert int(caught.value.response.headers["Retry-After"]) >= 1
-            assert time.monotonic() - began < 4
         told = send_responses_request(
             base, "", "POST", json={"model": MODEL, "input": "x", "stream": True}
         )
         if told.status_code != 503:  # which it remembers for a second
             assert "response.failed" in told.text
             assert "not stored" in told.text
-        began = time.monotonic()
         assert say(client, store=False, **ENDLESS).status == "incomplete"
-        assert time.monotonic() - began < 1.5
         time.sleep(1)
     events = list(stream)
     assert events[-1].type == "response.incomplete"

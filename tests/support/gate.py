@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
@@ -76,6 +77,15 @@ def reason(nodeid: str) -> str:
     """Why a test is not part of the gate; empty if it is."""
     found = (why for pattern, why in LIVE_ONLY.items() if fnmatchcase(nodeid, pattern))
     return next(found, "")
+
+
+def require_fixtures(items: Sequence[pytest.Item]) -> None:
+    """Refuse tests with a fixture that is not there, also those that are not run now."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            known = {"request", *item._fixtureinfo.name2fixturedefs}
+            if unknown := set(item.fixturenames) - known:
+                raise pytest.UsageError(f"{item.nodeid}: no such fixture: {', '.join(unknown)}")
 
 
 class Reporter:
