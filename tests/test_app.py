@@ -227,6 +227,28 @@ print(sorted(slow & {name.partition(".")[0] for name in sys.modules}), file=sys.
     assert answer.stderr == "[]\n"
 
 
+LOADED = """
+import sys
+from vllmops.app import run_command
+{run}
+print(*(name for name in sys.modules if name.startswith("vllmops")), file=sys.stderr)
+"""
+
+
+def list_loaded_modules(run: str) -> list[str]:
+    words = [sys.executable, "-c", LOADED.format(run=run)]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stderr.split()
+
+
+def test_commands_load_only_what_they_need(home: Path) -> None:
+    listing = list_loaded_modules("import vllmops.commands.ps")  # a server may run that needs more
+    assert len(listing) <= 40
+    plan = list_loaded_modules('sys.argv = ["vllmops", "serve", "--dry-run", "m"]; run_command()')
+    assert "vllmops.servers.launch" in plan
+    assert not [name for name in plan if name.startswith("vllmops.bundle")]
+    assert not [name for name in (*listing, *plan) if name.startswith("vllmops_responses")]
+
+
 @pytest.mark.parametrize("words", sample_cases(WORDS, 3), ids=" ".join)
 def test_help_on_a_narrow_terminal(
     vllmops: Any, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -10,10 +10,10 @@ import typer
 from vllmops import app
 from vllmops.commands.options import parse_duration
 from vllmops.servers import logs, supervisor
+from vllmops.support.durations import format_utc_time
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops.support.numbers import format_count
 from vllmops.support.output import format_bytes, format_duration
-from vllmops_responses.keys.keyring import format_utc_time
 
 from .support.in_process_command import run_in_process
 

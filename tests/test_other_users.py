@@ -23,9 +23,8 @@ import psutil
 import pytest
 
 from vllmops.bundle import parts
-from vllmops.collect.agents import admin_token, agent_client
+from vllmops.collect.agents import admin_token, agent_client, agent_files
 from vllmops.collect.http import vllm_client
-from vllmops.collect.http.admin_client import push_keyring
 from vllmops.collect.machine import listeners, processes, shared_memory
 from vllmops.collect.machine.processes import Process
 from vllmops.collect.machine.server_address import make_unix_url
@@ -46,6 +45,7 @@ from vllmops.support.files import read_private_file
 from vllmops.support.home import create_folder, require_safe_folder
 from vllmops.support.home import resolve_home as state_home
 from vllmops_responses.commands.keys import loaded_keys
+from vllmops_responses.commands.keys.push import push_keyring
 from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import Key, KeyRing, KeyStatus, generate_secret
 
@@ -312,7 +312,7 @@ def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None
     seen = psutil.Process(child.process.pid)
     until(lambda: seen.status() == psutil.STATUS_STOPPED)
     kept = child.beat.read_bytes()
-    assert agent_client.read_heartbeat(child.process)
+    assert agent_files.read_heartbeat(child.process)
     child.beat.unlink()
     if what == "fifo":
         os.mkfifo(child.beat)
@@ -327,7 +327,7 @@ def test_a_heartbeat_that_is_none(spawn: Any, tmp_path: Path, what: str) -> None
         if what == "theirs":
             os.chown(child.beat, NOBODY, NOBODY)
     with within(60):
-        assert agent_client.read_heartbeat(child.process) is None
+        assert agent_files.read_heartbeat(child.process) is None
 
 
 LISTEN = """
@@ -431,7 +431,7 @@ def test_root_reaches_the_agent_of_another_users_process(home: Path) -> None:
         )
         told, pulse = (
             agent_client.open_agent(process, timeout_s=60).fetch_hello(),
-            agent_client.read_heartbeat(process),
+            agent_files.read_heartbeat(process),
         )
         child.kill()
     assert told.pid == child.pid

@@ -13,6 +13,8 @@ from httpx_sse import EventSource
 
 from vllmops.collect.http import vllm_client
 from vllmops.collect.http.endpoint import Endpoint
+from vllmops.model.environment import STORE
+from vllmops.model.owners import derive_owner
 from vllmops.model.snapshot_files import DAMAGE
 from vllmops.support.errors import VllmopsError
 from vllmops.support.urls import redact_url
@@ -26,7 +28,6 @@ from .store.backend import (
     ResponsePage,
     ResponseQuery,
     StoreUnavailable,
-    derive_owner,
 )
 from .store.response_source import (
     ChangeResult,
@@ -35,7 +36,6 @@ from .store.response_source import (
     make_unknown_error,
 )
 from .store.response_store import EventBatch
-from .store.settings import STORE
 
 TIMEOUT_S = 5.0
 # Between two events of a run that goes on: all earlier events have arrived by then.

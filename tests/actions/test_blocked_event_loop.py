@@ -10,7 +10,7 @@ import pytest
 
 from vllmops.actions import blocked_event_loop, healing
 from vllmops.actions.healing import HealResult
-from vllmops.collect.agents import agent_client
+from vllmops.collect.agents import agent_files
 from vllmops.collect.machine.processes import Process
 from vllmops.collect.stacks import pyspy
 from vllmops.model.roles import Role
@@ -34,15 +34,15 @@ def heal_blocked_loop(
     """
     left, signals = list(begins), list[int]()
 
-    def beat(_: Process) -> agent_client.TimedHeartbeat:
+    def beat(_: Process) -> agent_files.TimedHeartbeat:
         loop_s = 20.0 - len(left) if len(left) > 1 else 0.0
         begin = left.pop(0) if len(left) > 1 else left[0]
         beat_ = SimpleNamespace(monotonic=begin + loop_s, loop_s=loop_s, interrupt=50)
-        return agent_client.TimedHeartbeat(beat_, 0.1)  # type: ignore[arg-type]
+        return agent_files.TimedHeartbeat(beat_, 0.1)  # type: ignore[arg-type]
 
     thread = SimpleNamespace(tid=API.pid, frames=(PARSER,))
     dump = SimpleNamespace(pid=API.pid, threads=[thread])
-    monkeypatch.setattr(agent_client, "read_heartbeat", beat)
+    monkeypatch.setattr(agent_files, "read_heartbeat", beat)
     monkeypatch.setattr(pyspy, "dump_stacks", lambda *_, **__: SimpleNamespace(processes=[dump]))
     monkeypatch.setattr(blocked_event_loop, "has_signal_handler", lambda *_: True)
     monkeypatch.setattr(blocked_event_loop, "send_signal", lambda _, number: signals.append(number))

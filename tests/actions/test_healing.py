@@ -8,7 +8,7 @@ import pytest
 
 from vllmops.actions import healing
 from vllmops.actions.action import Action
-from vllmops.collect.agents import agent_client
+from vllmops.collect.agents import agent_files
 from vllmops.collect.agents.proven_states import HealCase
 from vllmops.collect.machine.processes import Process
 from vllmops.model.healing import HealAnswer, HealProof, HealRequest
@@ -24,7 +24,7 @@ def test_a_process_that_runs_no_python_is_not_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(healing, "send_heal_request", fail_on_request)
     monkeypatch.setattr(healing, "is_running_python", lambda _: False)
     monkeypatch.setattr(
-        agent_client, "read_heartbeat", lambda _: SimpleNamespace(age_s=9.0, is_late=True)
+        agent_files, "read_heartbeat", lambda _: SimpleNamespace(age_s=9.0, is_late=True)
     )
     server = Server(name="demo", processes=(Process(Role.API, 11, 1),))
     with pytest.raises(VllmopsError, match="can't answer; its last heartbeat is 9 s old") as caught:
@@ -62,7 +62,7 @@ def test_heal_asks_a_resumed_process_again(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(healing, "send_heal_request", lambda *_: HealAnswer(pid=12, role="worker"))
     monkeypatch.setattr(healing, "log_outcomes", lambda *_: None)
     monkeypatch.setattr(
-        agent_client, "read_heartbeat", lambda _: SimpleNamespace(age_s=9.0, is_late=True)
+        agent_files, "read_heartbeat", lambda _: SimpleNamespace(age_s=9.0, is_late=True)
     )
     healed = healing.heal_server(Server(name="demo", processes=(process,)), [Resumed()])
     assert [outcome.done for outcome in healed.outcomes] == [True]

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from vllmops.actions import stalled_transfers as transfers
-from vllmops.collect.agents import agent_client
+from vllmops.collect.agents import agent_files
 from vllmops.collect.agents import proven_states as proofs
 from vllmops.collect.agents.proven_states import HealCase
 from vllmops.collect.machine.processes import Process
@@ -66,7 +66,7 @@ def test_transfer_is_lost_only_if_no_worker_knows_it(
 
     beat = SimpleNamespace(standing=SimpleNamespace(sizes=ranks))
     pulse = SimpleNamespace(heartbeat=beat, age_s=0.5)
-    monkeypatch.setattr(agent_client, "read_heartbeat", lambda _: pulse)
+    monkeypatch.setattr(agent_files, "read_heartbeat", lambda _: pulse)
     monkeypatch.setattr(proofs, "is_running_python", lambda _: True)
     for module in (proofs, loads):
         monkeypatch.setattr(module, "send_heal_request", answer_heal_request)

@@ -18,7 +18,7 @@ from tests.support.databases import Servers, folder_for_servers, postgres_parts
 from tests.support.ports import free_port
 
 from vllmops.demo import DemoKind
-from vllmops_responses.store import settings
+from vllmops.model.environment import STORE
 
 from .figure import Figure, Limit, make_paired_figure
 from .setting import (
@@ -118,7 +118,7 @@ def start_servers(setting: Setting, stack: contextlib.ExitStack) -> Iterator[tup
     ways: dict[str, tuple[bool, dict[str, str]]] = {STOCK: (False, STOCK_STORE)}
     urls = {"sqlite": f"sqlite:///{setting.home}/responses.db", "memory": "memory://"}
     urls |= {item: programs.add(item).url for item in ("postgresql", "redis")}
-    ways |= {kind: (True, {settings.STORE: url}) for kind, url in urls.items()}
+    ways |= {kind: (True, {STORE: url}) for kind, url in urls.items()}
     for kind, (agent, environment) in ways.items():
         server = setting.server(DemoKind.TEXT, *ROOM, agent=agent, environment=environment)
         yield kind, (begun := stack.enter_context(server))

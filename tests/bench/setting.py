@@ -31,8 +31,8 @@ from tests.support.ports import free_port
 from vllmops import demo
 from vllmops.collect.machine import processes
 from vllmops.collect.machine.processes import Process
+from vllmops.model.environment import STORE
 from vllmops.model.roles import Role
-from vllmops_responses.store.settings import STORE
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300

@@ -25,8 +25,6 @@ from vllmops.bundle.parts import (
     collect_configuration,
     find_package_version,
 )
-from vllmops.bundle.redaction import redactor
-from vllmops.bundle.redaction.redactor import MARK, find_launch_secrets
 from vllmops.collect.machine.processes import Process
 from vllmops.collect.stacks.pasted_text import parse_stacks
 from vllmops.model.bundle_index import BundleGap
@@ -41,6 +39,8 @@ from vllmops.model.memory import (
 from vllmops.model.roles import Role
 from vllmops.model.server_snapshot import Gap, Gpu, ServerSnapshot
 from vllmops.model.step_recording import Step, StepsHead, StepsRecording
+from vllmops.redaction import redactor
+from vllmops.redaction.redactor import MARK, find_launch_secrets
 from vllmops.rules import diagnosis
 from vllmops.servers.discovery import Server
 from vllmops.support.errors import VllmopsError

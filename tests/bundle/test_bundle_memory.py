@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from vllmops.bundle.redaction.redactor import Redactor
+from vllmops.redaction.redactor import Redactor
 
 from ..support.extent import EVERYTHING, programs, sample_cases
 

@@ -19,9 +19,12 @@ import pytest
 
 from vllmops.actions.attach import agent_loader, injector
 from vllmops.actions.attach.agent_loader import AttachPlan
+from vllmops.agent.transport import unix_socket
+from vllmops.collect.agents.agent_client import open_agent
 from vllmops.collect.machine import processes
 from vllmops.collect.machine.processes import Process
 from vllmops.model import process_identity
+from vllmops.model.process_identity import read_identity
 from vllmops.model.roles import Role
 from vllmops.support.errors import VllmopsError
 
@@ -31,13 +34,14 @@ from ..support.waiting import until
 from .test_stacks import tree
 
 NOBODY = 65534
+# What vLLM has, such as msgspec: a server that is attached to need not have our packages.
+WITHOUT_US = os.pathsep.join(path for path in sys.path if not Path(path, "vllmops").exists())
 
 
 @pytest.fixture
 def server(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The pids of a server's processes, root first."""
-    # What vLLM has: msgspec.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("PYTHONPATH", WITHOUT_US)
     with tree(tmp_path) as pids:
         yield pids
 
@@ -79,7 +83,7 @@ def attach_with_fewer_rights(server: list[int], *rights: str) -> tuple[int, Any]
 def test_once_and_no_second_time(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attach: Attach, vllmops: Vllmops
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("PYTHONPATH", WITHOUT_US)
     with tree(tmp_path, "spin") as server:  # one of them computes
         plan = vllmops("attach", "--dry-run", "-t", str(server[0]))
         assert (plan.code, plan.out.count("by thread")) == (0, 3)
@@ -93,6 +97,28 @@ def test_once_and_no_second_time(
         again = attach(server[0])
         assert (again.code, again.error["code"]) == (1, "attach.already")
         assert all(Path(f"/proc/{pid}/status").exists() for pid in server)
+
+
+def test_the_agent_needs_nothing_of_ours_on_the_server_s_path(
+    server: list[int], attach: Attach
+) -> None:
+    probe = "import importlib.util as i; print(*map(i.find_spec, ('vllmops', 'vllmops_responses')))"
+    alone = subprocess.run(
+        [sys._base_executable, "-c", probe],  # type: ignore[attr-defined] # the server's Python
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    assert alone.stdout == b"None None\n"
+    assert attach(server[0]).code == 0
+    assert attach.agents(server) == ["answers"] * 3
+    agent = open_agent(Process(Role.WORKER, server[2], read_identity(server[2]).start_ticks))
+    failed = {}
+    for path in unix_socket.GETS:
+        status, content = agent.send_request("GET", path, None)
+        if status != 200:
+            failed[path] = content
+    assert not [path for path, content in failed.items() if b"Error: No module" in content], failed
+    assert agent.fetch_keys().keys == ()
 
 
 def test_attach_without_a_terminal_requires_yes(server: list[int], vllmops: Vllmops) -> None:

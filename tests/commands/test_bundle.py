@@ -37,7 +37,7 @@ from vllmops_responses.keys import keyring_file
 from ..support.commands import background
 from ..support.waiting import until
 
-OTHER = Path(__file__).parent.parent / "bundle" / "logs" / "other.log"
+OTHER = Path(__file__).parents[1] / "redaction/logs/other.log"
 NCCL = Path(__file__).parent.parent / "support" / "nccl_ras.py"
 KEY = "0123456789abcdef" * 4
 SECRETS = {

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from vllmops.collect.agents.admin_token import PLACE
 from vllmops.collect.agents.node_certificate import make_tls_context
 from vllmops.model.admin_api import USUAL_NODE_PORT
+from vllmops.model.environment import ADMIN_TOKEN_FILE
 from vllmops.model.roles import Role
 
 from ..support.children import CHILD, Child, start_child
@@ -74,7 +74,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     children, tmp_path = [], tmp_path_factory.mktemp("nodes")
 
     def start(name: str, title: str, where: str, token: Path) -> Child:
-        inside, place = machine(name, where), {PLACE: str(token)}
+        inside, place = machine(name, where), {ADMIN_TOKEN_FILE: str(token)}
         children.append(start_child(title, Role.OTHER, tmp_path / name, inside, **place))
         return children[-1]
 

@@ -25,9 +25,10 @@ import msgspec
 import pytest
 
 from vllmops.collect.machine.processes import is_alive
-from vllmops.commands.serve import create_default_keyring
+from vllmops.model.environment import KEYRING, SIGNING_KEY
 from vllmops.servers.record import InstanceFolder
 from vllmops_responses.keys import keyring_file
+from vllmops_responses.serve_settings import create_default_keyring
 from vllmops_responses.store import settings
 from vllmops_responses.store.backend_factory import make_backend
 from vllmops_responses.store.response_store import ResponseStore
@@ -197,7 +198,7 @@ def test_a_folder_for_dumps_that_cannot_be_made(lab: Any) -> None:
 
 @pytest.fixture
 def keyring(lab: Any, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in (keyring_file.PLACE, keyring_file.SIGNING_KEY):
+    for name in (KEYRING, SIGNING_KEY):
         monkeypatch.delenv(name, raising=False)
     return Path(lab.home) / "keyring.json"
 
@@ -210,13 +211,13 @@ def test_a_keyring_is_made_where_there_is_none(lab: Any, keyring: Path) -> None:
     key = keyring_file.load_keyring(keyring).require_primary()
     assert [line for line in answer.err.splitlines() if key.kid in line and str(keyring) in line]
     assert keyring.stat().st_mode & 0o777 == 0o600
-    assert lab.record("a").environment[keyring_file.PLACE] == str(keyring)
+    assert lab.record("a").environment[KEYRING] == str(keyring)
     # The next one takes it, and says nothing.
     answer = lab.vllmops(*lab.words("b"), "--detach")
     assert key.kid not in answer.err
     assert keyring_file.load_keyring(keyring).keys == (key,)
     assert lab.vllmops("restart", "a", "--force").code == 0
-    assert lab.record("a").environment[keyring_file.PLACE] == str(keyring)
+    assert lab.record("a").environment[KEYRING] == str(keyring)
     assert keyring_file.load_keyring(keyring).keys == (key,)
 
 
@@ -235,7 +236,7 @@ def test_no_keyring_is_made_where_none_is_wanted(
 ) -> None:
     answer = lab.vllmops(*lab.words("a", *words), "--detach", "--json", env=env)
     assert answer.code == 0, answer
-    assert lab.record("a").environment.get(keyring_file.PLACE) == place
+    assert lab.record("a").environment.get(KEYRING) == place
     assert not keyring.exists()
 
 
@@ -251,7 +252,7 @@ def test_a_keyring_that_is_lost_is_not_replaced(lab: Any, keyring: Path) -> None
 
 
 def test_two_at_once_make_one_keyring(lab: Any, keyring: Path) -> None:
-    environment = {keyring_file.PLACE: str(keyring)}
+    environment = {KEYRING: str(keyring)}
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: create_default_keyring(environment, quiet=True), range(8)))
     assert len(keyring_file.load_keyring(keyring).keys) == 1

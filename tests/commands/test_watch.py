@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from vllmops.bundle import bundle_file, parts
-from vllmops.collect.agents import agent_client
+from vllmops.collect.agents import agent_files
 from vllmops.collect.stacks import pyspy
 from vllmops.model.roles import Role
 from vllmops.observe import server_snapshot
@@ -188,7 +188,7 @@ def test_a_stopped_process_is_a_stall_where_it_holds_up_work(
     stick(engine)
 
     def stands() -> bool:  # as its heartbeat has it
-        pulse = agent_client.read_heartbeat(engine.process)
+        pulse = agent_files.read_heartbeat(engine.process)
         return bool(pulse and pulse.heartbeat.waiting and pulse.heartbeat.still_s)
 
     until(stands)

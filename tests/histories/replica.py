@@ -25,6 +25,8 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllmops.model.environment import STORE_CLASS
+
 from ..responses.store import served
 
 KEYS = ["ann", "bob"]
@@ -234,7 +236,7 @@ def serve(port: int, url: str, kind: str) -> None:
     signal.signal(signal.SIGUSR1, step)
     signal.signal(signal.SIGUSR2, step)
     if kind:
-        os.environ[backend_factory.CLASS] = kind
+        os.environ[STORE_CLASS] = kind
     assert conversation_routes  # which adds to the others
     # A sweep while the clock is ahead would take the events that a client has not followed yet.
     limits = Limits(lease_s=LEASE_S, events_kept_s=2 * STEP_S)

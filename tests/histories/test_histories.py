@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from vllmops.model.owners import derive_owner
 from vllmops_responses.store import backend_factory
-from vllmops_responses.store.backend import Backend, Limits, Response, derive_owner
+from vllmops_responses.store.backend import Backend, Limits, Response
 from vllmops_responses.store.response_store import ResponseStore
 
 from ..support.databases import LOCAL, Servers

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from vllmops.collect.agents import agent_client
+from vllmops.collect.agents import agent_client, agent_files
 from vllmops.collect.http import vllm_client
 from vllmops.collect.machine.processes import Process
 from vllmops.demo.inputs import make_chat_request
@@ -433,7 +433,7 @@ class Prone(Stock):
 
     def count_handed_requests(self) -> int:
         """Requests that the API server has handed to the engine and that are not over."""
-        pulse = agent_client.read_heartbeat(self.processes["api"])
+        pulse = agent_files.read_heartbeat(self.processes["api"])
         assert pulse
         return pulse.heartbeat.engine_requests or 0
 

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from vllmops.agent.state import caches
-from vllmops.collect.agents import agent_client
+from vllmops.collect.agents import agent_client, agent_files
 from vllmops.collect.machine.processes import Process
 from vllmops.demo.inputs import make_chat_request, make_wav
 from vllmops.model import process_identity
@@ -217,7 +217,7 @@ def test_engine_state(vision_server: Any) -> None:
     hello = engine.fetch_hello()
     assert (hello.role, hello.problems) == ("engine", ())
     time.sleep(1.2)
-    pulse = agent_client.read_heartbeat(engine.process)
+    pulse = agent_files.read_heartbeat(engine.process)
     assert pulse is not None
     assert pulse.heartbeat.current_step == after.current_step
     assert not pulse.is_late

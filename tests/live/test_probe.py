@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from vllmops.collect.agents import agent_client
+from vllmops.collect.agents import agent_files
 
 from ..support.extent import EVERYTHING, long
 from ..support.ports import free_port
@@ -174,7 +174,7 @@ def doomed_server_probe(cli: Cli, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def beats(server: Prone) -> list[Any]:
-    return [agent_client.read_heartbeat(process) for process in server.processes.values()]
+    return [agent_files.read_heartbeat(process) for process in server.processes.values()]
 
 
 def bundles(server: Prone) -> set[Path]:

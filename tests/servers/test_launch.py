@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from vllmops.collect.machine.server_address import ServingMode
+from vllmops.model.environment import STORE, STORE_CLASS
 from vllmops.servers import launch
 from vllmops.servers.launch import (
     LaunchOptions,
@@ -23,9 +24,7 @@ from vllmops.servers.record import InstanceFolder
 from vllmops.servers.target_endpoint import find_store_url
 from vllmops.support import urls
 from vllmops.support.errors import ExitCode, VllmopsError
-from vllmops_responses.store.backend_factory import CLASS
 from vllmops_responses.store.backends import sqlite
-from vllmops_responses.store.settings import STORE
 
 from ..support import ports
 
@@ -158,8 +157,8 @@ def test_the_users_plugins_are_kept(
         ({}, {}, "sqlite:///{home}/instances/m/responses.db"),
         ({STORE: "memory://"}, {}, "memory://"),
         ({STORE: "memory://"}, {STORE: "none"}, "none"),
-        ({CLASS: "a.B"}, {}, None),
-        ({CLASS: "a.B"}, {STORE: "redis://r"}, "redis://r"),
+        ({STORE_CLASS: "a.B"}, {}, None),
+        ({STORE_CLASS: "a.B"}, {STORE: "redis://r"}, "redis://r"),
     ],
 )
 def test_launch_chooses_the_response_store(

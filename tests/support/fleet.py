@@ -8,8 +8,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from vllmops.collect.agents.admin_token import PLACE
-from vllmops_responses.keys.keyring_file import PLACE as RING
+from vllmops.model.environment import ADMIN_TOKEN_FILE, KEYRING
 
 from .children import CHILD, Child, Spawn
 
@@ -64,10 +63,12 @@ class Fleet:
 
     def __init__(self, spawn: Spawn, folder: Path, *, token: bool = True) -> None:
         self.token = token_file(folder)
-        place = {PLACE: str(self.token)} if token else {}
+        place = {ADMIN_TOKEN_FILE: str(self.token)} if token else {}
         # Its state directory is none of the command line's.
         self.child: Child = spawn(
-            title="VLLM::APIServer", home=folder / "there", **{RING: str(folder / "ring"), **place}
+            title="VLLM::APIServer",
+            home=folder / "there",
+            **{KEYRING: str(folder / "ring"), **place},
         )
         port, self.engine, self.worker = eval(self.child.run(SERVING))
         self.api = self.child.process.pid

@@ -38,7 +38,7 @@ LIVE_ONLY: Final = {
     "tests/actions/attach/test_injector.py::test_the_thread_is_stopped_*_a_second": TIMES,
     "tests/bundle/test_bundle_memory.py::test_memory_*": MEMORY,
     "tests/bundle/test_bundle_memory.py::test_ten_times_as_long_takes_about_ten_times*": TIMES,
-    "tests/bundle/test_redactor.py::test_it_is_quick_whatever_the_text": TIMES,
+    "tests/redaction/test_redactor.py::test_it_is_quick_whatever_the_text": TIMES,
     "tests/commands/test_attach.py::test_killed_halfway_it_can_be_done_again*": CHANCE,
     "tests/commands/test_bundle.py::test_whatever_hangs_it_ends_in_time": LIMITS,
     "tests/responses/commands/test_keys.py::test_rotate_waits_for_*_refuses_none": LIMITS,

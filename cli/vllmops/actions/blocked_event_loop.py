@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from ..collect.agents import agent_client
+from ..collect.agents import agent_files
 from ..collect.agents.proven_states import HealCase
 from ..collect.machine.processes import Process
 from ..collect.stacks import pyspy
@@ -52,7 +52,7 @@ class BlockedEventLoop(Action):
     def heal_or_explain(self, server: Server, cases: Sequence[HealCase]) -> dict[str, str]:  # noqa: ARG002
         left = {}
         for case in cases:
-            pulse = agent_client.read_heartbeat(case.process)
+            pulse = agent_files.read_heartbeat(case.process)
             number = pulse.heartbeat.interrupt if pulse else 0
             if not (number and has_signal_handler(case.process.pid, number)):
                 left[case.proof.subject] = "its agent has no handler for the signal that ends it"
@@ -72,7 +72,7 @@ def find_blocked_since(process: Process) -> str:
     It is the same as long as the loop runs nothing, whether or not there are heartbeats meanwhile.
     """
     try:
-        pulse = agent_client.read_heartbeat(process)
+        pulse = agent_files.read_heartbeat(process)
     except VllmopsError:
         return ""
     loop_s = (pulse.heartbeat.loop_s or 0.0) if pulse else 0.0

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from vllmops_responses.store.settings import STORE
-
 from ..collect.machine import proc
+from ..model.environment import STORE
 from ..model.findings import Finding
 from ..model.server_snapshot import ServerSample
 from ..observe import server_snapshot

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
 
 from .log import log
 from .versions import module_locations
@@ -67,26 +66,20 @@ def instrument_vllm(withheld: Mapping[str, str] | None = None) -> None:
 
 
 def add_server_features() -> None:
-    """Add keys, stored responses, admin routes and metrics to a server that starts."""
-    from vllmops_responses.server import (  # noqa: PLC0415
-        installation,
-        keyring_follower,
-    )
-    from vllmops_responses.store import settings  # noqa: PLC0415
-
-    from . import identity  # noqa: PLC0415
+    """Add admin routes, metrics and the extension to a server that starts."""
+    from . import extensions, identity  # noqa: PLC0415
     from .transport import (  # noqa: PLC0415
         admin_routes,
         metrics,
+        unix_socket,
     )
 
+    extension = extensions.load_extension()
+    unix_socket.GETS.update(extension.agent_gets)
     if identity.detect_role() == "api":
-        metrics.install_collector()
-        installation.replace_routes_on_import(keyring_follower.get_keyring)
-    admin_routes.install_routes(
-        partial(keyring_follower.merge_keyring, carriers=settings.parse_carrier_settings)
-    )
-    keyring_follower.start_key_holder()
+        metrics.install_collector(extension.read_store_usage)
+    admin_routes.install_routes(extension.admin_routes)
+    extensions.install_extension(extension)
 
 
 def is_inspection_process() -> bool:

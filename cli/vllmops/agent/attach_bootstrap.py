@@ -45,20 +45,18 @@ def boot_agent(options: BootOptions) -> None:
 
 
 def import_package(package: Path) -> None:
-    """Import both packages from their folders, unless this one is already imported."""
+    """Import this package from its folder, unless it is already imported."""
     if "vllmops" in sys.modules:
         return
     if sys.version_info < (3, 11):  # noqa: UP036 - the process brings its own Python
         raise RuntimeError(f"Python {sys.version.split()[0]} is too old: vllmops needs 3.11")
-    for name in ("vllmops", "vllmops_responses"):
-        folder = package.with_name(name)
-        spec = spec_from_file_location(
-            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        assert spec is not None
-        assert spec.loader is not None
-        module = sys.modules[name] = module_from_spec(spec)
-        spec.loader.exec_module(module)
+    spec = spec_from_file_location(
+        "vllmops", package / "__init__.py", submodule_search_locations=[str(package)]
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["vllmops"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
 
 
 if __name__ == "vllmops attach":

@@ -32,12 +32,12 @@ from ..model.server_snapshot import ServerSnapshot
 from ..model.stacks import StacksSnapshot
 from ..model.step_recording import StepsRecording
 from ..observe.memory import recorder
+from ..redaction.redactor import Redactor
 from ..support.errors import VllmopsError
 from ..support.files import make_not_written_error as file_not_written
 from ..support.files import write_atomically
 from . import fatal_messages, tar_archive
 from .parts import LOG_LINES, STACKS, BundleContents, UnredactedPart
-from .redaction.redactor import Redactor
 
 S = TypeVar("S", bound=msgspec.Struct)
 # A log of 48 MiB takes a busy machine 20 s. Clients can make one that takes it hours.

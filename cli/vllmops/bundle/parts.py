@@ -24,16 +24,18 @@ import msgspec
 from vllmops_responses.keys import keyring_file
 
 from .. import __version__
-from ..collect.agents import admin_token, agent_client
+from ..collect.agents import admin_token, agent_files
 from ..collect.http import vllm_client
 from ..collect.machine import proc, process_details, processes
 from ..model.bundle_index import BundleGap
+from ..model.environment import ADMIN_TOKEN_FILE, KEYRING, locate_default_keyring
 from ..model.findings import Finding
 from ..model.memory import MemoryRecording
 from ..model.ranks import format_role_and_ranks
 from ..model.server_snapshot import ServerSnapshot
 from ..observe import server_snapshot, step_recordings
 from ..observe.memory import recorder
+from ..redaction.redactor import TEXT, find_launch_secrets, find_secret_values
 from ..rules import diagnosis
 from ..rules.progress import PATIENCE_S
 from ..servers import interpreter, logs
@@ -43,7 +45,6 @@ from ..support.errors import VllmopsError
 from ..support.files import ANYBODY, open_regular_file
 from ..support.numbers import format_count
 from . import fatal_messages
-from .redaction.redactor import TEXT, find_launch_secrets, find_secret_values
 
 TIMEOUT_S = 20.0
 COLLECT_ENV_S = 20.0
@@ -478,8 +479,8 @@ def find_secret_files(
 ) -> tuple[str | None, ...]:
     """A server's keyring, its admin token's file and vLLM's configuration file."""
     return (
-        environment.get(keyring_file.PLACE),
-        environment.get(admin_token.PLACE),
+        environment.get(KEYRING),
+        environment.get(ADMIN_TOKEN_FILE),
         find_configuration_file(arguments),
     )
 
@@ -489,7 +490,7 @@ def read_file_secrets(
 ) -> Iterator[str]:
     """What is secret in these files, whoever they belong to."""
     with contextlib.suppress(VllmopsError):
-        path = Path(keyring_path) if keyring_path else keyring_file.locate_default_keyring()
+        path = Path(keyring_path) if keyring_path else locate_default_keyring()
         for key in keyring_file.decode_keyring(read_beginning(path).encode(), path).keys:
             secret = key.secret.reveal()
             yield from (secret.hex(), secret.hex().upper())
@@ -545,7 +546,7 @@ def read_server_log(server: Server) -> str:
     if server.record:
         return read_shortened_log(InstanceFolder(server.record.name).server_log)
     places = [proc.get_process_folder(str(server.pid)) / f"fd/{number}" for number in OUTPUTS]
-    uid = agent_client.read_process_uid(server.processes[0]) if server.processes else None
+    uid = agent_files.read_process_uid(server.processes[0]) if server.processes else None
     whole = {
         place.resolve(): read_shortened_log(place, uid)
         for place in places

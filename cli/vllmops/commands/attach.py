@@ -12,7 +12,7 @@ import typer
 from ..actions.attach import agent_loader
 from ..actions.attach.agent_loader import AttachPlan, AttachResult
 from ..collect.agents import agent_client
-from ..collect.machine.processes import ROLES
+from ..collect.machine.processes import ROLES, format_process_name
 from ..model.caches import ProcessGap
 from ..model.ranks import format_process
 from ..servers.discovery import Server, resolve_server
@@ -70,7 +70,7 @@ def attach_agent(
         ]
         return Result({**data, "processes": rows}, lambda: render_plan(plans))
     if not yes:
-        names = ", ".join(agent_client.format_process_name(process) for process in new)
+        names = ", ".join(format_process_name(process) for process in new)
         output.require_confirmation(
             f"Load the agent{' and its patches' if patch else ''} into {names}?",
             f"vllmops attach -t {server.label} --yes",

@@ -18,7 +18,7 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ..collect.agents import admin_token as admin
+from ..model.environment import ADMIN_TOKEN_FILE
 from ..model.targets import RemoteAccess, access, parse_target
 from ..support import output
 from ..support.errors import VllmopsError, make_usage_error
@@ -81,8 +81,10 @@ def allow_remote_target(
     @functools.wraps(like or run)
     def run_with_access(admin_token: Path | None = None, **options: Any) -> Result:
         # One that was typed is checked in any case; one from the environment may not be needed.
-        if admin_token and str(admin_token) != os.environ.get(admin.PLACE):
-            admin.read_admin_token(admin_token)
+        if admin_token and str(admin_token) != os.environ.get(ADMIN_TOKEN_FILE):
+            from ..collect.agents.admin_token import read_admin_token  # noqa: PLC0415
+
+            read_admin_token(admin_token)
         access.set(RemoteAccess(admin_token))
         return run(**options)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ..collect.agents.admin_token import PLACE
+from ..model.environment import ADMIN_TOKEN_FILE
 from ..model.targets import parse_target
 from ..support.errors import VllmopsError, make_usage_error
 from ..support.files import STDIN
@@ -219,7 +219,7 @@ def make_admin_token_option(panel: str | None = None) -> Any:
         "--admin-token",
         readable=False,
         metavar="FILE",
-        envvar=PLACE,
+        envvar=ADMIN_TOKEN_FILE,
         show_envvar=False,  # its name is too long for a narrow terminal
         help="File with the admin token, as keygen writes it. Whoever has the token can look into"
         " the server, repair it and change its keys remotely.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import os
@@ -12,23 +11,21 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
 
 import typer
 
-from vllmops_responses.keys import keyring_file
-from vllmops_responses.keys.keyring import Key, KeyStatus, generate_secret
-from vllmops_responses.store import settings
-from vllmops_responses.store.response_store import ResponseStore
-
 from .. import demo as demos
-from ..agent.patches.registry import OFF, require_patch
-from ..collect.agents import admin_token as admin
 from ..collect.machine import cuda_core_dumps, name_collision
 from ..collect.machine.server_address import find_option, format_url
+from ..model.environment import (
+    CHECKED,
+    KeyringSource,
+    locate_default_keyring,
+    redact_environment,
+)
 from ..model.package_versions import read_package_versions
 from ..rules import package_versions
 from ..servers import launch, logs
@@ -41,7 +38,7 @@ from ..servers.supervisor_client import (
 )
 from ..servers.systemd_notify import SystemdNotifier
 from ..support.errors import VllmopsError
-from ..support.files import make_not_written_error, read_input, require_writable
+from ..support.files import make_not_written_error, require_writable
 from ..support.home import resolve_home
 from ..support.output import (
     Json,
@@ -56,7 +53,20 @@ from ..support.output import (
     print_to_stderr,
 )
 from . import serve_config, serve_options
-from .options import parse_duration, parse_host_port
+from .options import parse_host_port
+from .serve_environment import (
+    find_serve_keyring,
+    format_variables,
+    make_admin_variables,
+    make_carrier_variables,
+    make_compaction_variables,
+    make_keyring_variables,
+    make_patch_variables,
+    make_store_variables,
+    make_usage_error,
+    make_websocket_variables,
+    parse_variables,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -64,7 +74,6 @@ if TYPE_CHECKING:
 BEHIND = "vllmops.behind"
 LOG_POLL_S = 0.2
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGABRT)
-STORE_TIMEOUT_S = 10.0
 
 
 class PassThroughCommand(OrderTrackingCommand):
@@ -147,23 +156,21 @@ def serve(
         else {}
     )
     behind = (*file.arguments, *ctx.meta[BEHIND])
-    limits = make_store_variables(store, store_max_size, store_max_per_key, store_ttl)
-    env = format_variables(cuda)
-    env += [*given, *make_patch_variables(no_patch or []), *limits]
+    env = [
+        *format_variables(cuda),
+        *given,
+        *make_patch_variables(no_patch or []),
+        *make_store_variables(store, store_max_size, store_max_per_key, store_ttl),
+    ]
+    keys = find_serve_keyring(keyring, env)
     env += [
-        *make_keyring_variables(keyring, env),
+        *make_keyring_variables(keys),
         *make_carrier_variables(carrier, carrier_ttl, env),
         *make_admin_variables(admin_token),
+        *make_compaction_variables(compaction_prompt),
+        *make_websocket_variables(ws_max_message, ws_idle, ws_max_requests, ws_max_connections),
     ]
-    env += make_compaction_variables(compaction_prompt)
-    env += format_variables(
-        {
-            settings.SOCKET_MESSAGE: ws_max_message,
-            settings.SOCKET_IDLE: ws_idle and f"{parse_duration(ws_idle):g}",
-            settings.SOCKET_REQUESTS: ws_max_requests,
-            settings.SOCKET_CONNECTIONS: ws_max_connections,
-        }
-    )
+    require_usable_settings({**os.environ, **parse_variables(env)}, keys)
     order = build_order(model, demo, name, host, port, detach, env, behind)
     watcher = make_watch_arguments(
         watch,
@@ -181,7 +188,6 @@ def serve(
     if demo:  # of a dry run, too, whose command must work
         build_demo_model(demo, quiet=json_)
     if dry_run:
-        settings.validate_settings({**os.environ, **order.environment})
         planned = launch.preview_record(order)
         if not toml:
             return Result(build_instance_data(planned), lambda: render_shell_command(planned))
@@ -189,10 +195,12 @@ def serve(
         return Result(
             {**build_instance_data(planned), "config": text}, lambda: [VerbatimText(text)]
         )
+    from vllmops_responses import serve_settings  # noqa: PLC0415 - slow, and a dry run has no store
+
     launch.validate_options(order)
     if probe_port:
         launch.require_usable_port(*parse_host_port(probe_port))
-    validate_store(order)
+    serve_settings.validate_store({**os.environ, **order.environment}, order.arguments)
     if line := name_collision.describe_namesakes():
         print_to_stderr(line, "yellow")
     launch.prepare_home()
@@ -202,7 +210,7 @@ def serve(
         print_to_stderr(
             f"{row.package} {row.versions} is installed: {row.title}; {row.next_step}", "yellow"
         )
-    create_default_keyring(order.environment, quiet=json_)
+    serve_settings.create_default_keyring(order.environment, quiet=json_)
     reserved = launch.reserve_instance(order)
     for line in describe_port_claims(reserved):
         print_to_stderr(line, "yellow")
@@ -219,6 +227,25 @@ def serve(
             f"vllmops restart {record.name} starts it again",
         )
     return Result(build_instance_data(record), lambda: render_summary(record) if detach else ())
+
+
+def require_usable_settings(environment: Mapping[str, str], keys: KeyringSource) -> None:
+    """Refuse a keyring, or settings of stored responses, that can't be; most often there are none.
+
+    Args:
+        environment: of the server.
+        keys: where it will find its keys; the default keyring may be missing.
+
+    Raises:
+        VllmopsError: as `serve_settings.require_valid_settings`.
+    """
+    has_keys = bool(keys.text)
+    if keys.path is not None:
+        has_keys = keys.path.exists() or keys.path != locate_default_keyring()
+    if has_keys or CHECKED & environment.keys():
+        from vllmops_responses import serve_settings  # noqa: PLC0415 - slow
+
+        serve_settings.require_valid_settings(environment, keys if has_keys else None)
 
 
 def build_demo_model(demo: demos.DemoKind, *, quiet: bool) -> None:
@@ -296,172 +323,6 @@ def create_coredump_folder(folder: Path) -> None:
         ) from error
 
 
-def make_patch_variables(ids: Sequence[str]) -> list[str]:
-    """The environment variables for ``--no-patch``.
-
-    Raises:
-        VllmopsError: ``patch.unknown``.
-    """
-    for patch in ids:
-        require_patch(patch)
-    return [f"{OFF}={','.join(ids)}"] if ids else []
-
-
-def make_keyring_variables(keyring: Path | None, env: Sequence[str]) -> list[str]:
-    """The environment variables for keys: where they are, never the keys themselves.
-
-    Raises:
-        VllmopsError: ``usage``, or whatever is wrong with the keyring or the key in use.
-    """
-    if any(word.startswith(f"{keyring_file.SIGNING_KEY}=") for word in env):
-        raise make_usage_error(
-            f"--env {keyring_file.SIGNING_KEY} would show the key to everybody who sees the "
-            "command: "
-            "export it before, or use --keyring"
-        )
-    source = keyring_file.find_keyring_source({**os.environ, **parse_variables(env)}, keyring)
-    if (
-        source.path is None
-        or source.path != keyring_file.locate_default_keyring()
-        or source.path.exists()
-    ):
-        source.load()
-    return [] if source.text else [f"{keyring_file.PLACE}={source}"]
-
-
-def create_default_keyring(environment: Mapping[str, str], *, quiet: bool) -> None:
-    """Create the default keyring, with one key, if the server uses it and it does not exist.
-
-    So client-held conversation state works at once, and is valid on all servers of this home.
-
-    Args:
-        environment: of the server.
-        quiet: whether to print nothing.
-
-    Raises:
-        VllmopsError: as `keyring_file.change_keyring`.
-    """
-    path = keyring_file.locate_default_keyring()
-    if environment.get(keyring_file.PLACE) != str(path) or path.exists():
-        return
-    key = Key.from_secret(generate_secret(), KeyStatus.PRIMARY, time.time())
-    # Another serve may have created it meanwhile.
-    ring = keyring_file.change_keyring(
-        path, lambda ring: ring if ring.keys else ring.add(key), create=True
-    )
-    if not quiet and ring.find(key.kid):
-        what = "it protects client-held conversation state; to have none: --keyring none"
-        print_to_stderr(f"made a key, {key.kid}, in {path}: {what}")
-
-
-def make_admin_variables(admin_token: Path | None) -> list[str]:
-    """The environment variable for the admin token: where it is, never the token itself.
-
-    Raises:
-        VllmopsError: as `admin.read_admin_token` does.
-    """
-    if admin_token is None:
-        return []
-    admin.read_admin_token(admin_token)
-    return [f"{admin.PLACE}={admin_token.absolute()}"]
-
-
-def make_carrier_variables(
-    form: settings.CarrierFormat | None, ttl: str | None, env: Sequence[str]
-) -> list[str]:
-    """The environment variables for carriers.
-
-    The lifetime is included even if it comes from this environment: `vllmops keys rotate` reads it
-    from the record.
-
-    Raises:
-        VllmopsError: ``usage``.
-    """
-    given = {**os.environ, **parse_variables(env)}
-    seconds = f"{parse_duration(ttl):g}" if ttl else given.get(settings.CARRIER_TTL)
-    return format_variables({settings.CARRIER: form, settings.CARRIER_TTL: seconds})
-
-
-def format_variables(variables: Mapping[str, object]) -> list[str]:
-    """Environment variables as ``--env`` takes them, without those that have no value."""
-    return [f"{name}={value}" for name, value in variables.items() if value is not None]
-
-
-def make_compaction_variables(prompt: Path | None) -> list[str]:
-    """The environment variable for the prompt of compactions.
-
-    Raises:
-        VllmopsError: ``file.unreadable`` or ``file.too-large``; ``usage`` if it has no prompt.
-    """
-    if prompt is None:
-        return []
-    try:
-        text = read_input(prompt, settings.MOST_PROMPT).decode()
-    except UnicodeError as error:
-        raise make_usage_error(f"--compaction-prompt {prompt} is not UTF-8") from error
-    if not text.strip():
-        raise make_usage_error(f"--compaction-prompt {prompt} is empty")
-    return [f"{settings.COMPACTION_PROMPT}={prompt.absolute()}"]
-
-
-def parse_variables(env: Sequence[str]) -> dict[str, str]:
-    """The variables that ``--env`` sets; malformed ones are left out."""
-    return dict(word.split("=", 1) for word in env if "=" in word)
-
-
-def make_store_variables(
-    url: str | None, max_size: int | None, max_per_key: int | None, ttl: str | None
-) -> list[str]:
-    """The environment variables for the store.
-
-    Raises:
-        VllmopsError: ``usage``.
-    """
-    if url == "":
-        raise make_usage_error("--store must not be empty; --store none stores no responses")
-    return format_variables(
-        {
-            settings.STORE: url,
-            settings.MAX_SIZE: max_size,
-            settings.MAX_PER_KEY: max_per_key,
-            settings.TTL: ttl and f"{parse_duration(ttl):g}",
-        }
-    )
-
-
-def validate_store(order: launch.LaunchOptions) -> None:
-    """Refuse wrong settings of store or carriers; a store that is only down may come up later.
-
-    Raises:
-        VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
-    """
-    environment = {**os.environ, **order.environment}
-    settings.validate_settings(environment)
-    if not settings.is_store_configured(environment):
-        return
-    backend = settings.make_backend_from_env(environment)
-    several = find_option(order.arguments, "--api-server-count") not in {None, "1"}
-    if several and backend.url.startswith("memory:"):
-        raise make_usage_error(
-            "memory:// works for one process only: with several API servers use another --store"
-        )
-    asyncio.run(print_store_caveats(ResponseStore(backend, deadline_s=STORE_TIMEOUT_S)))
-
-
-async def print_store_caveats(store: ResponseStore) -> None:
-    """Open a store, and print how it could lose responses that it has acknowledged, or is away."""
-    async with store:
-        if not store.is_open:
-            print_to_stderr(
-                f"warning: {store.problem}; until it is back, what must be stored gets 503"
-            )
-        else:
-            with suppress(*store.backend.unavailable, TimeoutError):
-                async with asyncio.timeout(STORE_TIMEOUT_S):
-                    for caveat in await store.backend.list_caveats():
-                        print_to_stderr(f"the store: {caveat}")
-
-
 def build_order(
     model: str | None,
     demo: demos.DemoKind | None,
@@ -525,10 +386,6 @@ def has_invalid_utf8(argument: str) -> bool:
     except UnicodeEncodeError:
         return True
     return False
-
-
-def make_usage_error(message: str) -> VllmopsError:
-    return VllmopsError("usage", message, "vllmops serve --help")
 
 
 def follow_instance(
@@ -706,7 +563,7 @@ class LogFollower:
 
 def build_instance_data(record: InstanceRecord) -> dict[str, Any]:
     """An instance for ``--json``: without secrets, since such output is often stored in logs."""
-    from ..bundle.redaction.redactor import Redactor  # noqa: PLC0415 - few commands need it
+    from ..redaction.redactor import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
     return {
@@ -718,9 +575,7 @@ def build_instance_data(record: InstanceRecord) -> dict[str, Any]:
         "pid": record.session,
         "log": str(InstanceFolder(record.name).server_log),
         "command": hidden.redact_command_line(record.command),
-        "environment": hidden.redact_secret_variables(
-            settings.redact_environment(record.environment)
-        ),
+        "environment": hidden.redact_secret_variables(redact_environment(record.environment)),
         "directory": record.directory,
         "watch": record.watch and hidden.redact_command_line(record.watch),
         "failure": record.failure,
@@ -760,10 +615,10 @@ def make_failure_error(record: InstanceRecord, folder: InstanceFolder) -> Vllmop
 
 def render_shell_command(record: InstanceRecord) -> list[VerbatimText]:
     """The command to paste into a shell; secrets are redacted and must be filled in."""
-    from ..bundle.redaction.redactor import Redactor  # noqa: PLC0415 - few commands need it
+    from ..redaction.redactor import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
-    environment = hidden.redact_secret_variables(settings.redact_environment(record.environment))
+    environment = hidden.redact_secret_variables(redact_environment(record.environment))
     assignments = [f"{key}={shlex.quote(value)}" for key, value in environment.items()]
     words = shlex.join(hidden.redact_command_line(record.command))
     return [VerbatimText(" \\\n  ".join(["env " + " ".join(assignments), words]))]

@@ -184,7 +184,7 @@ def format_config(ctx: typer.Context, env: Sequence[str], arguments: Sequence[st
         env: environment variables that the person gave, as ``K=V``.
         arguments: of vLLM that the person gave.
     """
-    from ..bundle.redaction.redactor import Redactor  # noqa: PLC0415 - few commands need it
+    from ..redaction.redactor import Redactor  # noqa: PLC0415 - few commands need it
 
     hidden = Redactor()
     lines = ["# For vllmops serve --config FILE"]

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from vllmops_responses.store import settings
-
 from .. import demo
+from ..model.environment import LARGEST_MESSAGE, CarrierFormat
 from ..support.numbers import MOST
 from . import serve_config
 from .options import (
@@ -134,7 +133,7 @@ Keyring = Annotated[
     ),
 ]
 Carrier = Annotated[
-    settings.CarrierFormat | None,
+    CarrierFormat | None,
     carrier_option(
         metavar="FORMAT", help="Carrier format: v2 (encrypted) or signed-v1 (readable) [v2]."
     ),
@@ -160,8 +159,8 @@ CompactionPrompt = Annotated[
 def parse_message_size(value: object) -> int:
     """A parser for the size of a message."""
     size = parse_size(value)
-    if not 1 <= size <= settings.LARGEST_MESSAGE:
-        raise typer.BadParameter(f"it can be up to {settings.LARGEST_MESSAGE >> 20}M, and not 0.")
+    if not 1 <= size <= LARGEST_MESSAGE:
+        raise typer.BadParameter(f"it can be up to {LARGEST_MESSAGE >> 20}M, and not 0.")
     return size
 
 

@@ -19,13 +19,14 @@ from ..model.patches import PatchState, ProcessPatches
 from ..model.ranks import format_process
 from ..model.roles import Role
 from ..model.vllm_metrics import Metrics
+from ..observe.instances import InstanceRow, build_instance_row
 from ..servers.discovery import Server, resolve_server
 from ..servers.record import InstanceFolder
 from ..support import output
 from ..support.output import Json, Result, format_bytes, make_typer_app
 from .multi_target import run_per_target
 from .options import Target, TargetArgument
-from .ps import InstanceRow, build_instance_row, render_servers
+from .ps import render_servers
 
 A = TypeVar("A")
 

@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import typer
 
-from ..collect.agents import agent_client
-from ..collect.machine.processes import is_alive
+from ..collect.agents import agent_files
+from ..collect.machine.processes import format_process_name, is_alive
 from ..servers import launch
 from ..servers.discovery import Server, list_servers, resolve_server
 from ..servers.handover import make_hand_over_error
@@ -95,10 +95,10 @@ def stop_unsupervised(server: Server, wait_s: float, progress: Progress) -> str:
         VllmopsError: ``target.other-user`` (exit code 4), or ``agent.gone``.
     """
     root = server.processes[0]  # others come and go
-    if os.geteuid() not in {0, uid := agent_client.read_process_uid(root)}:
+    if os.geteuid() not in {0, uid := agent_files.read_process_uid(root)}:
         raise VllmopsError(
             "target.other-user",
-            f"{agent_client.format_process_name(root)} belongs to {format_user(uid)}, and you are "
+            f"{format_process_name(root)} belongs to {format_user(uid)}, and you are "
             f"{format_user(os.geteuid())}",
             f"sudo vllmops stop {server.pid}",
             exit_code=ExitCode.NOT_AUTHORISED,

@@ -7,8 +7,10 @@ import msgspec
 from .agent_state import AgentAnswer
 from .server_snapshot import ProcessHeartbeat, ProcessState
 
+ROUTES = "/v1/vllmops/"
+KEYS = f"{ROUTES}keys"
 # And below it "/PID/ROUTE": a route of that process's agent; "/PID@ADDRESS/ROUTE" on another node.
-PROCESSES = "/v1/vllmops/processes"
+PROCESSES = f"{ROUTES}processes"
 # The seconds that the caller waits for an agent; a server may wait for less.
 TIMEOUT = "X-Vllmops-Timeout"
 # Between nodes: the ids of the server that a question is about, a JSON array.

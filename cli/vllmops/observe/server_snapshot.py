@@ -14,7 +14,7 @@ import psutil
 
 from .. import __version__
 from ..collect.agents import agent_client as agent
-from ..collect.agents import membership
+from ..collect.agents import agent_files, membership
 from ..collect.http import vllm_client
 from ..collect.machine import gpu, kernel_log, nccl_ras, proc, processes, shared_memory
 from ..collect.machine.memory import read_available_memory
@@ -503,7 +503,7 @@ def read_heartbeats(server: Server) -> Iterator[ProcessHeartbeat]:
     """The heartbeats of a server's processes."""
     for process in server.select_processes(*ROLES):
         with suppress(VllmopsError):
-            if pulse := agent.read_heartbeat(process):
+            if pulse := agent_files.read_heartbeat(process):
                 yield ProcessHeartbeat(
                     **agent.get_process_fields(process),
                     pid=process.pid,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..collect.agents import agent_client
+from ..collect.agents import agent_client, agent_files
 from ..collect.machine.processes import ROLES, Process, is_alive
 from ..model import step_recording
 from ..model.agent_socket import DIRECTORY
@@ -94,10 +94,10 @@ def collect_history(server: Server) -> StepsHistory:
     ids: set[str] = set()
     for process in server.select_processes(*ROLES):
         with suppress(VllmopsError, OSError):
-            if pulse := agent_client.read_heartbeat(process):
+            if pulse := agent_files.read_heartbeat(process):
                 ids |= {*pulse.heartbeat.standing.servers}
-            folders[agent_client.find_socket_path(process).parents[1]] = (
-                agent_client.read_process_uid(process)
+            folders[agent_files.find_socket_path(process).parents[1]] = (
+                agent_files.read_process_uid(process)
             )
             recordings.append(read_live_recording(process))
     known = {recording.head.identity for recording in recordings if recording.head}
@@ -121,12 +121,12 @@ def read_live_recording(process: Process) -> StepsRecording:
         VllmopsError: ``agent.gone``.
         OSError: it can't be read.
     """
-    known = agent_client.read_namespace_identity(process)
-    path = agent_client.find_socket_path(process).parents[1] / step_recording.make_recording_name(
+    known = agent_files.read_namespace_identity(process)
+    path = agent_files.find_socket_path(process).parents[1] / step_recording.make_recording_name(
         known
     )
     recording = step_recording.parse_recording(
-        read_recording_file(path, agent_client.read_process_uid(process)), process.pid, process.role
+        read_recording_file(path, agent_files.read_process_uid(process)), process.pid, process.role
     )
     same = recording.head is None or recording.head.identity == known
     return replace(

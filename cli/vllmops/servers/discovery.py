@@ -13,7 +13,6 @@ import psutil
 from ..collect.agents import membership
 from ..collect.http.endpoint import Endpoint
 from ..collect.machine import processes
-from ..collect.machine.connected_nodes import find_unresponsive_nodes
 from ..collect.machine.listeners import is_this_machine
 from ..collect.machine.processes import Process
 from ..collect.machine.server_address import find_option, parse_serving_mode, parse_unix_url
@@ -24,7 +23,6 @@ from ..support.errors import VllmopsError
 from ..support.numbers import parse_whole_number
 from ..support.urls import redact_url
 from .record import InstanceFolder, InstanceRecord, InstanceState, list_instance_folders, make_url
-from .supervisor_client import restart_dead_supervisor
 
 if TYPE_CHECKING:
     from ..collect.http.remote_processes import RemoteServer
@@ -87,7 +85,11 @@ class Server:
                 return ""
         if self.record:
             return self.record.note
-        silent = find_unresponsive_nodes(self.processes, self.port) if self.processes else ()
+        if not self.processes:
+            return ""
+        from ..collect.machine.connected_nodes import find_unresponsive_nodes  # noqa: PLC0415 - slow
+
+        silent = find_unresponsive_nodes(self.processes, self.port)
         return ", ".join(f"node {address} does not answer" for address in sorted(silent))
 
     def select_processes(self, *roles: Role) -> tuple[Process, ...]:
@@ -283,6 +285,8 @@ def restart_dead_supervisors(servers: Sequence[Server]) -> list[str]:
     names = []
     for server in servers:
         if server.name and server.supervised is False:
+            from .supervisor_client import restart_dead_supervisor  # noqa: PLC0415 - rarely needed
+
             control = restart_dead_supervisor(InstanceFolder(server.name))
             if control:
                 control.close()

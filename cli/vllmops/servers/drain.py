@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..collect.agents import agent_client
+from ..collect.agents import agent_client, agent_files
 from ..collect.machine.processes import ROLES
 from ..model.agent_state import Traffic
 from ..model.roles import Role
@@ -47,7 +47,7 @@ def explain_unreadiness(server: Server) -> str:
     reasons: dict[str, None] = {}
     for process in server.select_processes(*ROLES):
         with suppress(VllmopsError):
-            pulse = agent_client.read_heartbeat(process)
+            pulse = agent_files.read_heartbeat(process)
             if pulse and pulse.heartbeat.unready:
                 reasons[pulse.heartbeat.unready] = None
     return ", ".join(reasons)

@@ -20,9 +20,6 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from vllmops_responses.store.backend_factory import CLASS
-from vllmops_responses.store.settings import STORE
-
 from ..collect.machine import shared_memory
 from ..collect.machine.processes import is_alive
 from ..collect.machine.server_address import (
@@ -32,6 +29,7 @@ from ..collect.machine.server_address import (
     parse_serving_mode,
 )
 from ..model.agent_socket import PATH_BYTES
+from ..model.environment import STORE, STORE_CLASS
 from ..model.targets import NAME
 from ..support import urls
 from ..support.errors import VllmopsError
@@ -356,7 +354,7 @@ def build_environment(order: LaunchOptions, name: str) -> dict[str, str]:
     """What is added to the environment: the options of `serve`, the home, the plug-in, a store."""
     added = {"VLLMOPS_HOME": str(resolve_home()), **order.environment}
     merged = {**os.environ, **added}
-    if merged.get(STORE) or not merged.get(CLASS):
+    if merged.get(STORE) or not merged.get(STORE_CLASS):
         # Written down, so that a restart from another shell finds the same.
         added[STORE] = merged.get(STORE) or urls.make_sqlite_url(
             get_instance_folder(name).path / "responses.db"

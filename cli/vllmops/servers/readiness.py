@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from ..collect.agents import agent_client
+from ..collect.agents import agent_files
 from ..collect.http import vllm_client
 from ..collect.machine import processes
 from ..collect.machine.processes import Process
@@ -62,7 +62,7 @@ def are_engines_up(tree: Sequence[Process], ready_pids: Collection[int] = ()) ->
 def has_scheduler(engine: Process) -> bool:
     """Whether an engine has a scheduler, as its heartbeat says; False where there is none."""
     try:
-        pulse = agent_client.read_heartbeat(engine)
+        pulse = agent_files.read_heartbeat(engine)
     except VllmopsError:
         return False
     return pulse is not None and pulse.heartbeat.current_step is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ..collect.agents import agent_client
+from ..collect.agents import agent_client, agent_files
 from ..collect.http import vllm_client
 from ..collect.machine import processes, shared_memory
 from ..collect.machine.processes import VITAL, Process, is_alive
@@ -101,7 +101,7 @@ def wait_for_requests(
 
 def find_dead_processes(tree: Sequence[Process]) -> list[Process]:
     """The processes of a server that have ended, and without which it does not go on."""
-    here = [process for process in tree if not isinstance(process, agent_client.ProxiedProcess)]
+    here = [process for process in tree if not isinstance(process, agent_files.ProxiedProcess)]
     return [process for process in here if process.role in VITAL and not is_alive(process)]
 
 

@@ -28,12 +28,11 @@ from uuid import uuid4
 import msgspec
 import psutil
 
-from vllmops_responses.store.settings import RERUN, RUN
-
 from ..collect.agents import membership
 from ..collect.machine import processes, server_address, shared_memory
 from ..collect.machine.processes import VITAL, Process, is_alive
 from ..model import process_identity
+from ..model.environment import RERUN, RUN
 from ..model.process_identity import read_boot_id
 from ..model.ranks import format_role_and_ranks
 from ..model.roles import Role

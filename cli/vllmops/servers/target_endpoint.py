@@ -6,9 +6,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from vllmops_responses.store.settings import STORE
-
 from ..collect.http.endpoint import Endpoint
+from ..model.environment import STORE
 from ..model.targets import Pod, ServerUrl, parse_target
 from ..support.errors import VllmopsError
 from ..support.urls import resolve_store_url

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from ..actions.cache_repair import RepairReport
 from ..actions.healing import HealResult
-from ..bundle.redaction.redactor import Redactor
 from ..collect.machine.swap import SwapMonitor
 from ..model.cache_repairs import CacheChange, ProcessRepair
 from ..model.probe import ProbeResult
 from ..model.ranks import format_process
 from ..model.server_snapshot import ServerSample, ServerSnapshot
 from ..model.watch_events import WatchEvent
+from ..redaction.redactor import Redactor
 from ..rules import diagnosis as doctor
 from ..rules import progress
 from ..rules.progress import PATIENCE_S, Stall

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vllmops.commands.options import validate_output_path
+from vllmops.model.environment import SIGNING_KEY
 from vllmops.support import output
 from vllmops.support.errors import VllmopsError
 from vllmops.support.files import make_not_written_error, write_atomically
@@ -69,7 +70,7 @@ def keygen(
         case KeyFormat.JSON:
             text = format_keyring(ring)
         case KeyFormat.KUBERNETES:
-            text = format_secret_manifest(keyring_file.SIGNING_KEY, format_key(key, KeyFormat.HEX))
+            text = format_secret_manifest(SIGNING_KEY, format_key(key, KeyFormat.HEX))
         case _:
             text = format_key(key, format_)
     if out:
@@ -91,7 +92,7 @@ def keygen(
 def format_key(key: Key, format_: KeyFormat) -> str:
     """A key by itself, as hex characters or as a line for an environment file."""
     text = key.secret.reveal().hex()
-    return text if format_ is KeyFormat.HEX else f"{keyring_file.SIGNING_KEY}={text}"
+    return text if format_ is KeyFormat.HEX else f"{SIGNING_KEY}={text}"
 
 
 def format_keyring(keyring: KeyRing) -> str:

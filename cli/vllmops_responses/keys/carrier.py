@@ -82,10 +82,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from vllmops.support.durations import validate_seconds
 from vllmops.support.error_codes import ErrorCode
 from vllmops.support.errors import VllmopsError
 
-from .keyring import CARRIER_TTL_S, KID, Key, KeyRing, KeyStatus, validate_seconds
+from .keyring import CARRIER_TTL_S, KID, Key, KeyRing, KeyStatus
 
 OURS = "vllm:"
 SUITE = "a256gcm-zlib"

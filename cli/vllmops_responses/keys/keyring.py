@@ -6,7 +6,6 @@ import hashlib
 import hmac
 import re
 import secrets
-import time
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import NoReturn
@@ -14,18 +13,16 @@ from typing import NoReturn
 import msgspec
 
 from vllmops.model.keys import KeyMetadata
-from vllmops.support.errors import VllmopsError, make_usage_error
+from vllmops.support.durations import LAST_S, format_lifetime, validate_seconds
+from vllmops.support.errors import VllmopsError
 
 VERSION = 1
 SECRET_BYTES = 32  # at least
 KID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-DAY_S = 24 * 3600
 # For how long a carrier may be presented, and a key has to open what it once sealed.
-CARRIER_TTL_S = 30 * DAY_S
+CARRIER_TTL_S = 30 * 24 * 3600
 # Servers go on sealing with the key before for a moment, until they have seen the promotion.
 LATE_S = 60
-LONGEST_S = 36_500 * DAY_S  # limit for any duration
-LAST_S = 253_402_300_799  # the end of the year 9999: what comes later is no time
 
 
 class KeyStatus(StrEnum):
@@ -397,38 +394,6 @@ def parse_hex_secret(text: str, source: str) -> Secret:
     return Secret(content)
 
 
-def validate_seconds(subject: str, seconds: float) -> float:
-    """A time that somebody gave, in seconds.
-
-    Args:
-        subject: it is for, for the message.
-        seconds: seconds.
-
-    Raises:
-        VllmopsError: ``usage``: it is below zero, not a number, or over a century.
-    """
-    if 0 <= seconds <= LONGEST_S:
-        return seconds
-    raise make_usage_error(
-        f"{subject} is {seconds:g} s, which is not between 0 and a century",
-        "give a number of seconds, for example 30",
-    )
-
-
-def format_lifetime(seconds: float) -> str:
-    """A duration, for a person."""
-    if seconds >= 2 * DAY_S:
-        return f"{seconds / DAY_S:.0f} days"
-    return f"{seconds / 3600:.0f} hours" if seconds >= 2 * 3600 else f"{seconds:.0f} s"
-
-
 def format_kids(keys: Iterable[Key]) -> str:
     """Some keys, for a person."""
     return ", ".join(f"{key.kid} ({key.status})" for key in keys)
-
-
-def format_utc_time(epoch: float | None) -> str:
-    """A time in UTC, human-readable; a dash if there is none, or if it is outside the calendar."""
-    if epoch is None or not 0 <= epoch <= LAST_S:
-        return "-"
-    return time.strftime("%Y-%m-%d %H:%MZ", time.gmtime(epoch))

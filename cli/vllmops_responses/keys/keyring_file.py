@@ -11,13 +11,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from shlex import join
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
+from vllmops.model.environment import SIGNING_KEY, KeyringSource, locate_default_keyring
 from vllmops.support.errors import VllmopsError
 from vllmops.support.files import (
     choose_file_exit_code,
@@ -25,14 +26,11 @@ from vllmops.support.files import (
     make_not_written_error,
     write_atomically,
 )
-from vllmops.support.home import create_missing_folders, locate_home, resolve_home
+from vllmops.support.home import create_missing_folders, resolve_home
+from vllmops.support.private_files import MOST_BYTES, read_private_file
 
 from .keyring import VERSION, KeyRing, Secret, make_single_key_ring, parse_hex_secret
 
-PLACE = "VLLMOPS_KEYRING"
-SIGNING_KEY = "VLLM_RESPONSES_STATE_SIGNING_KEY"
-OFF = "none"  # in place of a file name: no keys at all
-MOST_BYTES = 1 << 20
 LOCK_WAIT_S = 5.0
 LOCK_POLL_S = 0.02
 
@@ -64,45 +62,6 @@ RING = msgspec.json.Decoder(KeyRing, dec_hook=decode_secret)
 VERSION_OF = msgspec.json.Decoder(KeyringVersion)
 
 
-class KeyringSource(NamedTuple):
-    """Where a ring comes from: a file, a single key of the environment's, or nowhere.
-
-    Args:
-        path: the file, whether it is there or not; None for a key of the environment's.
-        text: that key, in hex; empty if no keys are wanted.
-    """
-
-    path: Path | None
-    text: str = ""
-
-    def __str__(self) -> str:
-        return str(self.path or (SIGNING_KEY if self.text else OFF))
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether no keys are wanted."""
-        return self.path is None and not self.text
-
-    def load(self) -> KeyRing:
-        """The ring.
-
-        Raises:
-            VllmopsError: as `load_keyring` and `ring.parse_hex_secret` do.
-        """
-        if self.path is not None:
-            return load_keyring(self.path)
-        return (
-            make_single_key_ring(parse_hex_secret(self.text, SIGNING_KEY))
-            if self.text
-            else KeyRing()
-        )
-
-
-def locate_default_keyring() -> Path:
-    """The default place of the ring; `require_safe_location` checks whether it may be used."""
-    return locate_home() / "keyring.json"
-
-
 def is_default_keyring(path: Path) -> bool:
     """Whether a keyring is the state directory's own; a user without one names another file."""
     try:
@@ -117,20 +76,17 @@ def require_safe_location(path: Path) -> None:
         resolve_home()
 
 
-def find_keyring_source(
-    environment: Mapping[str, str], chosen_path: Path | None = None
-) -> KeyringSource:
-    """Where a process finds its ring: an explicit choice wins over a default.
+def load_keyring_source(source: KeyringSource) -> KeyRing:
+    """The ring from wherever it comes.
 
-    Args:
-        environment: of the process.
-        chosen_path: a file that was named on the command line; `OFF` for no keys, there as here.
+    Raises:
+        VllmopsError: as `load_keyring` and `keyring.parse_hex_secret` do.
     """
-    if place := chosen_path or environment.get(PLACE):
-        return KeyringSource(None) if str(place) == OFF else KeyringSource(Path(place).absolute())
-    if text := environment.get(SIGNING_KEY):
-        return KeyringSource(None, text)
-    return KeyringSource(locate_default_keyring())
+    if source.path is not None:
+        return load_keyring(source.path)
+    if source.text:
+        return make_single_key_ring(parse_hex_secret(source.text, SIGNING_KEY))
+    return KeyRing()
 
 
 def load_keyring(path: Path) -> KeyRing:
@@ -147,35 +103,12 @@ def read_keyring(path: Path) -> bytes:
     """The content of a ring's file."""
     require_safe_location(path)
     try:
-        content = read_secret_file(path)
+        content = read_private_file(path)
     except FileNotFoundError as error:
         raise make_missing_error(path) from error
     if len(content) > MOST_BYTES:
         raise make_broken_error(path, f"it has more than {MOST_BYTES} bytes")
     return content
-
-
-def read_secret_file(path: Path) -> bytes:
-    """What a file holds, or the first megabyte, if it is nobody else's to read or to change.
-
-    Raises:
-        FileNotFoundError: there is none.
-        VllmopsError: ``keys.unreadable`` or ``keys.unsafe`` (exit code 4).
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise make_unreadable_error(path, error) from error
-    try:
-        require_private_file(path, os.fstat(descriptor))
-        with open(descriptor, "rb", closefd=False) as file:
-            return file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise make_unreadable_error(path, error) from error
-    finally:
-        os.close(descriptor)
 
 
 def decode_keyring(content: bytes, path: Path) -> KeyRing:
@@ -291,25 +224,6 @@ def lock_keyring(path: Path) -> Iterator[None]:
         os.close(held)
 
 
-def require_private_file(path: Path, file_stat: os.stat_result) -> None:
-    """Check that a file's content is its owner's own, and the owner this user or root.
-
-    Root's may be read by a group: it is the only way for others to be given it.
-    """
-    mode, own = stat.S_IMODE(file_stat.st_mode), os.geteuid()
-    if not stat.S_ISREG(file_stat.st_mode):
-        wrong, hint = "is not a file", "name a file"
-    elif file_stat.st_uid not in {0, own}:
-        wrong = f"belongs to uid {file_stat.st_uid}, but this is uid {own}"
-        hint = f"run this as its owner, or {join(['chown', str(own), str(path)])}"
-    elif mode & (0o077 if file_stat.st_uid else 0o037):
-        wrong = f"can be read or changed by others (mode {mode:o})"
-        hint = join(["chmod", "600", str(path)])
-    else:
-        return
-    raise VllmopsError("keys.unsafe", f"{path} {wrong}", hint)
-
-
 def make_missing_error(path: Path) -> VllmopsError:
     if locate_copy(path).exists():
         return VllmopsError(
@@ -322,15 +236,6 @@ def make_missing_error(path: Path) -> VllmopsError:
         "keys.no-ring",
         f"there is no keyring {path}",
         f"create it: {join(['vllmops', 'keys', 'add', '--keyring', str(path)])}",
-    )
-
-
-def make_unreadable_error(path: Path, error: OSError) -> VllmopsError:
-    return VllmopsError(
-        "keys.unreadable",
-        f"{path} cannot be read: {error.strerror or error}",
-        "run this as the file's owner",
-        exit_code=choose_file_exit_code(error),
     )
 
 

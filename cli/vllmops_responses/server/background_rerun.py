@@ -15,13 +15,13 @@ import msgspec
 from msgspec.structs import replace
 
 from vllmops.agent.transport.unix_socket import make_agent_directory
+from vllmops.model.environment import RERUN, RUN
 from vllmops.support.errors import VllmopsError
 from vllmops.support.files import lock_file
 
 from ..store import credential_redaction
 from ..store.backend import BROKEN, EVERYBODY, FINISHED, Response, ResponseQuery
 from ..store.response_store import ASKED, BackgroundRequest, ResponseStore
-from ..store.settings import RERUN, RUN
 from .wire_format import ENCODE
 
 # In the metadata of a response that was run again: what it is.

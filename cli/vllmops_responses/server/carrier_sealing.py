@@ -10,11 +10,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from vllmops.agent.log import log
+from vllmops.model.environment import CarrierFormat
 
 from ..keys import carrier
 from ..keys.carrier import Carrier, CarrierError, CarrierProblem
 from ..keys.keyring import KeyRing
-from ..store.settings import CarrierFormat, CarrierSettings
+from ..store.settings import CarrierSettings
 from . import tracing
 from .carrier_merge import Item, RequestCarrier, convert_messages_to_items
 from .instrumentation import count_carrier

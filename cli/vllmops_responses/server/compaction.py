@@ -23,9 +23,9 @@ from openai.types.responses import (
 )
 
 from vllmops.agent.hooks import vllm_objects
+from vllmops.model.environment import COMPACTION_PROMPT
 
 from ..store.backend import BROKEN
-from ..store.settings import COMPACTION_PROMPT
 from . import carrier_merge, wire_format
 from .carrier_merge import COMPACTION, Item, extract_text
 from .wire_format import ApiError

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.identity import detect_role, make_process_fields
 from vllmops.agent.log import log
+from vllmops.model.environment import KEYRING, SIGNING_KEY, KeyringSource, find_keyring_source
 from vllmops.model.keys import ProcessKeys
 from vllmops.support.background import ErrorReporter, start_repeating_thread
 from vllmops.support.errors import VllmopsError
@@ -43,7 +44,7 @@ class KeyHolder:
         source: where they come from.
     """
 
-    def __init__(self, source: keyring_file.KeyringSource) -> None:
+    def __init__(self, source: KeyringSource) -> None:
         self.source = source
         self.keyring: KeyRing | None = None
         self.loaded_at: float | None = None
@@ -68,7 +69,7 @@ class KeyHolder:
                 mark = self.read_fingerprint()
                 if mark != self.last_fingerprint or mark is None or reload or self.reload:
                     self.reload = False
-                    self.replace_keyring(self.source.load())
+                    self.replace_keyring(keyring_file.load_keyring_source(self.source))
                 self.last_fingerprint, self.problem = mark, ""
             except Exception as error:
                 self.last_fingerprint = None
@@ -113,13 +114,13 @@ def start_key_holder() -> None:
     """
     global _holder  # noqa: PLW0603
     try:
-        source = keyring_file.find_keyring_source(os.environ)
-        text = os.environ.pop(keyring_file.SIGNING_KEY, "")
+        source = find_keyring_source(os.environ)
+        text = os.environ.pop(SIGNING_KEY, "")
         if detect_role() != "api" or _holder is not None or source.is_disabled:
             return
         if source.path is None:
             share_key_with_servers(text)
-        elif not (os.environ.get(keyring_file.PLACE) or source.path.exists()):
+        elif not (os.environ.get(KEYRING) or source.path.exists()):
             return  # no keys are configured
         _holder = KeyHolder(source)
         _holder.reload_if_changed()
@@ -178,7 +179,7 @@ def merge_keyring(keyring: KeyRing, carriers: Callable[[], CarrierSettings]) -> 
         raise VllmopsError(
             "keys.no-file",
             "this server has no keyring file to add the keys to",
-            f"start it with vllmops serve --keyring FILE, or with {keyring_file.PLACE}=FILE",
+            f"start it with vllmops serve --keyring FILE, or with {KEYRING}=FILE",
         )
     overlap_s = max(CARRIER_TTL_S, carriers().ttl_s)
     keyring_file.change_keyring(
@@ -211,11 +212,11 @@ def share_key_with_servers(text: str) -> None:
         # One at a time: when the first start ends, the second must still find the key. Reentrant,
         # because a child that this thread forks inherits the lock while it is held.
         with one_at_a_time:
-            os.environ[keyring_file.SIGNING_KEY] = text
+            os.environ[SIGNING_KEY] = text
             try:
                 start_process(self)
             finally:
-                os.environ.pop(keyring_file.SIGNING_KEY, None)
+                os.environ.pop(SIGNING_KEY, None)
 
     BaseProcess.start = start  # type: ignore[method-assign]
 

@@ -30,12 +30,14 @@ from starlette.requests import HTTPConnection
 
 from vllmops.agent.hooks.request_gate import gate
 from vllmops.agent.log import log
+from vllmops.model.environment import CarrierFormat
+from vllmops.model.owners import derive_owner
 
 from ..keys.keyring import KeyRing
-from ..store.backend import EVERYBODY, ConversationBroken, Response, StoreUnavailable, derive_owner
+from ..store.backend import EVERYBODY, ConversationBroken, Response, StoreUnavailable
 from ..store.ids import is_valid_id
 from ..store.response_store import ResponseStore, encode_response
-from ..store.settings import CarrierFormat, CarrierSettings, WebSocketLimits
+from ..store.settings import CarrierSettings, WebSocketLimits
 from . import (
     carrier_merge,
     carrier_sealing,

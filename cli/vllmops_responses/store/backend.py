@@ -8,7 +8,6 @@ methods is atomic, also between processes, and that what it has acknowledged is 
 
 from __future__ import annotations
 
-import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -54,11 +53,6 @@ OPERATIONS: Final = {
     "sweep": "sweep",
     "collect_stats": "stats",
 }
-
-
-def derive_owner(key: str) -> str:
-    """As whose responses are kept that come with an API key: a hash of it."""
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
+from vllmops.model.environment import STORE_CLASS
 from vllmops.support import urls
 from vllmops.support.errors import VllmopsError, make_usage_error
 
 from .backend import Backend, Limits
 
-CLASS = "VLLM_RESPONSES_STORE_BACKEND"
 EXTRA = "pip install 'vllmops-cli[store]'"
 
 
@@ -29,7 +29,7 @@ def make_backend(url: str, limits: Limits | None = None) -> Backend:
         raise make_usage_error(
             f"a store for {limits.owner_limit} responses would keep none", "--store-max-size 10000"
         )
-    if named := os.environ.get(CLASS):
+    if named := os.environ.get(STORE_CLASS):
         return load_backend_class(named)(url, limits)
     found = urls.parse_store_url(url)
     scheme, rest = found.scheme, url.partition("://")[2]
@@ -64,14 +64,16 @@ def load_backend_class(class_path: str) -> type[Backend]:
         VllmopsError: ``usage``.
     """
     module, _, name = class_path.rpartition(".")
-    hint = f"{CLASS}=package.module.Class"
+    hint = f"{STORE_CLASS}=package.module.Class"
     try:
         found = getattr(import_module(module), name) if module else None
     except (ImportError, AttributeError) as error:
-        raise make_usage_error(f"{CLASS} is {class_path}: {error}", hint) from error
+        raise make_usage_error(f"{STORE_CLASS} is {class_path}: {error}", hint) from error
     if not (isinstance(found, type) and issubclass(found, Backend)):
         raise make_usage_error(
-            f"{CLASS} is {class_path}, which is not a vllmops_responses.store.backend.Backend", hint
+            f"{STORE_CLASS} is {class_path}, which is not a "
+            "vllmops_responses.store.backend.Backend",
+            hint,
         )
     return found
 

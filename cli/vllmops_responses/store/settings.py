@@ -4,44 +4,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import NamedTuple
 
+from vllmops.model.environment import (
+    CARRIER,
+    CARRIER_TTL,
+    LARGEST_MESSAGE,
+    MAX_PER_KEY,
+    MAX_SIZE,
+    OFF,
+    SOCKET_CONNECTIONS,
+    SOCKET_IDLE,
+    SOCKET_MESSAGE,
+    SOCKET_REQUESTS,
+    STORE,
+    STORE_CLASS,
+    TTL,
+    CarrierFormat,
+)
 from vllmops.support import urls
+from vllmops.support.durations import validate_seconds
 from vllmops.support.errors import make_usage_error
 from vllmops.support.numbers import CENTURY_S, MOST, parse_number
 
-from ..keys.keyring import CARRIER_TTL_S, validate_seconds
+from ..keys.keyring import CARRIER_TTL_S
 from . import backend_factory
 from .backend import Backend, Limits
 
-STORE = "VLLMOPS_RESPONSES_STORE"
-MAX_SIZE = "VLLM_RESPONSES_API_STORE_MAX_SIZE"
-MAX_PER_KEY = "VLLMOPS_RESPONSES_STORE_MAX_PER_KEY"
-TTL = "VLLMOPS_RESPONSES_STORE_TTL"
-CARRIER = "VLLMOPS_CARRIER"
-CARRIER_TTL = "VLLMOPS_CARRIER_TTL"
-# A file with the prompt that asks a model to summarize a conversation.
-COMPACTION_PROMPT = "VLLMOPS_COMPACTION_PROMPT"
-MOST_PROMPT = 1 << 20  # bytes
-SOCKET_MESSAGE = "VLLMOPS_WEBSOCKET_MAX_MESSAGE"
-SOCKET_IDLE = "VLLMOPS_WEBSOCKET_IDLE"
-SOCKET_REQUESTS = "VLLMOPS_WEBSOCKET_MAX_REQUESTS"
-SOCKET_CONNECTIONS = "VLLMOPS_WEBSOCKET_MAX_CONNECTIONS"
-# Names one start of a server, and the start before whose background responses are run again.
-RUN = "VLLMOPS_RUN"
-RERUN = "VLLMOPS_RERUN"
-OFF = "none"
 LEAST_S = 0.001
-# Bytes; uvicorn takes no larger one.
-LARGEST_MESSAGE = 16 << 20
-
-
-class CarrierFormat(StrEnum):
-    """How a carrier is written."""
-
-    V2 = "v2"  # encrypted, and padded
-    SIGNED_V1 = "signed-v1"  # as #35903 has it, for all to read
 
 
 class CarrierSettings(NamedTuple):
@@ -75,7 +65,7 @@ class WebSocketLimits(NamedTuple):
 def is_store_configured(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether there is to be a store: a URL, or a class of the user's own, names one."""
     url = environment.get(STORE, "")
-    return url != OFF and bool(url or environment.get(backend_factory.CLASS))
+    return url != OFF and bool(url or environment.get(STORE_CLASS))
 
 
 def make_backend_from_env(environment: Mapping[str, str] = os.environ) -> Backend:
@@ -86,7 +76,7 @@ def make_backend_from_env(environment: Mapping[str, str] = os.environ) -> Backen
     """
     limits = parse_limits(environment)
     url = environment.get(STORE, "")
-    if named := environment.get(backend_factory.CLASS):
+    if named := environment.get(STORE_CLASS):
         return backend_factory.load_backend_class(named)(url, limits)
     return backend_factory.make_backend(url, limits)
 
@@ -101,7 +91,7 @@ def validate_settings(environment: Mapping[str, str]) -> None:
     parse_websocket_limits(environment)
     if is_store_configured(environment):
         parse_limits(environment)
-        if not environment.get(backend_factory.CLASS):
+        if not environment.get(STORE_CLASS):
             urls.parse_store_url(environment[STORE])
 
 
@@ -115,14 +105,6 @@ def parse_limits(environment: Mapping[str, str]) -> Limits:
         else None,
         ttl_s=parse_setting(environment, TTL, known.ttl_s),
     )
-
-
-def redact_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without the password of the store."""
-    safe = dict(environment)
-    if STORE in safe:
-        safe[STORE] = urls.redact_url(safe[STORE])
-    return safe
 
 
 def parse_carrier_settings(environment: Mapping[str, str] = os.environ) -> CarrierSettings:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from vllmops.agent.recording import step_recorder
-from vllmops.collect.agents.agent_client import open_agent, read_heartbeat
+from vllmops.collect.agents.agent_client import open_agent
+from vllmops.collect.agents.agent_files import read_heartbeat
 from vllmops.model import step_recording
 from vllmops.observe import step_recordings
 from vllmops.rules.step_history import describe_recording_end

@@ -15,10 +15,11 @@ import httpx
 import msgspec
 import pytest
 
-from vllmops.collect.agents.admin_token import KEYS, PLACE
-from vllmops.model.admin_api import GETS, PROCESSES, TIMEOUT
+from vllmops.model.admin_api import GETS, KEYS, PROCESSES, TIMEOUT
 from vllmops.model.agent_socket import BODY_BYTES
 from vllmops.model.agent_state import SCHEMA
+from vllmops.model.environment import ADMIN_TOKEN_FILE, KEYRING, SIGNING_KEY
+from vllmops.support.private_files import MOST_BYTES
 from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.carrier import seal_history, unseal_carrier
 from vllmops_responses.keys.keyring import Key, KeyStatus, generate_secret
@@ -59,7 +60,7 @@ def token(tmp_path: Path) -> Path:
 @pytest.fixture
 def local_keyring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A keyring with a primary."""
-    for name in (PLACE, keyring_file.PLACE, keyring_file.SIGNING_KEY, "VLLMOPS_TARGET"):
+    for name in (ADMIN_TOKEN_FILE, KEYRING, SIGNING_KEY, "VLLMOPS_TARGET"):
         monkeypatch.delenv(name, raising=False)
     grow(path := tmp_path / "here", KeyStatus.PRIMARY)
     return path
@@ -71,7 +72,7 @@ def server_keyring(tmp_path: Path) -> Path:
 
 
 def serve(spawn: Spawn, ring: Path, token: Path) -> tuple[Any, str]:
-    child = spawn(**{keyring_file.PLACE: str(ring), PLACE: str(token)})
+    child = spawn(**{KEYRING: str(ring), ADMIN_TOKEN_FILE: str(token)})
     return child, f"http://127.0.0.1:{child.run(SERVING)}"
 
 
@@ -98,7 +99,7 @@ def test_a_ring_is_taken_by_every_process_that_follows_the_file(
     vllmops: Any, spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
     child, url = serve(spawn, server_keyring, token)
-    beside = check_keys_often(spawn(**{keyring_file.PLACE: str(server_keyring)}))
+    beside = check_keys_often(spawn(**{KEYRING: str(server_keyring)}))
     words = build_push_arguments(token, local_keyring, url)
     for _ in range(3):  # a key, one that is next, and that one as the primary
         answer = vllmops(*words, "--json")
@@ -174,7 +175,7 @@ def test_admin_requests_without_the_token_are_refused(
     words = ("keys", "push", "-t", url, "--keyring", str(local_keyring), "--json")
     (other := tmp_path / "other").write_text(TOKEN)
     other.chmod(0o600)
-    answer = vllmops(*words, env={PLACE: str(other)})
+    answer = vllmops(*words, env={ADMIN_TOKEN_FILE: str(other)})
     assert (answer.code, answer.error["code"]) == (4, "admin.refused")
     assert (answer := vllmops(*words)).code == 2
     assert "--admin-token" in answer.error["hint"]
@@ -202,7 +203,7 @@ def test_admin_requests_without_the_token_are_refused(
 def test_there_are_no_routes_where_there_is_no_token(
     vllmops: Any, spawn: Spawn, local_keyring: Path, server_keyring: Path, token: Path
 ) -> None:
-    child = spawn(**{keyring_file.PLACE: str(server_keyring)})
+    child = spawn(**{KEYRING: str(server_keyring)})
     url = f"http://127.0.0.1:{child.run(SERVING)}"
     assert send_admin_request(f"{url}{KEYS}").json() == {"error": "Unauthorized"}
     assert send_admin_request(f"{url}{KEYS}", "user").json() == {"detail": "Not Found"}
@@ -226,7 +227,7 @@ def test_invalid_keyring_changes_nothing(
         ring.replace(b'"version": 1', b'"version": 9'),
         ring.replace(b'"primary"', b'"odd"'),
         ring.replace(secret.encode(), b"ab" * 32),
-        b" " * (keyring_file.MOST_BYTES + 1),
+        b" " * (MOST_BYTES + 1),
         b"[" * 100_000,
     ):
         refused = send_admin_request(f"{url}{KEYS}", content=content)
@@ -263,7 +264,7 @@ def test_another_key_of_a_known_kid_is_not_taken(
 def test_a_server_whose_key_is_in_its_environment_takes_none(
     spawn: Spawn, local_keyring: Path, token: Path
 ) -> None:
-    child = spawn(**{keyring_file.SIGNING_KEY: "ab" * 32, PLACE: str(token)})
+    child = spawn(**{SIGNING_KEY: "ab" * 32, ADMIN_TOKEN_FILE: str(token)})
     url = f"http://127.0.0.1:{child.run(SERVING)}"
     refused = send_admin_request(f"{url}{KEYS}", content=local_keyring.read_bytes())
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "keys.no-file")
@@ -294,7 +295,7 @@ def test_serve_says_where_the_token_is(
     monkeypatch.chdir(token.parent)
     words = ("serve", "org/model", "--dry-run", "--json", "--admin-token")
     environment = vllmops(*words, token.name).data["environment"]
-    assert environment[PLACE] == str(token)
+    assert environment[ADMIN_TOKEN_FILE] == str(token)
     answer = vllmops(*words, str(home / "none"))
     assert (answer.code, answer.error["hint"]) == (1, f"vllmops keygen --out {home / 'none'}")
     made = home / "made"
@@ -309,8 +310,8 @@ def test_an_engine_has_no_routes(spawn: Spawn, server_keyring: Path, token: Path
         "from fastapi.applications import FastAPI\n"
         "admin.install_routes(print); out = hasattr(FastAPI.__call__, '__vllmops_admin__')"
     )
-    child = spawn(**{keyring_file.PLACE: str(server_keyring)})
-    child.run(f"import os; os.environ[{PLACE!r}] = {str(token)!r}")
+    child = spawn(**{KEYRING: str(server_keyring)})
+    child.run(f"import os; os.environ[{ADMIN_TOKEN_FILE!r}] = {str(token)!r}")
     assert child.run(code) == "False"
 
 

@@ -62,9 +62,9 @@ SCRAPE = """
 import importlib, os, tempfile, time
 if several:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
-from vllmops.agent.transport import metrics as ours
-from vllmops.agent.hooks import vllm_objects as objects
-ours.install_collector()
+from vllmops.agent.transport import metrics
+from vllmops.agent.hooks import vllm_objects
+metrics.install_collector(lambda: None)
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 app = FastAPI()

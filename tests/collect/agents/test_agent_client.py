@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from vllmops.collect.agents import agent_client
-from vllmops.collect.agents.agent_client import collect_answers, open_agent, read_heartbeat
+from vllmops.collect.agents import agent_client, agent_files
+from vllmops.collect.agents.agent_client import collect_answers, open_agent
+from vllmops.collect.agents.agent_files import read_heartbeat
 from vllmops.collect.machine import proc
 from vllmops.collect.machine.processes import Process
 from vllmops.model.agent_socket import get_socket_directory
@@ -311,7 +312,7 @@ def test_home_where_a_title_hides_the_environment(spawn: Spawn, tmp_path: Path) 
     process = Process(Role.WORKER, pid, 0)
     until(lambda: proc.read_environment(pid) == {})
     assert (
-        agent_client.find_socket_path(process)
+        agent_files.find_socket_path(process)
         == get_socket_directory(tmp_path / "theirs") / f"{pid}.sock"
     )
 

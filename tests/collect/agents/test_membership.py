@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from vllmops.agent import identity
-from vllmops.collect.agents import agent_client
+from vllmops.collect.agents import agent_client, agent_files
 from vllmops.collect.agents.membership import group_server_trees
 from vllmops.collect.machine import processes
 from vllmops.model.ranks import format_process
@@ -64,7 +64,7 @@ def wait_for_heartbeats(*children: Child) -> None:
     """Wait for the heartbeat that says who they are."""
 
     def has_known_servers(child: Child) -> bool:
-        pulse = agent_client.read_heartbeat(child.process)
+        pulse = agent_files.read_heartbeat(child.process)
         return bool(pulse and pulse.heartbeat.standing.servers)
 
     until(lambda: all(has_known_servers(child) for child in children))

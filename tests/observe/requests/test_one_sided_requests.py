@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from vllmops.actions.one_sided_requests import ZombieRequests
-from vllmops.collect.agents import agent_client
+from vllmops.collect.agents import agent_files
 from vllmops.collect.machine.processes import Process
 from vllmops.model.requests import FrontRequest, ProcessRequests
 from vllmops.model.roles import Role
@@ -40,7 +40,7 @@ def test_request_is_lost_only_if_no_process_can_still_deliver_it(
     beat = SimpleNamespace(heartbeat=SimpleNamespace(standing=SimpleNamespace(sizes={"DP": ranks})))
     monkeypatch.setattr(one_sided_requests, "is_at_rest", lambda process: process in quiet)
     monkeypatch.setattr(listing, "collect_process_requests", lambda _: (LOST, []))
-    monkeypatch.setattr(agent_client, "read_heartbeat", lambda _: beat)
+    monkeypatch.setattr(agent_files, "read_heartbeat", lambda _: beat)
     found = ZombieRequests().find_cases(SERVER)
     assert [(case.process, case.proof.subject) for case in found] == [(API, one) for one in lost_]
     assert [finding.subject for finding in listing.list_requests(SERVER, 30).findings] == lost_

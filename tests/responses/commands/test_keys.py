@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from vllmops.model.environment import CARRIER_TTL, KEYRING, SIGNING_KEY
 from vllmops.model.roles import Role
 from vllmops.servers.record import InstanceFolder, InstanceState
 from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.carrier import seal_history, sign_history, verify_carrier
 from vllmops_responses.keys.keyring import Key, KeyRing, KeyStatus, generate_secret
-from vllmops_responses.store.settings import CARRIER_TTL as TTL
 
 from ...support.children import start_child
 from ...support.extent import long
@@ -30,13 +30,13 @@ from ...support.waiting import until
 from ..keys.test_keyring_file import killed_at
 
 TEXT = "ab" * 32
-NAME = keyring_file.SIGNING_KEY
+NAME = SIGNING_KEY
 Spawn = Callable[..., Any]
 
 
 @pytest.fixture
 def path(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in (keyring_file.PLACE, NAME):
+    for name in (KEYRING, NAME):
         monkeypatch.delenv(name, raising=False)
     return home / "keyring.json"
 
@@ -377,11 +377,11 @@ def test_the_overlap_is_as_long_as_carriers_live(lab: Any, path: Path) -> None:
 
     assert plan() == (30 * DAY_S, "carriers live for 30 days")
     wide = lab.serve("wide", "--carrier-ttl", "60d")
-    other = {**wide.environment, keyring_file.PLACE: str(lab.home / "other"), TTL: "9e9"}
+    other = {**wide.environment, KEYRING: str(lab.home / "other"), CARRIER_TTL: "9e9"}
     for name, environment in (
         ("other", other),
-        ("narrow", {**wide.environment, TTL: "60"}),
-        ("broken", {**wide.environment, TTL: "x"}),
+        ("narrow", {**wide.environment, CARRIER_TTL: "60"}),
+        ("broken", {**wide.environment, CARRIER_TTL: "x"}),
     ):
         InstanceFolder(name).path.mkdir()
         over = replace(wide, name=name, state=InstanceState.STOPPED, processes=(), session=None)
@@ -477,13 +477,13 @@ def test_a_rotation_killed_at_each_step_verifies_what_it_did_and_goes_on(
 def test_serve_hands_down_where_the_keys_are(vllmops: Any, path: Path, home: Path) -> None:
     words = ("serve", "org/model", "--dry-run", "--json")
     # Also before there is one: it may come later.
-    assert vllmops(*words).data["environment"][keyring_file.PLACE] == str(path)
+    assert vllmops(*words).data["environment"][KEYRING] == str(path)
     vllmops("keys", "add")
     vllmops("keys", "add", "--keyring", str(home / "other"))
     answer = vllmops(*words, "--keyring", str(home / "other"))
-    assert answer.data["environment"][keyring_file.PLACE] == str(home / "other")
+    assert answer.data["environment"][KEYRING] == str(home / "other")
     alone = vllmops(*words, env={NAME: TEXT})
-    assert keyring_file.PLACE not in alone.data["environment"]
+    assert KEYRING not in alone.data["environment"]
     assert TEXT not in alone.out
 
 

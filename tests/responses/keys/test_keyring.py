@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops_responses.keys import rotation
 from vllmops_responses.keys.keyring import (
-    DAY_S,
     LATE_S,
     Key,
     KeyRing,
@@ -28,6 +27,7 @@ from vllmops_responses.keys.keyring import (
 from vllmops_responses.keys.rotation import RotationStage
 
 NOW = 1_800_000_000
+DAY_S = 24 * 3600
 NEXT, PRIMARY, VERIFY_ONLY, REVOKED = KeyStatus
 
 

@@ -22,8 +22,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from vllmops.model.environment import KEYRING, SIGNING_KEY, find_keyring_source
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops.support.files import lock_file
+from vllmops.support.private_files import MOST_BYTES, require_private_file
 from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import Key, KeyRing, KeyStatus, generate_secret
 
@@ -194,10 +196,10 @@ def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
     own = path.stat()
     os.seteuid(NOBODY)
     try:
-        keyring_file.require_private_file(path, at)
+        require_private_file(path, at)
         # Nobody but root need do that.
         with refusal("keys.unsafe"):
-            keyring_file.require_private_file(path, own)
+            require_private_file(path, own)
     finally:
         os.seteuid(0)
 
@@ -237,7 +239,7 @@ def spoilt(content: bytes) -> dict[str, bytes]:
         "no version": content.replace(b'"version"', b'"vision"'),
         "newer": content.replace(b'"version": 1', b'"version": 2'),
         "deep": b'{"version":1,"keys":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-        "huge": content + b" " * keyring_file.MOST_BYTES,
+        "huge": content + b" " * MOST_BYTES,
     }
 
 
@@ -397,27 +399,22 @@ def test_files_of_others_beside_it_are_left_alone(path: Path) -> None:
 
 def test_which_ring_counts(monkeypatch: pytest.MonkeyPatch, home: Path, tmp_path: Path) -> None:
     text = "ab" * 32
-    everything = {keyring_file.PLACE: "/place/ring", keyring_file.SIGNING_KEY: text}
-    assert keyring_file.find_keyring_source(everything, Path("/named")).path == Path("/named")
-    assert keyring_file.find_keyring_source(everything).path == Path("/place/ring")
-    assert (
-        keyring_file.find_keyring_source(
-            {keyring_file.PLACE: "", keyring_file.SIGNING_KEY: ""}
-        ).path
-        == home / "keyring.json"
-    )
-    single = keyring_file.find_keyring_source({keyring_file.SIGNING_KEY: text})
+    everything = {KEYRING: "/place/ring", SIGNING_KEY: text}
+    assert find_keyring_source(everything, Path("/named")).path == Path("/named")
+    assert find_keyring_source(everything).path == Path("/place/ring")
+    assert find_keyring_source({KEYRING: "", SIGNING_KEY: ""}).path == home / "keyring.json"
+    single = find_keyring_source({SIGNING_KEY: text})
     assert single.path is None
-    ring = single.load()
+    ring = keyring_file.load_keyring_source(single)
     assert ring.primary is not None
     assert ring.primary.secret.reveal() == bytes.fromhex(text)
     # The same on every replica, and once it is imported.
-    assert single.load() == ring
+    assert keyring_file.load_keyring_source(single) == ring
     with refusal("keys.not-hex") as caught:
-        keyring_file.find_keyring_source({keyring_file.SIGNING_KEY: "x" * 64}).load()
-    assert keyring_file.SIGNING_KEY in caught.value.message
+        keyring_file.load_keyring_source(find_keyring_source({SIGNING_KEY: "x" * 64}))
+    assert SIGNING_KEY in caught.value.message
     monkeypatch.chdir(tmp_path)
-    assert keyring_file.find_keyring_source({keyring_file.PLACE: "ring"}).path == tmp_path / "ring"
+    assert find_keyring_source({KEYRING: "ring"}).path == tmp_path / "ring"
 
 
 def test_an_encoded_ring_is_what_was_decoded(path: Path) -> None:

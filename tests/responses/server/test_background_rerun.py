@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from vllmops.model.environment import RUN
 from vllmops_responses.server import background_rerun
 from vllmops_responses.store.backend import Response
-from vllmops_responses.store.settings import RUN
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from vllmops.model.environment import CarrierFormat
 from vllmops_responses.keys import carrier
 from vllmops_responses.keys.carrier import seal_history, sign_history, unseal_carrier
 from vllmops_responses.keys.keyring import (
@@ -21,7 +22,7 @@ from vllmops_responses.keys.keyring import (
 from vllmops_responses.server import carrier_sealing
 from vllmops_responses.server.carrier_merge import RequestCarrier
 from vllmops_responses.server.wire_format import ApiError
-from vllmops_responses.store.settings import CarrierFormat, CarrierSettings
+from vllmops_responses.store.settings import CarrierSettings
 
 RING = make_single_key_ring(Secret(bytes(32)))
 ITEMS = [{"type": "message", "role": "user", "content": "hi"}]

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from vllmops.model.environment import COMPACTION_PROMPT
 from vllmops_responses.server import carrier_merge, compaction
 from vllmops_responses.server.wire_format import ApiError
-from vllmops_responses.store import settings
 
 USER = {"role": "user", "content": "light, please"}
 CALL = {"type": "function_call", "call_id": "c", "name": "lamp", "arguments": "{}"}
@@ -150,7 +150,7 @@ def test_the_prompt_is_a_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert compaction.load_summary_prompt() == compaction.PROMPT
     file = tmp_path / "prompt.txt"
     file.write_text("be short\n")
-    monkeypatch.setenv(settings.COMPACTION_PROMPT, str(file))
+    monkeypatch.setenv(COMPACTION_PROMPT, str(file))
     assert compaction.load_summary_prompt() == "be short"
     file.unlink()
     assert compaction.load_summary_prompt() == compaction.PROMPT

@@ -16,6 +16,7 @@ import pytest
 
 from vllmops.collect.agents.agent_client import open_agent
 from vllmops.model import process_identity
+from vllmops.model.environment import SIGNING_KEY
 from vllmops.model.keys import ProcessKeys
 from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import Key, KeyStatus, generate_secret
@@ -244,7 +245,7 @@ def test_children_that_serve_no_http_do_not_inherit_it(tmp_path: Path) -> None:
     script.write_text(PARENT)
     done = subprocess.run(
         [sys.executable, script],
-        env={**os.environ, "VLLMOPS_HOME": str(tmp_path / "h"), keyring_file.SIGNING_KEY: TEXT},
+        env={**os.environ, "VLLMOPS_HOME": str(tmp_path / "h"), SIGNING_KEY: TEXT},
         capture_output=True,
         text=True,
         check=False,
@@ -269,7 +270,7 @@ def test_an_engine_holds_none(spawn: Spawn, path: Path) -> None:
         "keys.start_key_holder(); out = (keys.observe_keys().source, os.environ.get('{0}'))"
     )
     child = spawn(VLLMOPS_KEYRING=str(path))
-    assert child.run(code.format(keyring_file.SIGNING_KEY, TEXT)) == "('none', None)"
+    assert child.run(code.format(SIGNING_KEY, TEXT)) == "('none', None)"
 
 
 def test_a_fork_holds_none(spawn: Spawn, path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from vllmops.model.environment import STORE_CLASS
 from vllmops.support.errors import VllmopsError
 from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import (
@@ -322,7 +323,7 @@ FOUND: dict[type[Careless], str] = {
 @pytest.mark.parametrize("defect", FOUND, ids=lambda item: item.__name__)
 def test_a_check_finds_each_defect(defect: type[Careless], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_factory, "load_backend_class", lambda _: defect)
-    monkeypatch.setenv(backend_factory.CLASS, "a.user.s.Own")
+    monkeypatch.setenv(STORE_CLASS, "a.user.s.Own")
     (name,) = [item for item in CHECKS if item.startswith(FOUND[defect])]
     sound = asyncio.run(run_check(name, CHECKS[name], "memory://"))
     assert sound.problem
@@ -350,7 +351,7 @@ def own_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str]
             "from vllmops_responses.store.conformance.response_checks import make_response\n"
             f"class Own(Memory):\n    {body}\n"
         )
-        return {backend_factory.CLASS: "own.Own", "PYTHONPATH": str(tmp_path)}
+        return {STORE_CLASS: "own.Own", "PYTHONPATH": str(tmp_path)}
 
     monkeypatch.syspath_prepend(str(tmp_path))
     return write
@@ -385,7 +386,7 @@ def test_a_class_without_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
         hold_conversation = ConversationBackend.hold_conversation
 
     monkeypatch.setattr(backend_factory, "load_backend_class", lambda _: Older)
-    monkeypatch.setenv(backend_factory.CLASS, "a.user.s.Own")
+    monkeypatch.setenv(STORE_CLASS, "a.user.s.Own")
     (note,) = [
         note for note in asyncio.run(collect_caveats("memory://")) if "conversations" in note
     ]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllmops.model.environment import STORE_CLASS
 from vllmops.support.errors import VllmopsError
 from vllmops.support.urls import redact_url
 from vllmops_responses.store import (
@@ -183,7 +184,7 @@ def test_a_password_is_not_told() -> None:
 
 @pytest.mark.parametrize("named", ["nothing", "no.such.Module", "os.path.join", "json.Missing"])
 def test_a_class_that_is_none(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(backend_factory.CLASS, named)
+    monkeypatch.setenv(STORE_CLASS, named)
     with pytest.raises(VllmopsError) as output:
         backend_factory.make_backend("memory://")
     assert output.value.code == "usage"

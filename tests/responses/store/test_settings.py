@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from vllmops.model.environment import (
+    CARRIER,
+    CARRIER_TTL,
+    MAX_PER_KEY,
+    MAX_SIZE,
+    STORE,
+    STORE_CLASS,
+    TTL,
+    CarrierFormat,
+)
 from vllmops.support.errors import VllmopsError
-from vllmops_responses.store import backend_factory, settings
+from vllmops_responses.store import settings
 from vllmops_responses.store.backends.memory import Memory
 
 
@@ -13,11 +23,11 @@ from vllmops_responses.store.backends.memory import Memory
     ("environment", "wanted"),
     [
         ({}, False),
-        ({settings.STORE: ""}, False),
-        ({settings.STORE: "none"}, False),
-        ({settings.STORE: "none", backend_factory.CLASS: "a.B"}, False),
-        ({settings.STORE: "memory://"}, True),
-        ({backend_factory.CLASS: "a.B"}, True),
+        ({STORE: ""}, False),
+        ({STORE: "none"}, False),
+        ({STORE: "none", STORE_CLASS: "a.B"}, False),
+        ({STORE: "memory://"}, True),
+        ({STORE_CLASS: "a.B"}, True),
     ],
 )
 def test_whether_there_is_one(environment: dict[str, str], wanted: bool) -> None:
@@ -25,27 +35,23 @@ def test_whether_there_is_one(environment: dict[str, str], wanted: bool) -> None
 
 
 def test_the_limits() -> None:
-    given = {settings.STORE: "memory://", settings.MAX_SIZE: "12", settings.TTL: "60.5"}
+    given = {STORE: "memory://", MAX_SIZE: "12", TTL: "60.5"}
     backend = settings.make_backend_from_env(given)
     assert isinstance(backend, Memory)
     assert (backend.limits.max_size, backend.limits.ttl_s) == (12, 60.5)
-    known = settings.make_backend_from_env({settings.STORE: "memory://"}).limits
+    known = settings.make_backend_from_env({STORE: "memory://"}).limits
     assert (known.max_size, known.max_per_key, known.owner_limit) == (10_000, None, 10_000)
-    shared = settings.make_backend_from_env(
-        {settings.STORE: "memory://", settings.MAX_PER_KEY: "5"}
-    ).limits
+    shared = settings.make_backend_from_env({STORE: "memory://", MAX_PER_KEY: "5"}).limits
     assert (shared.max_size, shared.owner_limit) == (10_000, 5)
 
 
 def test_carriers() -> None:
-    assert settings.parse_carrier_settings({}) == (settings.CarrierFormat.V2, 30 * 24 * 3600)
-    given = {settings.CARRIER: "signed-v1", settings.CARRIER_TTL: "60"}
-    assert settings.parse_carrier_settings(given) == (settings.CarrierFormat.SIGNED_V1, 60)
+    assert settings.parse_carrier_settings({}) == (CarrierFormat.V2, 30 * 24 * 3600)
+    given = {CARRIER: "signed-v1", CARRIER_TTL: "60"}
+    assert settings.parse_carrier_settings(given) == (CarrierFormat.SIGNED_V1, 60)
 
 
-@pytest.mark.parametrize(
-    "given", [{settings.CARRIER: "v1"}, {settings.CARRIER_TTL: "x"}, {settings.CARRIER_TTL: "0"}]
-)
+@pytest.mark.parametrize("given", [{CARRIER: "v1"}, {CARRIER_TTL: "x"}, {CARRIER_TTL: "0"}])
 def test_carriers_that_can_not_be(given: dict[str, str]) -> None:
     with pytest.raises(VllmopsError) as caught:
         settings.parse_carrier_settings(given)
@@ -53,9 +59,9 @@ def test_carriers_that_can_not_be(given: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["x", "0", "-1", "nan", "inf"])
-@pytest.mark.parametrize("name", [settings.MAX_SIZE, settings.MAX_PER_KEY, settings.TTL])
+@pytest.mark.parametrize("name", [MAX_SIZE, MAX_PER_KEY, TTL])
 def test_numbers_that_are_none(name: str, text: str) -> None:
     with pytest.raises(VllmopsError) as caught:
-        settings.make_backend_from_env({settings.STORE: "memory://", name: text})
+        settings.make_backend_from_env({STORE: "memory://", name: text})
     assert caught.value.code == "usage"
     assert name in caught.value.message

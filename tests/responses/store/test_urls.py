@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from vllmops.model.environment import STORE
 from vllmops.support import urls
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops_responses.store import backend_factory, settings
@@ -279,7 +280,7 @@ BAD = [
 
 @pytest.mark.parametrize("url", GOOD)
 def test_a_store_that_can_be(url: str) -> None:
-    settings.validate_settings({settings.STORE: url})
+    settings.validate_settings({STORE: url})
     backend_factory.make_backend(url)
 
 

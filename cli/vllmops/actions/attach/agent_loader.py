@@ -13,9 +13,9 @@ from tempfile import TemporaryDirectory, mkstemp
 
 import vllmops
 
-from ...collect.agents import agent_client
+from ...collect.agents import agent_client, agent_files
 from ...collect.machine import proc, ptrace_permission
-from ...collect.machine.processes import Process, is_alive
+from ...collect.machine.processes import Process, format_process_name, is_alive
 from ...collect.stacks import pyspy
 from ...model.stacks import DumpOptions
 from ...support.errors import ExitCode, VllmopsError
@@ -85,11 +85,11 @@ def plan_attach(process: Process) -> AttachPlan:
             `ptrace_permission.make_refusal_error` says.
     """
     try:
-        uid = agent_client.read_process_uid(process)
+        uid = agent_files.read_process_uid(process)
         if uid != os.geteuid():
             raise VllmopsError(
                 "attach.other-user",
-                f"{agent_client.format_process_name(process)} belongs to {format_user(uid)}, and "
+                f"{format_process_name(process)} belongs to {format_user(uid)}, and "
                 "you are "
                 f"{format_user(os.geteuid())}",
                 f"sudo -u {format_user(uid)} vllmops attach -t {process.pid}",
@@ -99,15 +99,14 @@ def plan_attach(process: Process) -> AttachPlan:
         if state[0] in STATES:
             raise VllmopsError(
                 "attach.state",
-                f"{agent_client.format_process_name(process)} is {STATES[state[0]]}: it runs no "
-                "Python",
+                f"{format_process_name(process)} is {STATES[state[0]]}: it runs no Python",
                 f"kill -CONT {process.pid}" if state[0] == "T" else "vllmops ps",
             )
         inside = Path(f"/proc/{process.pid}/root{BOOT}")
         if not inside.exists() or not inside.samefile(BOOT):
             raise VllmopsError(
                 "attach.container",
-                f"{agent_client.format_process_name(process)} does not see the files of this "
+                f"{format_process_name(process)} does not see the files of this "
                 "vllmops "
                 f"({PACKAGE}): it is "
                 "in a container",
@@ -121,7 +120,7 @@ def plan_attach(process: Process) -> AttachPlan:
     if injector.is_supported() and not tids:
         raise VllmopsError(
             "attach.busy",
-            f"no thread of {agent_client.format_process_name(process)} waits in the kernel now",
+            f"no thread of {format_process_name(process)} waits in the kernel now",
             f"try again: vllmops attach -t {process.pid}",
         )
     return AttachPlan(process, tids)
@@ -194,7 +193,7 @@ def attach_agent(plan: AttachPlan, *, patch: bool, timeout_s: float) -> AttachRe
             time.sleep(PAUSE_S)
     raise VllmopsError(
         "attach.timeout",
-        f"the agent of {agent_client.format_process_name(process)} did not answer within "
+        f"the agent of {format_process_name(process)} did not answer within "
         f"{timeout_s:g} s: "
         "a thread "
         "holds the GIL, or Python does not run; the agent starts as soon as Python runs again",
@@ -206,7 +205,7 @@ def build_boot_code(process: Process, patch: bool, problem: Path) -> str:
     """The line of Python that starts the agent in a thread of its own, and is done at once."""
     options = {
         "package": str(PACKAGE),
-        "home": str(agent_client.find_state_home(process)),
+        "home": str(agent_files.find_state_home(process)),
         "patch": patch,
         "error_file": str(problem),
     }
@@ -235,8 +234,7 @@ def run_in_borrowed_thread(plan: AttachPlan, code: str, deadline: float) -> floa
         time.sleep(PAUSE_S)
     raise VllmopsError(
         "attach.busy",
-        f"no thread of {agent_client.format_process_name(plan.process)} waited in the kernel long "
-        "enough",
+        f"no thread of {format_process_name(plan.process)} waited in the kernel long enough",
         f"try again: vllmops attach -t {plan.process.pid}",
         exit_code=ExitCode.TIMED_OUT,
     )
@@ -274,15 +272,13 @@ def schedule_remote_exec(process: Process, code: str) -> Path:
 def make_failed_error(process: Process, reason: str) -> VllmopsError:
     return VllmopsError(
         "attach.failed",
-        f"the agent can't run in {agent_client.format_process_name(process)}: {reason}",
+        f"the agent can't run in {format_process_name(process)}: {reason}",
         f"vllmops stacks dump -t {process.pid} needs no agent",
     )
 
 
 def make_gone_error(process: Process) -> VllmopsError:
-    return VllmopsError(
-        "attach.gone", f"{agent_client.format_process_name(process)} is gone", "vllmops ps"
-    )
+    return VllmopsError("attach.gone", f"{format_process_name(process)} is gone", "vllmops ps")
 
 
 def make_refused_error(process: Process) -> VllmopsError:
@@ -291,7 +287,7 @@ def make_refused_error(process: Process) -> VllmopsError:
         return VllmopsError(
             "attach.traced",
             f"pid {tracer} (a debugger or strace, for example) traces "
-            f"{agent_client.format_process_name(process)}, and "
+            f"{format_process_name(process)}, and "
             "the kernel allows one tracer at a time",
             f"end pid {tracer}, then vllmops attach -t {process.pid}",
         )

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Literal
 
-from vllmops_responses.store.backend import derive_owner
-
+from ...model.owners import derive_owner
 from ...model.requests import (
     PROMPT_TOKENS,
     AbortAnswer,

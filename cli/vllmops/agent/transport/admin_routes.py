@@ -1,9 +1,8 @@
 """Admin routes, for operators on another machine who have the admin token.
 
-``GET /v1/vllmops/keys`` lists the keys of the process that answers, without their secrets;
-``POST`` sends it a keyring. `remote` has the other routes. All exist where the environment names
-the token's file. They run before vLLM's own routes and middleware: vLLM's API key gives no access
-here, and a server that drains still answers.
+`server_members` answers those of the server's processes, an extension its own. All exist where the
+environment names the token's file. They run before vLLM's own routes and middleware: vLLM's API key
+gives no access here, and a server that drains still answers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import asyncio
 import functools
 import hmac
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -20,17 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllmops_responses.keys import keyring_file
-from vllmops_responses.keys.keyring import KeyRing
-from vllmops_responses.server import keyring_follower
-
 from ...collect.agents import admin_token
-from ...model.admin_api import LONGEST_S, PROCESSES, TIMEOUT, Refusal, RefusalBody
+from ...model.admin_api import LONGEST_S, PROCESSES, ROUTES, TIMEOUT, Refusal, RefusalBody
 from ...model.agent_socket import BODY_BYTES
-from ...model.keys import ProcessKeys
+from ...model.environment import ADMIN_TOKEN_FILE
 from ...support.error_codes import ErrorCode
 from ...support.errors import VllmopsError
 from ...support.numbers import parse_number
+from ..extensions import AdminRoute
 from ..hooks import vllm_objects
 from ..hooks.import_hook import when_imported
 from ..hooks.request_gate import Scope, Send
@@ -59,31 +55,31 @@ STATUS = {
 }
 
 
-def install_routes(accept: Callable[[KeyRing], ProcessKeys]) -> None:
+def install_routes(added: Mapping[tuple[str, str], AdminRoute]) -> None:
     """Add the routes to each FastAPI app of an API server, where the environment names a token.
 
     On a node without an API server, let the other nodes ask.
 
     Args:
-        accept: puts a keyring that an admin sends into the server's own.
+        added: routes of an extension, by method and path.
     """
     node_channel.set_responder(answer_other_node)
-    place = os.environ.get(admin_token.PLACE)
+    place = os.environ.get(ADMIN_TOKEN_FILE)
     if place and detect_role() == "api":
         from . import server_members  # noqa: F401, PLC0415 - other processes don't need it; now, as it is slow
 
-        put_before = functools.partial(hook_fastapi, Path(place), accept)
+        put_before = functools.partial(hook_fastapi, Path(place), added)
         when_imported("fastapi.applications", vllm_objects.catch_errors(put_before))
 
 
 def hook_fastapi(
-    token_path: Path, accept: Callable[[KeyRing], ProcessKeys], module: ModuleType
+    token_path: Path, added: Mapping[tuple[str, str], AdminRoute], module: ModuleType
 ) -> None:
     """Wrap ``FastAPI.__call__`` in place.
 
     Args:
         token_path: the file with the token.
-        accept: as in `install_routes`.
+        added: as in `install_routes`.
         module: ``fastapi.applications``.
     """
     call = module.FastAPI.__call__
@@ -92,12 +88,12 @@ def hook_fastapi(
 
     @functools.wraps(call)
     async def __call__(self: Any, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: N807
-        if scope["type"] != "http" or not scope["path"].startswith(admin_token.ROUTES):
+        if scope["type"] != "http" or not scope["path"].startswith(ROUTES):
             await call(self, scope, receive, send)
             return
         from starlette.requests import Request  # noqa: PLC0415 - other processes don't need it
 
-        response = await answer_admin_request(Request(scope, receive), token_path, accept)
+        response = await answer_admin_request(Request(scope, receive), token_path, added)
         await response(scope, receive, send)
 
     __call__.__vllmops_admin__ = True  # type: ignore[attr-defined]
@@ -105,14 +101,14 @@ def hook_fastapi(
 
 
 async def answer_admin_request(
-    request: Request, token_path: Path, accept: Callable[[KeyRing], ProcessKeys]
+    request: Request, token_path: Path, added: Mapping[tuple[str, str], AdminRoute]
 ) -> Response:
     """Answer a request to one of the routes; never raises.
 
     Args:
         request: the request.
         token_path: the file with the token.
-        accept: as in `install_routes`.
+        added: as in `install_routes`.
     """
     from . import server_members  # noqa: PLC0415
 
@@ -120,14 +116,12 @@ async def answer_admin_request(
         await asyncio.to_thread(
             require_admin_token, request.headers.get("authorization", ""), token_path
         )
+        if route := added.get((request.method, request.scope["path"])):
+            content = b""
+            if request.method == "POST":
+                content = await read_body(request, route.max_bytes, route.too_large)
+            return make_json_response(await asyncio.to_thread(route.answer, content))
         match request.method, request.scope["path"]:
-            case "GET", admin_token.KEYS:
-                return make_json_response(keyring_follower.observe_keys())
-            case "POST", admin_token.KEYS:
-                ring = parse_keyring(
-                    await read_body(request, keyring_file.MOST_BYTES, "admin.no-ring")
-                )
-                return make_json_response(await asyncio.to_thread(accept, ring))
             case "GET", path if path == PROCESSES:
                 return make_json_response(
                     await server_members.run_in_thread(server_members.observe_server_processes)
@@ -237,15 +231,3 @@ async def read_body(request: Request, max_bytes: int, code: ErrorCode) -> bytes:
         if len(content) > max_bytes:
             raise VllmopsError(code, f"the request has more than {max_bytes} bytes")
     return bytes(content)
-
-
-def parse_keyring(content: bytes) -> KeyRing:
-    """The keyring in a request's body.
-
-    Raises:
-        VllmopsError: ``admin.no-ring``: the body is no keyring.
-    """
-    try:
-        return keyring_file.decode_keyring(content, Path("the request body"))
-    except VllmopsError as error:
-        raise VllmopsError("admin.no-ring", error.message) from None

@@ -5,11 +5,9 @@ A scrape shows what was gathered last and waits for nothing. Nobody scrapes, not
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,19 +22,13 @@ from ...support.errors import VllmopsError
 from ..hooks import vllm_objects
 from ..hooks.import_hook import when_imported
 from ..log import log
-from ..state import engine
 from ..versions import metrics, module_locations
 
 if TYPE_CHECKING:
-    from vllmops_responses.store.backend import StoreStats
-    from vllmops_responses.store.response_store import ResponseStore
-
     from ...collect.agents.server_metrics import MetricsCollector
     from ...model.admin_api import ServerProcess
 
 TIMEOUT_S = 2.0
-# From one count of the store to the next, which goes through many rows, and its share of the time.
-STORE_S, STORE_SHARE = 60.0, 0.005
 
 
 class ForwardedAgent:
@@ -65,51 +57,12 @@ class ForwardedAgent:
         return agent_client.decode_answer(f"the agent of pid {self.pid_and_address}", content, kind)
 
 
-class StoreUsageCounter:
-    """The store of this API server, counted now and then by its own event loop."""
+def install_collector(read_store_usage: Callable[[], StoreUsage | None]) -> None:
+    """Show the server's state in the ``/metrics`` of an API server.
 
-    def __init__(self) -> None:
-        self.counting: Future[StoreStats] | None = None
-        self.due = 0.0
-        self.began = 0.0
-        self.last_usage: StoreUsage | None = None
-
-    def poll_usage(self) -> StoreUsage | None:
-        """What was counted last; never waits."""
-        store: Any = getattr(vllm_objects.find_latest("responses"), "store", None)
-        now = time.monotonic()
-        if self.counting and self.counting.done():
-            counting, self.counting = self.counting, None
-            self.due = now + max(STORE_S, (now - self.began) / STORE_SHARE)
-            failed = store is None or counting.exception()
-            self.last_usage = None if failed else make_store_use(store, counting.result())
-        if store is not None and self.counting is None and now >= self.due:
-            from vllmops_responses.store.backend import EVERYBODY  # noqa: PLC0415
-            from vllmops_responses.store.response_store import ResponseStore  # noqa: PLC0415
-
-            if not isinstance(store, ResponseStore):  # vLLM's own
-                return None
-            try:
-                _, loop = engine.require_front_end()
-            except RuntimeError:  # not up yet
-                return self.last_usage
-            self.began = now
-            self.counting = asyncio.run_coroutine_threadsafe(store.collect_stats(EVERYBODY), loop)
-        return self.last_usage
-
-
-def make_store_use(store: ResponseStore, stats: StoreStats) -> StoreUsage:
-    return StoreUsage(
-        backend=type(store.backend).__name__.lower(),
-        statuses=stats.statuses,
-        bytes=stats.bytes,
-        evictions=stats.evictions,
-        capacity=store.backend.limits.max_size,
-    )
-
-
-def install_collector() -> None:
-    """Show the server's state in the ``/metrics`` of an API server."""
+    Args:
+        read_store_usage: as of `extensions.Extension`.
+    """
     if module_locations.find_symbol_module("metrics") is None:
         lacks = module_locations.PLACES["metrics"].name
         vllm_objects.report_unsupported(
@@ -117,7 +70,7 @@ def install_collector() -> None:
         )
         return
     collector = BackgroundCollector(
-        make_server_observer(), log.warning, locate_shared_file=find_shared_file
+        make_server_observer(read_store_usage), log.warning, locate_shared_file=find_shared_file
     )
     for module, show in metrics.SHOWN.items():
         when_imported(module, vllm_objects.catch_errors(partial(show, collector)))
@@ -131,10 +84,15 @@ def find_shared_file() -> Path | None:
     return Path(place) / f"vllmops-{os.getppid()}" if place else None
 
 
-def make_server_observer() -> Callable[[], tuple[MetricsSnapshot, int]]:
-    """Looks at the server of this process, again and again."""
+def make_server_observer(
+    read_store_usage: Callable[[], StoreUsage | None],
+) -> Callable[[], tuple[MetricsSnapshot, int]]:
+    """Looks at the server of this process, again and again.
+
+    Args:
+        read_store_usage: as of `extensions.Extension`.
+    """
     viewer: list[MetricsCollector] = []
-    store = StoreUsageCounter()
 
     def observe_server() -> tuple[MetricsSnapshot, int]:
         from ...collect.agents.server_metrics import MetricsCollector  # noqa: PLC0415 - slow, and nobody may ever scrape
@@ -153,6 +111,6 @@ def make_server_observer() -> Callable[[], tuple[MetricsSnapshot, int]]:
         )
         count = sum(process.role == Role.API for process in found.processes)
         gpus = {found.node: gpu.observe_gpus()}
-        return replace(viewer[0].collect_snapshot(seen), store=store.poll_usage(), gpus=gpus), count
+        return replace(viewer[0].collect_snapshot(seen), store=read_store_usage(), gpus=gpus), count
 
     return observe_server

@@ -33,6 +33,7 @@ from ...collect.agents import admin_token, agent_client
 from ...collect.machine.server_address import parse_serving_mode
 from ...model.admin_api import NODE_PORT, SERVERS, TIMEOUT, USUAL_NODE_PORT
 from ...model.agent_socket import BODY_BYTES
+from ...model.environment import ADMIN_TOKEN_FILE
 from ...support import background
 from ...support.background import ErrorReporter
 from .. import identity
@@ -67,7 +68,7 @@ def set_responder(respond: Respond) -> None:
 def start_listening() -> None:
     """Listen, where this process answers for its node; reports an error, raises none."""
     global _listening  # noqa: PLW0603
-    if _listening or _respond is None or not (place := os.environ.get(admin_token.PLACE)):
+    if _listening or _respond is None or not (place := os.environ.get(ADMIN_TOKEN_FILE)):
         return
     if not (
         identity.is_ray_worker()

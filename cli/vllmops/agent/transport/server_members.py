@@ -22,11 +22,11 @@ from typing import TypeVar
 import msgspec
 
 from ... import __version__
-from ...collect.agents import admin_token, agent_client, membership
+from ...collect.agents import agent_client, agent_files, membership
 from ...collect.machine import proc, processes
 from ...collect.machine.connected_nodes import find_node_addresses
 from ...collect.machine.process_states import find_compilers, observe_process
-from ...collect.machine.processes import ROLES, Process
+from ...collect.machine.processes import ROLES, Process, format_process_name
 from ...collect.machine.server_address import find_option
 from ...model.admin_api import (
     GETS,
@@ -40,6 +40,7 @@ from ...model.admin_api import (
     ServerProcess,
     ServerProcesses,
 )
+from ...model.environment import ADMIN_TOKEN_FILE
 from ...model.ranks import DIMENSIONS
 from ...model.roles import Role, find_title_role
 from ...model.server_snapshot import ProcessHeartbeat
@@ -249,7 +250,7 @@ class RemoteNodes:
         Args:
             heartbeats: of its processes on this node.
         """
-        place = os.environ.get(admin_token.PLACE)
+        place = os.environ.get(ADMIN_TOKEN_FILE)
         if not place or detect_role() != "api" or not can_span_nodes():
             return []
         servers = sorted({one for pulse in heartbeats for one in pulse.heartbeat.standing.servers})
@@ -371,10 +372,10 @@ def export_process(process: Process) -> ServerProcess:
     return ServerProcess(**seen, start_ticks=process.start_ticks, boot=process.boot)
 
 
-def read_heartbeat(process: Process) -> agent_client.TimedHeartbeat | None:
+def read_heartbeat(process: Process) -> agent_files.TimedHeartbeat | None:
     """The heartbeat of a process, None if it has none."""
     with suppress(VllmopsError):
-        return agent_client.read_heartbeat(process) if process.role in ROLES else None
+        return agent_files.read_heartbeat(process) if process.role in ROLES else None
     return None
 
 
@@ -409,6 +410,6 @@ def forward_to_agent(
         most = f"{ANSWER_BYTES >> 20} MiB"
         raise VllmopsError(
             "admin.too-large",
-            f"the answer of {agent_client.format_process_name(process)} exceeds {most}",
+            f"the answer of {format_process_name(process)} exceeds {most}",
         )
     return status, content

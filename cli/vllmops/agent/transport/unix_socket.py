@@ -20,8 +20,6 @@ from typing import Any
 
 import msgspec
 
-from vllmops_responses.server import keyring_follower
-
 from ... import __version__
 from ...model import package_versions
 from ...model.agent_socket import BODY_BYTES, DIRECTORY, PATH_BYTES, get_socket_directory
@@ -31,6 +29,7 @@ from ...model.cache_repairs import RepairRequest
 from ...model.cache_resets import ResetRequest
 from ...model.healing import HealRequest
 from ...model.json_text import encode_json
+from ...model.keys import ProcessKeys
 from ...model.requests import AbortRequest, PromptRequest
 from ...support import background
 from ...support.background import ErrorReporter
@@ -40,7 +39,7 @@ from ...support.home import create_missing_folders, resolve_home
 from ..actions import action_table, blocked_event_loop, cache_repair, cache_reset
 from ..hooks import socket_handover, vllm_objects
 from ..hooks.request_gate import gate
-from ..identity import detect_role, find_standing, read_own_identity
+from ..identity import detect_role, find_standing, make_process_fields, read_own_identity
 from ..log import log
 from ..patches import registry
 from ..recording import step_recorder
@@ -345,6 +344,11 @@ def answer_hello() -> Hello:
     )
 
 
+def answer_no_keys() -> ProcessKeys:
+    """``GET /keys``, unless an extension has the keys of this process."""
+    return ProcessKeys(pid=os.getpid(), **make_process_fields())
+
+
 def set_draining(request: DrainRequest) -> Traffic:
     """``POST /drain``."""
     gate.draining, gate.rerun = request.should_drain, request.rerun
@@ -370,8 +374,8 @@ GETS: dict[str, Callable[[], Any]] = {
     "/engine": engine.observe_engine,
     "/caches": caches.observe_caches,
     "/caches?keys=1": partial(caches.observe_caches, keys=True),
-    "/keys": keyring_follower.observe_keys,
-    "/keys?reload=1": partial(keyring_follower.observe_keys, reload=True),
+    "/keys": answer_no_keys,
+    "/keys?reload=1": answer_no_keys,
     "/memory": memory.observe_memory,
     "/messages": fatal_messages.list_fatal_messages,
     "/packages": package_versions.collect_own_packages,

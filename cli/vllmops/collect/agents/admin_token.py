@@ -12,10 +12,8 @@ from shlex import join
 
 from ...support.errors import VllmopsError
 from ...support.files import make_unreadable_error
+from ...support.private_files import read_private_file
 
-PLACE = "VLLMOPS_ADMIN_TOKEN_FILE"
-ROUTES = "/v1/vllmops/"
-KEYS = f"{ROUTES}keys"
 # Random characters; so many can't be guessed.
 TOKEN = re.compile(r"[!-~]{32,1024}")
 
@@ -27,10 +25,8 @@ def read_admin_token(path: Path) -> str:
         VllmopsError: ``file.unreadable``, ``admin.bad-token``, ``keys.unreadable`` or
             ``keys.unsafe`` (4).
     """
-    from vllmops_responses.keys.keyring_file import read_secret_file  # noqa: PLC0415 - slow, and every command knows the place
-
     try:
-        text = read_secret_file(path).decode("ascii", "replace").strip()
+        text = read_private_file(path).decode("ascii", "replace").strip()
     except FileNotFoundError as error:
         failure = make_unreadable_error(path, error)
         failure.hint = join(["vllmops", "keygen", "--out", str(path)])

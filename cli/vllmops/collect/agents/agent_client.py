@@ -14,7 +14,6 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,11 +22,9 @@ import msgspec
 from ...model.admin_api import ServerProcesses
 from ...model.agent_socket import PATH_BYTES, get_socket_directory
 from ...model.agent_state import (
-    BEAT_BYTES,
     SCHEMA,
     AgentAnswer,
     EngineState,
-    Heartbeat,
     Hello,
     Traffic,
 )
@@ -41,8 +38,6 @@ from ...model.keys import ProcessKeys
 from ...model.memory import AgentMemory
 from ...model.package_versions import InstalledPackages
 from ...model.patches import ProcessPatches
-from ...model.process_identity import ProcessIdentity
-from ...model.ranks import format_role_and_ranks
 from ...model.requests import (
     AbortAnswer,
     AbortRequest,
@@ -55,15 +50,13 @@ from ...model.stacks import AgentStacks, ProcessStacks
 from ...model.step_recording import StepsFile, StepsRecording, parse_recording
 from ...support.error_codes import ErrorCode
 from ...support.errors import ExitCode, VllmopsError
-from ...support.files import read_peer_uid, read_private_file
-from ...support.home import format_user, resolve_home
+from ...support.files import read_peer_uid
+from ...support.home import format_user
 from ..machine import proc, ptrace_permission
-from ..machine.processes import Process
+from ..machine.processes import Process, format_process_name
+from . import agent_files
 
 TIMEOUT_S = 2.0
-# Beats come every second; this many seconds without one mean that Python no longer runs.
-BEAT_LATE_S = 5.0
-ANCESTORS = 4
 ANSWER_BYTES = 256 << 20  # the keys of some million cache entries
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
@@ -91,7 +84,6 @@ DECODERS: dict[type[AgentAnswer], msgspec.json.Decoder[Any]] = {
         ),
     )
 }
-BEATS = msgspec.json.Decoder(Heartbeat)
 
 A = TypeVar("A", bound=AgentAnswer)
 P = TypeVar("P")
@@ -116,7 +108,7 @@ class Agent:
         self.process = process
         self.path = path
         self.timeout_s = timeout_s
-        self.uid = read_process_uid(process) if uid is None else uid
+        self.uid = agent_files.read_process_uid(process) if uid is None else uid
         self.idle_connection: AgentConnection | None = None
 
     def fetch_hello(self) -> Hello:
@@ -262,6 +254,24 @@ class Agent:
         return status, content
 
 
+class ProxiedAgent(Agent):
+    """An agent that is asked through its `ProxiedProcess`, and raises as that does.
+
+    Args:
+        process: whose agent.
+        timeout_s: seconds for each question.
+    """
+
+    process: agent_files.ProxiedProcess
+
+    def __init__(self, process: agent_files.ProxiedProcess, timeout_s: float) -> None:
+        self.process = process
+        self.timeout_s = timeout_s
+
+    def send_request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
+        return self.process.send_request(method, path, body, self.timeout_s)
+
+
 class DeadlineSocket(socket.socket):
     """A socket whose answers end by a deadline, however slowly they arrive."""
 
@@ -345,22 +355,6 @@ class AgentConnection(http.client.HTTPConnection):
                 time.sleep(0.01)
 
 
-class ProxiedProcess(Process):
-    """A process whose agent this machine can't ask over its Unix socket."""
-
-    def open_agent(self, timeout_s: float) -> Agent:
-        """What asks its agent.
-
-        Args:
-            timeout_s: seconds for each question.
-        """
-        raise NotImplementedError
-
-    def fetch_heartbeat(self) -> TimedHeartbeat | None:
-        """Its last heartbeat; raises VllmopsError."""
-        raise NotImplementedError
-
-
 def open_agent(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
     """The agent of a process, after checking that it is this process's own.
 
@@ -373,11 +367,11 @@ def open_agent(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
             ``agent.stale``, ``agent.path-too-long``, ``agent.mismatch``, ``agent.timeout``,
             ``agent.broken``, ``agent.older`` or ``agent.newer``.
     """
-    if isinstance(process, ProxiedProcess):
-        distant = process.open_agent(timeout_s)
-        distant.fetch_hello()  # the server has made sure that it is the process's own
-        return distant
-    uid = read_process_uid(process)
+    if isinstance(process, agent_files.ProxiedProcess):
+        proxied = ProxiedAgent(process, timeout_s)
+        proxied.fetch_hello()  # the server has made sure that it is the process's own
+        return proxied
+    uid = agent_files.read_process_uid(process)
     if os.geteuid() not in (0, uid):
         raise VllmopsError(
             "agent.other-user",
@@ -385,12 +379,12 @@ def open_agent(process: Process, *, timeout_s: float = TIMEOUT_S) -> Agent:
             f"{format_user(uid)} and root",
             f"sudo -u {format_user(uid)} vllmops …, or sudo vllmops …",
         )
-    path = find_socket_path(process)
+    path = agent_files.find_socket_path(process)
     for part in (path.parent, path):
         require_private_path(process, part, uid)
     agent = Agent(process, path, timeout_s, uid)
     hello = agent.fetch_hello()
-    if hello.identity != read_namespace_identity(process):
+    if hello.identity != agent_files.read_namespace_identity(process):
         raise VllmopsError(
             "agent.mismatch",
             f"{path} answers for pid {hello.pid} that started {hello.start_ticks} ticks after boot,"
@@ -427,7 +421,7 @@ def collect_answers(
 def make_gap(process: Process, error: VllmopsError) -> ProcessGap:
     """A process that did not answer, with the age of its heartbeat."""
     try:
-        pulse = read_heartbeat(process)
+        pulse = agent_files.read_heartbeat(process)
     except VllmopsError:
         pulse = None
     return ProcessGap(
@@ -456,121 +450,6 @@ def make_no_answer_error(code: ErrorCode, problem: str, gaps: Sequence[ProcessGa
         exit_code=ExitCode(gaps[0].exit_code),
         data={"silent": msgspec.to_builtins(gaps)},
     )
-
-
-@dataclass(frozen=True)
-class TimedHeartbeat:
-    """A heartbeat as read from outside.
-
-    Args:
-        heartbeat: its content.
-        age_s: seconds since it was written.
-    """
-
-    heartbeat: Heartbeat
-    age_s: float
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the process seems to run no Python any more."""
-        return self.age_s > BEAT_LATE_S
-
-
-def read_heartbeat(process: Process) -> TimedHeartbeat | None:
-    """The last heartbeat of a process, read from its file without asking the process.
-
-    Returns:
-        None if there is none that is readable, of this process, and of a known schema.
-    """
-    if isinstance(process, ProxiedProcess):
-        return process.fetch_heartbeat()
-    path, uid = find_socket_path(process).with_suffix(".beat"), read_process_uid(process)
-    for _ in range(3):
-        try:
-            beat_ = BEATS.decode(read_private_file(path, uid, BEAT_BYTES))
-        except OSError:
-            return None
-        except DAMAGE:
-            time.sleep(0.005)  # caught in the middle of a write
-            continue
-        own = beat_.schema == SCHEMA and beat_.identity == read_namespace_identity(process)
-        return TimedHeartbeat(beat_, max(time.monotonic() - beat_.monotonic, 0.0)) if own else None
-    return None
-
-
-def read_namespace_identity(process: Process) -> ProcessIdentity:
-    """The identity of a process as it knows itself; raises ``agent.gone``."""
-    try:
-        return process.identity._replace(pid=proc.read_namespace_pid(process.pid))
-    except OSError as error:
-        raise make_gone_error(process) from error
-
-
-def list_agent_pids(state_home: Path) -> set[int]:
-    """The pids of the processes whose agents are, or were, in a state directory."""
-    try:
-        names = os.listdir(get_socket_directory(state_home))
-    except OSError:
-        return set()
-    stems = (name.removesuffix(".beat") for name in names if name.endswith(".beat"))
-    return {int(stem) for stem in stems if stem.isdecimal()}
-
-
-def find_socket_path(process: Process) -> Path:
-    """Where the process's agent listens, by the process's own environment, as seen from here."""
-    path = (
-        get_socket_directory(find_state_home(process))
-        / f"{read_namespace_identity(process).pid}.sock"
-    )
-    try:
-        return proc.resolve_path(process.pid, str(path))
-    except OSError:
-        return path
-
-
-def find_state_home(process: Process) -> Path:
-    """The state directory that the process's agent uses, by the process's own environment.
-
-    Raises:
-        VllmopsError: ``agent.gone``.
-    """
-    if process.home:
-        return Path(process.home)
-    uid, pid = read_process_uid(process), process.pid
-    for _ in range(ANCESTORS):
-        environment = proc.read_environment(pid)
-        if environment.keys() & {"VLLMOPS_HOME", "HOME", "PATH"}:
-            break
-        # setproctitle writes over the environment that the kernel shows: ask the parent, whose
-        # environment vLLM handed down.
-        pid = proc.read_parent_pid(pid)
-    else:
-        return resolve_home()
-    if chosen := environment.get("VLLMOPS_HOME"):
-        # What may be read of a process need not include where it is.
-        return Path(
-            chosen
-            if os.path.isabs(chosen)
-            else os.path.join(proc.read_working_directory(pid), chosen)
-        )
-    state = environment.get("XDG_STATE_HOME")
-    return (
-        Path(state or Path(environment.get("HOME") or proc.find_user_home(uid)) / ".local/state")
-        / "vllmops"
-    )
-
-
-def read_process_uid(process: Process) -> int:
-    """The uid that the process runs as."""
-    try:
-        # The effective one, as the agent has it.
-        return proc.read_effective_uid(process.pid)
-    except OSError as error:
-        raise make_gone_error(process) from error
-
-
-def make_gone_error(process: Process) -> VllmopsError:
-    return VllmopsError("agent.gone", f"{format_process_name(process)} is gone", "vllmops ps")
 
 
 def require_private_path(process: Process, path: Path, uid: int) -> None:
@@ -650,7 +529,7 @@ def make_timeout_error(process: Process, timeout_s: float | None = None) -> Vllm
         process: whose agent.
         timeout_s: for how many seconds it was waited for; None where it was not asked.
     """
-    pulse = read_heartbeat(process)
+    pulse = agent_files.read_heartbeat(process)
     did = "can't answer" if timeout_s is None else f"did not answer within {timeout_s:g} s"
     what = f"the agent of {format_process_name(process)} {did}"
     if pulse is None:
@@ -696,8 +575,8 @@ def make_absent_error(process: Process, path: Path) -> VllmopsError:
             why.hint,
         )
     except OSError:
-        return make_gone_error(process)
-    own = get_socket_directory(find_state_home(process)) / path.name
+        return agent_files.make_gone_error(process)
+    own = get_socket_directory(agent_files.find_state_home(process)) / path.name
     if len(os.fsencode(own)) > PATH_BYTES:
         return VllmopsError(
             "agent.path-too-long",
@@ -729,8 +608,3 @@ def make_invalid_answer_error(process_name: str, reason: str) -> VllmopsError:
 def get_process_fields(process: Process) -> dict[str, Any]:
     """Role and place of a process, as fields of a row about it."""
     return {"role": process.role.value, **msgspec.structs.asdict(process.place)}
-
-
-def format_process_name(process: Process) -> str:
-    """How messages name a process."""
-    return f"{format_role_and_ranks(process.role, process.place)} {process.pid}"

@@ -21,7 +21,7 @@ from ...support.home import resolve_home
 from ..machine import processes
 from ..machine.processes import Process, Table
 from ..machine.server_address import find_option
-from . import agent_client
+from . import agent_files
 
 Tree = tuple[Process, ...]
 NODE = os.uname().nodename
@@ -225,11 +225,11 @@ def read_agent_claims(table: Table, known_processes: Iterable[Process]) -> dict[
         if state_home in homes:
             return
         homes.add(state_home)
-        for pid in agent_client.list_agent_pids(state_home) - voices.keys():
+        for pid in agent_files.list_agent_pids(state_home) - voices.keys():
             if (seen := table.get(pid)) and not seen.zombie:
                 process = Process(Role.OTHER, pid, seen.start_ticks, home=str(state_home))
                 with suppress(VllmopsError):
-                    if pulse := agent_client.read_heartbeat(process):
+                    if pulse := agent_files.read_heartbeat(process):
                         voices[pid] = AgentClaim(
                             pulse.heartbeat.role, pulse.heartbeat.standing, process.home
                         )
@@ -239,10 +239,10 @@ def read_agent_claims(table: Table, known_processes: Iterable[Process]) -> dict[
     for process in known_processes:
         if process.role in WITH_AGENT and process.pid not in voices:
             with suppress(VllmopsError, OSError):
-                place = agent_client.find_state_home(process)
+                place = agent_files.find_state_home(process)
                 read_claims_in(place)
                 # In a container it has another pid for itself, and the place is below its root.
-                if process.pid not in voices and (pulse := agent_client.read_heartbeat(process)):
+                if process.pid not in voices and (pulse := agent_files.read_heartbeat(process)):
                     voices[process.pid] = AgentClaim(
                         pulse.heartbeat.role, pulse.heartbeat.standing, str(place)
                     )
@@ -252,7 +252,7 @@ def read_agent_claims(table: Table, known_processes: Iterable[Process]) -> dict[
 def find_tree_uid(tree: Tree) -> int | None:
     """The uid of a tree's root, None if there is none any more."""
     with suppress(VllmopsError):
-        return agent_client.read_process_uid(tree[0]) if tree else None
+        return agent_files.read_process_uid(tree[0]) if tree else None
     return None
 
 

@@ -11,7 +11,7 @@ from ...model.healing import HealAnswer, HealProof, HealRequest
 from ...support.errors import VllmopsError
 from ..machine.process_states import observe_process
 from ..machine.processes import Process
-from . import agent_client
+from . import agent_client, agent_files
 
 LOOKS, APART_S = 3, 0.3
 TIMEOUT_S = 5.0
@@ -51,14 +51,14 @@ def is_running_python(process: Process) -> bool:
     """
     try:
         if (
-            not isinstance(process, agent_client.ProxiedProcess)
+            not isinstance(process, agent_files.ProxiedProcess)
             and observe_process(process).state == "T"
         ):
             return False
-        pulse = agent_client.read_heartbeat(process)
+        pulse = agent_files.read_heartbeat(process)
     except VllmopsError:
         return False
-    return pulse is None or pulse.age_s < agent_client.BEAT_LATE_S
+    return pulse is None or pulse.age_s < agent_files.BEAT_LATE_S
 
 
 def send_heal_request(

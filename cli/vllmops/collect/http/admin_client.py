@@ -9,17 +9,11 @@ from urllib.parse import urlsplit
 import httpx
 import msgspec
 
-from vllmops_responses.keys import keyring_file
-from vllmops_responses.keys.keyring import KeyRing
-
 from ...model.admin_api import Refusal, RefusalBody
-from ...model.keys import ProcessKeys
 from ...model.snapshot_files import DAMAGE
 from ...support.error_codes import parse_error_code
 from ...support.errors import ExitCode, VllmopsError
 from ...support.urls import redact_url
-from ..agents import admin_token
-from ..agents.agent_client import DECODERS
 from ..machine.listeners import explain_distrust
 from . import vllm_client
 from .endpoint import Endpoint
@@ -156,34 +150,3 @@ class EventLoopThread:
 
 
 LOOP = EventLoopThread()
-
-
-def push_keyring(
-    endpoint: Endpoint, token: str, keyring: KeyRing, *, allow_plain_http: bool = False
-) -> ProcessKeys:
-    """Give a server a ring.
-
-    Args:
-        endpoint: the server.
-        token: its admin token.
-        keyring: the keys, with their secrets.
-        allow_plain_http: send them over HTTP without TLS to another machine.
-
-    Returns:
-        What the process that answered holds now.
-
-    Raises:
-        VllmopsError: as `AdminClient` and `AdminClient.send_request` do, ``admin.refused`` (4),
-            ``admin.no-route``, or the server's own error.
-    """
-    server = AdminClient(endpoint, token, allow_plain_http=allow_plain_http)
-    answer = server.send_request(
-        "POST", admin_token.KEYS, content=keyring_file.encode_keyring(keyring)
-    )
-    if answer.is_success:
-        try:
-            held: ProcessKeys = DECODERS[ProcessKeys].decode(answer.content)
-            return held
-        except DAMAGE:
-            pass
-    raise server.make_answer_error(answer)

@@ -13,7 +13,7 @@ from ...model.roles import Role
 from ...model.snapshot_files import DAMAGE
 from ...support.errors import VllmopsError
 from ..agents import agent_client
-from ..agents.agent_client import Agent, ProxiedProcess, TimedHeartbeat
+from ..agents.agent_files import ProxiedProcess, TimedHeartbeat
 from .admin_client import REFUSED, AdminClient
 
 # On top of what an agent may take: the network, and the server's own way to the agent.
@@ -100,35 +100,18 @@ class RemoteProcess(ProxiedProcess):
     def create_time(self) -> float:
         return self.began_at
 
-    def open_agent(self, timeout_s: float) -> Agent:
-        return RemoteAgent(self, timeout_s)
-
-    def fetch_heartbeat(self) -> TimedHeartbeat | None:
-        pulses = self.fleet.fetch_snapshot().heartbeats
-        own = (p for p in pulses if (p.node, p.pid) == (self.place.node, self.pid))
-        return next((TimedHeartbeat(p.heartbeat, p.age_s) for p in own), None)
-
-
-class RemoteAgent(Agent):
-    """The agent of a process on another machine; it raises as `AdminClient.send_request` does."""
-
-    process: RemoteProcess
-
-    def __init__(self, process: RemoteProcess, timeout_s: float) -> None:
-        self.process = process
-        self.timeout_s = timeout_s
-
-    def send_request(self, method: str, path: str, body: bytes | None) -> tuple[int, bytes]:
-        admin = self.process.fleet.admin
-        answer = admin.send_request(
-            method,
-            f"{self.process.path}{path}",
-            self.timeout_s + SLACK_S,
-            body,
-            {TIMEOUT: f"{self.timeout_s:g}"},
-        )
+    def send_request(
+        self, method: str, path: str, body: bytes | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        admin, header = self.fleet.admin, {TIMEOUT: f"{timeout_s:g}"}
+        answer = admin.send_request(method, f"{self.path}{path}", timeout_s + SLACK_S, body, header)
         if not answer.is_success:
             # An answer of the agent itself has another form.
             with suppress(*DAMAGE):
                 raise admin.make_refusal_error(REFUSED.decode(answer.content).error)
         return answer.status_code, answer.content
+
+    def fetch_heartbeat(self) -> TimedHeartbeat | None:
+        pulses = self.fleet.fetch_snapshot().heartbeats
+        own = (p for p in pulses if (p.node, p.pid) == (self.place.node, self.pid))
+        return next((TimedHeartbeat(p.heartbeat, p.age_s) for p in own), None)

@@ -15,7 +15,7 @@ import psutil
 
 from ...model import process_identity as identity
 from ...model.process_identity import ProcessIdentity, compute_age_s, read_boot_id
-from ...model.ranks import Placement, parse_title
+from ...model.ranks import Placement, format_role_and_ranks, parse_title
 from ...model.roles import Role, find_title_role
 from ...support.errors import make_platform_error
 from . import proc
@@ -286,3 +286,8 @@ def find_listener_pids(port: int) -> set[int | None]:
 def list_listening_ports(pid: int) -> list[int]:
     """The TCP ports that a process listens on, none if it can't be looked into."""
     return sorted(port for _, port in list_listening_addresses(pid))
+
+
+def format_process_name(process: Process) -> str:
+    """How messages name a process."""
+    return f"{format_role_and_ranks(process.role, process.place)} {process.pid}"

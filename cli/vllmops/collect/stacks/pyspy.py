@@ -28,7 +28,7 @@ import psutil
 from ...model import process_identity
 from ...model.stacks import DumpOptions, ProcessStacks, StacksGap, StacksSnapshot, ThreadStack
 from ...support.errors import VllmopsError
-from ..agents import agent_client
+from ..agents import agent_client, agent_files
 from ..machine import proc
 from ..machine.processes import ROLES, Process
 from ..machine.ptrace_permission import make_refusal_error, read_rights
@@ -102,7 +102,7 @@ def dump_stacks(
     options = options or DumpOptions()
     # From elsewhere only agents answer, and in other processes there is none.
     processes = [
-        p for p in processes if p.role in ROLES or not isinstance(p, agent_client.ProxiedProcess)
+        p for p in processes if p.role in ROLES or not isinstance(p, agent_files.ProxiedProcess)
     ]
     captured_at, began = time.time(), time.monotonic()
     deadline = began + timeout_s
@@ -123,7 +123,7 @@ def dump_stacks(
 def _dump_process(process: Process, options: DumpOptions, deadline: float) -> ProcessStacks:
     began = time.monotonic()
     try:
-        if isinstance(process, agent_client.ProxiedProcess):
+        if isinstance(process, agent_files.ProxiedProcess):
             return _fetch_agent_stacks(process, options)
         _require_alive(process)
         try:

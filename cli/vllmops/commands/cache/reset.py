@@ -8,16 +8,15 @@ from typing import Annotated, NamedTuple
 import msgspec
 import typer
 
-from vllmops_responses.keys.keyring import validate_seconds
-
 from ...collect.agents import agent_client
-from ...collect.machine.processes import Process
+from ...collect.machine.processes import Process, format_process_name
 from ...model.cache_resets import ResetAnswer, ResetRequest
 from ...model.caches import ProcessGap
 from ...model.roles import Role
 from ...servers.discovery import Server, resolve_server
 from ...servers.shutdown import count_in_flight
 from ...support import output
+from ...support.durations import validate_seconds
 from ...support.error_codes import ErrorCode, parse_error_code
 from ...support.errors import ExitCode, VllmopsError
 from ...support.numbers import format_count
@@ -134,7 +133,7 @@ def make_reset_error(
     if not busy and not outcome.gaps:
         return None
     why = [
-        f"{agent_client.format_process_name(process)} still had {format_count(left, 'request')} in "
+        f"{format_process_name(process)} still had {format_count(left, 'request')} in "
         "flight "
         f"after {timeout_s:g} s"
         for process, left in busy
@@ -146,8 +145,7 @@ def make_reset_error(
     if done:
         code: ErrorCode = "reset.partly"
         what = (
-            f"only {', '.join(map(agent_client.format_process_name, done))} reset the caches of "
-            f"{server.label}"
+            f"only {', '.join(map(format_process_name, done))} reset the caches of {server.label}"
         )
     else:
         code = "reset.busy" if busy else parse_error_code(outcome.gaps[0].code, "agent.broken")

@@ -7,7 +7,7 @@ import time
 import msgspec
 
 from ...collect.agents import agent_client
-from ...collect.machine.processes import Process
+from ...collect.machine.processes import Process, format_process_name
 from ...model.cache_comparison import CacheComparison, CompareRequest
 from ...model.caches import ProcessCaches, ProcessGap
 from ...model.roles import Role
@@ -105,7 +105,7 @@ def require_comparing_agent(process: Process) -> agent_client.Agent:
     if FEATURE not in peer.fetch_hello().features:
         raise VllmopsError(
             "agent.older",
-            f"the agent of {agent_client.format_process_name(process)} is older than this vllmops "
+            f"the agent of {format_process_name(process)} is older than this vllmops "
             "and "
             "can't compare",
             "restart the server, so that it loads this vllmops",

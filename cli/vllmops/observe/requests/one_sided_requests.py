@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...collect.agents import agent_client
+from ...collect.agents import agent_client, agent_files
 from ...collect.machine.processes import Process
 from ...model.caches import ProcessGap
 from ...model.healing import HealRequest
@@ -42,8 +42,8 @@ def is_at_rest(process: Process) -> bool:
 
     One whose heartbeat is late would not answer, as it runs no Python.
     """
-    pulse = agent_client.read_heartbeat(process)
-    if pulse is not None and pulse.age_s >= agent_client.BEAT_LATE_S:
+    pulse = agent_files.read_heartbeat(process)
+    if pulse is not None and pulse.age_s >= agent_files.BEAT_LATE_S:
         return False
     return bool(
         agent_client.open_agent(process, timeout_s=TIMEOUT_S)
@@ -54,7 +54,7 @@ def is_at_rest(process: Process) -> bool:
 
 def count_engines(server: Server) -> int:
     """How many engines a server has on all its nodes, as far as its heartbeats tell."""
-    pulses = [agent_client.read_heartbeat(process) for process in server.select_processes(*ENDS)]
+    pulses = [agent_files.read_heartbeat(process) for process in server.select_processes(*ENDS)]
     return max(
         (pulse.heartbeat.standing.sizes.get("DP", 1) for pulse in pulses if pulse), default=1
     )

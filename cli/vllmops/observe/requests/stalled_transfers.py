@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from ...collect.agents import agent_client
+from ...collect.agents import agent_client, agent_files
 from ...collect.agents.proven_states import HealCase, collect_cases, prove_cases, send_heal_request
 from ...collect.machine.processes import Process
 from ...model.healing import HealProof, HealRequest
@@ -52,6 +52,6 @@ def find_known_loads(server: Server, names: Sequence[str]) -> set[str]:
 
 def count_workers(server: Server) -> int:
     """How many workers a server has on all its nodes, as far as its heartbeats tell."""
-    pulses = [agent_client.read_heartbeat(process) for process in server.select_processes(*HOLDERS)]
+    pulses = [agent_files.read_heartbeat(process) for process in server.select_processes(*HOLDERS)]
     sizes = [pulse.heartbeat.standing.sizes for pulse in pulses if pulse]
     return max((math.prod(size.values()) for size in sizes), default=1)

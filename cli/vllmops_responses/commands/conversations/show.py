@@ -11,9 +11,9 @@ import typer
 
 from vllmops.commands.options import Target
 from vllmops.support import output
+from vllmops.support.durations import format_utc_time
 from vllmops.support.output import FoldedLines, Json, Result, VerbatimText, print_result
 
-from ...keys.keyring import format_utc_time
 from ...store import response_schema
 from ...store.backend import EVERYBODY
 from ..responses.response_rows import format_age

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from vllmops.model.environment import find_keyring_source
 from vllmops.support import output
 from vllmops.support.errors import make_usage_error
 from vllmops.support.numbers import format_count
@@ -44,7 +45,7 @@ def export(
         raise make_usage_error(
             "this would print secrets", "use --out FILE, or --reveal to print them"
         )
-    ring = keyring_file.find_keyring_source(os.environ, keyring).load()
+    ring = keyring_file.load_keyring_source(find_keyring_source(os.environ, keyring))
     if kid:
         ring = KeyRing(keys=(ring.get(kid),))
     match format_:

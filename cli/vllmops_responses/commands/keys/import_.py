@@ -8,10 +8,12 @@ from typing import Annotated
 
 import typer
 
+from vllmops.model.environment import SIGNING_KEY
 from vllmops.support import output
 from vllmops.support.errors import make_usage_error
 from vllmops.support.files import format_input_name, read_input
 from vllmops.support.output import Result, print_result
+from vllmops.support.private_files import MOST_BYTES
 
 from ...keys import keyring_file
 from ...keys.keyring import Key, KeyRing, KeyStatus, parse_hex_secret
@@ -68,7 +70,7 @@ def read_key_input(source: Path, *, verify_only: bool) -> Key | KeyRing:
     Raises:
         VllmopsError: as `files.read_input` does, the error of the content, or ``usage``.
     """
-    content = read_input(source, keyring_file.MOST_BYTES)
+    content = read_input(source, MOST_BYTES)
     if content.lstrip().startswith(b"{"):
         if verify_only:
             # Its keys have their own states, and one of them might be promoted here.
@@ -80,7 +82,7 @@ def read_key_input(source: Path, *, verify_only: bool) -> Key | KeyRing:
             )
         return keyring_file.decode_keyring(content, source)
     text = content.decode(errors="replace").strip()
-    text = text.removeprefix("export ").removeprefix(f"{keyring_file.SIGNING_KEY}=").strip("\"'")
+    text = text.removeprefix("export ").removeprefix(f"{SIGNING_KEY}=").strip("\"'")
     secret = parse_hex_secret(text, "the input")
     return Key.from_secret(
         secret, KeyStatus.VERIFY_ONLY if verify_only else KeyStatus.NEXT, time.time()

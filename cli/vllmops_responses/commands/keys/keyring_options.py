@@ -13,11 +13,13 @@ import msgspec
 import typer
 
 from vllmops.commands.options import validate_duration
+from vllmops.model.environment import KEYRING, OFF, find_keyring_source, locate_default_keyring
+from vllmops.support.durations import format_utc_time
 from vllmops.support.errors import VllmopsError, make_usage_error
 from vllmops.support.output import Result, make_table, style_text
 
 from ...keys import keyring_file
-from ...keys.keyring import Key, KeyRing, KeyStatus, format_utc_time
+from ...keys.keyring import Key, KeyRing, KeyStatus
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,7 +30,7 @@ STYLES = {"primary": "green", "next": "cyan", "verify-only": "", "revoked": "red
 def complete_kid(incomplete: str) -> list[str]:
     """Names of the keys, for completion."""
     with suppress(VllmopsError):
-        ring = keyring_file.find_keyring_source(os.environ).load()
+        ring = keyring_file.load_keyring_source(find_keyring_source(os.environ))
         return [key.kid for key in ring.keys if key.kid.startswith(incomplete)]
     return []
 
@@ -60,18 +62,15 @@ def find_keyring_path(keyring: Path | None) -> Path:
     Raises:
         VllmopsError: ``usage``.
     """
-    if str(keyring) == keyring_file.OFF:
-        message = f"--keyring {keyring_file.OFF} is for vllmops serve: here it takes a file"
-        hint = f"--keyring ./{keyring_file.OFF} for a file of that name"
+    if str(keyring) == OFF:
+        message = f"--keyring {OFF} is for vllmops serve: here it takes a file"
+        hint = f"--keyring ./{OFF} for a file of that name"
         raise make_usage_error(message, hint)
     if str(keyring) == "-":
         message = "--keyring needs a file, not stdin: the command changes it"
         raise make_usage_error(message, "--keyring FILE")
-    named = {keyring_file.PLACE: os.environ.get(keyring_file.PLACE, "")}
-    return (
-        keyring_file.find_keyring_source(named, keyring).path
-        or keyring_file.locate_default_keyring()
-    )
+    named = {KEYRING: os.environ.get(KEYRING, "")}
+    return find_keyring_source(named, keyring).path or locate_default_keyring()
 
 
 def make_keyring_result(

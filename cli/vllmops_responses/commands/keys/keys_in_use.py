@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 
 from vllmops.commands.options import parse_duration
 from vllmops.model.ranks import format_process
+from vllmops.support.durations import format_lifetime
+from vllmops.support.numbers import CENTURY_S
 
 from ...keys import rotation
-from ...keys.keyring import LONGEST_S, KeyRing, format_lifetime
+from ...keys.keyring import KeyRing
 from . import loaded_keys
 
 
@@ -33,7 +35,7 @@ def choose_overlap_period(overlap: str | None, path: Path) -> OverlapPeriod:
     needed, whose = loaded_keys.find_longest_carrier_ttl(path)
     live = f"carriers{f' of {whose}' if whose else ''} live for {format_lifetime(needed)}"
     if overlap is None:
-        return OverlapPeriod(min(needed, LONGEST_S), live)
+        return OverlapPeriod(min(needed, CENTURY_S), live)
     seconds = parse_duration(overlap)
     return OverlapPeriod(seconds, "--overlap" + (f", but {live}" if seconds < needed else ""))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from vllmops.model.environment import find_keyring_source
 from vllmops.support import output
 from vllmops.support.output import Result, print_result
 
@@ -18,5 +19,5 @@ def list_keys(*, keyring: Keyring = None, json_: output.Json = False) -> Result:
     New state is sealed with the `primary`. State sealed with a `primary`, `next`
     or `verify-only` key is accepted; with a `revoked` key it is refused.
     """
-    source = keyring_file.find_keyring_source(os.environ, keyring)
-    return make_keyring_result(source.load(), str(source))
+    source = find_keyring_source(os.environ, keyring)
+    return make_keyring_result(keyring_file.load_keyring_source(source), str(source))

@@ -12,6 +12,7 @@ from vllmops.collect.agents import agent_client
 from vllmops.collect.machine import proc
 from vllmops.collect.machine.processes import Process
 from vllmops.model.caches import ProcessGap
+from vllmops.model.environment import KEYRING
 from vllmops.model.keys import ProcessKeys
 from vllmops.model.ranks import format_process
 from vllmops.model.roles import Role
@@ -20,7 +21,6 @@ from vllmops.support.errors import VllmopsError
 
 from ...keys import keyring_file
 from ...keys.keyring import CARRIER_TTL_S
-from ...keys.keyring_file import PLACE
 from ...store.settings import parse_carrier_settings
 
 FEATURE = "keys"
@@ -154,7 +154,7 @@ def find_longest_carrier_ttl(keyring_path: Path) -> tuple[float, str]:
 
 def can_use_keyring(server: Server, path: Path | None) -> bool:
     """Whether a server may follow a ring, as far as is known from its start."""
-    started = server.record.environment.get(PLACE) if server.record else None
+    started = server.record.environment.get(KEYRING) if server.record else None
     return started is None or path is None or is_same_path(Path(started), path)
 
 

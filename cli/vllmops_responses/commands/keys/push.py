@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from vllmops.collect.agents import admin_token as admin
 from vllmops.commands.options import AdminToken, Target
+from vllmops.model.admin_api import KEYS
 from vllmops.model.keys import ProcessKeys
+from vllmops.model.snapshot_files import DAMAGE
 from vllmops.support import output
 from vllmops.support.errors import VllmopsError, make_usage_error
 from vllmops.support.numbers import format_count
@@ -19,6 +21,9 @@ from vllmops.support.output import Result, print_result
 from ...keys import keyring_file
 from ...keys.keyring import KeyRing, KeyStatus
 from .keyring_options import Keyring, find_keyring_path
+
+if TYPE_CHECKING:
+    from vllmops.collect.http.endpoint import Endpoint
 
 
 @print_result
@@ -39,7 +44,6 @@ def push(
     rotate without refused requests: add, push to each server, rotate, push to
     each server again.
     """
-    from vllmops.collect.http.admin_client import push_keyring  # noqa: PLC0415 - brings httpx
     from vllmops.servers.target_endpoint import resolve_endpoint  # noqa: PLC0415
 
     if admin_token is None:
@@ -61,6 +65,38 @@ def push(
     sealing = f", and seals with {ring.primary.kid}" if ring.primary else ""
     data = {"server": server.name, "url": server.url, **msgspec.to_builtins(held)}
     return Result(data, lambda: [text + sealing])
+
+
+def push_keyring(
+    endpoint: Endpoint, token: str, keyring: KeyRing, *, allow_plain_http: bool = False
+) -> ProcessKeys:
+    """Give a server a ring.
+
+    Args:
+        endpoint: the server.
+        token: its admin token.
+        keyring: the keys, with their secrets.
+        allow_plain_http: send them over HTTP without TLS to another machine.
+
+    Returns:
+        What the process that answered holds now.
+
+    Raises:
+        VllmopsError: as `AdminClient` and `AdminClient.send_request` do, ``admin.refused`` (4),
+            ``admin.no-route``, or the server's own error.
+    """
+    from vllmops.collect.agents.agent_client import DECODERS  # noqa: PLC0415 - brings httpx
+    from vllmops.collect.http.admin_client import AdminClient  # noqa: PLC0415
+
+    server = AdminClient(endpoint, token, allow_plain_http=allow_plain_http)
+    answer = server.send_request("POST", KEYS, content=keyring_file.encode_keyring(keyring))
+    if answer.is_success:
+        try:
+            held: ProcessKeys = DECODERS[ProcessKeys].decode(answer.content)
+            return held
+        except DAMAGE:
+            pass
+    raise server.make_answer_error(answer)
 
 
 def describe_missing_keys(keyring: KeyRing, process_keys: ProcessKeys) -> str:

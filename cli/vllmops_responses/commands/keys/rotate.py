@@ -11,18 +11,12 @@ import typer
 from vllmops.commands.options import DryRun, make_seconds_parser
 from vllmops.model.ranks import format_process
 from vllmops.support import output
+from vllmops.support.durations import format_utc_time, validate_seconds
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops.support.output import Progress, Result, print_result
 
 from ...keys import keyring_file, rotation
-from ...keys.keyring import (
-    Key,
-    KeyRing,
-    KeyStatus,
-    format_utc_time,
-    generate_secret,
-    validate_seconds,
-)
+from ...keys.keyring import Key, KeyRing, KeyStatus, generate_secret
 from . import loaded_keys
 from .keyring_options import Keyring, Overlap, find_keyring_path, make_keyring_result
 from .keys_in_use import (

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from vllmops.model.environment import find_keyring_source
 from vllmops.support import output
+from vllmops.support.durations import format_utc_time
 from vllmops.support.errors import ExitCode
 from vllmops.support.files import STDIN, read_input
 from vllmops.support.numbers import format_count
 from vllmops.support.output import Result, format_duration, print_result
 
 from ...keys import keyring_file
-from ...keys.keyring import format_utc_time
 from .keyring_options import Keyring
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def verify(
     if carrier == STDIN:
         carrier = read_input(Path(STDIN), 2 * MOST_BYTES).decode("ascii", "replace")
     text = carrier.strip().strip("\"'")
-    ring = keyring_file.find_keyring_source(os.environ, keyring).load()
+    ring = keyring_file.load_keyring_source(find_keyring_source(os.environ, keyring))
     data: dict[str, Any] = {"valid": False, "case": None, "reason": "", "kid": None}
     try:
         opened = verify_carrier(text, ring)

@@ -11,6 +11,7 @@ import typer
 
 from vllmops.commands.options import Target
 from vllmops.support import output
+from vllmops.support.durations import format_utc_time
 from vllmops.support.output import (
     FoldedLines,
     IndentedLine,
@@ -22,7 +23,6 @@ from vllmops.support.output import (
     print_result,
 )
 
-from ...keys.keyring import format_utc_time
 from ...store import response_schema
 from ...store.backend import BROKEN
 from ...store.response_store import encode_response

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
+from vllmops.model.environment import STORE_CLASS
 from vllmops.support.errors import VllmopsError
 
 from .. import backend_factory
@@ -112,7 +113,7 @@ async def run_checks(url: str) -> AsyncIterator[CheckResult]:
 
     Several at a time, for they mostly sleep; but a user's own class knows of no namespaces.
     """
-    places = asyncio.Semaphore(1 if backend_factory.CLASS in os.environ else AT_ONCE)
+    places = asyncio.Semaphore(1 if STORE_CLASS in os.environ else AT_ONCE)
 
     async def run_limited(name: str, function: Check) -> CheckResult:
         async with places:

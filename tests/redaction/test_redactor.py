@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllmops.bundle.redaction.redactor import MARK, TOLD, Redactor, find_launch_secrets
+from vllmops.redaction.redactor import MARK, TOLD, Redactor, find_launch_secrets
 
 LOGS = Path(__file__).with_name("logs")
 SERVER, OTHER = ((LOGS / name).read_text() for name in ("server.log", "other.log"))

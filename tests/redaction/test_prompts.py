@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from vllmops.bundle.redaction.redactor import MARK, Redactor
+from vllmops.redaction.redactor import MARK, Redactor
 
 HEAD = "(APIServer pid=7) INFO 11-20 19:05:14 [logger.py:41] "
 TEXTS = (

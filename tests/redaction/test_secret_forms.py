@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 import pytest
 
-from vllmops.bundle.redaction.redactor import MARK, Redactor
-from vllmops.bundle.redaction.secret_forms import FORMS, SecretForm
+from vllmops.redaction.redactor import MARK, Redactor
+from vllmops.redaction.secret_forms import FORMS, SecretForm
 
 from ..support.extent import EVERYTHING
 from . import secret_examples

@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from urllib.parse import quote, quote_plus
 
-from vllmops.bundle.redaction.secret_forms import FORMS
+from vllmops.redaction.secret_forms import FORMS
 
 HARMLESS = (Path(__file__).with_name("logs") / "harmless.log").read_text().splitlines()
 

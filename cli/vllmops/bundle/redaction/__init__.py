@@ -1,1 +1,0 @@
-"""Removes secrets, and what users and models said, from everything in a bundle."""

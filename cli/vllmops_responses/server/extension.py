@@ -1,0 +1,23 @@
+"""What the agent adds to a server that starts: keys, stored responses, and routes for both."""
+
+from __future__ import annotations
+
+from vllmops.agent.extensions import Extension
+from vllmops.agent.identity import detect_role
+
+from . import keyring_follower, keyring_routes
+from .store_usage import StoreUsageCounter
+
+
+def install() -> None:
+    """Load the keys; in an API server, replace vLLM's routes of the Responses API."""
+    if detect_role() == "api":
+        from . import installation  # noqa: PLC0415 - other processes don't need the store
+
+        installation.replace_routes_on_import(keyring_follower.get_keyring)
+    keyring_follower.start_key_holder()
+
+
+EXTENSION = Extension(
+    install, keyring_routes.AGENT_GETS, keyring_routes.ADMIN_ROUTES, StoreUsageCounter().poll_usage
+)
