@@ -22,7 +22,8 @@ import pytest
 from vllmops.collect.http import admin_client
 from vllmops.collect.machine import processes
 from vllmops.model.roles import Role
-from vllmops.servers import detached_process, launch
+from vllmops.servers import detached_process
+from vllmops.supervision import launch
 
 from .support import commands, extent, gate, own_processes, ports, reachable, versions
 from .support.children import Child, Spawn, start_child
@@ -100,7 +101,7 @@ def pytest_sessionfinish() -> None:
 
 START = detached_process.start_detached
 LIVE = "tests/live/"
-STANDIN = Path(__file__).parent / "servers/standin.py"
+STANDIN = Path(__file__).parent / "supervision/standin.py"
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +181,7 @@ def code(pytestconfig: pytest.Config) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def standin() -> Iterator[Path]:
-    """A directory for PYTHONPATH whose package ``vllm`` is `servers/standin.py`."""
+    """A directory for PYTHONPATH whose package ``vllm`` is `supervision/standin.py`."""
     # Not pytest's own: a command of another user would not find it there, and take the real vLLM.
     with tempfile.TemporaryDirectory(prefix="vo-standin-") as name:
         place = Path(name)

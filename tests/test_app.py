@@ -244,7 +244,7 @@ def test_commands_load_only_what_they_need(home: Path) -> None:
     listing = list_loaded_modules("import vllmops.commands.ps")  # a server may run that needs more
     assert len(listing) <= 40
     plan = list_loaded_modules('sys.argv = ["vllmops", "serve", "--dry-run", "m"]; run_command()')
-    assert "vllmops.servers.launch" in plan
+    assert "vllmops.supervision.launch" in plan
     assert not [name for name in plan if name.startswith("vllmops.bundle")]
     assert not [name for name in (*listing, *plan) if name.startswith("vllmops_responses")]
 

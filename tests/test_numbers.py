@@ -9,7 +9,8 @@ import typer
 
 from vllmops import app
 from vllmops.commands.options import parse_duration
-from vllmops.servers import logs, supervisor
+from vllmops.servers import logs
+from vllmops.supervision import supervisor
 from vllmops.support.durations import format_utc_time
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops.support.numbers import format_count

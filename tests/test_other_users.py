@@ -32,7 +32,7 @@ from vllmops.commands import serve
 from vllmops.model import process_identity
 from vllmops.model.roles import Role
 from vllmops.observe.memory import load_generators
-from vllmops.servers import claimed_ports, interpreter, launch, target_endpoint
+from vllmops.servers import interpreter, target_endpoint
 from vllmops.servers.discovery import Server
 from vllmops.servers.record import (
     InstanceFolder,
@@ -40,6 +40,7 @@ from vllmops.servers.record import (
     InstanceState,
     list_instance_folders,
 )
+from vllmops.supervision import claimed_ports, launch
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops.support.files import read_private_file
 from vllmops.support.home import create_folder, require_safe_folder

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from vllmops_responses.keys import carrier
 from vllmops_responses.keys.keyring import KeyRing, generate_secret, make_single_key_ring
-from vllmops_responses.server import compaction
+from vllmops_responses.server.carriers import compaction
 
 from .figure import Figure, Limit, interleave_measurements, make_paired_figure
 from .setting import Setting

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from vllmops.collect.agents import agent_client
-from vllmops.collect.machine.processes import ROLES
 from vllmops.demo import DemoKind
 from vllmops.metrics.collector import SHARE
 from vllmops.model.environment import STORE
-from vllmops.model.roles import Role
+from vllmops.model.roles import ROLES, Role
 
 from .agent import PATH, open_hook_switch
 from .figure import Figure, Limit, interleave_measurements, make_paired_figure, ratio

@@ -19,8 +19,10 @@ from typing import Any
 from msgspec.structs import replace
 from tests.support.databases import Servers, folder_for_servers, postgres_parts
 
-from vllmops_responses.server.conversations import ConversationTurns
-from vllmops_responses.server.turn_history import HistoryReader
+from vllmops_responses.server.conversations.conversation_turns import (
+    ConversationTurns,
+)
+from vllmops_responses.server.conversations.turn_history import HistoryReader
 from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Backend, Limits, Response, ResponseQuery
 from vllmops_responses.store.backends.postgresql import Postgresql

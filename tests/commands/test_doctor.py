@@ -1,4 +1,4 @@
-"""``vllmops doctor``, with a stand-in for vLLM (see servers/standin.py)."""
+"""``vllmops doctor``, with a stand-in for vLLM (see supervision/standin.py)."""
 
 from __future__ import annotations
 

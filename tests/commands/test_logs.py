@@ -1,4 +1,4 @@
-"""``vllmops logs``, with a stand-in for vLLM (see servers/standin.py)."""
+"""``vllmops logs``, with a stand-in for vLLM (see supervision/standin.py)."""
 
 import signal
 import subprocess

@@ -18,8 +18,9 @@ from vllmops.commands import probe
 from vllmops.model.probe import ProbeResult, judge_state
 from vllmops.model.process_identity import read_boot_id
 from vllmops.model.roles import Role
-from vllmops.servers import quick_probe, supervisor
+from vllmops.servers import quick_probe
 from vllmops.servers.record import InstanceFolder
+from vllmops.supervision import supervisor
 from vllmops.support.errors import VllmopsError
 
 from ..support.commands import background

@@ -1,4 +1,4 @@
-"""``vllmops ps``, with a stand-in for vLLM (see servers/standin.py)."""
+"""``vllmops ps``, with a stand-in for vLLM (see supervision/standin.py)."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``vllmops serve`` from end to end, with a stand-in for vLLM (see servers/standin.py).
+"""``vllmops serve`` from end to end, with a stand-in for vLLM (see supervision/standin.py).
 
 tests/live starts the real one; here are the faults and the corner cases.
 """

@@ -1,10 +1,10 @@
-"""``vllmops status``, with a stand-in for vLLM (see servers/standin.py)."""
+"""``vllmops status``, with a stand-in for vLLM (see supervision/standin.py)."""
 
 import threading
 from typing import Any
 
 from vllmops.commands.status import CacheUse, make_cache_rows
-from vllmops.servers import shutdown
+from vllmops.supervision import shutdown
 
 from ..support.waiting import until
 

@@ -1,4 +1,4 @@
-"""``vllmops stop`` and ``restart``, with a stand-in for vLLM (see servers/standin.py)."""
+"""``vllmops stop`` and ``restart``, with a stand-in for vLLM (see supervision/standin.py)."""
 
 import signal
 import threading
@@ -12,8 +12,9 @@ import pytest
 
 from vllmops.collect.machine.processes import is_alive
 from vllmops.commands import stop as commands
-from vllmops.servers import shutdown, supervisor_client
+from vllmops.servers import supervisor_client
 from vllmops.servers.record import InstanceFolder
+from vllmops.supervision import shutdown
 
 from ..support.commands import background
 from ..support.extent import long, sample_cases

@@ -1,4 +1,4 @@
-"""``vllmops wait``, with a stand-in for vLLM (see servers/standin.py)."""
+"""``vllmops wait``, with a stand-in for vLLM (see supervision/standin.py)."""
 
 import os
 import time

@@ -27,9 +27,9 @@ from vllmops.collect.stacks import pyspy
 from vllmops.model.roles import Role
 from vllmops.observe import server_snapshot
 from vllmops.rules import diagnosis, stall_detector
-from vllmops.servers import supervisor
 from vllmops.servers.discovery import resolve_server
 from vllmops.servers.record import InstanceFolder
+from vllmops.supervision import supervisor
 from vllmops.support.errors import VllmopsError
 from vllmops.watch import watch_target
 

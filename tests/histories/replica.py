@@ -224,7 +224,7 @@ sys.meta_path.insert(0, Vllm())
 
 def serve(port: int, url: str, kind: str) -> None:
     """Be a replica, until the process ends."""
-    from vllmops_responses.server import conversation_routes, routes
+    from vllmops_responses.server.http import conversation_routes, routes
     from vllmops_responses.server.serving import StoreBackedServing
     from vllmops_responses.store import backend_factory
     from vllmops_responses.store.backend import Limits
@@ -255,7 +255,8 @@ def serve(port: int, url: str, kind: str) -> None:
 
 
 def main() -> None:
-    from vllmops_responses.server import conversation_routes, serving
+    from vllmops_responses.server import serving
+    from vllmops_responses.server.http import conversation_routes
     from vllmops_responses.store.backends import postgresql, redis, sqlite
 
     assert all((conversation_routes, serving, postgresql, redis, sqlite))

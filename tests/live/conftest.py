@@ -148,7 +148,7 @@ class Live:
 
     def supervisor(self) -> int:
         """The pid of the supervisor."""
-        command = f"vllmops.servers.supervisor {self.name} "
+        command = f"vllmops.supervision.supervisor {self.name} "
         return next(
             process.pid
             for process in psutil.process_iter(["cmdline", "environ"])

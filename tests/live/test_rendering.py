@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from vllmops_responses.server import carrier_merge, wire_format
-from vllmops_responses.server.turn_history import HistoryReader
+from vllmops_responses.server import wire_format
+from vllmops_responses.server.carriers import carrier_merge
+from vllmops_responses.server.conversations.turn_history import HistoryReader
 from vllmops_responses.store.backend import Response
 from vllmops_responses.store.compression import deflate
 

@@ -21,7 +21,7 @@ import openai
 import pytest
 
 from vllmops.rules.progress import PATIENCE_S
-from vllmops_responses.server.background_rerun import AGAIN, MARK
+from vllmops_responses.server.background.background_rerun import AGAIN, MARK
 
 from ..support.extent import long
 from ..support.waiting import until

@@ -33,7 +33,7 @@ import typer.main
 from vllmops import app
 from vllmops.collect.http import vllm_client
 from vllmops.collect.machine import processes
-from vllmops.servers import supervisor
+from vllmops.supervision import supervisor
 
 from . import own_processes
 from .forking import Forking
@@ -67,7 +67,7 @@ vars(vllm_client)["make_ssl_context"] = make_ssl_context
 for is_remote in (False, True):
     make_ssl_context(is_remote=is_remote)
 
-MAINS: Final = {"vllmops": app.main, "vllmops.servers.supervisor": supervisor.main}
+MAINS: Final = {"vllmops": app.main, "vllmops.supervision.supervisor": supervisor.main}
 PR_SET_NAME: Final = 15
 STYLE: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

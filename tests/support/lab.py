@@ -19,8 +19,8 @@ import pytest
 from vllmops.collect.http.vllm_client import is_healthy
 from vllmops.collect.machine import processes
 from vllmops.collect.machine.processes import Process, is_alive
-from vllmops.servers import launch, shutdown
 from vllmops.servers.record import InstanceFolder, InstanceRecord
+from vllmops.supervision import launch, shutdown
 
 from .commands import Vllmops, background
 from .own_processes import in_home

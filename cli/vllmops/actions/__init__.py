@@ -1,1 +1,1 @@
-"""What changes a server: healing, a module for each stuck state, cache repair, attaching."""
+"""Changes a running server: heals one stuck state each, repairs caches, attaches the agent."""

@@ -13,7 +13,7 @@ from ..model.healing import HealProof
 from ..model.parser_frames import is_parser_call
 from ..model.roles import Role
 from ..servers.discovery import Server
-from ..servers.shutdown import send_signal
+from ..supervision.shutdown import send_signal
 from ..support.errors import VllmopsError
 from .action import Action
 

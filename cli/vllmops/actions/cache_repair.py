@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass
 
 from ..collect.agents import agent_client
-from ..collect.machine.processes import ROLES, Process
+from ..collect.machine.processes import Process
 from ..model.cache_repairs import ProcessRepair, RepairRequest
 from ..model.caches import CacheSnapshot, ProcessGap
+from ..model.roles import ROLES
 from ..observe.caches import snapshot
 from ..rules.caches import find_front_only_keys
 from ..servers.discovery import Server

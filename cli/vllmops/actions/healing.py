@@ -15,10 +15,11 @@ from ..collect.agents.proven_states import (
     prove_cases,
     send_heal_request,
 )
-from ..collect.machine.processes import ROLES, Process
+from ..collect.machine.processes import Process
 from ..model.caches import ProcessGap
 from ..model.healing import HealAnswer, HealRequest
 from ..model.ranks import format_role_and_ranks
+from ..model.roles import ROLES
 from ..servers.discovery import Server
 from ..support.errors import VllmopsError
 from ..support.home import format_user

@@ -10,7 +10,7 @@ from ..collect.machine.process_states import observe_process
 from ..collect.machine.processes import VITAL
 from ..model.healing import HealProof
 from ..servers.discovery import Server
-from ..servers.shutdown import send_signal
+from ..supervision.shutdown import send_signal
 from .action import Action
 
 

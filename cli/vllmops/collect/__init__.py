@@ -1,1 +1,1 @@
-"""Facts about a server, a package for each kind of source."""
+"""Facts about a server, each from one source. A package for each kind of source; no judgement."""

@@ -12,9 +12,10 @@ import typer
 from ..actions.attach import agent_loader
 from ..actions.attach.agent_loader import AttachPlan, AttachResult
 from ..collect.agents import agent_client
-from ..collect.machine.processes import ROLES, format_process_name
+from ..collect.machine.processes import format_process_name
 from ..model.caches import ProcessGap
 from ..model.ranks import format_process
+from ..model.roles import ROLES
 from ..servers.discovery import Server, resolve_server
 from ..support import output
 from ..support.errors import ExitCode, VllmopsError

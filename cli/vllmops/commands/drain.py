@@ -10,8 +10,8 @@ import typer
 from ..model.ranks import format_role_and_ranks
 from ..servers.discovery import resolve_server
 from ..servers.drain import set_draining
-from ..servers.shutdown import count_in_flight, find_dead_processes, wait_for_requests
 from ..servers.supervisor_client import STOP_TIMEOUT_S
+from ..supervision.shutdown import count_in_flight, find_dead_processes, wait_for_requests
 from ..support.errors import VllmopsError
 from ..support.numbers import format_count
 from ..support.output import Json, Progress, Result, make_typer_app

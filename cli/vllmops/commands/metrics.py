@@ -12,9 +12,9 @@ import typer
 from msgspec.structs import replace
 
 from ..collect.agents import agent_client, membership
-from ..collect.agents.server_metrics import MetricsCollector
 from ..collect.machine import gpu
 from ..metrics.alerts import AlertFormat, render_alert_rules
+from ..metrics.snapshot_collector import MetricsCollector
 from ..model.ranks import make_process_key
 from ..model.roles import Role
 from ..model.server_metrics import MetricsSnapshot

@@ -28,7 +28,7 @@ from ..model.environment import (
 )
 from ..model.package_versions import read_package_versions
 from ..rules import package_versions
-from ..servers import launch, logs
+from ..servers import logs
 from ..servers.record import Failure, InstanceFolder, InstanceRecord, InstanceState
 from ..servers.supervisor_client import (
     STOP_TIMEOUT_S,
@@ -36,7 +36,8 @@ from ..servers.supervisor_client import (
     ControlSession,
     start_supervisor,
 )
-from ..servers.systemd_notify import SystemdNotifier
+from ..supervision import launch
+from ..supervision.systemd_notify import SystemdNotifier
 from ..support.errors import VllmopsError
 from ..support.files import make_not_written_error, require_writable
 from ..support.home import resolve_home
@@ -249,7 +250,7 @@ def require_usable_settings(environment: Mapping[str, str], keys: KeyringSource)
 
 
 def build_demo_model(demo: demos.DemoKind, *, quiet: bool) -> None:
-    """Build a demo model if it is missing; raises as `demos.build_missing_model` does."""
+    """Build a demo model if it is missing; raises as `demo.build_missing_model` does."""
     with Progress(time.time(), quiet=quiet) as progress:
         if not demos.is_model_built(demos.locate_model(demo)):
             progress.update(f"building the {demo} demo model")

@@ -12,12 +12,11 @@ from rich.console import RenderableType
 from ..collect.agents import agent_client
 from ..collect.agents.agent_client import Agent
 from ..collect.http import vllm_client
-from ..collect.machine.processes import ROLES
 from ..model.agent_state import EngineState
 from ..model.caches import LruCache, ProcessCaches, ShmCache
 from ..model.patches import PatchState, ProcessPatches
 from ..model.ranks import format_process
-from ..model.roles import Role
+from ..model.roles import ROLES, Role
 from ..model.vllm_metrics import Metrics
 from ..observe.instances import InstanceRow, build_instance_row
 from ..servers.discovery import Server, resolve_server

@@ -13,11 +13,8 @@ import typer
 
 from ..collect.agents import agent_files
 from ..collect.machine.processes import format_process_name, is_alive
-from ..servers import launch
 from ..servers.discovery import Server, list_servers, resolve_server
-from ..servers.handover import make_hand_over_error
 from ..servers.record import FAILED, InstanceFolder, InstanceRecord, InstanceState
-from ..servers.shutdown import END_S, drain_server, take_down
 from ..servers.supervisor_client import (
     NOTHING,
     STOP_TIMEOUT_S,
@@ -26,6 +23,9 @@ from ..servers.supervisor_client import (
     connect_supervisor,
     start_supervisor,
 )
+from ..supervision import launch
+from ..supervision.handover import make_hand_over_error
+from ..supervision.shutdown import END_S, drain_server, take_down
 from ..support.errors import ExitCode, VllmopsError, make_usage_error
 from ..support.home import format_user, require_safe_folder, resolve_home
 from ..support.output import Json, Progress, Result, make_typer_app, print_result, print_to_stderr

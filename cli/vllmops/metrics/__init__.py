@@ -1,1 +1,1 @@
-"""What the agents of a server say, as metrics of Prometheus; pure functions."""
+"""What the agents of a server say, as metrics of Prometheus; alert rules and dashboards."""

@@ -17,6 +17,9 @@ class Role(StrEnum):
     OTHER = "other"
 
 
+# vLLM loads no plug-in into other processes; the launcher of several API servers has no caches.
+ROLES = (Role.API, Role.ENGINE, Role.WORKER)
+
 # Titles as vLLM sets them with setproctitle; on the kernel's side they are cut to 15 characters.
 TITLES = {
     "VLLM::APIServer": Role.API,

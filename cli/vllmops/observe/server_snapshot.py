@@ -19,7 +19,7 @@ from ..collect.http import vllm_client
 from ..collect.machine import gpu, kernel_log, nccl_ras, proc, processes, shared_memory
 from ..collect.machine.memory import read_available_memory
 from ..collect.machine.process_states import find_compilers, observe_process
-from ..collect.machine.processes import ROLES, Process
+from ..collect.machine.processes import Process
 from ..collect.stacks import pyspy
 from ..model import process_identity
 from ..model.cache_comparison import CacheComparison, CompareRequest
@@ -27,7 +27,7 @@ from ..model.caches import CacheSnapshot
 from ..model.pasted_stacks import PastedStacks
 from ..model.patches import ProcessPatches
 from ..model.ranks import format_process
-from ..model.roles import Role, find_title_role
+from ..model.roles import ROLES, Role, find_title_role
 from ..model.server_snapshot import (
     AgentReport,
     Canary,
@@ -403,7 +403,7 @@ class SnapshotParts:
 
 
 def fetch_agent_report(process: Process) -> AgentReport:
-    """What a process's agent reports; raises as `agent.open_agent` does."""
+    """What a process's agent reports; raises as `agent_client.open_agent` does."""
     reached = agent.open_agent(process)
     return AgentReport(
         **agent.get_process_fields(process),

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ..collect.agents import agent_client, agent_files
-from ..collect.machine.processes import ROLES, Process, is_alive
+from ..collect.machine.processes import Process, is_alive
 from ..model import step_recording
 from ..model.agent_socket import DIRECTORY
 from ..model.ranks import format_process
-from ..model.roles import Role
+from ..model.roles import ROLES, Role
 from ..model.server_snapshot import Gap
 from ..model.step_recording import StepsHead, StepsRecording
 from ..servers.discovery import Server, list_servers, resolve_server

@@ -1,8 +1,8 @@
 """Takes secrets and prompts out of what leaves the machine.
 
 Two nets: what is known to be secret, from the server's environment and arguments, is taken out
-wherever it stands; what looks like a secret, by the name before it (`secretnames`) or by its form
-(`secretforms`), is taken out, too. Hashes stay: the keys of caches are some. Pure: text in, text
+wherever it stands; what looks like a secret, by the name before it (`secret_names`) or by its form
+(`secret_forms`), is taken out, too. Hashes stay: the keys of caches are some. Pure: text in, text
 out; line by line, so that a long log costs no more memory than a short one.
 """
 

@@ -1,1 +1,1 @@
-"""Pure functions from snapshots to findings."""
+"""Pure functions that judge: they turn snapshots into findings."""

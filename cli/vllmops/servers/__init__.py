@@ -1,1 +1,1 @@
-"""Servers on this machine: registry, discovery, supervisor."""
+"""Finds the servers of this machine, reads their records and logs, reaches their supervisors."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..collect.agents import agent_client, agent_files
-from ..collect.machine.processes import ROLES
 from ..model.agent_state import Traffic
-from ..model.roles import Role
+from ..model.roles import ROLES, Role
 from ..support.errors import VllmopsError
 from .discovery import Server
 

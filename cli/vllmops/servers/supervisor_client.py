@@ -26,7 +26,7 @@ from .record import RECORDS, InstanceFolder, InstanceRecord, InstanceState
 
 STOP_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 5.0
-LET_GO = "pkill -9 -f 'vllmops.servers.supervisor {name} '"
+LET_GO = "pkill -9 -f 'vllmops.supervision.supervisor {name} '"
 
 
 class ControlRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -213,7 +213,7 @@ def start_supervisor(
     except OSError:
         log = os.open(os.devnull, os.O_WRONLY)
     try:
-        detached_process.start_detached("vllmops.servers.supervisor", words, keep, log)
+        detached_process.start_detached("vllmops.supervision.supervisor", words, keep, log)
     finally:
         os.close(log)
         os.close(lock)

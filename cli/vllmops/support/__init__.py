@@ -1,1 +1,1 @@
-"""What every package may use and what knows nothing of vLLM."""
+"""Files, streams, output, errors and numbers. Nothing here knows of vLLM or of servers."""

@@ -1,1 +1,1 @@
-"""What ``vllmops top`` shows: looks at servers, the rows made of them, and the full screen."""
+"""The full screen of ``vllmops top``: it follows servers and shows a row for each."""

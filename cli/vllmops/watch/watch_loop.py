@@ -88,7 +88,7 @@ class WatchPlan:
 
 
 class WatchSubject(Protocol):
-    """What is watched; see `watched.WatchedServer`."""
+    """What is watched; see `watch_target.WatchedServer`."""
 
     server: Server
 
@@ -127,7 +127,7 @@ class OngoingStall:
         evidence_path: where its evidence is; empty if it could not be written.
         text: what makes no progress.
         proof: from when on it is sure.
-        subjects: what it is about, as `vigil.list_stall_subjects` gives it.
+        subjects: what it is about, as `stall_detector.list_stall_subjects` gives it.
         restart_at: when to restart, by the monotonic clock; None for never.
         heal_at: when to heal next, by the monotonic clock, the next times first.
     """

@@ -1,1 +1,1 @@
-"""Keys that protect client-held conversation state: keyring, file, rotation."""
+"""Keys that protect the conversation state of clients: keyring, its file, rotation, carriers."""

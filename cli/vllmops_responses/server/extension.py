@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllmops.agent.extensions import Extension
 from vllmops.agent.identity import detect_role
 
-from . import keyring_follower, keyring_routes
+from .keyring import keyring_follower, keyring_routes
 from .store_usage import StoreUsageCounter
 
 

@@ -38,7 +38,7 @@ def replace_routes(get_keyring: Callable[[], KeyRing | None], module: ModuleType
     """Replace vLLM's routes; an error is reported, and vLLM's routes and store stay."""
     try:
         # They import vLLM; the former adds to the latter.
-        from . import conversation_routes, routes  # noqa: PLC0415, F401
+        from .http import conversation_routes, routes  # noqa: PLC0415, F401
 
         routes.install_routes(
             module,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import vllm_interface
-from .carrier_merge import Item
+from .carriers.carrier_merge import Item
 
 
 def parse_items(items: list[Item]) -> list[Any]:

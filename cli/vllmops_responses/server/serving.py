@@ -38,32 +38,28 @@ from ..store.backend import EVERYBODY, ConversationBroken, Response, StoreUnavai
 from ..store.ids import is_valid_id
 from ..store.response_store import ResponseStore, encode_response
 from ..store.settings import CarrierSettings, WebSocketLimits
-from . import (
-    carrier_merge,
-    carrier_sealing,
-    compaction,
-    request_parameters,
-    response_fields,
-    token_count,
-    tracing,
-    truncation,
-    vllm_interface,
-    websocket,
-    wire_format,
-)
-from .background import BackgroundRuns
-from .carrier_merge import Item, RequestCarrier
-from .conversations import (
+from . import request_parameters, response_fields, tracing, vllm_interface, wire_format
+from .background.background_runs import BackgroundRuns
+from .background.event_writer import EventWriter
+from .carriers import carrier_merge, carrier_sealing, compaction
+from .carriers.carrier_merge import Item, RequestCarrier
+from .conversations import token_count, truncation
+from .conversations.conversation_turns import (
     ConversationTurns,
     parse_conversation_parameter,
     set_response_conversation,
 )
-from .event_writer import EventWriter
+from .conversations.socket_request import (
+    clear_unwanted_output,
+    find_remembered_history,
+    is_websocket_request,
+    remember_history,
+)
+from .conversations.turn import Turn, current, has_encrypted_items, set_current_turn
+from .conversations.turn_history import HistoryReader, extract_readable_parts
 from .item_conversion import convert_items_to_messages, parse_items
 from .response_fields import encode_model
 from .stored_responses import StoredResponsesApi
-from .turn import Turn, current, has_encrypted_items, set_current_turn
-from .turn_history import HistoryReader, extract_readable_parts
 from .vllm_interface import ErrorResponse, GenerationError, ResponsesResponse
 from .wire_format import ApiError, EncodedEvent
 
@@ -419,7 +415,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         """
         response = get_previous_response(request)
         previous = request.previous_response_id
-        if request.store and previous is not None and websocket.find_remembered_history(previous):
+        if request.store and previous is not None and find_remembered_history(previous):
             message = "store must be false: the previous response is not stored"
             raise ApiError(400, message, "store")
         hidden = has_encrypted_items(request)
@@ -430,7 +426,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         if conversation is not None and compacts:
             message = "context_management can't be used with conversation"
             raise ApiError(400, message, "context_management")
-        wanted = request.store or hidden or sealed or compacts or websocket.is_websocket_request()
+        wanted = request.store or hidden or sealed or compacts or is_websocket_request()
         if not (wanted or continues):
             return None
         items = wire_format.extract_input_items(await raw_request.body())
@@ -492,7 +488,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         """
         if response_id is None:
             return None
-        if history := websocket.find_remembered_history(response_id):
+        if history := find_remembered_history(response_id):
             return history
         try:
             history = await self.store.list_turns(owner, response_id)
@@ -664,9 +660,9 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             done = await self.conversations.finish_turn(turn, stored, body, is_new=True)
         elif stored:
             done = await self.store.create(stored)
-        elif turn and websocket.is_websocket_request():
+        elif turn and is_websocket_request():
             packed = await self.store.pack_response(turn.make_stored_response(response, body))
-            websocket.remember_history([*(turn.history or ()), packed])
+            remember_history([*(turn.history or ()), packed])
         if not done:
             raise wire_format.make_id_taken_error(response.id)
         return body
@@ -679,7 +675,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         try:
             async for event in events:
                 if event.type in vllm_interface.ENDS:
-                    websocket.clear_unwanted_output(event.response)
+                    clear_unwanted_output(event.response)
                 response_fields.fill_event(event, request)
                 number = event.sequence_number
                 if event.type in vllm_interface.ENDS:

@@ -10,8 +10,8 @@ import msgspec
 from ..store.backend import BROKEN, ResponseQuery, StoreUnavailable
 from ..store.response_store import ResponseStore, encode_response
 from . import response_fields, wire_format
-from .conversations import ConversationTurns
-from .event_writer import retry_while_unavailable
+from .background.event_writer import retry_while_unavailable
+from .conversations.conversation_turns import ConversationTurns
 from .wire_format import ApiError, EncodedEvent
 
 

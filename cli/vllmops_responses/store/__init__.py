@@ -1,1 +1,1 @@
-"""Stored responses: backends, conformance checks, archive; for server and command line."""
+"""Stored responses and conversations: the store, backends, archives; for server and commands."""

@@ -1,8 +1,8 @@
 """The base class of whatever keeps responses, and the types at its seam.
 
-A backend sees bytes that it need not understand: `store.ResponseStore` has taken credentials out,
-packed them, and bounds the time of each call. What a backend answers for is that each of its
-methods is atomic, also between processes, and that what it has acknowledged is kept.
+A backend sees bytes that it need not understand: `response_store.ResponseStore` has taken
+credentials out, packed them, and bounds the time of each call. What a backend answers for is that
+each of its methods is atomic, also between processes, and that what it has acknowledged is kept.
 `conformance` says the same in tests: ``vllmops responses check-store URL``.
 """
 

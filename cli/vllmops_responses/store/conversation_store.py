@@ -36,7 +36,7 @@ ALL = 1 << 30  # items: more than a conversation has
 
 
 class ResponseStoreLike(Protocol):
-    """What is needed of a `store.ResponseStore`."""
+    """What is needed of a `response_store.ResponseStore`."""
 
     backend: Backend
 

@@ -24,7 +24,11 @@ from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.carrier import seal_history, unseal_carrier
 from vllmops_responses.keys.keyring import Key, KeyStatus, generate_secret
 
-from ...responses.server.test_keyring_follower import check_keys_often, fetch_key_statuses, grow
+from ...responses.server.keyring.test_keyring_follower import (
+    check_keys_often,
+    fetch_key_statuses,
+    grow,
+)
 from ...support.fleet import TOKEN, Fleet
 from ...support.waiting import until
 

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Gauge, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from vllmops.agent.log import log
-from vllmops.agent.versions import metrics as adapter
+from vllmops.agent.versions import metrics
 from vllmops.metrics import collector
 from vllmops.metrics.collector import BackgroundCollector
 from vllmops.model.server_metrics import MetricsSnapshot
@@ -255,6 +255,6 @@ def test_a_scrape_that_remembers_names_has_the_same_text(
     before = generate(registry)
     for name in ("escape_metric_name", "escape_label_name"):
         monkeypatch.setattr(openmetrics, name, getattr(openmetrics, name))  # undone at the end
-    adapter.cache_escaped_names(openmetrics)
+    metrics.cache_escaped_names(openmetrics)
     assert [generate(registry), generate(registry)] == [before, before]
     assert openmetrics.escape_label_name.cache_info().hits  # type: ignore[attr-defined]

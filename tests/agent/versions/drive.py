@@ -468,11 +468,13 @@ def responses() -> None:
     )
     serving._is_model_supported = lambda _: True
     from vllmops_responses.server import item_conversion
-    from vllmops_responses.server import turn as ours
-    from vllmops_responses.server.background import BackgroundRuns
-    from vllmops_responses.server.conversations import ConversationTurns
+    from vllmops_responses.server.background.background_runs import BackgroundRuns
+    from vllmops_responses.server.conversations import turn as ours
+    from vllmops_responses.server.conversations.conversation_turns import (
+        ConversationTurns,
+    )
+    from vllmops_responses.server.conversations.turn_history import HistoryReader
     from vllmops_responses.server.stored_responses import StoredResponsesApi
-    from vllmops_responses.server.turn_history import HistoryReader
     from vllmops_responses.server.vllm_interface import RENDERERS, ResponsesRequest, find_renderer
 
     serving.conversations = ConversationTurns(serving.store)
@@ -605,8 +607,8 @@ async def check_event_fields(serving: Any) -> None:
 
     from vllmops_responses.server import request_parameters, wire_format
     from vllmops_responses.server import response_fields as fields
-    from vllmops_responses.server import turn as ours
     from vllmops_responses.server import vllm_interface as adapter
+    from vllmops_responses.server.conversations import turn as ours
 
     protocol = importlib.import_module(adapter.ResponsesResponse.__module__)
     request = protocol.ResponsesRequest.model_validate(

@@ -287,7 +287,7 @@ def test_rotate_waits_for_every_server_and_refuses_none(
     for item in servers:
         for text in (before, after):
             code = (
-                "from vllmops_responses.server import keyring_follower as keys; from "
+                "from vllmops_responses.server.keyring import keyring_follower as keys; from "
                 "vllmops_responses.keys.carrier import unseal_carrier\n"
                 f"out = unseal_carrier({text!r}, keys.get_keyring(), model='m', owner='o').history"
             )
@@ -325,7 +325,7 @@ def test_rotate_waits_for_a_server_in_a_container(
 # In a process that holds keys: seals all the time, and opens what all of them have sealed.
 CONVERSING = """
 import glob, os, threading, time
-from vllmops_responses.server import keyring_follower as keys
+from vllmops_responses.server.keyring import keyring_follower as keys
 from vllmops_responses.keys.carrier import seal_history, unseal_carrier
 turns, refused, folder, own = [0], [], {folder!r}, f"{{os.getpid()}}"
 def converse():

@@ -1,15 +1,12 @@
-"""What the agent counts: the store's operations, carriers, its own cost and its repairs."""
+"""What is counted of the store and of carriers."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 
 import pytest
 from prometheus_client import REGISTRY
 
-from vllmops.agent import cost
 from vllmops_responses.keys.carrier import CarrierError, CarrierProblem
 from vllmops_responses.server.instrumentation import count_carrier, count_store_operations
 from vllmops_responses.store.backend import EVERYBODY, Limits
@@ -66,37 +63,3 @@ def test_carriers() -> None:
     count_carrier("opened", CarrierError(CarrierProblem.EXPIRED, "too old"))
     assert value("carriers_total", action="refused", reason="expired") == before + 1
     assert value("carriers_total", action="opened", reason="") >= 1
-
-
-def test_the_cpu_time_of_its_threads() -> None:
-    def use_cpu() -> None:
-        end = time.thread_time() + 0.2
-        while time.thread_time() < end:
-            pass
-
-    used: list[float] = []
-    before, done, go = cost.measure_cpu_s(), threading.Event(), threading.Event()
-
-    def use_cpu_and_wait() -> None:
-        use_cpu()
-        used.append(time.thread_time())
-        if len(used) == 2:
-            done.set()
-        go.wait()
-
-    thread = threading.Thread(target=use_cpu_and_wait, name="vllmops-test")
-    other = threading.Thread(target=use_cpu_and_wait, name="of-the-engine")
-    thread.start()
-    other.start()
-    done.wait()
-    assert 0.19 < cost.measure_cpu_s() - before < sum(used)  # not what the other one has used
-    go.set()
-    thread.join()
-    other.join()
-    before = cost.measure_cpu_s()
-    short = threading.Thread(
-        target=cost.wrap_with_cpu_accounting(use_cpu_and_wait), name="vllmops-request"
-    )
-    short.start()
-    short.join()
-    assert 0.19 < cost.measure_cpu_s() - before < 1.5 * used[-1]  # it counts once

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from tests.responses.store.served import Vllm
 sys.meta_path.insert(0, Vllm())
 from vllmops_responses.server import vllm_interface as adapter
-from vllmops_responses.server import compaction
+from vllmops_responses.server.carriers import compaction
 from vllmops_responses.server.serving import StoreBackedServing
-from vllmops_responses.server.turn import Turn, set_current_turn
+from vllmops_responses.server.conversations.turn import Turn, set_current_turn
 
 class Engine:
     async def responses_full_generator(self, request):
@@ -57,7 +57,7 @@ from typing import Any
 from pydantic import BaseModel
 from tests.responses.store.served import Vllm
 sys.meta_path.insert(0, Vllm())
-from vllmops_responses.server import token_count as tokens
+from vllmops_responses.server.conversations import token_count as tokens
 from vllmops_responses.server.serving import StoreBackedServing
 from vllmops_responses.server.wire_format import ApiError
 

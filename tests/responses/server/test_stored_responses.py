@@ -7,7 +7,9 @@ import asyncio
 import pytest
 from msgspec.structs import replace
 
-from vllmops_responses.server.conversations import ConversationTurns
+from vllmops_responses.server.conversations.conversation_turns import (
+    ConversationTurns,
+)
 from vllmops_responses.server.stored_responses import StoredResponsesApi
 from vllmops_responses.store import backend_factory
 from vllmops_responses.store.backend import Limits, Response

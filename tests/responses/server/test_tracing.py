@@ -16,8 +16,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from vllmops_responses.keys.keyring import generate_secret, make_single_key_ring
-from vllmops_responses.server import carrier_sealing, tracing
-from vllmops_responses.server.carrier_merge import RequestCarrier
+from vllmops_responses.server import tracing
+from vllmops_responses.server.carriers import carrier_sealing
+from vllmops_responses.server.carriers.carrier_merge import RequestCarrier
 from vllmops_responses.server.wire_format import ApiError
 from vllmops_responses.store.backend import EVERYBODY, Limits, Response
 from vllmops_responses.store.backends.memory import Memory

@@ -71,8 +71,10 @@ def thing(name: str) -> Any:
 
 def ours(url: str, keys: list[str]) -> FastAPI:
     sys.meta_path.insert(0, Vllm())
-    from vllmops_responses.server import conversation_routes, routes
-    from vllmops_responses.server.conversations import ConversationTurns
+    from vllmops_responses.server.conversations.conversation_turns import (
+        ConversationTurns,
+    )
+    from vllmops_responses.server.http import conversation_routes, routes
     from vllmops_responses.server.serving import StoreBackedServing
     from vllmops_responses.server.stored_responses import StoredResponsesApi
     from vllmops_responses.store import backend_factory

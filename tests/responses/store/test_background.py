@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from vllmops_responses.server.event_writer import EventWriter
+from vllmops_responses.server.background.event_writer import EventWriter
 from vllmops_responses.store import backend_factory, response_store
 from vllmops_responses.store.backend import EventChunk, Limits, Response, StoreUnavailable
 from vllmops_responses.store.backends.batching import CallBatcher

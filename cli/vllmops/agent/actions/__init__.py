@@ -1,1 +1,1 @@
-"""Looks for states that can be healed, and heals them: a module for each."""
+"""The agent's half of the actions: each proves a stuck state in this process, and ends it."""

@@ -1,1 +1,1 @@
-"""What the agent hangs into vLLM's own classes, imports and request path."""
+"""Hooks into vLLM's classes, imports and request path: they tell the agent what there is."""

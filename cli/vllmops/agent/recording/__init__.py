@@ -1,1 +1,1 @@
-"""What the agent writes to files while its process runs: steps and heartbeat."""
+"""Files that the agent writes all the time: the flight recorder and the heartbeat."""

@@ -1,1 +1,1 @@
-"""What the agent reads of its process when it is asked."""
+"""Reads the state of this process when the agent is asked: caches, engine, requests, memory."""

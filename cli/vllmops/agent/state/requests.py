@@ -1,8 +1,7 @@
-"""The requests that this process knows, and their end; from the agent's thread."""
+"""The requests that this process knows; from the agent's thread."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
 from collections.abc import Callable
@@ -12,8 +11,6 @@ from typing import Any, Literal
 from ...model.owners import derive_owner
 from ...model.requests import (
     PROMPT_TOKENS,
-    AbortAnswer,
-    AbortRequest,
     EngineRequest,
     FrontRequest,
     ProcessRequests,
@@ -32,7 +29,6 @@ from .engine import read_or_none
 # On the object through which vLLM hands a request's output over: the HTTP request that it is of.
 ARRIVAL = "vllmops_arrival"
 NEARLY_FULL = 0.95  # of the KV cache
-ABORTED = "an operator ended this request"
 
 
 def link_arrival(queue: Any, arrival: Arrival | None) -> None:
@@ -177,36 +173,3 @@ def reveal_prompt(request: PromptRequest) -> PromptAnswer:
         return PromptAnswer()
     tokens = tuple((front.prompt_token_ids or [])[:PROMPT_TOKENS])
     return PromptAnswer(text=front.prompt, tokens=tokens, is_known=True)
-
-
-def abort_requests(request: AbortRequest) -> AbortAnswer:
-    """``POST /abort``: end requests; of an API server with an error for the client."""
-    try:
-        client, loop = engine.require_front_end()
-    except RuntimeError:
-        return abort_in_engine(request)
-    known = [
-        name for name in request.ids if adapter.find_front_end_request(client, name) is not None
-    ]
-    if not known:
-        return AbortAnswer(pid=os.getpid(), ids=[])
-    why = request.client_message or ABORTED
-    done = asyncio.run_coroutine_threadsafe(adapter.abort_with_error(client, known, why), loop)
-    try:
-        done.result(request.timeout_s)
-    except TimeoutError:
-        return AbortAnswer(
-            pid=os.getpid(), ids=known, pending=True
-        )  # it stays in the loop, and runs later
-    return AbortAnswer(pid=os.getpid(), ids=known)
-
-
-def abort_in_engine(request: AbortRequest) -> AbortAnswer:
-    """End requests in this process's engine, as if their API server had asked for it."""
-    scheduler, core = vllm_objects.find_latest("scheduler"), vllm_objects.find_latest("engine-core")
-    if scheduler is None or core is None:
-        return AbortAnswer(pid=os.getpid(), ids=[])
-    known = [found for name in request.ids if (found := scheduler.requests.get(name))]
-    if known:
-        adapter.abort_engine_requests(core, known)
-    return AbortAnswer(pid=os.getpid(), ids=[found.request_id for found in known])

@@ -1,1 +1,1 @@
-"""How the agent is asked: its socket, the admin routes, other nodes, vLLM's /metrics."""
+"""The agent's ways to be asked: its socket, the admin routes, other nodes and vLLM's /metrics."""

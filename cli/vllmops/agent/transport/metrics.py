@@ -25,7 +25,7 @@ from ..log import log
 from ..versions import metrics, module_locations
 
 if TYPE_CHECKING:
-    from ...collect.agents.server_metrics import MetricsCollector
+    from ...metrics.snapshot_collector import MetricsCollector
     from ...model.admin_api import ServerProcess
 
 TIMEOUT_S = 2.0
@@ -95,9 +95,9 @@ def make_server_observer(
     viewer: list[MetricsCollector] = []
 
     def observe_server() -> tuple[MetricsSnapshot, int]:
-        from ...collect.agents.server_metrics import MetricsCollector  # noqa: PLC0415 - slow, and nobody may ever scrape
         from ...collect.machine import gpu  # noqa: PLC0415
         from ...metrics.metric_values import has_differing_sides  # noqa: PLC0415
+        from ...metrics.snapshot_collector import MetricsCollector  # noqa: PLC0415 - slow, and nobody may ever scrape
         from . import server_members  # noqa: PLC0415
 
         if not viewer:

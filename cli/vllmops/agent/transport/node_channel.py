@@ -2,8 +2,8 @@
 
 A node without an API server listens at one port, the same on every node, and the API server's agent
 asks there what it asks its own node. Both need the admin token: it makes the keys of their TLS
-(`keys.node_identity`), so nobody else gets an answer, or is believed. Without a token nobody
-listens. vLLM's own channels can't be used: a process that hangs does not serve them.
+(`node_certificate.derive_identity`), so nobody else gets an answer, or is believed. Without a token
+nobody listens. vLLM's own channels can't be used: a process that hangs does not serve them.
 
 Of a headless node its launcher listens, which runs no model. Ray's actors have none above them:
 they listen side by side, at the same port, and the kernel gives a connection to one of them.

@@ -26,7 +26,7 @@ from ...collect.agents import agent_client, agent_files, membership
 from ...collect.machine import proc, processes
 from ...collect.machine.connected_nodes import find_node_addresses
 from ...collect.machine.process_states import find_compilers, observe_process
-from ...collect.machine.processes import ROLES, Process, format_process_name
+from ...collect.machine.processes import Process, format_process_name
 from ...collect.machine.server_address import find_option
 from ...model.admin_api import (
     GETS,
@@ -42,7 +42,7 @@ from ...model.admin_api import (
 )
 from ...model.environment import ADMIN_TOKEN_FILE
 from ...model.ranks import DIMENSIONS
-from ...model.roles import Role, find_title_role
+from ...model.roles import ROLES, Role, find_title_role
 from ...model.server_snapshot import ProcessHeartbeat
 from ...model.snapshot_files import DAMAGE
 from ...support import background

@@ -36,7 +36,7 @@ from ...support.background import ErrorReporter
 from ...support.errors import VllmopsError
 from ...support.files import read_peer_uid
 from ...support.home import create_missing_folders, resolve_home
-from ..actions import action_table, blocked_event_loop, cache_repair, cache_reset
+from ..actions import action_table, blocked_event_loop, cache_repair, cache_reset, request_abort
 from ..hooks import socket_handover, vllm_objects
 from ..hooks.request_gate import gate
 from ..identity import detect_role, find_standing, make_process_fields, read_own_identity
@@ -361,7 +361,7 @@ def set_draining(request: DrainRequest) -> Traffic:
 
 # Made here, on one thread: msgspec crashes where two threads decode into a type for the first time.
 POSTS: dict[str, tuple[msgspec.json.Decoder[Any], Callable[[Any], Any]]] = {
-    "/abort": (msgspec.json.Decoder(AbortRequest), requests.abort_requests),
+    "/abort": (msgspec.json.Decoder(AbortRequest), request_abort.abort_requests),
     "/compare": (msgspec.json.Decoder(CompareRequest), cache_comparison.compare_caches),
     "/drain": (msgspec.json.Decoder(DrainRequest), set_draining),
     "/heal": (msgspec.json.Decoder(HealRequest), action_table.answer_heal),

@@ -1,1 +1,1 @@
-"""Agents' sockets, and which processes are one server's as their agents tell it."""
+"""Asks agents over their sockets, reads their files, finds which processes are one server."""

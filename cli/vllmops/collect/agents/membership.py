@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ...model.ranks import ServerMembership, make_placement
-from ...model.roles import Role, find_title_role
+from ...model.roles import ROLES, Role, find_title_role
 from ...support.errors import VllmopsError
 from ...support.home import resolve_home
 from ..machine import processes
@@ -25,7 +25,7 @@ from . import agent_files
 
 Tree = tuple[Process, ...]
 NODE = os.uname().nodename
-WITH_AGENT = {*processes.ROLES, Role.LAUNCHER}
+WITH_AGENT = {*ROLES, Role.LAUNCHER}
 
 
 def find_root_pids(table: Table) -> set[int]:

@@ -1,1 +1,1 @@
-"""This machine: processes, users, shared memory, ports, permission to trace, GPUs."""
+"""Facts about this machine: processes, users, shared memory, ports, GPUs, permission to trace."""

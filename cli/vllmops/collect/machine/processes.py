@@ -21,13 +21,11 @@ from ...support.errors import make_platform_error
 from . import proc
 from .server_address import parse_serving_mode
 
-# vLLM loads no plug-in into other processes; the launcher of several API servers has no caches.
-ROLES = (Role.API, Role.ENGINE, Role.WORKER)
 # When one of these dies the server is broken, whether or not the others notice.
 VITAL = {Role.LAUNCHER, Role.API, Role.ENGINE, Role.WORKER, Role.COORDINATOR}
 # Programs that take over processes whose parents have died.
 REAPERS = ("systemd", "init", "tini", "docker-init", "dumb-init", "catatonit", "containerd-shim")
-SESSION = 3  # of the fields of `identity.read_stat_fields`
+SESSION = 3  # of the fields of `process_identity.read_stat_fields`
 # What `python -m` starts a server with; newer code of vLLM is below `frontend`.
 ENTRIES = r"vllm\.(?:frontend\.)?entrypoints"
 API_SERVER = re.compile(rf"{ENTRIES}\.(?:openai\.api_server|launchers\.api_server\.entry)")

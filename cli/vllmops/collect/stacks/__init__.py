@@ -1,1 +1,1 @@
-"""Stacks of a server's processes: from py-spy, or as people paste them."""
+"""Stacks of a server's processes, from py-spy or pasted by a person, as data."""

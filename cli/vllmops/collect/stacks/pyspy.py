@@ -26,11 +26,12 @@ import msgspec
 import psutil
 
 from ...model import process_identity
+from ...model.roles import ROLES
 from ...model.stacks import DumpOptions, ProcessStacks, StacksGap, StacksSnapshot, ThreadStack
 from ...support.errors import VllmopsError
 from ..agents import agent_client, agent_files
 from ..machine import proc
-from ..machine.processes import ROLES, Process
+from ..machine.processes import Process
 from ..machine.ptrace_permission import make_refusal_error, read_rights
 from . import pyspy_json
 

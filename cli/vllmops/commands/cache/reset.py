@@ -14,7 +14,7 @@ from ...model.cache_resets import ResetAnswer, ResetRequest
 from ...model.caches import ProcessGap
 from ...model.roles import Role
 from ...servers.discovery import Server, resolve_server
-from ...servers.shutdown import count_in_flight
+from ...supervision.shutdown import count_in_flight
 from ...support import output
 from ...support.durations import validate_seconds
 from ...support.error_codes import ErrorCode, parse_error_code

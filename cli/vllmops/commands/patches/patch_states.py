@@ -14,12 +14,12 @@ import msgspec
 from ...agent.patches.registry import PATCHES
 from ...agent.versions.features import describe_untested_version
 from ...collect.agents import agent_client
-from ...collect.machine.processes import ROLES
 from ...model.caches import ProcessGap
 from ...model.patches import PatchReport, PatchState, ProcessPatches
 from ...model.ranks import format_process, make_process_fields
+from ...model.roles import ROLES
 from ...servers.discovery import resolve_server
-from ...servers.launch import require_vllm
+from ...supervision.launch import require_vllm
 from ...support.errors import VllmopsError
 from ...support.output import Progress, make_table, style_text
 

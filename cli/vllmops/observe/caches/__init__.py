@@ -1,1 +1,1 @@
-"""A server's multimodal and encoder caches: inspect, compare, repair."""
+"""Snapshots and comparisons of a server's multimodal and encoder caches."""

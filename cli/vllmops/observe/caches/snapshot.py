@@ -6,10 +6,10 @@ import time
 from functools import partial
 
 from ...collect.agents import agent_client
-from ...collect.machine.processes import ROLES, Process
+from ...collect.machine.processes import Process
 from ...model.caches import CacheSample, CacheSnapshot, ProcessCaches, ProcessGap
 from ...model.ranks import make_process_key
-from ...model.roles import Role
+from ...model.roles import ROLES, Role
 from ...rules.caches import check_sample, needs_all_keys
 from ...servers.discovery import Server
 from ...support.errors import VllmopsError

@@ -1,1 +1,1 @@
-"""Records and plots the memory of a server's processes."""
+"""Records the memory of a server's processes over time, and plots it."""

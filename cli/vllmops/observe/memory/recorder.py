@@ -16,7 +16,7 @@ import psutil
 
 from ...collect.agents import agent_client
 from ...collect.machine.gpu import NvidiaGpus
-from ...collect.machine.processes import ROLES, VITAL, Process
+from ...collect.machine.processes import VITAL, Process
 from ...model import snapshot_files
 from ...model.admin_api import ServerProcesses
 from ...model.memory import (
@@ -28,6 +28,7 @@ from ...model.memory import (
     RecordingEnd,
 )
 from ...model.ranks import format_process, make_process_key
+from ...model.roles import ROLES
 from ...model.snapshot_files import Journal
 from ...servers.discovery import Server
 from ...servers.record import InstanceFolder

@@ -1,1 +1,1 @@
-"""The requests in flight of a server: who knows them, how far they are, and their end."""
+"""The requests in flight of a server: who knows them, how far they are, which are lost."""

@@ -1,1 +1,1 @@
-"""Which hang a set of stacks shows: signatures first, then hypotheses."""
+"""Finds which hang a set of stacks shows: by known signatures first, then by hypotheses."""

@@ -132,8 +132,8 @@ def explain_stacks(
 
     Args:
         pasted_stacks: stacks, from a text or from a live server.
-        facts: what else is known, by the names in `facts.FACTS`; they count more than those from a
-            log in the text.
+        facts: what else is known, by the names in `progress_facts.FACTS`; they count more
+            than those from a log in the text.
     """
     if pasted_stacks.sections:
         return _merge_explanations(

@@ -36,7 +36,7 @@ class DiagnosisInput:
 
     Args:
         pasted_stacks: the stacks.
-        facts: figures, by the names in `facts.FACTS`.
+        facts: figures, by the names in `progress_facts.FACTS`.
         log: the text around the stacks, without blanks.
 
     Attributes:

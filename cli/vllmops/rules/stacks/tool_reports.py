@@ -108,7 +108,7 @@ def find_weak_evidence(text: str, facts: Mapping[str, str], *, stacks: bool) -> 
 
     Args:
         text: as of `find_text_evidence`.
-        facts: figures, by the names in `facts.FACTS`.
+        facts: figures, by the names in `progress_facts.FACTS`.
         stacks: whether the text has stacks, too; words count less than these.
     """
     from . import (  # noqa: PLC0415

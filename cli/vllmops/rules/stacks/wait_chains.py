@@ -106,7 +106,7 @@ def find_wait_chain(sample: StacksSnapshot, facts: Mapping[str, str]) -> WaitCha
 
     Args:
         sample: the stacks.
-        facts: figures, by the names in `facts.FACTS`.
+        facts: figures, by the names in `progress_facts.FACTS`.
     """
     tellings = [find_decisive_position(process) for process in sample.processes if process.threads]
     busy = [

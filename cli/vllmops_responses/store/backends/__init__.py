@@ -1,1 +1,1 @@
-"""Where responses are stored: a module for each kind of database."""
+"""The databases that can hold responses: a module for each kind."""

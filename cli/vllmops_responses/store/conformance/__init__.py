@@ -1,1 +1,1 @@
-"""Checks that every backend passes; also for backends of others."""
+"""Checks that every backend passes, also those that others write."""

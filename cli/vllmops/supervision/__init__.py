@@ -1,0 +1,1 @@
+"""Runs a server: starts it, watches it, hands it over and ends it."""

@@ -1,0 +1,1 @@
+"""State that a client holds: put into a sealed carrier, taken out again, and summarized."""

@@ -1,0 +1,1 @@
+"""A turn and those before it: from the store, a conversation or a carrier."""
