@@ -68,16 +68,12 @@ def instrument_vllm(withheld: Mapping[str, str] | None = None) -> None:
 def add_server_features() -> None:
     """Add admin routes, metrics and the extension to a server that starts."""
     from . import extensions, identity  # noqa: PLC0415
-    from .transport import (  # noqa: PLC0415
-        admin_routes,
-        metrics,
-        unix_socket,
-    )
+    from .transport import admin_routes, metrics_route, unix_socket  # noqa: PLC0415
 
     extension = extensions.load_extension()
     unix_socket.GETS.update(extension.agent_gets)
     if identity.detect_role() == "api":
-        metrics.install_collector(extension.read_store_usage)
+        metrics_route.install_collector(extension.read_store_usage)
     admin_routes.install_routes(extension.admin_routes)
     extensions.install_extension(extension)
 

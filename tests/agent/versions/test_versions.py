@@ -62,9 +62,9 @@ SCRAPE = """
 import importlib, os, tempfile, time
 if several:
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp()
-from vllmops.agent.transport import metrics
+from vllmops.agent.transport import metrics_route
 from vllmops.agent.hooks import vllm_objects
-metrics.install_collector(lambda: None)
+metrics_route.install_collector(lambda: None)
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 app = FastAPI()
