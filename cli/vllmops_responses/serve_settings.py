@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from vllmops.collect.machine.server_address import find_option
 from vllmops.model.environment import KEYRING, KeyringSource, locate_default_keyring
@@ -14,29 +15,27 @@ from vllmops.support.output import print_to_stderr
 
 from .keys import keyring_file
 from .keys.keyring import Key, KeyStatus, generate_secret
-from .store import settings
-from .store.response_store import ResponseStore
+
+if TYPE_CHECKING:
+    from .store.response_store import ResponseStore
 
 STORE_TIMEOUT_S = 10.0
 
 
-def require_valid_settings(environment: Mapping[str, str], keys: KeyringSource | None) -> None:
-    """Refuse what can't be; whether anything is at the store's URL is not looked at.
+def load_keys(source: KeyringSource) -> None:
+    """Load the keys of a server, to see that it can; raises as `load_keyring_source`."""
+    keyring_file.load_keyring_source(source)
 
-    Args:
-        environment: of the server.
-        keys: where it will find its keys, None if there are none yet.
 
-    Raises:
-        VllmopsError: as `keyring_file.load_keyring_source` and `settings.validate_settings`.
-    """
-    if keys is not None:
-        keyring_file.load_keyring_source(keys)
+def validate_settings(environment: Mapping[str, str]) -> None:
+    """Refuse what can't be; raises as `settings.validate_settings`."""
+    from .store import settings  # noqa: PLC0415 - slow, and keys alone need no store
+
     settings.validate_settings(environment)
 
 
 def validate_store(environment: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """Refuse a store that can't be used; one that is only down may come up later.
+    """Refuse wrong settings of store or carriers; a store that is only down may come up later.
 
     Args:
         environment: of the server.
@@ -45,6 +44,10 @@ def validate_store(environment: Mapping[str, str], arguments: Sequence[str]) -> 
     Raises:
         VllmopsError: ``usage``, ``store.driver`` or ``store.schema``.
     """
+    from .store import settings  # noqa: PLC0415
+    from .store.response_store import ResponseStore  # noqa: PLC0415
+
+    settings.validate_settings(environment)
     if not settings.is_store_configured(environment):
         return
     backend = settings.make_backend_from_env(environment)

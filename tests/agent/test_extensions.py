@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllmops.collect.agents.agent_client import open_agent
+from vllmops.model.environment import SIGNING_KEY
 
 from ..support.children import Spawn
 
@@ -28,9 +29,13 @@ def test_agent_runs_and_reports_a_broken_extension(code: str, tmp_path: Path, sp
     module.write_text(code)
     for folder in module.parents[:2]:
         (folder / "__init__.py").touch()
-    child = spawn(PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    child = spawn(
+        PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]), **{SIGNING_KEY: "ab" * 32}
+    )
     agent = open_agent(child.process)
     (problem,) = (text for text in agent.fetch_hello().problems if "no such codec" in text)
     assert problem.startswith("keys and stored responses are not available: ")
     keys = agent.fetch_keys()
     assert (keys.pid, keys.keyring, keys.keys) == (child.process.pid, None, ())
+    if code == BROKEN["it can't be imported"]:  # it would take the key out of the environment
+        assert child.run(f"import os; out = {SIGNING_KEY!r} in os.environ") == "False"

@@ -6,7 +6,7 @@ server, or ``unknown`` where the text decides nothing; ``(accept a, b)`` in the 
 that are right, too. The last two columns may be missing, or ``-`` where the text does not tell:
 
 - root: the processes that are the cause, and no other, each as a pattern, with commas between.
-- phase: the ids of ``frames.toml`` that are right, with ``|`` between.
+- phase: the ids of ``thread_phases.toml`` that are right, with ``|`` between.
 
 They are judged by the first answer, whatever cause it names.
 """

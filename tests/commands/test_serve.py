@@ -251,6 +251,12 @@ def test_a_keyring_that_is_lost_is_not_replaced(lab: Any, keyring: Path) -> None
     assert (answer.code, answer.error["code"]) == (1, "keys.no-ring")
 
 
+def test_a_keyring_that_cannot_be_looked_for(lab: Any, keyring: Path) -> None:
+    place = lab.home / ("x" * 300)
+    answer = lab.vllmops(*lab.words("a", "--keyring", str(place)), "--dry-run", "--json")
+    assert (answer.code, answer.error["code"]) == (1, "keys.unreadable")
+
+
 def test_two_at_once_make_one_keyring(lab: Any, keyring: Path) -> None:
     environment = {KEYRING: str(keyring)}
     with ThreadPoolExecutor(8) as pool:

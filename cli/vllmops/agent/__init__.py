@@ -74,8 +74,8 @@ def add_server_features() -> None:
     unix_socket.GETS.update(extension.agent_gets)
     if identity.detect_role() == "api":
         metrics_route.install_collector(extension.read_store_usage)
-    admin_routes.install_routes(extension.admin_routes)
     extensions.install_extension(extension)
+    admin_routes.install_routes(extension.admin_routes)
 
 
 def is_inspection_process() -> bool:

@@ -1,16 +1,18 @@
 """What another package adds to the agent of a server that starts.
 
-`vllmops_responses` adds keys and stored responses. To a server that runs already, `attach` adds
-nothing.
+`vllmops_responses` adds keys and stored responses. `attach` does not load it: they come with the
+start of a server.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
+from ..model.environment import SIGNING_KEY
 from ..model.server_metrics import StoreUsage
 from ..support.error_codes import ErrorCode
 from .hooks import vllm_objects
@@ -59,6 +61,7 @@ def load_extension() -> Extension:
         extension: Extension = import_module(MODULE).EXTENSION
     except Exception as error:
         report_failure(error)
+        os.environ.pop(SIGNING_KEY, None)  # which it would take out, so that no child inherits it
         return Extension()
     return extension
 

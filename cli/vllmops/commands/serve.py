@@ -66,7 +66,6 @@ from .serve_environment import (
     make_store_variables,
     make_usage_error,
     make_websocket_variables,
-    parse_variables,
 )
 
 if TYPE_CHECKING:
@@ -164,6 +163,7 @@ def serve(
         *make_store_variables(store, store_max_size, store_max_per_key, store_ttl),
     ]
     keys = find_serve_keyring(keyring, env)
+    require_usable_keyring(keys)
     env += [
         *make_keyring_variables(keys),
         *make_carrier_variables(carrier, carrier_ttl, env),
@@ -171,7 +171,6 @@ def serve(
         *make_compaction_variables(compaction_prompt),
         *make_websocket_variables(ws_max_message, ws_idle, ws_max_requests, ws_max_connections),
     ]
-    require_usable_settings({**os.environ, **parse_variables(env)}, keys)
     order = build_order(model, demo, name, host, port, detach, env, behind)
     watcher = make_watch_arguments(
         watch,
@@ -188,7 +187,9 @@ def serve(
     order = dataclasses.replace(order, watch=watcher)
     if demo:  # of a dry run, too, whose command must work
         build_demo_model(demo, quiet=json_)
+    environment = {**os.environ, **order.environment}
     if dry_run:
+        require_valid_settings(environment)
         planned = launch.preview_record(order)
         if not toml:
             return Result(build_instance_data(planned), lambda: render_shell_command(planned))
@@ -196,12 +197,12 @@ def serve(
         return Result(
             {**build_instance_data(planned), "config": text}, lambda: [VerbatimText(text)]
         )
-    from vllmops_responses import serve_settings  # noqa: PLC0415 - slow, and a dry run has no store
+    from vllmops_responses import serve_settings  # noqa: PLC0415 - slow, and a dry run opens no store
 
     launch.validate_options(order)
     if probe_port:
         launch.require_usable_port(*parse_host_port(probe_port))
-    serve_settings.validate_store({**os.environ, **order.environment}, order.arguments)
+    serve_settings.validate_store(environment, order.arguments)
     if line := name_collision.describe_namesakes():
         print_to_stderr(line, "yellow")
     launch.prepare_home()
@@ -230,23 +231,31 @@ def serve(
     return Result(build_instance_data(record), lambda: render_summary(record) if detach else ())
 
 
-def require_usable_settings(environment: Mapping[str, str], keys: KeyringSource) -> None:
-    """Refuse a keyring, or settings of stored responses, that can't be; most often there are none.
+def require_usable_keyring(keys: KeyringSource) -> None:
+    """Refuse a keyring or a key that can't be loaded; the default keyring may be missing.
+
+    Args:
+        keys: where the server will find its keys.
+
+    Raises:
+        VllmopsError: as `serve_settings.load_keys`.
+    """
+    if keys.path is None or keys.path != locate_default_keyring() or keys.path.exists():
+        from vllmops_responses import serve_settings  # noqa: PLC0415 - slow
+
+        serve_settings.load_keys(keys)
+
+
+def require_valid_settings(environment: Mapping[str, str]) -> None:
+    """Refuse settings of stored responses that can't be; raises VllmopsError (``usage``).
 
     Args:
         environment: of the server.
-        keys: where it will find its keys; the default keyring may be missing.
-
-    Raises:
-        VllmopsError: as `serve_settings.require_valid_settings`.
     """
-    has_keys = bool(keys.text)
-    if keys.path is not None:
-        has_keys = keys.path.exists() or keys.path != locate_default_keyring()
-    if has_keys or CHECKED & environment.keys():
+    if CHECKED & environment.keys():
         from vllmops_responses import serve_settings  # noqa: PLC0415 - slow
 
-        serve_settings.require_valid_settings(environment, keys if has_keys else None)
+        serve_settings.validate_settings(environment)
 
 
 def build_demo_model(demo: demos.DemoKind, *, quiet: bool) -> None:

@@ -70,7 +70,7 @@ def find_serve_keyring(keyring: Path | None, env: Sequence[str]) -> KeyringSourc
 
     Args:
         keyring: of ``--keyring``.
-        env: of ``--env``.
+        env: the variables that options set, as ``K=V``.
 
     Raises:
         VllmopsError: ``usage``: ``--env`` has a key itself.

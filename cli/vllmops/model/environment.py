@@ -31,7 +31,8 @@ SOCKET_CONNECTIONS = "VLLMOPS_WEBSOCKET_MAX_CONNECTIONS"
 RUN = "VLLMOPS_RUN"
 RERUN = "VLLMOPS_RERUN"
 
-# What can be wrong in itself; all but the keyring, which a file holds.
+# What `vllmops_responses.store.settings.validate_settings` looks at. Limits of a store count only
+# beside one.
 CHECKED = frozenset(
     {STORE, STORE_CLASS, CARRIER, CARRIER_TTL}
     | {SOCKET_MESSAGE, SOCKET_IDLE, SOCKET_REQUESTS, SOCKET_CONNECTIONS}

@@ -1,4 +1,4 @@
-"""The vLLM servers of this machine, as a list has them: state, memory, and who has an agent."""
+"""A row for each vLLM server: its state, its memory, and which processes have an agent."""
 
 from __future__ import annotations
 

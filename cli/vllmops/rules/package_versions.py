@@ -1,4 +1,4 @@
-"""Installed versions that are known to hang: the types of ``packages.toml``, and its reader."""
+"""Installed versions that are known to hang: types and reader of ``package_versions.toml``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD_VERSION = Rule(
 
 
 class BadVersionRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Versions of one package that are known to hang; see ``packages.toml``."""
+    """Versions of one package that are known to hang; see ``package_versions.toml``."""
 
     package: str
     versions: str

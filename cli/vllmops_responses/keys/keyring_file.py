@@ -27,7 +27,7 @@ from vllmops.support.files import (
     write_atomically,
 )
 from vllmops.support.home import create_missing_folders, resolve_home
-from vllmops.support.private_files import MOST_BYTES, read_private_file
+from vllmops.support.secret_files import MOST_BYTES, read_secret_file
 
 from .keyring import VERSION, KeyRing, Secret, make_single_key_ring, parse_hex_secret
 
@@ -103,7 +103,7 @@ def read_keyring(path: Path) -> bytes:
     """The content of a ring's file."""
     require_safe_location(path)
     try:
-        content = read_private_file(path)
+        content = read_secret_file(path)
     except FileNotFoundError as error:
         raise make_missing_error(path) from error
     if len(content) > MOST_BYTES:

@@ -10,12 +10,15 @@ from .store_usage import StoreUsageCounter
 
 
 def install() -> None:
-    """Load the keys; in an API server, replace vLLM's routes of the Responses API."""
+    """Load the keys; in an API server, replace vLLM's routes of the Responses API.
+
+    The keys first: whatever fails then, no child of this process inherits one.
+    """
+    keyring_follower.start_key_holder()
     if detect_role() == "api":
         from . import installation  # noqa: PLC0415 - other processes don't need the store
 
         installation.replace_routes_on_import(keyring_follower.get_keyring)
-    keyring_follower.start_key_holder()
 
 
 EXTENSION = Extension(

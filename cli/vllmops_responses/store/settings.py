@@ -84,6 +84,8 @@ def make_backend_from_env(environment: Mapping[str, str] = os.environ) -> Backen
 def validate_settings(environment: Mapping[str, str]) -> None:
     """Refuse what can't be; whether anything is at the store's URL is not looked at.
 
+    A variable that it looks at is in `vllmops.model.environment.CHECKED`, too.
+
     Raises:
         VllmopsError: ``usage``.
     """

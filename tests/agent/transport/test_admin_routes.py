@@ -19,7 +19,7 @@ from vllmops.model.admin_api import GETS, KEYS, PROCESSES, TIMEOUT
 from vllmops.model.agent_socket import BODY_BYTES
 from vllmops.model.agent_state import SCHEMA
 from vllmops.model.environment import ADMIN_TOKEN_FILE, KEYRING, SIGNING_KEY
-from vllmops.support.private_files import MOST_BYTES
+from vllmops.support.secret_files import MOST_BYTES
 from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.carrier import seal_history, unseal_carrier
 from vllmops_responses.keys.keyring import Key, KeyStatus, generate_secret

@@ -25,7 +25,7 @@ import pytest
 from vllmops.model.environment import KEYRING, SIGNING_KEY, find_keyring_source
 from vllmops.support.errors import ExitCode, VllmopsError
 from vllmops.support.files import lock_file
-from vllmops.support.private_files import MOST_BYTES, require_private_file
+from vllmops.support.secret_files import MOST_BYTES, require_secret_file
 from vllmops_responses.keys import keyring_file
 from vllmops_responses.keys.keyring import Key, KeyRing, KeyStatus, generate_secret
 
@@ -196,10 +196,10 @@ def test_roots_may_be_read_by_a_group_and_stays_so(path: Path) -> None:
     own = path.stat()
     os.seteuid(NOBODY)
     try:
-        require_private_file(path, at)
+        require_secret_file(path, at)
         # Nobody but root need do that.
         with refusal("keys.unsafe"):
-            require_private_file(path, own)
+            require_secret_file(path, own)
     finally:
         os.seteuid(0)
 

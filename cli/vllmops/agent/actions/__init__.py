@@ -1,1 +1,1 @@
-"""The agent's half of the actions: each proves a stuck state in this process, and ends it."""
+"""The agent's half of the actions: proves stuck states in this process and ends them."""

@@ -1,1 +1,1 @@
-"""Hooks into vLLM's classes, imports and request path: they tell the agent what there is."""
+"""Hooks into vLLM's classes, imports and requests: to see them, refuse them or hand them over."""

@@ -73,7 +73,7 @@ class AgentServer(DaemonThreadingMixIn, UnixStreamServer):
 
 
 class AgentHandler(BaseHTTPRequestHandler):
-    """Answers a GET or a POST of one of `ROUTES`."""
+    """Answers a GET or a POST of one of `GETS` and `POSTS`."""
 
     protocol_version = "HTTP/1.1"
     timeout = 10  # seconds that a caller may stay silent

@@ -12,7 +12,7 @@ from shlex import join
 
 from ...support.errors import VllmopsError
 from ...support.files import make_unreadable_error
-from ...support.private_files import read_private_file
+from ...support.secret_files import read_secret_file
 
 # Random characters; so many can't be guessed.
 TOKEN = re.compile(r"[!-~]{32,1024}")
@@ -26,7 +26,7 @@ def read_admin_token(path: Path) -> str:
             ``keys.unsafe`` (4).
     """
     try:
-        text = read_private_file(path).decode("ascii", "replace").strip()
+        text = read_secret_file(path).decode("ascii", "replace").strip()
     except FileNotFoundError as error:
         failure = make_unreadable_error(path, error)
         failure.hint = join(["vllmops", "keygen", "--out", str(path)])

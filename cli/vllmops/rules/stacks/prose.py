@@ -60,7 +60,8 @@ class HangPattern(ReportPattern, frozen=True, forbid_unknown_fields=True):
         ids: of the catalogue, the most probable first.
         proof: whether the words alone say that something is stuck.
         part: whether they only name a part of the server.
-        phase: the id of what the server was doing, of ``frames.toml``; empty if they do not tell.
+        phase: the id, in ``thread_phases.toml``, of what the server was doing; empty if they do not
+            tell.
     """
 
     ids: tuple[str, ...]

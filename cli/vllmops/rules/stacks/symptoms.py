@@ -1,4 +1,4 @@
-"""What a report without stacks says of a hang, by the table of ``signs.toml``."""
+"""What a report without stacks says of a hang, by the table of ``prose.toml``."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from vllmops.support import output
 from vllmops.support.errors import make_usage_error
 from vllmops.support.files import format_input_name, read_input
 from vllmops.support.output import Result, print_result
-from vllmops.support.private_files import MOST_BYTES
+from vllmops.support.secret_files import MOST_BYTES
 
 from ...keys import keyring_file
 from ...keys.keyring import Key, KeyRing, KeyStatus, parse_hex_secret

@@ -85,8 +85,8 @@ def push_keyring(
         VllmopsError: as `AdminClient` and `AdminClient.send_request` do, ``admin.refused`` (4),
             ``admin.no-route``, or the server's own error.
     """
-    from vllmops.collect.agents.agent_client import DECODERS  # noqa: PLC0415 - brings httpx
-    from vllmops.collect.http.admin_client import AdminClient  # noqa: PLC0415
+    from vllmops.collect.agents.agent_client import DECODERS  # noqa: PLC0415 - slow
+    from vllmops.collect.http.admin_client import AdminClient  # noqa: PLC0415 - brings httpx
 
     server = AdminClient(endpoint, token, allow_plain_http=allow_plain_http)
     answer = server.send_request("POST", KEYS, content=keyring_file.encode_keyring(keyring))

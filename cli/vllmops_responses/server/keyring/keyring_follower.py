@@ -12,11 +12,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from vllmops.agent.hooks import vllm_objects
 from vllmops.agent.identity import detect_role, make_process_fields
@@ -28,9 +26,6 @@ from vllmops.support.errors import VllmopsError
 
 from ...keys import keyring_file
 from ...keys.keyring import CARRIER_TTL_S, KeyRing, format_kids
-
-if TYPE_CHECKING:
-    from ...store.settings import CarrierSettings  # at run time, only API servers load the store
 
 CHECK_S = 1.0
 # vLLM's name for the processes that serve HTTP, when there are several.
@@ -161,12 +156,11 @@ def observe_keys(*, reload: bool = False) -> ProcessKeys:
     )
 
 
-def merge_keyring(keyring: KeyRing, carriers: Callable[[], CarrierSettings]) -> ProcessKeys:
+def merge_keyring(keyring: KeyRing) -> ProcessKeys:
     """Merge a ring into the file that this process follows.
 
     Args:
         keyring: the ring to merge.
-        carriers: gives how this server writes carriers: old keys open as long as carriers live.
 
     Returns:
         The keys that this process holds afterwards.
@@ -181,7 +175,10 @@ def merge_keyring(keyring: KeyRing, carriers: Callable[[], CarrierSettings]) -> 
             "this server has no keyring file to add the keys to",
             f"start it with vllmops serve --keyring FILE, or with {KEYRING}=FILE",
         )
-    overlap_s = max(CARRIER_TTL_S, carriers().ttl_s)
+    from ...store.settings import parse_carrier_settings  # noqa: PLC0415 - other processes need no store
+
+    # Old keys open as long as carriers live.
+    overlap_s = max(CARRIER_TTL_S, parse_carrier_settings().ttl_s)
     keyring_file.change_keyring(
         path, lambda own: own.adopt_primary(keyring, time.time(), overlap_s), create=True
     )

@@ -14,7 +14,7 @@ from vllmops.agent.extensions import AdminRoute
 from vllmops.model.admin_api import KEYS
 from vllmops.model.keys import ProcessKeys
 from vllmops.support.errors import VllmopsError
-from vllmops.support.private_files import MOST_BYTES
+from vllmops.support.secret_files import MOST_BYTES
 
 from ...keys import keyring_file
 from ...keys.keyring import KeyRing
@@ -27,9 +27,7 @@ def accept_keyring(content: bytes) -> ProcessKeys:
     Raises:
         VllmopsError: as `parse_keyring` and `merge_keyring`.
     """
-    from ...store.settings import parse_carrier_settings  # noqa: PLC0415 - other processes don't need the store
-
-    return merge_keyring(parse_keyring(content), parse_carrier_settings)
+    return merge_keyring(parse_keyring(content))
 
 
 def parse_keyring(content: bytes) -> KeyRing:

@@ -13,7 +13,7 @@ from .files import choose_file_exit_code
 MOST_BYTES = 1 << 20
 
 
-def read_private_file(path: Path) -> bytes:
+def read_secret_file(path: Path) -> bytes:
     """What a file holds, or the first megabyte, if it is nobody else's to read or to change.
 
     Raises:
@@ -25,18 +25,18 @@ def read_private_file(path: Path) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise make_unreadable_error(path, error) from error
+        raise make_unreadable_secret_error(path, error) from error
     try:
-        require_private_file(path, os.fstat(descriptor))
+        require_secret_file(path, os.fstat(descriptor))
         with open(descriptor, "rb", closefd=False) as file:
             return file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise make_unreadable_error(path, error) from error
+        raise make_unreadable_secret_error(path, error) from error
     finally:
         os.close(descriptor)
 
 
-def require_private_file(path: Path, file_stat: os.stat_result) -> None:
+def require_secret_file(path: Path, file_stat: os.stat_result) -> None:
     """Check that a file's content is its owner's own, and the owner this user or root.
 
     Root's may be read by a group: it is the only way for others to be given it.
@@ -55,7 +55,7 @@ def require_private_file(path: Path, file_stat: os.stat_result) -> None:
     raise VllmopsError("keys.unsafe", f"{path} {wrong}", hint)
 
 
-def make_unreadable_error(path: Path, error: OSError) -> VllmopsError:
+def make_unreadable_secret_error(path: Path, error: OSError) -> VllmopsError:
     return VllmopsError(
         "keys.unreadable",
         f"{path} cannot be read: {error.strerror or error}",
