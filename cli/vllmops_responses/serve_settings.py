@@ -1,4 +1,4 @@
-"""What ``vllmops serve`` checks and makes before a server that stores responses starts."""
+"""Checks the keys and the store of a server before ``vllmops serve`` starts it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STORE_TIMEOUT_S = 10.0
 
 
 def load_keys(source: KeyringSource) -> None:
-    """Load the keys of a server, to see that it can; raises as `load_keyring_source`."""
+    """Load the keys of a server, as it will itself; raises as `load_keyring_source`."""
     keyring_file.load_keyring_source(source)
 
 

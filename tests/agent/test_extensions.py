@@ -1,4 +1,4 @@
-"""What the agent does without the package that extends it."""
+"""The agent runs without the package that extends it."""
 
 from __future__ import annotations
 

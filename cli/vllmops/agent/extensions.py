@@ -1,7 +1,6 @@
-"""What another package adds to the agent of a server that starts.
+"""Loads the package that adds keys and stored responses to the agent of a server that starts.
 
-`vllmops_responses` adds keys and stored responses. `attach` does not load it: they come with the
-start of a server.
+It is `vllmops_responses`. `attach` does not load it: a server that runs already gets neither.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ class AdminRoute:
 
 @dataclass(frozen=True)
 class Extension:
-    """What the package adds.
+    """The parts of the package that the agent calls.
 
     Args:
-        install: hooks it into this process.
+        install: hooks the package into this process.
         agent_gets: routes of the agent's socket, by path.
         admin_routes: by method and path.
-        read_store_usage: what the store holds, None while that is unknown; never waits.
+        read_store_usage: counts what the store holds, None while that is unknown; never waits.
     """
 
     install: Callable[[], None] = lambda: None
@@ -61,13 +60,14 @@ def load_extension() -> Extension:
         extension: Extension = import_module(MODULE).EXTENSION
     except Exception as error:
         report_failure(error)
-        os.environ.pop(SIGNING_KEY, None)  # which it would take out, so that no child inherits it
+        # As the package would: no child of this process may inherit the key.
+        os.environ.pop(SIGNING_KEY, None)
         return Extension()
     return extension
 
 
 def install_extension(extension: Extension) -> None:
-    """Hook it into this process; the agent goes on, and reports it, if that fails."""
+    """Hook an extension into this process; if that fails, the agent reports it and goes on."""
     try:
         extension.install()
     except Exception as error:

@@ -77,8 +77,7 @@ def find_serve_keyring(keyring: Path | None, env: Sequence[str]) -> KeyringSourc
     """
     if any(word.startswith(f"{SIGNING_KEY}=") for word in env):
         raise make_usage_error(
-            f"--env {SIGNING_KEY} would show the key to everybody who sees the "
-            "command: "
+            f"--env {SIGNING_KEY} would show the key to everybody who sees the command: "
             "export it before, or use --keyring"
         )
     return find_keyring_source({**os.environ, **parse_variables(env)}, keyring)

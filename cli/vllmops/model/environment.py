@@ -31,8 +31,8 @@ SOCKET_CONNECTIONS = "VLLMOPS_WEBSOCKET_MAX_CONNECTIONS"
 RUN = "VLLMOPS_RUN"
 RERUN = "VLLMOPS_RERUN"
 
-# What `vllmops_responses.store.settings.validate_settings` looks at. Limits of a store count only
-# beside one.
+# The variables that `vllmops_responses.store.settings.validate_settings` reads first. It reads a
+# store's limits only where one of these names a store.
 CHECKED = frozenset(
     {STORE, STORE_CLASS, CARRIER, CARRIER_TTL}
     | {SOCKET_MESSAGE, SOCKET_IDLE, SOCKET_REQUESTS, SOCKET_CONNECTIONS}

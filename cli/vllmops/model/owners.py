@@ -1,4 +1,4 @@
-"""Owners of what a server keeps or runs: whoever has an API key."""
+"""Names the owner of a request or of a stored response: whoever has the API key."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import hashlib
 
 
 def derive_owner(key: str) -> str:
-    """As whose responses are kept that come with an API key: a hash of it."""
+    """The owner of all that comes with an API key: a hash, so that nobody learns the key."""
     return hashlib.sha256(key.encode()).hexdigest()

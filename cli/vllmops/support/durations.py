@@ -11,11 +11,11 @@ LAST_S = 253_402_300_799  # the end of the year 9999: what comes later is no tim
 
 
 def validate_seconds(subject: str, seconds: float) -> float:
-    """A time that somebody gave, in seconds.
+    """Check a duration that a person gave, and return it.
 
     Args:
-        subject: it is for, for the message.
-        seconds: seconds.
+        subject: what the duration is for, in the message.
+        seconds: the duration.
 
     Raises:
         VllmopsError: ``usage``: it is below zero, not a number, or over a century.

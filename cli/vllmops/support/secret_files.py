@@ -10,11 +10,13 @@ from shlex import join
 from .errors import VllmopsError
 from .files import choose_file_exit_code
 
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 20  # of a keyring; an admin token is shorter
 
 
 def read_secret_file(path: Path) -> bytes:
-    """What a file holds, or the first megabyte, if it is nobody else's to read or to change.
+    """The content of a file that nobody else may read or change; of a large one, its beginning.
+
+    A caller sees by `MOST_BYTES` + 1 bytes that there are more.
 
     Raises:
         FileNotFoundError: there is none.

@@ -1,4 +1,4 @@
-"""The ring's file, and where a ring comes from.
+"""Reads and changes the ring's file.
 
 The file is replaced whole, by one writer at a time. A copy beside it is written first, so that
 the keys survive if a person or a broken disk damages the file.

@@ -1,4 +1,4 @@
-"""What the agent adds to a server that starts: keys, stored responses, and routes for both."""
+"""Adds keys and stored responses, with their routes, to a server that starts."""
 
 from __future__ import annotations
 

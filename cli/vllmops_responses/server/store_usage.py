@@ -1,4 +1,4 @@
-"""What the store of an API server holds, for its ``/metrics``."""
+"""Counts what the store of an API server holds, for its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class StoreUsageCounter:
         self.last_usage: StoreUsage | None = None
 
     def poll_usage(self) -> StoreUsage | None:
-        """What was counted last; never waits."""
+        """The last count; begins a new one if it is due, and never waits for it."""
         store: Any = getattr(vllm_objects.find_latest("responses"), "store", None)
         now = time.monotonic()
         if self.counting and self.counting.done():

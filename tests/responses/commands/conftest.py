@@ -1,4 +1,4 @@
-"""What tests of commands have in common."""
+"""Fixtures of all tests of commands."""
 
 from ...support.patience import patience
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from vllmops.model.environment import (
     CARRIER,
     CARRIER_TTL,
+    CHECKED,
     MAX_PER_KEY,
     MAX_SIZE,
     STORE,
@@ -32,6 +35,24 @@ from vllmops_responses.store.backends.memory import Memory
 )
 def test_whether_there_is_one(environment: dict[str, str], wanted: bool) -> None:
     assert settings.is_store_configured(environment) is wanted
+
+
+class Environment(dict[str, str]):
+    """One that is empty, and remembers what was asked for."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def get(self, name: str, *default: Any) -> Any:
+        self.names.add(name)
+        return super().get(name, *default)
+
+
+def test_dry_run_checks_all_that_is_read() -> None:
+    """`serve` loads the settings only where one of these names is set."""
+    environment = Environment()
+    settings.validate_settings(environment)
+    assert environment.names == CHECKED
 
 
 def test_the_limits() -> None:

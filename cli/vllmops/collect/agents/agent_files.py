@@ -1,6 +1,6 @@
-"""What the agent of a process leaves in files: where its socket is, and its last heartbeat.
+"""Finds the socket of a process's agent, and reads the agent's last heartbeat from its file.
 
-They are read without asking the process, which may be stuck.
+Both without asking the process, which may be stuck.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ProxiedProcess(Process):
         raise NotImplementedError
 
     def fetch_heartbeat(self) -> TimedHeartbeat | None:
-        """Its last heartbeat; raises VllmopsError."""
+        """The last heartbeat of its agent; raises VllmopsError."""
         raise NotImplementedError
 
 

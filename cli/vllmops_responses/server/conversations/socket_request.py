@@ -10,17 +10,17 @@ from weakref import WeakSet
 from ...store.backend import Response
 from .. import response_fields
 
-# The conversations that a connection remembers without the store, and their size in bytes.
+# Conversations that a connection remembers without the store, and their bytes.
 REMEMBERED = 16
 REMEMBERED_BYTES = 16 * 1024 * 1024
-# Of all connections of a process, in bytes.
+# Bytes that all connections of a process remember together.
 ALL_REMEMBERED_BYTES = 1024 * 1024 * 1024
 
 
 class UnstoredResponses:
     """The latest responses of a connection that are not in the store, each with its history."""
 
-    # Those of all connections of the process, and their bytes.
+    # The memories of all connections of the process, and their bytes together.
     everyone: ClassVar[WeakSet[UnstoredResponses]] = WeakSet()
     bytes_of_all = 0
 
