@@ -319,8 +319,9 @@ def test_a_probe_port_that_is_taken(lab: Any) -> None:
     record = lab.serve("a")
     answer = lab.vllmops(*lab.words("b", "--detach", "--probe-port", str(record.port), "--json"))
     assert (answer.code, answer.error["code"]) == (1, "port.taken")
+    port = str(free_port())
     answer = lab.vllmops(
-        *lab.words("b", "--detach", "--port", "8999", "--probe-port", "8999", "--json")
+        *lab.words("b", "--detach", "--port", port, "--probe-port", port, "--json")
     )
     assert (answer.code, answer.error["code"]) == (2, "usage")
 

@@ -76,11 +76,13 @@ def test_detached_serve_prints_stages_and_the_url(lab: Any, tmp_path: Path) -> N
 
 
 def test_a_dry_run_can_be_pasted_into_a_shell(lab: Any) -> None:
-    words = lab.words("a", "--env", "SPACED=it's a [b]", "--dry-run", "--", "--x", "a 'b' \"c\" $d")
-    answer = lab.vllmops(*words)
+    # Each plan chooses a port anew, and the first one may have become free between the two.
+    options = lab.words("a", "--env", "SPACED=it's a [b]", "--port", str(free_port()), "--dry-run")
+    behind = ("--", "--x", "a 'b' \"c\" $d")
+    answer = lab.vllmops(*options, *behind)
     assert answer.code == 0
     assert not (lab.home / "instances").exists()
-    planned = lab.vllmops(*words[:6], "--json", *words[6:]).data
+    planned = lab.vllmops(*options, "--json", *behind).data
     assert planned["command"][-2:] == ["--x", "a 'b' \"c\" $d"]
     assert planned["environment"]["SPACED"] == "it's a [b]"
     server = subprocess.Popen(["sh", "-c", f"exec {answer.out}"], stdout=subprocess.DEVNULL)

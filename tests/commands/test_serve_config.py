@@ -8,6 +8,8 @@ import pytest
 
 from vllmops.commands import serve_config
 
+from ..support.ports import free_port
+
 
 @pytest.fixture
 def config(lab: Any) -> Any:
@@ -29,29 +31,31 @@ def plan_serve(lab: Any, *words: str) -> Any:
 
 
 def test_a_file_gives_options_environment_and_vllm_arguments(lab: Any, config: Any) -> None:
+    port = free_port()
     path = config(
-        'name = "night"\nport = 8123\nstore = "memory://"\nstore-max-size = 7\nwatch = true\n'
+        f'name = "night"\nport = {port}\nstore = "memory://"\nstore-max-size = 7\nwatch = true\n'
         'vllm-arguments = ["--seed", "3"]\n[env]\nA = "b=c"\n'
     )
     plan = plan_serve(lab, "--config", path)
     assert (plan["name"], plan["model"], plan["watch"]) == ("night", str(lab.model), [])
-    assert plan["url"] == "http://127.0.0.1:8123"
+    assert plan["url"] == f"http://127.0.0.1:{port}"
     assert plan["command"][-2:] == ["--seed", "3"]
     assert plan["environment"]["A"] == "b=c"
     assert plan["environment"]["VLLM_RESPONSES_API_STORE_MAX_SIZE"] == "7"
 
 
 def test_the_command_line_wins_over_the_file(lab: Any, config: Any) -> None:
+    filed, typed = free_port(), free_port()
     path = config(
-        'name = "night"\nport = 8123\nvllm-arguments = ["--seed", "3", "--host=127.0.0.2"]\n'
+        f'name = "night"\nport = {filed}\nvllm-arguments = ["--seed", "3", "--host=127.0.0.2"]\n'
         '[env]\nA = "file"\nB = "file"\n'
     )
     words = ("--name", "noon", "--host", "127.0.0.3", "--env", "A=typed")
-    plan = plan_serve(lab, "--config", path, *words, "--", "--seed", "4", "--port", "8124")
+    plan = plan_serve(lab, "--config", path, *words, "--", "--seed", "4", "--port", str(typed))
     assert plan["name"] == "noon"
-    assert plan["url"] == "http://127.0.0.3:8124"
-    assert plan["command"][-6:] == ["--seed", "3", "--seed", "4", "--port", "8124"]
-    assert "8123" not in plan["command"]
+    assert plan["url"] == f"http://127.0.0.3:{typed}"
+    assert plan["command"][-6:] == ["--seed", "3", "--seed", "4", "--port", str(typed)]
+    assert str(filed) not in plan["command"]
     assert (plan["environment"]["A"], plan["environment"]["B"]) == ("typed", "file")
     assert plan_serve(lab, "--config", path, str(lab.model.parent))["model"] == str(
         lab.model.parent
@@ -127,7 +131,7 @@ def test_a_dry_run_writes_a_file_that_means_the_same(lab: Any) -> None:
     words = (
         *lab.words("a", "--env", 'ODD=it\'s "a"\\\n\x7f\u202e\U0001f600=', play=1),
         *("--admin-token", str(token)),
-        *("--port", "8125", "--detach", "--store", "memory://", "--store-ttl", "12h"),
+        *("--port", str(free_port()), "--detach", "--store", "memory://", "--store-ttl", "12h"),
         *("--carrier", "signed-v1", "--keyring", "none", "--no-patch", "mm-lru-ghost-keys"),
         *("--no-patch", "request-hash-cycle", "--watch-repair"),
     )
