@@ -657,12 +657,13 @@ def test_a_name_that_another_user_claims_keeps_no_port(
 def test_a_port_that_another_user_claims_is_passed_over(
     as_nobody: Callable[..., "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = launch.find_free_port("127.0.0.1", set())
-    second = launch.find_free_port("127.0.0.1", {first})
+    host = "127.0.0.9"  # no other test's, so no port of it becomes free meanwhile
+    first = launch.find_free_port(host, set())
+    second = launch.find_free_port(host, {first})
     squat = SQUAT.replace("listen(0)", "listen(9)")
     as_nobody(squat, "listen", *(f"vllmops-port-{port}-of-0" for port in (first, second)))
     monkeypatch.setattr(launch, "FIRST_PORT", first)
-    reserved = launch.reserve_instance(launch.LaunchOptions("M", name="a"))
+    reserved = launch.reserve_instance(launch.LaunchOptions("M", host=host, name="a"))
     lines = list(serve.describe_port_claims(reserved))
     own = reserved.record.port
     assert own not in {first, second}
@@ -670,15 +671,15 @@ def test_a_port_that_another_user_claims_is_passed_over(
     assert lines == [f"{which}; using {own}"]
     # Of one alone its number is said.
     monkeypatch.setattr(launch, "FIRST_PORT", second)
-    reserved = launch.reserve_instance(launch.LaunchOptions("M", name="d"))
+    reserved = launch.reserve_instance(launch.LaunchOptions("M", host=host, name="d"))
     [line] = serve.describe_port_claims(reserved)
     assert line == f"port {second} is claimed by user nobody; using {reserved.record.port}"
     monkeypatch.setattr(launch, "FIRST_PORT", first)
     # Asked for by its number it is used, and where there is no other.
     monkeypatch.setattr(launch, "LAST_PORT", first)
     for order in (
-        launch.LaunchOptions("M", name="b"),
-        launch.LaunchOptions("M", name="c", port=second),
+        launch.LaunchOptions("M", host=host, name="b"),
+        launch.LaunchOptions("M", host=host, name="c", port=second),
     ):
         reserved = launch.reserve_instance(order)
         assert reserved.record.port == (order.port or first)
