@@ -56,6 +56,7 @@ class ResponsesRequest(BaseModel):
     stream: bool = False
     include: Any = None
     text: Any = None
+    tool_choice: Any = "auto"
     tools: list[Any] = []
     max_output_tokens: int | None = None
     request_id: str = Field(default_factory=lambda: f"resp_{uuid4().hex}")

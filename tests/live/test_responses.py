@@ -150,27 +150,77 @@ def test_responses_and_events_conform_to_strict_types(base: str, shape: str) -> 
 @pytest.mark.parametrize(
     "given",
     [
+        {"client_metadata": {"installation": "x"}},
         {"moderation": {"model": "m"}},
-        {"prompt": {"id": "pmpt_1"}},
         {"text.verbosity": "high"},
         {"reasoning.mode": "pro"},
+        {"reasoning.summary": "detailed"},
         {"prompt_cache_options.ttl": "12h"},
+        {"prompt_cache_retention": "24h"},
         {"background_options.completion_window": "2h"},
-        {"metadata": {"k" * 65: ""}},
-        {"stream_options": {"include_obfuscation": True}},
-        {"tools[0]": {"type": "web_search"}},
-        {"include": ["web_search_call.results"]},
+        {"stream_options": {"include_usage": True}},
+        {"tools.web_search": [{"type": "web_search", "external_web_access": True}]},
+        {"include.web_search_call.results": ["web_search_call.results"]},
     ],
     ids=lambda given: next(iter(given)),
 )
-def test_a_parameter_that_nobody_acts_on_is_refused(base: str, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_parameter_that_has_no_effect_is_named(
+    base: str, given: dict[str, Any], stream: bool
+) -> None:
     ((name, value),) = given.items()
     outer, _, inner = name.partition(".")
-    asked = {outer: {inner: value}} if inner else {outer: value}
-    asked = {"tools": [value]} if name == "tools[0]" else asked
+    asked = {outer: {inner: value} if inner and isinstance(value, str) else value}
+    made = send_responses_request(
+        base,
+        "",
+        "POST",
+        json={"model": MODEL, "input": "x", "max_output_tokens": 2, "stream": stream, **asked},
+    )
+    assert made.status_code == 200, made.text
+    assert made.headers["vllmops-ignored"] == (
+        "stream_options.include_usage" if stream and name == "stream_options" else name
+    )
+    if outer == "tools":  # openresponses' types know no others than functions
+        return
+    answer = strict.events(made.text)[-1]["response"] if stream else made.json()
+    strict.response(answer)
+    if name in {"text.verbosity", "reasoning.summary"}:
+        assert answer[outer][inner] == value
+    if name == "prompt_cache_retention":
+        assert answer[name] == value
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search_preview"}},
+            "tool_choice",
+        ),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_what_would_make_the_answer_another_one_is_refused(
+    base: str, asked: dict[str, Any], param: str
+) -> None:
     refused = send_responses_request(base, "", "POST", json={"model": MODEL, "input": "x", **asked})
     assert refused.status_code == 400, refused.text
-    assert refused.json()["error"]["param"] == name or name == "include", refused.text
+    assert refused.json()["error"]["param"] == param, refused.text
+
+
+def test_of_allowed_tools_the_model_gets_those_alone(client: Any) -> None:
+    tools = [{**TOOL, "name": name} for name in ("lamp", "door")]
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "door"}],
+    }
+    made = say(client, tools=tools, tool_choice=choice, max_output_tokens=200)
+    assert {item.name for item in made.output if item.type == "function_call"} == {"door"}
+    assert made.tool_choice.model_dump() == choice
+    assert [tool.name for tool in made.tools] == ["lamp", "door"]
 
 
 def test_a_prewarmed_prompt_is_in_the_prefix_cache(client: Any) -> None:

@@ -1,17 +1,24 @@
-"""What becomes of each parameter of a request: it works, or the request is refused and says why.
+"""What becomes of each parameter of a request: it works, or it is ignored and named.
+
+Whatever vLLM itself answers is answered here, too. What has no effect is named in a header of the
+answer, and once in the server's log. Refused is only what would make the answer wrong: a tool that
+must be called and can't be, two parameters that exclude each other.
 
 The manual's page `parameters` has this table; a test compares them, and both with OpenAI's types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from .wire_format import ApiError
+from vllmops.agent.log import log
+
+from .wire_format import INCLUDED, ApiError
 
 
 class ParameterSupport(StrEnum):
@@ -20,6 +27,7 @@ class ParameterSupport(StrEnum):
     WORKS = "works"
     VLLM = "passed to vLLM"
     ECHOED = "echoed"
+    IGNORED = "ignored"
     REFUSED = "refused"
 
 
@@ -29,9 +37,9 @@ class Parameter(NamedTuple):
     Args:
         how: what becomes of it.
         note: for the manual.
-        values: those it may have; None if it is not restricted here.
-        fields: the values that each of its fields may have, None for any; other fields are
-            refused. None if it is not restricted here.
+        values: those that have an effect; None if any has.
+        fields: the values of each of its fields that have an effect, None for any; other fields
+            have none. None if it is no object, or every field of it has one.
     """
 
     how: ParameterSupport
@@ -43,11 +51,12 @@ class Parameter(NamedTuple):
 NO: frozenset[Any] = frozenset()
 SWITCH = frozenset({True, False})
 PARAMETERS: dict[str, Parameter] = {
-    "access_programs": Parameter(ParameterSupport.REFUSED, "there are no access programs", NO),
+    "access_programs": Parameter(ParameterSupport.IGNORED, "there are no access programs", NO),
     "background": Parameter(ParameterSupport.WORKS, "needs `store`"),
     "background_options": Parameter(
         ParameterSupport.WORKS,
-        "`completion_window` can be `soonest`; `continuation_id` is refused",
+        "each runs as soon as it can: `completion_window` is `soonest`, and there is no "
+        "`continuation_id`",
         fields={"completion_window": frozenset({"soonest"}), "continuation_id": NO},
     ),
     "context_management": Parameter(
@@ -58,13 +67,12 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "image": Parameter(
         ParameterSupport.WORKS,
-        "images are never compressed: `context_compression` can be `auto` or `disabled`",
+        "images are never compressed, whatever `context_compression` is",
         fields={"context_compression": frozenset({"auto", "disabled"})},
     ),
     "include": Parameter(
         ParameterSupport.WORKS,
-        "log probabilities, and with `store` false encrypted content; of images in the input and "
-        "of other built-in tools it adds nothing, and results of web searches are refused",
+        "log probabilities, and with `store` false encrypted content; anything else adds nothing",
     ),
     "input": Parameter(
         ParameterSupport.WORKS, "an `item_reference` is refused: send the item itself"
@@ -73,21 +81,19 @@ PARAMETERS: dict[str, Parameter] = {
     "max_output_tokens": Parameter(ParameterSupport.VLLM),
     "max_tool_calls": Parameter(
         ParameterSupport.WORKS,
-        "it counts built-in tools alone, and is refused beside one: nothing counts them",
+        "it counts built-in tools alone, and nothing counts those of vLLM's `--tool-server`",
     ),
-    "metadata": Parameter(
-        ParameterSupport.ECHOED, "16 pairs; keys of 64 and values of 512 characters at most"
-    ),
+    "metadata": Parameter(ParameterSupport.ECHOED),
     "model": Parameter(ParameterSupport.VLLM),
-    "moderation": Parameter(ParameterSupport.REFUSED, "there is no moderation model", NO),
+    "moderation": Parameter(ParameterSupport.IGNORED, "there is no moderation model", NO),
     "parallel_tool_calls": Parameter(ParameterSupport.VLLM),
     "previous_response_id": Parameter(ParameterSupport.WORKS),
-    "prompt": Parameter(ParameterSupport.REFUSED, "no prompt templates are stored", NO),
+    "prompt": Parameter(ParameterSupport.REFUSED, "no prompt templates are stored"),
     "prompt_cache_key": Parameter(ParameterSupport.ECHOED, "the prefix cache is shared without it"),
     "prompt_cache_options": Parameter(
         ParameterSupport.WORKS,
-        "`mode` can be `implicit`; `prewarm` fills the prefix cache and gives no output, without "
-        "`stream`, `background` and `conversation`; `ttl` and `comparison_response_id` are refused",
+        "`prewarm` fills the prefix cache and gives no output, without `stream`, `background` and "
+        "`conversation`; `mode` is `implicit`; there is no `ttl` and no `comparison_response_id`",
         fields={
             "mode": frozenset({"implicit"}),
             "prewarm": SWITCH,
@@ -96,12 +102,12 @@ PARAMETERS: dict[str, Parameter] = {
         },
     ),
     "prompt_cache_retention": Parameter(
-        ParameterSupport.ECHOED, "can be `in_memory`", frozenset({"in_memory"})
+        ParameterSupport.ECHOED, "it is always `in_memory`", frozenset({"in_memory"})
     ),
     "reasoning": Parameter(
         ParameterSupport.VLLM,
-        "`effort` is passed on; `summary` (or `generate_summary`) can be `auto`, and none is made; "
-        "`context` can be `auto` or `all_turns`, `mode` can be `standard`",
+        "`effort` is passed on; no `summary` (or `generate_summary`) is made, as `auto` says; "
+        "`context` is `all_turns`, and `mode` is `standard`",
         fields={
             "effort": None,
             "summary": frozenset({"auto"}),
@@ -110,9 +116,11 @@ PARAMETERS: dict[str, Parameter] = {
             "mode": frozenset({"standard"}),
         },
     ),
-    "safety_identifier": Parameter(ParameterSupport.ECHOED, "128 characters at most"),
+    "safety_identifier": Parameter(ParameterSupport.ECHOED),
     "service_tier": Parameter(
-        ParameterSupport.WORKS, "there is one, and the answer says so: `default`"
+        ParameterSupport.WORKS,
+        "there is one, and the answer says so: `default`",
+        frozenset({"auto", "default"}),
     ),
     "store": Parameter(ParameterSupport.WORKS),
     "stream": Parameter(ParameterSupport.WORKS),
@@ -124,17 +132,20 @@ PARAMETERS: dict[str, Parameter] = {
     "temperature": Parameter(ParameterSupport.VLLM),
     "text": Parameter(
         ParameterSupport.VLLM,
-        "`format` is passed on; `verbosity` can be `medium`",
+        "`format` is passed on; the model is not told the `verbosity`: `medium` is as good as none",
         fields={"format": None, "verbosity": frozenset({"medium"})},
     ),
     "tool_choice": Parameter(
         ParameterSupport.VLLM,
-        "`required` and the name of a tool need vLLM's `--enable-auto-tool-choice` and "
-        "`--tool-call-parser`; `allowed_tools` and built-in tools are refused",
+        "of `allowed_tools` the model gets those tools alone; `required` and the name of a tool "
+        "need vLLM's `--enable-auto-tool-choice` and `--tool-call-parser`, and a tool that only "
+        "OpenAI runs can't be demanded: that is refused",
     ),
     "tools": Parameter(
         ParameterSupport.VLLM,
-        "functions and custom tools; others only with vLLM's `--tool-server`. Without "
+        "functions, custom tools and namespaces of them. Of built-in tools, vLLM has "
+        "`web_search_preview`, `code_interpreter`, `container` and `mcp`, with its "
+        "`--tool-server`; others are not offered to the model. Without "
         "`--enable-auto-tool-choice` and `--tool-call-parser`, what the model calls stays text",
     ),
     "top_logprobs": Parameter(
@@ -149,51 +160,98 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "user": Parameter(ParameterSupport.ECHOED),
 }
-# The client runs these; vLLM passes them to the model.
+# The client runs these; vLLM passes them to the model. The others vLLM runs with a tool server.
 CLIENT_TOOLS = frozenset({"function", "custom", "namespace"})
-PAIRS, KEY, VALUE, IDENTIFIER = 16, 64, 512, 128
-SPECIAL = frozenset(
-    {"metadata", "safety_identifier", "max_tool_calls", "stream_options", "tools"}
-    | {"prompt_cache_options", "tool_choice"}
-)
+SERVER_TOOLS = frozenset({"web_search_preview", "code_interpreter", "container", "mcp"})
+SPECIAL = frozenset({"include", "max_tool_calls", "stream_options", "tools"})
 CHECKED = SPECIAL.union(
     name for name, one in PARAMETERS.items() if one.values is not None or one.fields is not None
 )
+# The parameters that vLLM may not know, with vllmops' own.
+KNOWN = PARAMETERS.keys() | {"previous_response"}
+# What a client calls a parameter is shown if it looks like a name, and only so many of them.
+SHOWN, MOST_SHOWN = re.compile(r"[A-Za-z0-9_.\-]{1,64}"), 20
+# The names that the log has had.
+reported: set[str] = set()
 
 
-def validate_parameters(request: Any, *, tool_server: bool, tool_parser: bool) -> None:
-    """Refuse what a request asks for and nobody here does.
+def list_ignored_parameters(
+    request: Any, without_effect: Collection[str] = (), *, tool_server: bool
+) -> list[str]:
+    """What a request asks for that has no effect here, by name; logs each name once.
 
     Args:
         request: vLLM's ResponsesRequest.
+        without_effect: names that are known to be among them.
         tool_server: whether vLLM has one, and runs built-in tools.
+    """
+    unknown = request.model_extra and request.model_extra.keys() - KNOWN
+    checked = request.model_fields_set & CHECKED
+    if not (unknown or checked or without_effect):
+        return []
+    found = {*(unknown or ()), *without_effect}
+    for name in checked:
+        if getattr(request, name) is not None:
+            found.update(find_ignored_fields(request, name, tool_server=tool_server))
+    named = {name if SHOWN.fullmatch(name) else "(other)" for name in found}
+    names = sorted(named)[:MOST_SHOWN]
+    for name in set(names) - reported:
+        if len(reported) < 10 * MOST_SHOWN:
+            reported.add(name)
+            log.warning("vllmops: requests have %s, which has no effect on this server", name)
+    return names
+
+
+def find_ignored_fields(request: Any, name: str, *, tool_server: bool) -> Iterable[str]:
+    """What of a parameter has no effect: its own name, or those of fields, items or types in it."""
+    value, parameter = getattr(request, name), PARAMETERS[name]
+    match name:
+        case "tools":
+            run = CLIENT_TOOLS | (SERVER_TOOLS if tool_server else NO)
+            return (f"tools.{tool.type}" for tool in value if tool.type not in run)
+        case "include":
+            return (f"include.{one}" for one in value if one not in INCLUDED)
+        case "max_tool_calls":
+            counts = tool_server and any(tool.type not in CLIENT_TOOLS for tool in request.tools)
+            return [name] if counts else ()
+        case "stream_options" if not request.stream:
+            return [name]
+    if parameter.values is not None and not is_among(value, parameter.values):
+        return [name]
+    if parameter.fields is None:
+        return ()
+    if not isinstance(value, dict | BaseModel):
+        return [name]
+    return (
+        f"{name}.{field}"
+        for field, inner in get_given_fields(value).items()
+        if inner is not None and not is_among(inner, parameter.fields.get(field, NO))
+    )
+
+
+def is_among(value: Any, values: frozenset[Any] | None) -> bool:
+    """Whether a value of any type is one of some; each is one of None."""
+    return values is None or (isinstance(value, str | bool) and value in values)
+
+
+def validate_parameters(request: Any, *, tool_parser: bool) -> None:
+    """Refuse what would make the answer another than the one that a request asks for.
+
+    Args:
+        request: vLLM's ResponsesRequest.
         tool_parser: whether vLLM makes calls of what the model says.
 
     Raises:
         ApiError: which parameter it is, and why.
     """
-    for name in sorted(request.model_fields_set & CHECKED):
-        value = getattr(request, name)
-        if value is None:
-            continue
-        parameter = PARAMETERS[name]
-        if parameter.values is not None:
-            validate_value(name, value, parameter.values, parameter.note)
-        if parameter.fields is not None:
-            if not isinstance(value, dict | BaseModel):
-                raise ApiError(400, f"{name} must be an object", name)
-            for field, inner in get_given_fields(value).items():
-                if field not in parameter.fields:
-                    raise ApiError(400, f"Unknown parameter: '{name}.{field}'.", f"{name}.{field}")
-                allowed = parameter.fields[field]
-                if inner is not None and allowed is not None:
-                    validate_value(f"{name}.{field}", inner, allowed, parameter.note)
-    if special := request.model_fields_set & SPECIAL:
-        validate_limits(request, special)
-        if not tool_server:
-            validate_tools(request)
-        if "tool_choice" in special:
-            validate_tool_choice(request.tool_choice, tool_parser=tool_parser)
+    # Its input would be added to a conversation, and once more by the request that it prepares.
+    if is_prewarm_request(request) and (
+        request.stream or request.background or get_parameter(request, "conversation")
+    ):
+        name = "prompt_cache_options.prewarm"
+        raise ApiError(400, f"{name} can't be used with stream, background or conversation", name)
+    if "tool_choice" in request.model_fields_set:
+        validate_tool_choice(request, tool_parser=tool_parser)
 
 
 def get_parameter(request: Any, name: str) -> Any:
@@ -206,78 +264,74 @@ def get_given_fields(value: Any) -> dict[str, Any]:
     """What an object in a request was given, whether vLLM has a type for it or not."""
     if isinstance(value, BaseModel):
         return {name: getattr(value, name) for name in value.model_fields_set}
-    return value or {}
+    return value if isinstance(value, dict) else {}
 
 
-def validate_value(name: str, value: Any, allowed_values: frozenset[Any], note: str) -> None:
-    """Raise Refused where a value is not among those that are allowed."""
-    if isinstance(value, str | bool) and value in allowed_values:
-        return
-    shown = f" {value!r}" if isinstance(value, str | bool) and allowed_values else ""
-    raise ApiError(400, f"{name}{shown} is not supported: {note}", name)
-
-
-def validate_limits(request: Any, names: set[str]) -> None:
-    """Raise Refused where a value is too large, or needs another one."""
-    if "metadata" in names and request.metadata:
-        if len(request.metadata) > PAIRS:
-            raise ApiError(400, f"metadata has more than {PAIRS} pairs", "metadata")
-        for key, value in request.metadata.items():
-            if len(key) > KEY:
-                raise ApiError(400, f"a key of metadata has more than {KEY} characters", "metadata")
-            if len(value) > VALUE:
-                message = f"a value of metadata has more than {VALUE} characters"
-                raise ApiError(400, message, "metadata")
-    identifier = request.safety_identifier if (name := "safety_identifier") in names else None
-    if not isinstance(identifier, str | None) or len(identifier or "") > IDENTIFIER:
-        raise ApiError(400, f"{name} must be a string of at most {IDENTIFIER} characters", name)
-    if "stream_options" in names and request.stream_options and not request.stream:
-        raise ApiError(400, "stream_options needs stream", "stream_options")
-    # Its input would be added to a conversation, and once more by the request that it prepares.
-    alone = not (request.stream or request.background or get_parameter(request, "conversation"))
-    if is_prewarm_request(request) and not alone:
-        name = "prompt_cache_options.prewarm"
-        raise ApiError(400, f"{name} can't be used with stream, background or conversation", name)
-    if (limit := request.max_tool_calls) is not None:
-        if limit < 1:
-            raise ApiError(400, "max_tool_calls must be at least 1", "max_tool_calls")
-        if any(tool.type not in CLIENT_TOOLS for tool in request.tools):
-            message = f"max_tool_calls is not supported: {PARAMETERS['max_tool_calls'].note}"
-            raise ApiError(400, message, "max_tool_calls")
-
-
-def validate_tools(request: Any) -> None:
-    """Raise Refused where a request has a tool that only a tool server runs."""
-    for index, tool in enumerate(request.tools):
-        if tool.type not in CLIENT_TOOLS:
-            name = f"tools[{index}]"
-            message = f"{name} is of type {tool.type!r}, and this server has no tool server"
-            raise ApiError(400, message, name)
-
-
-def validate_tool_choice(choice: Any, *, tool_parser: bool) -> None:
-    """Raise Refused where the model would not be made to call what it must."""
+def validate_tool_choice(request: Any, *, tool_parser: bool) -> None:
+    """Raise `ApiError` where the model would not be made to call what it must."""
+    choice = request.tool_choice
     kind = choice if isinstance(choice, str) else get_given_fields(choice).get("type")
     if kind in {"auto", "none"}:
         return
     if kind not in {"required", *CLIENT_TOOLS}:
-        message = f"tool_choice of type {kind!r} is not supported: vLLM does not act on it"
+        message = f"tool_choice of type {kind!r} is not supported: nothing here runs such a tool"
+        raise ApiError(400, message, "tool_choice")
+    if not any(tool.type in CLIENT_TOOLS for tool in request.tools):
+        message = f"tool_choice {kind!r} needs a tool that the model can be given, and has none"
         raise ApiError(400, message, "tool_choice")
     if not tool_parser:
         message = f"tool_choice {kind!r} needs --enable-auto-tool-choice and --tool-call-parser"
         raise ApiError(400, message, "tool_choice")
 
 
+def restrict_tools(request: Any) -> dict[str, Any]:
+    """Leave a request the tools that its ``tool_choice`` allows, with the mode that it says.
+
+    Args:
+        request: vLLM's ResponsesRequest.
+
+    Returns:
+        What was changed, as the client has sent it: its answer repeats that.
+    """
+    choice = request.tool_choice
+    if getattr(choice, "type", None) != "allowed_tools":
+        return {}
+    sent = {"tools": request.tools, "tool_choice": choice}
+    request.tools = [kept for tool in request.tools for kept in reduce_tool(tool, choice.tools)]
+    # None is offered, as vLLM has it for a request without tools.
+    request.tool_choice = choice.mode if request.tools or choice.mode != "auto" else "none"
+    return sent
+
+
+def get_sent_fields(request: Any) -> dict[str, Any]:
+    """What a client has sent of the fields in which vLLM is asked for something else."""
+    sent: dict[str, Any] = getattr(request, "_sent", {})
+    return sent
+
+
+def reduce_tool(tool: BaseModel, allowed: list[dict[str, Any]]) -> Iterator[BaseModel]:
+    """What is allowed of a tool, if anything is: all of it, or some of the tools of a namespace.
+
+    Args:
+        tool: of a request.
+        allowed: what is allowed, each with the fields that tell which tool it is.
+    """
+    fields = get_given_fields(tool)
+    if any(one and one.items() <= fields.items() for one in allowed):
+        yield tool
+    elif kept := [some for one in fields.get("tools") or () for some in reduce_tool(one, allowed)]:
+        yield tool.model_copy(update={"tools": kept})
+
+
 def is_prewarm_request(request: Any) -> bool:
     """Whether a request only fills the prefix cache."""
-    return bool(get_given_fields(get_parameter(request, "prompt_cache_options")).get("prewarm"))
+    return get_given_fields(get_parameter(request, "prompt_cache_options")).get("prewarm") is True
 
 
 def should_obfuscate(request: Any) -> bool:
     """Whether the events of a request's stream are to be of like sizes."""
-    return bool(
-        get_given_fields(get_parameter(request, "stream_options")).get("include_obfuscation")
-    )
+    options = get_given_fields(get_parameter(request, "stream_options"))
+    return options.get("include_obfuscation") is True
 
 
 def render_parameter_table() -> str:

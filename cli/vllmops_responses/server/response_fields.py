@@ -17,7 +17,7 @@ from openai.types.shared import ResponseFormatText
 from pydantic import BaseModel
 
 from ..store.response_defaults import DEFAULTS
-from .request_parameters import get_parameter, should_obfuscate
+from .request_parameters import get_parameter, get_sent_fields, should_obfuscate
 from .wire_format import ENCODE, EncodedEvent
 
 DELTA = msgspec.json.Decoder(dict[str, Any])
@@ -58,6 +58,8 @@ def fill_response(response: Any, request: Any) -> Any:
     set_field("store", bool(request.store))
     set_field("service_tier", "default")  # vLLM has no other
     set_field("text", fill_text_config(request.text))
+    for name, value in get_sent_fields(request).items():
+        set_field(name, value)
     if response.status == "completed":
         set_field("completed_at", int(time.time()))
     if response.usage:

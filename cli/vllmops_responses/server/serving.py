@@ -12,6 +12,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
+    Collection,
     Iterator,
 )
 from contextlib import contextmanager
@@ -67,8 +68,6 @@ FAILED = "The generation failed."
 # In a copy of a request whose input has the turns before it already, and is counted as it is. Where
 # it is too long, nobody is to free the blocks that another server has filled for the request.
 ALONE = {"previous_response_id": None, "truncation": "disabled", "kv_transfer_params": None}
-# The parameters that vLLM may not know.
-KNOWN = request_parameters.PARAMETERS.keys() | {carrier_merge.PREVIOUS}
 
 
 class DiscardingDict(dict[str, Any]):
@@ -162,7 +161,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
 
     async def prepare_turn(self, request: Any, raw_request: Request) -> Turn | None:
         """Check a request, collect what it needs; as `answer_create_request`, `build_turn`."""
-        await self.validate_parameters(request, raw_request)
+        await self.validate_request(request, raw_request)
         if request_parameters.is_prewarm_request(request):
             request.max_output_tokens = 1  # vLLM's least
         if get_previous_response(request) is not None:
@@ -173,6 +172,8 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
                 raise ApiError(400, message, "background")
             request.store = False
         threshold = self.find_compact_threshold(request)
+        if threshold is None and request_parameters.get_parameter(request, compaction.FIELD):
+            raw_request.state.ignored.append(compaction.FIELD)
         if request.background and not request.store:
             raise ApiError(400, "background can only be used when store is true", "background")
         turn = await self.build_turn(request, raw_request, compacts=threshold is not None)
@@ -205,20 +206,25 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             answer.output.append(item)
         return await self.store_response(turn, response_fields.fill_response(answer, request))
 
-    async def validate_parameters(self, request: Any, raw_request: Request) -> None:
-        """Check that each parameter of a request works.
+    async def validate_request(
+        self, request: Any, raw_request: Request, without_effect: Collection[str] = ()
+    ) -> None:
+        """Check a request's parameters, and note for its answer those that have no effect.
+
+        Args:
+            request: vLLM's ResponsesRequest.
+            raw_request: the HTTP request, which gets the names.
+            without_effect: names that are known to be among them.
 
         Raises:
-            ApiError: there is no such parameter, or it can't do what the request asks for; or the
-                request has what is no text.
+            ApiError: one can't do what the request asks for; or the request has what is no text.
         """
         wire_format.validate_utf8(await raw_request.body())
-        if request.model_extra and (unknown := request.model_extra.keys() - KNOWN):
-            raise ApiError(400, f"Unknown parameter: {min(unknown)!r}.", min(unknown))
         request_parameters.validate_parameters(
-            request,
-            tool_server=self.tool_server is not None,
-            tool_parser=vllm_interface.can_parse_tool_calls(self),
+            request, tool_parser=vllm_interface.can_parse_tool_calls(self)
+        )
+        raw_request.state.ignored = request_parameters.list_ignored_parameters(
+            request, without_effect, tool_server=self.tool_server is not None
         )
 
     async def answer_count_request(
@@ -237,7 +243,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             ApiError: the request is invalid, or this vLLM can't render without an answer.
             StoreUnavailable: the store is down.
         """
-        await self.validate_parameters(request, raw_request)
+        await self.validate_request(request, raw_request)
         token_count.reduce_to_input(request)
         turn = await self.build_turn(request, raw_request, adds=False)
         with set_current_turn(turn):
@@ -272,15 +278,9 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
     # Compaction
 
     def find_compact_threshold(self, request: Any) -> int | None:
-        """From how many tokens on a request wants its conversation compacted; None if it does not.
-
-        Raises:
-            ApiError: it asks for it in a wrong way, or this server can't seal a compaction.
-        """
-        tokens_ = compaction.parse_compact_threshold(request, self.model_config.max_model_len)
-        if tokens_ is not None:
-            carrier_sealing.require_sealing_key(self.get_keyring())
-        return tokens_
+        """From how many tokens on a request gets its conversation compacted; None if never."""
+        wanted = compaction.parse_compact_threshold(request, self.model_config.max_model_len)
+        return wanted if wanted and carrier_sealing.can_seal(self.get_keyring()) else None
 
     async def answer_compact_request(
         self, request: Any, raw_request: Request
@@ -298,8 +298,8 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             ApiError: the request is invalid, or this server can't seal a compaction.
             StoreUnavailable: the store is down.
         """
-        await self.validate_parameters(request, raw_request)
-        compaction.validate_compact_body(await raw_request.body())
+        without_effect = compaction.validate_compact_body(await raw_request.body())
+        await self.validate_request(request, raw_request, without_effect)
         carrier_sealing.require_sealing_key(self.get_keyring())
         token_count.reduce_to_input(request)
         turn = await self.build_turn(request, raw_request, compacts=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, get_args, get_origin
 
 from openai.types.responses import ResponseContentPartAddedEvent, ResponseContentPartDoneEvent
-from pydantic import WrapValidator, model_validator
+from pydantic import PrivateAttr, WrapValidator, model_validator
 from vllm import envs
 from vllm.entrypoints.openai.responses import serving
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as Request
@@ -23,6 +23,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 
 from ..store.ids import is_storable
+from .request_parameters import restrict_tools
 
 try:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -222,6 +223,10 @@ else:
         """VLLM's request, which also takes what OpenAI's API lets clients leave out."""
 
         input: Input
+        # Any, of which those that vLLM does not know have no effect.
+        include: list[str] | None = None
+        # What the answer repeats of the request, where vLLM is asked for something else.
+        _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
 
         @model_validator(mode="before")
         @classmethod
@@ -233,6 +238,11 @@ else:
             if isinstance(items := given.get("input"), list):
                 given["input"] = list(map(complete_input_item, items))
             return given
+
+        @model_validator(mode="after")
+        def restrict(self) -> Self:
+            self._sent = restrict_tools(self)
+            return self
 
 
 def parse_items(items: list[dict[str, Any]]) -> list[Any]:

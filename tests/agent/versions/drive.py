@@ -605,7 +605,7 @@ async def check_event_fields(serving: Any) -> None:
     from openai.types.responses import ResponseStreamEvent
     from pydantic import TypeAdapter
 
-    from vllmops_responses.server import request_parameters, wire_format
+    from vllmops_responses.server import request_parameters
     from vllmops_responses.server import response_fields as fields
     from vllmops_responses.server import vllm_interface as adapter
     from vllmops_responses.server.conversations import turn as ours
@@ -633,20 +633,49 @@ async def check_event_fields(serving: Any) -> None:
         input_tokens_details=details,
         output_tokens_details={"reasoning_tokens": 0},
     )
-    for given, param in {
-        "prompt_cache_options": ({"mode": "explicit"}, ".mode"),
-        "moderation": ({"model": "m"}, ""),
-        "text": ({"verbosity": "high"}, ".verbosity"),
-    }.items():
-        asked = protocol.ResponsesRequest.model_validate(
-            {"model": "m", "input": "hi", given: param[0]}
-        )
-        try:
-            request_parameters.validate_parameters(asked, tool_server=False, tool_parser=True)
-            refused = None
-        except wire_format.ApiError as error:
-            refused = error.param
-        assert refused == given + param[1]
+    hints = {
+        "client_metadata": {"a": "b"},
+        "include": ["web_search_call.results"],
+        "moderation": {"model": "m"},
+        "prompt_cache_options": {"mode": "explicit"},
+        "text": {"verbosity": "high"},
+    }
+    asked = adapter.ResponsesRequest.model_validate({"model": "m", "input": "hi", **hints})
+    request_parameters.validate_parameters(asked, tool_parser=True)
+    assert request_parameters.list_ignored_parameters(asked, tool_server=False) == [
+        "client_metadata",
+        "include.web_search_call.results",
+        "moderation",
+        "prompt_cache_options.mode",
+        "text.verbosity",
+    ]
+    lamp: dict[str, Any] = {"type": "function", "name": "lamp", "parameters": {}}
+    door = {**lamp, "name": "door"}
+    choice = {
+        "type": "allowed_tools",
+        "mode": "required",
+        "tools": [{"type": "function", "name": "door"}],
+    }
+    asked = adapter.ResponsesRequest.model_validate(
+        {"model": "m", "input": "hi", "tools": [lamp, door], "tool_choice": choice}
+    )
+    assert ([tool.name for tool in asked.tools], asked.tool_choice) == (["door"], "required")
+    made = fields.fill_response(
+        protocol.ResponsesResponse.from_request(
+            asked,
+            importlib.import_module("vllm.sampling_params").SamplingParams(max_tokens=4),
+            "m",
+            1,
+            output=[],
+            status="completed",
+        ),
+        asked,
+    )
+    told = json.loads(fields.encode_model(made))
+    assert ([tool["name"] for tool in told["tools"]], told["tool_choice"]) == (
+        ["lamp", "door"],
+        choice,
+    )
     warm = {"model": "m", "input": "hi", "prompt_cache_options": {"prewarm": True}}
     assert request_parameters.is_prewarm_request(protocol.ResponsesRequest.model_validate(warm))
     for status in ("completed", "incomplete"):

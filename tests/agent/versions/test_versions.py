@@ -190,7 +190,7 @@ def test_hooks_follow_shims(made_up: Callable[..., Vllm]) -> None:
     found: Any = process.run("out = drive_features()")
     assert found == features.load_tested_versions()[NEWEST_BUILD].results
     assert process.run("out = vllm_objects.problems") == []
-    assert process.run("out = lines") == [
+    assert process.run("out = [line for line in lines if 'has no effect' not in line]") == [
         "vllmops: vLLM 0.34.0 is newer than 0.33, the newest tested"
     ]
     module = process.run("out = module_locations.find_symbol_module('engine-core')")

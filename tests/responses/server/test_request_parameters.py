@@ -15,7 +15,7 @@ from openai.types.shared import Reasoning
 from pydantic import BaseModel, ConfigDict
 
 from vllmops_responses.server import request_parameters, response_fields, wire_format
-from vllmops_responses.server.request_parameters import PARAMETERS, ParameterSupport
+from vllmops_responses.server.request_parameters import PARAMETERS
 from vllmops_responses.server.wire_format import ApiError, EncodedEvent
 from vllmops_responses.store.backend import Response
 
@@ -23,7 +23,9 @@ PAGE = Path(request_parameters.__file__).parents[2] / "vllmops/docs/parameters.m
 
 
 class Tool(BaseModel):
+    model_config = ConfigDict(extra="allow")
     type: str
+    tools: list[Tool] | None = None
 
 
 class Request(BaseModel):
@@ -31,6 +33,7 @@ class Request(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     background: bool = False
+    include: list[str] | None = None
     max_tool_calls: int | None = None
     metadata: dict[str, str] | None = None
     reasoning: Reasoning | None = None
@@ -39,17 +42,28 @@ class Request(BaseModel):
     tools: list[Tool] = []
 
 
-def find_refused_parameter(**given: Any) -> str:
+@pytest.fixture(autouse=True)
+def log_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_parameters, "reported", set())
+
+
+def list_named(*names: str) -> list[str]:
+    """Which of some parameters that nobody knows are named."""
+    request = Request.model_validate(dict.fromkeys(names, 1))
+    return request_parameters.list_ignored_parameters(request, tool_server=False)
+
+
+def find_refused_parameter(*, tool_parser: bool = True, **given: Any) -> str:
     """Which parameter of a request is refused; empty if none is."""
-    return refused_of(Request(**given), tool_parser=True)
-
-
-def refused_of(request: Request, *, tool_parser: bool) -> str:
     try:
-        request_parameters.validate_parameters(request, tool_server=False, tool_parser=tool_parser)
+        request_parameters.validate_parameters(Request(**given), tool_parser=tool_parser)
     except ApiError as error:
         return error.param if error.status == 400 and error.message and error.param else "?"
     return ""
+
+
+def list_ignored(*, tool_server: bool = False, **given: Any) -> list[str]:
+    return request_parameters.list_ignored_parameters(Request(**given), tool_server=tool_server)
 
 
 def test_the_table_has_what_the_official_client_sends() -> None:
@@ -71,45 +85,32 @@ def test_the_manual_has_the_table() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, one in PARAMETERS.items() if one.how == ParameterSupport.REFUSED]
-)
-def test_unsupported_parameter_is_refused_by_name(name: str) -> None:
-    assert find_refused_parameter(**{name: {"id": "x"}}) == name
-    assert find_refused_parameter(**{name: None}) == ""
-
-
-@pytest.mark.parametrize(
-    ("given", "param"),
+    ("given", "name"),
     [
+        *(({name: {"id": "x"}}, "") for name in ("access_programs", "moderation")),
+        ({"client_metadata": {"installation": "x"}}, ""),
         ({"background_options": {"completion_window": "2h"}}, ".completion_window"),
         ({"background_options": {"continuation_id": "x"}}, ".continuation_id"),
         ({"background_options": {"window": "x"}}, ".window"),
         ({"background_options": "soonest"}, ""),
         ({"image": {"context_compression": "enabled"}}, ".context_compression"),
-        ({"max_tool_calls": 0}, ""),
-        ({"max_tool_calls": 1, "tools": [{"type": "code_interpreter"}]}, ""),
-        ({"metadata": {str(n): "" for n in range(17)}}, ""),
-        ({"metadata": {"k" * 65: ""}}, ""),
-        ({"metadata": {"k": "v" * 513}}, ""),
-        ({"prompt_cache_options": {"prewarm": True}, "stream": True}, ".prewarm"),
-        ({"prompt_cache_options": {"prewarm": True}, "background": True}, ".prewarm"),
-        ({"prompt_cache_options": {"prewarm": True}, "conversation": "conv_1"}, ".prewarm"),
+        ({"include": ["web_search_call.results"]}, ".web_search_call.results"),
+        ({"include": ["anything"]}, ".anything"),
         ({"prompt_cache_options": {"prewarm": "yes"}}, ".prewarm"),
         ({"prompt_cache_options": {"ttl": ["30m"]}}, ".ttl"),
         ({"prompt_cache_retention": "24h"}, ""),
         ({"reasoning": {"summary": "detailed"}}, ".summary"),
-        ({"safety_identifier": "s" * 129}, ""),
-        ({"safety_identifier": 5}, ""),
+        ({"service_tier": "flex"}, ""),
         ({"stream_options": {"include_obfuscation": True}}, ""),
         ({"stream_options": {"include_usage": True}, "stream": True}, ".include_usage"),
-        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, ""),
-        ({"tool_choice": {"type": "file_search"}}, ""),
-        ({"tool_choice": {"type": "mcp", "server_label": "s"}}, ""),
-        ({"tools": [{"type": "function"}, {"type": "file_search"}]}, "[1]"),
+        ({"text": {"verbosity": "low"}}, ".verbosity"),
+        ({"tools": [{"type": "function"}, {"type": "file_search"}]}, ".file_search"),
+        ({"tools": [{"type": "mcp"}], "max_tool_calls": 1}, ".mcp"),
     ],
 )
-def test_a_value_that_nobody_acts_on_is_refused(given: dict[str, Any], param: str) -> None:
-    assert find_refused_parameter(**given) == next(iter(given)) + param
+def test_what_has_no_effect_is_named(given: dict[str, Any], name: str) -> None:
+    assert list_ignored(**given) == [next(iter(given)) + name]
+    assert find_refused_parameter(**given) == ""
 
 
 @pytest.mark.parametrize(
@@ -117,30 +118,105 @@ def test_a_value_that_nobody_acts_on_is_refused(given: dict[str, Any], param: st
     [
         {"background_options": {"completion_window": "soonest", "continuation_id": None}},
         {"image": {"context_compression": "auto"}},
+        {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]},
         {"max_tool_calls": 1, "tools": [{"type": "function"}]},
-        {"metadata": {"k" * 64 if n == 0 else str(n): "v" * 512 for n in range(16)}},
+        {"metadata": {str(n): "v" * 600 for n in range(20)}},
+        {"previous_response": {"id": "resp_1"}},
         {"prompt_cache_options": {"mode": "implicit", "prewarm": True}},
         {"prompt_cache_options": {"prewarm": True}, "conversation": None},
         {"prompt_cache_options": {"prewarm": False}, "conversation": "conv_1"},
         {"prompt_cache_retention": "in_memory"},
         {"reasoning": {"effort": "low", "summary": "auto"}},
-        {"safety_identifier": "s" * 128},
+        {"safety_identifier": "s" * 200},
         {"stream_options": {"include_obfuscation": False}, "stream": True},
         {"text": {"format": {"type": "text"}, "verbosity": "medium"}},
-        {"tool_choice": "required"},
-        {"tool_choice": {"type": "function", "name": "lamp"}},
-        {"tool_choice": {"type": "custom", "name": "lamp"}},
+        {"tool_choice": "required", "tools": [{"type": "function"}]},
+        {"tool_choice": {"type": "function", "name": "lamp"}, "tools": [{"type": "function"}]},
+        {"tool_choice": {"type": "custom", "name": "lamp"}, "tools": [{"type": "custom"}]},
     ],
 )
-def test_a_value_that_works_is_taken(given: dict[str, Any]) -> None:
+def test_what_works_is_not_named(given: dict[str, Any]) -> None:
+    assert list_ignored(**given) == []
     assert find_refused_parameter(**given) == ""
+
+
+def test_a_tool_server_runs_the_tools_that_vllm_knows() -> None:
+    tools = [{"type": "code_interpreter"}, {"type": "file_search"}]
+    assert list_ignored(tools=tools, tool_server=True) == ["tools.file_search"]
+    assert list_ignored(tools=tools[:1], tool_server=True, max_tool_calls=1) == ["max_tool_calls"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"stream": True},
+        {"background": True},
+        {"conversation": "conv_1"},
+    ],
+)
+def test_a_prewarm_that_would_add_twice_is_refused(given: dict[str, Any]) -> None:
+    refused = find_refused_parameter(prompt_cache_options={"prewarm": True}, **given)
+    assert refused == "prompt_cache_options.prewarm"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["required", {"type": "web_search_preview"}, {"type": "mcp", "server_label": "s"}],
+)
+def test_no_tool_is_demanded_that_nothing_here_runs(choice: Any) -> None:
+    given = {"tools": [{"type": "web_search_preview"}], "tool_choice": choice}
+    assert find_refused_parameter(**given) == "tool_choice"
 
 
 def test_no_tool_is_demanded_where_nothing_makes_calls_of_what_the_model_says() -> None:
     demands: tuple[Any, ...] = ("required", {"type": "function", "name": "lamp"})
     for choice in ("auto", "none", *demands):
-        found = refused_of(Request(tool_choice=choice), tool_parser=False)
-        assert found == ("tool_choice" if choice in demands else "")
+        given = {"tools": [{"type": "function"}], "tool_choice": choice}
+        refused = find_refused_parameter(**given, tool_parser=False)
+        assert refused == ("tool_choice" if choice in demands else "")
+
+
+def test_what_a_client_calls_a_parameter_can_forge_no_header_and_flood_no_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert list_named("a\r\nset-cookie", "ü", "x" * 65) == ["(other)"]
+    for _ in range(2):
+        assert len(list_named(*(f"x{n:04}" for n in range(1000)))) == 20
+    for n in range(1000):
+        list_named(f"y{n}")
+    assert len(caplog.records) == 200
+
+
+def restrict(**given: Any) -> tuple[Request, dict[str, Any]]:
+    request = Request(**given)
+    return request, request_parameters.restrict_tools(request)
+
+
+def test_allowed_tools_are_all_that_the_model_gets() -> None:
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "name": "lamp"},
+        {"type": "function", "name": "door"},
+        {"type": "namespace", "name": "house", "tools": [{"type": "function", "name": "roof"}]},
+    ]
+
+    def allow(mode: str, *allowed: dict[str, Any]) -> tuple[Any, list[Any]]:
+        choice = {"type": "allowed_tools", "mode": mode, "tools": list(allowed)}
+        request, sent = restrict(tools=tools, tool_choice=choice)
+        assert sent["tool_choice"].model_dump() == choice
+        assert [tool.name for tool in sent["tools"]] == ["lamp", "door", "house"]
+        left = [tool.model_dump(exclude_unset=True) for tool in request.tools]
+        return request.tool_choice, left
+
+    assert allow("auto", {"type": "function", "name": "door"}) == ("auto", tools[1:2])
+    assert allow("required", {"type": "function", "name": "roof"}) == ("required", tools[2:])
+    assert allow("auto", {"type": "namespace", "name": "house"}) == ("auto", tools[2:])
+    assert allow("auto", {"type": "function", "name": "cat"}) == ("none", [])
+    assert allow("required", {}) == ("required", [])
+
+
+def test_tools_that_nothing_restricts_stay() -> None:
+    request, sent = restrict(tools=[{"type": "function"}], tool_choice="required")
+    assert (len(request.tools), request.tool_choice, sent) == (1, "required", {})
 
 
 def test_padding_is_put_into_stored_events_and_taken_out() -> None:

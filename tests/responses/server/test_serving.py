@@ -99,12 +99,13 @@ async def main():
     request = Asked(input=items, kv_transfer_params={"do_remote_prefill": True})
     await Served().truncate_input(request)
     assert (len(request.input), freed) == (2, []) and asked, (request, freed, asked)
-    request = Asked(kv_transfer_params={"do_remote_prefill": True}, unknown=1)
+    choice = {"type": "file_search"}
+    request = Asked(kv_transfer_params={"do_remote_prefill": True}, tool_choice=choice)
     raw = SimpleNamespace(body=lambda: asyncio.sleep(0, b"{}"))
     try:
         await Served().answer_create_request(request, raw)
     except ApiError as error:
-        assert (error.param, freed) == ("unknown", [raw])
+        assert (error.param, freed) == ("tool_choice", [raw])
         print("refused")
 
 asyncio.run(main())

@@ -44,6 +44,8 @@ class Given(BaseModel):
     """A request with any input."""
 
     input: Any = None
+    tools: list[Any] = []
+    tool_choice: Any = "auto"
 
     @classmethod
     def input_item_parsing(cls, given: Any) -> Any:

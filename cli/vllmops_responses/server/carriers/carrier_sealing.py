@@ -38,7 +38,7 @@ def can_seal(keyring: KeyRing | None) -> bool:
             else ("there is no keyring", "vllmops serve creates one, unless --keyring is none")
         )
         log.warning(
-            "vllmops: a client requests reasoning.encrypted_content and gets none: %s; hint: %s",
+            "vllmops: a client requests encrypted content and gets none: %s; hint: %s",
             what,
             hint,
         )

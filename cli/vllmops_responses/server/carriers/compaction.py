@@ -29,10 +29,9 @@ from ...store.backend import BROKEN
 from .. import wire_format
 from ..wire_format import ApiError
 from . import carrier_merge
-from .carrier_merge import COMPACTION, Item, extract_text
+from .carrier_merge import Item, extract_text
 
 FIELD = "context_management"
-PARAM = f"{FIELD}[0].compact_threshold"
 # The parameters of OpenAI's /responses/compact, and those that Codex sends besides.
 PARAMETERS = frozenset(
     {"model", "input", "instructions", "previous_response_id", carrier_merge.PREVIOUS}
@@ -117,35 +116,26 @@ def parse_compact_threshold(request: Any, max_model_len: int) -> int | None:
     """From how many tokens on a request wants its conversation compacted; None if it does not.
 
     Args:
-        request: vLLM's.
+        request: vLLM's; a ``context_management`` that makes no sense is as if there was none.
         max_model_len: how many tokens the model takes.
-
-    Raises:
-        ApiError: its ``context_management`` is invalid.
     """
-    asked = getattr(request, FIELD, None)
-    if asked is None:
-        return None
-    if not (isinstance(asked, list) and len(asked) == 1 and isinstance(asked[0], dict)):
-        raise ApiError(400, f"{FIELD} must be a list of one object.", FIELD)
-    (entry,) = asked
-    if entry.get("type") != COMPACTION:
-        raise ApiError(400, f"The only type of {FIELD} is '{COMPACTION}'.", f"{FIELD}[0].type")
-    if unknown := entry.keys() - {"type", "compact_threshold"}:
-        raise ApiError(400, f"Unknown parameter: {min(unknown)!r}.", f"{FIELD}[0].{min(unknown)}")
-    tokens = entry.get("compact_threshold")
-    if tokens is None:
-        return int(max_model_len * FULL)
-    if type(tokens) is not int or tokens < 1:
-        raise ApiError(400, "compact_threshold must be a number of tokens, 1 or more.", PARAM)
-    return tokens
+    match getattr(request, FIELD, None):
+        case [{"type": carrier_merge.COMPACTION} as entry, *_]:
+            tokens = entry.get("compact_threshold")
+            if tokens is None:
+                return int(max_model_len * FULL)
+            return tokens if type(tokens) is int and tokens >= 1 else None
+    return None
 
 
-def validate_compact_body(body: bytes) -> None:
-    """Check that a request for a compaction names a model, and nothing of which nothing would come.
+def validate_compact_body(body: bytes) -> set[str]:
+    """Check that a request for a compaction names a model.
 
     Args:
         body: of the request, a JSON object.
+
+    Returns:
+        The parameters that have no effect on a compaction.
 
     Raises:
         ApiError: it does not.
@@ -156,9 +146,7 @@ def validate_compact_body(body: bytes) -> None:
         raise ApiError(400, f"The request is not strict JSON: {error}") from error
     if bytes(given.get("model", b"null")) == b"null":
         raise ApiError(400, "Missing required parameter: 'model'.", "model")
-    if unknown := given.keys() - PARAMETERS:
-        message = f"Unsupported parameter of a compaction: {min(unknown)!r}."
-        raise ApiError(400, message, min(unknown))
+    return given.keys() - PARAMETERS
 
 
 def build_summary_parameters(request: Any, max_model_len: int) -> dict[str, Any]:

@@ -25,11 +25,12 @@ from ...store.ids import is_valid_id
 from ...store.response_store import ResponseStore
 from .. import wire_format
 from ..carriers.carrier_merge import COMPACTION, extract_readable_part
-from ..request_parameters import KEY, PAIRS, VALUE
 from ..wire_format import ENCODE, ENCRYPTED, LOGPROBS, ApiError, validate_include
 
 PARAM = "conversation"
 REFERENCE = "item_reference"  # which vLLM takes for an item, and cannot render
+# What metadata may have.
+PAIRS, KEY, VALUE = 16, 64, 512
 AT_ONCE = 20  # items that one request can add, in OpenAI's API
 PREFIXES = {
     "message": "msg",

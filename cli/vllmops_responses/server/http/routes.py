@@ -67,6 +67,8 @@ INCLUDE = {
         }
     ]
 }
+# The header that names the parameters which had no effect.
+IGNORED = "vllmops-ignored"
 router = APIRouter(route_class=DirectRoute, responses={"4XX": ERROR, "5XX": ERROR})
 
 
@@ -164,11 +166,18 @@ def answer_errors(handler: Handler) -> Handler:
     return wrapper
 
 
-def make_http_response(answer: bytes | AsyncIterator[EncodedEvent] | ErrorResponse) -> Response:
+def make_http_response(
+    answer: bytes | AsyncIterator[EncodedEvent] | ErrorResponse, raw_request: Request
+) -> Response:
     """What the serving class made of a request, as an HTTP answer."""
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(mode="json", by_alias=True), answer.error.code)
-    return make_json_response(answer) if isinstance(answer, bytes) else make_stream_response(answer)
+    response = (
+        make_json_response(answer) if isinstance(answer, bytes) else make_stream_response(answer)
+    )
+    if raw_request.state.ignored:
+        response.headers[IGNORED] = ", ".join(raw_request.state.ignored)
+    return response
 
 
 def make_json_response(body: bytes) -> Response:
@@ -236,7 +245,7 @@ async def retrieve_responses(
 async def create_responses(request: ResponsesRequest, raw_request: Request) -> Response:
     """Make a response."""
     return make_http_response(
-        await require_handler(raw_request).answer_create_request(request, raw_request)
+        await require_handler(raw_request).answer_create_request(request, raw_request), raw_request
     )
 
 
@@ -247,7 +256,7 @@ async def create_responses(request: ResponsesRequest, raw_request: Request) -> R
 async def count_input_tokens(request: CountRequest, raw_request: Request) -> Response:
     """Count the tokens that a response to the same request would have as its input."""
     return make_http_response(
-        await require_handler(raw_request).answer_count_request(request, raw_request)
+        await require_handler(raw_request).answer_count_request(request, raw_request), raw_request
     )
 
 
@@ -258,7 +267,7 @@ async def count_input_tokens(request: CountRequest, raw_request: Request) -> Res
 async def compact_responses(request: CompactRequest, raw_request: Request) -> Response:
     """Replace a conversation by its user's messages and a sealed summary."""
     return make_http_response(
-        await require_handler(raw_request).answer_compact_request(request, raw_request)
+        await require_handler(raw_request).answer_compact_request(request, raw_request), raw_request
     )
 
 
