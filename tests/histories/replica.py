@@ -141,7 +141,7 @@ class Engine:
     async def _run_background_request_stream(self, request: Any) -> None:
         raise NotImplementedError
 
-    async def responses_full_generator(self, request: Any) -> Any:
+    async def responses_full_generator(self, request: Any, *_: Any) -> Any:
         texts = [*map(text_of, list_input_items(request.input))]
         await asyncio.sleep(0.005 + 0.0001 * (crc32(texts[-1].encode()) % 300))
         seen = ",".join(text.partition("|")[0] for text in texts[:-1])

@@ -26,7 +26,9 @@ from vllmops_responses.server.background.background_rerun import AGAIN, MARK
 from ..support.extent import long
 from ..support.waiting import until
 from .clients import (
+    ENDLESS,
     LENGTH,
+    MODEL,
     background,
     base,
     connect,
@@ -80,6 +82,13 @@ def test_restart_with_rerun_continues_background_responses(server: Live) -> None
     assert {p["agent"] for p in before["processes"] if p["role"] != "other"} == {"answers"}
     client, worker = connect(base(server)), server.pids()["worker"]
     plain, streamed = Asked(server), Asked(server, stream=True)
+    answered: list[Any] = []
+    answering = threading.Thread(
+        target=lambda: answered.extend(
+            client.responses.create(model=MODEL, input="a", stream=True, **UNTIL, **ENDLESS)
+        )
+    )
+    answering.start()
     run, dropped = background(client, **UNTIL), background(client, **UNTIL)
     stream, followed = start_background_stream(client, **UNTIL)
     read: list[Any] = []
@@ -94,7 +103,7 @@ def test_restart_with_rerun_continues_background_responses(server: Live) -> None
     client.responses.cancel(dropped.id)
     (engine,) = reach(server, "engine")
     until(
-        lambda: (engine.fetch_engine_state().running or 0) >= 4
+        lambda: (engine.fetch_engine_state().running or 0) >= 5
     )  # a cancelled one may still be there
     os.kill(worker, signal.SIGSTOP)  # so that none ends by itself before the restart
 
@@ -113,6 +122,10 @@ def test_restart_with_rerun_continues_background_responses(server: Live) -> None
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     assert "draining" in streamed.wait_for_answer().text.rstrip().splitlines()[-1]
     reader.join(30)
+    answering.join(30)
+    assert answered[-1].type == "response.failed"
+    numbers = [event.sequence_number for event in answered]
+    assert numbers[-1] > numbers[-2] == len(numbers) - 2
 
     last = read[-1].sequence_number
     rest = list(client.responses.retrieve(followed, stream=True, starting_after=last))

@@ -62,9 +62,9 @@ from .item_conversion import convert_items_to_messages, parse_items
 from .response_fields import encode_model
 from .stored_responses import StoredResponsesApi
 from .vllm_interface import ErrorResponse, GenerationError, ResponsesResponse
-from .wire_format import ApiError, EncodedEvent
+from .wire_format import AbortError, ApiError, EncodedEvent, encode_sse
 
-FAILED = "The generation failed."
+FAILED, CUT_OFF = "The generation failed.", "The server was stopped."
 # In a copy of a request whose input has the turns before it already, and is counted as it is. Where
 # it is too long, nobody is to free the blocks that another server has filled for the request.
 ALONE = {"previous_response_id": None, "truncation": "disabled", "kv_transfer_params": None}
@@ -512,8 +512,14 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         return events
 
     async def responses_full_generator(self, *args: Any, **options: Any) -> Any:
-        """VLLM's answer, after the item of a compaction; a stream's gets it with its events."""
+        """VLLM's answer, after the item of a compaction; a stream's gets it with its events.
+
+        Raises:
+            AbortError: vLLM has ended it before it was complete.
+        """
         answer = await super().responses_full_generator(*args, **options)
+        if vllm_interface.was_aborted(vllm_interface.find_context(*args, **options)):
+            raise AbortError
         turn = current.get()
         item = turn and not turn.request.stream and turn.compaction
         if item and isinstance(answer, ResponsesResponse):
@@ -671,7 +677,12 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         self, turn: Turn | None, request: Any, events: AsyncGenerator[Any, None]
     ) -> AsyncIterator[EncodedEvent]:
         """A foreground stream, with a final event in every case."""
-        response, number, failed = None, -1, None
+        response, number, failed = None, 0, None  # the number is that of the next event
+
+        def make_cut_event() -> bytes:
+            return encode_sse(make_failure_event(response, number, CUT_OFF))
+
+        gate.set_last_event(make_cut_event)
         try:
             async for event in events:
                 if event.type in vllm_interface.ENDS:
@@ -689,6 +700,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
                 if event.type in wire_format.BEGINNINGS:
                     response = set_response_conversation(event.response, turn)
                 yield EncodedEvent(event.type, encode_model(event))
+                number += 1
         except ApiError as error:
             failed = make_failure_event(response, number, error.message)
         except StoreUnavailable as error:
@@ -697,7 +709,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             )
         except Exception as error:
             log.exception("vllmops: a stream failed: %r", error)
-            failed = make_failure_event(response, number + 1, self.explain_error(error))
+            failed = make_failure_event(response, number, self.explain_error(error))
         finally:
             await self.conversations.release_turn(turn)
         if failed:

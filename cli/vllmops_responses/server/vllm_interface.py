@@ -45,6 +45,7 @@ __all__ = [
     "adapt_item",
     "can_parse_tool_calls",
     "can_render_item",
+    "find_context",
     "find_renderer",
     "is_valid_item",
     "listen_for_disconnect",
@@ -56,6 +57,7 @@ __all__ = [
     "require_known_shape",
     "serving",
     "validate_json_request",
+    "was_aborted",
 ]
 
 try:
@@ -99,7 +101,7 @@ METHODS: Final = {
     "_extract_prompt_len": ("prompt",),
     "_run_background_request": ("request",),
     "_run_background_request_stream": ("request",),
-    "responses_full_generator": ("request",),
+    "responses_full_generator": ("request", "sampling_params", "result_generator", "context"),
     "responses_stream_generator": ("request",),
     **dict.fromkeys(RENDERERS, ("request", "prev_response")),
 }
@@ -311,6 +313,24 @@ async def normalize_stream_events(events: AsyncGenerator[Any, None]) -> AsyncGen
                     for item, before in zip(output, streamed, strict=True):
                         item.id = before.id
             yield PARTS[event.type](event) if event.type in PARTS else event
+
+
+def find_context(*given: Any, **options: Any) -> Any:
+    """The context among the arguments of a method that makes an answer; None without one."""
+    at = METHODS["responses_full_generator"].index("context")
+    return options.get("context", given[at] if len(given) > at else None)
+
+
+def was_aborted(context: Any) -> bool:
+    """Whether vLLM has ended an answer before it was complete.
+
+    Args:
+        context: the `ConversationContext` of the answer, in which vLLM collects it.
+    """
+    reason = getattr(context, "finish_reason", None)
+    if reason is None and (last := getattr(context, "last_output", None)) and last.outputs:
+        reason = last.outputs[0].finish_reason
+    return bool(reason == "abort")
 
 
 def find_renderer(handler: Any) -> Any:

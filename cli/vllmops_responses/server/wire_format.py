@@ -46,6 +46,17 @@ class ApiError(Exception):
         self.code = code
 
 
+class AbortError(ApiError):
+    """vLLM ended an answer before it was complete; vLLM itself calls it completed."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            503,
+            "vLLM ended the answer before it was complete: the server was stopped or paused, or an "
+            "operator ended the request.",
+        )
+
+
 class EncodedEvent(NamedTuple):
     """An event of a stream: its type, and all of it as JSON."""
 
@@ -285,6 +296,11 @@ def encode_list_page(documents: list[bytes], ids: list[str], *, has_more: bool) 
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
     tail = ENCODE({**ends, "has_more": has_more})[1:]
     return b'{"object":"list","data":[' + b",".join(documents) + b"]," + tail
+
+
+def encode_sse(frame: EncodedEvent) -> bytes:
+    """An event as a server-sent one."""
+    return b"event: %b\ndata: %b\n\n" % (frame.type.encode(), frame.data)
 
 
 def make_final_event(status: str, number: int, body: bytes) -> EncodedEvent:

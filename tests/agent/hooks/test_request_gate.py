@@ -275,9 +275,15 @@ def test_request_cut_off_after_its_answer_is_no_longer_in_flight(gate: Gate) -> 
     asyncio.run(cut_off_answered_request())
 
 
+@pytest.mark.parametrize("says", [None, b"data: the last words"])
 @pytest.mark.parametrize("swallows", [False, True])
-def test_cut_off_requests_get_a_503_and_streams_an_error(gate: Gate, swallows: bool) -> None:
-    """Also where the application takes the cancellation for an answer, as vLLM does."""
+def test_cut_off_requests_get_a_503_and_streams_an_error(
+    gate: Gate, swallows: bool, says: bytes | None
+) -> None:
+    """Or what the application wants a stream to end with.
+
+    Also where it takes the cancellation for an answer, as vLLM does.
+    """
 
     class Streaming(App):
         async def __call__(self, _: Any, __: Any, send: Any) -> None:
@@ -286,6 +292,8 @@ def test_cut_off_requests_get_a_503_and_streams_an_error(gate: Gate, swallows: b
             if self.inner is None:
                 await send(begun)
                 await send({"type": "http.response.body", "body": b"a", "more_body": True})
+            if says:
+                gate.set_last_event(lambda: says)
             try:
                 await self.go.wait()
             except asyncio.CancelledError:
@@ -308,7 +316,10 @@ def test_cut_off_requests_get_a_503_and_streams_an_error(gate: Gate, swallows: b
         assert (start["status"], dict(start["headers"])[b"retry-after"]) == (503, b"5")
         began, _, last = await followed
         assert (began["status"], last["more_body"]) == (200, False)
-        assert json.loads(last["body"].removeprefix(b"data: "))["error"]["code"] == 503
+        if says:
+            assert last["body"] == says
+        else:
+            assert json.loads(last["body"].removeprefix(b"data: "))["error"]["code"] == 503
         assert gate.in_flight == 0
 
     asyncio.run(cut_off_running_requests())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+
+from vllmops.model.environment import RUN
 
 COMPACTED = """
 import asyncio, json, sys
@@ -48,6 +51,85 @@ async def main():
 
 asyncio.run(main())
 """
+
+# vLLM calls an answer that it has aborted completed.
+ABORTED = """
+import asyncio, json, sys
+from types import SimpleNamespace
+from tests.histories import replica
+from vllmops.agent.hooks.request_gate import gate
+from vllmops_responses.server.conversations.turn import Turn, set_current_turn
+from vllmops_responses.server.serving import StoreBackedServing
+from vllmops_responses.server.wire_format import AbortError
+from vllmops_responses.store import backend_factory as opening
+from vllmops_responses.store.response_store import ResponseStore
+
+backend = opening.make_backend("memory://")
+StoreBackedServing.open_store = staticmethod(lambda: ResponseStore(backend))
+StoreBackedServing.get_keyring = staticmethod(lambda: None)
+harmony = SimpleNamespace(finish_reason="abort")
+simple = SimpleNamespace(last_output=SimpleNamespace(outputs=[harmony]))
+
+class Aborting(StoreBackedServing):
+    context = None
+
+    async def responses_full_generator(self, request):
+        return await super().responses_full_generator(request, None, None, self.context)
+
+async def main():
+    serving = Aborting()
+    async with serving.store as store:
+        for serving.context in (None, simple, harmony):
+            found = []
+            request = replica.ResponsesRequest(input="a")
+            try:
+                answer = await serving.create_responses(request, None)
+                found.append(answer.status)
+            except AbortError as error:
+                found.append(error.status)
+            request = replica.ResponsesRequest(input="a", stream=True)
+            ends = []
+            gate.set_last_event = ends.append
+            turn = Turn(request, "", b"[]")
+            with set_current_turn(turn):
+                events = serving.responses_stream_generator(request)
+                frames = [frame async for frame in serving.stream_response(turn, request, events)]
+            numbers = [json.loads(frame.data)["sequence_number"] for frame in frames]
+            found += [frames[-1].type, numbers == list(range(len(frames)))]
+            found.append(ends[0]().split()[1].decode())
+            for stream in (False, True):
+                request = replica.ResponsesRequest(input="a", background=True, stream=stream)
+                turn = Turn(request, "", b"[]")
+                with set_current_turn(turn):
+                    await serving.create_responses(request, None)
+                    run = await serving.runs.accept_run(turn, store.create, b'{"kept": 1}')
+                await serving.runs.running[run.id][1]
+                run = await store.get("", run.id)
+                found += [run.status, b"kept" in run.body, run.error[:10]]
+            print(*found)
+
+asyncio.run(main())
+"""
+
+
+def test_an_answer_that_vllm_aborted_is_failed_and_can_run_again() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ABORTED],
+        env={**os.environ, RUN: "start"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    whole, simple, harmony = done.stdout.splitlines()
+    assert whole.split() == [
+        *("completed", "response.completed", "True", "response.failed"),
+        *("completed", "False") * 2,
+    ]
+    failed = "failed True vLLM ended"
+    assert simple == f"503 response.failed True response.failed {failed} {failed}"
+    assert harmony == simple
+
 
 # vLLM frees the blocks that another server has filled for a request, where it refuses that request.
 REJECTED = """

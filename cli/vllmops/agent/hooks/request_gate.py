@@ -43,9 +43,18 @@ class Arrival:
         task: that answers it; None if unknown.
         answer: the message with which its answer began; None before.
         cut: whether nothing else that the application says reaches the client.
+        make_last_event: makes what its stream ends with where it is cut; None for vLLM's error.
     """
 
-    __slots__ = ("answer", "arrived_at", "cut", "rendering", "scope", "task")
+    __slots__ = (
+        "answer",
+        "arrived_at",
+        "cut",
+        "make_last_event",
+        "rendering",
+        "scope",
+        "task",
+    )
 
     def __init__(self, arrived_at: float, *, rendering: bool, scope: Scope | None = None) -> None:
         self.arrived_at = arrived_at
@@ -54,6 +63,7 @@ class Arrival:
         self.task: asyncio.Task[Any] | None = None
         self.answer: Message | None = None
         self.cut = False
+        self.make_last_event: Callable[[], bytes] | None = None
 
     @property
     def has_known_age(self) -> bool:
@@ -151,6 +161,11 @@ class Gate:
         if arrival := _current.get():
             arrival.rendering = False
         return arrival
+
+    def set_last_event(self, make: Callable[[], bytes]) -> None:
+        """Note what the stream of the current HTTP request ends with where it is cut off."""
+        if arrival := _current.get():
+            arrival.make_last_event = make
 
     def measure_rendering_s(self, now: float) -> float:
         """Seconds since the oldest HTTP request arrived that has not reached the engine."""
@@ -256,9 +271,9 @@ async def answer_cut_off_request(arrival: Arrival, send: Send) -> None:
     if arrival.answer is None:
         await answer_unavailable(arrival.scope or {"type": "http"}, send)
     elif STREAM in dict(arrival.answer.get("headers", ())).get(b"content-type", b""):
-        await send(
-            {"type": "http.response.body", "body": b"data: %b\n\n" % BODY, "more_body": False}
-        )
+        make = arrival.make_last_event
+        last = make() if make else b"data: %b\n\n" % BODY
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 def strip_root_path(path: str, root: str) -> str:

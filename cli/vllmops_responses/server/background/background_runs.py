@@ -26,7 +26,7 @@ from ..conversations.conversation_turns import (
 from ..conversations.turn import Turn, current, has_encrypted_items
 from ..response_fields import encode_model
 from ..vllm_interface import ErrorResponse
-from ..wire_format import ApiError
+from ..wire_format import AbortError, ApiError
 from . import background_rerun
 from .event_writer import retry_while_unavailable
 
@@ -209,12 +209,16 @@ class BackgroundRuns:
         try:
             if not await self.mark_in_progress(run):
                 return
+            aborted = False
             try:
                 ended = await work(run)
+            except AbortError as error:
+                log.warning("vllmops: %s failed: %s", run.id, error)
+                ended, aborted = replace(run, status="failed", error=error.message), True
             except Exception as error:
                 log.exception("vllmops: %s failed: %r", run.id, error)
                 ended = replace(run, status="failed", error=self.handler.explain_error(error))
-            if ended.status == "failed" and not self.handler.engine_client.errored:
+            if ended.status == "failed" and not (aborted or self.handler.engine_client.errored):
                 ended = replace(ended, body=encode_response(run))  # it would fail again
             # vLLM turns a cancellation into an answer.
             if not (task := asyncio.current_task()) or not task.cancelling():

@@ -33,7 +33,7 @@ from ..vllm_interface import (
     load_aware_call,
     validate_json_request,
 )
-from ..wire_format import INCLUDABLE, ApiError, EncodedEvent, validate_include
+from ..wire_format import INCLUDABLE, ApiError, EncodedEvent, encode_sse, validate_include
 from . import websocket
 from .fast_routes import (
     DirectRoute,
@@ -184,14 +184,9 @@ def make_json_response(body: bytes) -> Response:
     return Response(body, media_type="application/json")
 
 
-async def encode_sse(frames: AsyncIterator[EncodedEvent]) -> AsyncIterator[bytes]:
-    """A stream as server-sent events."""
-    async for frame in frames:
-        yield b"event: %b\ndata: %b\n\n" % (frame.type.encode(), frame.data)
-
-
 def make_stream_response(frames: AsyncIterator[EncodedEvent]) -> Response:
-    return StreamingResponse(encode_sse(frames), media_type="text/event-stream")
+    events = (encode_sse(frame) async for frame in frames)
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
 def parse_include(raw_request: Request) -> list[str]:

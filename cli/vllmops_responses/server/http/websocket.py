@@ -353,9 +353,7 @@ class WebSocketConnection:
                         if run.cancelled:
                             await self.send_cancellation(run)
                         else:
-                            await self.send_error(
-                                ApiError(503, "The server is draining."), run.stream_id
-                            )
+                            await self.send_cut(run)
         except asyncio.CancelledError:
             if not run.cancelled:  # it was still waiting for its turn, otherwise
                 raise
@@ -367,6 +365,16 @@ class WebSocketConnection:
             self.idle_since = monotonic()
             if gate.leaving and not self.runs:
                 await self.close(RESTARTING, "connect again: another process takes over")
+
+    async def send_cut(self, run: SocketRequest) -> None:
+        """Tell a client that a run was cut off, which may not have a response yet."""
+        message = "The server is draining."
+        if run.response:
+            body = wire_format.encode_failed_response(run.response, message)
+            event = wire_format.make_final_event("failed", run.number + 1, body)
+            await self.send_event(run.stream_id, event)
+        else:
+            await self.send_error(ApiError(503, message), run.stream_id)
 
     async def send_cancellation(self, run: SocketRequest) -> None:
         """Tell a client that a run was cancelled, which may not have a response yet."""

@@ -21,6 +21,7 @@ from fastapi import FastAPI, Request, WebSocket
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from vllmops.agent.hooks.request_gate import cut_off_request, gate
 from vllmops_responses.server import wire_format
 from vllmops_responses.server.conversations import socket_request
 from vllmops_responses.server.http import websocket
@@ -522,6 +523,21 @@ def test_runs_end_with_their_connection() -> None:
             await send_create_event(one, "hello", stream_id="a")
         await wait_until(lambda: handler.closed == 2)
         assert len(handler.made) == 2
+
+    play(act)
+
+
+def test_a_response_that_is_cut_off_is_failed() -> None:
+    async def act(client: Client, handler: Handler) -> None:
+        async with client() as one:
+            await send_create_event(one, "wait")
+            begun = await hear(one)
+            (arrival,) = gate.arrivals
+            cut_off_request(arrival)
+            last = await hear(one)
+            assert (last["type"], last["sequence_number"]) == ("response.failed", 1)
+            assert last["response"]["id"] == begun["response"]["id"]
+            assert (last["response"]["status"], handler.closed) == ("failed", 1)
 
     play(act)
 
