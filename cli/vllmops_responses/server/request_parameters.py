@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from vllmops.agent.log import log
 
+from .item_rendering import get_skipped_type
 from .wire_format import INCLUDED, ApiError
 
 
@@ -75,7 +76,9 @@ PARAMETERS: dict[str, Parameter] = {
         "log probabilities, and with `store` false encrypted content; anything else adds nothing",
     ),
     "input": Parameter(
-        ParameterSupport.WORKS, "an `item_reference` is refused: send the item itself"
+        ParameterSupport.WORKS,
+        "items of every type of OpenAI's API: the calls of built-in tools that it has become calls "
+        "of functions, or texts; an `item_reference` is refused: send the item itself",
     ),
     "instructions": Parameter(ParameterSupport.VLLM),
     "max_output_tokens": Parameter(ParameterSupport.VLLM),
@@ -163,7 +166,7 @@ PARAMETERS: dict[str, Parameter] = {
 # The client runs these; vLLM passes them to the model. The others vLLM runs with a tool server.
 CLIENT_TOOLS = frozenset({"function", "custom", "namespace"})
 SERVER_TOOLS = frozenset({"web_search_preview", "code_interpreter", "container", "mcp"})
-SPECIAL = frozenset({"include", "max_tool_calls", "stream_options", "tools"})
+SPECIAL = frozenset({"include", "input", "max_tool_calls", "stream_options", "tools"})
 CHECKED = SPECIAL.union(
     name for name, one in PARAMETERS.items() if one.values is not None or one.fields is not None
 )
@@ -206,6 +209,9 @@ def find_ignored_fields(request: Any, name: str, *, tool_server: bool) -> Iterab
     """What of a parameter has no effect: its own name, or those of fields, items or types in it."""
     value, parameter = getattr(request, name), PARAMETERS[name]
     match name:
+        case "input":
+            items = value if isinstance(value, list) else []
+            return (f"{name}.{kind}" for item in items if (kind := get_skipped_type(item)))
         case "tools":
             run = CLIENT_TOOLS | (SERVER_TOOLS if tool_server else NO)
             return (f"tools.{tool.type}" for tool in value if tool.type not in run)

@@ -29,6 +29,11 @@ MEDIUM: Any = "medium"  # the default, and the only verbosity that is accepted
 PLAIN = ResponseTextConfig(format=ResponseFormatText(type="text"), verbosity=MEDIUM)
 # The fields of an item that have parts.
 PARTS = frozenset({"content", "summary"})
+# Fields of vLLM's, lists where OpenAI's types have numbers: clients that check them throw.
+PER_TURN = {
+    "input_tokens_details": {"input_tokens_per_turn", "cached_tokens_per_turn"},
+    "output_tokens_details": {"output_tokens_per_turn", "tool_output_tokens_per_turn"},
+}
 # What a response says only where its request does.
 ECHOED = frozenset({"prompt_cache_retention"})
 
@@ -112,11 +117,13 @@ def encode_model(model: Any) -> bytes:
 
 
 def find_excluded_fields(model: Any) -> dict[Any, Any] | None:
-    """The fields of a model's items that are null, as pydantic's `exclude`; None if none is."""
+    """The fields of a model that are left out, as pydantic's `exclude`; None if none is."""
     values = vars(model)
     if "output" in values:
-        found = find_null_fields_by_index(values["output"])
-        return {"output": found} if found else None
+        without: dict[Any, Any] = {"usage": PER_TURN} if values.get("usage") else {}
+        if found := find_null_fields_by_index(values["output"]):
+            without["output"] = found
+        return without or None
     for name, inside in (
         ("response", find_excluded_fields),
         ("item", find_null_fields),

@@ -518,8 +518,14 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             AbortError: vLLM has ended it before it was complete.
         """
         answer = await super().responses_full_generator(*args, **options)
-        if vllm_interface.was_aborted(vllm_interface.find_context(*args, **options)):
+        context = vllm_interface.find_context(*args, **options)
+        if vllm_interface.was_aborted(context):
             raise AbortError
+        if isinstance(answer, ResponsesResponse) and answer.usage:
+            details = answer.usage.output_tokens_details
+            details.reasoning_tokens = (
+                details.reasoning_tokens or vllm_interface.count_reasoning_tokens(context, answer)
+            )
         turn = current.get()
         item = turn and not turn.request.stream and turn.compaction
         if item and isinstance(answer, ResponsesResponse):

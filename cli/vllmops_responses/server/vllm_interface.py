@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Self, get_args, get_ori
 
 from openai.types.responses import ResponseContentPartAddedEvent, ResponseContentPartDoneEvent
 from pydantic import PrivateAttr, WrapValidator, model_validator
+from pydantic_core import PydanticCustomError
 from vllm import envs
 from vllm.entrypoints.openai.responses import serving
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest as Request
@@ -23,7 +24,9 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 
 from ..store.ids import is_storable
+from .item_rendering import REASONING, join_texts, render_item, validate_types
 from .request_parameters import restrict_tools
+from .wire_format import is_empty_answer
 
 try:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -45,6 +48,7 @@ __all__ = [
     "adapt_item",
     "can_parse_tool_calls",
     "can_render_item",
+    "count_reasoning_tokens",
     "find_context",
     "find_renderer",
     "is_valid_item",
@@ -129,10 +133,23 @@ def require_known_shape() -> None:
 
 
 def adapt_item(item: dict[str, Any]) -> dict[str, Any]:
-    """An item with parts that vLLM's renderer takes."""
-    if not isinstance(content := item.get("content"), list):
+    """An item as one that vLLM renders, with parts that it takes."""
+    item = render_item(item)
+    if isinstance(content := item.get("content"), list):
+        item = {**item, "content": list(map(adapt_part, content))}
+    if item.get("role") == "assistant":
+        return join_item_texts(item, "content", "")
+    if item.get("type") == REASONING:
+        # Two parts of it are two paragraphs.
+        return join_item_texts(item, "content" if item.get("content") else "summary", "\n\n")
+    return item
+
+
+def join_item_texts(item: dict[str, Any], field: str, between: str) -> dict[str, Any]:
+    """An item whose texts are in one part, as vLLM renders the first one alone."""
+    if not isinstance(parts := item.get(field), list) or len(parts) < 2:
         return item
-    return {**item, "content": list(map(adapt_part, content))}
+    return {**item, field: join_texts(parts, between)}
 
 
 def adapt_part(part: Any) -> Any:
@@ -233,11 +250,14 @@ else:
         @model_validator(mode="before")
         @classmethod
         def complete(cls, given: Any) -> Any:
-            if not isinstance(given, dict):
+            if isinstance(given, Request):
                 return given
+            if not isinstance(given, dict):
+                raise PydanticCustomError("no_object", "The request is not a JSON object")
             # Null is as if it was left out, where vLLM refuses it, or takes it for false.
             given = {name: value for name, value in given.items() if value is not None}
-            if isinstance(items := given.get("input"), list):
+            validate_types(items := given.get("input"), given.get("tools"))
+            if isinstance(items, list):
                 given["input"] = list(map(complete_input_item, items))
             return given
 
@@ -290,7 +310,8 @@ def make_chat_messages(items: list[Any]) -> list[Any]:
         construct_chat_messages_with_tool_call,
     )
 
-    return list(construct_chat_messages_with_tool_call(items))
+    told = [item for item in items if not is_empty_answer(item)]
+    return list(construct_chat_messages_with_tool_call(told))
 
 
 async def normalize_stream_events(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -331,6 +352,29 @@ def was_aborted(context: Any) -> bool:
     if reason is None and (last := getattr(context, "last_output", None)) and last.outputs:
         reason = last.outputs[0].finish_reason
     return bool(reason == "abort")
+
+
+def count_reasoning_tokens(context: Any, answer: Any) -> int:
+    """How many tokens of an answer are reasoning, where the model's parser does not count them.
+
+    It sees no beginning of reasoning that the prompt has already; but it knows where the content
+    begins.
+
+    Args:
+        context: as for `was_aborted`.
+        answer: vLLM's response.
+    """
+    kinds = {item.type for item in answer.output}
+    if "reasoning" not in kinds or answer.usage is None:
+        return 0
+    made: int = answer.usage.output_tokens
+    if kinds == {"reasoning"}:
+        return made
+    parser = getattr(getattr(context, "response_parser", None), "reasoning_parser", None)
+    tokens = list(getattr(context, "_accumulated_token_ids", None) or ())
+    if parser is None or len(tokens) != made:
+        return 0
+    return made - len(parser.extract_content_ids(tokens))
 
 
 def find_renderer(handler: Any) -> Any:

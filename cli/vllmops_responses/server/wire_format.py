@@ -240,7 +240,7 @@ def validate_tool_outputs(
         return
     calls = {item.get("call_id") for item in all_items if str(item.get("type")).endswith("_call")}
     for item in outputs:
-        if (call := item.get("call_id")) not in calls:
+        if (call := item.get("call_id") or item.get("id")) not in calls:
             message = (
                 f"No tool call found for {item['type'].replace('_', ' ')} with call_id {call}."
             )

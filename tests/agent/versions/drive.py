@@ -514,7 +514,15 @@ ANSWER = (
 
 def left_out() -> list[Any]:
     """The content of what a request may say in short, as vLLM has read it."""
-    from vllmops_responses.server.vllm_interface import ResponsesRequest
+    import pytest
+    from tests.support.items import ITEMS
+
+    from vllmops_responses.server import item_conversion
+    from vllmops_responses.server.vllm_interface import (
+        ResponsesRequest,
+        can_render_item,
+        is_valid_item,
+    )
 
     image = {"type": "input_image", "image_url": "data:,"}
     given = [
@@ -523,8 +531,24 @@ def left_out() -> list[Any]:
         {"type": "message", "role": "assistant", "content": "a type"},
         {"role": "assistant", "content": [{"type": "output_text", "text": "parts, no type"}]},
     ]
+    for item in ITEMS:
+        assert is_valid_item(item), item
+        assert can_render_item(item), item
+    bodies: tuple[Any, ...] = (None, [], "x", 5)
+    for body in bodies:
+        with pytest.raises(ValueError, match="not a JSON object"):
+            ResponsesRequest.model_validate(body)
     request = ResponsesRequest.model_validate({"input": given})
     *texts, parts = request.input
+    both = [{"type": "output_text", "text": text} for text in "ab"]
+    thought = [{**part, "type": "reasoning_text"} for part in both]
+    joined = item_conversion.parse_items(
+        [
+            {"type": "message", "role": "assistant", "content": both},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": thought},
+        ]
+    )
+    assert [[part.text for part in item.content] for item in joined] == [["ab"], ["a\n\nb"]]
     return [*(item["content"] for item in texts), parts.content[0].text]
 
 
@@ -676,6 +700,17 @@ async def check_event_fields(serving: Any) -> None:
         ["lamp", "door"],
         choice,
     )
+    parser = SimpleNamespace(extract_content_ids=lambda tokens: tokens[3:])
+    context = SimpleNamespace(
+        response_parser=SimpleNamespace(reasoning_parser=parser),
+        _accumulated_token_ids=[1, 2, 3, 4],
+    )
+    thought, said = (SimpleNamespace(type=kind) for kind in ("reasoning", "message"))
+    for output, count in (([said], 0), ([thought, said], 3), ([thought], 4)):
+        made = SimpleNamespace(output=output, usage=SimpleNamespace(output_tokens=4))
+        assert adapter.count_reasoning_tokens(context, made) == count
+    made = SimpleNamespace(output=[thought, said], usage=SimpleNamespace(output_tokens=5))
+    assert adapter.count_reasoning_tokens(context, made) == 0
     warm = {"model": "m", "input": "hi", "prompt_cache_options": {"prewarm": True}}
     assert request_parameters.is_prewarm_request(protocol.ResponsesRequest.model_validate(warm))
     for status in ("completed", "incomplete"):

@@ -90,3 +90,25 @@ def test_unset_fields_of_an_item_are_left_out() -> None:
     valid(found)
     assert [events[0]["response"]["output"][0], events[1]["item"]] == [said, said]
     assert events[2]["part"] == said["content"][0]
+
+
+def test_lists_of_vllms_in_the_usage_are_left_out() -> None:
+    usage = {
+        "input_tokens": 1,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 1,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": 2,
+    }
+    lists: dict[str, Any] = {
+        "input_tokens_details": {"input_tokens_per_turn": [1], "cached_tokens_per_turn": []},
+        "output_tokens_details": {"output_tokens_per_turn": [], "tool_output_tokens_per_turn": []},
+    }
+    more = {name: {**usage[name], **lists[name]} for name in lists}  # type: ignore[dict-item]
+    response = official.Response.model_validate(
+        {**response_defaults.DEFAULTS, **BODY, "status": "completed", "usage": {**usage, **more}}
+    )
+    with warnings.catch_warnings(action="error"):
+        found = msgspec.json.decode(encode_model(response))["usage"]
+    assert not [name for fields in lists.values() for name in fields if name in str(found)]
+    assert found["output_tokens_details"] == usage["output_tokens_details"]

@@ -27,6 +27,7 @@ from vllmops.model.environment import COMPACTION_PROMPT
 
 from ...store.backend import BROKEN
 from .. import wire_format
+from ..item_rendering import render_item
 from ..wire_format import ApiError
 from . import carrier_merge
 from .carrier_merge import Item, extract_text
@@ -289,7 +290,9 @@ def join_message_parts(messages: Sequence[Item]) -> list[Item]:
 
 def render_transcript(items: Sequence[Item]) -> str:
     """A conversation as text, for what is too long for the model; an image is its type there."""
-    return "".join(f"{format_speaker(item)}: {extract_item_text(item)}\n\n" for item in items)
+    return "".join(
+        f"{format_speaker(item)}: {extract_item_text(item)}\n\n" for item in map(render_item, items)
+    )
 
 
 def format_speaker(item: Item) -> str:

@@ -207,12 +207,15 @@ def describe_validation_errors(errors: Sequence[Any]) -> tuple[str, str | None]:
     first = max(select_relevant_errors(errors), key=count_location_parts)
     if not isinstance(first, dict):
         return str(first), None
-    context = (first.get("ctx") or {}).get("error")
-    param = getattr(context, "parameter", None) or format_parameter_path(first["loc"])
+    more = first.get("ctx") or {}
+    context = more.get("error")
+    param = getattr(context, "parameter", None) or more.get("place")
+    param = param or format_parameter_path(first["loc"])
     message = (
         first["msg"] if isinstance(context, Exception | None) else f"{first['msg']}: {context}"
     )
-    return (f"{param}: {message}" if param else message), param
+    named = param is None or message.startswith(param)
+    return (message if named else f"{param}: {message}"), param
 
 
 def select_relevant_errors(errors: Sequence[Any]) -> Sequence[Any]:

@@ -179,7 +179,7 @@ StoreBackedServing.get_keyring = staticmethod(lambda: None)
 
 async def main():
     handler = StoreBackedServing()
-    what = {"body": b"{}", "input": b'[{"content": "light"}]'}
+    what = {"body": b"{}", "input": b'[{"role": "user", "content": "light"}]'}
     run = Response(id="resp_1", owner="", model="m", status="queued", **what)
     async with handler.store as store:
         await store.create(run)

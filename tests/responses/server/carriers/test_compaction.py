@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.items import ITEMS
 
 from vllmops.model.environment import COMPACTION_PROMPT
 from vllmops_responses.server.carriers import carrier_merge, compaction
@@ -141,6 +142,12 @@ def test_an_answer_of_reasoning_alone_is_a_summary() -> None:
     assert compaction.extract_output_text([reasoning]) == "so far"
     assert compaction.extract_output_text([reasoning, item(**SPOKEN)]) == "a"
     assert compaction.extract_output_text([]) == ""
+
+
+def test_a_transcript_has_items_of_every_type() -> None:
+    text = compaction.render_transcript(ITEMS)
+    for word in ("lamp.txt", "Message from /root/reader", "[web_search_call]", "shell {"):
+        assert word in text
 
 
 def test_the_prompt_is_a_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

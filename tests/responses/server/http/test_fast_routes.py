@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError, create_model, model_validator
+from pydantic_core import PydanticCustomError
 
 from vllmops_responses.server.http.fast_routes import (
     PATIENCE_S,
@@ -113,6 +114,9 @@ class Whole(BaseModel):
     def positive(self) -> Whole:
         if self.input == "no":
             raise ValueError("it says no")
+        if self.input == "unknown":
+            context = {"place": "input[3]", "what": "is no item"}
+            raise PydanticCustomError("unknown", "{place} {what}", context)
         return self
 
 
@@ -127,6 +131,7 @@ class Whole(BaseModel):
         ({"input": "a", "format": {"type": "no"}}, ("format.type", "should be 'text'")),
         ({}, ("input", "input: Field required")),
         ({"input": "no"}, (None, "it says no")),
+        ({"input": "unknown"}, ("input[3]", "input[3] is no item")),
     ],
 )
 def test_validation_error_names_the_invalid_field(
