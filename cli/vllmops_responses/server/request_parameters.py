@@ -78,7 +78,7 @@ PARAMETERS: dict[str, Parameter] = {
     "input": Parameter(
         ParameterSupport.WORKS,
         "items of every type of OpenAI's API: the calls of built-in tools that it has become calls "
-        "of functions, or texts; an `item_reference` is refused: send the item itself",
+        "of functions, or texts; an `item_reference` names an item of a stored response",
     ),
     "instructions": Parameter(ParameterSupport.VLLM),
     "max_output_tokens": Parameter(ParameterSupport.VLLM),

@@ -14,6 +14,7 @@ from collections.abc import (
     Callable,
     Collection,
     Iterator,
+    Sequence,
 )
 from contextlib import contextmanager
 from functools import partial
@@ -59,6 +60,7 @@ from .conversations.socket_request import (
 from .conversations.turn import Turn, current, has_encrypted_items, set_current_turn
 from .conversations.turn_history import HistoryReader, extract_readable_parts
 from .item_conversion import convert_items_to_messages, parse_items
+from .item_rendering import is_reference
 from .response_fields import encode_model
 from .stored_responses import StoredResponsesApi
 from .vllm_interface import ErrorResponse, GenerationError, ResponsesResponse
@@ -426,7 +428,8 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         if conversation is not None and compacts:
             message = "context_management can't be used with conversation"
             raise ApiError(400, message, "context_management")
-        wanted = request.store or hidden or sealed or compacts or is_websocket_request()
+        refers = isinstance(request.input, list) and any(map(is_reference, request.input))
+        wanted = request.store or hidden or sealed or compacts or is_websocket_request() or refers
         if not (wanted or continues):
             return None
         items = wire_format.extract_input_items(await raw_request.body())
@@ -434,15 +437,20 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         if hidden or response is not None:
             brought = carrier_merge.find_carrier(wire_format.ITEMS.decode(items), response)
         validate_single_history(request, brought, conversation, needs_carrier=sealed)
-        who = find_owner(raw_request)
         await self.validate_response_id(request, conversation)
         if request.store and self.store.refuses:  # rather than generate for nothing
             await self.store.get(EVERYBODY, request.request_id)
+        who = find_owner(raw_request)
+        history = await self.read_earlier_turns(who, previous)
+        if refers:
+            items = await self.resolve_references(request, items, who, history, conversation)
+            if brought:  # whose place may be another one
+                brought = carrier_merge.find_carrier(wire_format.ITEMS.decode(items), response)
         turn = Turn(
             request,
             who,
             items,
-            history=await self.read_earlier_turns(who, request.previous_response_id),
+            history=history,
             has_encrypted_input=hidden,
             request_carrier=brought,
             needs_carrier=sealed,
@@ -451,6 +459,58 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         if conversation is not None:
             await self.conversations.begin_turn(turn, conversation, adds=adds)
         return turn
+
+    async def resolve_references(
+        self,
+        request: Any,
+        items: bytes,
+        owner: str,
+        history: Sequence[Response] | None,
+        conversation: str | None,
+    ) -> bytes:
+        """Put what the references in a request's input stand for in their place.
+
+        What the turns before the request have already is left out.
+
+        Args:
+            request: vLLM's ResponsesRequest, whose input is changed.
+            items: of its input, a JSON array.
+            owner: whose it is.
+            history: the turns before it.
+            conversation: the one that it names.
+
+        Returns:
+            The items, without references.
+
+        Raises:
+            ApiError: one stands for nothing that is stored.
+            StoreUnavailable: the store is down.
+        """
+        given = wire_format.ITEMS.decode(items)
+        names = [item["id"] for item in given if is_reference(item)]
+        known = (
+            set[str]()
+            if conversation is None
+            else await self.conversations.list_item_ids(owner, conversation)
+        )
+        turns = {turn.id for turn in history or ()}
+        found = await self.stored_responses.find_items(owner, set(names) - known)
+        resolved, parsed = list[Item](), list[Any]()
+        for at, item in enumerate(given):
+            if not is_reference(item):
+                resolved.append(item)
+                parsed.append(request.input[at])
+                continue
+            if (name := item["id"]) in known:
+                continue
+            if name not in found:
+                raise ApiError(400, f"Item with id '{name}' not found.", f"input[{at}]")
+            response_id, stored = found[name]
+            if response_id not in turns:
+                resolved.append(carrier_merge.drop_unneeded_fields(stored))
+                parsed += parse_items(resolved[-1:])
+        request.input = parsed
+        return wire_format.ENCODE(resolved)
 
     def should_seal_carrier(self, request: Any) -> bool:
         """Whether a request asks for a carrier and this server can seal one."""
@@ -521,14 +581,17 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         context = vllm_interface.find_context(*args, **options)
         if vllm_interface.was_aborted(context):
             raise AbortError
-        if isinstance(answer, ResponsesResponse) and answer.usage:
+        if not isinstance(answer, ResponsesResponse):
+            return answer
+        vllm_interface.name_items(answer)
+        if answer.usage:
             details = answer.usage.output_tokens_details
             details.reasoning_tokens = (
                 details.reasoning_tokens or vllm_interface.count_reasoning_tokens(context, answer)
             )
         turn = current.get()
         item = turn and not turn.request.stream and turn.compaction
-        if item and isinstance(answer, ResponsesResponse):
+        if item:
             answer.output.insert(0, item)
         return answer
 

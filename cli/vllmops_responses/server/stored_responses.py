@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Collection
 from functools import partial
+from typing import Any
 
 import msgspec
 
-from ..store.backend import BROKEN, ResponseQuery, StoreUnavailable
+from ..store.backend import BROKEN, Response, ResponseQuery, StoreUnavailable
 from ..store.response_store import ResponseStore, encode_response
 from . import response_fields, wire_format
 from .background.event_writer import retry_while_unavailable
@@ -177,6 +178,27 @@ class StoredResponsesApi:
         return wire_format.encode_list_page(
             list(map(encode_response, page.responses)), ids, has_more=page.has_more
         )
+
+    async def find_items(
+        self, owner: str, item_ids: Collection[str]
+    ) -> dict[str, tuple[str, dict[str, Any]]]:
+        """Items of stored responses by their ids, each after the id of its response.
+
+        Raises:
+            ApiError: what is stored of one is damaged.
+            StoreUnavailable: the store is down.
+        """
+        found: dict[str, tuple[str, dict[str, Any]]] = {}
+        read: dict[str, Response | None] = {}
+        for item_id in item_ids:
+            for response_id in wire_format.list_response_ids(item_id):
+                if response_id not in read:
+                    read[response_id] = await self.store.get(owner, response_id)
+                response = read[response_id]
+                if response and (item := wire_format.find_item(response, item_id)):
+                    found[item_id] = response_id, item
+                    break
+        return found
 
     async def list_input_items(
         self, owner: str, response_id: str, *, after_id: str | None, limit: int, descending: bool

@@ -26,7 +26,7 @@ from vllm.entrypoints.serve.utils.api_utils import (
 from ..store.ids import is_storable
 from .item_rendering import REASONING, join_texts, render_item, validate_types
 from .request_parameters import restrict_tools
-from .wire_format import is_empty_answer
+from .wire_format import is_empty_answer, make_item_id
 
 try:
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -55,6 +55,7 @@ __all__ = [
     "listen_for_disconnect",
     "load_aware_call",
     "make_chat_messages",
+    "name_items",
     "normalize_stream_events",
     "parse_items",
     "read_env_api_key",
@@ -315,25 +316,39 @@ def make_chat_messages(items: list[Any]) -> list[Any]:
 
 
 async def normalize_stream_events(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """The events of a stream; the last one has the items that were streamed.
+    """The events of a stream, in which each item has the id that the answer will have.
 
     Up to 0.28 the last event gives each item another id, and a streamed message has the
     summary of a reasoning item, too. Up to 0.31, the events of reasoning's parts have names that
     OpenAI's API has not.
     """
-    streamed: list[Any] = []
+    response_id, item_id, index = "", "", -1
     async with aclosing(events):
         async for event in events:
-            if event.type == "response.output_item.done":
-                if event.item.type == "message" and event.item.model_extra:
-                    event.item.model_extra.pop("summary", None)
-                streamed.append(event.item)
-            elif event.type in ENDS:
-                output = event.response.output
-                if [item.type for item in output] == [item.type for item in streamed]:
-                    for item, before in zip(output, streamed, strict=True):
-                        item.id = before.id
+            values = vars(event)
+            if response := values.get("response"):
+                response_id = response.id
+            elif item := values.get("item"):
+                if event.type == "response.output_item.added":
+                    index += 1
+                    item_id = make_item_id(get_item_id(item), response_id, index)
+                elif item.type == "message" and item.model_extra:
+                    item.model_extra.pop("summary", None)
+                item.id = item_id
+            elif item_id and "item_id" in values:
+                event.item_id = item_id
             yield PARTS[event.type](event) if event.type in PARTS else event
+
+
+def get_item_id(item: Any) -> str:
+    """The id of an item; its type if it has none."""
+    return str(getattr(item, "id", None) or item.type)
+
+
+def name_items(answer: Any) -> None:
+    """Give each item of an answer the id by which its response is found."""
+    for index, item in enumerate(answer.output):
+        item.id = make_item_id(get_item_id(item), answer.id, index)
 
 
 def find_context(*given: Any, **options: Any) -> Any:

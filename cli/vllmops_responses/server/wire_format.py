@@ -21,6 +21,8 @@ BEGINNINGS = frozenset({"response.created", "response.in_progress"})
 ANSWERED = frozenset({"completed", "incomplete"})
 
 
+# In how many ways the id of an item may begin.
+WORDS = 4
 # What `include` may name, and of that what is made here.
 INCLUDABLE = frozenset(get_args(ResponseIncludable))
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"
@@ -289,6 +291,44 @@ def build_listed_item(item: dict[str, Any], response_id: str, index: int) -> dic
             part = {"type": "output_text" if mine else "input_text", "text": listed_item["content"]}
             listed_item["content"] = [{**part, "annotations": []} if mine else part]
     return listed_item
+
+
+def make_item_id(item_id: str, response_id: str, index: int) -> str:
+    """The id of an item of an answer, by which its response is found.
+
+    Args:
+        item_id: vLLM's, which begins with a word for its type.
+        response_id: of the response.
+        index: of the item in its output.
+    """
+    return f"{item_id.partition('_')[0]}_{response_id.removeprefix('resp_')}_{index}"
+
+
+def list_response_ids(item_id: str) -> list[str]:
+    """The ids of the responses that may have an item, by its id.
+
+    As `make_item_id` and `build_listed_item` make it; the word before the response's may have
+    underscores.
+    """
+    words = item_id.split("_")
+    tails = ["_".join(words[at:-1]) for at in range(1, min(len(words) - 1, WORDS + 1))]
+    return [response_id for tail in tails for response_id in (f"resp_{tail}", tail)]
+
+
+def find_item(response: Response, item_id: str) -> dict[str, Any] | None:
+    """An item of a response's output or input by its id, as lists show it; None if it has none.
+
+    Raises:
+        ApiError: what is stored of it is damaged.
+    """
+    with translate_damage_errors("response"):
+        for item in OUTPUT.decode(response.body).output:
+            if item.get("id") == item_id:
+                return item
+        for n, item in enumerate(ITEMS.decode(response.input)):
+            if (listed := build_listed_item(item, response.id, n))["id"] == item_id:
+                return listed
+    return None
 
 
 def encode_list_page(documents: list[bytes], ids: list[str], *, has_more: bool) -> bytes:

@@ -506,9 +506,9 @@ def responses() -> None:
 OLD = "openai_serving_render"
 CALL = {"call_id": "c", "name": "lamp", "arguments": "{}"}
 ANSWER = (
-    b'{"id":"resp_1","output":[{"type":"message","id":"msg_1","role":"assistant","status":'
+    b'{"id":"resp_1","output":[{"type":"message","id":"msg_1_0","role":"assistant","status":'
     b'"completed","content":[{"type":"output_text","text":"hello","annotations":[]}]},'
-    b'{"type":"function_call","id":"fc_1","call_id":"c","name":"lamp","arguments":"{}"}]}'
+    b'{"type":"function_call","id":"fc_1_1","call_id":"c","name":"lamp","arguments":"{}"}]}'
 )
 
 
@@ -588,6 +588,10 @@ def messages() -> dict[str, Any]:
 
 
 async def turns(serving: Any, request_type: Any, ours: Any) -> None:
+    import pytest
+
+    from vllmops_responses.server.wire_format import ApiError
+
     await serving.store.open()
     stored = Response(
         id="resp_1",
@@ -612,6 +616,31 @@ async def turns(serving: Any, request_type: Any, ours: Any) -> None:
 
     async def read() -> bytes:
         return body
+
+    async def refer(*references: Any, **more: Any) -> Any:
+        """A turn whose input begins with references, and the types of its input."""
+        items = [*references, *json.loads(body)["input"]]
+        asked = request_type.model_validate({"model": "m", "input": items, **more})
+        sent = json.dumps({"input": items}).encode()
+        raw = SimpleNamespace(app=app, headers={}, body=lambda: asyncio.sleep(0, sent))
+        turn = await serving.build_turn(asked, raw)
+        return json.loads(turn.items), [
+            item["type"] if isinstance(item, dict) else item.type for item in asked.input
+        ]
+
+    message, call = {"type": "item_reference", "id": "msg_1_0"}, {"id": "fc_1_1"}
+    items, kinds = await refer(message, call)
+    assert kinds == ["message", "function_call", "function_call_output"], kinds
+    assert [item["type"] for item in items] == kinds
+    assert (items[0]["content"][0]["text"], items[1]["name"]) == ("hello", "lamp")
+    items, kinds = await refer({"id": "message_1_0"}, store=False)  # as a list of its input has it
+    assert items[0]["content"] == [{"type": "input_text", "text": "hi"}]
+    items, kinds = await refer(message, previous_response_id="resp_1")
+    assert kinds == ["function_call_output"]
+    for unknown in ("msg_1_9", "msg_other_0", "msg", "_"):
+        with pytest.raises(ApiError, match=unknown) as refused:
+            await refer(message, {"type": "item_reference", "id": unknown})
+        assert (refused.value.status, refused.value.param) == (400, "input[1]")
 
     turn = await serving.build_turn(given, SimpleNamespace(app=app, headers={}, body=read))
     token = ours.current.set(turn)

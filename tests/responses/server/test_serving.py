@@ -23,7 +23,7 @@ class Engine:
     async def responses_full_generator(self, request):
         answer = adapter.ResponsesResponse()
         answer.output = [SimpleNamespace(type="message", id="msg_1")]
-        answer.usage = None
+        answer.id, answer.usage = "resp_1", None
         return answer
 
     async def responses_stream_generator(self, request):

@@ -146,3 +146,22 @@ def test_an_output_needs_its_call(kind: str) -> None:
         with pytest.raises(wire_format.ApiError) as refused:
             wire_format.validate_tool_outputs([wrong], [call, wrong])
         assert (refused.value.status, refused.value.param) == (400, "input")
+
+
+@pytest.mark.parametrize(
+    ("item_id", "response_id"),
+    [
+        ("msg_8ae2_0", "resp_8ae2"),
+        ("function_call_output_8ae2_12", "resp_8ae2"),
+        (wire_format.make_item_id("msg_1f", "resp_a_b", 3), "resp_a_b"),
+        (wire_format.make_item_id("fc_1f", "mine", 0), "mine"),
+        (wire_format.make_item_id("reasoning", "resp_mine", 0), "resp_mine"),
+    ],
+)
+def test_the_id_of_an_item_tells_its_response(item_id: str, response_id: str) -> None:
+    assert response_id in wire_format.list_response_ids(item_id)
+
+
+@pytest.mark.parametrize("item_id", ["", "_", "msg", "msg_8ae2", "_" * 10_000, "a_" * 10_000])
+def test_the_id_of_no_item_of_ours_costs_little(item_id: str) -> None:
+    assert len(wire_format.list_response_ids(item_id)) <= 2 * wire_format.WORDS

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
 from uuid import uuid4
 
@@ -25,10 +25,10 @@ from ...store.ids import is_valid_id
 from ...store.response_store import ResponseStore
 from .. import wire_format
 from ..carriers.carrier_merge import COMPACTION, extract_readable_part
+from ..item_rendering import is_reference
 from ..wire_format import ENCODE, ENCRYPTED, LOGPROBS, ApiError, validate_include
 
 PARAM = "conversation"
-REFERENCE = "item_reference"  # which vLLM takes for an item, and cannot render
 # What metadata may have.
 PAIRS, KEY, VALUE = 16, 64, 512
 AT_ONCE = 20  # items that one request can add, in OpenAI's API
@@ -147,21 +147,20 @@ class ConversationTurns:
     def check_input_items(
         self, hold: ConversationHold, input_items: Sequence[msgspec.Raw]
     ) -> ConversationResult:
-        """What keeps the items of an input out of a conversation; `DONE` if nothing does.
-
-        Raises:
-            ApiError: one of them is a reference to an item.
-        """
+        """What keeps the items of an input out of a conversation; `DONE` if nothing does."""
         if len(hold.entries) + len(input_items) >= self.max_items:
             return ConversationResult.FULL
         known = [NAMED.decode(item) for item in input_items]
-        # Before its id counts as one that is in the conversation.
-        validate_no_references((item.type for item in known), "input")
         names = [item.id for item in known if is_valid_item_id(item.id)]
         twice = len(set(names)) < len(names)
         if twice or not {entry.id for entry in hold.entries}.isdisjoint(names):
             return ConversationResult.TAKEN
         return ConversationResult.DONE
+
+    async def list_item_ids(self, owner: str, conversation_id: str) -> set[str]:
+        """The ids of the items of a conversation; none if there is no such conversation."""
+        read = await self.store.conversations.read_without_hold(owner, conversation_id)
+        return {entry.id for entry in read.entries} if isinstance(read, ConversationHold) else set()
 
     async def finish_turn(
         self, turn: Any, response: Response | None, body: bytes, *, is_new: bool
@@ -453,7 +452,8 @@ def validate_new_items(items: list[msgspec.Raw]) -> list[ConversationItem]:
         decoded_items = [wire_format.ITEM.decode(item) for item in items]
     except BROKEN as error:
         raise ApiError(400, f"Invalid items: {error}", "items") from error
-    validate_no_references((item.get("type") for item in decoded_items), "items")
+    if any(map(is_reference, decoded_items)):  # no request with it could be rendered
+        raise ApiError(400, "An item_reference can't be in a conversation: add the item", "items")
     # Imported here, because they import vLLM.
     from ..vllm_interface import can_render_item, is_valid_item  # noqa: PLC0415
 
@@ -471,20 +471,6 @@ def validate_new_items(items: list[msgspec.Raw]) -> list[ConversationItem]:
     if twice := [name for name, count in Counter(one.id for one in entries).items() if count > 1]:
         raise ApiError(400, f"Two of the items have the same id: {twice[0]!r}.", "items")
     return entries
-
-
-def validate_no_references(types: Iterable[Any], param: str) -> None:
-    """Refuse a reference to an item: no request with the conversation could be rendered any more.
-
-    Args:
-        types: of the items.
-        param: that they are in.
-
-    Raises:
-        ApiError: there is one.
-    """
-    if REFERENCE in types:
-        raise ApiError(400, f"Unsupported input item type: {REFERENCE}", param)
 
 
 def build_client_item(entry: ConversationItem, include: Collection[str] = ()) -> dict[str, Any]:

@@ -131,16 +131,21 @@ def test_an_id_of_any_type_leaves_no_hold(name: Any, param: str | None) -> None:
     asyncio.run(main())
 
 
-def test_a_reference_to_an_item_of_the_conversation_is_refused_as_one() -> None:
+def test_a_reference_can_not_be_in_a_conversation() -> None:
+    for reference in ({"type": "item_reference", "id": "msg_kept"}, {"id": "msg_kept"}):
+        with pytest.raises(ApiError, match="item_reference") as caught:
+            validate_new_items([msgspec.Raw(msgspec.json.encode(reference))])
+        assert (caught.value.status, caught.value.param) == (400, "items")
+
+
+def test_the_ids_of_the_items_of_a_conversation() -> None:
     async def main() -> None:
         async with open_store() as store:
-            given = turn({"type": "item_reference", "id": "msg_kept"})
-            with pytest.raises(ApiError, match="item_reference") as caught:
-                await ConversationTurns(store).begin_turn(given, CONVERSATION)
-            assert (caught.value.status, caught.value.param) == (400, "input")
+            turns = ConversationTurns(store)
+            assert await turns.list_item_ids("", CONVERSATION) == {"msg_kept"}
+            assert await turns.list_item_ids("other", CONVERSATION) == set()
+            assert await turns.list_item_ids("", "conv_none") == set()
             assert await is_conversation_free(store)
-            with pytest.raises(ApiError, match="item_reference"):
-                validate_new_items([msgspec.Raw(given.items[1:-1])])
 
     asyncio.run(main())
 
