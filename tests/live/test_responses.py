@@ -37,9 +37,11 @@ from agents import (
 from vllmops_responses.keys import carrier
 from vllmops_responses.keys import keyring_file as file
 from vllmops_responses.keys.keyring import KeyRing, Secret, make_single_key_ring
+from vllmops_responses.server.item_rendering import SKIPPED
 
 from ..support.extent import combinations, long
 from ..support.fleet import TOKEN
+from ..support.items import ITEMS
 from ..support.versions import INSTALLED
 from ..support.waiting import until
 from . import clients, strict
@@ -256,6 +258,92 @@ def test_events_are_padded_where_that_is_asked_for(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="created without it") as caught:
         client.responses.retrieve(made, include=["message.output_text.logprobs"])
     assert caught.value.param == "include"
+
+
+# -- what an input has ------------------------------------------------------------------
+
+
+def test_items_of_every_type_reach_the_prompt(base: str, client: Any) -> None:
+    least = count(client, [{"role": "user", "content": "on"}])
+    for item in ITEMS:
+        given = [item, {"role": "user", "content": "on"}]
+        asked = {"model": MODEL, "input": given, "max_output_tokens": 2}
+        made = send_responses_request(base, "", "POST", json=asked)
+        assert made.status_code == 200, (item, made.text)
+        tokens, skipped = made.json()["usage"]["input_tokens"], item["type"] in SKIPPED
+        assert (tokens == least) == skipped, item
+        assert (made.headers.get("vllmops-ignored") == f"input.{item['type']}") == skipped
+        after = say(client, "on", previous_response_id=made.json()["id"])
+        assert after.usage.input_tokens > tokens
+
+
+def test_every_text_of_an_answer_and_of_reasoning_reaches_the_prompt(client: Any) -> None:
+    def measure(texts: list[str]) -> int:
+        parts = [{"type": "output_text", "text": text} for text in texts]
+        thought = [{"type": "reasoning_text", "text": text} for text in texts]
+        return count(
+            client,
+            [
+                {"role": "user", "content": "on"},
+                {"type": "reasoning", "summary": [], "content": thought},
+                {"type": "message", "role": "assistant", "content": parts},
+                {"role": "user", "content": "on"},
+            ],
+        )
+
+    one, two, three = (measure(["one two three"] * number) for number in (1, 2, 3))
+    assert one < two < three
+
+
+def test_a_reference_stands_for_an_item_of_a_stored_response(
+    base: str, client: Any, stranger: Any
+) -> None:
+    events = list(say(client, stream=True))
+    first = events[-1].response
+    assert {event.item_id for event in events if hasattr(event, "item_id")} == {
+        item.id for item in first.output
+    }
+    (item,) = first.output
+    whole = [
+        {"role": "user", "content": "hello"},
+        item.model_dump(mode="json"),
+        {"role": "user", "content": "on"},
+    ]
+    given = [whole[0], {"type": "item_reference", "id": item.id}, whole[2]]
+    for options in ({}, {"store": False}, {"background": True}):
+        made = say(client, given, **options)
+        if options.get("background"):
+            made = wait_until_response_ends(client, made.id)
+        assert made.usage.input_tokens == count(client, whole) == count(client, given)
+    listed = client.responses.input_items.list(say(client, given).id, order="asc").data
+    assert [one.type for one in listed] == ["message"] * 3
+    assert listed[1].id == item.id
+    # What the turns before have already is not told twice.
+    after = say(client, given[1:], previous_response_id=first.id)
+    assert (
+        after.usage.input_tokens
+        == say(client, whole[2:], previous_response_id=first.id).usage.input_tokens
+    )
+    for who, name in ((stranger, item.id), (client, "msg_unknown_0")):
+        with pytest.raises(openai.BadRequestError, match=name) as refused:
+            say(who, [{"type": "item_reference", "id": name}])
+        assert refused.value.param == "input[0]"
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"input": [{"role": "user", "content": "x"}, {"type": "wobble"}]}, "input[1]"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0]"),
+        ({"tools": [{"type": "wobble"}]}, "tools[0]"),
+    ],
+)
+def test_what_is_unknown_is_named(base: str, given: dict[str, Any], param: str) -> None:
+    answer = send_responses_request(base, "", "POST", json={"model": MODEL, "input": "x", **given})
+    assert answer.status_code == 400
+    assert (error := answer.json()["error"])["param"] == param
+    assert error["message"].startswith(f"{param} ")
+    assert "does not know" in error["message"]
 
 
 # -- what becomes of a response ---------------------------------------------------------
@@ -772,6 +860,28 @@ def test_input_longer_than_the_context_is_compacted_before_an_answer(client: Any
     assert say(client, TOO_LONG, **COMPACT).output[0].type == "compaction"
 
 
+@pytest.mark.parametrize("store", [True, False])
+def test_the_last_item_triggers_a_compaction(client: Any, store: bool) -> None:
+    talk = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}]
+    asked = [*talk, {"type": "compaction_trigger"}]
+    options: dict[str, Any] = {"store": store, **({} if store else CARRY)}
+    made = say(client, asked, **options)
+    events = list(say(client, asked, stream=True, **options))
+    for response in (made, events[-1].response):
+        (item,) = response.output
+        assert (response.status, item.type) == ("completed", "compaction")
+        left = [item.model_dump(mode="json"), {"role": "user", "content": "two"}]
+        carried = say(client, left, **options).usage.input_tokens
+        assert carried > count(client, left[1:])
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    if store:
+        assert client.responses.retrieve(response.id) == response
+        after = say(client, "two", previous_response_id=response.id)
+        assert after.usage.input_tokens == carried
+    with pytest.raises(openai.BadRequestError, match="compaction_trigger"):
+        say(client, asked, background=True)
+
+
 @pytest.mark.parametrize("case", [case for case in BAD if "," not in case])
 def test_a_compaction_item_that_is_refused(client: Any, keyring: Path, case: str) -> None:
     given = [
@@ -1029,7 +1139,7 @@ def test_bad_questions(base: str, path: str) -> None:
         {"request_id": "a\0b"},
         {"request_id": "x" * 300},
         {"input": [{"type": "message", "role": "assistant", "content": []}]},
-        {"input": [{"type": "item_reference", "id": "msg_1"}]},
+        {"input": [{"type": "item_reference", "id": "msg_1_0"}]},
         {"input": None},
     ],
 )

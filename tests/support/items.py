@@ -46,6 +46,7 @@ ITEMS: tuple[dict[str, Any], ...] = (
         "status": "completed",
         "tools": [],
     },
+    {"type": "compaction_trigger"},
     {"type": "configuration_update", "reasoning": {"effort": "low"}},
     {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "AAAA"},
     {

@@ -24,8 +24,10 @@ RENDERED = frozenset(
 )
 # What another agent says to this one, as Codex sends it.
 AGENT_MESSAGE = "agent_message"
+# As the last item, it asks for a compaction in place of an answer.
+TRIGGER = "compaction_trigger"
 # What tells the model nothing.
-SKIPPED = frozenset({"configuration_update", "mcp_list_tools"})
+SKIPPED = frozenset({"configuration_update", "mcp_list_tools", TRIGGER})
 # What begins the id of the empty answer that stands for a skipped item, before its type.
 SKIPPED_ID = "skipped_"
 FILE = "(a file)"
@@ -38,7 +40,7 @@ def list_types(union: Any) -> set[str]:
     return {name for hint in hints for name in get_args(hint) if isinstance(name, str)}
 
 
-KNOWN = {AGENT_MESSAGE, *RENDERED, *list_types(ResponseInputItemParam)} - {"compaction_trigger"}
+KNOWN = {AGENT_MESSAGE, *RENDERED, TRIGGER, *list_types(ResponseInputItemParam)}
 KNOWN_TOOLS = list_types(ToolParam)
 # The fields of an item that are not for the model.
 BOOKKEEPING = frozenset(

@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from vllmops.agent.log import log
 
-from .item_rendering import get_skipped_type
+from .item_rendering import TRIGGER, get_skipped_type
 from .wire_format import INCLUDED, ApiError
 
 
@@ -211,7 +211,10 @@ def find_ignored_fields(request: Any, name: str, *, tool_server: bool) -> Iterab
     match name:
         case "input":
             items = value if isinstance(value, list) else []
-            return (f"{name}.{kind}" for item in items if (kind := get_skipped_type(item)))
+            kinds = list(map(get_skipped_type, items))
+            if kinds[-1:] == [TRIGGER]:
+                kinds.pop()
+            return (f"{name}.{kind}" for kind in kinds if kind)
         case "tools":
             run = CLIENT_TOOLS | (SERVER_TOOLS if tool_server else NO)
             return (f"tools.{tool.type}" for tool in value if tool.type not in run)

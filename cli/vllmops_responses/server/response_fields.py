@@ -29,9 +29,12 @@ MEDIUM: Any = "medium"  # the default, and the only verbosity that is accepted
 PLAIN = ResponseTextConfig(format=ResponseFormatText(type="text"), verbosity=MEDIUM)
 # The fields of an item that have parts.
 PARTS = frozenset({"content", "summary"})
-# Fields of vLLM's, lists where OpenAI's types have numbers: clients that check them throw.
-PER_TURN = {
-    "input_tokens_details": {"input_tokens_per_turn", "cached_tokens_per_turn"},
+# Lists of vLLM's among numbers, at which clients that check them throw; and a field of OpenAI's
+# type that nothing here fills.
+UNCOUNTED = {
+    "input_tokens_details": {
+        *("input_tokens_per_turn", "cached_tokens_per_turn", "cache_write_tokens_details"),
+    },
     "output_tokens_details": {"output_tokens_per_turn", "tool_output_tokens_per_turn"},
 }
 # What a response says only where its request does.
@@ -120,7 +123,7 @@ def find_excluded_fields(model: Any) -> dict[Any, Any] | None:
     """The fields of a model that are left out, as pydantic's `exclude`; None if none is."""
     values = vars(model)
     if "output" in values:
-        without: dict[Any, Any] = {"usage": PER_TURN} if values.get("usage") else {}
+        without: dict[Any, Any] = {"usage": UNCOUNTED} if values.get("usage") else {}
         if found := find_null_fields_by_index(values["output"]):
             without["output"] = found
         return without or None

@@ -173,6 +173,8 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
                 )
                 raise ApiError(400, message, "background")
             request.store = False
+        if compaction.is_triggered(request):
+            return await self.prepare_compaction(request, raw_request)
         threshold = self.find_compact_threshold(request)
         if threshold is None and request_parameters.get_parameter(request, compaction.FIELD):
             raw_request.state.ignored.append(compaction.FIELD)
@@ -187,6 +189,8 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         self, turn: Turn | None, request: Any, raw_request: Request
     ) -> bytes | AsyncIterator[EncodedEvent] | ErrorResponse:
         """Answer a request whose needs are collected; else as `answer_create_request`."""
+        if turn and turn.is_compaction:
+            return await self.answer_with_compaction(turn, request)
         with set_current_turn(turn):
             answer = await self.create_responses(request, raw_request)
         if isinstance(answer, ErrorResponse):
@@ -315,6 +319,42 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         before = turn.conversation
         usage = await self.compact_turn(turn)
         return compaction.encode_compaction(before, turn.compaction, usage, turn.began)
+
+    async def prepare_compaction(self, request: Any, raw_request: Request) -> Turn:
+        """As `prepare_turn`, for a request that asks for a compaction in place of an answer."""
+        if request.background:
+            message = "background can't be used with a compaction_trigger"
+            raise ApiError(400, message, "background")
+        carrier_sealing.require_sealing_key(self.get_keyring())
+        turn = await self.build_turn(request, raw_request, compacts=True)
+        assert turn
+        turn.is_compaction, turn.needs_carrier = True, False  # the compaction has it all
+        return turn
+
+    async def answer_with_compaction(
+        self, turn: Turn, request: Any
+    ) -> bytes | AsyncIterator[EncodedEvent] | ErrorResponse:
+        """Answer a request with a compaction of its conversation; as `answer_create_request`."""
+        with set_current_turn(turn):
+            error: ErrorResponse | None = await self._check_model(request)
+        if error is not None:
+            return error
+
+        async def compact() -> tuple[Any, compaction.SummaryUsage]:
+            usage = await self.compact_turn(turn)
+            return turn.compaction, usage
+
+        model = self.models.model_name(self._maybe_get_adapters(request))
+        events = compaction.generate_events(
+            compact, partial(compaction.make_response, request, model, turn.began)
+        )
+        if request.stream:
+            turn.goes_on = True
+            return self.stream_response(turn, request, events)
+        last = [event async for event in events][-1]
+        return await self.store_response(
+            turn, response_fields.fill_response(last.response, request)
+        )
 
     async def compact_turn(self, turn: Turn) -> compaction.SummaryUsage:
         """Compact the conversation of a turn; returns what the summary took.

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +186,20 @@ def test_what_a_client_calls_a_parameter_can_forge_no_header_and_flood_no_log(
     for n in range(1000):
         list_named(f"y{n}")
     assert len(caplog.records) == 200
+
+
+def test_a_skipped_item_is_named_and_a_compaction_is_not() -> None:
+    def skipped(kind: str) -> Any:
+        return SimpleNamespace(id=f"skipped_{kind}", content=[])
+
+    asked = {"role": "user", "content": "x"}
+    items = [skipped("mcp_list_tools"), asked, skipped("compaction_trigger")]
+    assert list_ignored(input=items) == ["input.mcp_list_tools"]
+    assert list_ignored(input=[*items, asked]) == [
+        "input.compaction_trigger",
+        "input.mcp_list_tools",
+    ]
+    assert list_ignored(input="x") == list_ignored(input=[asked]) == []
 
 
 def restrict(**given: Any) -> tuple[Request, dict[str, Any]]:

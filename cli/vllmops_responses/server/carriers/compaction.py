@@ -16,18 +16,24 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
+from openai.types.responses import Response as OfficialResponse
 from openai.types.responses import (
     ResponseCompactionItem,
+    ResponseCompletedEvent,
+    ResponseCreatedEvent,
+    ResponseInProgressEvent,
     ResponseOutputItemAddedEvent,
     ResponseOutputItemDoneEvent,
+    ResponseUsage,
 )
 
 from vllmops.agent.hooks import vllm_objects
 from vllmops.model.environment import COMPACTION_PROMPT
 
 from ...store.backend import BROKEN
+from ...store.response_defaults import DEFAULTS
 from .. import wire_format
-from ..item_rendering import render_item
+from ..item_rendering import TRIGGER, get_skipped_type, render_item
 from ..wire_format import ApiError
 from . import carrier_merge
 from .carrier_merge import Item, extract_text
@@ -343,6 +349,61 @@ def encode_compaction(
             "output": [*shown, item.model_dump(mode="json", exclude_none=True)],
             "usage": usage.to_dict(),
         }
+    )
+
+
+def is_triggered(request: Any) -> bool:
+    """Whether a request asks for a compaction in place of an answer."""
+    items = request.input
+    return isinstance(items, list) and bool(items) and get_skipped_type(items[-1]) == TRIGGER
+
+
+def make_response(request: Any, model: str, created_at: float, **fields: Any) -> Any:
+    """The response to a request that asks for a compaction; what is missing in it is None.
+
+    Args:
+        request: vLLM's.
+        model: that makes it.
+        created_at: when it began.
+        fields: others, such as its output.
+    """
+    return OfficialResponse.model_construct(
+        **{
+            **dict.fromkeys(DEFAULTS),
+            "id": request.request_id,
+            "created_at": int(created_at),
+            "model": model,
+            "object": "response",
+            "status": "in_progress",
+            "output": [],
+            "previous_response_id": request.previous_response_id,
+            **fields,
+        }
+    )
+
+
+async def generate_events(
+    compact: Callable[[], Awaitable[tuple[Any, SummaryUsage]]], make: Callable[..., Any]
+) -> AsyncGenerator[Any, None]:
+    """The events of an answer that is nothing but a compaction.
+
+    Args:
+        compact: gives the item with what is left of the conversation, and what it took.
+        make: makes the response, with some of its fields.
+    """
+    yield ResponseCreatedEvent.model_construct(
+        type="response.created", sequence_number=0, response=make()
+    )
+    yield ResponseInProgressEvent.model_construct(
+        type="response.in_progress", sequence_number=1, response=make()
+    )
+    item, used = await compact()
+    for event in make_item_events(item, 2):
+        yield event
+    usage = ResponseUsage.model_validate(used.to_dict())
+    done = make(status="completed", output=[item], usage=usage)
+    yield ResponseCompletedEvent.model_construct(
+        type="response.completed", sequence_number=4, response=done
     )
 
 

@@ -52,6 +52,8 @@ class Turn:
         self.compacts = compacts
         # From how many tokens on the conversation is compacted, None if it never is.
         self.threshold: int | None = None
+        # Whether a compaction is all of the answer.
+        self.is_compaction = False
         # The item that the answer begins with where it was.
         self.compaction: Any = None
         # All items so far, and their size in bytes, for the answer's carrier and for a compaction.

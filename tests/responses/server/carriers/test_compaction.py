@@ -12,6 +12,7 @@ from tests.support.items import ITEMS
 
 from vllmops.model.environment import COMPACTION_PROMPT
 from vllmops_responses.server.carriers import carrier_merge, compaction
+from vllmops_responses.server.item_rendering import render_item
 from vllmops_responses.server.wire_format import ApiError
 
 USER = {"role": "user", "content": "light, please"}
@@ -171,3 +172,44 @@ def test_what_has_no_effect_on_a_compaction_is_told() -> None:
     given = {"model": "m", "input": "hello", "store": True, "client_metadata": {}}
     told = compaction.validate_compact_body(json.dumps(given).encode())
     assert told == {"store", "client_metadata"}
+
+
+def test_an_answer_that_is_nothing_but_a_compaction_is_valid() -> None:
+    item = compaction.make_compaction_item("sealed")
+    request = SimpleNamespace(
+        request_id="resp_1", previous_response_id=None, model_fields_set=set()
+    )
+
+    async def compact() -> Any:
+        return item, compaction.SummaryUsage(input=3, output=2)
+
+    def make(**fields: Any) -> Any:
+        return compaction.make_response(request, "m", 1.5, **fields)
+
+    async def collect() -> list[Any]:
+        return [event async for event in compaction.generate_events(compact, make)]
+
+    events = asyncio.run(collect())
+    assert [event.sequence_number for event in events] == list(range(5))
+    last = events[-1]
+    assert last.type == "response.completed"
+    assert (last.response.status, last.response.output) == ("completed", [item])
+    assert last.response.usage.total_tokens == 5
+    assert events[0].response.output == []
+
+
+@pytest.mark.parametrize(
+    ("items", "triggered"),
+    [
+        ([{"type": "compaction_trigger"}], True),
+        ([{"type": "compaction_trigger"}, USER], False),
+        ([USER], False),
+        ([], False),
+        ("compaction_trigger", False),
+    ],
+)
+def test_only_the_last_item_triggers_a_compaction(items: Any, triggered: bool) -> None:
+    read = items
+    if isinstance(items, list):
+        read = [SimpleNamespace(**render_item(item)) for item in items]
+    assert compaction.is_triggered(SimpleNamespace(input=read)) == triggered
