@@ -1,0 +1,114 @@
+"""Agents, as their users run them, on a real server whose model says what they need to hear."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from ..support.extent import long
+from . import clients
+from .conftest import Cli
+from .scripted import Script, serve_script
+
+PROGRAMS = Path(__file__).with_name("frameworks")
+CONFIG = """
+model = "{model}"
+model_provider = "vllm"
+model_context_window = 100000
+{more}
+[model_providers.vllm]
+name = "vLLM"
+base_url = "{base}"
+wire_api = "responses"
+"""
+LAMP = '<tool_call>\n{"name": "lamp", "arguments": {"on": true}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def script(
+    cli: Cli, plug_in: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Script]:
+    with serve_script(cli, plug_in, tmp_path_factory.mktemp("scripted")) as made:
+        yield made
+
+
+def install(folder: Path, *packages: str) -> None:
+    """Install packages of npm's into a folder."""
+    words = ("npm", "install", "--silent", "--no-fund", "--no-audit", *packages)
+    subprocess.run(words, cwd=folder, check=True, timeout=300)
+
+
+def run(words: Sequence[str | Path], folder: Path, **environment: str) -> str:
+    """What a program says; it ends well."""
+    ran = subprocess.run(
+        words,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr + ran.stdout
+    return ran.stdout + ran.stderr
+
+
+@long
+@pytest.mark.parametrize(
+    ("program", "packages", "texts"),
+    [
+        (
+            "ai.mjs",
+            ("ai@7", "@ai-sdk/openai@4", "zod@4"),
+            (LAMP, LAMP, "it is on", *["yes"] * 7, '{"on": true}'),
+        ),
+        ("agents.mjs", ("@openai/agents@0.20", "zod@4"), (LAMP, "it is on") * 4),
+    ],
+)
+def test_a_framework_for_javascript(
+    script: Script, tmp_path: Path, program: str, packages: Sequence[str], texts: Sequence[str]
+) -> None:
+    install(tmp_path, *packages)
+    (tmp_path / program).write_text((PROGRAMS / program).read_text())
+    script.say(*texts)
+    run(("node", program, script.base, clients.MODEL), tmp_path)
+    assert script.left == []
+
+
+@long
+def test_codex(script: Script, tmp_path: Path) -> None:
+    install(tmp_path, "@openai/codex@0.171")
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+
+    def configure(more: str = "") -> None:
+        config = CONFIG.format(model=clients.MODEL, base=script.base, more=more)
+        (home / "config.toml").write_text(config)
+
+    def codex(*words: str) -> str:
+        program = tmp_path / "node_modules/.bin/codex"
+        alone = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+        return run(
+            (program, "exec", *alone, *words), work, CODEX_HOME=str(home), OPENAI_API_KEY="one"
+        )
+
+    configure()
+    calls = [script.call("exec_command", cmd=f"echo lamp {n} > {n}.txt") for n in range(3)]
+    script.say(*calls, "It is on.")
+    assert "It is on." in codex("turn the lamp on")
+    assert [path.read_text() for path in sorted(work.iterdir())] == [
+        f"lamp {n}\n" for n in range(3)
+    ]
+    script.say("It is off.")
+    assert "It is off." in codex("resume", "--last", "off")
+    # So little that the conversation is compacted before the answer.
+    configure("model_auto_compact_token_limit = 2000")
+    script.say("A lamp was turned on and off.", "It is on again.")
+    assert "It is on again." in codex("resume", "--last", "on again")
+    assert script.left == []
