@@ -33,6 +33,8 @@ class Scripted(AdapterLogitsProcessor):
         return False
 
     def new_req_logits_processor(self, params):
+        if params.max_tokens == 1:  # what only fills the prefix cache
+            return None
         with open(os.environ["SCRIPT"], "r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             texts = json.load(file)

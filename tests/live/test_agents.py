@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ..support.extent import long
+from ..support.extent import combinations, long
 from . import clients
 from .conftest import Cli
 from .scripted import Script, serve_script
@@ -21,9 +21,10 @@ model_provider = "vllm"
 model_context_window = 100000
 {more}
 [model_providers.vllm]
-name = "vLLM"
+name = "{provider}"
 base_url = "{base}"
 wire_api = "responses"
+supports_websockets = {socket}
 """
 LAMP = '<tool_call>\n{"name": "lamp", "arguments": {"on": true}}\n</tool_call>'
 
@@ -80,15 +81,21 @@ def test_a_framework_for_javascript(
     assert script.left == []
 
 
+# To a provider of the second name, Codex leaves the compaction.
 @long
-def test_codex(script: Script, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("provider", "socket"), combinations(("vLLM", "OpenAI"), ("false", "true"))
+)
+def test_codex(script: Script, tmp_path: Path, provider: str, socket: str) -> None:
     install(tmp_path, "@openai/codex@0.171")
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
 
     def configure(more: str = "") -> None:
-        config = CONFIG.format(model=clients.MODEL, base=script.base, more=more)
+        config = CONFIG.format(
+            model=clients.MODEL, base=script.base, provider=provider, socket=socket, more=more
+        )
         (home / "config.toml").write_text(config)
 
     def codex(*words: str) -> str:

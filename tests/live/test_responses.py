@@ -646,6 +646,19 @@ def test_a_conversation_goes_from_a_store_to_a_client_and_back(client: Any) -> N
     assert not any(getattr(item, "encrypted_content", None) for item in listed)
 
 
+def test_a_carrier_replaces_the_previous_response(client: Any) -> None:
+    """As Codex sends both on a WebSocket, where its session was resumed."""
+    asked = [{"role": "user", "content": entry} for entry in ("one", "two", "three", "four")]
+    first = say(client, [asked[0]])
+    second = say(client, [asked[1]], previous_response_id=first.id, **CARRY)
+    for given in ([second.output[-1]], [*second.output]):
+        third = say(client, [*given, asked[2]], previous_response_id=first.id)
+        fourth = say(client, [asked[3]], previous_response_id=third.id)
+        sent = [asked[0], *first.output, asked[1], *second.output, asked[2]]
+        assert third.usage.input_tokens == count(client, sent)
+        assert fourth.usage.input_tokens == count(client, [*sent, *third.output, asked[3]])
+
+
 def test_it_is_off_unless_it_is_asked_for(client: Any) -> None:
     for options in ({"store": False}, {"include": CARRY["include"]}, {**CARRY, "store": True}):
         made = say(client, **options)

@@ -947,13 +947,9 @@ def validate_single_history(
     if request_carrier and conversation is not None:
         message = "conversation can't be used with a carrier: send only one of them"
         raise ApiError(400, message, "conversation")
-    if request_carrier and request.previous_response_id is not None:
-        other = (
-            "previous_response"
-            if get_previous_response(request) is not None
-            else "a carrier in the input"
-        )
-        message = f"previous_response_id can't be used with {other}: send only one of them"
+    both = (request.previous_response_id, get_previous_response(request))
+    if all(given is not None for given in both):
+        message = "previous_response_id can't be used with previous_response: send only one of them"
         raise ApiError(400, message, "previous_response_id")
     if (request_carrier or needs_carrier) and request.previous_input_messages:
         message = "previous_input_messages can't be in a carrier: send them as items of the input"

@@ -23,7 +23,7 @@ class Turn:
         owner: whose it is.
         items: what it adds to the conversation, a JSON array.
         history: the turns before it, as the store keeps them, oldest first; None if the
-            request names no previous response.
+            request names no previous response. A carrier replaces them.
         has_encrypted_input: whether some of the items have encrypted content.
         request_carrier: the carrier in the request.
         needs_carrier: whether the answer gets a carrier.
@@ -45,7 +45,7 @@ class Turn:
         self.request = request
         self.owner = owner
         self.items = items
-        self.history = history
+        self.history = [] if request_carrier and history else history
         self.has_encrypted_input = has_encrypted_input
         self.request_carrier = request_carrier
         self.needs_carrier = needs_carrier
@@ -96,7 +96,8 @@ class Turn:
             model=response.model,
             status=response.status,
             created_at=self.began,
-            previous_id=response.previous_response_id,
+            # What a carrier has is part of the items, and would be told twice.
+            previous_id=None if self.request_carrier else response.previous_response_id,
             body=body,
             input=self.items,
         )
