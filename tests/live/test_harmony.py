@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from websockets.sync.client import connect as websocket
 
@@ -32,6 +33,7 @@ from .test_websocket import create_response
 
 pytestmark = long
 
+FUNCTION = {"type": "function", "name": "lamp", "parameters": {"type": "object"}, "strict": True}
 BUILDER = Path(__file__).with_name("harmony.py")
 
 
@@ -145,6 +147,19 @@ def test_a_conversation_of_the_api(client: Any) -> None:
     words: list[Any] = [{"role": "user", "content": "zero"}, {"role": "user", "content": "one"}]
     words += [*first.output, {"role": "user", "content": "two"}]
     assert last.response.usage.input_tokens == count_input_tokens(client, words)
+
+
+def test_tools_that_vllm_does_not_give_it(client: Any) -> None:
+    made = say(client, tools=[{"type": "web_search"}, FUNCTION], max_output_tokens=8)
+    assert [tool.type for tool in made.tools] == ["web_search", "function"]
+    assert made.usage.input_tokens == say(client, tools=[FUNCTION]).usage.input_tokens
+    for tool in (
+        {"type": "custom", "name": "lamp"},
+        {"type": "namespace", "name": "house", "description": "a house", "tools": [FUNCTION]},
+    ):
+        with pytest.raises(openai.BadRequestError, match="send functions") as refused:
+            say(client, tools=[tool])
+        assert refused.value.param == "tools[0]"
 
 
 def test_a_socket(harmony: Foreground) -> None:

@@ -146,7 +146,8 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "tools": Parameter(
         ParameterSupport.VLLM,
-        "functions, custom tools and namespaces of them. Of built-in tools, vLLM has "
+        "functions, custom tools and namespaces of them; for gpt-oss functions alone, and others "
+        "of these are refused. Of built-in tools, vLLM has "
         "`web_search_preview`, `code_interpreter`, `container` and `mcp`, with its "
         "`--tool-server`; others are not offered to the model. Without "
         "`--enable-auto-tool-choice` and `--tool-call-parser`, what the model calls stays text",
@@ -310,6 +311,27 @@ def restrict_tools(request: Any) -> dict[str, Any]:
     # None is offered, as vLLM has it for a request without tools.
     request.tool_choice = choice.mode if request.tools or choice.mode != "auto" else "none"
     return sent
+
+
+def drop_unused_tools(request: Any, *, tool_server: bool) -> None:
+    """Leave a request for gpt-oss the tools that vLLM gives it, which refuses the others.
+
+    Args:
+        request: vLLM's ResponsesRequest.
+        tool_server: whether vLLM has one, and runs built-in tools.
+
+    Raises:
+        ApiError: one that the client runs is not among them.
+    """
+    for at, tool in enumerate(request.tools):
+        if tool.type in CLIENT_TOOLS - {"function"}:
+            message = f"tools[{at}] is of type {tool.type!r}, which vLLM does not give to gpt-oss"
+            raise ApiError(400, f"{message}: send functions", f"tools[{at}]")
+    used = {"function", *(SERVER_TOOLS if tool_server else NO)}
+    kept = [tool for tool in request.tools if tool.type in used]
+    if len(kept) < len(request.tools):
+        get_sent_fields(request).setdefault("tools", request.tools)
+        request.tools = kept
 
 
 def get_sent_fields(request: Any) -> dict[str, Any]:

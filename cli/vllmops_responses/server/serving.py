@@ -639,6 +639,10 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         """What vLLM does first with a request, and the only step that every version awaits."""
         error = await super()._check_model(request, *args, **options)
         if error is None:
+            if self.use_harmony:
+                request_parameters.drop_unused_tools(
+                    request, tool_server=self.tool_server is not None
+                )
             with translate_rendering_errors():
                 if (turn := current.get()) and turn.needs_rehydration:
                     with tracing.start_span("rehydrate", {"turns": len(turn.history or ())}) as add:

@@ -482,6 +482,7 @@ def responses() -> None:
     serving.stored_responses = StoredResponsesApi(
         serving.store, serving.conversations, serving.runs.stop_run
     )
+    serving.use_harmony = False
     serving.history = HistoryReader(item_conversion.parse_items, harmony=False)
     assert RENDERERS
     for name in RENDERERS:

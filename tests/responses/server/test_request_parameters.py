@@ -13,7 +13,7 @@ import pytest
 from openai.types.responses import response_create_params as official
 from openai.types.responses.response import ToolChoice
 from openai.types.shared import Reasoning
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PrivateAttr
 
 from vllmops_responses.server import request_parameters, response_fields, wire_format
 from vllmops_responses.server.request_parameters import PARAMETERS
@@ -227,6 +227,25 @@ def test_allowed_tools_are_all_that_the_model_gets() -> None:
     assert allow("auto", {"type": "namespace", "name": "house"}) == ("auto", tools[2:])
     assert allow("auto", {"type": "function", "name": "cat"}) == ("none", [])
     assert allow("required", {}) == ("required", [])
+
+
+class Sent(Request):
+    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+
+def test_gpt_oss_gets_the_tools_that_vllm_gives_it() -> None:
+    tools = [{"type": kind} for kind in ("function", "web_search", "code_interpreter")]
+    for tool_server, kept in ((False, 1), (True, 2)):
+        request = Sent.model_validate({"tools": tools})
+        request_parameters.drop_unused_tools(request, tool_server=tool_server)
+        assert len(request.tools) == kept
+        sent = request_parameters.get_sent_fields(request)["tools"]
+        assert [tool.type for tool in sent] == [tool["type"] for tool in tools]
+    for kind in ("custom", "namespace"):
+        request = Sent.model_validate({"tools": [*tools, {"type": kind}]})
+        with pytest.raises(ApiError, match="send functions") as refused:
+            request_parameters.drop_unused_tools(request, tool_server=True)
+        assert (refused.value.status, refused.value.param) == (400, "tools[3]")
 
 
 def test_tools_that_nothing_restricts_stay() -> None:
