@@ -222,7 +222,9 @@ def test_examples_are_in_blocks_that_are_checked(page: Path) -> None:
     """Each block says its language, and a ``console`` block has command lines alone."""
     text = page.read_text()
     fences = re.findall(r"^```(\w*)$", text, re.M)
-    assert set(fences[::2]) <= {"console", "python", "json", "text", "sh", "toml", "yaml"}, page
+    assert set(fences[::2]) <= {
+        *["console", "python", "json", "text", "sh", "toml", "yaml", "js"]
+    }, page
     for block in blocks(text, "console"):
         assert all(line.startswith("$ ") for line in block.splitlines()), block
 

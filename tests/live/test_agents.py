@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
+import venv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
+
+from vllmops.docs import load_pages
 
 from ..support.extent import combinations, long
 from . import clients
@@ -15,17 +20,10 @@ from .conftest import Cli
 from .scripted import Script, serve_script
 
 PROGRAMS = Path(__file__).with_name("frameworks")
-CONFIG = """
-model = "{model}"
-model_provider = "vllm"
-model_context_window = 100000
-{more}
-[model_providers.vllm]
-name = "{provider}"
-base_url = "{base}"
-wire_api = "responses"
-supports_websockets = {socket}
-"""
+PAGE = load_pages()["clients"].text
+URL = "http://localhost:8000/v1"
+# The blocks of the page: the language, what to install, and all of it.
+BLOCKS = re.findall(r"```(\w+)\n((?://|#) (?:npm|pip) install (.+)\n[^`]+)```", PAGE)
 LAMP = '<tool_call>\n{"name": "lamp", "arguments": {"on": true}}\n</tool_call>'
 
 
@@ -81,6 +79,30 @@ def test_a_framework_for_javascript(
     assert script.left == []
 
 
+@long
+@pytest.mark.parametrize(
+    ("language", "text", "packages"),
+    [block for block in BLOCKS if block[0] != "toml"],
+    ids=[block[2] for block in BLOCKS if block[0] != "toml"],
+)
+def test_the_page_of_clients(
+    script: Script, tmp_path: Path, language: str, text: str, packages: str
+) -> None:
+    program = tmp_path / f"program.{'mjs' if language == 'js' else 'py'}"
+    program.write_text(text.replace(URL, script.base))
+    runner = "node"
+    if language == "js":
+        install(tmp_path, *packages.split())
+    else:
+        venv.create(tmp_path / "venv", with_pip=False)
+        runner = str(tmp_path / "venv/bin/python")
+        pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+        subprocess.run((*pip, "--python", runner, "install", *packages.split()), check=True)
+    script.say("The lamp is on.")
+    assert "The lamp is on." in run((runner, program), tmp_path, PYTHONPATH="")
+    assert script.left == []
+
+
 # To a provider of the second name, Codex leaves the compaction.
 @long
 @pytest.mark.parametrize(
@@ -92,11 +114,12 @@ def test_codex(script: Script, tmp_path: Path, provider: str, socket: str) -> No
     home.mkdir()
     work.mkdir()
 
+    (block,) = (text for language, text, _ in BLOCKS if language == "toml")
+    config = block.replace(URL, script.base).replace('"vLLM"', f'"{provider}"')
+
     def configure(more: str = "") -> None:
-        config = CONFIG.format(
-            model=clients.MODEL, base=script.base, provider=provider, socket=socket, more=more
-        )
-        (home / "config.toml").write_text(config)
+        text = f"{more}\n{config}supports_websockets = {socket}\n"
+        (home / "config.toml").write_text(text)
 
     def codex(*words: str) -> str:
         program = tmp_path / "node_modules/.bin/codex"
