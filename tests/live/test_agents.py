@@ -17,6 +17,7 @@ from vllmops.docs import load_pages
 from ..support.extent import combinations, long
 from . import clients
 from .conftest import Cli
+from .recording import record
 from .scripted import Script, serve_script
 
 PROGRAMS = Path(__file__).with_name("frameworks")
@@ -75,7 +76,8 @@ def test_a_framework_for_javascript(
     install(tmp_path, *packages)
     (tmp_path / program).write_text((PROGRAMS / program).read_text())
     script.say(*texts)
-    run(("node", program, script.base, clients.MODEL), tmp_path)
+    with record(script.base, program.removesuffix(".mjs")) as base:
+        run(("node", program, base, clients.MODEL), tmp_path)
     assert script.left == []
 
 
@@ -89,7 +91,6 @@ def test_the_page_of_clients(
     script: Script, tmp_path: Path, language: str, text: str, packages: str
 ) -> None:
     program = tmp_path / f"program.{'mjs' if language == 'js' else 'py'}"
-    program.write_text(text.replace(URL, script.base))
     runner = "node"
     if language == "js":
         install(tmp_path, *packages.split())
@@ -99,7 +100,10 @@ def test_the_page_of_clients(
         pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
         subprocess.run((*pip, "--python", runner, "install", *packages.split()), check=True)
     script.say("The lamp is on.")
-    assert "The lamp is on." in run((runner, program), tmp_path, PYTHONPATH="")
+    name = re.split("[@<>=]", packages.split(maxsplit=1)[0].rsplit("/", maxsplit=1)[-1])[0]
+    with record(script.base, f"page-{name}") as base:
+        program.write_text(text.replace(URL, base))
+        assert "The lamp is on." in run((runner, program), tmp_path, PYTHONPATH="")
     assert script.left == []
 
 
@@ -115,10 +119,10 @@ def test_codex(script: Script, tmp_path: Path, provider: str, socket: str) -> No
     work.mkdir()
 
     (block,) = (text for language, text, _ in BLOCKS if language == "toml")
-    config = block.replace(URL, script.base).replace('"vLLM"', f'"{provider}"')
+    config = block.replace('"vLLM"', f'"{provider}"')
 
-    def configure(more: str = "") -> None:
-        text = f"{more}\n{config}supports_websockets = {socket}\n"
+    def configure(base: str, more: str = "") -> None:
+        text = f"{more}\n{config.replace(URL, base)}supports_websockets = {socket}\n"
         (home / "config.toml").write_text(text)
 
     def codex(*words: str) -> str:
@@ -128,17 +132,18 @@ def test_codex(script: Script, tmp_path: Path, provider: str, socket: str) -> No
             (program, "exec", *alone, *words), work, CODEX_HOME=str(home), OPENAI_API_KEY="one"
         )
 
-    configure()
-    calls = [script.call("exec_command", cmd=f"echo lamp {n} > {n}.txt") for n in range(3)]
-    script.say(*calls, "It is on.")
-    assert "It is on." in codex("turn the lamp on")
-    assert [path.read_text() for path in sorted(work.iterdir())] == [
-        f"lamp {n}\n" for n in range(3)
-    ]
-    script.say("It is off.")
-    assert "It is off." in codex("resume", "--last", "off")
-    # So little that the conversation is compacted before the answer.
-    configure("model_auto_compact_token_limit = 2000")
-    script.say("A lamp was turned on and off.", "It is on again.")
-    assert "It is on again." in codex("resume", "--last", "on again")
+    with record(script.base, f"codex-{provider}-{socket}".lower()) as base:
+        configure(base)
+        calls = [script.call("exec_command", cmd=f"echo lamp {n} > {n}.txt") for n in range(3)]
+        script.say(*calls, "It is on.")
+        assert "It is on." in codex("turn the lamp on")
+        assert [path.read_text() for path in sorted(work.iterdir())] == [
+            f"lamp {n}\n" for n in range(3)
+        ]
+        script.say("It is off.")
+        assert "It is off." in codex("resume", "--last", "off")
+        # So little that the conversation is compacted before the answer.
+        configure(base, "model_auto_compact_token_limit = 2000")
+        script.say("A lamp was turned on and off.", "It is on again.")
+        assert "It is on again." in codex("resume", "--last", "on again")
     assert script.left == []

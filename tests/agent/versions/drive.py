@@ -553,6 +553,33 @@ def left_out() -> list[Any]:
     return [*(item["content"] for item in texts), parts.content[0].text]
 
 
+def recorded_requests() -> dict[str, list[Any]]:
+    """Of what real clients have sent, what vLLM takes and what our server takes, by the client."""
+    from tests.live.recording import RECORDED
+
+    from vllmops_responses.server.request_parameters import (
+        list_ignored_parameters,
+        validate_parameters,
+    )
+    from vllmops_responses.server.vllm_interface import Request, ResponsesRequest
+
+    found: dict[str, list[Any]] = {}
+    for file in sorted(RECORDED.iterdir()):
+        for line in file.read_text().splitlines():
+            taken: list[bool] = []
+            for model in (Request, ResponsesRequest):
+                try:
+                    request = model.model_validate_json(line)
+                except ValueError:
+                    taken.append(False)
+                    continue
+                taken.append(True)
+            validate_parameters(request, tool_parser=True)
+            list_ignored_parameters(request, tool_server=False)
+            found.setdefault(file.stem, []).append(taken)
+    return found
+
+
 TEXT: dict[str, Any] = {"type": "input_text", "text": "hi"}
 KINDS: tuple[dict[str, Any], ...] = ({}, {"type": "message"}, {"type": "mesage"})
 CONTENTS: tuple[Any, ...] = (

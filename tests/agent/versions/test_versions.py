@@ -52,6 +52,10 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
         "a type",
         "parts, no type",
     ]
+    recorded: Any = process.run("out = recorded_requests()")
+    assert {"ai", "agents", "codex-openai-false"} <= recorded.keys()
+    assert all(ours for client in recorded.values() for _, ours in client), recorded
+    assert any(stock for client in recorded.values() for stock, _ in client)
     read: Any = process.run("out = messages()")
     assert read["as it is"] > 40 < read["refused"]
     assert (read["differ"], read["quick"]) == ([], True)
