@@ -148,11 +148,10 @@ def test_invalid_conversation_requests_are_refused(client: Any) -> None:
 
 
 def test_an_item_that_no_request_could_use_is_refused(client: Any) -> None:
-    action = {"type": "search", "query": "q"}
-    search = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": action}
+    unknown = {"type": "wobble", "id": "wb_1"}
     file = {"type": "input_file", "filename": "a.txt", "file_data": "data:text/plain;base64,YQ=="}
     sealed = {"type": "compaction", "id": "cmp_1", "encrypted_content": "a"}
-    for item in (search, sealed, {"role": "user", "content": [file]}):
+    for item in (unknown, sealed, {"role": "user", "content": [file]}):
         with pytest.raises(openai.BadRequestError) as raised:
             client.conversations.create(items=[user("a"), item])
         assert raised.value.param == "items[1]"

@@ -44,9 +44,11 @@ KNOWN = {AGENT_MESSAGE, *RENDERED, TRIGGER, *list_types(ResponseInputItemParam)}
 KNOWN_TOOLS = list_types(ToolParam)
 # The fields of an item that are not for the model.
 BOOKKEEPING = frozenset(
-    {"type", "id", "call_id", "status", "caller", "pending_safety_checks", "encrypted_content"}
+    {"type", "id", "call_id", "caller", "pending_safety_checks", "encrypted_content"}
     | {"acknowledged_safety_checks", "container_id", "fingerprint", "max_output_length"}
 )
+# And those that are, although they are called like one.
+TOLD = frozenset({("apply_patch_call_output", "status"), ("mcp_approval_request", "id")})
 # The fields of an item that hold a file, and what a text begins with that is one.
 FILES, DATA_URL = frozenset({("image_generation_call", "result")}), "data:"
 
@@ -92,9 +94,10 @@ def find_tool_problem(tool: Item) -> str:
 
 def is_reference(item: Any) -> bool:
     """Whether an item stands for another one, which the server has stored."""
-    return isinstance(item, dict) and (
-        item.get("type") == "item_reference" or item.keys() - {"type"} == {"id"}
-    )
+    if not isinstance(item, dict):
+        return False
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and item.keys() - {"type"} == {"id"})
 
 
 def render_item(item: Item) -> Item:
@@ -108,17 +111,17 @@ def render_item(item: Item) -> Item:
         said = "".join(str(part.get("text") or "") for part in list_parts(item.get("content")))
         names = f"{item.get('author')} to {item.get('recipient')}"
         return make_message("user", f"Message from {names}: {said}")
-    call_id = item.get("call_id") or item.get("id")
+    call_id = item.get("id" if kind == "local_shell_call_output" else "call_id")
     given = {
         name: FILE if (kind, name) in FILES else value
         for name, value in item.items()
-        if name not in BOOKKEEPING and value
+        if (kind, name) in TOLD or is_told(name, value)
     }
     if kind.endswith("_output") and isinstance(call_id, str):
-        output = given.get("output", given)
+        output = given["output"] if given.keys() == {"output"} else given
         text = output if isinstance(output, str) else render_json(output)
         return {"type": "function_call_output", "call_id": call_id, "output": text}
-    if isinstance(item.get("call_id"), str):
+    if isinstance(call_id, str):
         return {
             "type": "function_call",
             "call_id": call_id,
@@ -127,6 +130,13 @@ def render_item(item: Item) -> Item:
         }
     role = "user" if kind.endswith("_response") else "assistant"
     return make_message(role, f"[{kind}] {render_json(given)}")
+
+
+def is_told(field: str, value: Any) -> bool:
+    """Whether a field of an item is for the model; of what is done nothing need be said."""
+    if field in BOOKKEEPING or value is None or value in ("", [], {}):
+        return False
+    return field != "status" or value == "failed"
 
 
 def get_skipped_type(item: Any) -> str:

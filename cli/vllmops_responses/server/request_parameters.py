@@ -10,7 +10,7 @@ The manual's page `parameters` has this table; a test compares them, and both wi
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -78,7 +78,8 @@ PARAMETERS: dict[str, Parameter] = {
     "input": Parameter(
         ParameterSupport.WORKS,
         "items of every type of OpenAI's API: the calls of built-in tools that it has become calls "
-        "of functions, or texts; an `item_reference` names an item of a stored response",
+        "of functions, or texts (for gpt-oss not those of custom tools); an `item_reference` names "
+        "an item of a stored response by the id that this server gave it",
     ),
     "instructions": Parameter(ParameterSupport.VLLM),
     "max_output_tokens": Parameter(ParameterSupport.VLLM),
@@ -148,7 +149,7 @@ PARAMETERS: dict[str, Parameter] = {
         ParameterSupport.VLLM,
         "functions, custom tools and namespaces of them; for gpt-oss functions alone, and others "
         "of these are refused. Of built-in tools, vLLM has "
-        "`web_search_preview`, `code_interpreter`, `container` and `mcp`, with its "
+        "`web_search_preview`, `code_interpreter` and `mcp` for gpt-oss, with its "
         "`--tool-server`; others are not offered to the model. Without "
         "`--enable-auto-tool-choice` and `--tool-call-parser`, what the model calls stays text",
     ),
@@ -166,11 +167,13 @@ PARAMETERS: dict[str, Parameter] = {
 }
 # The client runs these; vLLM passes them to the model. The others vLLM runs with a tool server.
 CLIENT_TOOLS = frozenset({"function", "custom", "namespace"})
-SERVER_TOOLS = frozenset({"web_search_preview", "code_interpreter", "container", "mcp"})
+SERVER_TOOLS = frozenset({"web_search_preview", "code_interpreter", "mcp"})
 SPECIAL = frozenset({"include", "input", "max_tool_calls", "stream_options", "tools"})
 CHECKED = SPECIAL.union(
     name for name, one in PARAMETERS.items() if one.values is not None or one.fields is not None
 )
+# The fields that tell which tool it is.
+IDENTITY = ("type", "name", "server_label")
 # The parameters that vLLM may not know, with vllmops' own.
 KNOWN = PARAMETERS.keys() | {"previous_response"}
 # What a client calls a parameter is shown if it looks like a name, and only so many of them.
@@ -187,7 +190,7 @@ def list_ignored_parameters(
     Args:
         request: vLLM's ResponsesRequest.
         without_effect: names that are known to be among them.
-        tool_server: whether vLLM has one, and runs built-in tools.
+        tool_server: whether vLLM has one, and runs built-in tools of this model.
     """
     unknown = request.model_extra and request.model_extra.keys() - KNOWN
     checked = request.model_fields_set & CHECKED
@@ -307,7 +310,8 @@ def restrict_tools(request: Any) -> dict[str, Any]:
     if getattr(choice, "type", None) != "allowed_tools":
         return {}
     sent = {"tools": request.tools, "tool_choice": choice}
-    request.tools = [kept for tool in request.tools for kept in reduce_tool(tool, choice.tools)]
+    allowed = {tuple(map(one.get, IDENTITY)) for one in choice.tools if is_identity(one)}
+    request.tools = [kept for tool in request.tools for kept in reduce_tool(tool, allowed)]
     # None is offered, as vLLM has it for a request without tools.
     request.tool_choice = choice.mode if request.tools or choice.mode != "auto" else "none"
     return sent
@@ -334,21 +338,34 @@ def drop_unused_tools(request: Any, *, tool_server: bool) -> None:
         request.tools = kept
 
 
+def drop_tools(request: Any) -> None:
+    """Leave a request no tool, because nothing is called for its answer, which repeats them."""
+    for name in ("tools", "tool_choice"):
+        get_sent_fields(request).setdefault(name, getattr(request, name))
+    request.tools, request.tool_choice = [], "none"
+
+
 def get_sent_fields(request: Any) -> dict[str, Any]:
     """What a client has sent of the fields in which vLLM is asked for something else."""
     sent: dict[str, Any] = getattr(request, "_sent", {})
     return sent
 
 
-def reduce_tool(tool: BaseModel, allowed: list[dict[str, Any]]) -> Iterator[BaseModel]:
+def is_identity(allowed: dict[str, Any]) -> bool:
+    """Whether what `allowed_tools` says of a tool tells which one it is."""
+    return all(isinstance(allowed.get(name), str | None) for name in IDENTITY)
+
+
+def reduce_tool(tool: BaseModel, allowed: Set[tuple[Any, ...]]) -> Iterator[BaseModel]:
     """What is allowed of a tool, if anything is: all of it, or some of the tools of a namespace.
 
     Args:
         tool: of a request.
-        allowed: what is allowed, each with the fields that tell which tool it is.
+        allowed: the `IDENTITY` of each allowed tool; of all of a type, without a name.
     """
     fields = get_given_fields(tool)
-    if any(one and one.items() <= fields.items() for one in allowed):
+    kind, *names = map(fields.get, IDENTITY)
+    if not allowed.isdisjoint({(kind, *names), (kind, None, None)}):
         yield tool
     elif kept := [some for one in fields.get("tools") or () for some in reduce_tool(one, allowed)]:
         yield tool.model_copy(update={"tools": kept})

@@ -25,7 +25,7 @@ DELTA = msgspec.json.Decoder(dict[str, Any])
 STEP = 32
 # Of vLLM's response these say what the request was run with, not what it asked for.
 _RUN = frozenset({"completed_at", "error", "incomplete_details", "usage"})
-MEDIUM: Any = "medium"  # the default, and the only verbosity that is accepted
+MEDIUM: Any = "medium"  # the default
 PLAIN = ResponseTextConfig(format=ResponseFormatText(type="text"), verbosity=MEDIUM)
 # The fields of an item that have parts.
 PARTS = frozenset({"content", "summary"})

@@ -60,7 +60,7 @@ from .conversations.socket_request import (
 from .conversations.turn import Turn, current, has_encrypted_items, set_current_turn
 from .conversations.turn_history import HistoryReader, extract_readable_parts
 from .item_conversion import convert_items_to_messages, parse_items
-from .item_rendering import is_reference
+from .item_rendering import TRIGGER, is_reference
 from .response_fields import encode_model
 from .stored_responses import StoredResponsesApi
 from .vllm_interface import ErrorResponse, GenerationError, ResponsesResponse
@@ -230,7 +230,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             request, tool_parser=vllm_interface.can_parse_tool_calls(self)
         )
         raw_request.state.ignored = request_parameters.list_ignored_parameters(
-            request, without_effect, tool_server=self.tool_server is not None
+            request, without_effect, tool_server=self.use_harmony and self.tool_server is not None
         )
 
     async def answer_count_request(
@@ -306,6 +306,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         """
         without_effect = compaction.validate_compact_body(await raw_request.body())
         await self.validate_request(request, raw_request, without_effect)
+        request_parameters.drop_tools(request)
         carrier_sealing.require_sealing_key(self.get_keyring())
         token_count.reduce_to_input(request)
         turn = await self.build_turn(request, raw_request, compacts=True)
@@ -326,6 +327,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             message = "background can't be used with a compaction_trigger"
             raise ApiError(400, message, "background")
         carrier_sealing.require_sealing_key(self.get_keyring())
+        request_parameters.drop_tools(request)
         turn = await self.build_turn(request, raw_request, compacts=True)
         assert turn
         turn.is_compaction, turn.needs_carrier = True, False  # the compaction has it all
@@ -339,6 +341,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             error: ErrorResponse | None = await self._check_model(request)
         if error is not None:
             return error
+        turn.conversation = [item for item in turn.conversation if item.get("type") != TRIGGER]
 
         async def compact() -> tuple[Any, compaction.SummaryUsage]:
             usage = await self.compact_turn(turn)
@@ -466,8 +469,8 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         before = (previous, response, conversation)
         continues = any(given is not None for given in before)
         if conversation is not None and compacts:
-            message = "context_management can't be used with conversation"
-            raise ApiError(400, message, "context_management")
+            message = "conversation can't be used with a compaction: its items stay as they are"
+            raise ApiError(400, message, "conversation")
         refers = isinstance(request.input, list) and any(map(is_reference, request.input))
         wanted = request.store or hidden or sealed or compacts or is_websocket_request() or refers
         if not (wanted or continues):
@@ -527,21 +530,22 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             StoreUnavailable: the store is down.
         """
         given = wire_format.ITEMS.decode(items)
-        names = [item["id"] for item in given if is_reference(item)]
+        names = {at: one["id"] for at, one in enumerate(request.input) if is_reference(one)}
         known = (
             set[str]()
             if conversation is None
             else await self.conversations.list_item_ids(owner, conversation)
         )
         turns = {turn.id for turn in history or ()}
-        found = await self.stored_responses.find_items(owner, set(names) - known)
+        wanted = [name for name in dict.fromkeys(names.values()) if name not in known]
+        found = await self.stored_responses.find_items(owner, wanted)
         resolved, parsed = list[Item](), list[Any]()
         for at, item in enumerate(given):
-            if not is_reference(item):
+            if at not in names:
                 resolved.append(item)
                 parsed.append(request.input[at])
                 continue
-            if (name := item["id"]) in known:
+            if (name := names[at]) in known:
                 continue
             if name not in found:
                 raise ApiError(400, f"Item with id '{name}' not found.", f"input[{at}]")
@@ -603,10 +607,11 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
 
     def responses_stream_generator(self, *args: Any, **options: Any) -> AsyncGenerator[Any, None]:
         """VLLM's events, in every version with the same ids from the first to the last."""
-        events = vllm_interface.normalize_stream_events(
-            super().responses_stream_generator(*args, **options)
-        )
         turn = current.get()
+        events = vllm_interface.normalize_stream_events(
+            super().responses_stream_generator(*args, **options),
+            stored=bool(turn and turn.request.store),
+        )
         if turn and turn.compaction:
             return compaction.prepend_item(events, turn.compaction)
         return events
@@ -623,13 +628,14 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
             raise AbortError
         if not isinstance(answer, ResponsesResponse):
             return answer
-        vllm_interface.name_items(answer)
+        turn = current.get()
+        if turn and turn.request.store and not turn.request.stream:
+            vllm_interface.name_items(answer, {}, stored=True)
         if answer.usage:
             details = answer.usage.output_tokens_details
             details.reasoning_tokens = (
                 details.reasoning_tokens or vllm_interface.count_reasoning_tokens(context, answer)
             )
-        turn = current.get()
         item = turn and not turn.request.stream and turn.compaction
         if item:
             answer.output.insert(0, item)
@@ -805,15 +811,16 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
                 if event.type in vllm_interface.ENDS:
                     if item := await self.build_carrier_item(turn, event.response):
                         for frame in append_item(item, event.response.output, number):
-                            yield frame
                             number += 1
+                            yield frame
                     body = await self.store_response(turn, event.response)
+                    gate.set_last_event(lambda: b"")  # it follows
                     yield wire_format.make_final_event(event.response.status, number, body)
                     return
                 if event.type in wire_format.BEGINNINGS:
                     response = set_response_conversation(event.response, turn)
+                number += 1  # before it is sent: the send may be cut off
                 yield EncodedEvent(event.type, encode_model(event))
-                number += 1
         except ApiError as error:
             failed = make_failure_event(response, number, error.message)
         except StoreUnavailable as error:

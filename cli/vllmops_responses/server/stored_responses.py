@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..store.backend import BROKEN, Response, ResponseQuery, StoreUnavailable
+from ..store.backend import BROKEN, ResponseQuery, StoreUnavailable
 from ..store.response_store import ResponseStore, encode_response
 from . import response_fields, wire_format
 from .background.event_writer import retry_while_unavailable
@@ -184,20 +184,24 @@ class StoredResponsesApi:
     ) -> dict[str, tuple[str, dict[str, Any]]]:
         """Items of stored responses by their ids, each after the id of its response.
 
+        The first that is not found ends the search, so that one request costs little.
+
         Raises:
             ApiError: what is stored of one is damaged.
             StoreUnavailable: the store is down.
         """
         found: dict[str, tuple[str, dict[str, Any]]] = {}
-        read: dict[str, Response | None] = {}
+        read: dict[str, dict[str, dict[str, Any]]] = {}
         for item_id in item_ids:
             for response_id in wire_format.list_response_ids(item_id):
                 if response_id not in read:
-                    read[response_id] = await self.store.get(owner, response_id)
-                response = read[response_id]
-                if response and (item := wire_format.find_item(response, item_id)):
+                    response = await self.store.get(owner, response_id)
+                    read[response_id] = wire_format.list_items_by_id(response) if response else {}
+                if item := read[response_id].get(item_id):
                     found[item_id] = response_id, item
                     break
+            else:
+                break
         return found
 
     async def list_input_items(

@@ -259,7 +259,11 @@ else:
             given = {name: value for name, value in given.items() if value is not None}
             validate_types(items := given.get("input"), given.get("tools"))
             if isinstance(items, list):
-                given["input"] = list(map(complete_input_item, items))
+                try:
+                    given["input"] = list(map(complete_input_item, items))
+                except RecursionError as error:
+                    message = "The input is nested too deeply"
+                    raise PydanticCustomError("nested", message) from error
             return given
 
         @model_validator(mode="after")
@@ -315,23 +319,34 @@ def make_chat_messages(items: list[Any]) -> list[Any]:
     return list(construct_chat_messages_with_tool_call(told))
 
 
-async def normalize_stream_events(events: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-    """The events of a stream, in which each item has the id that the answer will have.
+async def normalize_stream_events(
+    events: AsyncGenerator[Any, None], *, stored: bool
+) -> AsyncGenerator[Any, None]:
+    """The events of a stream, in which each item has one id from its first event to the last.
 
     Up to 0.28 the last event gives each item another id, and a streamed message has the
     summary of a reasoning item, too. Up to 0.31, the events of reasoning's parts have names that
     OpenAI's API has not.
+
+    Args:
+        events: vLLM's.
+        stored: whether the response is stored, and so found by the ids of its items.
     """
-    response_id, item_id, index = "", "", -1
+    response_id, item_id = "", ""
+    ids: dict[str, str] = {}  # of the streamed items in their order, by vLLM's
     async with aclosing(events):
         async for event in events:
             values = vars(event)
             if response := values.get("response"):
                 response_id = response.id
+                if event.type in ENDS:
+                    name_items(response, ids, stored=stored)
             elif item := values.get("item"):
                 if event.type == "response.output_item.added":
-                    index += 1
-                    item_id = make_item_id(get_item_id(item), response_id, index)
+                    item_id = before = get_item_id(item)
+                    if stored:
+                        item_id = make_item_id(before, response_id, len(ids))
+                    ids[before] = item_id
                 elif item.type == "message" and item.model_extra:
                     item.model_extra.pop("summary", None)
                 item.id = item_id
@@ -345,10 +360,23 @@ def get_item_id(item: Any) -> str:
     return str(getattr(item, "id", None) or item.type)
 
 
-def name_items(answer: Any) -> None:
-    """Give each item of an answer the id by which its response is found."""
-    for index, item in enumerate(answer.output):
-        item.id = make_item_id(get_item_id(item), answer.id, index)
+def name_items(answer: Any, ids: dict[str, str], *, stored: bool) -> None:
+    """Give each item of an answer the id that was streamed, or one by which its response is found.
+
+    Args:
+        answer: vLLM's response.
+        ids: of the streamed items in their order, by vLLM's.
+        stored: whether the response is stored.
+    """
+    streamed = list(ids.values())
+    for at, item in enumerate(answer.output):
+        before = get_item_id(item)
+        if before in ids:
+            item.id = ids[before]
+        elif len(streamed) == len(answer.output):
+            item.id = streamed[at]
+        elif stored:
+            item.id = make_item_id(before, answer.id, len(streamed) + at)
 
 
 def find_context(*given: Any, **options: Any) -> Any:
@@ -389,7 +417,10 @@ def count_reasoning_tokens(context: Any, answer: Any) -> int:
     tokens = list(getattr(context, "_accumulated_token_ids", None) or ())
     if parser is None or len(tokens) != made:
         return 0
-    return made - len(parser.extract_content_ids(tokens))
+    try:
+        return made - len(parser.extract_content_ids(tokens))
+    except Exception:  # of a parser that works on texts alone: a number must not cost the answer
+        return 0
 
 
 def find_renderer(handler: Any) -> Any:

@@ -11,8 +11,8 @@ from openai.types.responses import ResponseIncludable
 
 from ..store.backend import BROKEN, Response
 
-# The items of a conversation. vLLM's renderers refuse others, such as calls of built-in tools;
-# clients can't send those either.
+# The items of an answer that later turns get. vLLM's renderers refuse others of its own, such as
+# calls of built-in tools.
 TURNS = frozenset({"message", "reasoning", "function_call", "custom_tool_call"})
 
 # The events that have a response that is in progress.
@@ -315,20 +315,17 @@ def list_response_ids(item_id: str) -> list[str]:
     return [response_id for tail in tails for response_id in (f"resp_{tail}", tail)]
 
 
-def find_item(response: Response, item_id: str) -> dict[str, Any] | None:
-    """An item of a response's output or input by its id, as lists show it; None if it has none.
+def list_items_by_id(response: Response) -> dict[str, dict[str, Any]]:
+    """The items of a response's input, as lists show them, and of its output, by their ids.
 
     Raises:
         ApiError: what is stored of it is damaged.
     """
     with translate_damage_errors("response"):
-        for item in OUTPUT.decode(response.body).output:
-            if item.get("id") == item_id:
-                return item
-        for n, item in enumerate(ITEMS.decode(response.input)):
-            if (listed := build_listed_item(item, response.id, n))["id"] == item_id:
-                return listed
-    return None
+        items = ITEMS.decode(response.input)
+        shown = [build_listed_item(item, response.id, n) for n, item in enumerate(items)]
+        shown += OUTPUT.decode(response.body).output
+    return {str(item.get("id")): item for item in shown}
 
 
 def encode_list_page(documents: list[bytes], ids: list[str], *, has_more: bool) -> bytes:

@@ -513,10 +513,13 @@ ANSWER = (
 )
 
 
-def left_out() -> list[Any]:
-    """The content of what a request may say in short, as vLLM has read it."""
+def left_out(others: list[Any]) -> list[Any]:
+    """The content of what a request may say in short, as vLLM has read it.
+
+    Args:
+        others: items that vLLM does not render as they are.
+    """
     import pytest
-    from tests.support.items import ITEMS
 
     from vllmops_responses.server import item_conversion
     from vllmops_responses.server.vllm_interface import (
@@ -532,7 +535,7 @@ def left_out() -> list[Any]:
         {"type": "message", "role": "assistant", "content": "a type"},
         {"role": "assistant", "content": [{"type": "output_text", "text": "parts, no type"}]},
     ]
-    for item in ITEMS:
+    for item in others:
         assert is_valid_item(item), item
         assert can_render_item(item), item
     bodies: tuple[Any, ...] = (None, [], "x", 5)
@@ -553,9 +556,8 @@ def left_out() -> list[Any]:
     return [*(item["content"] for item in texts), parts.content[0].text]
 
 
-def recorded_requests() -> dict[str, list[Any]]:
+def recorded_requests(folder: str) -> dict[str, list[Any]]:
     """Of what real clients have sent, what vLLM takes and what our server takes, by the client."""
-    from tests.live.recording import RECORDED
 
     from vllmops_responses.server.request_parameters import (
         list_ignored_parameters,
@@ -564,7 +566,7 @@ def recorded_requests() -> dict[str, list[Any]]:
     from vllmops_responses.server.vllm_interface import Request, ResponsesRequest
 
     found: dict[str, list[Any]] = {}
-    for file in sorted(RECORDED.iterdir()):
+    for file in sorted(Path(folder).iterdir()):
         for line in file.read_text().splitlines():
             taken: list[bool] = []
             for model in (Request, ResponsesRequest):
@@ -788,7 +790,7 @@ async def check_event_fields(serving: Any) -> None:
                         part={"type": "reasoning_text", "text": "hm"},
                     )
 
-        async for part in adapter.normalize_stream_events(parts()):
+        async for part in adapter.normalize_stream_events(parts(), stored=True):
             event = typed.validate_json(fields.encode_model(part))
             assert event.part.text == "hm"
 

@@ -13,7 +13,9 @@ import pytest
 from vllmops.agent.patches import registry
 from vllmops.agent.versions import features
 
+from ...live.recording import RECORDED
 from ...support.extent import EVERYTHING, combinations, long, programs
+from ...support.items import ITEMS
 from ...support.versions import INSTALLED, MINORS, RENAMED, Vllm, rewritten
 
 pytestmark = programs
@@ -46,13 +48,13 @@ def test_every_hook_fits(vllm: Callable[[str], Vllm], version: str) -> None:
         features.load_tested_versions.cache_clear()
     assert found == features.load_tested_versions()[name].results
     assert process.run("out = check_healing()") == "works"
-    assert process.run("out = left_out()") == [
+    assert process.run(f"out = left_out({list(ITEMS)!r})") == [
         [{"type": "input_image", "image_url": "data:,", "detail": "auto"}],
         "no type",
         "a type",
         "parts, no type",
     ]
-    recorded: Any = process.run("out = recorded_requests()")
+    recorded: Any = process.run(f"out = recorded_requests({str(RECORDED)!r})")
     assert {"ai", "agents", "codex-openai-false"} <= recorded.keys()
     assert all(ours for client in recorded.values() for _, ours in client), recorded
     assert any(stock for client in recorded.values() for stock, _ in client)

@@ -40,7 +40,7 @@ def test_every_item_becomes_one_that_vllm_renders(item: dict[str, Any]) -> None:
     assert any(name and name in said for name in named) or item["type"] == AGENT_MESSAGE
     assert "AAAA" not in said
     assert ("(a file)" in said) == (FILE in json.dumps(item) or "AAAA" in json.dumps(item))
-    assert item.get("status", "-") not in said
+    assert item.get("status") != "completed" or "completed" not in said
 
 
 def test_calls_and_outputs_of_built_in_tools_are_those_of_functions() -> None:
@@ -71,6 +71,23 @@ def test_who_said_it_is_told() -> None:
     assert by_type["mcp_approval_response"]["role"] == "user"
 
 
+def test_what_failed_or_was_denied_is_told() -> None:
+    denied = {"type": "mcp_approval_response", "approval_request_id": "mcpr_1", "approve": False}
+    assert "false" in render_item(denied)["content"][0]["text"]
+    asked = next(item for item in ITEMS if item["type"] == "mcp_approval_request")
+    assert "mcpr_1" in render_item(asked)["content"][0]["text"]
+    for status in ("completed", "failed"):
+        patched = {"type": "apply_patch_call_output", "call_id": "c", "status": status}
+        assert status in render_item(patched)["output"]
+    hosted: dict[str, Any] = {
+        "type": "tool_search_output",
+        "id": "ts_1",
+        "call_id": None,
+        "tools": [],
+    }
+    assert render_item(hosted)["type"] == "message"
+
+
 @pytest.mark.parametrize(
     ("item", "what"),
     [
@@ -91,6 +108,21 @@ def test_an_unknown_item_is_named(item: Any, what: str) -> None:
         "what": refused.value.message().split(" ", 1)[1],
     }
     assert what in refused.value.message()
+
+
+@pytest.mark.parametrize(
+    ("item", "is_one"),
+    [
+        ({"type": "item_reference", "id": "msg_1"}, True),
+        ({"type": None, "id": "msg_1"}, True),
+        ({"id": "msg_1"}, True),
+        ({"type": "compaction_trigger", "id": "ct_1"}, False),
+        ({"id": "msg_1", "role": "user", "content": "x"}, False),
+        ("msg_1", False),
+    ],
+)
+def test_what_stands_for_a_stored_item(item: Any, is_one: bool) -> None:
+    assert item_rendering.is_reference(item) == is_one
 
 
 @pytest.mark.parametrize("tool", [{"type": "wobble"}, {}, {"type": ["function"]}])

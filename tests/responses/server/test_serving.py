@@ -38,7 +38,7 @@ class Served(StoreBackedServing, Engine):
 async def main():
     found = []
     for stream in (False, True):
-        request = SimpleNamespace(stream=stream)
+        request = SimpleNamespace(stream=stream, store=False)
         turn = Turn(request, "", b"[]")
         turn.compaction = compaction.make_compaction_item("sealed")
         with set_current_turn(turn):

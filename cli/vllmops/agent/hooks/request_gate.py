@@ -129,7 +129,8 @@ class Gate:
     def cut_off_requests(self, timeout_s: float) -> bool:
         """Answer every request in flight with 503, from another thread; whether that was done.
 
-        Background responses end, too. A stream that has begun ends with an error event.
+        Background responses end, too. A stream that has begun ends with an error event, or with the
+        one that was set for it.
 
         Args:
             timeout_s: seconds to wait for the event loop.

@@ -161,14 +161,16 @@ class BackgroundRuns:
             request_fields |= {"input": wire_format.ITEMS.decode(run.input), "request_id": run.id}
             request = vllm_interface.ResponsesRequest.model_validate(request_fields)
             hidden = has_encrypted_items(request)
-            before = partial(
-                self.handler.read_earlier_turns, run.owner, request.previous_response_id
-            )
+            # Not what its request names: a carrier in its input may have replaced that.
+            before = partial(self.handler.read_earlier_turns, run.owner, run.previous_id)
+            history = await retry_while_unavailable(before)
+            if history is None and request.previous_response_id is not None:
+                history = []
             turn = Turn(
                 request,
                 run.owner,
                 run.input,
-                history=await retry_while_unavailable(before),
+                history=history,
                 has_encrypted_input=hidden,
                 request_carrier=carrier_merge.find_carrier(
                     wire_format.ITEMS.decode(run.input), None

@@ -237,7 +237,10 @@ def drop_unneeded_fields(item: Item) -> Item:
     made = {name: value for name, value in item.items() if value is not None}
     if isinstance(content := made.get("content"), list):
         made["content"] = [
-            {name: value for name, value in part.items() if name != "logprobs"} for part in content
+            {name: value for name, value in part.items() if name != "logprobs"}
+            if isinstance(part, dict)
+            else part
+            for part in content
         ]
     return made
 

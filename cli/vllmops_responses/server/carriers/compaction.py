@@ -153,7 +153,7 @@ def validate_compact_body(body: bytes) -> set[str]:
         raise ApiError(400, f"The request is not strict JSON: {error}") from error
     if bytes(given.get("model", b"null")) == b"null":
         raise ApiError(400, "Missing required parameter: 'model'.", "model")
-    return given.keys() - PARAMETERS
+    return {name for name, value in given.items() if bytes(value) != b"null"} - PARAMETERS
 
 
 def build_summary_parameters(request: Any, max_model_len: int) -> dict[str, Any]:

@@ -367,9 +367,9 @@ class WebSocketConnection:
                 await self.close(RESTARTING, "connect again: another process takes over")
 
     async def send_cut(self, run: SocketRequest) -> None:
-        """Tell a client that a run was cut off, which may not have a response yet."""
+        """Tell a client that a run was cut off, unless it goes on in the background."""
         message = "The server is draining."
-        if run.response:
+        if run.response and not run.background:
             body = wire_format.encode_failed_response(run.response, message)
             event = wire_format.make_final_event("failed", run.number + 1, body)
             await self.send_event(run.stream_id, event)
