@@ -84,10 +84,10 @@ class Script:
         return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
     @property
-    def left(self) -> list[str]:
-        """What has not been said."""
-        found: list[str] = json.loads(self.file.read_text())
-        return found
+    def pending_texts(self) -> list[str]:
+        """The texts that no request has used yet."""
+        texts: list[str] = json.loads(self.file.read_text())
+        return texts
 
 
 @contextmanager

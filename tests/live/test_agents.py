@@ -43,7 +43,7 @@ def install(folder: Path, *packages: str) -> None:
 
 
 def run(words: Sequence[str | Path], folder: Path, **environment: str) -> str:
-    """What a program says; it ends well."""
+    """Run a program, which must succeed; returns its output."""
     ran = subprocess.run(
         words,
         cwd=folder,
@@ -78,7 +78,7 @@ def test_a_framework_for_javascript(
     script.say(*texts)
     with record(script.base, program.removesuffix(".mjs")) as base:
         run(("node", program, base, clients.MODEL), tmp_path)
-    assert script.left == []
+    assert script.pending_texts == []
 
 
 @long
@@ -104,7 +104,7 @@ def test_the_page_of_clients(
     with record(script.base, f"page-{name}") as base:
         program.write_text(text.replace(URL, base))
         assert "The lamp is on." in run((runner, program), tmp_path, PYTHONPATH="")
-    assert script.left == []
+    assert script.pending_texts == []
 
 
 # To a provider of the second name, Codex leaves the compaction.
@@ -146,4 +146,4 @@ def test_codex(script: Script, tmp_path: Path, provider: str, socket: str) -> No
         configure(base, "model_auto_compact_token_limit = 2000")
         script.say("A lamp was turned on and off.", "It is on again.")
         assert "It is on again." in codex("resume", "--last", "on again")
-    assert script.left == []
+    assert script.pending_texts == []

@@ -318,7 +318,7 @@ def test_a_reference_stands_for_an_item_of_a_stored_response(
     listed = client.responses.input_items.list(say(client, given).id, order="asc").data
     assert [one.type for one in listed] == ["message"] * 3
     assert listed[1].id == item.id
-    # What the turns before have already is not told twice.
+    # A reference to an item of an earlier turn of the chain adds nothing to the prompt.
     after = say(client, given[1:], previous_response_id=first.id)
     assert (
         after.usage.input_tokens
@@ -647,7 +647,7 @@ def test_a_conversation_goes_from_a_store_to_a_client_and_back(client: Any) -> N
 
 
 def test_a_carrier_replaces_the_previous_response(client: Any) -> None:
-    """As Codex sends both on a WebSocket, where its session was resumed."""
+    """Codex sends both on a WebSocket, after its session was resumed."""
     asked = [{"role": "user", "content": entry} for entry in ("one", "two", "three", "four")]
     first = say(client, [asked[0]])
     second = say(client, [asked[1]], previous_response_id=first.id, **CARRY)

@@ -60,7 +60,7 @@ def load_extension() -> Extension:
         extension: Extension = import_module(MODULE).EXTENSION
     except Exception as error:
         report_failure(error)
-        # As the package would: no child of this process may inherit the key.
+        # The package would have done so: a child process must not inherit the signing key.
         os.environ.pop(SIGNING_KEY, None)
         return Extension()
     return extension

@@ -1,4 +1,4 @@
-"""Names the owner of a request or of a stored response: whoever has the API key."""
+"""Derives the owner of a request or of a stored response from its API key."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Items of a request that vLLM does not render, as items that it does.
+"""Replaces the items of a request that vLLM can't render by items that it can.
 
-Histories that began elsewhere have items of every type of OpenAI's API, and some of well-known
-clients. A call of a tool, with its output, becomes that of a function. What remains is told as
-text, by the one who said it: the user, or the model.
+Histories that began elsewhere have items of every type of OpenAI's API, and of well-known clients'
+own. A tool's call and its output become those of a function. Any other item becomes a message with
+its fields as text, of the user or of the assistant.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from .wire_format import ENCODE
 
 Item = dict[str, Any]
 MESSAGE, REASONING = "message", "reasoning"
-# What vLLM renders, and what is replaced before vLLM gets it.
+# The types that stay as they are: vLLM renders them, or the server has replaced them before.
 RENDERED = frozenset(
     {MESSAGE, REASONING, "function_call", "function_call_output"}
     | {"custom_tool_call", "custom_tool_call_output", "additional_tools"}
     | {"compaction", "item_reference"}
 )
-# What another agent says to this one, as Codex sends it.
+# The type of Codex's messages from one agent to another; not in OpenAI's API.
 AGENT_MESSAGE = "agent_message"
-# As the last item, it asks for a compaction in place of an answer.
+# The type of the item that asks for a compaction, at the end of the input.
 TRIGGER = "compaction_trigger"
-# What tells the model nothing.
+# The types that have nothing for the model.
 SKIPPED = frozenset({"configuration_update", "mcp_list_tools", TRIGGER})
-# What begins the id of the empty answer that stands for a skipped item, before its type.
+# A skipped item becomes an empty answer with this prefix and the item's type as its id.
 SKIPPED_ID = "skipped_"
-FILE = "(a file)"
+# The text in place of a file's content.
+FILE_MARK = "(a file)"
 ROLES = frozenset({"user", "assistant", "system", "developer"})
 
 
 def list_types(union: Any) -> set[str]:
-    """What the members of one of OpenAI's unions have as their ``type``."""
+    """The values that ``type`` can have in one of OpenAI's unions."""
     hints = (get_type_hints(member).get("type") for member in get_args(union))
     return {name for hint in hints for name in get_args(hint) if isinstance(name, str)}
 
@@ -47,8 +48,8 @@ BOOKKEEPING = frozenset(
     {"type", "id", "call_id", "caller", "pending_safety_checks", "encrypted_content"}
     | {"acknowledged_safety_checks", "container_id", "fingerprint", "max_output_length"}
 )
-# And those that are, although they are called like one.
-TOLD = frozenset({("apply_patch_call_output", "status"), ("mcp_approval_request", "id")})
+# The fields of these types that are for the model all the same.
+RESULT_FIELDS = frozenset({("apply_patch_call_output", "status"), ("mcp_approval_request", "id")})
 # The fields of an item that hold a file, and what a text begins with that is one.
 FILES, DATA_URL = frozenset({("image_generation_call", "result")}), "data:"
 
@@ -108,14 +109,14 @@ def render_item(item: Item) -> Item:
     if kind in SKIPPED:
         return {**make_message("assistant", ""), "id": f"{SKIPPED_ID}{kind}", "content": []}
     if kind == AGENT_MESSAGE:
-        said = "".join(str(part.get("text") or "") for part in list_parts(item.get("content")))
+        text = "".join(str(part.get("text") or "") for part in list_item_parts(item))
         names = f"{item.get('author')} to {item.get('recipient')}"
-        return make_message("user", f"Message from {names}: {said}")
+        return make_message("user", f"Message from {names}: {text}")
     call_id = item.get("id" if kind == "local_shell_call_output" else "call_id")
     given = {
-        name: FILE if (kind, name) in FILES else value
+        name: FILE_MARK if (kind, name) in FILES else value
         for name, value in item.items()
-        if (kind, name) in TOLD or is_told(name, value)
+        if (kind, name) in RESULT_FIELDS or is_model_field(name, value)
     }
     if kind.endswith("_output") and isinstance(call_id, str):
         output = given["output"] if given.keys() == {"output"} else given
@@ -132,8 +133,8 @@ def render_item(item: Item) -> Item:
     return make_message(role, f"[{kind}] {render_json(given)}")
 
 
-def is_told(field: str, value: Any) -> bool:
-    """Whether a field of an item is for the model; of what is done nothing need be said."""
+def is_model_field(field: str, value: Any) -> bool:
+    """Whether a field of an item is for the model; of statuses, only ``failed`` is."""
     if field in BOOKKEEPING or value is None or value in ("", [], {}):
         return False
     return field != "status" or value == "failed"
@@ -166,23 +167,25 @@ def drop_files(value: Any) -> Any:
         case list():
             return list(map(drop_files, value))
         case str() if value.startswith(DATA_URL):
-            return FILE
+            return FILE_MARK
     return value
 
 
-def list_parts(content: Any) -> list[Item]:
-    """The parts of a content."""
-    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+def list_item_parts(item: Item) -> list[Item]:
+    """The parts of an item that has some: of a message, or of what a tool gave."""
+    content = item.get("content") or item.get("output")
+    given = content if isinstance(content, list) else []
+    return [part for part in given if isinstance(part, dict)]
 
 
 def join_texts(parts: list[Any], between: str) -> list[Any]:
-    """Parts as one, because vLLM renders the first one alone; the same if they are not all texts.
+    """Join parts into one, because vLLM renders the first one alone, unless one has no text.
 
     Args:
-        parts: of an answer or of reasoning.
+        parts: of an answer or of reasoning; at least one.
         between: what separates their texts.
     """
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    if len(parts) < 2 or not all(isinstance(text, str) for text in texts):
+    if not all(isinstance(text, str) for text in texts):
         return parts
     return [{**parts[0], "text": between.join(map(str, texts))}]

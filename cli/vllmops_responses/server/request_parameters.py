@@ -1,4 +1,4 @@
-"""What becomes of each parameter of a request: it works, or it is ignored and named.
+"""Decides for each parameter of a request whether it works, has no effect, or is refused.
 
 Whatever vLLM itself answers is answered here, too. What has no effect is named in a header of the
 answer, and once in the server's log. Refused is only what would make the answer wrong: a tool that
@@ -176,7 +176,7 @@ CHECKED = SPECIAL.union(
 IDENTITY = ("type", "name", "server_label")
 # The parameters that vLLM may not know, with vllmops' own.
 KNOWN = PARAMETERS.keys() | {"previous_response"}
-# What a client calls a parameter is shown if it looks like a name, and only so many of them.
+# A header shows at most so many names of parameters; a client's text that is no name is left out.
 SHOWN, MOST_SHOWN = re.compile(r"[A-Za-z0-9_.\-]{1,64}"), 20
 # The names that the log has had.
 reported: set[str] = set()
@@ -185,7 +185,7 @@ reported: set[str] = set()
 def list_ignored_parameters(
     request: Any, without_effect: Collection[str] = (), *, tool_server: bool
 ) -> list[str]:
-    """What a request asks for that has no effect here, by name; logs each name once.
+    """List the parameters, fields and values of a request that have no effect; log each name once.
 
     Args:
         request: vLLM's ResponsesRequest.
@@ -210,7 +210,7 @@ def list_ignored_parameters(
 
 
 def find_ignored_fields(request: Any, name: str, *, tool_server: bool) -> Iterable[str]:
-    """What of a parameter has no effect: its own name, or those of fields, items or types in it."""
+    """List what of one parameter has no effect: the parameter, or fields, items or types in it."""
     value, parameter = getattr(request, name), PARAMETERS[name]
     match name:
         case "input":
@@ -257,7 +257,7 @@ def validate_parameters(request: Any, *, tool_parser: bool) -> None:
     Raises:
         ApiError: which parameter it is, and why.
     """
-    # Its input would be added to a conversation, and once more by the request that it prepares.
+    # A conversation would get the input twice: from this request, and from the one it prepares.
     if is_prewarm_request(request) and (
         request.stream or request.background or get_parameter(request, "conversation")
     ):
@@ -297,24 +297,20 @@ def validate_tool_choice(request: Any, *, tool_parser: bool) -> None:
         raise ApiError(400, message, "tool_choice")
 
 
-def restrict_tools(request: Any) -> dict[str, Any]:
+def restrict_tools(request: Any) -> None:
     """Leave a request the tools that its ``tool_choice`` allows, with the mode that it says.
 
     Args:
         request: vLLM's ResponsesRequest.
-
-    Returns:
-        What was changed, as the client has sent it: its answer repeats that.
     """
     choice = request.tool_choice
     if getattr(choice, "type", None) != "allowed_tools":
-        return {}
-    sent = {"tools": request.tools, "tool_choice": choice}
+        return
     allowed = {tuple(map(one.get, IDENTITY)) for one in choice.tools if is_identity(one)}
-    request.tools = [kept for tool in request.tools for kept in reduce_tool(tool, allowed)]
-    # None is offered, as vLLM has it for a request without tools.
-    request.tool_choice = choice.mode if request.tools or choice.mode != "auto" else "none"
-    return sent
+    tools = [part for tool in request.tools for part in reduce_tool(tool, allowed)]
+    # vLLM itself changes "auto" to "none" in a request without tools.
+    mode = choice.mode if tools or choice.mode != "auto" else "none"
+    replace_fields(request, tools=tools, tool_choice=mode)
 
 
 def drop_unused_tools(request: Any, *, tool_server: bool) -> None:
@@ -334,19 +330,28 @@ def drop_unused_tools(request: Any, *, tool_server: bool) -> None:
     used = {"function", *(SERVER_TOOLS if tool_server else NO)}
     kept = [tool for tool in request.tools if tool.type in used]
     if len(kept) < len(request.tools):
-        get_sent_fields(request).setdefault("tools", request.tools)
-        request.tools = kept
+        replace_fields(request, tools=kept)
 
 
 def drop_tools(request: Any) -> None:
-    """Leave a request no tool, because nothing is called for its answer, which repeats them."""
-    for name in ("tools", "tool_choice"):
+    """Leave a request no tool, because nothing is called for its answer."""
+    replace_fields(request, tools=[], tool_choice="none")
+
+
+def replace_fields(request: Any, **values: Any) -> None:
+    """Ask vLLM for other values of fields than the client; the answer repeats the client's.
+
+    Args:
+        request: our ResponsesRequest.
+        values: the new value of each field.
+    """
+    for name, value in values.items():
         get_sent_fields(request).setdefault(name, getattr(request, name))
-    request.tools, request.tool_choice = [], "none"
+        setattr(request, name, value)
 
 
 def get_sent_fields(request: Any) -> dict[str, Any]:
-    """What a client has sent of the fields in which vLLM is asked for something else."""
+    """The client's values of the fields that `replace_fields` has changed."""
     sent: dict[str, Any] = getattr(request, "_sent", {})
     return sent
 
@@ -357,7 +362,7 @@ def is_identity(allowed: dict[str, Any]) -> bool:
 
 
 def reduce_tool(tool: BaseModel, allowed: Set[tuple[Any, ...]]) -> Iterator[BaseModel]:
-    """What is allowed of a tool, if anything is: all of it, or some of the tools of a namespace.
+    """Yield a tool if it is allowed, or a namespace with those of its tools that are.
 
     Args:
         tool: of a request.

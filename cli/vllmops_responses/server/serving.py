@@ -322,7 +322,7 @@ class StoreBackedServing(vllm_interface.Serving):  # type: ignore[misc]
         return compaction.encode_compaction(before, turn.compaction, usage, turn.began)
 
     async def prepare_compaction(self, request: Any, raw_request: Request) -> Turn:
-        """As `prepare_turn`, for a request that asks for a compaction in place of an answer."""
+        """Do what `prepare_turn` does, for a request that a `compaction_trigger` ends."""
         if request.background:
             message = "background can't be used with a compaction_trigger"
             raise ApiError(400, message, "background")

@@ -24,7 +24,13 @@ from vllm.entrypoints.serve.utils.api_utils import (
 )
 
 from ..store.ids import is_storable
-from .item_rendering import REASONING, join_texts, render_item, validate_types
+from .item_rendering import (
+    REASONING,
+    join_texts,
+    list_item_parts,
+    render_item,
+    validate_types,
+)
 from .request_parameters import restrict_tools
 from .wire_format import is_empty_answer, make_item_id
 
@@ -243,9 +249,9 @@ else:
         """VLLM's request, which also takes what OpenAI's API lets clients leave out."""
 
         input: Input
-        # Any, of which those that vLLM does not know have no effect.
+        # Also names that vLLM would refuse: they have no effect, and the answer's header says so.
         include: list[str] | None = None
-        # What the answer repeats of the request, where vLLM is asked for something else.
+        # The client's values of the fields that this server has changed; the answer repeats them.
         _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
 
         @model_validator(mode="before")
@@ -268,7 +274,7 @@ else:
 
         @model_validator(mode="after")
         def restrict(self) -> Self:
-            self._sent = restrict_tools(self)
+            restrict_tools(self)
             return self
 
 
@@ -299,13 +305,6 @@ def can_render_item(item: dict[str, Any]) -> bool:
         return False
     # Older versions leave what they do not know as it is.
     return all(one.get("role") if isinstance(one, dict) else hasattr(one, "role") for one in made)
-
-
-def list_item_parts(item: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of an item that has some: of a message, or of what a tool gave."""
-    content = item.get("content") or item.get("output")
-    given = content if isinstance(content, list) else []
-    return [part for part in given if isinstance(part, dict)]
 
 
 def make_chat_messages(items: list[Any]) -> list[Any]:

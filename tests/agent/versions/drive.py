@@ -557,7 +557,7 @@ def left_out(others: list[Any]) -> list[Any]:
 
 
 def recorded_requests(folder: str) -> dict[str, list[Any]]:
-    """Of what real clients have sent, what vLLM takes and what our server takes, by the client."""
+    """Whether vLLM's and our request model take each recorded request, by the client's name."""
 
     from vllmops_responses.server.request_parameters import (
         list_ignored_parameters,

@@ -43,13 +43,17 @@ class Request(BaseModel):
     tools: list[Tool] = []
 
 
+class Sent(Request):
+    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+
 @pytest.fixture(autouse=True)
 def log_of_one_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_parameters, "reported", set())
 
 
 def list_named(*names: str) -> list[str]:
-    """Which of some parameters that nobody knows are named."""
+    """List those of some unknown parameters that the header would name."""
     request = Request.model_validate(dict.fromkeys(names, 1))
     return request_parameters.list_ignored_parameters(request, tool_server=False)
 
@@ -189,11 +193,11 @@ def test_what_a_client_calls_a_parameter_can_forge_no_header_and_flood_no_log(
 
 
 def test_a_skipped_item_is_named_and_a_compaction_is_not() -> None:
-    def skipped(kind: str) -> Any:
+    def make_skipped_item(kind: str) -> Any:
         return SimpleNamespace(id=f"skipped_{kind}", content=[])
 
     asked = {"role": "user", "content": "x"}
-    items = [skipped("mcp_list_tools"), asked, skipped("compaction_trigger")]
+    items = [make_skipped_item("mcp_list_tools"), asked, make_skipped_item("compaction_trigger")]
     assert list_ignored(input=items) == ["input.mcp_list_tools"]
     assert list_ignored(input=[*items, asked]) == [
         "input.compaction_trigger",
@@ -203,8 +207,9 @@ def test_a_skipped_item_is_named_and_a_compaction_is_not() -> None:
 
 
 def restrict(**given: Any) -> tuple[Request, dict[str, Any]]:
-    request = Request(**given)
-    return request, request_parameters.restrict_tools(request)
+    request = Sent(**given)
+    request_parameters.restrict_tools(request)
+    return request, request_parameters.get_sent_fields(request)
 
 
 def test_allowed_tools_are_all_that_the_model_gets() -> None:
@@ -227,10 +232,6 @@ def test_allowed_tools_are_all_that_the_model_gets() -> None:
     assert allow("auto", {"type": "namespace", "name": "house"}) == ("auto", tools[2:])
     assert allow("auto", {"type": "function", "name": "cat"}) == ("none", [])
     assert allow("required", {}) == ("required", [])
-
-
-class Sent(Request):
-    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
 
 
 def test_gpt_oss_gets_the_tools_that_vllm_gives_it() -> None:

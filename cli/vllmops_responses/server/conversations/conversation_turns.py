@@ -29,7 +29,7 @@ from ..item_rendering import is_reference
 from ..wire_format import ENCODE, ENCRYPTED, LOGPROBS, ApiError, validate_include
 
 PARAM = "conversation"
-# What metadata may have.
+# The limits of metadata: pairs, characters of a key, characters of a value.
 PAIRS, KEY, VALUE = 16, 64, 512
 AT_ONCE = 20  # items that one request can add, in OpenAI's API
 PREFIXES = {

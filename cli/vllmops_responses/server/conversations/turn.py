@@ -96,7 +96,7 @@ class Turn:
             model=response.model,
             status=response.status,
             created_at=self.began,
-            # What a carrier has is part of the items, and would be told twice.
+            # The stored items have the carrier's turns: a link would give them to the model twice.
             previous_id=None if self.request_carrier else response.previous_response_id,
             body=body,
             input=self.items,

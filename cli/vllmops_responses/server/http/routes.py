@@ -169,7 +169,10 @@ def answer_errors(handler: Handler) -> Handler:
 def make_http_response(
     answer: bytes | AsyncIterator[EncodedEvent] | ErrorResponse, raw_request: Request
 ) -> Response:
-    """What the serving class made of a request, as an HTTP answer."""
+    """Make an HTTP answer of a JSON body, a stream, or vLLM's error.
+
+    The header `IGNORED` names the parameters that had no effect.
+    """
     if isinstance(answer, ErrorResponse):
         return JSONResponse(answer.model_dump(mode="json", by_alias=True), answer.error.code)
     response = (
